@@ -1,7 +1,7 @@
-"""Train PyTorch models on Spark DataFrames, replicas resident in the executors.
+"""Train PyTorch models on Spark DataFrames, with replicas that stay in the executors.
 
-The public face is ``__init__.pyi``, a line a name. They are imported on first use: a worker needs a
-small part of this package, and every import there delays the first step of a fit.
+``__init__.pyi`` lists the public names, one per line. Each is imported on first use: a worker needs
+only a small part of this package, and every import there delays the first step of a fit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for (PEP 562)."""
+    """Import a public name when it is first used (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module 'sparkdl' has no attribute '{name}'")
     value = getattr(importlib.import_module(_HOMES[name]), name)

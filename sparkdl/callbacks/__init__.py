@@ -1,6 +1,6 @@
-"""What is called while a fit goes on: in the driver, where it may end the fit, and on workers.
+"""Hooks that are called during a fit: in the driver, where they may end it, and on workers.
 
-``base.py`` has what every callback is; the others are ready to be used.
+``base.py`` defines callbacks; the other files have ready-made ones.
 """
 
 from sparkdl.callbacks.base import Callback, Training

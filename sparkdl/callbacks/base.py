@@ -1,8 +1,8 @@
 """What a callback is, what it sees of the fit, and how it is called.
 
-All of it happens in the driver, in the thread that called ``fit``. Workers begin an epoch when
-every callback has returned from ``on_epoch`` of the one before, so that what a callback decides
-there holds for the model of exactly that epoch. Without callbacks they do not wait.
+All of it happens in the driver, in the thread that called ``fit``. Workers begin an epoch once
+every callback has returned from the previous one's ``on_epoch``, so that what a callback decides
+there applies to the model of exactly that epoch. Without callbacks they do not wait.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ class Training:
     """A fit in progress, as callbacks see it.
 
     Attributes:
-        epochs: how many are wanted.
-        history: the epochs that have ended, with the loss on held-out rows if there are any; those
-            before a checkpoint included.
+        epochs: how many were asked for.
+        history: the epochs that have ended, with the loss on held-out rows if there are any;
+            includes those before a checkpoint.
         stopped: why a callback has ended the training; None if none has.
         kept_epoch: the epoch whose model the fit returns, if a callback has kept one, perhaps
             before a checkpoint.
-        metrics: of each metric that is measured after every epoch, by name, whether a larger value
+        metrics: for each metric that is measured after every epoch, by name, whether a larger value
             is better; None if it does not say.
-        began: when ``on_start`` was called, of the clock ``time.monotonic``.
-        recording: what the workers have told of themselves so far, and what is trained.
-        step: optimizer steps that are part of the center, of the worker that has taken most.
+        began: when ``on_start`` was called, by ``time.monotonic``.
+        recording: what the workers have reported so far, and what is trained.
+        step: optimizer steps that are part of the center, counted on the worker that took the most.
         resumed: whether it resumes from a checkpoint.
-        identity: the same in all fits that go on from each other's checkpoints, and in no other;
+        identity: the same in all fits that continue each other's checkpoints, and in no others;
             None without checkpoints.
-        schema: the columns that are trained on, with the lengths that the data have; None before
-            the data are known.
+        schema: the columns that are trained on, with the lengths found in the data; None before the
+            data are known.
         features_as_kwargs: whether the model takes features by name as arguments, not as one dict.
-        kept: what callbacks keep of this fit, each by itself; for several fits may use one
-            callback at the same time.
-        model: what was trained, on the CPU and in evaluation mode; None before ``on_end``, and if
+        kept: what each callback keeps about this fit, since several fits may use one callback at
+            the same time.
+        model: the trained model, on the CPU and in evaluation mode; None before ``on_end``, and if
             the fit fails.
     """
 
@@ -91,9 +91,9 @@ class Training:
     def stop(self, reason: str) -> None:
         """End the training as soon as the callback returns; the fit returns the model so far.
 
-        From ``on_epoch`` that is the epoch's model, from elsewhere the last round's; but from
-        ``on_tick`` the next round's, for which workers that exchange among themselves do not wait
-        for the epoch's end. Of several reasons the first one counts.
+        Called from ``on_epoch``, that is the epoch's model; from ``on_tick``, the next round's, for
+        which workers that exchange among themselves do not wait for the epoch to end; from
+        elsewhere, the last round's. Of several reasons, the first one counts.
         """
         if self.stopped is None:
             self.stopped = reason
@@ -101,17 +101,17 @@ class Training:
     def keep_model(self) -> None:
         """Have the fit return the model of the epoch that has just ended, whatever follows.
 
-        To be called in ``on_epoch``. It is kept in the driver's memory and in checkpoints, one
-        model at a time: the last call counts.
+        Call it in ``on_epoch``. The model is kept in the driver's memory and in checkpoints, one at
+        a time: the last call counts.
         """
         self.kept_epoch = self.history[-1].epoch
 
 
 class Callback(Hooks):
-    """Called in the driver as a fit goes on; override what is of interest.
+    """Called in the driver during a fit; override the methods of interest.
 
-    An error that a method raises ends the fit, with the method's name. A method that looks as if it
-    were called, and is none of these, is refused.
+    An error in a method ends the fit and names the method. A method that looks like a hook but is
+    not one of these is refused.
     """
 
     kind = "callbacks in the driver"
@@ -126,7 +126,7 @@ class Callback(Hooks):
     )
 
     def on_start(self, training: Training, statistics: DataStatistics) -> None:
-        """All rows are known, or the first of each worker, and nobody has trained on them yet.
+        """All rows are known, or each worker's first, and no one has trained on them yet.
 
         Args:
             training: the fit; its ``history`` has the epochs before a checkpoint.
@@ -145,7 +145,7 @@ class Callback(Hooks):
 
         Args:
             training: the fit.
-            reports: what each contributor had trained on, with rows and losses.
+            reports: what each contributor trained on, with rows and losses.
         """
 
     def on_epoch(self, training: Training, summary: EpochSummary) -> None:
@@ -157,7 +157,7 @@ class Callback(Hooks):
         """
 
     def on_checkpoint(self, training: Training) -> None:
-        """A checkpoint was written, and lasts. One that could not be is given up with a warning."""
+        """A checkpoint was written durably. One that cannot be written only leads to a warning."""
 
     def on_worker_lost(self, training: Training, rank: int | None, why: str) -> None:
         """A worker was lost, and the training goes on.
@@ -167,16 +167,16 @@ class Callback(Hooks):
 
         Args:
             training: the fit.
-            rank: of the worker; None if all that is known is that some worker was lost.
-            why: in words.
+            rank: of the worker; None if it is only known that some worker was lost.
+            why: the reason in words.
         """
 
     def on_end(self, training: Training, error: BaseException | None) -> None:
-        """The training is over, by itself, by a callback or by an error that ``fit`` raises.
+        """The training has ended, by itself, by a callback or by an error that ``fit`` raises.
 
         Args:
             training: the fit.
-            error: what ended it; None if it is a success.
+            error: what ended it; None if it succeeded.
         """
 
 
@@ -194,7 +194,7 @@ class Calls:
         self._started = False
 
     def __call__(self, event: RunEvent) -> None:
-        """Tell the callbacks of what has happened, if it concerns them.
+        """Tell the callbacks what has happened, if it concerns them.
 
         Raises:
             CallbackError: one of them failed.
@@ -221,14 +221,14 @@ class Calls:
                 self._each("on_checkpoint", lambda each: each.on_checkpoint(training))
 
     def end(self, error: BaseException | None) -> None:
-        """Tell the callbacks that it is over: all of them, for each may have files to close.
+        """Tell the callbacks that the fit is over: all of them, as each may have files to close.
 
         Args:
-            error: what ended the fit. It is what the user has to know: failures of callbacks behind
-                it are only logged.
+            error: what ended the fit. It matters most to the user: failures of callbacks after it
+                are only logged.
 
         Raises:
-            CallbackError: the fit was a success, and a callback failed; of several the first.
+            CallbackError: the fit succeeded, and a callback failed; the first of several.
         """
         failures: list[SparkDLError] = []
         for callback in self._callbacks:

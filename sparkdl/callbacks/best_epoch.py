@@ -1,4 +1,4 @@
-"""Which epoch is the best by a loss or a metric, and what there is to say about it."""
+"""Finds the best epoch by a loss or a metric, and checks that it can be found."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparkdl.feed.statistics.shards import DataStatistics
 logger = logging.getLogger(__name__)
 
 LOSSES = ("validation_loss", "loss")
-"""The loss on held-out rows, or while training; anything else is the name of a metric."""
+"""The loss on held-out rows, or in training; anything else is the name of a metric."""
 Mode = Literal["min", "max"]
 """Whether a smaller or a larger value is better."""
 HOLD_OUT = (
@@ -27,7 +27,8 @@ def require_metric(metric: object, mode: object) -> None:
     """Check arguments that say what to follow.
 
     Raises:
-        ConfigError: ``metric`` is no name, or ``mode`` none of the two, or wrong for a loss.
+        ConfigError: ``metric`` is not a name, or ``mode`` is neither of the two, or wrong for a
+            loss.
     """
     if not isinstance(metric, str) or not metric:
         raise ConfigError(
@@ -42,17 +43,17 @@ def require_metric(metric: object, mode: object) -> None:
 def require_measured(
     name: str, metric: str, mode: Mode | None, training: Training, statistics: DataStatistics
 ) -> None:
-    """Check that what a callback follows will be known, and what of it is better.
+    """Check that what a callback follows will be known, and which values of it are better.
 
     Args:
         name: of the callback.
         metric: what it follows.
-        mode: what is better, if that was said.
+        mode: which values are better, if that was specified.
         training: the fit.
-        statistics: what the workers have found in their rows.
+        statistics: what the workers found in their rows.
 
     Raises:
-        ConfigError: it will not.
+        ConfigError: one of the two will not be known.
     """
     if metric == "validation_loss" and statistics.complete and not statistics.held_out:
         raise ConfigError(f"{name} follows the loss on held-out rows, and {HOLD_OUT}")
@@ -78,10 +79,10 @@ def require_measured(
 
 
 def value_of(summary: EpochSummary, metric: str) -> float:
-    """What an epoch came to.
+    """The value that an epoch reached.
 
     Raises:
-        ConfigError: that is not known, or no number.
+        ConfigError: it is not known, or not a number.
     """
     if metric not in LOSSES:
         return _metric_of(summary, metric)
@@ -114,9 +115,9 @@ def best_epoch(
 
     Args:
         training: the fit, with the epochs that have ended.
-        metric: by what.
-        mode: what is better; None for what the metric says.
-        min_delta: by how much it has to be better than the best one before.
+        metric: what to compare epochs by.
+        mode: which values are better; None for what the metric says.
+        min_delta: by how much an epoch must be better than the best one before it.
     """
     best, lowest = None, math.inf
     sign = -1.0 if is_better_larger(training, metric, mode) else 1.0
@@ -134,7 +135,7 @@ def is_better_larger(training: Training, metric: str, mode: Mode | None) -> bool
 
 
 def warn_if_lost(training: Training, best: EpochSummary | None) -> None:
-    """Say so if the best epoch's model is not in the checkpoint that the fit resumes from."""
+    """Warn if the best epoch's model is not in the checkpoint that the fit resumes from."""
     if best is not None and (training.kept_epoch or 0) < best.epoch:
         logger.warning(
             "of the epochs before the checkpoint epoch %d was the best, whose model is not in it, "

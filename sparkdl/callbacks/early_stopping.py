@@ -1,4 +1,4 @@
-"""Stop when a loss or a metric does not improve any more.
+"""Stop when a loss or a metric no longer improves.
 
 Source: Prechelt 1998, "Early Stopping - But When?".
 """
@@ -27,16 +27,16 @@ from sparkdl.feed.statistics.shards import DataStatistics
 class EarlyStopping(Callback):
     """End the training when a loss or a metric has not improved for some epochs.
 
-    What it decides follows from the history alone, so that a fit that resumes from a checkpoint
-    stops where it would have stopped; the best model so far is part of each checkpoint.
+    It decides by the history alone, so that a fit that resumes from a checkpoint stops where it
+    would have stopped anyway; the best model so far is part of each checkpoint.
 
     Args:
         metric: ``validation_loss``, which needs held-out rows, ``loss``, the training loss, or the
             name of one of the estimator's ``metrics``.
-        patience: epochs without improvement after which it ends, >= 1.
-        min_delta: by how much it has to get better to count as an improvement, >= 0.
+        patience: epochs without improvement after which to stop, >= 1.
+        min_delta: the smallest change that counts as an improvement, >= 0.
         restore_best: whether the fit returns the model of the best epoch, not of the last.
-        mode: ``max`` or ``min``, what is better, for a metric that does not say so itself.
+        mode: ``max`` or ``min``, whichever is better, for a metric that does not say so itself.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -60,14 +60,14 @@ class EarlyStopping(Callback):
             raise ConfigError(f"restore_best must be a bool, got {self.restore_best!r}")
 
     def on_start(self, training: Training, statistics: DataStatistics) -> None:
-        """Look at the epochs before a checkpoint; they may have been enough."""
+        """Check the epochs before a checkpoint, which may have been enough."""
         require_measured(type(self).__name__, self.metric, self.mode, training, statistics)
         if self.restore_best:
             warn_if_lost(training, self._best(training))
         self._stop_if_due(training)
 
     def on_epoch(self, training: Training, summary: EpochSummary) -> None:
-        """Keep the model if it is the best, and stop if the best one was long ago."""
+        """Keep the model if it is the best; stop if the best one is long past."""
         if self.restore_best and self._best(training) is summary:
             training.keep_model()
         self._stop_if_due(training)

@@ -15,7 +15,7 @@ def imported(module: str, *, package: str, extra: str, who: str) -> Any:
         module: its full name.
         package: the package that has it, as it is imported.
         extra: the extra of sparkdl-torch that installs it.
-        who: needs it, for the message.
+        who: what needs it, for the message.
 
     Raises:
         SetupError: the package is not installed in the driver's Python.

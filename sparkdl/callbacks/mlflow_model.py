@@ -1,8 +1,8 @@
-"""A trained module as a model of MLflow's, with its signature, and as a function of columns.
+"""A trained module as an MLflow model, with its signature, and as a function of columns.
 
-It is saved as a graph (``torch.export``), which needs none of the user's code to be loaded and runs
-none; a module that cannot be a graph is pickled. A module of one tensor that returns one is also
-loaded as ``mlflow.pyfunc`` by MLflow alone; for others the loader is here.
+It is saved as a graph (``torch.export``), which loads without any of the user's code and runs none;
+a module that cannot be exported is pickled. As ``mlflow.pyfunc``, MLflow itself loads modules that
+take one tensor and return one; this file loads the others.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from sparkdl.version import __version__
 logger = logging.getLogger(__name__)
 
 ROWS = 2
-"""Of the example that the graph is made with; one row would be taken for a constant."""
+"""Rows of the example that the graph is made with; torch would take one for a constant."""
 LENGTH = 3
-"""Of what has no length of its own in the example."""
+"""The length, in the example, of what has none of its own."""
 
 
 class OfColumns(nn.Module):
-    """A module as a function of one tensor a column, that returns a tensor or tensors by name.
+    """A module as a function of one tensor per column that returns a tensor, or tensors by name.
 
     Args:
         module: the user's.
-        features: of each column its name and dtype.
+        features: the name and dtype of each column.
         by_name: whether it takes them by name.
-        as_kwargs: whether that is as arguments, not as one dict.
+        as_kwargs: whether that means as arguments, not as one dict.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class OfColumns(nn.Module):
         def forward(*columns: Tensor) -> Any:
             return self._predict(columns)
 
-        # torch.export takes ``*columns`` for one argument, whose length it would keep.
+        # torch.export takes ``*columns`` for one argument, and would fix its length.
         each = [f"column_{index}" for index in range(len(features))]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -73,7 +73,7 @@ class OfColumns(nn.Module):
             columns: each of shape (rows, ...).
 
         Returns:
-            The tensor that the module returns; of several a dict by their names or positions.
+            The tensor that the module returns; several in a dict by their names or positions.
         """
         tensors = [column.to(t) for column, t in zip(columns, self._dtypes, strict=True)]
         if not self._by_name:
@@ -96,7 +96,7 @@ class OfColumns(nn.Module):
 
 
 def example_of(features: Sequence[ColumnSpec]) -> list[np.ndarray]:
-    """Two rows of zeros a column, each of shape (2, ...) and the dtype that MLflow has for it."""
+    """Two rows of zeros per column, each of shape (2, ...) and of MLflow's dtype for it."""
     return [
         np.zeros((ROWS, *(LENGTH if size == UNKNOWN else size for size in each.row_shape)), t)
         for each, t in ((each, _numpy_dtype(each.dtype)) for each in features)
@@ -108,7 +108,7 @@ def signature_of(features: Sequence[ColumnSpec], outputs: Any) -> Any:
 
     Args:
         features: what it takes.
-        outputs: what it has returned for ``example_of`` these.
+        outputs: what it returned for ``example_of(features)``.
     """
     from mlflow.models import ModelSignature
     from mlflow.types import Schema, TensorSpec
@@ -131,7 +131,7 @@ def signature_of(features: Sequence[ColumnSpec], outputs: Any) -> Any:
 
 
 class Flavor:
-    """What ``mlflow.models.Model.log`` calls a flavor: something that saves a model."""
+    """What ``mlflow.models.Model.log`` calls a flavor: an object that saves a model."""
 
     __name__ = "sparkdl.callbacks.mlflow_model"
 
@@ -141,7 +141,7 @@ class Flavor:
         Args:
             path: the directory.
             mlflow_model: MLflow's description of the model.
-            model: what is saved.
+            model: the model to save.
             features: the columns that it takes.
         """
         import mlflow.pytorch
@@ -162,7 +162,7 @@ class Flavor:
         shown: Any = example[0] if alone else tuple(map(torch.from_numpy, example))
         try:
             torch.export.export(model, tuple(map(torch.from_numpy, example)))
-        except Exception as error:  # of the user's module, for any of many reasons
+        except Exception as error:  # the user's module may fail for many reasons
             logger.warning(
                 "the model cannot be exported as a graph (%s: %s), so it is logged as a pickle, "
                 "which MLflow loads only where MLFLOW_ALLOW_PICKLE_DESERIALIZATION is 'true'",
@@ -180,7 +180,7 @@ class Flavor:
             self._add_function(Path(path), mlflow_model)
 
     def _add_function(self, path: Path, mlflow_model: Any) -> None:
-        """Have ``mlflow.pyfunc`` load it by this module."""
+        """Have ``mlflow.pyfunc`` load it with this module."""
         from mlflow import pyfunc
 
         pyfunc.add_to_model(
@@ -204,11 +204,11 @@ def _load_pyfunc(path: str) -> Any:
 
 
 class _Function:
-    """Predicts for columns by their names.
+    """Predicts from columns by name.
 
     Args:
-        model: as ``OfColumns`` is called.
-        inputs: of each column its name, shape and dtype.
+        model: called like ``OfColumns``.
+        inputs: the name, shape and dtype of each column.
     """
 
     def __init__(self, model: nn.Module, inputs: Sequence[Any]) -> None:
@@ -219,12 +219,12 @@ class _Function:
         """Predict.
 
         Args:
-            data: a pandas frame, an array in each cell of a column of arrays, or a dict of numpy
-                arrays by column; of one column also its array.
-            params: none are known.
+            data: a pandas frame, where each cell of an array column holds an array, or a dict of
+                numpy arrays by column; for a single column, also its array.
+            params: must be empty.
 
         Returns:
-            An array of shape (rows, ...), or several in a dict by their names.
+            An array of shape (rows, ...), or several in a dict by name.
         """
         if params:
             raise ValueError(f"the model takes no parameters, and was given {sorted(params)}")
@@ -246,6 +246,6 @@ class _Function:
 
 
 def _numpy_dtype(dtype: torch.dtype) -> Any:
-    """Numpy has no bfloat16; what is given is converted."""
+    """NumPy's dtype; it has no bfloat16, so such values are converted."""
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     return torch.empty(0, dtype=wide).numpy().dtype

@@ -1,4 +1,4 @@
-"""A training as a run of MLflow's."""
+"""A training as an MLflow run."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from sparkdl.report.history import metrics_of
 logger = logging.getLogger(__name__)
 
 TRAINING = "sparkdl.training"
-"""The tag by which a fit that resumes from a checkpoint finds the run that it goes on with."""
+"""The tag by which a fit that resumes from a checkpoint finds the run to continue."""
 LOGGED = "sparkdl.model"
-"""The tag that says which model of the run is of its end."""
+"""The tag that says which of the run's models is its final one."""
 PARAMS_A_CALL = 100
 """MLflow's own limit."""
 MAX_NAME = 250
-"""Characters of a name, MLflow's own limit too."""
+"""Characters of a name, also MLflow's own limit."""
 _NOT_IN_NAMES = re.compile(r"[^\w\-. /:]")
 
 
 @dataclass(frozen=True)
 class MLflow(Callback):
-    """Log a training as one run of MLflow's: its settings, its epochs and its model.
+    """Log a training as one MLflow run: its settings, its epochs and its model.
 
-    A fit that resumes from a checkpoint goes on with the run of the fit before. Inside of
-    ``with mlflow.start_run():`` it is that run.
+    A fit that resumes from a checkpoint continues the previous fit's run. Inside
+    ``with mlflow.start_run():``, that run is used.
 
     Args:
         experiment: the experiment's name; None for MLflow's default, or the environment's.
         run_name: the run's name; None for one that MLflow makes up.
-        tracking_uri: where MLflow keeps it; None for what MLflow is told elsewhere
+        tracking_uri: where MLflow keeps it; None for what MLflow is otherwise configured to use
             (``MLFLOW_TRACKING_URI``, ``mlflow.set_tracking_uri``).
         log_model: whether the model is logged at the end, with its signature, as ``model``;
             ``mlflow.pytorch.load_model`` and ``mlflow.pyfunc.load_model`` load it.
-        registered_model_name: under which name it is registered as a new version; None for not.
+        registered_model_name: the name to register it under, as a new version; None not to.
 
     Raises:
-        ConfigError: an argument is none of these.
+        ConfigError: an argument is not one of these.
         SetupError: MLflow is not installed in the driver's Python.
     """
 
@@ -71,21 +71,21 @@ class MLflow(Callback):
             raise ConfigError("registered_model_name is that of a logged model: log_model is False")
 
     def on_start(self, training: Training, statistics: DataStatistics) -> None:
-        """Begin the run, or go on with it, and log what is trained."""
+        """Start or continue the run, and log what is trained."""
         mlflow = imported("mlflow", package="mlflow", extra="mlflow", who="MLflow()")
         run = _Run(mlflow, self, training)
         training.kept[self] = run
         run.log_settings(training, statistics)
 
     def on_epoch(self, training: Training, summary: EpochSummary) -> None:
-        """Log what the epoch came to, unless a fit that was interrupted behind it did."""
+        """Log the epoch's numbers, unless a fit that was interrupted after it did so."""
         training.kept[self].log_epoch(summary)
 
     def on_end(self, training: Training, error: BaseException | None) -> None:
         """Log the model, and end the run."""
         run: _Run | None = training.kept.pop(self, None)
         if run is None:
-            return  # nobody had read any rows yet
+            return  # no rows had been read yet
         try:
             if error is None and self.log_model:
                 run.log_model(training)
@@ -103,7 +103,7 @@ class _Run:
 
     Args:
         mlflow: the package.
-        wanted: how.
+        wanted: the run's settings.
         training: the fit.
     """
 
@@ -127,7 +127,7 @@ class _Run:
         self._logged = {metric.step for metric in known}
 
     def log_settings(self, training: Training, statistics: DataStatistics) -> None:
-        """Log what is trained, and how, but for what the run has already."""
+        """Log what is trained, and how, except what the run already has."""
         setup = training.recording.setup
         told = {
             "model": setup.model,
@@ -161,7 +161,7 @@ class _Run:
         )
 
     def log_model(self, training: Training) -> None:
-        """Log the model, unless a fit before this one did, and this one has trained nothing."""
+        """Log the model, unless an earlier fit did and this one has trained nothing."""
         assert training.model is not None
         assert training.schema is not None
         if LOGGED in self._tags and not training.recording.rows.any():
@@ -189,12 +189,12 @@ class _Run:
         logger.info("the model was logged as %s", info.model_uri)
 
     def end(self, status: str) -> None:
-        """End the run, unless somebody else began it."""
+        """End the run, unless someone else started it."""
         if self._owned:
             self._client.set_terminated(self._id, status)
 
     def _found(self, training: Training) -> Any:
-        """The run of the fit that this one goes on from, if there is one."""
+        """The run of the fit that this one continues, if there is one."""
         experiment = self._experiment()
         if training.identity is None or not training.resumed or experiment is None:
             return None
@@ -206,8 +206,8 @@ class _Run:
         )
         if not found:
             logger.warning(
-                "the fit resumes from a checkpoint, but MLflow has no run of the fit before; a new "
-                "one begins with epoch %d",
+                "the fit resumes from a checkpoint, but MLflow has no run of the previous fit; a "
+                "new one begins with epoch %d",
                 len(training.history) + 1,
             )
             return None
@@ -224,7 +224,7 @@ class _Run:
     def _experiment(self) -> str | None:
         """The experiment's id; None if it has yet to be made."""
         if self._wanted.experiment is None:
-            # Nothing that is public says what set_experiment or the environment has chosen.
+            # No public function tells what set_experiment or the environment has chosen.
             from mlflow.tracking.fluent import _get_experiment_id
 
             with self._store():
@@ -234,7 +234,7 @@ class _Run:
 
     @contextmanager
     def _store(self) -> Iterator[None]:
-        """Have what MLflow does by itself go where the run is."""
+        """Make MLflow's implicit calls go to the run's store."""
         if self._mlflow.get_tracking_uri() == self._uri:
             yield
             return
@@ -248,10 +248,10 @@ class _Run:
 
 
 def names_of(given: Iterable[str]) -> dict[str, str]:
-    """Names as MLflow takes them, which stay apart: what clashes is numbered in its order.
+    """Distinct names that MLflow accepts; those that clash are numbered in order.
 
     Args:
-        given: names that differ.
+        given: distinct names.
     """
     names = {name: _name(name) for name in given}
     taken = {name for name, cleaned in names.items() if name == cleaned}

@@ -20,16 +20,16 @@ from sparkdl.feed.statistics.shards import DataStatistics
 class ModelCheckpoint(Callback):
     """Have the fit return the model of the best epoch, and train all epochs.
 
-    The best model so far is part of each checkpoint (``checkpointPath``), so that a fit that goes
-    on from one returns what it would have returned.
+    The best model so far is part of each checkpoint (``checkpointPath``), so that a fit that
+    resumes from one returns what it would have returned anyway.
 
     Args:
         metric: ``validation_loss``, which needs held-out rows, ``loss``, the training loss, or the
             name of one of the estimator's ``metrics``.
-        mode: ``max`` or ``min``, what is better, for a metric that does not say so itself.
+        mode: ``max`` or ``min``, whichever is better, for a metric that does not say so itself.
 
     Raises:
-        ConfigError: an argument is none of these.
+        ConfigError: an argument is not one of these.
     """
 
     metric: str = "validation_loss"
@@ -39,7 +39,7 @@ class ModelCheckpoint(Callback):
         require_metric(self.metric, self.mode)
 
     def on_start(self, training: Training, statistics: DataStatistics) -> None:
-        """See whether that will be known."""
+        """Check that what is followed will be known."""
         require_measured(type(self).__name__, self.metric, self.mode, training, statistics)
         warn_if_lost(training, best_epoch(training, self.metric, self.mode))
 

@@ -1,4 +1,4 @@
-"""Curves of a training for TensorBoard."""
+"""A training's curves for TensorBoard."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ TENSORBOARD = {"package": "tensorboard", "extra": "tensorboard", "who": "TensorB
 
 @dataclass(frozen=True)
 class TensorBoard(Callback):
-    """Write losses, metrics, speed and where time goes as TensorBoard reads them.
+    """Write losses, metrics, speed and where time goes for TensorBoard.
 
-    All values are over optimizer steps, those of the worker that has taken most. A fit that goes on
-    from a checkpoint writes on in the same run: what came behind the checkpoint is replaced.
-    ``tensorboard --logdir LOG_DIR`` shows them.
+    All values are plotted over the optimizer steps of the worker that has taken the most. A fit
+    that resumes from a checkpoint continues the same run: what came after the checkpoint is
+    replaced. ``tensorboard --logdir LOG_DIR`` shows them.
 
     Args:
-        log_dir: a directory in the driver, or what else TensorBoard writes to; one for each
+        log_dir: a directory in the driver, or whatever else TensorBoard writes to; one for each
             training.
 
     Raises:
-        ConfigError: ``log_dir`` is no text.
+        ConfigError: ``log_dir`` is not a string.
         SetupError: tensorboard is not installed in the driver's Python.
     """
 
@@ -43,7 +43,7 @@ class TensorBoard(Callback):
             raise ConfigError(f"log_dir must be that of a directory to write to: {self.log_dir!r}")
 
     def on_start(self, training: Training, statistics: DataStatistics) -> None:
-        """Open the files, and hide what is in them of steps that no checkpoint has."""
+        """Open the files, and hide what they hold for steps after the checkpoint."""
         imported("tensorboard", **TENSORBOARD)
         module = imported("torch.utils.tensorboard", **TENSORBOARD)
         purge = training.step + 1 if training.resumed else None
@@ -59,7 +59,7 @@ class TensorBoard(Callback):
             training.kept[self].writer.add_scalar("loss/round", mean, training.step)
 
     def on_epoch(self, training: Training, summary: EpochSummary) -> None:
-        """Write what the epoch came to."""
+        """Write the epoch's numbers."""
         curves: _Curves = training.kept[self]
         values = {
             f"{_curve(name, summary)}/{_kind(name, summary)}": value
@@ -82,7 +82,7 @@ class _Curves:
     """The files of one fit.
 
     Args:
-        writer: to them.
+        writer: what writes to them.
     """
 
     def __init__(self, writer: Any) -> None:
@@ -96,7 +96,7 @@ class _Curves:
         self.writer.add_text("settings", f"| name | value |\n|---|---|\n{rows}", 0)
 
     def shares(self, recording: Recording) -> dict[str, float]:
-        """Where the workers' time went since the last time."""
+        """Where the workers' time went since the last call."""
         seconds = recording.seconds.sum(axis=0)
         gone, self._seconds = seconds - self._seconds, seconds
         whole = float(gone.sum()) or 1.0
@@ -104,7 +104,7 @@ class _Curves:
 
 
 def _curve(name: str, summary: EpochSummary) -> str:
-    """The number that a curve is of; two metrics are two, whatever their names."""
+    """The number that a curve shows; two metrics get two curves, whatever their names."""
     base = name.removeprefix(VALIDATION)
     both = name in summary.metrics and base in summary.metrics
     return name if both else base
@@ -116,5 +116,5 @@ def _kind(name: str, summary: EpochSummary) -> str:
 
 
 def _cell(value: object) -> str:
-    """Text as a cell of Markdown's tables, in which nothing of it means anything."""
+    """Text as a cell of a Markdown table, with nothing in it taken for markup."""
     return "`" + json.dumps(str(value))[1:-1].replace("`", "'").replace("|", "\\|") + "`"

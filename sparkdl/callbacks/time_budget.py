@@ -15,15 +15,15 @@ from sparkdl.events import EpochSummary, WindowReport
 class TimeBudget(Callback):
     """End the training at the first round after some time; the fit returns the model so far.
 
-    Workers that exchange among themselves have one a few seconds after the time is up. Others have
-    theirs when their windows end: those of ``GossipAveraging`` at the end of an epoch.
+    Workers that exchange among themselves have a round a few seconds after the time is up. Others
+    have theirs when their windows end, those of ``GossipAveraging`` at the end of an epoch.
 
     Args:
-        seconds: from the moment when the workers have read their rows, > 0. A fit that goes on from
-            a checkpoint has all of it again.
+        seconds: counted from when the workers have read their rows, > 0. A fit that resumes from a
+            checkpoint has the whole budget again.
 
     Raises:
-        ConfigError: ``seconds`` is no time.
+        ConfigError: ``seconds`` is not a duration.
     """
 
     seconds: float
@@ -33,15 +33,15 @@ class TimeBudget(Callback):
             raise ConfigError(f"seconds must be a number > 0, got {self.seconds!r}")
 
     def on_tick(self, training: Training) -> None:
-        """Look at the clock, also where a round is long."""
+        """Check the clock, even during a long round."""
         self._look(training)
 
     def on_round(self, training: Training, reports: Sequence[WindowReport]) -> None:
-        """Look at the clock."""
+        """Check the clock."""
         self._look(training)
 
     def on_epoch(self, training: Training, summary: EpochSummary) -> None:
-        """Look at the clock, also where an epoch has no rounds."""
+        """Check the clock, even if an epoch has no rounds."""
         self._look(training)
 
     def _look(self, training: Training) -> None:

@@ -1,4 +1,4 @@
-"""A page of HTML that shows what a training's time went into."""
+"""An HTML page that shows where a training's time went."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.report.page import save_report
 
 EVERY_S = 30.0
-"""Seconds between two versions while the training goes on."""
+"""Seconds between two versions while the training runs."""
 
 
 @dataclass(frozen=True)
 class TrainingReport(Callback):
-    """Write a training's report: now and then while it goes on, and at its end, however it ends.
+    """Write a training's report: now and then while it runs, and at its end, however it ends.
 
-    ``model.summary.save_report(path)`` writes the same after a fit that has succeeded.
+    ``model.summary.save_report(path)`` writes the same after a successful fit.
 
     Args:
-        path: where to; a URI that pyarrow.fs takes (``s3://bucket/report.html``), or a path in the
-            driver. What is there is replaced.
+        path: where to write it; a URI that pyarrow.fs takes (``s3://bucket/report.html``), or a
+            path in the driver. An existing file is replaced.
 
     Raises:
-        ConfigError: the path is none.
+        ConfigError: the path is not one.
     """
 
     path: str
@@ -37,7 +37,7 @@ class TrainingReport(Callback):
             raise ConfigError(f"path must be that of a file to write, got {self.path!r}")
 
     def on_start(self, training: Training, statistics: DataStatistics) -> None:
-        """Write the first one: a path that cannot be written to must not show at the end."""
+        """Write the first one: a path that cannot be written to must not wait until the end."""
         save_report(training.recording, self.path)
 
     def on_round(self, training: Training, reports: Sequence[WindowReport]) -> None:
@@ -49,7 +49,7 @@ class TrainingReport(Callback):
         self._write_if_due(training)
 
     def on_end(self, training: Training, error: BaseException | None) -> None:
-        """Write it for good."""
+        """Write the final version."""
         save_report(training.recording, self.path)
 
     def _write_if_due(self, training: Training) -> None:

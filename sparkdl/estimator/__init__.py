@@ -1,5 +1,5 @@
-"""The pyspark.ml face: ``TorchEstimator`` fits a ``TorchModel``.
+"""The pyspark.ml interface: ``TorchEstimator`` fits a ``TorchModel``.
 
-Nothing is imported here: executors are sent functions of this package, and would import all that
-fits a model before they predict with one.
+Nothing is imported here: executors receive functions from this package, and would otherwise import
+everything that fits a model just to predict with one.
 """

@@ -51,9 +51,9 @@ ParamMap = dict[Param[Any], Any]
 class BaseEstimator(
     Estimator[M], EstimatorParams, MLWritable, MLReadable["BaseEstimator[Any]"], Generic[M]
 ):
-    """Trains a PyTorch model; what kind of model comes out, subclasses say.
+    """Trains a PyTorch model; subclasses say what kind of model comes out.
 
-    Needs ``_model``: the arguments of ``FittedModel`` -> the model.
+    They define ``_model``: the arguments of ``FittedModel`` -> the model.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class BaseEstimator(
 
     @classmethod
     def read(cls, *, trust: TrustArgument = False) -> EstimatorReader:
-        """A reader; ``trust`` is that of ``load``."""
+        """A reader; for ``trust`` see ``load``."""
         return EstimatorReader(cls, trust=trust)
 
     @classmethod
@@ -78,9 +78,9 @@ class BaseEstimator(
 
         Args:
             path: where it was saved.
-            trust: names of the modules that its classes and functions are of, for example
+            trust: names of the modules that its classes and functions come from, for example
                 ``["mypackage.models"]``; torch's and sparkdl's strategies need no trust. True
-                trusts everything, also pickled Params, which run their author's code.
+                trusts everything, even pickled Params, which run their author's code.
 
         Raises:
             ConfigError: there is no estimator, it is damaged, or a Param is not trusted.
@@ -117,17 +117,18 @@ class BaseEstimator(
 
         Args:
             dataset: the rows.
-            params: values of Params for this call, by Param; or a list of them, for a model each.
-            warm_start: a model whose parameters and buffers the training begins with, instead of
+            params: values of Params for this call, by Param; or a list of such dicts, each of which
+                gives a model.
+            warm_start: a model whose parameters and buffers the training starts from, instead of
                 those that ``model`` builds. The optimizer and its schedule start over, and so does
-                the history. A checkpoint of the training comes before it, and is refused with
-                another one.
+                the history. A checkpoint takes precedence over it, and is refused if it was made
+                with another one.
 
         Returns:
             The trained model; a list of them for a list of ``params``.
 
         Raises:
-            ModelError: the model cannot be trained, or ``warm_start`` is of another one.
+            ModelError: the model cannot be trained, or ``warm_start`` does not fit it.
         """
         if warm_start is None:
             return super().fit(dataset, params)  # type: ignore[arg-type] # lists too
@@ -152,7 +153,7 @@ class BaseEstimator(
         return self._copyValues(model)
 
     def _train_or_read_first(self, ready: Preflight, progress: ProgressBar) -> M:
-        """Train; if the first epoch cannot be streamed after all, with all rows read before it."""
+        """Train; if the first epoch cannot be streamed after all, read all rows before it."""
         refused = None
         try:
             return self._train(ready, progress)
@@ -161,9 +162,9 @@ class BaseEstimator(
         except OtherTrainingError as error:
             if not ready.job.feed.stream_first_epoch:
                 raise
-            # What was too unequal to be streamed was read first, and its checkpoint says so.
+            # Its checkpoint says that the rows, too unequal to be streamed, were read first.
             refused = error
-        # Behind the handlers, for errors of a second attempt would carry the first along.
+        # After the handlers, since a second attempt's errors would be chained to the first's.
         ready.read_first()
         try:
             return self._train(ready, progress)
@@ -200,152 +201,155 @@ class BaseEstimator(
 
 
 class TorchEstimator(BaseEstimator[TorchModel], OutputParams):
-    """Trains a PyTorch model on a Spark DataFrame, replicas resident in the executors.
+    """Trains a PyTorch model on a Spark DataFrame, with replicas that stay in the executors.
 
-    Every argument is a pyspark.ml Param with a getter and a setter. They come in groups, each a
-    file of ``sparkdl.estimator.params``.
+    Every argument is a pyspark.ml Param with a getter and a setter. They come in groups, one for
+    each file of ``sparkdl.estimator.params``.
 
     Training:
-        model: an nn.Module to start from, or a function or class without arguments that builds
-            one. A class or function that executors can import also makes saved models loadable
-            without pickle; models that torch refuses to pickle (weight_norm, TorchScript) have to
-            be given as one. Lazy layers take their shapes from the first row. What has
-            requires_grad=False is built by all, never exchanged, and has to stay as it is.
+        model: an nn.Module to start from, or a function or class without arguments that builds one.
+            A class or function that executors can import also makes saved models loadable without
+            pickle; models that torch refuses to pickle (weight_norm, TorchScript) must be given as
+            one. Lazy layers take their shapes from the first row. Parameters with
+            requires_grad=False are built by every worker, never exchanged, and must not change.
         loss: (outputs, targets) -> scalar tensor, the mean over the minibatch. The outputs are all
             that the model returns: a tensor, tuple, dict or object. ``"model"`` for a model that
-            computes its own loss: it is called with ``labels=`` of ``labelCol``, or with each of
-            ``labelCols`` by its name, and returns the loss as output ``loss``, as the first of a
-            tuple or by itself.
+            computes its own loss: it is called with ``labelCol`` as ``labels=``, or with each of
+            ``labelCols`` by name, and returns the loss as output ``loss``, first in a tuple, or
+            alone.
         optimizer: parameters -> Optimizer, for example ``partial(torch.optim.SGD, lr=0.1)``. A
             function whose first argument is called ``named_parameters`` is given pairs (name,
-            parameter) instead, to make parameter groups of.
+            parameter) instead, from which it can make parameter groups.
         scheduler: optimizer -> torch's LRScheduler, for example ``partial(CosineAnnealingLR,
-            T_max=10)``; None for a learning rate that stays. It has to follow from the number of
-            its steps alone, but for ``ReduceLROnPlateau``, which follows the loss of each epoch: on
-            the held-out rows, or without those while it was trained.
-        schedulerEvery: after what the scheduler takes a step: ``epoch``, or ``step`` for every step
-            of the optimizer. Steps are then those of the worker with the most rows: workers that
-            have fewer catch up at the end of the epoch.
-        schedulerMetric: which of the ``metrics`` ``ReduceLROnPlateau`` follows instead of the loss.
+            T_max=10)``; None for a constant learning rate. It must depend on the number of its
+            steps alone, except for ``ReduceLROnPlateau``, which follows the loss of each epoch: on
+            the held-out rows, or the training loss if there are none.
+        schedulerEvery: when the scheduler takes a step: every ``epoch``, or every ``step`` of the
+            optimizer. Those are the steps of the worker with the most rows; workers that have fewer
+            catch up at the end of the epoch.
+        schedulerMetric: the one of ``metrics`` that ``ReduceLROnPlateau`` follows instead of the
+            loss.
         epochs: passes over the data.
-        batchSize: rows a minibatch on each worker.
-        clipNorm: the largest norm of all gradients together, to which a larger one is scaled down
-            before each optimizer step; None for no limit.
-        precision: in which forward and loss are computed: ``float32`` (the parameters' own) or
-            ``bf16`` by torch's autocast.
-        seed: of the initial parameters, the shuffling and the workers' random numbers.
+        batchSize: rows per minibatch on each worker.
+        clipNorm: the largest norm of all gradients together; larger ones are scaled down to it
+            before each optimizer step. None for no limit.
+        precision: of the forward pass and the loss: ``float32`` (the parameters' own) or ``bf16``,
+            by torch's autocast.
+        seed: for the initial parameters, the shuffling and the workers' random numbers.
 
     Workers:
         strategy: how the replicas agree; ``ParameterAveraging(period=5)`` by default.
-        numWorkers: replicas to train; None for as many as the cluster has slots. Where Spark's
-            tasks have several GPUs each, one for each GPU, so a multiple of those.
+        numWorkers: replicas to train; None for as many as the cluster has slots. Where each Spark
+            task has several GPUs, every GPU gets one, so it must be a multiple of them.
         device: where replicas live: ``auto`` (a GPU where Spark assigns or torch sees one),
             ``cpu``, ``cuda`` or ``cuda:N``.
-        shipModules: whether modules of your own that the other arguments need, neither installed
-            nor of the standard library, are sent to the executors, by ``fit`` and by the model's
-            ``transform``; False where the executors have them already.
+        shipModules: whether ``fit`` and the model's ``transform`` send the executors the modules of
+            your own that the other arguments need, those neither installed nor in the standard
+            library; False where the executors have them already.
 
     Columns:
-        featuresCol: the features column: a number, an array of numbers or a vector a row. The model
-            receives shape (rows,) for numbers and (rows, k) for arrays and vectors.
+        featuresCol: the features column: a number, an array of numbers or a vector per row. The
+            model receives shape (rows,) for numbers and (rows, k) for arrays and vectors.
         featuresCols: several of them, passed to the model as separate arguments; wins over
             ``featuresCol``. Integers become int64, fractions the dtype of the model's parameters.
-        featuresAsDict: whether the model takes its features as one dict by the columns' names.
-        featuresAsKwargs: whether it takes them as keyword arguments by the columns' names.
+        featuresAsDict: whether the model takes its features as one dict keyed by column name.
+        featuresAsKwargs: whether it takes them as keyword arguments named like the columns.
         labelCol: the label column.
         labelCols: several of them, passed to the loss as a tuple; wins over ``labelCol``.
-        weightCol: how much each row's loss counts, any unit: weights are scaled to a mean of 1. A
-            loss of your own must then give one value a row.
+        weightCol: how much each row's loss counts, in any unit: weights are scaled to a mean of 1.
+            A loss of your own must then give one value per row.
         columnShapes: the shape of one row by column, for nested arrays, matrices, binary columns
             and images ([channels, height, width]). The length of padded rows is None.
-        columnDtypes: the tensor's dtype by column, for example ``{"x": "bfloat16"}``; of a binary
-            column also the dtype of its bytes.
-        imageCols: binary columns that hold encoded images (BMP, GIF, JPEG, PNG or WebP, of several
-            frames the first); decoded to uint8 with Pillow.
-        padCols: columns of arrays of unequal length, by each the number with which shorter rows
-            are padded to the longest of their minibatch, for example ``{"tokens": 0}``.
-        padInputs: what the model is given behind its features of those that are padded, by column:
+        columnDtypes: the tensor's dtype by column, for example ``{"x": "bfloat16"}``; for a binary
+            column, also the dtype of its bytes.
+        imageCols: binary columns that hold encoded images (BMP, GIF, JPEG, PNG or WebP; only the
+            first of several frames); decoded to uint8 with Pillow.
+        padCols: columns of arrays of unequal length, each with the number that pads shorter rows to
+            the longest of their minibatch, for example ``{"tokens": 0}``.
+        padInputs: what the model is given after its features for those that are padded, by column:
             ``padding_mask`` (bool, true at padding), ``attention_mask`` (1 at values, 0 at padding)
             or ``lengths``. None for a padding mask of each; ``{}`` for nothing.
         handleInvalid: ``error`` refuses NaN and infinity among the features, ``keep`` feeds them.
 
     Rows:
         dropLast: whether a worker leaves out the last minibatch of an epoch if it is short.
-        groupByLength: whether rows of about equal length share a minibatch: of 50 minibatches the
-            rows are sorted by length, and the minibatches shuffled.
+        groupByLength: whether rows of about equal length share a minibatch: the rows of 50
+            minibatches at a time are sorted by length, then the minibatches are shuffled.
         shuffleRows: how the rows are spread over the workers. ``exchange``: each reads whole
             partitions, then they exchange all rows among themselves, at random and evenly;
-            ``spark``: by Spark's shuffle, unless there are as many partitions as workers and about
-            equal; ``none``: they stay where they are read, also where that is one class a worker.
-        reshuffleEvery: epochs after which the workers exchange their rows once more; 0 for never,
-            each keeps its rows. A lost worker then makes all start again from the last round.
-        batchTransform: Batch -> Batch, called on each minibatch to train on, for example to augment
-            images; torch's random numbers are seeded by epoch, rank and minibatch around it.
+            ``spark``: by Spark's shuffle, unless there are as many partitions as workers, of about
+            equal size; ``none``: they stay where they are read, even if that leaves each worker one
+            class.
+        reshuffleEvery: epochs after which the workers exchange their rows again; 0 if each keeps
+            its rows. If they do exchange, losing a worker makes all start again from the last
+            round.
+        batchTransform: Batch -> Batch, called on each training minibatch, for example to augment
+            images; torch's random numbers are seeded for it by epoch, rank and minibatch.
         memoryBudget: MiB of its stored rows that a worker keeps mapped; None for no limit.
         streamFirstEpoch: whether the first epoch trains on rows as they arrive, for data that take
-            long to read. Only with averaging in the driver and for rows that come from files, of
-            which each worker takes whole partitions; each block of 16 MiB is shuffled for itself.
+            long to read. Only with averaging in the driver, and for rows that come from files, of
+            which each worker takes whole partitions; each block of 16 MiB is shuffled on its own.
         storeIn: where each worker keeps its rows: ``disk``, in Spark's local directory, which the
-            system caches in memory as it has room; or ``memory``, in /dev/shm of its host.
+            system caches in memory as room allows; or ``memory``, in its host's /dev/shm.
 
     Validation:
         validationIndicatorCol: a boolean column; rows where it is true are not trained on, and the
             loss on them is in ``model.history``.
         validationFraction: the fraction of the rows that is held out instead, 0 < fraction < 1. A
-            row's side follows from its content (features, labels, weight) and ``seed``, so that it
-            is the same in every fit; rows of the same content are on the same side.
-        metrics: what to measure on the held-out rows after each epoch: by name a
-            ``torchmetrics.Metric``, of which copies are used, or a function or class that makes
+            row's content (features, labels, weight) and ``seed`` decide which side it falls on, so
+            that it is the same in every fit; rows with the same content are on the same side.
+        metrics: what to measure on the held-out rows after each epoch: a dict by name of
+            ``torchmetrics.Metric`` objects, which are copied, or of functions or classes that make
             one; or a ``MetricCollection``. They are in ``model.history``, and callbacks can follow
             them.
 
     Outputs:
         predictionCol: the column that the fitted model adds.
-        outputCols: the columns that it adds instead, if the model returns several outputs: by the
-            name of each its output's name, or position in a tuple, for example ``{"prediction":
+        outputCols: the columns that it adds instead if the model returns several outputs: from each
+            column's name to its output's name, or position in a tuple, for example ``{"prediction":
             "logits", "embedding": "pooler_output"}``. ``predictionCol`` among them holds what
-            ``outputType`` says, the others the output as it is.
+            ``outputType`` says, the others the output unchanged.
         outputType: what ``predictionCol`` holds: ``class``, ``probability``, ``raw`` or ``auto``
             (class for a classification loss, else raw).
-        scoreCol: the column of each row's loss that the fitted model adds too, to rows that have
-            ``labelCol``; None for none. Of a loss of your own it has to give one value a row.
+        scoreCol: a column with each row's loss, which the fitted model adds to rows that have
+            ``labelCol``; None for none. A loss of your own must give one value per row.
 
     Monitoring:
-        callbacks: called in the driver after rounds, epochs and more, or, each
-            ``WorkerCallback``, on the workers around each step; see ``sparkdl.callbacks``.
-            ``EarlyStopping`` and ``TimeBudget`` end the training, with the model of the best epoch
-            or with the model so far; ``ModelCheckpoint`` has the best epoch's model returned.
+        callbacks: called in the driver after rounds, epochs and more; a ``WorkerCallback``, on the
+            workers around each step. See ``sparkdl.callbacks``. ``EarlyStopping`` and
+            ``TimeBudget`` end the training with the best epoch's model or with the model so far;
+            ``ModelCheckpoint`` makes ``fit`` return the best epoch's model.
         progress: whether to show a progress bar.
 
     Recovery:
-        timeout: the longest that any worker or round is waited for, in seconds.
+        timeout: the longest time to wait for any worker or round, in seconds.
         maxFailures: how often workers may be lost during a fit: their process, executor or host
-            died, or they were silent for too long. The others go on, and Spark starts them again;
-            where the workers need each other, all start again from the driver's last copy. 0 ends
-            the fit at the first loss. An error that the model raises is never tried again.
-        minWorkers: with how many workers training goes on; with fewer it waits, up to ``timeout``,
-            until lost ones have come back.
+            died, or they were silent for too long. Spark restarts them while the others go on;
+            where the workers need each other, all restart from the driver's last copy. 0 ends the
+            fit at the first loss. An error that the model raises is never retried.
+        minWorkers: the fewest workers that train on; with fewer, training waits, up to ``timeout``,
+            until lost ones are back.
         checkpointPath: a directory for checkpoints of the training: a path that the driver sees, or
             a URI that pyarrow.fs takes (``s3://bucket/directory``, ``hdfs://...``); None for none.
-            Of one training at a time: a second one is refused.
+            It serves one training at a time: a second one is refused.
         checkpointEvery: epochs between two checkpoints; there is one after the last epoch too.
-        checkpointRounds: rounds between two checkpoints, for epochs that are long; a resumed fit
-            goes on in the middle of one. None for checkpoints at the ends of epochs only.
-        keepLast: checkpoints to keep; with 2, one is left if the newest is found damaged.
+        checkpointRounds: rounds between two checkpoints, for long epochs; a resumed fit goes on in
+            the middle of one. None for checkpoints at the ends of epochs only.
+        keepLast: checkpoints to keep; with 2, one is left if the newest turns out to be damaged.
         resume: ``auto`` resumes from the newest checkpoint in ``checkpointPath`` if there is one,
-            or gives its model if that training has ended, and refuses one of other rows, code or
-            settings; ``never`` starts over.
+            or returns its model if that training has ended, and refuses one made with other rows,
+            code or settings; ``never`` starts over.
 
     Network:
         collectiveInterface: for strategies whose workers exchange among themselves, the network
-            interface by which they do: its name (``eth1``), or an address or subnet
-            (``10.1.0.0/16``) in which each host has one. None for what the Spark setting
+            interface that they use: its name (``eth1``), or an address or subnet (``10.1.0.0/16``)
+            in which each host has one. None for what the Spark setting
             ``spark.sparkdl.collective.interface`` says, or else the route to the driver.
-        collectivePorts: first and last port on which rank 0 may accept the other workers, as text
-            (``40000-40100``). None for the setting ``spark.sparkdl.collective.ports``, or else any
-            free one.
-        tls: whether the connections of workers to the driver and to each other are encrypted, with
-            a certificate made for this fit; they also are where Spark's settings demand it.
+        collectivePorts: the first and last port on which rank 0 may accept the other workers, as
+            text (``40000-40100``). None for the setting ``spark.sparkdl.collective.ports``, or else
+            any free port.
+        tls: whether the workers' connections to the driver and to each other are encrypted, with a
+            certificate made for this fit; they always are where Spark's settings demand it.
 
     Raises:
         ConfigError: an argument is unknown or out of range.
@@ -368,7 +372,7 @@ class TorchEstimator(BaseEstimator[TorchModel], OutputParams):
         precision: str = "float32",
         seed: int = 0,
         # Workers
-        # Without its argument: what reads job configurations looks for the subclasses of a class.
+        # No type argument: the reader of job configurations looks for the subclasses of a class.
         strategy: Strategy | None = None,  # type: ignore[type-arg]
         numWorkers: int | None = None,
         device: str = "auto",

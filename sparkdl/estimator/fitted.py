@@ -45,12 +45,12 @@ from sparkdl.user_code.references import pickled
 class FittedModel(
     Model, InputOutputParams, LabelParams, InferenceParams, MLWritable, MLReadable["FittedModel"]
 ):
-    """A trained PyTorch model that adds columns to a DataFrame; which ones, subclasses say.
+    """A trained PyTorch model that adds columns to a DataFrame; subclasses say which ones.
 
     Attributes:
         module: the plain nn.Module, on the CPU and in evaluation mode. ``transform`` predicts with
             it as it is when it is called.
-        history: one ``EpochSummary`` an epoch of training.
+        history: one ``EpochSummary`` per epoch of training.
     """
 
     def __init__(
@@ -89,15 +89,15 @@ class FittedModel(
 
     @property
     def hasSummary(self) -> bool:
-        """Whether this is a model that ``fit`` has returned."""
+        """Whether this model was returned by ``fit``."""
         return self._summary is not None
 
     @property
     def summary(self) -> TrainingSummary:
-        """What the fit that returned this model tells of itself: epochs, workers, sizes, times.
+        """A summary of the fit that returned this model: epochs, workers, sizes, times.
 
         Raises:
-            ConfigError: the model was loaded, or made of a module.
+            ConfigError: the model was loaded, or made from a module.
         """
         if self._summary is None:
             raise ConfigError(
@@ -111,8 +111,8 @@ class FittedModel(
         """The model as a function of its feature columns, in the order of its arguments.
 
         Call it with Columns, or register it: ``spark.udf.register("predict", model.udf())``. It
-        gives what ``predictionCol`` would hold, but arrays where that has vectors; of several
-        ``outputCols`` structs. ``transform`` is faster, because it can pack the rows, and it takes
+        returns what ``predictionCol`` would hold, but arrays in place of vectors, and a struct for
+        several ``outputCols``. ``transform`` is faster, because it can pack the rows, and it takes
         pyspark.ml's vectors from Parquet files too.
 
         It predicts with the module as it is now.
@@ -194,16 +194,16 @@ class FittedModel(
         if isinstance(self._loss, ModelLoss):
             raise ConfigError(
                 "scoreCol does not go with loss='model': a model that computes its own loss gives "
-                "no value a row. Leave one of the two out"
+                "no value per row. Leave one of the two out"
             )
         return self._loss
 
     def _label_rows(self, dataset: DataFrame) -> tuple[DataFrame, list[str]]:
-        """The rows, perhaps with columns of their own, and the columns of their labels."""
+        """The rows, perhaps with added columns, and the columns of their labels."""
         return dataset, self.label_columns()
 
     def _labelled(self, dataset: DataFrame) -> tuple[DataFrame, list[InputColumn], Labels]:
-        """The rows with the labels as the model was trained with, and what those become."""
+        """The rows with labels like those in training, and what those become."""
         several = self.getLabelCols() is not None
         rows, names = self._label_rows(dataset)
         param = "labelCols" if several else "labelCol"
@@ -216,28 +216,28 @@ class FittedModel(
     ) -> dict[str, MetricValue]:
         """Measure the model on labelled rows.
 
-        Each executor counts the rows that it has; what was counted is put together in the driver,
-        where no row ever comes.
+        Each executor measures its own rows; the driver combines the counts, and never sees a row.
 
         Args:
             dataset: with the feature columns and ``labelCol``, or ``labelCols``.
-            metrics: as the estimator's: by name a ``torchmetrics.Metric``, or a function or class
-                that makes one; or a ``MetricCollection``. They are given probabilities if the model
-                was trained with one of torch's losses for classes, else its output.
+            metrics: like the estimator's: a dict by name of ``torchmetrics.Metric`` objects, or of
+                functions or classes that make one; or a ``MetricCollection``. They are given
+                probabilities if the model was trained with one of torch's losses for classes, else
+                its output.
             weightCol: how much each row counts, for the metrics whose ``update`` takes a
-                ``sample_weight``, shape (n,), float32. For others every row counts alike.
+                ``sample_weight``, shape (n,), float32. For the others, every row counts equally.
 
         Returns:
-            By name a number; a list of numbers for a metric with several, such as one a class.
+            A number by name; a list of numbers for a metric with several, such as one per class.
 
         Raises:
-            ConfigError: something is no metric, no metric takes weights, or torchmetrics is not
+            ConfigError: something is not a metric, no metric takes weights, or torchmetrics is not
                 installed.
             DataError: a column is missing, or there is no row.
             ModelError: a metric cannot be computed.
         """
         measured = Metrics.of(metrics, MetricInputs.of(self, self._head))
-        measured.begin()  # what does not make a metric is found here
+        measured.begin()  # raises for what does not make a metric
         columns, specs = self._inputs(dataset)
         rows, label_columns, labels = self._labelled(dataset)
         weights = scalar_column(rows, weightCol, "weightCol")
@@ -264,7 +264,7 @@ class FittedModel(
                 f"named: {', '.join(names)}"
             )
         columns = [input_column(dataset, name, "featuresCol") for name in names]
-        # Named as in training: a model that takes a dict knows those names.
+        # Named as in training: a model that takes a dict expects those names.
         specs = [
             replace(column.as_trained(trained), name=trained.name)
             for column, trained in zip(columns, self._features, strict=True)
@@ -287,7 +287,7 @@ class FittedModel(
 
     @classmethod
     def read(cls, *, trust: TrustArgument = False) -> ModelReader:
-        """A reader; ``trust`` is that of ``load``."""
+        """A reader; for ``trust`` see ``load``."""
         return ModelReader(cls._from_saved, trust=trust)
 
     @classmethod
@@ -296,12 +296,12 @@ class FittedModel(
 
         Args:
             path: where it was saved.
-            trust: names of the modules that the model's own classes and functions are of, for
+            trust: names of the modules that the model's own classes and functions come from, for
                 example ``["mypackage.models"]``; torch's need no trust. True trusts everything,
-                also a pickled architecture, which runs its author's code.
+                even a pickled architecture, which runs its author's code.
 
         Raises:
-            ConfigError: there is no model, it is damaged, or what it is built of is not trusted.
+            ConfigError: there is no model, it is damaged, or what it is built from is not trusted.
         """
         model: Self = cls.read(trust=trust).load(path)
         return model
@@ -322,13 +322,13 @@ class FittedModel(
         )
 
     def copy(self, extra: Any = None) -> Self:
-        """A copy with other Params; it shares the module, also on the executors."""
+        """A copy with other Params; it shares the module, on the executors too."""
         copied: Self = super().copy(extra)
         return copied
 
 
 def _taken(names: Sequence[str], dataset: DataFrame) -> tuple[str, str] | None:
-    """The first name that is another column's too for Spark, which would replace that, and it."""
+    """The first name that Spark takes for an existing column's, to replace it, and that column."""
     exactly = str(dataset.sparkSession.conf.get("spark.sql.caseSensitive")).lower() == "true"
     known = str if exactly else str.lower
     present = {known(name): name for name in dataset.columns}

@@ -1,4 +1,4 @@
-"""What a model's outputs mean, told from its loss: how they become classes and probabilities."""
+"""What a model's outputs mean, judging by its loss: how they become classes and probabilities."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Head(Enum):
     BINARY_PROBABILITY = "binary_probability"
     """(n,) or (n, 1) probability of class 1: BCELoss."""
     SCORES = "scores"
-    """(n, classes) scores of which the largest wins, but which no rule turns into probabilities:
+    """(n, classes) scores of which the largest wins, but which have no rule for probabilities:
     MultiMarginLoss."""
     UNKNOWN = "unknown"
     """Anything else, for example a regression's output."""
@@ -38,7 +38,7 @@ class Head(Enum):
 
     @property
     def is_classification(self) -> bool:
-        """Whether the loss is one for classes."""
+        """Whether the loss is for classification."""
         return self is not Head.UNKNOWN
 
     def classes(self, outputs: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ _BY_FUNCTION: dict[Callable[..., Tensor], Head] = {
 
 
 def head_of(loss: Any) -> Head:
-    """Tell the head from the loss: torch's classification losses, as class or function.
+    """The head that a loss implies: torch's classification losses, as class or function.
 
     Args:
         loss: a loss module, a function of torch.nn.functional, or a ``functools.partial`` of one.
@@ -117,19 +117,19 @@ def head_of(loss: Any) -> Head:
             return head
     try:
         return _BY_FUNCTION.get(loss, Head.UNKNOWN)
-    except TypeError:  # an unhashable callable is none of torch's
+    except TypeError:  # an unhashable callable is not one of torch's
         return Head.UNKNOWN
 
 
 def output_function(
     output_type: str, head: Head, width: int | None
 ) -> tuple[Callable[[Tensor], Tensor], bool]:
-    """From outputs to predictions, and whether those are vectors.
+    """The function from outputs to predictions, and whether those are vectors.
 
     Args:
         output_type: ``auto``, ``class``, ``probability`` or ``raw``.
         head: what the outputs mean.
-        width: numbers a row; None for outputs without a dimension of their own.
+        width: numbers per row; None for outputs without a dimension of their own.
 
     Raises:
         ConfigError: outputs of this meaning and width have no such predictions.
@@ -146,13 +146,13 @@ def output_function(
         wide = width is not None and width > 1
         return functools.partial(_flat_rows, wide=wide), wide
     function = head.classes if output_type == "class" else head.probabilities
-    # On one made-up row here, rather than on the first real one in an executor.
+    # To fail on a made-up row here, rather than on the first real one in an executor.
     function(torch.zeros(1) if width is None else torch.zeros(1, width))
     return function, output_type == "probability"
 
 
 def _flat_rows(outputs: Tensor, *, wide: bool) -> Tensor:
-    """Outputs as (n, k), or (n,) if there is one number a row."""
+    """Outputs as (n, k), or (n,) if there is one number per row."""
     return outputs.reshape(len(outputs), -1) if wide else outputs.reshape(len(outputs))
 
 

@@ -1,4 +1,4 @@
-"""The tensors that a model's outputs are compared with, told from the training or from the rows."""
+"""The tensors to compare a model's outputs with, known from the training or from the rows."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def label_tensors(
     """What the label columns of a DataFrame become.
 
     Args:
-        dataset: the rows; of arrays whose length nobody knows the first row tells it.
+        dataset: the rows; the first one tells the length of arrays if nothing else does.
         columns: the label columns.
-        trained: what the model was trained with; nothing for one that was trained elsewhere.
+        trained: what the model was trained with; empty for one trained elsewhere.
         head: what the outputs mean.
 
     Raises:
         ConfigError: there are more or fewer than the model was trained with.
-        DataError: the rows do not tell how long their arrays are.
+        DataError: the rows do not show how long their arrays are.
     """
     if trained and len(trained) != len(columns):
         raise ConfigError(

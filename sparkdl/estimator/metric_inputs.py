@@ -1,8 +1,8 @@
-"""What metrics are given: the output that ``predictionCol`` is of, as probabilities if it can be.
+"""What metrics are given: the output behind ``predictionCol``, as probabilities where possible.
 
 torchmetrics takes scores outside of 0 to 1 for logits and turns them into probabilities itself,
-minibatch by minibatch. Of one that happens to have none outside it would not, and the value would
-depend on who has which rows.
+minibatch by minibatch. It would leave a minibatch that happens to have none as it is, so that the
+value would depend on which worker has which rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sparkdl.protocols import Targets
 
 @dataclass(frozen=True)
 class MetricInputs:
-    """From a model's outputs and the targets to a metric's predictions and targets.
+    """Turns a model's outputs and the targets into a metric's predictions and targets.
 
     Attributes:
         head: what the outputs mean.
@@ -37,7 +37,7 @@ class MetricInputs:
         """What the metrics of an estimator or a model are given.
 
         Raises:
-            ConfigError: ``predictionCol`` is of no output.
+            ConfigError: ``predictionCol`` comes from no output.
         """
         keys, prediction = params.output_keys(), params.getPredictionCol()
         if prediction not in keys:
@@ -49,16 +49,16 @@ class MetricInputs:
         return cls(head, keys[prediction])
 
     def __call__(self, outputs: Any, targets: Targets) -> tuple[Tensor, Targets]:
-        """Give the predictions and the targets of a minibatch.
+        """Return the predictions and the targets of a minibatch.
 
         Args:
             outputs: what the model returned.
             targets: its labels.
 
         Returns:
-            Probabilities, shape (n, classes, ...), or of class 1, shape (n,), for a loss of torch's
-            for classes; else the output, shape (n,) if there is one number a row. Targets of
-            classes are int64.
+            Probabilities, shape (n, classes, ...), or those of class 1, shape (n,), for one of
+            torch's losses for classes; else the output, shape (n,) if there is one number per row.
+            Class targets are int64.
         """
         first = targets if isinstance(targets, Tensor) else targets[0]
         predicted = self._probabilities(pick(outputs, self.key, len(first)))
@@ -75,7 +75,7 @@ class MetricInputs:
 
     def _probabilities(self, output: Tensor) -> Tensor:
         if output.is_floating_point() and output.dtype.itemsize < 4:
-            output = output.float()  # of half precision few metrics know anything
+            output = output.float()  # few metrics handle half precision
         if self.head is Head.LOGITS:
             return output.softmax(dim=1)
         if self.head is Head.LOG_PROBABILITIES:

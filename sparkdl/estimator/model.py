@@ -1,4 +1,4 @@
-"""``TorchModel``: a trained module whose outputs become any columns."""
+"""``TorchModel``: a trained module whose outputs become columns of your choice."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from sparkdl.user_code.exported import as_module
 class TorchModel(FittedModel, OutputParams):
     """A trained PyTorch model that adds columns of predictions to a DataFrame.
 
-    Made by ``TorchEstimator.fit``, ``TorchModel.load`` or, of any module, by
+    Made by ``TorchEstimator.fit``, ``TorchModel.load`` or, from any module, by
     ``TorchModel.from_module``.
 
     Attributes:
         module: the plain nn.Module, on the CPU and in evaluation mode. ``transform`` predicts with
             it as it is when it is called.
-        history: one ``EpochSummary`` an epoch of training.
+        history: one ``EpochSummary`` per epoch of training.
 
-    A model that ``fit`` has returned also has a ``summary`` of that fit, which is not saved.
+    A model returned by ``fit`` also has a ``summary`` of that fit, which is not saved.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -53,24 +53,24 @@ class TorchModel(FittedModel, OutputParams):
         padInputs: dict[str, SequenceInput] | None = None,
         **params: Any,
     ) -> TorchModel:
-        """Make a model of a module that was trained elsewhere, to predict with it.
+        """Make a model from a module that was trained elsewhere, to predict with it.
 
         Args:
-            module: any, on the CPU; it is not changed. It is pickled when the model is saved, if
-                it is not built of torch's own layers. A program of ``torch.export`` needs none of
-                the code that it was written in; dimension 0 of its tensors has to be dynamic.
-            example: what the module takes for one row or more, each tensor of shape (rows, ...): a
-                tensor, one an argument, or a dict by the names of the columns. Columns will have
-                to have its shapes a row, and become tensors of its dtypes.
+            module: any, on the CPU; it is not changed. When the model is saved, it is pickled
+                unless it consists of torch's own layers. A ``torch.export`` program needs none of
+                the code that it was written in; dimension 0 of its tensors must be dynamic.
+            example: what the module takes for one row or more, in tensors of shape (rows, ...): one
+                tensor, one per argument, or a dict by column name. Each row of a column must have
+                its shape there, and becomes a tensor of its dtype.
             loss: what it was trained with. If that is one of torch's for classes, ``outputType``
                 can be 'class' or 'probability'; ``scoreCol`` needs it.
-            imageCols: the binary columns of encoded images, of which the example has the pixels.
-            padCols: columns of arrays of unequal length, by each the number that shorter rows are
+            imageCols: the binary columns of encoded images, whose pixels the example holds.
+            padCols: columns of arrays of unequal length, each with the number that shorter rows are
                 padded with; the example has rows of one length.
-            padInputs: what the module is given behind its features of those that are padded, as
-                ``TorchEstimator`` takes it; the example does not have them.
-            params: of the model, for example ``featuresCols``, ``featuresAsKwargs``,
-                ``outputCols`` or ``predictionCol``.
+            padInputs: what the module is given after its features for those that are padded, as in
+                ``TorchEstimator``; the example leaves them out.
+            params: of the model, for example ``featuresCols``, ``featuresAsKwargs``, ``outputCols``
+                or ``predictionCol``.
 
         Raises:
             ConfigError: the example or a Param does not fit the module.

@@ -1,7 +1,7 @@
 """Saving and loading of estimator and model, in pyspark.ml's layout so that pipelines find them.
 
 metadata/part-00000   the Params, as every pyspark.ml stage has them
-*.json, *.safetensors, *.pkl   what is not JSON; see ``checkpoint``
+*.json, *.safetensors, *.pkl   values that are not plain JSON; see ``checkpoint``
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ EXPECTED = {
 
 
 _DEFAULTS: tuple[list[str], ...] = ([], ["strategy"], ["loss"], ["loss", "strategy"])
-"""Which of them may have been left to be the default."""
+"""Those of them that may have been left at their default."""
 
 
 class DirectoryWriter(MLWriter):
@@ -113,11 +113,11 @@ class DirectoryWriter(MLWriter):
 
 
 class EstimatorWriter(DirectoryWriter):
-    """Writes a ``TorchEstimator``: its objects by import path where they have one."""
+    """Writes a ``TorchEstimator``, naming its objects by import path where they have one."""
 
     def _objects(self) -> dict[str, Any]:
         values = {name: self.instance.getOrDefault(name) for name in EXPECTED}
-        # The only one that may be text is loss="model".
+        # The only text among them is loss="model".
         return {n: v for n, v in values.items() if v is not None and not isinstance(v, str)}
 
 
@@ -180,7 +180,7 @@ def read_metadata(directory: Path) -> dict[str, Any]:
     """Read the Params of a saved stage.
 
     Raises:
-        ConfigError: there is none, or it is damaged.
+        ConfigError: there is no stage, or it is damaged.
     """
     path = directory / "metadata" / "part-00000"
     if not path.is_file():
@@ -212,6 +212,6 @@ def restore_params(instance: Any, metadata: dict[str, Any]) -> Any:
         instance._setDefault(**defaults)
     except SparkDLError:
         raise
-    except Exception as error:  # converters of pyspark's raise what they like
+    except Exception as error:  # pyspark's converters may raise anything
         raise ConfigError(f"the saved stage has a Param of a wrong value: {error}") from error
     return instance

@@ -1,4 +1,4 @@
-"""Which columns ``transform`` adds, of what outputs, told from the Params."""
+"""Which columns ``transform`` adds, and from which outputs, according to the Params."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def predicted_columns(
     head: Head,
     widths: Widths,
 ) -> list[OutputColumn]:
-    """The columns in their order; ``outputType`` is that of ``predictionCol``, others are raw.
+    """The columns in their order; ``outputType`` applies to ``predictionCol``, others are raw.
 
     Args:
-        keys: of each column its output.
+        keys: the output of each column.
         prediction: the name of ``predictionCol``.
         output_type: what that holds.
         head: what the outputs mean.
         widths: of the model's outputs.
 
     Raises:
-        ConfigError: the model has no such output, or one of this meaning and width no such type.
+        ConfigError: the model has no such output, or the output cannot be of this type.
     """
     if prediction not in keys and output_type in ("class", "probability"):
         raise ConfigError(
@@ -53,7 +53,7 @@ def predicted_columns(
 
 
 def require_any_length(widths: Widths, shorter: Widths, keys: Sequence[OutputKey | None]) -> None:
-    """Check that outputs which become columns are as wide whatever the length of padded rows.
+    """Check that the width of outputs that become columns does not depend on padded lengths.
 
     Args:
         widths: of the model's outputs for rows of one length.
@@ -61,7 +61,7 @@ def require_any_length(widths: Widths, shorter: Widths, keys: Sequence[OutputKey
         keys: of the outputs.
 
     Raises:
-        ModelError: one is not.
+        ModelError: that of one does.
     """
     for key in keys:
         if key in widths and widths[key] != shorter.get(key):

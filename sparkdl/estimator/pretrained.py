@@ -1,4 +1,4 @@
-"""What ``transform`` has to know of a module that was trained elsewhere, told from an example."""
+"""What ``transform`` must know about a module trained elsewhere, derived from an example."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from sparkdl.replica.module_state import ModuleState
 from sparkdl.spark.rows.column_overrides import ColumnOverrides
 
 _ROWS = 5
-"""As many as few models have layers or classes, so that an output that is not one value a row
-shows by its length."""
+"""A number that few models have of layers or classes, so that an output's length tells whether it
+has one value per row."""
 
 Example = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
-"""Features of at least one row, each of shape (rows, ...): one tensor, one an argument, or one a
+"""Features of at least one row, in tensors of shape (rows, ...): one, one per argument, or one per
 name."""
 
 
@@ -35,10 +35,10 @@ def named_features(example: Example, names: Sequence[str]) -> dict[str, Tensor]:
 
     Args:
         example: as the user gave it.
-        names: of the columns in the order of the model's arguments.
+        names: of the columns, in the order of the model's arguments.
 
     Raises:
-        ConfigError: the example is not one tensor a column, or has no rows.
+        ConfigError: the example does not have one tensor per column, or has no rows.
     """
     if isinstance(example, Mapping):
         found = dict(example)
@@ -79,12 +79,12 @@ def specs_of(
         overrides: which columns are padded, and how.
 
     Raises:
-        ConfigError: an image column is none of the features, or a padded one cannot be.
+        ConfigError: an image column is not a feature, or a column cannot be padded.
     """
     unknown = sorted(set(images) - set(features))
     if unknown:
         raise ConfigError(
-            f"imageCols names '{unknown[0]}', which is no feature: {', '.join(features)}"
+            f"imageCols names '{unknown[0]}', which is not a feature: {', '.join(features)}"
         )
     return [
         _spec_of(name, tensor, name in images, overrides.padding(name))
@@ -113,7 +113,7 @@ def output_widths(
     by_name: bool,
     as_kwargs: bool,
 ) -> Widths:
-    """Run a module on an example to learn what it returns; it is left as it was.
+    """Run a module on an example to learn what it returns, and leave it as it was.
 
     Args:
         module: any, on the CPU.
@@ -123,7 +123,7 @@ def output_widths(
         as_kwargs: whether as keyword arguments instead of one dict.
 
     Raises:
-        ModelError: the module fails on the example, or returns nothing that could be a column.
+        ModelError: the module fails on the example, or returns nothing that can be a column.
         ConfigError: the module is not on the CPU.
     """
     elsewhere = {str(each.device) for each in (*module.parameters(), *module.buffers())} - {"cpu"}
@@ -136,7 +136,7 @@ def output_widths(
     rows = torch.arange(_ROWS)
     columns = {name: tensor[rows % len(tensor)] for name, tensor in features.items()}
     modes = {each: each.training for each in module.modules()}
-    # Lazy layers stay what the example has made of them.
+    # Lazy layers stay as the example has initialized them.
     state = None if has_lazy_parameters(module) else ModuleState(module)
     held = [] if state is None else [_kept(tensor) for tensor in state.tensors]
     try:
@@ -154,7 +154,7 @@ def output_widths(
 
 
 def _kept(tensor: Tensor) -> Tensor:
-    """A copy, but of a parameter, which may be large and is nothing that forward writes to."""
+    """A copy, except of a parameter, which may be large and which forward does not write to."""
     return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
 
@@ -176,7 +176,7 @@ def _widths(
     by_name: bool,
     as_kwargs: bool,
 ) -> Widths:
-    """What a module returns for rows that are so much shorter where they are to be padded."""
+    """What a module returns for rows that are shorter by ``less`` where they are padded."""
     rows = [
         tensor if spec.padding is None else _ragged(tensor[:, : tensor.shape[1] - less])
         for tensor, spec in zip(columns.values(), specs, strict=True)
@@ -185,7 +185,7 @@ def _widths(
     try:
         with borrowed_random_numbers(), torch.no_grad():
             returned: Any = forward(module, given, as_kwargs=as_kwargs)
-    except Exception as error:  # a user's forward may raise anything
+    except Exception as error:  # the user's forward may raise anything
         named = zip(
             input_names(specs), given.values() if isinstance(given, dict) else given, strict=True
         )
@@ -203,5 +203,5 @@ def _widths(
 
 
 def _ragged(rows: Tensor) -> Ragged:
-    """Rows of equal length as those that may be of any."""
+    """Rows of equal length, in the form of those of any length."""
     return Ragged(rows.flatten(0, 1), torch.full((len(rows),), rows.shape[1]))

@@ -1,4 +1,4 @@
-"""A progress bar in the driver: rows trained, rows a second, epoch, loss, and what workers do."""
+"""A progress bar in the driver: rows trained, rows per second, epoch, loss, the workers' phase."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparkdl.phases import COMPUTE, DECODE, PHASES
 from sparkdl.report.findings import UNEVEN
 
 with warnings.catch_warnings():
-    # That ipywidgets are missing: then notebooks show the bar as text, which serves as well.
+    # It warns that ipywidgets is missing; notebooks then show the bar as text, which is fine.
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
 
@@ -24,21 +24,21 @@ DOING = dict(
     zip(PHASES, ("reading", "decoding", "computing", "waiting", "exchanging", "idle"), strict=True)
 )
 LOOK_S = 0.5
-"""Seconds between two looks at what the workers do; each takes as long as there are workers."""
+"""Seconds between two looks at what the workers do; a look takes time linear in their number."""
 FADING = 0.8
-"""How much what was seen at one look still counts at the next."""
+"""How much the observations of one look still count at the next."""
 
 
 class ProgressBar:
     """Shows a fit's progress; a context manager to be called with every event.
 
-    One line, in notebooks a widget where ipywidgets are installed: rows and rows a second by tqdm;
-    the epoch; the mean loss of its rows so far; in which phase the workers are mostly, of late; and
-    who takes longer than the others for its part of the rounds. A fit that fails before it trains
-    leaves no line.
+    It is one line, or a widget in notebooks where ipywidgets is installed: rows and rows per second
+    by tqdm; the epoch; the mean loss of its rows so far; the phase that the workers have mostly
+    been in of late; and who takes longer than the others for its part of the rounds. A fit that
+    fails before it trains leaves no line.
 
     Args:
-        epochs: passes over it.
+        epochs: passes over the data.
         visible: whether to show anything.
     """
 
@@ -60,11 +60,11 @@ class ProgressBar:
             self._bar.leave = False
         self._bar.close()
         if self._widget is not None and self._bar.leave:
-            # tqdm goes by the rows, of which a training that was stopped has fewer.
+            # tqdm judges by the rows, and a training that was stopped has fewer.
             self._widget.bar_style = "success" if error is None else "danger"
 
     def __call__(self, event: Event) -> None:
-        """Take note of what has happened."""
+        """Note what has happened."""
         if isinstance(event, DataStatistics):
             self._note_rows(event)
         elif isinstance(event, WorkerTimes):
@@ -84,20 +84,20 @@ class ProgressBar:
     def _note_rows(self, statistics: DataStatistics) -> None:
         total = statistics.rows * self._epochs if statistics.complete else None
         if self._reading:
-            # Also the moment from which rows a second are counted.
+            # Rows per second are counted from here too.
             self._bar.reset(total=total)
             self._bar.set_description_str(f"epoch 1/{self._epochs}")
             self._reading = False
             return
         self._bar.total = total
         if self._widget is not None and total is not None:
-            # tqdm tells it only of a total with which it begins.
+            # tqdm gives the widget only a total that it starts with.
             self._widget.max, self._widget.layout.width = total, None
         self._bar.refresh()
 
     @property
     def _widget(self) -> Any:
-        """The bar without its texts, in a notebook with widgets; None elsewhere."""
+        """The bar itself, without its texts, in a notebook with widgets; None elsewhere."""
         container = getattr(self._bar, "container", None)
         return None if container is None else container.children[1]
 
@@ -111,7 +111,7 @@ class ProgressBar:
 
 
 class _Workers:
-    """What the workers have done of late."""
+    """What the workers have been doing of late."""
 
     def __init__(self) -> None:
         self._phases = [0.0] * len(PHASES)
@@ -121,7 +121,7 @@ class _Workers:
         self._told: list[str] = []
 
     def note(self, event: WorkerTimes) -> None:
-        """Take note of what one of them has done."""
+        """Note what one of them has done."""
         seconds = event.times.seconds
         for phase, spent in enumerate(seconds):
             self._phases[phase] += spent
@@ -130,7 +130,7 @@ class _Workers:
         self._hosts[event.rank] = event.host
 
     def told(self) -> list[str]:
-        """In words: in which phase they are mostly, and who is slow; at first nothing."""
+        """Their main phase and who is slow, in words; empty at first."""
         now = time.monotonic()
         if now - self._looked >= LOOK_S and any(self._phases):
             self._looked = now

@@ -1,4 +1,4 @@
-"""From Params and a DataFrame's schema to the tensors that are fed; decided before training."""
+"""Decides before training, by Params and a DataFrame's schema, which tensors are fed."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def fed_columns(
     fractions: torch.dtype,
     seed: int,
 ) -> FedColumns:
-    """Look the columns up and decide what they become.
+    """Look up the columns and decide what they become.
 
     Args:
-        params: which columns, and what was declared of them.
+        params: which columns, and what was declared about them.
         frame: the DataFrame to fit.
-        loss: what takes the labels.
+        loss: the loss that takes the labels.
         head: what it says about the model's outputs.
         fractions: the dtype of the model's parameters.
-        seed: of the choice of the rows that are held out, where a fraction of them is.
+        seed: for choosing the held-out rows, where a fraction of the rows is held out.
 
     Raises:
         ConfigError: a column's shape or dtype is missing, impossible or declared for no column, or
-            held-out rows are said in two ways.
-        DataError: a column is missing, doubled or of a type that cannot become a tensor.
+            held-out rows are specified in two ways.
+        DataError: a column is missing, duplicated or of a type that cannot become a tensor.
     """
     several = params.getFeaturesCols() is not None
     features = [
@@ -107,20 +107,20 @@ def fed_columns(
 
 
 def _require_paddable(params: EstimatorParams, schema: FeedSchema) -> None:
-    """Refuse what does not go with padded columns, or not without."""
+    """Refuse settings that do not go with padded columns, or that need some."""
     if schema.by_name:
         require_distinct(schema.features)
     named = set(params.getPadInputs() or ()) - {spec.name for spec in schema.features}
     if named:
         raise ConfigError(
-            f"padInputs speaks of the label column '{min(named)}', of which a model is given "
-            "nothing: name a column of features, or leave it out"
+            f"padInputs names the label column '{min(named)}', but a model is not given labels: "
+            "name a feature column, or leave it out"
         )
     padded = [spec.name for spec in schema.labels if spec.padding is not None]
     if padded and schema.weight is not None:
         raise ConfigError(
             f"weightCol does not go with the padded label column '{padded[0]}': the loss of a row "
-            "would be the mean over its padding too. Leave one of the two out, or weigh rows in a "
+            "would be the mean over its padding too. Leave one of the two out, or weight rows in a "
             "loss of your own"
         )
     if params.getGroupByLength() and not params.getPadCols():
@@ -128,10 +128,10 @@ def _require_paddable(params: EstimatorParams, schema: FeedSchema) -> None:
 
 
 def scalar_column(frame: DataFrame, name: str | None, param: str) -> InputColumn | None:
-    """A column with one number a row, or of booleans if the Param is ``validationIndicatorCol``.
+    """A column with one number per row, or of booleans for ``validationIndicatorCol``.
 
     Raises:
-        DataError: it is of another type, or not there.
+        DataError: it is of another type, or missing.
     """
     if name is None:
         return None
@@ -148,7 +148,7 @@ def scalar_column(frame: DataFrame, name: str | None, param: str) -> InputColumn
 def _target_dtype(
     column: InputColumn, loss: LossFunction, head: Head, fractions: torch.dtype
 ) -> torch.dtype:
-    """The dtype that the loss takes targets in; for a loss that is not torch's, the column's."""
+    """The dtype in which the loss takes targets; for a loss that is not torch's, the column's."""
     if head.takes_class_index and column.dimensions == 0:
         return torch.int64
     of_torch = isinstance(loss, nn.modules.loss._Loss) or head is not Head.UNKNOWN

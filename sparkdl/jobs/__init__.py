@@ -1,4 +1,4 @@
-"""Training, evaluation and prediction as jobs: one grammar, exit codes, outputs that are whole.
+"""Training, evaluation and prediction as jobs: one grammar, exit codes, all-or-nothing outputs.
 
 ``jobs/train.py``, ``evaluate.py`` and ``predict.py`` call ``train``, ``evaluate`` and ``predict``.
 """

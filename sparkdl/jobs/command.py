@@ -32,7 +32,7 @@ class Work:
     Attributes:
         settings: what was asked for.
         spark: the session.
-        target: where it writes its output, as Spark takes it; nothing is there.
+        target: where it writes its output, as a path for Spark; nothing is there yet.
         checkpoints: a directory for checkpoints of this run; None if it has no id.
     """
 
@@ -46,15 +46,15 @@ class Work:
 
 
 Found = tuple[dict[str, Any], str]
-"""What is said in the result, and to a person."""
+"""What goes into the result, and what a person is told."""
 
 
 def run_command(job: JobName, work: Callable[[Work], Found], arguments: list[str] | None) -> int:
     """Run a job from its command line to its exit code.
 
     Args:
-        job: which.
-        work: its own part.
+        job: the job to run.
+        work: the job's own part.
         arguments: the command line; None for this process's own.
 
     Returns:
@@ -100,7 +100,7 @@ def run_command(job: JobName, work: Callable[[Work], Found], arguments: list[str
 def _leave_refusal(
     job: JobName, path: str | None, began: datetime, code: Exit, error: BaseException
 ) -> None:
-    """Have no earlier attempt's result file be taken for that of one which has not begun."""
+    """Keep an earlier attempt's result file from being taken for that of this refused one."""
     if path is None:
         return
     try:

@@ -18,7 +18,7 @@ from sparkdl.errors import (
 
 
 class Exit(enum.IntEnum):
-    """A job's exit code; each member's ``meaning`` is what --help and the docs say."""
+    """A job's exit code; ``meaning`` is what --help and the docs say about it."""
 
     meaning: str
 
@@ -48,7 +48,7 @@ _CODES: list[tuple[type[BaseException], Exit]] = [
     (SetupError, Exit.SETUP),
     (CheckpointError, Exit.STORAGE),
     (SparkDLError, Exit.TRAINING),
-    # Spark's own word for a missing path, table or column, and for SQL that it cannot read.
+    # Spark's error for a missing path, table or column, and for SQL that it cannot parse.
     (AnalysisException, Exit.DATA),
     (ParseException, Exit.DATA),
     (OSError, Exit.STORAGE),
@@ -56,7 +56,7 @@ _CODES: list[tuple[type[BaseException], Exit]] = [
 
 
 def exit_of(error: BaseException) -> Exit:
-    """The code for an error: that of the first class in the list that it is of."""
+    """The code for an error: that of the first class in the list that it belongs to."""
     if isinstance(error, SystemExit) and error.code == Exit.TERMINATED:
         return Exit.TERMINATED
     return next((code for kind, code in _CODES if isinstance(error, kind)), Exit.UNEXPECTED)

@@ -1,4 +1,4 @@
-"""What a job says: as text for a person, or one JSON object a line for a machine."""
+"""A job's messages: as text for a person, or one JSON object per line for a machine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _steps = logging.getLogger("sparkdl.jobs.steps")
 
 
 def say(what: str, started: float | None = None, **context: Any) -> None:
-    """Say what has been done; sources of one's own may, too.
+    """Log what has been done; custom sources may use it too.
 
     Args:
-        what: in words.
+        what: what was done, in words.
         started: ``time.perf_counter()`` when it began.
         context: figures, which JSON lines have by name.
     """
@@ -36,12 +36,12 @@ def configure(log_format: str, log_level: str | None, context: dict[str, Any]) -
 
     Args:
         log_format: ``text`` or ``json``.
-        log_level: from which on; by default WARNING as text, INFO as JSON.
-        context: what each JSON line says besides.
+        log_level: the lowest level logged; by default WARNING as text, INFO as JSON.
+        context: fields that each JSON line has in addition.
     """
     root = logging.getLogger()
     _steps.setLevel(logging.INFO)
-    # Each error in SQL once more, with the JVM's whole stack; the job says it itself.
+    # It repeats each SQL error with the JVM's whole stack; the job reports it itself.
     logging.getLogger("SQLQueryContextLogger").setLevel(logging.CRITICAL + 1)
     if log_format == "json":
         lines = logging.StreamHandler(sys.stderr)
@@ -52,7 +52,7 @@ def configure(log_format: str, log_level: str | None, context: dict[str, Any]) -
         logging.getLogger("py4j").setLevel("WARNING")
         logging.captureWarnings(True)
         return
-    # Of a job before in this process.
+    # Drop the handlers of an earlier job in this process.
     root.handlers = [each for each in root.handlers if not isinstance(each.formatter, _Lines)]
     logging.basicConfig(level=log_level or "WARNING", format="%(levelname)s %(name)s: %(message)s")
     words = logging.StreamHandler(sys.stdout)
@@ -68,7 +68,7 @@ class _Lines(JSONFormatter):  # type: ignore[misc]
 
     def format(self, record: logging.LogRecord) -> str:
         given = record.__dict__.get("context", {})
-        # Texts, as the schema of Spark's structured log has them.
+        # As strings, like in the schema of Spark's structured log.
         whole = {name: str(value) for name, value in {**self._context, **given}.items()}
         record.__dict__["context"] = whole
         return str(super().format(record))
@@ -85,7 +85,7 @@ class _Words(logging.Formatter):
 
 
 class EpochLines(Callback):
-    """Says each epoch's figures, where no bar shows them."""
+    """Logs each epoch's figures where no progress bar shows them."""
 
     def on_epoch(self, training: Training, summary: EpochSummary) -> None:
         """Called by the fit."""
@@ -102,5 +102,5 @@ class EpochLines(Callback):
 
 
 def watched_by(callbacks: Sequence[Any] | None) -> list[Any]:
-    """The callbacks of an estimator with one that logs."""
+    """The callbacks of an estimator, plus one that logs."""
     return [*(callbacks or []), EpochLines()]

@@ -19,16 +19,16 @@ class Score:
 
     name: str
     metrics: dict[str, float]
-    """By the evaluators' names."""
+    """The values by the evaluators' names."""
     seconds: float
-    """Spent fitting, predicting and evaluating."""
+    """The time spent fitting, predicting and evaluating."""
 
 
 def require_rows(rows: DataFrame, condition: str | None) -> None:
-    """Refuse to measure on nothing: pyspark.ml's evaluators say 0 of it, or fail on a Java stack.
+    """Refuse to measure on no rows: pyspark.ml's evaluators return 0, or fail with a Java stack.
 
     Args:
-        rows: to measure on.
+        rows: those to measure on.
         condition: ``rows.test``, by which they were chosen.
 
     Raises:
@@ -63,11 +63,11 @@ def measure(
 
 
 def format_scores(scores: Sequence[Score], larger_is_better: Mapping[str, bool]) -> str:
-    """Lay the scores out as a table, and say in words how the last one compares.
+    """Lay out the scores as a table, and say in words how the last one compares.
 
     Args:
         scores: with the same metrics; baselines first.
-        larger_is_better: of each metric whether a larger value is a better one.
+        larger_is_better: for each metric, whether a larger value is better.
     """
     names = list(larger_is_better)
     widths = [max(8, len(name) + 2) for name in names]
@@ -104,7 +104,7 @@ def _listed(names: Sequence[str], word: str) -> str:
 
 
 def format_history(history: Sequence[EpochSummary]) -> str:
-    """Lay out what was learnt in each epoch."""
+    """Lay out the figures of each epoch."""
     return "\n".join(
         f"epoch {summary.epoch}: training loss {summary.loss:.4f}, {summary.examples:,} rows in "
         f"{summary.seconds:.1f} s, {summary.rounds} averaging rounds"

@@ -1,4 +1,4 @@
-"""Saved models of jobs: a ``TorchModel``, or a ``PipelineModel`` with one in it."""
+"""Saved models of jobs: a ``TorchModel``, or a ``PipelineModel`` that contains one."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from sparkdl.jobs.results.locations import locate
 
 
 def load_model(path: str, trust: Sequence[str], spark: SparkSession) -> Any:
-    """Load the model that train.py, or anybody else, has saved.
+    """Load a model saved by train.py or anything else.
 
     Args:
-        path: where.
-        trust: modules that the model's own classes are of.
+        path: where it is.
+        trust: modules that the model's own classes come from.
         spark: the session.
 
     Raises:
-        ConfigError: there is none, or it is of modules that are not trusted.
+        ConfigError: there is none, or it needs modules that are not trusted.
     """
     location = locate(path)
     there = location.files.get_file_info(f"{location.path}/metadata")
@@ -42,7 +42,7 @@ def load_model(path: str, trust: Sequence[str], spark: SparkSession) -> Any:
 
 
 def torch_model(model: Any) -> TorchModel:
-    """The network's model in it."""
+    """The network's model inside it."""
     if isinstance(model, PipelineModel):
         return next(stage for stage in reversed(model.stages) if isinstance(stage, TorchModel))
     assert isinstance(model, TorchModel)

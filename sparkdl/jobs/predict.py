@@ -28,7 +28,7 @@ def predict(work: Work) -> Found:
         work: what was asked for.
 
     Raises:
-        CheckpointError: the executors have written where the driver does not see it.
+        CheckpointError: the executors wrote to a place that the driver does not see.
     """
     settings, sections = work.settings, work.settings.sections
     model = load_model(sections.model, sections.trust, work.spark)
@@ -53,12 +53,12 @@ def predict(work: Work) -> Found:
 
 
 def _is_data(name: str) -> bool:
-    """Whether Spark's readers take what is called so for rows, as folders ``_day=1`` are."""
+    """Whether Spark's readers take a name for rows, as they do with folders like ``_day=1``."""
     return not name.startswith(".") and (not name.startswith("_") or "=" in name)
 
 
 def _write(predictions: DataFrame, table: TableFormat, target: str) -> int:
-    """Write the table, and count its rows on the way."""
+    """Write the table, and count its rows along the way."""
     if table.columns is not None:
         predictions = predictions.select(*table.columns)
     counted = Observation()

@@ -1,4 +1,4 @@
-"""Where a job's rows come from: files, a table, a query, or code of one's own."""
+"""Where a job's rows come from: files, a table, a query, or the user's own code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def read(self, spark: SparkSession) -> DataFrame:
-        """The rows; the same ones each time, or a training that was interrupted starts over.
+        """The rows; the same ones each time, or an interrupted training starts over.
 
         Args:
             spark: the job's session.
@@ -27,8 +27,8 @@ class Files(Source):
         path: one path or several, as Spark takes them.
         format: ``parquet``, ``csv``, ``json``, ``orc`` or another that Spark has a reader for.
         options: of the reader, for example ``{header: "true"}``.
-        schema: columns and types as in SQL, ``id bigint, x array<float>``; what the files say by
-            default.
+        schema: columns and types as in SQL, ``id bigint, x array<float>``; by default the files'
+            own.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class Rows:
     """Which rows a job reads, and which of them it uses for what.
 
     Args:
-        select: SQL expressions, one a column, for example ``["*", "log(1 + amount) as amount"]``;
+        select: SQL expressions, one per column, for example ``["*", "log(1 + amount) as amount"]``;
             all columns by default.
         train: SQL condition on the rows to learn from; all by default.
         test: SQL condition on the rows to evaluate on; evaluate.py takes all by default.
         predict: SQL condition on the rows to predict; all by default.
-        persist: whether executors keep the rows while the job lasts, for sources that take longer
-            to compute than to read once more.
+        persist: whether executors keep the rows during the job, for sources that take longer to
+            compute than to read again.
     """
 
     select: list[str] | None = None
@@ -102,7 +102,7 @@ class Rows:
     persist: bool = False
 
     def read(self, source: Source, spark: SparkSession) -> DataFrame:
-        """All rows, with the columns that are wanted."""
+        """All rows, with the requested columns."""
         rows = source.read(spark)
         if self.select is not None:
             rows = rows.selectExpr(*self.select)
@@ -110,5 +110,5 @@ class Rows:
 
     @staticmethod
     def where(rows: DataFrame, condition: str | None) -> DataFrame:
-        """Those for which a condition holds."""
+        """The rows for which a condition holds."""
         return rows if condition is None else rows.where(condition)

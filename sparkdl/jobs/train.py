@@ -17,7 +17,7 @@ from sparkdl.jobs.metrics import Score, format_history, format_scores, measure, 
 from sparkdl.jobs.models import torch_model
 
 NETWORK = "network"
-"""What it is called beside the baselines."""
+"""The network's name among the baselines."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,7 +40,7 @@ def train(work: Work) -> Found:
         learn = settings.rows.where(rows, settings.rows.train)
         test = settings.rows.where(rows, settings.rows.test)
         evaluators = settings.named("evaluators")
-        if evaluators:  # told now, not after a training
+        if evaluators:  # reported now, not after a training
             require_rows(test, settings.rows.test)
         scores = [
             _score(name, baseline, learn, test, evaluators)[1]
@@ -66,7 +66,7 @@ def train(work: Work) -> Found:
 
 
 def _reports(estimator: TorchEstimator) -> str:
-    """Where the training's reports are, a line each."""
+    """Where the training's reports are, one per line."""
     return "".join(
         f"Training report in {each.path}\n"
         for each in estimator.getCallbacks() or ()

@@ -1,7 +1,6 @@
-"""What a model is measured by on rows that it is not trained on: torchmetrics' metrics.
+"""Measures a model on rows that it is not trained on, by torchmetrics' metrics.
 
-``metrics.py`` has the metrics of one fit, ``states.py`` how what workers have counted travels and
-becomes one.
+``metrics.py`` has the metrics of one fit; ``states.py`` sends and merges what workers have counted.
 """
 
 from sparkdl.metrics.metrics import Metrics

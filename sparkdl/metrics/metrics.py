@@ -27,17 +27,17 @@ from sparkdl.protocols import Targets
 logger = logging.getLogger(__name__)
 
 Inputs = Callable[[Any, Targets], tuple[Any, Any]]
-"""From a model's outputs and the targets to what a metric's ``update`` is called with."""
+"""Turns a model's outputs and the targets into the arguments of a metric's ``update``."""
 
 WEIGHTS = "sample_weight"
-"""The argument of a metric's ``update`` by which it is given how much each row counts."""
+"""The argument of a metric's ``update`` that says how much each row counts."""
 
 TAKEN = (*(each.name for each in fields(EpochSummary)), "examples_per_second")
-"""Names that no metric may have: an epoch has numbers of its own by them, in histories as well."""
+"""Names that no metric may have: an epoch's own numbers have them, in histories too."""
 
 
 def require_torchmetrics() -> Any:
-    """The package torchmetrics.
+    """Import and return torchmetrics.
 
     Raises:
         ConfigError: it is not installed.
@@ -46,23 +46,23 @@ def require_torchmetrics() -> Any:
         return importlib.import_module("torchmetrics")
     except ImportError as error:
         raise ConfigError(
-            "metrics are those of torchmetrics, which is not installed here: "
+            "metrics need torchmetrics, which is not installed here: "
             'pip install "sparkdl-torch[metrics]", in the driver and on the executors'
         ) from error
 
 
 def as_given(outputs: Any, targets: Targets) -> tuple[Any, Any]:
-    """Hand a metric what the model returns and the targets as they are."""
+    """Pass the model's outputs and the targets to a metric unchanged."""
     return outputs, targets
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """Metrics by name; sent to the workers as it is.
+    """Metrics by name; sent to the workers unchanged.
 
     Attributes:
-        makers: by name a ``torchmetrics.Metric``, of which copies are used, or a function or class
-            without arguments that makes one.
+        makers: a ``torchmetrics.Metric`` by name, which is copied, or a function or class without
+            arguments that makes one.
         inputs: what the metrics are given.
     """
 
@@ -78,7 +78,7 @@ class Metrics:
         """
         torchmetrics = require_torchmetrics()
         if isinstance(given, torchmetrics.MetricCollection):
-            # Apart from each other: metrics of one compute group share their states.
+            # Copied one by one, as metrics of one compute group share their states.
             given = {name: copy.deepcopy(metric) for name, metric in given.items()}
         if not isinstance(given, Mapping) or not given:
             raise ConfigError(
@@ -99,40 +99,39 @@ class Metrics:
         return cls(dict(given), inputs)
 
     def begin(self, device: torch.device | str = "cpu") -> Measurement:
-        """Start to count on a device.
+        """Start counting on a device.
 
         Raises:
-            ConfigError: something does not make a metric.
+            ConfigError: one of the makers does not make a metric.
         """
         return Measurement(self._made(device), self.inputs)
 
     def higher_is_better(self) -> dict[str, bool | None]:
-        """Of each metric whether a larger value is better; None if it does not say."""
+        """Whether a larger value of each metric is better; None if it does not say."""
         return {name: metric.higher_is_better for name, metric in self._made("cpu").items()}
 
     def without_weights(self) -> list[str]:
-        """The metrics for which every row counts alike, whatever its weight."""
+        """The metrics for which every row counts equally, whatever its weight."""
         return [name for name, metric in self._made("cpu").items() if not _takes_weights(metric)]
 
     def measure(self, states: Sequence[bytes]) -> dict[str, MetricValue]:
-        """Compute the metrics of what all have counted.
+        """Compute the metrics from what all workers have counted.
 
         Args:
-            states: of each ``Measurement``, in an order that does not change: floating-point sums
-                depend on it.
+            states: of each ``Measurement``, in a fixed order, on which floating-point sums depend.
 
         Returns:
-            By name a number; lists of numbers for a metric with several, dicts for one with names.
+            A number by name; lists of numbers for a metric with several, dicts for one with names.
 
         Raises:
-            ModelError: a metric cannot be computed of them.
-            TrainingError: something else than states was sent.
+            ModelError: a metric cannot be computed from them.
+            TrainingError: something other than states was sent.
         """
         made = self._made("cpu")
         read = [read_states(octets, list(made.values())) for octets in states]
         values = {}
         for index, (name, metric) in enumerate(made.items()):
-            with _named(name, "cannot be computed of what the workers have counted"):
+            with _named(name, "cannot be computed from what the workers have counted"):
                 merge_states(metric, [of_rank[index] for of_rank in read])
                 with torch.no_grad():
                     values[name] = _plain(metric.compute())
@@ -146,7 +145,7 @@ class Measurement:
     """Metrics that count the rows of one worker.
 
     Args:
-        metrics: by name; nobody else uses them.
+        metrics: by name; nothing else uses them.
         inputs: what they are given.
     """
 
@@ -159,7 +158,7 @@ class Measurement:
         """Count a minibatch.
 
         Args:
-            outputs: what the model has returned for it in evaluation mode.
+            outputs: what the model returned for it in evaluation mode.
             targets: its labels.
             weights: how much each row counts, shape (n,), for the metrics that take them; None
                 where every row counts the same.
@@ -176,10 +175,10 @@ class Measurement:
                     metric.update(*given, **({WEIGHTS: weights} if weighted else {}))
 
     def states(self) -> bytes:
-        """What was counted, for ``Metrics.measure``; safetensors, nothing of it is pickled.
+        """What was counted, for ``Metrics.measure``; in safetensors, without any pickle.
 
         Raises:
-            ModelError: a metric keeps what is no tensor.
+            ModelError: a metric keeps something that is not a tensor.
         """
         return pack_states(self._metrics)
 
@@ -190,7 +189,7 @@ def _takes_weights(metric: Any) -> bool:
     from torchmetrics.metric import CompositionalMetric, Metric
     from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
-    # These hand on what they are given by name; others select from it, or take no names.
+    # These pass on all keyword arguments; others select from them, or take none.
     if not isinstance(metric, (CompositionalMetric, ClasswiseWrapper, MinMaxMetric)):
         return False
     inner = [each for each in metric.children() if isinstance(each, Metric)]
@@ -225,14 +224,14 @@ def _make(name: str, maker: Any) -> Any:
             "metrics inside it as attributes or in a torch.nn.ModuleList"
         )
     for _, part in parts:
-        # We merge the states ourselves, also where the workers have a process group of their own.
+        # We merge the states ourselves, even where the workers have a process group of their own.
         part.distributed_available_fn = functools.partial(bool, False)
     return metric
 
 
 @contextmanager
 def _named(name: str, what: str) -> Iterator[None]:
-    """Say which metric has raised; its warnings about few rows or one class stay what they are."""
+    """Name the metric that raises; its warnings about few rows or one class stay unchanged."""
     try:
         yield
     except ModelError:
@@ -242,7 +241,7 @@ def _named(name: str, what: str) -> Iterator[None]:
 
 
 def _plain(value: Any) -> MetricValue:
-    """A metric's value of JSON's types."""
+    """A metric's value in JSON's types."""
     if isinstance(value, Tensor):
         found: MetricValue = value.tolist() if value.dim() else float(value)
         return found
@@ -262,20 +261,20 @@ def rehearse(
 ) -> None:
     """Check on a few rows that metrics take what the model returns, and that their states travel.
 
-    Counts that a metric keeps beside its states are warned of.
+    Warns about counts that a metric keeps outside its states.
 
     Args:
-        metrics: that will be measured.
+        metrics: those that will be measured.
         outputs: of the model in evaluation mode.
         targets: some that the loss takes.
         weights: how much each row counts; None where every row counts the same.
 
     Raises:
-        ConfigError: something does not make a metric.
-        ModelError: a metric does not take them, or keeps what is no tensor.
+        ConfigError: one of the makers does not make a metric.
+        ModelError: a metric does not take them, or keeps something that is not a tensor.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of so few rows much is said that will not hold
+        warnings.simplefilter("ignore")  # many would be due to the few rows only
         counted = metrics.begin()
         counted.update(outputs, targets, weights)
         read_states(counted.states(), list(counted._metrics.values()))

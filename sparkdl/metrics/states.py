@@ -1,12 +1,12 @@
-"""What metrics have counted, as bytes, and of several workers as one.
+"""What metrics have counted, packed as bytes, and merged over several workers.
 
 A ``torchmetrics.Metric`` keeps its counts in states, each a tensor or a list of tensors, and says
-of each how those of several processes become one (``dist_reduce_fx``). A metric may be made of
-others (wrappers, sums of metrics): every part has states of its own.
+for each how those of several processes are reduced to one (``dist_reduce_fx``). A metric may be
+composed of others (wrappers, sums of metrics): every part has states of its own.
 
 The rules are those by which torchmetrics itself merges the ranks of a process group
-(``Metric._sync_dist``), with two differences, so that a value does not depend on who has which
-rows: a part that has seen no row counts for nothing, and a mean is weighted by the updates behind
+(``Metric._sync_dist``), with two differences, so that a value does not depend on which worker has
+which rows: a part that has seen no row does not count, and a mean is weighted by the updates behind
 it (as in ``Metric.merge_state``).
 
 Source: torchmetrics 1.9, ``metric.py``.
@@ -41,11 +41,11 @@ class PartStates:
 
 
 MetricStates = Sequence[PartStates]
-"""Of each part of a metric, in the order of ``parts_of``."""
+"""The states of each part of a metric, in the order of ``parts_of``."""
 
 
 def parts_of(metric: Any) -> list[tuple[str, Any]]:
-    """A metric and those that it is made of, each with its place in the metric."""
+    """A metric and those that it is composed of, each with its place in the metric."""
     from torchmetrics import Metric
 
     return [(path, part) for path, part in metric.named_modules() if isinstance(part, Metric)]
@@ -58,7 +58,7 @@ def pack_states(metrics: Mapping[str, Any]) -> bytes:
         metrics: by name.
 
     Raises:
-        ModelError: one keeps what is no tensor.
+        ModelError: one keeps something that is not a tensor.
     """
     from safetensors.torch import save  # a bare GPU machine that measures nothing may lack it
 
@@ -68,7 +68,7 @@ def pack_states(metrics: Mapping[str, Any]) -> bytes:
             place = f"{index}/{path}"
             tensors[place] = torch.tensor(part._update_count)
             for key, tensor in _named_tensors(name, part):
-                # A copy of its own, for metrics may share memory, which safetensors refuses.
+                # A separate copy, as metrics may share memory, which safetensors refuses.
                 tensors[f"{place}/{key}"] = tensor.detach().cpu().clone().contiguous()
     return save(tensors)
 
@@ -94,7 +94,7 @@ def _named_tensors(name: str, part: Any) -> Iterator[tuple[str, Tensor]]:
 def _no_tensor(name: str, key: str) -> ModelError:
     return ModelError(
         f"metric '{name}' keeps something else than tensors in its state '{key}', which cannot "
-        "travel to the driver without pickle. Compute it of the predictions that transform adds"
+        "travel to the driver without pickle. Compute it from the predictions that transform adds"
     )
 
 
@@ -102,17 +102,17 @@ def read_states(octets: bytes, metrics: Sequence[Any]) -> list[MetricStates]:
     """The states of each metric that one worker has sent.
 
     Args:
-        octets: of ``pack_states``.
-        metrics: that they are of; freshly made.
+        octets: from ``pack_states``.
+        metrics: those that the states belong to; freshly made.
 
     Raises:
-        TrainingError: they are not of these metrics.
+        TrainingError: they belong to other metrics.
     """
     from safetensors.torch import load
 
     try:
         tensors = load(octets)
-    except Exception as error:  # safetensors, of any kind
+    except Exception as error:  # safetensors may raise anything
         raise TrainingError(f"a worker sent no states of metrics: {error}") from error
     found: list[MetricStates] = []
     for index, metric in enumerate(metrics):
@@ -151,7 +151,7 @@ def _not_states(place: str) -> TrainingError:
 
 
 def merge_states(metric: Any, states: Sequence[MetricStates]) -> None:
-    """Have a metric be what it would be had it seen the rows of all.
+    """Make a metric what it would be had it seen all workers' rows.
 
     Args:
         metric: freshly made.

@@ -1,4 +1,4 @@
-"""Counts that a metric keeps beside its states, which no worker sends and nobody merges."""
+"""Counts that a metric keeps outside its states, which are neither sent nor merged."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PLAIN = (bool, int, float, complex, str, bytes, list, dict, set, Tensor, np.nda
 class Undeclared:
     """Watches what a metric counts outside of the states that ``add_state`` has declared.
 
-    A count changes with each minibatch, even with one that was seen before; what a metric has only
-    looked up, such as the number of classes, does not. So it is watched from the second on.
+    A count changes with each minibatch, even with one seen before; what a metric has only looked
+    up, such as the number of classes, does not. So it is watched from the second minibatch on.
 
     Args:
-        metric: that has seen a minibatch.
+        metric: one that has seen a minibatch.
     """
 
     def __init__(self, metric: Any) -> None:
@@ -40,7 +40,7 @@ class Undeclared:
 
 
 def _kept(metric: Any) -> dict[str, Any]:
-    """Of each part what it keeps of plain values, but for its states and torchmetrics' own."""
+    """The plain values that each part keeps, except its states and torchmetrics' own."""
     found = {}
     for path, part in parts_of(metric):
         for name, value in vars(part).items():
@@ -50,7 +50,7 @@ def _kept(metric: Any) -> dict[str, Any]:
 
 
 def _own() -> frozenset[str]:
-    """What every metric of torchmetrics keeps."""
+    """The attributes that every torchmetrics metric has."""
     from torchmetrics import SumMetric
 
     declared = SumMetric()

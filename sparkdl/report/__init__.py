@@ -1,4 +1,4 @@
-"""What becomes of a training to look at: a recording, what bounds it, a summary, a page."""
+"""What is shown of a training: a recording, its bottlenecks, a summary, a page."""
 
 from sparkdl.report.recording import Recording, Setup
 from sparkdl.report.summary import TrainingSummary

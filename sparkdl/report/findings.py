@@ -1,4 +1,4 @@
-"""What bounds a training, and what would help, in plain sentences with the numbers behind them."""
+"""What limits a training, and what would help, in plain sentences with the numbers behind them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from sparkdl.phases import COMPUTE, DECODE, EXCHANGE, IDLE, READ, WAIT
 from sparkdl.report.recording import BUSY, Recording
 
 NOTABLE = 0.25
-"""The share of the workers' time from which something is worth a change."""
+"""The share of the workers' time above which something is worth changing."""
 UNEVEN = 1.3
-"""How much longer than the mean a worker has to take to be called slow."""
+"""How many times the mean a worker must take to be called slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,9 @@ class Finding:
     """Where time goes.
 
     Attributes:
-        share: of the time from the beginning to the end, or of that of all workers; 0 to 1.
-        sentence: what it is.
-        advice: what would help; empty if nothing has to be changed.
+        share: of the time from beginning to end, or of all workers' time; 0 to 1.
+        sentence: what was found.
+        advice: what would help; empty if nothing needs to change.
     """
 
     share: float
@@ -34,10 +34,10 @@ class Finding:
 
 
 def findings(recording: Recording) -> list[Finding]:
-    """What the time went into, the largest share first; at least one.
+    """Where the time went, the largest share first; at least one finding.
 
     Args:
-        recording: of a training, which may still go on.
+        recording: of a training, which may still be running.
     """
     total = float(recording.seconds.sum())
     if not total:
@@ -58,7 +58,7 @@ def slowest(recording: Recording) -> tuple[int, float] | None:
     """The worker that takes longest for its part of the rounds.
 
     Returns:
-        Its rank, and how many times the mean of all it takes; None if all take about as long.
+        Its rank, and its time as a multiple of the mean; None if all take about equally long.
     """
     busy = _busy(recording)
     if recording.world_size < 2 or not busy.any():
@@ -75,7 +75,7 @@ def name_of(recording: Recording, rank: int) -> str:
 
 
 def _busy(recording: Recording) -> np.ndarray:
-    """Seconds that each worker has trained by itself, shape (world_size,)."""
+    """Seconds that each worker trained by itself, shape (world_size,)."""
     trained = recording.seconds - recording.before_training
     busy: np.ndarray = trained[:, BUSY].sum(axis=1)
     return busy
@@ -122,7 +122,7 @@ def _waiting(recording: Recording, total: float) -> Finding:
         return _lost(recording, share)
     slow = slowest(recording)
     busy = _busy(recording)
-    # Who is done early waits until the last one is, whatever a round costs.
+    # Workers that finish early wait for the last one, whatever a round costs.
     for_others = float((busy.max() - busy).sum())
     if slow is not None and for_others > waited / 2:
         return _uneven(recording, share, *slow)
@@ -135,10 +135,10 @@ def _waiting(recording: Recording, total: float) -> Finding:
 
 
 def _waited_for_lost(recording: Recording) -> float:
-    """Seconds that workers have waited while one of them was not there that had been before."""
+    """Seconds that workers waited while one that had been present was missing."""
     lost = {each.rank for each in recording.failures if each.rank is not None}
     bins = recording.lanes
-    # Where several workers share a lane, it is there as long as most of them are.
+    # A lane that several workers share counts as present while most of them are.
     there = bins.sums.sum(axis=2) > bins.width_s / 2
     awaited = np.zeros(len(there), dtype=bool)
     for lane in {rank // recording.ranks_a_lane for rank in lost}:

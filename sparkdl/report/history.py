@@ -1,4 +1,4 @@
-"""The numbers of a training's epochs by name, as frames and as curves."""
+"""The numbers of a training's epochs by name, for frames and curves."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from sparkdl.events import EpochSummary
 
 VALIDATION = "validation_"
 COUNTED = ("epoch", "examples", "rounds", "seconds", "validation_examples", "max_staleness")
-"""What is no curve."""
+"""Names that get no curve."""
 Series = tuple[str, list[tuple[float, float]]]
 """A name, and (epoch, value) of each epoch that has one."""
 
 
 def values_of(epoch: EpochSummary) -> dict[str, Any]:
-    """The numbers of an epoch by name; those that it keeps by name themselves, each by its own."""
+    """The numbers of an epoch by name, including those that it keeps in dicts by name."""
     values: dict[str, Any] = {}
     for each in fields(epoch):
         value = getattr(epoch, each.name)
@@ -28,7 +28,7 @@ def values_of(epoch: EpochSummary) -> dict[str, Any]:
 
 
 def metrics_of(epoch: EpochSummary) -> dict[str, float]:
-    """Those numbers of an epoch that say how good the model is, or was made, by name."""
+    """The numbers of an epoch that say how good the model is, or how it was trained, by name."""
     return {
         name: float(value)
         for name, value in values_of(epoch).items()
@@ -40,8 +40,8 @@ def series_of(history: Sequence[EpochSummary]) -> list[tuple[str, list[Series]]]
     """Whatever numbers the epochs have, by name.
 
     Returns:
-        One entry a chart: its title, and its series. What was found on held-out rows is in the
-        chart of the same number while training, if there is one; a series of zeros is left out.
+        One entry per chart: its title and its series. Numbers on held-out rows share the chart of
+        the same number in training, if there is one; a series of zeros is left out.
     """
     found: dict[str, list[tuple[float, float]]] = {}
     for epoch in history:

@@ -1,8 +1,8 @@
-"""Pieces of a page of HTML: text that is only text, numbers with units, charts.
+"""Pieces of an HTML page: text that is only text, numbers with units, charts.
 
-Shapes are drawn in SVG that is stretched to the width there is; what is read lies beside them as
-HTML, so that it has the same size on every screen. No script runs. ``text`` is what everything
-goes through that we did not write.
+Shapes are drawn in SVG that is stretched to the available width; text is HTML next to them, so that
+it has the same size on every screen. No script runs. Everything that we did not write goes through
+``text``.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LONGEST = 300
-"""Characters of a text that we did not write."""
+"""The most characters of a text that we did not write."""
 POINTS = 300
-"""Of a curve; of more, neighbours become their mean."""
+"""The most points of a curve; if there are more, neighbours become their mean."""
 DOTS = 40
-"""Up to so many points are marked and say what they are."""
+"""Up to this many points are marked and labelled."""
 SMALLEST, LARGEST = 1e-290, 1e290
-"""Of what a chart can have a scale for, short of what a float can hold; more is a gap."""
+"""The largest value that a chart can scale, short of a float's limit; larger ones are gaps."""
 WIDTH, HEIGHT = 1000, 400
 
 
 def text(value: object, longest: int = LONGEST) -> str:
-    """Anything as text that means nothing to a browser."""
+    """Anything as text in which a browser finds no markup."""
     shown = str(value)
     if len(shown) > longest:
         shown = shown[: longest - 1] + "…"
-    # Neither control characters nor those that reverse the direction of writing.
+    # Without control characters or those that change the writing direction.
     kept = (c if c in "\n\t" or not unicodedata.category(c).startswith("C") else "�" for c in shown)
     return html.escape("".join(kept), quote=True)
 
 
 def number(value: float, digits: int = 3) -> str:
-    """A number as a person writes it: 12,345, 1.23, 0.00456."""
+    """A number as a person would write it: 12,345, 1.23, 0.00456."""
     if not math.isfinite(value):
         return "–" if math.isnan(value) else ("∞" if value > 0 else "−∞")
     if value == 0:
@@ -83,7 +83,7 @@ def duration(seconds: float) -> str:
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers between two, at most so many: 0, 0.5, 1, 1.5."""
+    """Round numbers in a range, at most ``most`` of them: 0, 0.5, 1, 1.5."""
     if not high > low:
         return [low]
     step = 10 ** math.floor(math.log10((high - low) / most))
@@ -92,14 +92,14 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
         last = math.floor(high / (step * factor) + 1e-9)
         if last - first + 1 <= most:
             break
-    # Rounded, for 3 * 0.1 is no whole number of tenths.
+    # Rounded, since 3 * 0.1 is not a whole number of tenths.
     size = step * factor
     digits = max(0, 2 - math.floor(math.log10(size)))
     return [round(index * size, digits) for index in range(first, last + 1)] or [low]
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """In what a stretch of time is best counted: seconds a unit, and the unit's name."""
+    """The best unit for a stretch of time: its seconds, and its name."""
     for size, name in ((2 * 86400.0, "hours"), (7200.0, "hours"), (120.0, "minutes")):
         if seconds >= size:
             return (3600.0, name) if name == "hours" else (60.0, name)
@@ -112,9 +112,9 @@ class Curve:
 
     Attributes:
         name: in the legend.
-        points: (x, y), by x; an y that is not finite is a gap.
-        dashed: whether it is drawn so.
-        colour: of which class of the style it has the colour, ``c0`` to ``c3``.
+        points: (x, y), by x; a y that is not finite is a gap.
+        dashed: whether it is drawn dashed.
+        colour: the style's class for its colour, ``c0`` to ``c3``.
     """
 
     name: str
@@ -150,10 +150,10 @@ def chart(
     """A chart of one curve or more; empty if they have no finite point.
 
     Args:
-        title: over it.
-        curves: what is drawn.
+        title: shown above it.
+        curves: what to draw.
         x_name: what x is, with its unit.
-        x_range: from where to where it goes; that of the points by default.
+        x_range: the ends of the x axis; by default the points' range.
         whole: whether x are whole numbers.
         from_zero: whether y begins at 0.
         y_unit: of y.
@@ -176,7 +176,7 @@ def chart(
             high + 0.04 * (high - low),
         )
     xs = [x for x in ticks(left, right, 6) if not whole or x == int(x)]
-    # Of values that are all the same there is but one to read.
+    # If all values are the same, there is only one to label.
     ys = ticks(low, high, 5) if len({y for _, y in finite}) > 1 or from_zero else [finite[0][1]]
 
     def place(x: float, y: float) -> tuple[str, str]:
@@ -236,7 +236,7 @@ def _line(curve: Curve, place, x_name: str) -> str:  # type: ignore[no-untyped-d
 
 
 def axis(seconds: float) -> tuple[str, str]:
-    """The labels under a stretch of time that begins at 0, and what they are in."""
+    """The labels under a stretch of time that begins at 0, and their unit."""
     size, name = time_unit(seconds)
     xs = ticks(0, seconds / size, 6)
     return "".join(_x_label(x, x * size / seconds, xs) for x in xs), name
@@ -249,7 +249,7 @@ def _x_label(x: float, share: float, xs: Sequence[float]) -> str:
 
 
 def _tick(value: float, all_of_them: Sequence[float]) -> str:
-    """A tick's number, with as many digits as tell it from its neighbours."""
+    """A tick's number, with enough digits to tell it from its neighbours."""
     if len(all_of_them) < 2:
         return number(value, 4)
     step = abs(all_of_them[1] - all_of_them[0])
@@ -265,5 +265,5 @@ def _tick(value: float, all_of_them: Sequence[float]) -> str:
 
 
 def short(value: float) -> str:
-    """A coordinate, in as few characters as are seen."""
+    """A coordinate, with no more digits than are visible."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

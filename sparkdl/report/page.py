@@ -1,4 +1,4 @@
-"""The report of a training: one page of HTML with all that it needs in it."""
+"""The report of a training: one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from sparkdl.report.timeline import shares, timeline
 from sparkdl.version import __version__
 
 MAX_BYTES = 1_000_000
-"""No report is larger."""
+"""The most bytes of a report."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""What a browser may load for the page, and run in it: nothing."""
+"""What a browser may load for the page, or run in it: nothing."""
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
@@ -31,9 +31,9 @@ def save_report(recording: Recording, path: str | os.PathLike[str]) -> None:
     """Write a training's report, whole or not at all.
 
     Args:
-        recording: of a training, which may still go on.
-        path: where to; a URI that pyarrow.fs takes, or a path in the driver. Directories of a path
-            are made.
+        recording: of a training, which may still be running.
+        path: where to write it; a URI that pyarrow.fs takes, or a path in the driver, whose missing
+            directories are created.
 
     Raises:
         OSError: it cannot be written there.
@@ -47,9 +47,9 @@ def save_report(recording: Recording, path: str | os.PathLike[str]) -> None:
         return
     target = Path(where).expanduser().absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Aside, then renamed: whoever looks while a training goes on sees one report or the next.
-    # Made anew by its name, with the rights that the umask leaves: to ask for the umask is to
-    # change it, for the files of all other threads too.
+    # Written aside, then renamed: whoever looks during a training sees one report or the next.
+    # Created under a new name, with the permissions that the umask leaves: to read the umask is to
+    # change it, for all other threads' files too.
     aside = target.with_name(f".{target.name[:100]}-{uuid.uuid4().hex[:8]}")
     try:
         with open(aside, "xb") as file:

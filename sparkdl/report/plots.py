@@ -16,11 +16,11 @@ from sparkdl.report.time_bins import TimeBins
 STRETCHES = 64
 """Points of a curve over time."""
 CHARTS = 24
-"""Of metrics; the summary has the rest."""
+"""The most charts of metrics; the summary has the rest."""
 
 
 def metric_curves(recording: Recording) -> str:
-    """Losses, and whatever metrics there are, by epoch."""
+    """Losses, and any metrics, by epoch."""
     charts = []
     for title, series in series_of(recording.history)[:CHARTS]:
         curves = [
@@ -32,7 +32,7 @@ def metric_curves(recording: Recording) -> str:
 
 
 def curves_over_time(recording: Recording) -> str:
-    """Rows, loss, rounds and bytes by time."""
+    """Rows, loss, rounds and bytes over time."""
     bins = recording.trained
     if not bins.used:
         return ""
@@ -84,7 +84,7 @@ def curves_over_time(recording: Recording) -> str:
 
 
 def _edges(recording: Recording) -> np.ndarray:
-    """Into which stretches the time is cut, so that most of them have several windows."""
+    """Where to cut the time into stretches, so that most of them have several windows."""
     bins = recording.trained
     width_s = max(bins.width_s, recording.lanes.width_s)
     busy = np.count_nonzero(bins.sums[:, 3])
@@ -95,12 +95,12 @@ def _edges(recording: Recording) -> np.ndarray:
         width_s *= 2
     edges: np.ndarray = np.arange(0, bins.ended, width_s)
     if len(edges) > 1 and bins.ended - edges[-1] < width_s / 2:
-        edges = edges[:-1]  # too short a one says nothing
+        edges = edges[:-1]  # a stretch that is too short says nothing
     return np.append(edges, bins.ended)
 
 
 def _between(bins: TimeBins, edges: np.ndarray) -> np.ndarray:
-    """What was added between edges that lie where bins begin, but for the last one."""
+    """What was added between edges, which are starts of bins except for the last one."""
     starts = np.rint(edges[:-1] / bins.width_s).astype(int)
     sums: np.ndarray = np.add.reduceat(bins.sums, np.minimum(starts, len(bins.sums) - 1), axis=0)
     return sums

@@ -1,6 +1,6 @@
-"""What is kept of a training as it goes on: bounded, whatever its length and however many workers.
+"""What is recorded of a training as it runs: bounded, whatever its length or number of workers.
 
-The driver feeds it every event. Times are seconds since it began, by the driver's monotonic clock.
+The driver passes it every event. Times are seconds since it began, by the driver's monotonic clock.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from sparkdl.phases import COMPUTE, DECODE, EXCHANGE, PHASES, WAIT
 from sparkdl.report.time_bins import TimeBins
 
 LANES = 32
-"""Workers whose time is kept by when it was; of more, several share a lane."""
+"""The most lanes for workers' time; if there are more workers, several share a lane."""
 FAILURES = 100
-"""Of so many it is kept what they were; of all, how many they were."""
+"""How many failures are kept in full; all of them are counted."""
 BUSY = [DECODE, COMPUTE]
-"""What a worker does by itself in a round; the rest is the others' time, or the network's."""
+"""The phases that a worker spends by itself; the rest is the others' time, or the network's."""
 AGREEING = [WAIT, EXCHANGE]
 
 
@@ -44,9 +44,9 @@ class Setup:
         aggregation: where means are formed, ``driver``, ``executors`` or ``hierarchical``; None if
             the strategy leaves no choice.
         collective: whether the workers exchange among themselves.
-        wire_dtype: in what values travel to the driver; None if that cannot be chosen.
+        wire_dtype: the dtype of values sent to the driver; None if it cannot be chosen.
         epochs: passes over the rows.
-        batch_size: rows a minibatch of each worker.
+        batch_size: rows per minibatch of each worker.
         parameters: numbers in the model that are trained or frozen.
         trained: those of them that are trained.
         model_bytes: of the model's parameters and buffers.
@@ -69,12 +69,12 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A worker that was lost, or all of them that were started again.
+    """A worker that was lost, or a restart of all of them.
 
     Attributes:
         at: seconds since the recording began.
-        rank: the worker's; None if all were started again.
-        why: in words.
+        rank: the worker's; None if all were restarted.
+        why: the reason in words.
     """
 
     at: float
@@ -88,31 +88,31 @@ class Recording:
     Args:
         world_size: number of workers.
         setup: what is trained, and how.
-        history: epochs that were trained before, by a fit that this one goes on from.
+        history: epochs that were trained before, by a fit that this one continues.
 
     Attributes:
         setup: as given.
-        history: one summary an epoch that has ended; those given included.
+        history: one summary per epoch that has ended, including those given.
         epochs_before: how many of them were trained before.
         started_at: when the recording began, in seconds since 1970.
-        hosts: by rank; empty until the worker was heard of.
+        hosts: by rank; empty until the worker has been heard from.
         rows: trained on, by rank.
         windows: rounds that each rank took part in.
-        shard_rows: rows of each worker as it has read them.
+        shard_rows: each worker's rows as it read them.
         held_out_rows: of all workers.
         seconds: by rank and phase, shape (world_size, len(PHASES)).
-        before_training: those of them that passed before a worker's first step.
+        before_training: those that passed before a worker's first step.
         sent: bytes to the driver, by rank.
         received: bytes from the driver, by rank.
-        uncertainty_s: by how much workers' times may be off, in seconds.
+        uncertainty_s: how far off workers' times may be, in seconds.
         lanes: seconds by time, lane and phase.
-        ranks_a_lane: how many workers a lane of it has.
+        ranks_a_lane: how many workers share a lane.
         trained: rows, loss sum, bytes and windows by time.
         failures: the first of them.
-        num_failures: of all.
-        launched_s: when the first worker began; None before.
+        num_failures: how many there were in total.
+        launched_s: when the first worker began; None before that.
         epoch_ends: when epochs ended, by epoch; the last ones.
-        outcome: how it ended; None while it goes on.
+        outcome: how it ended; None while it runs.
         error: what ended it, in words, if it failed.
     """
 
@@ -147,11 +147,11 @@ class Recording:
 
     @property
     def duration_s(self) -> float:
-        """Seconds from the beginning to the end, or until now."""
+        """Seconds from beginning to end, or until now."""
         return (time.monotonic() if self._ended is None else self._ended) - self._began
 
     def note(self, event: RunEvent) -> None:
-        """Take note of something that has happened."""
+        """Record something that has happened."""
         match event:
             case WorkerTimes():
                 self._note_times(event)
@@ -172,11 +172,11 @@ class Recording:
     def end(
         self, outcome: str, history: Sequence[EpochSummary] = (), error: str | None = None
     ) -> None:
-        """Take note of the end.
+        """Record the end.
 
         Args:
             outcome: how it ended, in a word or two.
-            history: the epochs that have ended, with all that is known of them.
+            history: the epochs that have ended, with all that is known about them.
             error: why it failed, if it did.
         """
         self._ended = time.monotonic()
@@ -186,7 +186,7 @@ class Recording:
     def _note_times(self, event: WorkerTimes) -> None:
         times, rank = event.times, event.rank
         now = time.monotonic() - self._began
-        # Whoever holds the token may say anything, but cannot have been in the future.
+        # Whoever holds the token may claim anything, but cannot come from the future.
         began = min(max(times.began - self._began, 0.0), now)
         ended = min(max(times.ended - self._began, began), now)
         seconds = np.minimum(np.asarray(times.seconds), now)

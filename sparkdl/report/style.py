@@ -1,7 +1,7 @@
-"""How the page looks, by light and by dark.
+"""How the page looks, in light and dark mode.
 
-The colours of phases are those of Okabe and Ito, which people can tell from each other whatever
-colours they see (Color Universal Design, 2008); the curves' too, and of two one is dashed.
+The colours of phases are those of Okabe and Ito, which people can tell apart whatever their colour
+vision (Color Universal Design, 2008); so are the curves', and one of two is dashed.
 """
 
 STYLE = """

@@ -1,4 +1,4 @@
-"""``model.summary``: what a fit tells of itself when it is over."""
+"""``model.summary``: a fit's summary, once it is over."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class TrainingSummary:
-    """What a fit tells of itself: epochs, workers, sizes and times.
+    """A summary of a fit: epochs, workers, sizes and times.
 
     Args:
         recording: of the fit.
 
     Attributes:
-        recording: as given; what the report is drawn from.
+        recording: as given; the report is drawn from it.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -31,7 +31,7 @@ class TrainingSummary:
 
     @property
     def history(self) -> pd.DataFrame:
-        """One row an epoch, by its number; those before a checkpoint included.
+        """One row per epoch, by its number, including those before a checkpoint.
 
         The columns are those of ``EpochSummary`` and ``examples_per_second``.
         """
@@ -47,13 +47,12 @@ class TrainingSummary:
 
     @property
     def workers(self) -> pd.DataFrame:
-        """One row a worker, by its rank.
+        """One row per worker, by its rank.
 
-        ``host``, ``rows`` to train on that it has read, before workers exchange any among
-        themselves, ``examples`` trained on in all epochs of this fit,
-        ``windows``, the seconds in each phase (``read``, ``decode``, ``compute``, ``wait``,
-        ``exchange``, ``idle``), ``sent_bytes`` to the driver and ``received_bytes`` from it, and
-        ``losses``, how often it was lost.
+        The columns are ``host``; ``rows``, the training rows that it read, before workers exchange
+        any; ``examples``, trained on in all epochs of this fit; ``windows``; the seconds in each
+        phase (``read``, ``decode``, ``compute``, ``wait``, ``exchange``, ``idle``); ``sent_bytes``
+        to the driver and ``received_bytes`` from it; and ``losses``, how often it was lost.
         """
         import pandas as pd
 
@@ -77,7 +76,7 @@ class TrainingSummary:
 
     @property
     def seconds(self) -> float:
-        """From the start of the workers to the end of the last epoch; wall-clock."""
+        """Wall-clock seconds from the start of the workers to the end of the last epoch."""
         return self.recording.duration_s
 
     @property
@@ -89,12 +88,12 @@ class TrainingSummary:
 
     @property
     def rows(self) -> int:
-        """Rows that were trained on in an epoch."""
+        """Rows trained on per epoch."""
         return sum(self.recording.shard_rows)
 
     @property
     def held_out_rows(self) -> int:
-        """Rows that were validated with."""
+        """Rows used for validation."""
         return self.recording.held_out_rows
 
     @property
@@ -109,7 +108,7 @@ class TrainingSummary:
 
     @property
     def trained_parameters(self) -> int:
-        """Those of them that are trained."""
+        """Numbers in the model that are trained."""
         return self.recording.setup.trained
 
     @property
@@ -119,14 +118,14 @@ class TrainingSummary:
 
     @property
     def bound_by(self) -> str:
-        """What took most of the time, and what would help, in words."""
+        """What took the most time, and what would help, in words."""
         return str(findings(self.recording)[0])
 
     def save_report(self, path: str | os.PathLike[str]) -> None:
-        """Write all of this as one page of HTML, which needs no network to be read.
+        """Write all of this as one HTML page, which can be read without a network.
 
         Args:
-            path: where to; a URI that pyarrow.fs takes, or a path in the driver.
+            path: where to write it; a URI that pyarrow.fs takes, or a path in the driver.
         """
         save_report(self.recording, path)
 

@@ -10,11 +10,11 @@ from sparkdl.report.marks import count, duration, octets, text
 from sparkdl.report.recording import BUSY, Recording
 
 WORKERS_SHOWN = 48
-"""Rows of the table of workers; of more, those that were slowest."""
+"""The most rows of the workers' table; if there are more, it has the slowest."""
 
 
 def failures(recording: Recording) -> str:
-    """Which workers were lost, when and why; empty if none was."""
+    """Which workers were lost, when and why; empty if none were."""
     if not recording.num_failures:
         return ""
     rows = "".join(
@@ -33,7 +33,7 @@ def failures(recording: Recording) -> str:
 
 
 def workers(recording: Recording) -> str:
-    """One row a worker."""
+    """One row per worker."""
     busy = (recording.seconds - recording.before_training)[:, BUSY].sum(axis=1)
     ranks = list(range(recording.world_size))
     note = ""
@@ -67,7 +67,7 @@ def workers(recording: Recording) -> str:
 
 
 def settings(recording: Recording) -> str:
-    """What the fit was asked for; empty if nobody has told."""
+    """The fit's settings; empty if they are unknown."""
     settings = recording.setup.settings
     if not settings:
         return ""

@@ -1,4 +1,4 @@
-"""Sums over time in a fixed number of bins, which become wider as time goes by."""
+"""Sums over time in a fixed number of bins, which widen as time goes by."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 BINS = 256
-"""Even; between half of them and all are in use once they have been widened."""
+"""An even number; once widened, between half and all of the bins are in use."""
 FIRST_WIDTH_S = 1 / 64
 
 
 class TimeBins:
-    """Adds values up by when they were; the memory is the same however long it takes.
+    """Sums values by time, in constant memory however long it takes.
 
-    Where all bins are full, each two neighbours become one.
+    When all bins are full, every two neighbours become one.
 
     Args:
         *shape: of what is added at a time; () for a number.
 
     Attributes:
         sums: shape (BINS, *shape), float64.
-        width_s: seconds a bin.
-        ended: until when anything was added, in seconds from the beginning.
+        width_s: seconds per bin.
+        ended: the latest time for which anything was added, in seconds from the beginning.
     """
 
     def __init__(self, *shape: int) -> None:
@@ -42,8 +42,8 @@ class TimeBins:
         Args:
             began: seconds from the beginning, >= 0.
             ended: the same, >= ``began``.
-            values: what is added up in all.
-            at: the index in the shape of what they are for; None for all of it.
+            values: their total over that stretch.
+            at: the index in the shape to add them at; None for all of it.
         """
         while ended > BINS * self.width_s:
             self._widen()

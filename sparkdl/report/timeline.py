@@ -34,7 +34,7 @@ def _legend(shares: Sequence[float] | None = None) -> str:
 
 
 def shares(recording: Recording) -> str:
-    """One bar of what all workers' time went into; empty if nobody has told."""
+    """One bar that shows where all workers' time went; empty if that is unknown."""
     total = recording.seconds.sum()
     if not total:
         return ""
@@ -55,8 +55,8 @@ def timeline(recording: Recording, most_bins: int) -> str:
 
     Args:
         recording: of the training.
-        most_bins: into how many stretches of time it is cut at most, half as many if the workers
-            are many.
+        most_bins: the most stretches of time to cut it into; half as many if there are many
+            workers.
     """
     bins = recording.lanes
     if not bins.used:
@@ -102,7 +102,7 @@ def _lane_name(recording: Recording, lane: int) -> str:
 
 
 def _bars(shares: np.ndarray) -> str:
-    """One path a phase: of each bin, stacked, a rectangle; neighbours that are equal are one."""
+    """One path per phase, of a stacked rectangle for each bin; equal neighbours are merged."""
     tops = np.rint(100 * np.minimum(np.cumsum(shares, axis=1), 1.0)).astype(int)
     paths: list[list[str]] = [[] for _ in PHASES]
     start = 0
@@ -127,7 +127,7 @@ def _losses(recording: Recording, lane: int, width_s: float) -> str:
     for failure in recording.failures:
         if failure.rank is None or failure.rank // recording.ranks_a_lane == lane:
             who = "all workers" if failure.rank is None else f"rank {failure.rank}"
-            # Once: in each of many lanes it would be most of the page.
+            # Only once: repeated in many lanes it would be most of the page.
             why = f": {failure.why}" if lane == 0 or failure.rank is not None else ""
             marks.append(
                 f'<path class="lost" d="M{short(failure.at / width_s)} 0v100">'

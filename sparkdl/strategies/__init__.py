@@ -1,6 +1,6 @@
-"""The algorithms by which replicas agree, one a file; and what another one is made of.
+"""The algorithms by which replicas agree, one per file, and what to build another one from.
 
-``parameter_averaging`` is here, the other families have rooms of their own: ``all_reduce`` (with
+``parameter_averaging`` is here; the other families have packages of their own: ``all_reduce`` (with
 ``compression`` and ``kfac``), ``asynchronous``, ``elastic``, ``gossip``, ``outer``, ``threshold``.
 """
 

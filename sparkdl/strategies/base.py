@@ -1,4 +1,4 @@
-"""What a strategy is, and what it sees of a worker's run."""
+"""The base of strategies, and what they see of a worker's run."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Run:
     rows: int = 0
     """Rows of this worker in an epoch, known once it has read them."""
     batch_size: int = 1
-    """Rows a minibatch; the last of an epoch may have fewer."""
+    """Rows per minibatch; the last of an epoch may have fewer."""
     collective: Collective | None = None
     """The group of all workers, for strategies that need one."""
     peers: Peers | None = None
     """The other workers, one by one, for strategies that need them."""
     cleanup: ExitStack = field(default_factory=ExitStack)
-    """Closed when this worker leaves the others, also after an error, in ``start`` or later."""
+    """Closed when this worker leaves the others, even after an error, in ``start`` or later."""
     epoch: int = 0
     """Epoch counted from 1; 0 before the first."""
     step: int = 0
@@ -55,15 +55,15 @@ class Run:
     loss_sum: float | Tensor = 0.0
     """Sum of the loss over those rows; on a GPU a float64 scalar there."""
     measured: Mapping[str, float] = field(default_factory=dict)
-    """What the strategy has measured, by name, for the history: goes with the next window."""
+    """What the strategy has measured, by name, for the history; sent with the next window."""
     calls: StepCalls | None = None
-    """To the callbacks on this worker, if there are any."""
+    """Calls the callbacks on this worker, if there are any."""
     clock: PhaseClock = field(default_factory=PhaseClock)
-    """Counts where this worker's time goes; while it trains an epoch that is computing, unless an
+    """Counts where this worker's time goes; during an epoch it counts as computing unless an
     exchange or the feed says otherwise."""
 
     def start_at(self, position: Position) -> None:
-        """Begin, or begin again, behind the last committed window."""
+        """Begin, or begin again, after the last committed window."""
         self.step = position.step
         self.step_of_epoch = position.step_of_epoch
         self.examples = 0
@@ -73,7 +73,7 @@ class Run:
             self.calls.restart()
 
     def start_epoch(self, epoch: int, first_step: int = 0) -> None:
-        """Count a new epoch, of which some steps may have been taken already."""
+        """Count a new epoch, some of whose steps may have been taken already."""
         self.epoch = epoch
         self.step_of_epoch = first_step
 
@@ -84,14 +84,14 @@ class Run:
         self.end_step()
 
     def count_step(self) -> None:
-        """Count an optimizer step that begins: an error in it is reported with its own number."""
+        """Count an optimizer step as it begins, so that an error in it carries its number."""
         self.step += 1
         self.step_of_epoch += 1
         if self.calls is not None:
             self.calls.before(self.epoch, self.step, self.step_of_epoch)
 
     def end_step(self) -> None:
-        """Called after each optimizer step, once its minibatches were counted."""
+        """Called after each optimizer step, once its minibatches have been counted."""
         if self.calls is not None:
             self.calls.after()
 
@@ -108,14 +108,14 @@ class Run:
 
         Args:
             last: whether it is the epoch's last window.
-            stands_for: rows of those who have formed the contribution together, or 1 where all
-                contributions count alike.
+            stands_for: rows of all who have formed the contribution together, or 1 where all
+                contributions count equally.
 
         Raises:
-            TrainingError: with the last one, if frozen parameters have changed.
+            TrainingError: frozen parameters have changed, found at the last window.
         """
         if last:
-            # Before the epoch counts: its end may become a checkpoint.
+            # Checked before the epoch counts, as its end may become a checkpoint.
             self.replica.frozen.require_unchanged()
         report = replace(self.window(), last=last, stands_for=stands_for, measured=self.measured)
         self.examples = 0
@@ -124,7 +124,7 @@ class Run:
         return report
 
     def window(self) -> WindowReport:
-        """Sum up the minibatches since the last round, which go on."""
+        """Sum up the minibatches since the last round, and keep counting."""
         return WindowReport(
             rank=self.rank,
             epoch=self.epoch,
@@ -175,10 +175,10 @@ def require_period(period: object) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What a strategy needs of the run around it; all else that differs follows from this.
+    """What a strategy needs from the run around it; all other differences follow from this.
 
     Raises:
-        ConfigError: workers that exchange among themselves are said to do without each other.
+        ConfigError: workers that exchange among themselves are declared independent.
     """
 
     exchanges_optimizer_state: bool
@@ -186,26 +186,26 @@ class Needs:
     collective: bool = False
     """Whether the workers exchange among themselves, over NCCL or gloo."""
     peers: bool = False
-    """Whether a worker visits others, one at a time, while all train: who is lost is missed by
-    nobody."""
+    """Whether a worker visits others, one at a time, while all train, and no one waits for a lost
+    one."""
     gang_start: bool = False
     """Whether the workers need a gang-scheduled start: Spark's barrier mode."""
     equal_steps: bool = False
     """Whether the workers agree on the number of steps before an epoch's first, so that all rows
-    have to be read before."""
+    must be read before that."""
     resumes_alone: bool = True
-    """Whether a worker that was lost may come back by itself; all are started again otherwise."""
+    """Whether a lost worker may come back by itself; otherwise all are restarted."""
     checkpointable: bool = True
-    """Whether the center, the optimizers, random numbers and ``saved_state`` are all that workers
-    have to remember, so that a training can be resumed."""
+    """Whether a training can be resumed from the center, the optimizers, random numbers and
+    ``saved_state`` alone."""
     minibatches_a_step: int = 1
     """Minibatches of one worker in an optimizer step."""
     steps_ahead: int = 0
-    """By how many steps a worker may be ahead of the last commit when it says what belongs to it.
-    ``train_epoch`` then begins with those once more, of which nothing is to be trained."""
+    """How many steps a worker may be ahead of a commit when it saves its state for it.
+    ``train_epoch`` then begins with those minibatches again, which must not be trained on."""
     leads_schedule: bool = False
-    """Whether it takes schedules by the step further than the optimizer's steps, at the most as
-    many times as far as there are workers."""
+    """Whether it advances schedules by step further than the optimizer's steps, by a factor of at
+    most the number of workers."""
 
     def __post_init__(self) -> None:
         if self.collective and (self.resumes_alone or not self.gang_start):
@@ -221,13 +221,13 @@ State = TypeVar("State")
 class Strategy(ABC, Generic[State]):
     """How replicas agree. Held by the driver and, as a copy, by every worker.
 
-    ``State`` is what it keeps on a worker between calls: what ``start`` returns.
+    ``State`` is what it keeps on a worker between calls, as returned by ``start``.
     """
 
     @property
     @abstractmethod
     def needs(self) -> Needs:
-        """What it needs of the run around it."""
+        """What it needs from the run around it."""
 
     @property
     @abstractmethod
@@ -246,10 +246,11 @@ class Strategy(ABC, Generic[State]):
 
     @property
     def fragments(self) -> int:
-        """Of how many parts of the state one after the other a round is; 1 for all of it.
+        """How many parts the state is split into, exchanged one per round; 1 not to split it.
 
-        Which it is follows from how many rounds the epoch had. With more than one, a replica holds
-        the center only when an epoch begins, and ``round_policy`` has to have everyone in a round.
+        Which part's turn it is follows from the number of rounds in the epoch. With more than one,
+        a replica holds the center only when an epoch begins, and ``round_policy`` must have
+        everyone in a round.
         """
         return 1
 
@@ -257,14 +258,14 @@ class Strategy(ABC, Generic[State]):
         """Called before any worker is started: check that a replica can be trained like this.
 
         Args:
-            replica: as every worker builds it; not to be changed.
+            replica: as every worker builds it; must not be changed.
 
         Raises:
             ConfigError: it cannot; the message says what to change.
         """
 
     def require_workers(self, num_workers: int) -> None:
-        """Called before any worker is started: check that so many can train like this.
+        """Called before any worker is started: check that this many can train like this.
 
         Args:
             num_workers: how many there will be.
@@ -276,25 +277,25 @@ class Strategy(ABC, Generic[State]):
     def start(self, run: Run) -> State:
         """Called on every worker when its replica holds the center, before its first minibatch.
 
-        Once for each time that it joins: again, on a run that goes on where it says, after its
-        connection was lost, and in the new processes after all were started again. What has to be
-        undone goes into ``run.cleanup``, also for the case that this method fails half-way.
+        It is called each time the worker joins: again after its connection was lost, on a run that
+        continues at its position, and in the new processes after a restart of all. What must be
+        undone goes into ``run.cleanup``, which also covers a failure halfway through this method.
         """
         return None  # type: ignore[return-value]
 
     def saved_state(self, state: State) -> Mapping[str, Any]:
-        """What of the state a worker needs to go on from a commit: tensors, numbers and text.
+        """The part of the state a worker needs to go on from a commit: tensors, numbers and text.
 
-        It becomes part of the worker's state in checkpoints, and of what is kept to start all
-        workers again. A worker that comes back alone starts without.
+        It becomes part of the worker's state in checkpoints, and of what is kept for restarting all
+        workers. A worker that comes back alone starts without it.
         """
         return {}
 
     def restore_state(self, state: State, saved: Mapping[str, Any]) -> None:
-        """Called after ``start`` with what ``saved_state`` has returned, if there is any."""
+        """Called after ``start`` with what ``saved_state`` returned, if there is any."""
 
     def rows_changed(self, run: Run, state: State) -> None:
-        """Called on every worker at the start of an epoch before which rows were exchanged."""
+        """Called on every worker at the start of an epoch if rows were exchanged before it."""
 
     def train_epoch(self, run: Run, state: State, batches: Iterable[Batch]) -> None:
         """Train on an epoch's minibatches, making the replicas agree on the way and at the end."""
@@ -308,4 +309,4 @@ class Strategy(ABC, Generic[State]):
 
     @abstractmethod
     def end_epoch(self, run: Run, state: State) -> None:
-        """Called on every worker once an epoch, after its last step, also if it had none."""
+        """Called on every worker once per epoch, after its last step, even if it had none."""

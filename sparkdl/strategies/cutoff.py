@@ -1,14 +1,15 @@
 """``cutoff``: which workers synchronous rounds through the driver do without.
 
-With k backup workers (Chen et al. 2016, "Revisiting Distributed Synchronous SGD") a round of R
-workers is over when R - k have contributed who began with its center. There the others' gradients
-are thrown away, which loses nothing where each worker draws from all rows. Here every worker has
-rows of its own, and each is to be trained on once an epoch: a late contribution is part of the next
-round, as the change that it is of the center that it began with. How late, is its staleness.
+With k backup workers (Chen et al. 2016, "Revisiting Distributed Synchronous SGD"), a round of R
+workers is over when R - k of those that began with its center have contributed. There the others'
+gradients are thrown away, which loses nothing where each worker draws from all rows. Here every
+worker has its own rows, and each row must be trained on once per epoch: a late contribution joins
+the next round, as a change from the center that it began with. How late it is, is its staleness.
 
 ``predicted`` chooses k again in each round, after Teng & Wood 2018, "High Throughput Synchronous
-Distributed Stochastic Gradient Descent": from a model of how long workers take
-(``averager.run_times``), as many are waited for as make the most contributions a second.
+Distributed Stochastic Gradient Descent": by a model of how long workers take
+(``averager.run_times``), it waits for the number of workers that gives the most contributions per
+second.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ def require_cutoff(cutoff: object, others: dict[str, bool]) -> None:
 
     Args:
         cutoff: as given.
-        others: what else was given that needs everyone in every round, and whether it was.
+        others: other arguments that need everyone in every round, and whether they were given.
 
     Raises:
-        ConfigError: it is no cut-off, or one beside what needs everyone.
+        ConfigError: it is not a cut-off, or is given together with such an argument.
     """
     if cutoff not in ("none", "predicted") and (type(cutoff) is not int or cutoff < 1):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A strategy on one worker, from the center that it is sent to its leaving the others."""
+"""A strategy on one worker, from when it is sent the center until it leaves the others."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class OnWorker(Generic[State]):
     """A strategy's state while the worker trains, and what was saved of it before.
 
     Args:
-        strategy: whose.
+        strategy: the one that has the state.
 
     Attributes:
-        restored: what was saved of the state with which the worker goes on; empty for none.
+        restored: the saved part of the state that the worker resumes with; empty for none.
     """
 
     def __init__(self, strategy: Strategy[State]) -> None:
@@ -26,7 +26,7 @@ class OnWorker(Generic[State]):
 
     @contextmanager
     def started(self, run: Run) -> Iterator[State]:
-        """Start the strategy, and clean up behind it, also if it could not start."""
+        """Start the strategy, and clean up after it, even if it could not start."""
         with ExitStack() as run.cleanup:
             state = self._strategy.start(run)
             if self.restored:
@@ -38,5 +38,5 @@ class OnWorker(Generic[State]):
                 self._state = None
 
     def saved_state(self) -> Mapping[str, Any]:
-        """What has to be saved of the state; nothing while there is none."""
+        """The part of the state to save; empty while there is no state."""
         return {} if self._state is None else self._strategy.saved_state(self._state)

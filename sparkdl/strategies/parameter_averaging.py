@@ -2,9 +2,9 @@
 
 Deeplearning4j's ParameterAveragingTrainingMaster, known as local SGD (Stich 2019, "Local SGD
 Converges Fast and Communicates Little"). The mean is formed in the driver, or among the workers
-(``aggregation="executors"``), which costs the driver nothing but needs a gang-scheduled start,
-or on each host first (``"hierarchical"``). With a cut-off (``cutoff``) a round is of those who are
-fast enough, and of those who were too slow for the round before.
+(``aggregation="executors"``), which costs the driver nothing but needs a gang-scheduled start, or
+on each host first (``"hierarchical"``). With a cut-off (``cutoff``), a round has the workers that
+are fast enough, and those that were too slow for the round before.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class ParameterAveraging(Strategy["Aggregation"]):
     """Average parameters after steps p, 2p, ... and once at the end of each epoch.
 
     Rule:
-        After each window of p local minibatches, in which worker r of R trained on n_r examples::
+        After each window of p local minibatches, where worker r of R trained on n_r examples::
 
             center  <-  sum_r n_r * w_r / sum_r n_r         w_r  <-  center
 
         With p = 1 and plain SGD this is synchronous SGD on the union of the workers' batches. By
-        hosts h, and with a cut-off, where worker r began with the center c_r, it is::
+        hosts h, and with a cut-off where worker r began with the center c_r, it is::
 
             w_h     <-  sum_(r on h) n_r * w_r / n_h
             center  <-  sum_h n_h * w_h / sum_h n_h
@@ -42,48 +42,49 @@ class ParameterAveraging(Strategy["Aggregation"]):
             center  <-  center + sum_r n_r * (w_r - c_r) / sum_r n_r
 
     Phases:
-        1. Each worker trains for ``period`` steps by itself, or for those that its epoch has left.
+        1. Each worker trains for ``period`` steps by itself, or for those left in its epoch.
         2. It sends its parameters, buffers and, if that is averaged, its optimizer's state.
-        3. They are added in the order of ranks; the round waits for all who have rows left, but for
+        3. They are added in the order of ranks; the round waits for all that have rows left, except
            those that ``cutoff`` does without.
         4. All are sent the mean, and go on from it. The one at an epoch's end is validated.
 
     When:
         To begin with: it is simple, takes few messages, gives the same bits each time, and a lost
-        worker costs its own window. It pays where exchanging gradients takes longer than a step.
+        worker costs only its own window. It pays off where exchanging gradients takes longer than a
+        step.
 
     When not:
-        Where the link carries gradients in less time than a step takes, for ``GradientAllReduce``
-        learns more from each row; nor for windows of hundreds of steps, of which the mean forgets
-        too much: ``OuterOptimizer`` is made for them.
+        Where the link carries gradients in less time than a step, as ``GradientAllReduce`` then
+        learns more from each row; nor for windows of hundreds of steps, where the mean forgets too
+        much: ``OuterOptimizer`` is made for them.
 
     Args:
         period: local minibatches between two rounds, >= 1; DL4J's averagingFrequency, whose 5 is
-            the default, and which advises 5 to 10. 1 is synchronous SGD; more trade a little
-            accuracy per epoch for less waiting, and far more than 20 a lot of it.
+            the default here; DL4J advises 5 to 10. 1 is synchronous SGD; more trades a little
+            accuracy per epoch for less waiting, far more than 20 a lot of it.
         average_optimizer_state: whether floating-point optimizer state (momentum, Adam's moments)
-            is averaged too, as DL4J does (saveUpdater); otherwise each replica keeps its own, and a
+            is averaged too, as in DL4J (saveUpdater); otherwise each replica keeps its own, and a
             round has half the bytes with momentum, a third with Adam.
         wire_dtype: ``float32`` sends values in the replica's own precision; ``bfloat16`` sends the
-            changes since the last center rounded to bfloat16, half the bytes of float32. Take it
-            where the driver's link is what rounds wait for.
-        aggregation: ``driver`` averages in the driver; a lost worker is only that worker's loss.
+            changes since the last center rounded to bfloat16, half the bytes of float32. Use it
+            where rounds wait for the driver's link.
+        aggregation: ``driver`` averages in the driver; a lost worker affects no other.
             ``executors`` averages among the workers over NCCL (gloo on CPUs), and the driver
             receives one copy at the end of each epoch: for many workers or large models. The
             workers then need a gang-scheduled start, in Spark's barrier mode; if one is lost, all
-            are started again from the driver's last copy. ``hierarchical`` averages among the
-            workers of each host first, and each host contributes once to the driver's round: for
-            many workers on few hosts. It needs a gang-scheduled start too.
-        commit_every: with ``executors``, steps after which the driver takes a copy between, rounded
-            up to whole periods; so the most that are repeated after the loss of a worker. None for
-            none but at the end of an epoch, which is enough where that takes minutes.
-        cutoff: whom rounds in the driver do without. ``none`` waits for everyone, and gives the
-            same bits each time. A number k of backup workers waits for all but the k slowest of
-            each round (Chen et al. 2016 took 4 of 100), whose contributions are part of the next.
-            ``predicted`` finds k in each round, from how long workers took before. Take it where
-            now this worker is slow and then that one. One that always is sets the length of an
-            epoch all the same, for every row is trained on; nor is there much to gain with few
-            workers, of which each is a large part of a round.
+            are restarted from the driver's last copy. ``hierarchical`` averages among the workers
+            of each host first, and each host contributes once to the driver's round: for many
+            workers on few hosts. It needs a gang-scheduled start too.
+        commit_every: with ``executors``, steps after which the driver takes an extra copy, rounded
+            up to whole periods, and so the most that are repeated after the loss of a worker. None
+            for copies at the ends of epochs only, which is enough if an epoch takes minutes.
+        cutoff: which workers rounds in the driver do without. ``none`` waits for everyone, and
+            gives the same bits each time. A number k of backup workers waits for all but the k
+            slowest of each round (Chen et al. 2016 took 4 of 100), whose contributions join the
+            next. ``predicted`` chooses k in each round, from how long workers took before. Use it
+            where different workers are slow at different times. One that is always slow sets the
+            length of an epoch all the same, as every row is trained on; nor is there much to gain
+            with few workers, where each is a large part of a round.
 
     Raises:
         ConfigError: an argument is out of range, or some do not go together.
@@ -131,17 +132,17 @@ class ParameterAveraging(Strategy["Aggregation"]):
 
     @property
     def wire_format(self) -> WireFormat:
-        """By the name of ``wire_dtype``; changes, where some may be of an older center."""
+        """According to ``wire_dtype``; changes, if some may be from an older center."""
         return WIRE_FORMATS[self.wire_dtype]() if self.cutoff == "none" else ParameterChanges()
 
     @property
     def round_policy(self) -> RoundPolicy:
-        """By the cut-off."""
+        """According to the cut-off."""
         return cutoff_policy(self.cutoff)
 
     @property
     def needs(self) -> Needs:
-        """Nothing but the driver, if the mean is formed there."""
+        """Only the driver, if the mean is formed there."""
         among_workers = not AGGREGATIONS[self.aggregation].in_driver
         return Needs(
             exchanges_optimizer_state=self.average_optimizer_state,
@@ -152,11 +153,11 @@ class ParameterAveraging(Strategy["Aggregation"]):
         )
 
     def start(self, run: Run) -> Aggregation:
-        """Go to where the mean is formed."""
+        """Set up the place where the mean is formed."""
         return AGGREGATIONS[self.aggregation](run, self)
 
     def rows_changed(self, run: Run, state: Aggregation) -> None:
-        """Learn how many windows all workers have now."""
+        """Find out how many windows all workers have now."""
         state.rows_changed(run)
 
     def after_step(self, run: Run, state: Aggregation, batch: Batch) -> None:
@@ -176,18 +177,18 @@ class Aggregation(ABC):
     """Where the mean is formed; one object for each time that a worker joins.
 
     Args:
-        run: the worker's; where it needs the others, all have to make one at the same time.
+        run: the worker's; where it needs the others, all must make one at the same time.
         strategy: what is averaged, and when.
     """
 
     in_driver: ClassVar[bool] = False
-    """Whether the worker needs no other."""
+    """Whether the worker needs no others."""
 
     @abstractmethod
     def __init__(self, run: Run, strategy: ParameterAveraging) -> None: ...
 
-    def rows_changed(self, run: Run) -> None:  # noqa: B027 - not all have to know
-        """Take note that the workers have other rows."""
+    def rows_changed(self, run: Run) -> None:  # noqa: B027 - not all need to know
+        """Note that the workers have other rows."""
 
     @abstractmethod
     def average(self, run: Run, segments: list[Tensor]) -> None:
@@ -200,7 +201,7 @@ class Aggregation(ABC):
 
     @abstractmethod
     def finish(self, run: Run, segments: list[Tensor]) -> None:
-        """Take part in all rounds that the epoch has left."""
+        """Take part in all remaining rounds of the epoch."""
 
 
 class InDriver(Aggregation):
@@ -221,7 +222,7 @@ class InDriver(Aggregation):
 
 
 class AmongExecutors(Aggregation):
-    """The workers form the mean; who has used up its rows takes part in the rest of an epoch."""
+    """The workers form the mean, including those that have used up their rows in an epoch."""
 
     def __init__(self, run: Run, strategy: ParameterAveraging) -> None:
         self._group = WorkerGroup(run, run.batch_size)
@@ -229,7 +230,7 @@ class AmongExecutors(Aggregation):
         self._commit_every = strategy.commit_every
 
     def rows_changed(self, run: Run) -> None:
-        """Learn how many windows all workers have now."""
+        """Find out how many windows all workers have now."""
         self._group.agree(run)
 
     def average(self, run: Run, segments: list[Tensor]) -> None:
@@ -242,7 +243,7 @@ class AmongExecutors(Aggregation):
         group.commit_if_due(run, self._commit_every, lambda: segments)
 
     def finish(self, run: Run, segments: list[Tensor]) -> None:
-        """Take part in all rounds that are left, and commit the last mean."""
+        """Take part in all remaining rounds, and commit the last mean."""
         while not self._group.done:
             self.average(run, segments)
         self._group.commit(run, segments, last=True)
@@ -256,7 +257,7 @@ class ByHost(Aggregation):
         self._period = strategy.period
 
     def rows_changed(self, run: Run) -> None:
-        """Learn how many windows the host has now."""
+        """Find out how many windows the host has now."""
         self._group.agree(run)
 
     def average(self, run: Run, segments: list[Tensor], *, last: bool = False) -> None:
@@ -274,7 +275,7 @@ class ByHost(Aggregation):
         group.steps = 0 if last else window.stop
 
     def finish(self, run: Run, segments: list[Tensor]) -> None:
-        """Take part in all rounds that the host has left."""
+        """Take part in all remaining rounds of the host."""
         group = self._group
         while group.steps + self._period < group.steps_an_epoch:
             self.average(run, segments)
@@ -286,4 +287,4 @@ AGGREGATIONS: dict[str, type[Aggregation]] = {
     "executors": AmongExecutors,
     "hierarchical": ByHost,
 }
-"""By the name that ``ParameterAveraging`` gives as ``aggregation``."""
+"""Implementations, by the value of ``aggregation`` in ``ParameterAveraging``."""

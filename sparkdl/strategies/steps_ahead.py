@@ -1,4 +1,4 @@
-"""What a worker has trained behind a commit that it learns of later, in what it saves of that."""
+"""The steps that a worker trained after a commit before learning of it, for its saved state."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from sparkdl.strategies.base import Run
 
 
 class StepsAhead:
-    """Of one worker, that trains on while a round is under way.
+    """Counts the steps of one worker that trains on while a round is under way.
 
-    Its state is saved when it learns that the round was committed, and is by then that of some
-    steps later. So whoever goes on from it has to pass over the minibatches of these.
+    Its state is saved when it learns that the round was committed, and is by then some steps ahead.
+    So whoever resumes from it must skip the minibatches of those steps.
 
     Args:
         run: the worker's.
 
     Attributes:
-        steps: since the round has begun; to be counted by who begins one.
+        steps: since the round began; counted by whoever begins one.
     """
 
     def __init__(self, run: Run) -> None:
@@ -28,18 +28,18 @@ class StepsAhead:
         self._to_skip = 0
 
     def saved(self) -> dict[str, Any]:
-        """For ``restore``: the steps, and what belongs to the window that goes on with them."""
+        """For ``restore``: the steps, and what belongs to the window that they are part of."""
         run = self._run
         counted = {"examples": run.examples, "loss_sum": float(run.loss_sum)}
         return {"ahead": self.steps, **counted}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take over what was ``saved``; ``skip`` has to follow before the worker trains."""
+        """Take over what was ``saved``; ``skip`` must follow before the worker trains."""
         self._to_skip = saved["ahead"]
         self._run.examples, self._run.loss_sum = saved["examples"], saved["loss_sum"]
 
     def skip(self, batches: Iterator[Batch]) -> Batch | None:
-        """Count the minibatches that are trained on already; returns the last, if there are any."""
+        """Count the minibatches already trained on; returns the last, if there are any."""
         batch = None
         for _ in range(self._to_skip):
             batch = next(batches)

@@ -1,4 +1,4 @@
-"""What strategies share whose workers exchange among themselves: shares, means, heartbeats."""
+"""For strategies whose workers exchange among themselves: shares, means, heartbeats."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sparkdl.events import WindowReport
 from sparkdl.strategies.base import Run
 
 HEARTBEAT_S = 5.0
-"""Seconds between two heartbeats to the driver, which hears nothing of the collective; a sixth
-of the deadline of an operation if that is less."""
+"""Seconds between two heartbeats to the driver, which does not see the collective; a sixth of an
+operation's deadline if that is less."""
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -25,16 +25,16 @@ class WorkerGroup:
     """One worker among the others of its run.
 
     Args:
-        run: this worker's, with its group; every worker has to make one at the same time.
-        rows_a_step: rows of one worker in an optimizer step, but for its last of an epoch.
+        run: this worker's, with its group; every worker must make one at the same time.
+        rows_a_step: rows of one worker in an optimizer step, except its last of an epoch.
         within_host: whether the others are only those of the same host.
 
     Attributes:
         collective: the group.
-        shares: rows an epoch of each member.
+        shares: each member's rows per epoch.
         rows_a_step: as given.
-        steps: optimizer steps of the epoch that all have taken; not 0 at first for workers that go
-            on in the middle of one.
+        steps: optimizer steps of the epoch that all have taken; not 0 at first for workers that
+            resume in the middle of one.
     """
 
     def __init__(self, run: Run, rows_a_step: int, *, within_host: bool = False) -> None:
@@ -49,19 +49,19 @@ class WorkerGroup:
         self._commit_wanted = False
 
     def agree(self, run: Run) -> None:
-        """Tell each other how many rows each has; every worker has to do so at the same time.
+        """Tell each other how many rows each has; every worker must do so at the same time.
 
         Args:
-            run: this worker's, at the start of an epoch or where it goes on in one.
+            run: this worker's, at the start of an epoch or where it resumes in one.
         """
         gathered = run.averager.gather({"rows": run.rows, "steps": run.step_of_epoch})
         told = [gathered[rank] for rank in self.collective.members]
         self.shares = [int(one["rows"]) for one in told]
-        # Who has no rows left may have stopped counting.
+        # Workers with no rows left may have stopped counting.
         self.steps = self._steps_committed = max(int(one["steps"]) for one in told)
 
     def examples_of(self, steps: range) -> list[int]:
-        """How many rows the members have in some ``steps``, counted from an epoch's start."""
+        """How many rows each member has in some ``steps``, counted from an epoch's start."""
         start, stop = steps.start * self.rows_a_step, steps.stop * self.rows_a_step
         return [max(0, min(share, stop) - start) for share in self.shares]
 
@@ -71,7 +71,7 @@ class WorkerGroup:
         """Overwrite every member's values with the mean weighted by examples.
 
         Integers and booleans become those of the first member that has examples. Weights are
-        relative to that one's, as in the averager, so equal windows are pure additions.
+        relative to its weight, as in the averager, so equal windows are pure additions.
 
         Args:
             segments: flat tensors, the same number and kinds on every member.
@@ -79,13 +79,13 @@ class WorkerGroup:
             window: this worker's, which ends here or goes on.
 
         Raises:
-            NonFiniteError: this worker's values are not finite, as far as a glance and the
-                window's loss tell; nobody gets them.
+            NonFiniteError: this worker's values are not finite, judging by a sample and the
+                window's loss; nobody gets them.
         """
         first = next(index for index, count in enumerate(examples) if count)
         total = sum(count / examples[first] for count in examples)
         weight = examples[self.collective.index] / examples[first]
-        # A whole look takes a tenth of the round's time.
+        # A full check takes a tenth of the round's time.
         if weight and not (math.isfinite(window.loss_sum) and all(map(looks_finite, segments))):
             for values in segments:
                 require_finite(values, window)
@@ -93,10 +93,10 @@ class WorkerGroup:
             if not values.is_floating_point():
                 self.collective.broadcast(values, self.collective.members[first])
                 continue
-            # Sums of half precision are formed in float32, as in the averager.
+            # Half precision is summed in float32, as in the averager.
             wide = values.float() if values.dtype in HALVES else values
             if weight == 0.0:
-                wide.zero_()  # a product would keep NaN
+                wide.zero_()  # multiplying by 0 would keep NaN
             elif weight != 1.0:
                 wide.mul_(weight)
             self.collective.all_reduce(wide)
@@ -106,12 +106,12 @@ class WorkerGroup:
                 values.copy_(wide)
 
     def heartbeat(self, run: Run) -> None:
-        """Let the driver hear of every rank now and then; to be called as often by all of them."""
+        """Report every rank to the driver now and then; all must call it equally often."""
         self._calls += 1
         if self._calls < self._next_heartbeat:
             return
         seconds = time.monotonic() - self._last_heartbeat
-        # The clocks differ; rank 0's decides for all after how many calls the next one is due.
+        # The clocks differ; rank 0's decides for all how many calls to wait for the next one.
         told = run.averager.gather({"seconds": seconds, "calls": self._calls})
         pace = told[0]["seconds"] / told[0]["calls"]
         interval_s = min(HEARTBEAT_S, self.collective.deadline_s / 6)
@@ -133,17 +133,17 @@ class WorkerGroup:
     def commit_if_due(
         self, run: Run, every: int | None, segments: Callable[[], Sequence[Tensor]]
     ) -> None:
-        """Let the driver have a copy, to go on from there, ``every`` so many steps.
+        """Send the driver a copy to resume from, every ``every`` steps.
 
-        And when it wants one, as it has said with the last heartbeat. The epoch's end has one in
-        any case, and is not this one's.
+        And when it asked for one with the last heartbeat. The epoch's end has one in any case,
+        which is not sent here.
         """
         due = every is not None and self.steps - self._steps_committed >= every
         if (due or self._commit_wanted) and not self.done:
             self.commit(run, segments(), last=False)
 
     def commit(self, run: Run, segments: Sequence[Tensor], *, last: bool) -> None:
-        """Let the driver have a copy: equal replicas need one contribution, for all.
+        """Send the driver a copy: for equal replicas, one contribution stands for all.
 
         Args:
             run: this worker's.
@@ -151,8 +151,8 @@ class WorkerGroup:
             last: whether the epoch ends here.
 
         Raises:
-            TrainingError: this worker did not train on the rows that it had announced, by which
-                its contributions were weighed.
+            TrainingError: this worker did not train on the rows that it announced, by which its
+                contributions were weighted.
         """
         announced = self.examples_of(range(self._steps_committed, self.steps))
         self.require_announced(run, announced)
@@ -162,7 +162,7 @@ class WorkerGroup:
         run.averager.commit(segments, run.close_window(last=last, stands_for=stands_for))
 
     def require_announced(self, run: Run, announced: Sequence[int]) -> None:
-        """Check that this worker has trained on the rows by which the others weigh its values.
+        """Check that this worker trained on the rows by which the others weight its values.
 
         Args:
             run: this worker's.
@@ -179,11 +179,11 @@ class WorkerGroup:
             )
 
     def exchange(self, run: Run, segments: Sequence[Tensor], window: WindowReport) -> None:
-        """Take part in a round with the driver, in which the first member speaks for all.
+        """Take part in a round with the driver, where the first member stands for all.
 
         Args:
             run: this worker's.
-            segments: the replica's state, equal on all members; overwritten by the new center.
+            segments: the replica's state, equal on all members; overwritten with the new center.
             window: this worker's, which stands for all members on the first and for none on others.
         """
         first = self.collective.members[0]

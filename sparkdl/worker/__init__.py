@@ -1,4 +1,4 @@
-"""One worker of a fit: what it is told, the loop in which it trains, how it meets the others."""
+"""One worker of a fit: what it is given, its training loop, and how it meets the others."""
 
 from sparkdl.worker.entry import train
 from sparkdl.worker.failures import report_failure

@@ -1,7 +1,7 @@
-"""A worker from its start to its end: it builds its replica, joins the averager and trains.
+"""A worker from start to end: it builds its replica, joins the averager and trains.
 
 A worker is a function of (job, averager's address, iterator of record batches); it knows nothing
-of Spark. The algorithm itself is in ``loop``.
+about Spark. The algorithm itself is in ``loop``.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ def train(
 ) -> None:
     """Train one replica from the first epoch to the last.
 
-    Returns normally also if the run was ended elsewhere; the averager then knows why.
+    Returns normally even if the run was ended elsewhere; the averager then knows why.
 
     Args:
         job: what to train.
         placement: where this worker runs.
-        address: the driver's averager.
+        address: the driver's averager's.
         batches: the worker's rows, once; exhausted before the first epoch, or in it.
 
     Raises:
-        DisconnectedError: the averager could never be reached, so that it knows nothing of this
-            worker; or it cannot be any more, and the run survives that. Whoever started the
-            worker should start it again, or say so.
+        DisconnectedError: the averager could never be reached, and so does not know this worker; or
+            it can no longer be reached, and the run survives that. Whatever started the worker
+            should restart it, or report the error.
     """
     torch.set_num_threads(placement.threads)
     with job.settings.hold():
         try:
             replica = _build_replica(job, placement)
-        except Exception as error:  # whatever the user's code raises has to reach the driver
+        except Exception as error:  # whatever the user's code raises must reach the driver
             report_failure(address, placement.rank, error)
             return
         _join_and_train(job, placement, replica, address, batches)
 
 
 def _build_replica(job: Job, placement: Placement) -> Replica:
-    # As the driver draws: parameters that are never trained come from nowhere else.
+    # Seeded like the driver: parameters that are never trained come only from here.
     with borrowed_random_numbers(job.seed):
         return Replica(
             job.model(),
@@ -119,5 +119,5 @@ def _join_and_train(
     except (StoppedError, DeadlineError) as error:
         if isinstance(error, DisconnectedError) and (job.survivable_losses or not joined):
             raise
-        # The averager has ended the run and knows why, or is gone; raising would make Spark retry.
+        # The averager ended the run and knows why, or is gone; raising would make Spark retry.
         logger.info("rank %d leaves: %s", rank, error)

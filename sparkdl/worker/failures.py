@@ -1,4 +1,4 @@
-"""What the driver is told of an error on a worker: where it was, the traceback, what to do."""
+"""What the driver is told about an error on a worker: the place, the traceback, the remedy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sparkdl.user_code.tracebacks import traceback_of
 logger = logging.getLogger(__name__)
 
 START_FAILURE_S = 60.0
-"""Seconds for which who could not start tries to reach the averager, and waits for its answers."""
+"""Seconds for which a worker that could not start tries to reach the averager, and waits for it."""
 
 
 def report_failure(address: ServiceAddress, rank: int, error: Exception) -> None:
@@ -53,7 +53,7 @@ def report_failure(address: ServiceAddress, rank: int, error: Exception) -> None
 
 
 def as_worker_error(error: Exception, rank: int, run: Run | None) -> WorkerError:
-    """Say where the error happened, with the worker's own traceback."""
+    """An error that says where it happened, with the worker's own traceback."""
     if isinstance(error, NonFiniteError):
         return error
     epoch, step = _when(run)
@@ -67,7 +67,7 @@ def as_worker_error(error: Exception, rank: int, run: Run | None) -> WorkerError
 
 
 def where_of(rank: int, run: Run | None) -> str:
-    """A worker and how far it has come, in words."""
+    """A worker and its progress, in words."""
     epoch, step = _when(run)
     return f"rank {rank}, epoch {epoch}, step {step}"
 
@@ -77,12 +77,12 @@ def _when(run: Run | None) -> tuple[int, int]:
 
 
 def _advice(error: Exception) -> str:
-    """What to do about an error for want of memory or of a module; empty for others."""
+    """What to do about a lack of memory or of a module; empty for other errors."""
     if isinstance(error, ModuleNotFoundError):
         return f"\n{advice(error)}"
     if isinstance(error, torch.OutOfMemoryError):
         return "\nThe GPU's memory is full: lower batchSize, or set precision='bf16'"
-    # torch's allocator on CPUs has no error of its own.
+    # torch's CPU allocator has no error class of its own.
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
         return (
             "\nThe worker ran out of memory: raise spark.executor.memoryOverhead (and "

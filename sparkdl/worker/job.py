@@ -1,4 +1,4 @@
-"""What workers are told: the job, the same for all, and where each of them runs."""
+"""What workers are given: the job, the same for all, and where each of them runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sparkdl.worker_callback import WorkerCallback
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What every worker of one fit is told; the same for all."""
+    """What every worker of a fit is given, the same for all."""
 
     model: ModelBuilder
     """Builds the module; called under ``seed`` on every worker."""
@@ -32,24 +32,24 @@ class Job:
     schema: FeedSchema
     epochs: int
     batch_size: int
-    """Rows a minibatch, on each worker."""
+    """Rows per minibatch, on each worker."""
     seed: int
     deadline_s: float
-    """The longest that anything is waited for, in seconds."""
+    """The longest time to wait for anything, in seconds."""
     max_failures: int = 0
-    """How often workers may be lost in all; 0 to end the run at the first loss."""
+    """How often workers may be lost in total; 0 to end the run at the first loss."""
     min_workers: int = 1
-    """With how many workers rounds go on while others are lost."""
+    """The fewest workers with which rounds go on while others are lost."""
     clip_norm: float | None = None
     """The largest norm of all gradients together; None for no limit."""
     precision: Precision = "float32"
-    """In which forward and loss are computed."""
+    """The precision in which the forward pass and the loss are computed."""
     scheduler: SchedulerBuilder | None = None
-    """Builds the schedule of the learning rate; None for none."""
+    """Builds the learning rate schedule; None for none."""
     scheduler_every: Unit = "epoch"
-    """After what the schedule takes a step."""
+    """The unit after which the schedule takes a step."""
     features_as_kwargs: bool = False
-    """Whether features by name are the model's arguments by those names, not one dict."""
+    """Whether features by name are passed as keyword arguments, not as one dict."""
     feed: FeedOptions = field(default_factory=FeedOptions)
     """How the rows are fed."""
     callbacks: tuple[WorkerCallback, ...] = ()
@@ -57,18 +57,18 @@ class Job:
     metrics: Metrics | None = None
     """Measured on the held-out rows after each epoch; needs ``schema.validation``."""
     scheduler_metric: str | None = None
-    """The metric that a schedule follows which follows epochs; None for the loss."""
+    """The metric followed by a schedule that follows epochs; None for the loss."""
     tls: bool = False
     """Whether the connections of workers to the driver and to each other are encrypted."""
     settings: TorchSettings = field(default_factory=TorchSettings.here)
-    """torch's on every worker: those of the process that makes the job."""
+    """torch's settings on every worker: those of the process that makes the job."""
 
     @property
     def survivable_losses(self) -> int:
         """How often workers may be lost and come back.
 
         Never if they need a gang-scheduled start, nor if what a lost worker had came from others
-        who do not have it any more.
+        that no longer have it.
         """
         feed = self.feed
         given_away = feed.reshuffle_every or (feed.exchange_rows and not feed.keep_exchanged)
@@ -79,7 +79,7 @@ class Job:
     def resubmissions(self) -> int:
         """How often all workers may be restarted, from the last center, because one was lost.
 
-        Never if one that is lost can come back alone, nor if workers keep what no center holds.
+        Never if a lost worker can come back alone, nor if workers keep what no center holds.
         """
         alone = self.survivable_losses or not self.strategy.needs.checkpointable
         return 0 if alone else self.max_failures
@@ -89,7 +89,7 @@ class Job:
 
         Args:
             epoch: counted from 1.
-            shard_rows: rows of each worker as they were read.
+            shard_rows: each worker's rows as they were read.
         """
         as_read = int(min(epoch - 1, self.feed.epochs_as_read))
         evenly = math.ceil(sum(shard_rows) / len(shard_rows))
@@ -113,8 +113,8 @@ class Placement:
     directory: Path
     """Where the partition store may write."""
     attempt: int = 0
-    """Of Spark's task; a later attempt takes the place of an earlier."""
+    """The attempt of Spark's task; a later one replaces an earlier one."""
     task: int | None = None
     """The number of Spark's task, if several workers may share it."""
     network: Network = field(default_factory=Network)
-    """How it reaches the other workers."""
+    """How this worker reaches the others."""

@@ -2,12 +2,12 @@
 
 The algorithm, as a textbook has it:
 
-    read the worker's rows, once; or begin the first epoch with those that are there
+    read the worker's rows, once; or begin the first epoch with those that have arrived
     replica <- initial center
     for each epoch:
-        if it is time to, the workers exchange their rows
+        if it is due, the workers exchange their rows
         the strategy steps on each minibatch of the worker's rows and makes the replicas agree
-        the loss on held-out rows, if there are any, which the first time the workers exchange
+        compute the loss on held-out rows, if any, which the workers exchange the first time
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class TrainingLoop:
     Args:
         job: what to train.
         placement: where this worker runs.
-        run: this worker's replica and how far it has come.
+        run: this worker's replica and its progress.
         strategy: the job's, on this worker.
-        averager: joined.
+        averager: one that this worker has joined.
         neighbours: the other workers.
     """
 
@@ -87,7 +87,7 @@ class TrainingLoop:
             run.peers = self._neighbours.peers
             shard = self._read(batches)
             run.batch_size = job.batch_size
-            # Replicas start equal but must not draw equal dropout masks.
+            # Replicas start equal, but must not draw equal dropout masks.
             seed_worker(job.seed + 1 + run.rank)
             while True:
                 try:
@@ -97,14 +97,14 @@ class TrainingLoop:
                         continue
                     self._feed.scale_weights(averager.mean_weight)
                     if averager.epoch_ended:
-                        # All may have been interrupted before they had reported it.
+                        # All may have been interrupted before reporting it.
                         self._report_validation(position.epoch - 1)
                     with self._neighbours.collective(run.clock) as run.collective:
                         self._train_from(position)
                     exchanges_held_out = self._neighbours.held_out_exchange is not None
                     if job.metrics is not None or exchanges_held_out:
-                        # Until metrics are computed this worker may have to count again; and
-                        # others may still fetch their rows to validate with, or fetch them again.
+                        # Until metrics are computed, this worker may have to count again, and
+                        # others may still fetch their held-out rows, or fetch them again.
                         averager.epoch_losses(job.epochs)
                     averager.finish()
                     return
@@ -120,7 +120,7 @@ class TrainingLoop:
         run, job, feed = self._run, self._job, self._feed
         run.start_at(position)
         if position.epoch <= job.epochs:
-            # The rows that this worker had then come from every exchange before.
+            # The rows that this worker had then result from all earlier exchanges.
             for earlier in range(1, position.epoch + 1):
                 self._exchange_rows_before(earlier)
         run.rows = feed.used_rows
@@ -147,7 +147,7 @@ class TrainingLoop:
         """Read what the first epoch begins with."""
         clock, report = self._run.clock, self._averager.report_reading
         if self._job.feed.stream_first_epoch:
-            # Another thread takes what arrives, and the clock is this one's.
+            # Another thread receives the rows, but the clock is this one's.
             with clock.phase(READ):
                 return self._feed.read_first(batches, report)
         with clock.phase(DECODE):
@@ -180,9 +180,9 @@ class TrainingLoop:
             )
 
     def _take_center(self, shard: ShardStatistics) -> Position | None:
-        """Make the replica equal to the center, and with a checkpoint to the worker of that time.
+        """Make the replica equal to the center and, with a checkpoint, to the worker at that time.
 
-        Returns where it goes on; None if the rest of the rows has to be read first.
+        Returns the position to continue from; None if the rest of the rows must be read first.
         """
         replica, averager, needs = self._replica, self._averager, self._job.strategy.needs
         server = self._neighbours.row_server
@@ -199,18 +199,18 @@ class TrainingLoop:
         if averager.resumes:
             octets = averager.resume(replica.segments(with_optimizer=whole))
         else:
-            # An optimizer may remember with what values it was built. If the worker has connected
-            # again, its steps before that belong to no commit.
+            # An optimizer may remember the values that it was built with. If the worker has
+            # reconnected, its steps before that belong to no commit.
             replica.rebuild_optimizer()
             if whole:
                 replica.count_optimizer_state()
-        # What the last epoch came to is known when all have validated; until then the schedule
-        # stands before it.
+        # The last epoch's loss is known once all have validated; until then the schedule is still
+        # before it.
         not_known = replica.schedule.follows_epoch_losses and averager.epoch_ended
         self._start_schedule(position.epoch - not_known, position.step_of_epoch)
         self._strategy.restored = {}
         if octets:
-            # Where an epoch has ended, the schedule goes on from there when the next one starts.
+            # If an epoch has ended, the schedule goes on from there when the next one starts.
             self._strategy.restored = unpack_worker_state(
                 octets,
                 replica.optimizer,
@@ -230,7 +230,7 @@ class TrainingLoop:
         schedule.start_at(epoch, before + step_of_epoch, losses)
 
     def _report_validation(self, epoch: int) -> None:
-        """Tell the driver the loss on this worker's held-out rows, and what metrics count there."""
+        """Report the loss on this worker's held-out rows to the driver, and its metrics' counts."""
         if self._job.schema.validation is None:
             return
         exchange, exchanged = self._neighbours.held_out_exchange, False
@@ -244,8 +244,8 @@ class TrainingLoop:
             report = _validate(self._run, self._feed, epoch, counted.update)
             self._averager.report_validation(report, counted.states())
         if exchanged:
-            # Others may have yet to fetch their rows; one that is lost while it does would find
-            # the rest in the next epoch, and its rows would be missing from this one's loss.
+            # Others may have yet to fetch their rows; if one were lost meanwhile, it would find the
+            # rest in the next epoch, and its rows would be missing from this epoch's loss.
             self._averager.epoch_losses(epoch)
 
 

@@ -1,4 +1,4 @@
-"""How a worker meets the others: a process group, rows to exchange, visits from one to another."""
+"""How a worker meets the others: a process group, rows to exchange, visits to one another."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from sparkdl.worker.job import Job, Placement
 
 
 class Neighbours:
-    """The other workers of a run, as far as the job has any use for them.
+    """The other workers of a run, as far as the job needs them.
 
     Args:
         job: what is trained.
         placement: where this worker runs.
         averager: knows where the others are.
-        token: with which workers prove to each other that they belong to the run.
+        token: by which workers prove to each other that they belong to the run.
 
     Attributes:
         row_server: where others fetch this worker's rows and visit it; None if they never do.
-        exchange: with which it exchanges rows to train on; None if it never does.
-        held_out_exchange: with which it exchanges those to validate with; None if it never does.
+        exchange: exchanges rows to train on; None if there is no such exchange.
+        held_out_exchange: exchanges rows to validate with; None if there is no such exchange.
         peers: the others, for a strategy that visits them; None for one that does not.
     """
 
@@ -70,7 +70,7 @@ class Neighbours:
         """The group of all workers while they train; None if the strategy needs none.
 
         Args:
-            clock: told of the time that its operations take.
+            clock: counts the time that its operations take.
         """
         if not self._job.strategy.needs.collective:
             return nullcontext()
@@ -107,7 +107,7 @@ class Neighbours:
         return Everyone(self._averager.held_out_rows, self._averager.row_servers)
 
     def _reach(self, rank: int, silence_s: float) -> Connection:
-        """Connect to another worker where it is now."""
+        """Connect to another worker at its current address."""
         self._averager.ask_for_rows()
         peer = Peer.of(rank, self._averager.row_servers, encrypted=self._job.tls)
         address = (peer.host, peer.port)

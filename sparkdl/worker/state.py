@@ -1,4 +1,4 @@
-"""What of a worker's state is not part of the center: saved in checkpoints, and for restarts."""
+"""The part of a worker's state outside the center: saved in checkpoints, and for restarts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sparkdl.strategies.base import Strategy
 def checkpointed_state(
     replica: Replica, strategy: Strategy[Any], saved: Mapping[str, Any]
 ) -> bytes:
-    """What of a worker is not part of the center, for a checkpoint.
+    """The part of a worker's state outside the center, for a checkpoint.
 
     Args:
         replica: the worker's.
-        strategy: by which it trains.
+        strategy: the one by which it trains.
         saved: what the strategy saves of its state there.
     """
     return pack_worker_state(
@@ -34,13 +34,13 @@ def checkpointed_state(
 def restart_state(replica: Replica, strategy: Strategy[Any], saved: Mapping[str, Any]) -> bytes:
     """What the driver keeps of a worker, to restart all of them from a commit.
 
-    The random numbers, the strategy's state, and of the optimizer what the center does not hold.
-    State that replicas do not exchange is left out, for the driver's memory must not grow with the
-    workers.
+    That is the random numbers, the strategy's state, and the part of the optimizer that the center
+    does not hold. State that replicas do not exchange is left out, as the driver's memory must not
+    grow with the number of workers.
 
     Args:
         replica: the worker's.
-        strategy: by which it trains.
+        strategy: the one by which it trains.
         saved: what the strategy saves of its state there.
     """
     pack = partial(
@@ -53,5 +53,5 @@ def restart_state(replica: Replica, strategy: Strategy[Any], saved: Mapping[str,
     optimizer = replica.optimizer if strategy.needs.exchanges_optimizer_state else None
     try:
         return pack(optimizer)
-    except CheckpointError:  # of an optimizer of the user's, which nobody asked to be saved
+    except CheckpointError:  # the state of a user's optimizer, which nobody asked to save
         return pack(None)

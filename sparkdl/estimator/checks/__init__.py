@@ -1,1 +1,1 @@
-"""What is found wrong before any worker takes a step."""
+"""Checks that run before any worker takes a step."""

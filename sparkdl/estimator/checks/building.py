@@ -34,9 +34,9 @@ def build(
         model: builds its module.
         optimizer: builds its optimizer.
         loss: its loss.
-        seed: of its initial parameters.
-        clip_norm: as ``Replica`` takes it.
-        features_as_kwargs: as ``Replica`` takes it.
+        seed: for its initial parameters.
+        clip_norm: see ``Replica``.
+        features_as_kwargs: see ``Replica``.
 
     Raises:
         LazyModelError: the model has to see a batch first.
@@ -74,7 +74,7 @@ def build(
         return replica
     except ModelError:
         raise
-    except Exception as error:  # the user's constructors may raise anything
+    except Exception as error:  # a user's constructor may raise anything
         fail("the model or its optimizer cannot be built", error, how_to_build(error))
 
 
@@ -106,7 +106,7 @@ class LazyModelError(ModelError):
 def build_whole(
     builder: ModelBuilder, params: EstimatorParams, frame: DataFrame
 ) -> tuple[ModelBuilder, Replica]:
-    """Build the replica to try out; lazy layers learn their shapes from the first row.
+    """Build the replica to try out; lazy layers take their shapes from the first row.
 
     Args:
         builder: builds the model.
@@ -114,7 +114,7 @@ def build_whole(
         frame: the DataFrame to fit.
 
     Returns:
-        What builds the model with all of its parameters, and the replica.
+        A builder of the model with all of its parameters, and the replica.
     """
     loss, as_kwargs = params.loss_function(), params.getFeaturesAsKwargs()
 
@@ -150,6 +150,6 @@ def build_whole(
 
 
 def parameter_dtype(module: nn.Module) -> torch.dtype:
-    """The dtype of the model's parameters: fractions are fed in the same."""
+    """The dtype of the model's parameters, in which fractions are fed too."""
     dtypes = (p.dtype for p in module.parameters() if p.is_floating_point())
     return next(dtypes, torch.float32)

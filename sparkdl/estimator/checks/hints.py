@@ -1,4 +1,4 @@
-"""What may help when a model fails on a batch."""
+"""Advice for when a model cannot be built or fails on a batch."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _OF_MASK = re.compile("bool", re.IGNORECASE)
 
 
 def how_to_build(error: Exception) -> str:
-    """What to give as model or optimizer if these cannot be built; of most errors nothing.
+    """What to pass as model or optimizer if these cannot be built; empty for most errors.
 
     Args:
-        error: what was raised meanwhile.
+        error: what building them raised.
     """
     text = str(error)
-    # Of an instance, for torch cannot copy all of those.
+    # Raised for an instance, since torch cannot copy every one.
     if "uninitialized parameter" in text:
         return f". {SHOW_ZEROS}"
     if "deepcopy protocol" in text:
@@ -43,10 +43,10 @@ def how_to_build(error: Exception) -> str:
 
 
 def how_called(replica: Replica, batch: Batch, error: Exception, *, with_labels: bool) -> str:
-    """The call and what the model takes, as an error's last sentences; of other errors nothing.
+    """The call and what the model takes, to end an error message; empty for other errors.
 
     Args:
-        replica: whose model it is.
+        replica: the model's.
         batch: what it was called with.
         error: what it raised.
         with_labels: whether it was given the labels for a loss of its own.
@@ -69,7 +69,7 @@ def how_called(replica: Replica, batch: Batch, error: Exception, *, with_labels:
     try:
         taken = inspect.signature(replica.module.forward).parameters
         takes = f", and its forward takes ({', '.join(taken)})"
-    except (TypeError, ValueError):  # a callable written in C may not say what it takes
+    except (TypeError, ValueError):  # a callable written in C may have no signature
         takes = ""
     return f". It was called as model({', '.join(given)}){takes}{advice}"
 
@@ -77,12 +77,12 @@ def how_called(replica: Replica, batch: Batch, error: Exception, *, with_labels:
 def which_param_helps(
     error: Exception, features: Sequence[ColumnSpec], statistics: Sequence[ColumnStatistics]
 ) -> str:
-    """The Param to set if torch misses dimensions or booleans; of other errors nothing.
+    """The Param to set if dimensions or booleans are missing; empty for other errors.
 
     Args:
         error: what the model raised.
         features: what it was given.
-        statistics: what is known of each, and perhaps of further columns.
+        statistics: what is known about each, and perhaps about further columns.
     """
     flat = [s.name for s in features if len(s.row_shape) == 1 and s.padding is None]
     if flat and _OF_SHAPE.search(str(error)):
@@ -97,12 +97,12 @@ def which_param_helps(
     ]
     if zero_or_one and _OF_MASK.search(str(error)):
         masks = ", ".join(f"'{name}': 'bool'" for name in zero_or_one)
-        return f". Booleans are fed as int64; to have masks of them: columnDtypes={{{masks}}}"
+        return f". Booleans are fed as int64; to use them as masks: columnDtypes={{{masks}}}"
     return ""
 
 
 def what_padding_adds(error: Exception, features: Sequence[ColumnSpec]) -> str:
-    """What a model is given of padded features that it may not take; of other errors nothing.
+    """The inputs added for padded features, which a model may not take; else empty.
 
     Args:
         error: what the model raised.
@@ -118,12 +118,12 @@ def what_padding_adds(error: Exception, features: Sequence[ColumnSpec]) -> str:
 
 
 def fail(what: str, error: Exception, advice: str = "") -> NoReturn:
-    """Say that the user's model, loss or optimizer has failed.
+    """Report that the user's model, loss or optimizer has failed.
 
     Args:
-        what: has failed, and on what.
+        what: what has failed, and on what.
         error: what it raised.
-        advice: what helps, from its punctuation on.
+        advice: what helps, with its leading punctuation.
 
     Raises:
         ModelError: always.

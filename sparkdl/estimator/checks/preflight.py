@@ -1,4 +1,4 @@
-"""Everything that can be found wrong without training, found before training."""
+"""Everything that can be checked without training, checked before training."""
 
 from __future__ import annotations
 
@@ -65,25 +65,25 @@ logger = logging.getLogger(__name__)
 
 
 class Preflight:
-    """What is found out of a fit's Params, the DataFrame's schema and the cluster.
+    """What can be told from a fit's Params, the DataFrame's schema and the cluster.
 
     Args:
         params: the estimator.
         frame: the DataFrame to fit.
-        warm_start: the model whose values it begins with; None for new ones.
+        warm_start: the model whose values it starts from; None for new ones.
 
     Raises:
         ConfigError: more workers than slots, or the strategy does not go with the model, the
             optimizer, ``clipNorm`` or the number of workers.
-        DataError: a column is missing, doubled or of a type that is no number.
+        DataError: a column is missing, duplicated or not numeric.
         ModelError: the model, loss or optimizer cannot be built or shipped.
 
     Attributes:
         job: what every worker trains.
-        workers: where and on which rows.
+        workers: where they run, and on which rows.
         head: what the model's outputs mean.
-        warm_start: values to begin with; None for new ones.
-        checked: what only the rows could tell; there after ``check``.
+        warm_start: values to start from; None for new ones.
+        checked: what only the rows could tell; set by ``check``.
     """
 
     checked: Checked
@@ -113,7 +113,7 @@ class Preflight:
         scheduler = params.getScheduler()
         schedule = require_schedule(self._replica.optimizer, scheduler, scheduler_every)
         if params.getStrategy().needs.exchanges_optimizer_state:
-            # What follows losses changes nothing but the learning rate.
+            # A scheduler that follows losses changes only the learning rate.
             steps = None if schedule.follows_epoch_losses else scheduler
             require_steady_state(params.getOptimizer(), steps)
         fractions = parameter_dtype(self._replica.module)
@@ -186,7 +186,7 @@ class Preflight:
             ship_modules=params.getShipModules(),
             replanned=replanned,
         )
-        # In memory there may not be room for all rows twice.
+        # Memory may not have room for all rows twice.
         self._set_feed(
             exchange_rows=self.workers.delivery.exchanged,
             keep_exchanged=keeps_rows_in_memory(spark, params.getStoreIn()) is None,
@@ -200,7 +200,7 @@ class Preflight:
         if given is None:
             return None
         metrics = Metrics.of(given, MetricInputs.of(self._params, self.head))
-        metrics.begin()  # finds what does not make a metric
+        metrics.begin()  # raises for what does not make a metric
         weight, alike = self._params.optional_column("weightCol"), metrics.without_weights()
         if weight is not None and alike:
             logger.warning(
@@ -223,7 +223,7 @@ class Preflight:
         if self.job.schema.weight is not None:
             raise ConfigError(
                 "streamFirstEpoch does not go with weightCol: weights are divided by their mean, "
-                "which is known when all rows were read. Leave one of the two out"
+                "which is known only once all rows are read. Leave one of the two out"
             )
 
     def _set_feed(self, **changes: Any) -> None:
@@ -232,8 +232,8 @@ class Preflight:
     def _stream_if_ordered(self) -> None:
         """Stream the first epoch if the rows come in the same order whenever they are read.
 
-        Spark's shuffle would have read them all before the first arrives, so that partitions that
-        are too many are put together, whatever ``shuffleRows`` says.
+        Spark's shuffle would read all rows before the first arrives, so surplus partitions are
+        merged instead, whatever ``shuffleRows`` says.
         """
         frame, tasks = self.workers.frame, self.workers.num_tasks
         partitions = known_partitions(frame)
@@ -256,7 +256,7 @@ class Preflight:
             self.workers = replace(self.workers, delivery=Delivery(Way.GROUPED))
 
     def read_first(self) -> None:
-        """Have all rows read before the first epoch, and be spread evenly over the workers."""
+        """Have all rows read before the first epoch and spread evenly over the workers."""
         self._set_feed(stream_first_epoch=False)
         if not self.workers.delivery.exchanged:
             spread = Delivery(Way.SHUFFLED, reason="the partitions are too unequal")
@@ -294,7 +294,7 @@ class Preflight:
             )
 
     def _task_rows(self, statistics: DataStatistics) -> list[int]:
-        """Rows by task; how its ranks share them, no shuffle of Spark's changes."""
+        """Rows by task; how its ranks share them, Spark's shuffle cannot change."""
         rows, ranks = statistics.shard_rows, self.workers.ranks_a_task
         return [sum(rows[first : first + ranks]) for first in range(0, len(rows), ranks)]
 
@@ -304,7 +304,7 @@ class Preflight:
             return
         read = self._task_rows(statistics)
         known = [rows for rank, rows in enumerate(read) if rank not in statistics.pending]
-        # Of those that have more rows only one thing is sure: that they have no fewer.
+        # Of tasks with more rows it is only certain that they have no fewer.
         if not known or balanced(read if statistics.complete else [min(known), max(read)]):
             return
         more = "" if statistics.complete else "more than "
@@ -326,11 +326,11 @@ class Preflight:
         """Check what the workers found in their rows, and try one step on a made-up batch.
 
         Args:
-            statistics: every column is sound; of the first rows, if the first epoch is streamed,
-                and of all when those are known.
+            statistics: of the rows, every column of them sound; of the first rows if the first
+                epoch is streamed, and of all once those are known.
 
         Raises:
-            UnbalancedError: one worker has so many rows that starting over pays.
+            UnbalancedError: one worker has so many rows that starting over pays off.
             DataError: values do not fit the loss or the model.
             ModelError: the model fails on a batch.
         """
@@ -348,7 +348,7 @@ class Preflight:
         self._has_stepped = True
         keys = list(self._params.output_keys().values())
         shorter = widths_of_shorter_rows(self._replica, schema, statistics.columns)
-        # With gradients and optimizer state it is several times the center, for the whole fit.
+        # Kept through the fit, its gradients and optimizer state would be several times the center.
         if statistics.complete:
             self._check_last_minibatch(schema, statistics)
             self._check_schedule(statistics)
@@ -365,7 +365,7 @@ class Preflight:
         self.checked = Checked(schema.features, widths, schema.labels)
 
     def _shard_rows(self, statistics: DataStatistics) -> set[int]:
-        """How many rows a worker may have in an epoch."""
+        """The numbers of rows that a worker may have in an epoch."""
         feed, epochs = self.job.feed, range(1, self.job.epochs + 1)
         exchanged = any(map(feed.reshuffles, epochs))
         share, left_over = divmod(statistics.rows, len(statistics.shard_rows))
@@ -390,11 +390,11 @@ class Preflight:
 
 @dataclass(frozen=True)
 class Checked:
-    """What only the rows could tell of a model.
+    """What only the rows could tell about a model.
 
     Attributes:
         features: its inputs.
-        widths: of its outputs, as ``outputs.widths_of`` gives them.
+        widths: of its outputs, as ``outputs.widths_of`` returns them.
         labels: what its outputs are compared with.
     """
 

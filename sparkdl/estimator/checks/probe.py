@@ -1,7 +1,7 @@
 """One training step in the driver on a made-up batch, before any worker takes its first.
 
 The batch has two rows: the smallest and the largest value of every column. An embedding too small,
-a label out of range, a wrong width or a loss that wants another dtype all show here, in a second.
+a label out of range, a wrong width or a loss that needs another dtype all show here, in a second.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from sparkdl.replica import Replica, align_targets
 from sparkdl.replica.losses import ModelLoss
 
 PREDICTED_ROWS = (0, 1, 0, 1, 0)
-"""Rows of the made-up batch to predict for: as many as few models have layers or classes, so that a
-tensor that is not one value a row shows by its length."""
+"""Rows of the made-up batch to predict for: a number that few models have of layers or classes, so
+that the length of a tensor tells whether it has one value per row."""
 
 
 def probe(
@@ -50,8 +50,8 @@ def probe(
         schema: the tensors that it will be fed.
         statistics: what is known of each of its columns.
         head: what the loss says about the outputs.
-        steps: whether to take the step, or to go only as far as the loss.
-        metrics: to try on what it predicts.
+        steps: whether to take the step, or to stop at the loss.
+        metrics: to try on its predictions.
 
     Returns:
         What the model returns in evaluation mode, without labels, for ``PREDICTED_ROWS``.
@@ -87,7 +87,7 @@ def probe(
 def widths_of_shorter_rows(
     replica: Replica, schema: FeedSchema, statistics: Sequence[ColumnStatistics]
 ) -> Widths | None:
-    """How wide the outputs are for rows that are shorter by one than the longest of the data.
+    """How wide the outputs are for rows one item shorter than the longest of the data.
 
     Args:
         replica: from ``build``.
@@ -95,7 +95,7 @@ def widths_of_shorter_rows(
         statistics: what is known of each of its columns.
 
     Returns:
-        For ``PREDICTED_ROWS``; None if no features are padded.
+        The widths for ``PREDICTED_ROWS``; None if no features are padded.
 
     Raises:
         ModelError: the model fails on them.
@@ -125,13 +125,13 @@ def _shorter(statistics: ColumnStatistics, spec: ColumnSpec) -> ColumnStatistics
 def require_single_row(
     replica: Replica, schema: FeedSchema, statistics: Sequence[ColumnStatistics], rows: int
 ) -> None:
-    """Check that a model trains on one row alone, as a worker's last minibatch may be.
+    """Check that a model trains on a single row, which a worker's last minibatch may have.
 
     Args:
         replica: from ``build``.
         schema: the tensors that it will be fed.
         statistics: what is known of each of its columns.
-        rows: of the worker that has such a minibatch.
+        rows: how many the worker with such a minibatch has.
 
     Raises:
         ModelError: the model or the loss fails on it.
@@ -173,7 +173,7 @@ def _predict(
 ) -> Any:
     """What ``transform`` will see; and the loss on held-out rows, if there are any."""
     replica.module.eval()
-    # Not in inference mode: what a model keeps of this pass has to serve a backward one too.
+    # Not in inference mode: a backward pass must be able to use what the model keeps from this.
     with torch.no_grad():
         predictions = _outputs(replica, batch, schema, statistics, with_labels=False)
         if schema.validation is not None:
@@ -184,13 +184,13 @@ def _predict(
 
 
 def _shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of what is trained or averaged, by name."""
+    """The shapes of the tensors that are trained or averaged, by name."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     return {name: tuple(each.shape) for name, each in tensors}
 
 
 def _require_as_built(module: nn.Module, built: dict[str, tuple[int, ...]]) -> None:
-    """Check that the forward passes have left the model with the tensors that it was built with."""
+    """Check that the forward passes kept the tensors that the model was built with."""
     now = _shapes_of(module)
     changed = [
         f"'{name}' from {built.get(name, 'nothing')} to {now.get(name, 'nothing')}"
@@ -214,7 +214,7 @@ def _outputs(
     *,
     with_labels: bool,
 ) -> Any:
-    """What the model returns; ``with_labels`` as ``Replica.outputs`` takes it."""
+    """What the model returns; for ``with_labels`` see ``Replica.outputs``."""
     try:
         return replica.outputs(batch, with_labels=with_labels)
     except Exception as error:  # the user's forward may raise anything
@@ -267,13 +267,13 @@ def _both(outputs: Any, batch: Batch) -> str:
 
 
 def _ignored_label(loss: LossFunction) -> int | None:
-    """The label of rows that the loss leaves out: torch's ``ignore_index``."""
+    """The label of rows that the loss skips: torch's ``ignore_index``."""
     if isinstance(loss, nn.Module):
         found = getattr(loss, "ignore_index", None)
     else:
         try:
             argument = inspect.signature(loss).parameters.get("ignore_index")
-        except (TypeError, ValueError):  # a callable written in C may not say what it takes
+        except (TypeError, ValueError):  # a callable written in C may have no signature
             return None
         found = None if argument is None else argument.default
     return found if isinstance(found, int) else None
@@ -302,7 +302,7 @@ def _check_label_range(
 
 
 def _integers(features: Sequence[ColumnSpec], statistics: Sequence[ColumnStatistics]) -> str:
-    """What integers the batch holds, which may be out of an embedding's range, and whose."""
+    """The batch's integers, which may be out of an embedding's range, by column."""
     ranges = [
         f"'{spec.name}' from {found.smallest} ({found.where('smallest')}) to {found.largest} "
         f"({found.where('largest')})"
@@ -317,9 +317,9 @@ def _where(statistics: ColumnStatistics) -> str:
 
 
 def _extremes(statistics: ColumnStatistics, spec: ColumnSpec) -> Column:
-    """Two rows: the column's smallest and largest value, 0 and 1 where those are not known.
+    """Two rows: the column's smallest and largest value; 0 and 1 where those are unknown.
 
-    If the column is to be padded, they are as long as its shortest and its longest row.
+    If the column is padded, they are as long as its shortest and its longest row.
     """
     low = 0.0 if statistics.smallest is None else statistics.smallest
     high = 1.0 if statistics.largest is None else statistics.largest

@@ -16,7 +16,7 @@ from sparkdl.replica.schedule import Schedule, Unit
 logger = logging.getLogger(__name__)
 
 REHEARSED_STEPS = 20
-"""Some milliseconds; optimizers that grow late do so within a few steps."""
+"""They take some milliseconds; state that grows late does so within a few steps."""
 
 
 def require_schedule(
@@ -25,7 +25,7 @@ def require_schedule(
     """Build a schedule for an optimizer.
 
     Raises:
-        ModelError: it cannot, or is none.
+        ModelError: it cannot be built, or is not a schedule.
     """
     try:
         return Schedule(optimizer, scheduler, unit)
@@ -46,7 +46,7 @@ def require_steps(
         steps: how many the schedule will take.
 
     Raises:
-        ModelError: it ends before.
+        ModelError: it ends earlier.
     """
     built = None if scheduler is None else scheduler(optimizer)
     most = getattr(built, "total_steps", None)
@@ -62,7 +62,7 @@ def require_steady_state(optimizer: OptimizerBuilder, scheduler: SchedulerBuilde
     """Check on a small stand-in for the model that the optimizer's state does not grow late.
 
     Replicas exchange the state as it was counted before the first step. What the stand-in does not
-    show, the replicas themselves will say.
+    show, the replicas report themselves.
 
     Raises:
         ModelError: it grows or shrinks in one of the first steps.
@@ -72,7 +72,7 @@ def require_steady_state(optimizer: OptimizerBuilder, scheduler: SchedulerBuilde
             _rehearse(optimizer, scheduler)
     except TrainingError as error:
         raise ModelError(f"tried on a layer of 2 x 2 numbers, {error}") from None
-    except Exception as error:  # it may be made for another model, or a schedule of fewer steps
+    except Exception as error:  # it may need another model, or its schedule fewer steps
         logger.debug("the optimizer was not rehearsed to the end: %s", error)
 
 

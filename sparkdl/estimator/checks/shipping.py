@@ -12,7 +12,7 @@ import cloudpickle
 from sparkdl.errors import ModelError
 
 MAX_DEPTH = 8
-"""How deep into attributes the culprit is looked for."""
+"""How deep into attributes to look for the culprit."""
 
 
 def require_picklable(name: str, value: Any) -> None:
@@ -23,7 +23,7 @@ def require_picklable(name: str, value: Any) -> None:
         value: what it holds.
 
     Raises:
-        ModelError: it cannot; the message names the attribute at fault.
+        ModelError: it cannot be sent; the message names the attribute at fault.
     """
     error = _pickling_error(value)
     if error is None:
@@ -45,7 +45,7 @@ def _pickling_error(value: Any) -> Exception | None:
 
 
 def _find_culprit(path: str, value: Any, error: Exception) -> tuple[str, Any, Exception]:
-    """Descend into the first part that fails on its own, as deep as that goes."""
+    """Descend, as deep as possible, into the first part that fails on its own."""
     for _ in range(MAX_DEPTH):
         for name, part in _parts(value):
             part_error = _pickling_error(part)
@@ -58,7 +58,7 @@ def _find_culprit(path: str, value: Any, error: Exception) -> tuple[str, Any, Ex
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds, each with the way to it as Python would write it."""
+    """The parts of an object, each with the Python expression that leads to it."""
     if isinstance(value, functools.partial):
         yield ".func", value.func
         yield from ((f".args[{i}]", part) for i, part in enumerate(value.args))
@@ -74,7 +74,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if closure:
         names = value.__code__.co_freevars
         for name, cell in zip(names, closure, strict=True):
-            with contextlib.suppress(ValueError):  # a variable that has no value yet
+            with contextlib.suppress(ValueError):  # a variable without a value yet
                 yield f" (its variable '{name}')", cell.cell_contents
     for name, part in getattr(value, "__dict__", {}).items():
         if name in ("_modules", "_parameters", "_buffers") and isinstance(part, dict):

@@ -1,4 +1,4 @@
-"""What labels, weights and held-out rows have to be, once the workers have read them."""
+"""Checks of labels, weights and held-out rows, once the workers have read them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ logger = logging.getLogger(__name__)
 
 
 class UnbalancedError(DataError):
-    """What the tasks read is too unequal to train on as it is; never leaves ``fit``."""
+    """The tasks read numbers of rows too unequal to train on; never leaves ``fit``."""
 
 
 def check_label(label: InputColumn, loss: LossFunction, statistics: ColumnStatistics) -> None:
-    """Check that a label column has what its loss can learn from.
+    """Check that a loss can learn from a label column.
 
     Args:
         label: the column.
-        loss: that is given its values.
+        loss: the loss that is given its values.
         statistics: of what the workers read.
 
     Raises:
@@ -45,14 +45,14 @@ def check_label(label: InputColumn, loss: LossFunction, statistics: ColumnStatis
 
 
 def check_weight(name: str, statistics: ColumnStatistics) -> None:
-    """Check that a column has weights: none below 0, and not all of them 0.
+    """Check that a column holds weights: none below 0, and not all of them 0.
 
     Args:
         name: the column's.
         statistics: of what the workers read.
 
     Raises:
-        DataError: it has others.
+        DataError: it does not.
     """
     low, high = statistics.smallest or 0.0, statistics.largest or 0.0
     if statistics.not_finite or low < 0:
@@ -66,11 +66,11 @@ def check_weight(name: str, statistics: ColumnStatistics) -> None:
 
 
 def check_held_out(by: str | float | None, held_out: int, trained: int) -> None:
-    """Check that there is something to validate with, and as much as was asked for.
+    """Check that there are rows to validate with, and as many as were asked for.
 
     Args:
         by: the column that marks held-out rows, or the fraction that is held out.
-        held_out: how many rows are.
+        held_out: how many rows are held out.
         trained: how many are not.
 
     Raises:
@@ -89,7 +89,7 @@ def check_held_out(by: str | float | None, held_out: int, trained: int) -> None:
             f"validationFraction={by:g} holds none of {rows} rows out: there is nothing to "
             "validate with. Raise it, or choose another seed"
         )
-    # Of rows that all differ so few, or so many, would be less than one in a million.
+    # Were all rows different, the odds of so few, or so many, would be below one in a million.
     if abs(held_out - by * rows) > 5 * math.sqrt(rows * by * (1 - by)) + 1:
         logger.warning(
             "validationFraction=%g holds %d of %d rows out: rows of the same content are on the "
@@ -102,7 +102,7 @@ def check_held_out(by: str | float | None, held_out: int, trained: int) -> None:
 
 
 def balanced(rows: Sequence[int]) -> bool:
-    """Whether nobody has more than a twentieth more than the mean, for whom all would wait.
+    """Whether no task, for which all would wait, has over a twentieth more than the mean.
 
     Args:
         rows: by task.

@@ -12,18 +12,18 @@ from sparkdl.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., None])
 _WITHOUT_NONE = ("strategy", "weightCol", "validationIndicatorCol", "thresholds")
-"""Arguments that may be None though their Params may not."""
+"""Arguments that may be None although their Params may not."""
 
 
 def arguments_are_params(
     init: F, *, like: Callable[..., None] | None = None, without: tuple[str, ...] = ()
 ) -> F:
-    """Make an argument's default that of its Param, and set those that are given; refuse others.
+    """Make each argument's default its Param's, set those that are given, and refuse others.
 
     Args:
         init: a constructor; with ``**params`` it has the arguments of another one too.
         like: the other one.
-        without: those of its arguments that there are not.
+        without: the arguments of that one to leave out.
     """
     own = inspect.signature(init)
     parameters = {n: p for n, p in own.parameters.items() if p.kind is not p.VAR_KEYWORD}
@@ -48,7 +48,7 @@ def arguments_are_params(
         if like is not None and (missing := [name for name in needed if name not in kwargs]):
             raise TypeError(f"{kind} needs {', '.join(missing)}")
         init(self, *args, **kwargs)
-        # pyspark.ml's own Params have no None; what is not set is not used.
+        # pyspark.ml's own Params cannot be None; one that is not set is not used.
         self._setDefault(**{n: v for n, v in defaults.items() if n not in _WITHOUT_NONE})
         self._set(**{n: v for n, v in kwargs.items() if v is not None or n not in _WITHOUT_NONE})
 

@@ -1,4 +1,4 @@
-"""The Params of the columns that go in, and what they become."""
+"""The Params for the input columns, and what those become."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparkdl.spark.rows.converters import one_of
 
 
 class FeatureParams(HasFeaturesCol):
-    """The Params, also of the model, of which columns it is given."""
+    """The Params for which columns the model is given, which it has itself too."""
 
     featuresCols: Param[list[str] | None] = Param(
         Params._dummy(),
@@ -25,13 +25,13 @@ class FeatureParams(HasFeaturesCol):
     featuresAsDict: Param[bool] = Param(
         Params._dummy(),
         "featuresAsDict",
-        "whether the model takes its features as one dict by the columns' names",
+        "whether the model takes its features as one dict keyed by column name",
         typeConverter=TypeConverters.toBoolean,
     )
     featuresAsKwargs: Param[bool] = Param(
         Params._dummy(),
         "featuresAsKwargs",
-        "whether the model takes its features as keyword arguments by the columns' names",
+        "whether the model takes its features as keyword arguments named like the columns",
         typeConverter=TypeConverters.toBoolean,
     )
 
@@ -72,10 +72,10 @@ class FeatureParams(HasFeaturesCol):
         return self.getFeaturesCols() or [self.getFeaturesCol()]
 
     def features_by_name(self) -> bool:
-        """Whether the model takes its features by the columns' names, in whichever way.
+        """Whether the model takes its features by column name, in either way.
 
         Raises:
-            ConfigError: in two ways at once.
+            ConfigError: both ways are set at once.
         """
         if self.getFeaturesAsDict() and self.getFeaturesAsKwargs():
             raise ConfigError(
@@ -86,7 +86,7 @@ class FeatureParams(HasFeaturesCol):
 
 
 class LabelParams(HasLabelCol):
-    """To the estimator what it trains on, to the model what it is evaluated on."""
+    """The labels that the estimator trains on, and that the model is evaluated on."""
 
     labelCols: Param[list[str] | None] = Param(
         Params._dummy(),
@@ -127,8 +127,8 @@ class ColumnParams(FeatureParams, LabelParams, HasWeightCol):
     columnDtypes: Param[dict[str, str] | None] = Param(
         Params._dummy(),
         "columnDtypes",
-        "the tensor's dtype by column, for example 'bfloat16'; of a binary column also that of its "
-        "bytes",
+        "the tensor's dtype by column, for example 'bfloat16'; for a binary column, also that of "
+        "its bytes",
         typeConverter=dtypes,
     )
     imageCols: Param[list[str] | None] = Param(
@@ -140,8 +140,8 @@ class ColumnParams(FeatureParams, LabelParams, HasWeightCol):
     padCols: Param[dict[str, float] | None] = Param(
         Params._dummy(),
         "padCols",
-        "columns of arrays of unequal length, by each the number that shorter rows are padded with "
-        "to the longest of their minibatch",
+        "columns of arrays of unequal length, each with the number that pads shorter rows to the "
+        "longest of their minibatch",
         typeConverter=paddings,
     )
     padInputs: Param[dict[str, SequenceInput] | None] = Param(
@@ -218,5 +218,5 @@ class ColumnParams(FeatureParams, LabelParams, HasWeightCol):
         return self
 
     def optional_column(self, param: str) -> str | None:
-        """The column that a Param names, None if it is not set."""
+        """The column that a Param names; None if it is not set."""
         return self.getOrDefault(param) if self.isDefined(param) else None

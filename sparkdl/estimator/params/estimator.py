@@ -1,4 +1,4 @@
-"""The Params of the estimators, put together from those of one group each."""
+"""The Params of the estimators, combined from those of each group."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class EstimatorParams(
         if self.optional_column("weightCol") is not None:
             raise ConfigError(
                 "weightCol does not go with loss='model': a model that computes its own loss "
-                "gives no value a row that could be weighed. Leave one of the two out"
+                "gives no value per row to weight. Leave one of the two out"
             )
         keywords = tuple(self.getLabelCols() or ["labels"])
         both = set(keywords) & set(self.feature_columns()) if self.getFeaturesAsKwargs() else set()

@@ -1,4 +1,4 @@
-"""The Params of ``TorchModel`` about how it predicts."""
+"""The Params for how ``TorchModel`` predicts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PRECISIONS = {"own": None, "bfloat16": torch.bfloat16, "float16": torch.float16
 
 
 class InferenceParams(Params):
-    """Params that decide how fast and how exactly a model predicts, not what."""
+    """Params that decide how fast and how precisely a model predicts, not what."""
 
     predictBatchSize: Param[int] = Param(
         Params._dummy(),
@@ -32,7 +32,7 @@ class InferenceParams(Params):
     predictPrecision: Param[str] = Param(
         Params._dummy(),
         "predictPrecision",
-        "of the weights and features when the model predicts: 'own' (those that it has), or half: "
+        "of the weights and features when the model predicts: 'own' (what they have), or half: "
         "'bfloat16' or 'float16'",
         typeConverter=one_of("predictPrecision", tuple(_PRECISIONS)),
     )
@@ -61,7 +61,7 @@ class InferenceParams(Params):
         )
 
     def manner(self) -> Manner:
-        """How the model predicts, told from the Params."""
+        """How the model predicts, according to the Params."""
         return Manner(
             batch_rows=self.getPredictBatchSize(),
             device=self.getPredictDevice(),

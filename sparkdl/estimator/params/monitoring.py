@@ -1,4 +1,4 @@
-"""The Params of what is seen of a fit, and called, while it goes on."""
+"""The Params for what is shown and called while a fit runs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def _callbacks(value: Any) -> list[AnyCallback] | None:
         raise ConfigError(f"{wanted}, got {value!r}")
     for each in value:
         if isinstance(each, type) and issubclass(each, Hooks):
-            raise ConfigError(f"{wanted}, and has the class {each.__name__}: call it")
+            raise ConfigError(f"{wanted}, but it has the class {each.__name__}: call it")
         if not isinstance(each, AnyCallback):
-            raise ConfigError(f"{wanted}, and has {each!r}")
+            raise ConfigError(f"{wanted}, but it has {each!r}")
     return list(value)
 
 
@@ -63,9 +63,9 @@ class MonitoringParams(Params):
         return self
 
     def driver_callbacks(self) -> list[Callback]:
-        """Those that are called in the driver."""
+        """The callbacks that run in the driver."""
         return [each for each in self.getCallbacks() or () if isinstance(each, Callback)]
 
     def worker_callbacks(self) -> tuple[WorkerCallback, ...]:
-        """Those that are called on the workers."""
+        """The callbacks that run on the workers."""
         return tuple(e for e in self.getCallbacks() or () if isinstance(e, WorkerCallback))

@@ -1,4 +1,4 @@
-"""The Params of how workers and driver reach each other, and whether others may listen."""
+"""The Params for how workers and driver reach each other, and whether in secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Params of which columns ``transform`` adds, of the estimators and their models."""
+"""The Params, of estimators and their models, for which columns ``transform`` adds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PredictionParams(HasPredictionCol):
     scoreCol: Param[str | None] = Param(
         Params._dummy(),
         "scoreCol",
-        "the column of each row's loss, which transform adds to rows that have labels; None for "
+        "a column with each row's loss, which transform adds to rows that have labels; None for "
         "none",
         typeConverter=optional(nonempty_text("scoreCol")),
     )
@@ -45,11 +45,11 @@ class PredictionParams(HasPredictionCol):
         return self
 
     def output_keys(self) -> dict[str, OutputKey | None]:
-        """By the name of each column that the model adds its output; None for the only one."""
+        """The output of each column that the model adds, by name; None for the only one."""
         return {self.getPredictionCol(): None}
 
     def setter_of(self, column: str) -> str:
-        """The method that gives a column which the model adds another name."""
+        """The method that renames a column that the model adds."""
         return "setPredictionCol"
 
     def predicted_columns(self, head: Head, widths: Widths) -> list[OutputColumn]:
@@ -69,7 +69,7 @@ class InputOutputParams(FeatureParams, PredictionParams, ModuleParams):
     """Params shared by the estimator and the model: what goes in and what comes out."""
 
     def _set(self, **values: Any) -> Self:
-        # pyspark.ml lets None pass without a look at it.
+        # pyspark.ml lets None pass unchecked.
         for name, value in values.items():
             if value is None:
                 self.getParam(name).typeConverter(value)
@@ -82,8 +82,8 @@ class OutputParams(InputOutputParams):
     outputCols: Param[dict[str, OutputKey] | None] = Param(
         Params._dummy(),
         "outputCols",
-        "the columns that the model adds, if it returns several outputs: by the name of each its "
-        "output's name, or position in a tuple; None for predictionCol alone",
+        "the columns that the model adds if it returns several outputs: from each column's name to "
+        "its output's name, or position in a tuple; None for predictionCol alone",
         typeConverter=outputs,
     )
     outputType: Param[str] = Param(
@@ -113,11 +113,11 @@ class OutputParams(InputOutputParams):
         return self
 
     def output_keys(self) -> dict[str, OutputKey | None]:
-        """By the name of each column that the model adds its output; None for the only one."""
+        """The output of each column that the model adds, by name; None for the only one."""
         return {**(self.getOutputCols() or {self.getPredictionCol(): None})}
 
     def setter_of(self, column: str) -> str:
-        """The method that gives a column which the model adds another name."""
+        """The method that renames a column that the model adds."""
         return "setPredictionCol" if self.getOutputCols() is None else "setOutputCols"
 
     def predicted_columns(self, head: Head, widths: Widths) -> list[OutputColumn]:

@@ -1,4 +1,4 @@
-"""The Params that say what a training survives, and how."""
+"""The Params for what a training survives, and how."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RecoveryParams(Params):
     timeout: Param[float] = Param(
         Params._dummy(),
         "timeout",
-        "the longest that any worker or round is waited for, in seconds (> 0)",
+        "the longest time to wait for any worker or round, in seconds (> 0)",
         typeConverter=positive("timeout"),
     )
     maxFailures: Param[int] = Param(
@@ -54,7 +54,7 @@ class RecoveryParams(Params):
     checkpointRounds: Param[int | None] = Param(
         Params._dummy(),
         "checkpointRounds",
-        "rounds between two checkpoints within an epoch (>= 1); None for none there",
+        "rounds between two checkpoints within an epoch (>= 1); None for none within epochs",
         typeConverter=optional(whole("checkpointRounds", 1)),
     )
     keepLast: Param[int] = Param(
@@ -146,7 +146,7 @@ class RecoveryParams(Params):
         """What the Params ask of checkpoints; None without ``checkpointPath``.
 
         Args:
-            application: which one trains, for another that is refused the same directory.
+            application: the one that trains, to name to another that is refused its directory.
         """
         path = self.getCheckpointPath()
         if path is None:

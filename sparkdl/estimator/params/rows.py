@@ -1,4 +1,4 @@
-"""The Params of how rows are spread over the workers, kept there, and fed."""
+"""The Params for how rows are spread over the workers, kept there, and fed."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class RowParams(Params):
     reshuffleEvery: Param[int] = Param(
         Params._dummy(),
         "reshuffleEvery",
-        "epochs after which the workers exchange their rows once more (>= 0); 0 for never",
+        "epochs after which the workers exchange their rows again (>= 0); 0 for never",
         typeConverter=whole("reshuffleEvery", 0),
     )
     batchTransform: Param[Any] = Param(
         Params._dummy(),
         "batchTransform",
-        "Batch -> Batch, called on each minibatch to train on; None for none",
+        "Batch -> Batch, called on each training minibatch; None for none",
         typeConverter=optional(function("batchTransform", "a function of a Batch")),
     )
     memoryBudget: Param[int | None] = Param(
@@ -54,7 +54,7 @@ class RowParams(Params):
     streamFirstEpoch: Param[bool] = Param(
         Params._dummy(),
         "streamFirstEpoch",
-        "whether the first epoch trains on rows as they arrive, instead of when all are read",
+        "whether the first epoch trains on rows as they arrive, instead of once all are read",
         typeConverter=TypeConverters.toBoolean,
     )
     storeIn: Param[str] = Param(

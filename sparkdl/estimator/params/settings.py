@@ -1,4 +1,4 @@
-"""A fit's Params as text, for reports and trackers of experiments."""
+"""A fit's Params as text, for reports and experiment trackers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pyspark.ml.param import Params
 from torch import nn
 
 LONGEST = 500
-"""Characters of one value; MLflow, for one, refuses more than 6000."""
+"""The most characters of one value; MLflow, for one, refuses more than 6000."""
 
 
 def settings_of(stage: Params) -> dict[str, object]:
-    """What the Params of a stage are, those left at their defaults included.
+    """The values of a stage's Params, defaults included.
 
     Returns:
-        By name: numbers, booleans and None as they are, all else as text.
+        The values by name: numbers, booleans and None as they are, all others as text.
     """
     return {
         param.name: described(stage.getOrDefault(param))
@@ -27,7 +27,7 @@ def settings_of(stage: Params) -> dict[str, object]:
 
 
 def described(value: Any) -> object:
-    """A value as a person would write it, as far as that can be told."""
+    """A value as a person would write it, as far as possible."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     return _text(value)[:LONGEST]
@@ -54,7 +54,7 @@ def _brief(value: Any) -> str:
         return str(value.__qualname__)
     try:
         text = reprlib.repr(value) if isinstance(value, (dict, set)) else repr(value)
-    except Exception:  # an object of the user's, which need not be able to describe itself
+    except Exception:  # a user's object need not be able to describe itself
         text = object.__repr__(value)
-    # An address says nothing, and is another one in each fit.
+    # An address says nothing, and differs in each fit.
     return type(value).__name__ if " object at 0x" in text else text[:LONGEST]

@@ -1,4 +1,4 @@
-"""The Params of what is trained, and by which steps."""
+"""The Params for what is trained, and by which steps."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ class TrainingParams(HasSeed):
     schedulerEvery: Param[str] = Param(
         Params._dummy(),
         "schedulerEvery",
-        "after what the scheduler takes a step: 'epoch' or 'step' (of the optimizer)",
+        "when the scheduler takes a step: every 'epoch' or every 'step' of the optimizer",
         typeConverter=one_of("schedulerEvery", ("epoch", "step")),
     )
     schedulerMetric: Param[str | None] = Param(
         Params._dummy(),
         "schedulerMetric",
-        "which of the metrics ReduceLROnPlateau follows; None for the loss",
+        "the one of metrics that ReduceLROnPlateau follows; None for the loss",
         typeConverter=optional(nonempty_text("schedulerMetric")),
     )
     epochs: Param[int] = Param(
@@ -81,21 +81,20 @@ class TrainingParams(HasSeed):
     batchSize: Param[int] = Param(
         Params._dummy(),
         "batchSize",
-        "rows a minibatch on each worker (>= 1)",
+        "rows per minibatch on each worker (>= 1)",
         typeConverter=whole("batchSize", 1),
     )
     clipNorm: Param[float | None] = Param(
         Params._dummy(),
         "clipNorm",
-        "the largest norm of all gradients together (> 0), to which a larger one is scaled down "
+        "the largest norm of all gradients together (> 0); larger ones are scaled down to it "
         "before each optimizer step; None for no limit",
         typeConverter=optional(positive("clipNorm")),
     )
     precision: Param[str] = Param(
         Params._dummy(),
         "precision",
-        "in which forward and loss are computed: 'float32' (the parameters' own), or 'bf16' by "
-        "autocast",
+        "of the forward pass and the loss: 'float32' (the parameters' own), or 'bf16' by autocast",
         typeConverter=one_of("precision", ("float32", "bf16")),
     )
 

@@ -1,4 +1,4 @@
-"""The Params of which rows are held out, and what is measured on them."""
+"""The Params for which rows are held out, and what is measured on them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ValidationParams(HasValidationIndicatorCol):
         return self
 
     def held_out_by(self) -> str | float | None:
-        """The column that says which rows are held out, or what fraction of them; None for none.
+        """The column that marks held-out rows, or the fraction to hold out; None for neither.
 
         Raises:
             ConfigError: both are given.

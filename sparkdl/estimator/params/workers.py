@@ -1,4 +1,4 @@
-"""The Params of who trains, and how the replicas agree."""
+"""The Params for who trains, and how the replicas agree."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _strategy(value: Any) -> Strategy[Any]:
 
 
 class ModuleParams(Params):
-    """The Param, also of the model, of which code the executors are sent."""
+    """The Param, which the model has too, for which code the executors are sent."""
 
     shipModules: Param[bool] = Param(
         Params._dummy(),

@@ -1,4 +1,4 @@
-"""Estimators for one task each, with the columns that pyspark.ml's own have.
+"""Estimators for one task each, with the columns of pyspark.ml's own.
 
-Nothing is imported here, for the reason that ``sparkdl.estimator`` gives.
+Nothing is imported here, for the reason given in ``sparkdl.estimator``.
 """

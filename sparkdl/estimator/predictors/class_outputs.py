@@ -1,4 +1,4 @@
-"""From a classifier's outputs to its columns; executors run this, so it imports little."""
+"""Turns a classifier's outputs into its columns; executors run this, so it imports little."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sparkdl.estimator.head import Head
 
 
 def scores(outputs: Tensor, *, head: Head) -> Tensor:
-    """Scores of the classes, shape (n, classes): a larger one is a likelier class."""
+    """Scores of the classes, shape (n, classes): the larger, the likelier the class."""
     if head is Head.BINARY_LOGIT:
         score = outputs.reshape(len(outputs))
         return torch.stack([-score, score], dim=1)
@@ -21,8 +21,8 @@ def winners(
 ) -> Tensor:
     """The predicted class of each row, shape (n,), float64.
 
-    Of thresholds the class wins whose probability divided by its threshold is the largest, as in
-    pyspark.ml; without them the largest output.
+    With thresholds, the class with the largest ratio of probability to threshold wins, as in
+    pyspark.ml; without them, the class with the largest output.
     """
     if thresholds is None:
         won = head.classes(outputs)

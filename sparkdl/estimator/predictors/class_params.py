@@ -55,7 +55,7 @@ class ClassParams(InputOutputParams, HasRawPredictionCol, HasProbabilityCol, Has
         return self
 
     def setter_of(self, column: str) -> str:
-        """The method that gives a column which the model adds another name."""
+        """The method that renames a column that the model adds."""
         setters = {
             self.getRawPredictionCol(): "setRawPredictionCol",
             self.getProbabilityCol(): "setProbabilityCol",

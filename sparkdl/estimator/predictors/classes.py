@@ -1,7 +1,7 @@
-"""The classes of a label column: what they are called, and the index of each.
+"""The classes of a label column: their labels, and the index of each.
 
-Indexing is pyspark.ml's: a ``StringIndexerModel`` looks each label up in the JVM, where the rows
-are read.
+pyspark.ml does the indexing: a ``StringIndexerModel`` looks up each label in the JVM, where the
+rows are read.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from sparkdl.spark.rows.columns import quoted
 Label = str | int | float | bool
 _TEXT = "sparkdl: text of the label"
 _INSTANTS = (
-    "what the text of one is depends on the session's time zone. Take a date or a text of your own "
-    "as the label, for example F.to_date(...) or F.date_format(...)"
+    "their text depends on the session's time zone. Use a date or a text of your own as the label, "
+    "for example F.to_date(...) or F.date_format(...)"
 )
 MAX_CLASSES = 10_000
-"""Of a column of texts whose labels nobody has named: more is a column of something else."""
+"""The most in a column of texts whose labels nobody has named: more are not classes."""
 
 
 def labels(value: Any) -> list[Label] | None:
@@ -33,10 +33,10 @@ def labels(value: Any) -> list[Label] | None:
 
     Returns:
         Texts, numbers or booleans, which a saved model can hold: dates become texts as Spark writes
-        them, decimals the floats next to them.
+        them, decimals the nearest floats.
 
     Raises:
-        ConfigError: they are not different values of one of these types.
+        ConfigError: they are not distinct values of one of these types.
     """
     if value is None:
         return None
@@ -61,18 +61,18 @@ def _plain(label: Any) -> Any:
 
 
 def _in_tensor(label: Label) -> str | float:
-    """What rows and predictions have of it, by which classes have to differ."""
+    """How rows and predictions hold a label; classes must differ in this form."""
     return label if isinstance(label, str) else float(label)
 
 
 def labels_of(dataset: DataFrame, column: str) -> list[Label] | None:
-    """What the classes of a label column are called; None for numbers that are their indices.
+    """The labels of a label column's classes; None for numbers that are their indices.
 
-    StringIndexer has left that in the column's metadata. The texts of a column, or its dates, are
-    looked at, by one Spark job.
+    StringIndexer leaves them in the column's metadata. Otherwise one Spark job collects the texts
+    or dates of the column.
 
     Raises:
-        ConfigError: a column of texts has too few different ones, or too many.
+        ConfigError: a column of texts has too few distinct ones, or too many.
         DataError: the column holds points in time.
     """
     field = _field(dataset, column)
@@ -100,7 +100,7 @@ def indexed(dataset: DataFrame, column: str, classes: list[Label] | None) -> tup
 
     Args:
         dataset: the rows.
-        column: with the labels; itself if it has their indices.
+        column: the one with the labels; returned itself if it has their indices.
         classes: their labels.
 
     Raises:
@@ -118,11 +118,11 @@ def indexed(dataset: DataFrame, column: str, classes: list[Label] | None) -> tup
         )
     if not texts and isinstance(classes[0], str):
         return dataset, column  # StringIndexer's own numbers
-    # Errors about the column's values quote its name. An exception in the JVM would reach nobody.
+    # Errors about the column's values quote its name; an exception in the JVM no one would see.
     name = f"{column} (index among the labels; {len(classes)} is none of them)"
     wanted = quoted(column) if texts else quoted(column).cast("double")
     names = [str(each) for each in classes]
-    if not texts:  # as Spark writes them, not Python
+    if not texts:  # written as Spark does, not as Python does
         numbers = [
             F.lit(float(each)).cast("string").alias(f"l{i}") for i, each in enumerate(classes)
         ]
@@ -132,7 +132,7 @@ def indexed(dataset: DataFrame, column: str, classes: list[Label] | None) -> tup
 
 
 def with_names(dataset: DataFrame, column: str, classes: list[Label] | None) -> DataFrame:
-    """Write in a column of indices what they stand for, where IndexToString looks for it."""
+    """Attach to a column of indices what they stand for, where IndexToString looks for it."""
     if classes is None or not isinstance(classes[0], str):
         return dataset
     attributes = {"ml_attr": {"type": "nominal", "name": column, "vals": classes}}
@@ -145,6 +145,6 @@ def _is_text(field: T.StructField) -> bool:
 
 
 def _field(dataset: DataFrame, column: str) -> T.StructField | None:
-    """The column, if it is there once; who misses it says so."""
+    """The column, if it is there exactly once; whoever needs it reports if it is not."""
     found = [field for field in dataset.schema.fields if field.name == column]
     return found[0] if len(found) == 1 else None

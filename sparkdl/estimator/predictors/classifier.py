@@ -1,4 +1,4 @@
-"""``TorchClassifier``: a PyTorch model in the place of one of pyspark.ml's classifiers."""
+"""``TorchClassifier``: a PyTorch model in place of one of pyspark.ml's classifiers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TorchClassificationModel(FittedModel, ClassParams):
 
     Attributes:
         module: the plain nn.Module, on the CPU and in evaluation mode.
-        history: one ``EpochSummary`` an epoch of training.
+        history: one ``EpochSummary`` per epoch of training.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -48,30 +48,30 @@ class TorchClassificationModel(FittedModel, ClassParams):
 
 
 class TorchClassifier(BaseEstimator[TorchClassificationModel], ClassParams):
-    """Trains a PyTorch model to tell classes apart, as pyspark.ml's classifiers do.
+    """Trains a PyTorch model to tell classes apart, like pyspark.ml's classifiers.
 
-    The fitted model adds the columns that they add, so that evaluators, ``OneVsRest``,
-    ``CrossValidator`` and pipelines take it. Its outputs are told from the loss: a score for each
-    class (``CrossEntropyLoss``, the default, ``NLLLoss``, ``MultiMarginLoss``), or one for two
-    classes (``BCEWithLogitsLoss``, ``BCELoss``).
+    The fitted model adds the columns that theirs add, so it works with evaluators, ``OneVsRest``,
+    ``CrossValidator`` and pipelines. The loss decides what its outputs are: a score for each class
+    (``CrossEntropyLoss``, the default, ``NLLLoss``, ``MultiMarginLoss``), or one for two classes
+    (``BCEWithLogitsLoss``, ``BCELoss``).
 
     ``labelCol`` holds the classes' indices 0, 1, ..., perhaps made by StringIndexer, whose labels
-    are then kept; or booleans; or texts or dates, which are sorted; or with ``labels`` any of these
-    or any numbers.
+    are then kept; or booleans; or texts or dates, which are sorted; or, with ``labels``, any of
+    these or any numbers.
 
     Args:
         rawPredictionCol: the column of the outputs, a vector with a number for each class; empty
             for none.
-        probabilityCol: that of the probabilities, also a vector; empty for none. There is none for
-            ``MultiMarginLoss``.
-        predictionCol: that of the predicted class, a double: its index, with the labels where
-            IndexToString finds them; or the label itself, if ``labels`` are numbers or booleans.
-        thresholds: a number for each class; the class wins whose probability divided by its
-            threshold is the largest. None for the most likely class.
-        labels: the classes' labels, texts, numbers, booleans or dates, in the order of the outputs;
-            None as above.
-        params: all other arguments of ``TorchEstimator`` but ``outputCols`` and ``outputType``;
-            ``model`` and ``optimizer`` are needed.
+        probabilityCol: the column of the probabilities, also a vector; empty for none. There is
+            none for ``MultiMarginLoss``.
+        predictionCol: the column of the predicted class, a double: its index, with the labels where
+            IndexToString finds them; or the label itself if ``labels`` are numbers or booleans.
+        thresholds: a number for each class; the class with the largest ratio of probability to
+            threshold wins. None for the most likely class.
+        labels: the classes' labels, as texts, numbers, booleans or dates, in the order of the
+            outputs; None as described above.
+        params: all other arguments of ``TorchEstimator`` except ``outputCols`` and ``outputType``;
+            ``model`` and ``optimizer`` are required.
 
     Raises:
         ConfigError: an argument is unknown or out of range.

@@ -1,4 +1,4 @@
-"""``TorchRegressor``: a PyTorch model in the place of one of pyspark.ml's regressors."""
+"""``TorchRegressor``: a PyTorch model in place of one of pyspark.ml's regressors."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class TorchRegressionModel(FittedModel, NumberParams):
 
     Attributes:
         module: the plain nn.Module, on the CPU and in evaluation mode.
-        history: one ``EpochSummary`` an epoch of training.
+        history: one ``EpochSummary`` per epoch of training.
     """
 
 
 class TorchRegressor(BaseEstimator[TorchRegressionModel], NumberParams):
-    """Trains a PyTorch model to predict a number, as pyspark.ml's regressors do.
+    """Trains a PyTorch model to predict a number, like pyspark.ml's regressors.
 
     Args:
         loss: (outputs, targets) -> scalar tensor, the mean over the minibatch; ``MSELoss`` by
             default.
-        params: all other arguments of ``TorchEstimator`` but ``outputCols`` and ``outputType``;
-            ``model`` and ``optimizer`` are needed.
+        params: all other arguments of ``TorchEstimator`` except ``outputCols`` and ``outputType``;
+            ``model`` and ``optimizer`` are required.
 
     Raises:
         ConfigError: an argument is unknown or out of range.

@@ -1,1 +1,1 @@
-"""What a configuration may say, what of it is refused, and the objects that it names."""
+"""What a configuration may say, what is refused, and the objects that it names."""

@@ -1,7 +1,7 @@
-"""From what a configuration names, ``class_path`` and ``init_args``, to objects.
+"""Builds the objects that a configuration names by ``class_path`` and ``init_args``.
 
-Not left to jsonargparse: replicas are built on workers that need no jsonargparse, models saved with
-their builder load without a pickle, and pyspark.ml's stages need a session before they are made.
+This is not left to jsonargparse: workers must build replicas without it, models saved with their
+builder load without a pickle, and pyspark.ml's stages need a session before they are made.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def built(spec: Any) -> Any:
     """The object that a specification describes.
 
     Args:
-        spec: a ``Namespace`` with ``class_path`` and ``init_args``, a list or dict of such, or any
-            other value, which is itself.
+        spec: a ``Namespace`` with ``class_path`` and ``init_args``, a list or dict of those, or any
+            other value, which is returned unchanged.
     """
     if is_spec(spec):
         called = builder(spec)
@@ -38,16 +38,16 @@ def built(spec: Any) -> Any:
 
 
 def checked_stage(place: str, spec: Any) -> Any:
-    """One of pyspark.ml's stages or evaluators, whose values its Java class has taken.
+    """One of pyspark.ml's stages or evaluators, whose values its Java class has accepted.
 
-    Python passes them on when the stage is used, which for an evaluator is after a training.
+    Python passes them to Java only when the stage is used, for an evaluator after a training.
 
     Args:
-        place: where in the configuration it stands.
+        place: its place in the configuration.
         spec: as for ``built``.
 
     Raises:
-        ConfigError: an argument is not what it takes.
+        ConfigError: an argument is not one that it takes.
     """
     try:
         stage = built(spec)
@@ -59,16 +59,16 @@ def checked_stage(place: str, spec: Any) -> Any:
 
 
 def builder(spec: Any) -> Any:
-    """What makes the object: the class or function, with its arguments. Other values are as is."""
+    """What makes the object: the class or function, with its arguments; other values unchanged."""
     if not is_spec(spec):
         return built(spec)
     called = pkgutil.resolve_name(spec.class_path)
     arguments = spec.get("init_args")
     given = {name: built(value) for name, value in vars(arguments).items()} if arguments else {}
-    # What jsonargparse calls the arguments that only a constructor's **kwargs take.
+    # jsonargparse's name for the arguments that only a constructor's **kwargs take.
     given |= built(spec.get("dict_kwargs") or {})
     defaults = {name: p.default for name, p in inspect.signature(called).parameters.items()}
-    # pyspark.ml's stages have no None: what was not given stays away.
+    # pyspark.ml's stages do not take None, so what was not given is left out.
     given = {
         name: value
         for name, value in given.items()
@@ -78,5 +78,5 @@ def builder(spec: Any) -> Any:
 
 
 def is_spec(value: Any) -> bool:
-    """Whether a value says what is to be built."""
+    """Whether a value describes an object to build."""
     return isinstance(value, Namespace) and "class_path" in value

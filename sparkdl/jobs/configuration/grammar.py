@@ -1,6 +1,6 @@
 """The grammar of a job's configuration: one file for train.py, evaluate.py and predict.py.
 
-Each of them checks the sections that it uses, and takes the others as they are.
+Each of them checks the sections that it uses, and accepts the others unchecked.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SECTIONS: dict[JobName, tuple[str, ...]] = {
     "evaluate": ("model", "trust", "evaluators", "evaluation"),
     "predict": ("model", "trust", "predictions", "write"),
 }
-"""What each job uses besides ``session``, ``source``, ``rows`` and what is said of the run."""
+"""The sections that each job uses besides ``session``, ``source``, ``rows`` and the run's own."""
 OUTPUTS: dict[JobName, str] = {
     "train": "model",
     "evaluate": "evaluation",
@@ -57,9 +57,9 @@ OUTPUTS: dict[JobName, str] = {
 }
 """The key that says where each job's output goes."""
 BUILDERS = ("model", "optimizer", "scheduler")
-"""Arguments of the estimator that are called to make what they are named after."""
+"""Arguments of the estimator that are called to build what they are named after."""
 NO_MATTER = ("progress", "checkpointPath", "timeout", "maxFailures")
-"""Arguments of the estimator that do not decide what comes out."""
+"""Arguments of the estimator that do not affect its result."""
 
 _MEANS: dict[str, str] = {
     "model": "directory of the model: train.py writes it, the others read it",
@@ -69,7 +69,7 @@ _MEANS: dict[str, str] = {
     "{class_path: pyspark.ml.evaluation.BinaryClassificationEvaluator}}",
     "stages": "pyspark.ml stages before the estimator, saved with the model",
     "baselines": "pyspark.ml estimators by name, which are fitted and evaluated on the same rows",
-    "trust": "modules that the model's own classes are of, which may be imported to load it",
+    "trust": "modules that the model's own classes come from, which may be imported to load it",
 }
 
 
@@ -79,7 +79,7 @@ class TableFormat:
 
     Args:
         format: ``parquet``, ``orc``, ``json``, ``csv`` or another that Spark has a writer for.
-        columns: of the predictions' table; all by default.
+        columns: those of the predictions' table; all by default.
         partition_by: columns that become folders.
         options: of the writer, for example ``{compression: zstd}``.
         files: how many files to write; as many as there are partitions by default.
@@ -103,16 +103,16 @@ class Settings:
     """What a job was asked for; sections that it does not use are None.
 
     Attributes:
-        job: which.
+        job: the job.
         session: arguments of ``create_session``.
         source: where the rows come from.
-        rows: which of them, for what.
+        rows: which of them are used, and for what.
         output: the output's path.
         sections: the sections of ``SECTIONS[job]``, not yet built.
-        run_id: of which run the output is.
-        result_file: where the result is written too.
+        run_id: the run that the output belongs to.
+        result_file: where else the result is written.
         log_format: ``text`` or ``json``.
-        log_level: from which on messages are logged.
+        log_level: the lowest level that is logged.
         digest: SHA-256 of all that decides the output.
     """
 
@@ -129,7 +129,7 @@ class Settings:
     digest: str
 
     def estimator(self) -> TorchEstimator:
-        """The network's estimator, of the section of that name.
+        """The network's estimator, from the section of that name.
 
         Raises:
             ConfigError: an argument is out of range.
@@ -163,7 +163,7 @@ def build_parser(job: JobName) -> ArgumentParser:
     """The parser of a job's command line and configuration.
 
     Args:
-        job: which.
+        job: the job.
     """
     used = SECTIONS[job]
     parser = JobParser(
@@ -177,7 +177,7 @@ def build_parser(job: JobName) -> ArgumentParser:
     parser.add_argument(
         "--config",
         action="config",
-        help="a YAML file; of several, and of the command line, what is said last counts",
+        help="a YAML file; of several, and of the command line, the last value given counts",
     )
     _add_run(parser)
     parser.add_subclass_arguments(
@@ -219,11 +219,11 @@ def read_settings(job: JobName, arguments: list[str] | None = None) -> Settings:
     """Parse the command line, and build what needs no session.
 
     Args:
-        job: which.
+        job: the job.
         arguments: the command line; None for this process's own.
 
     Raises:
-        SystemExit: something is wrong, which was said; of code 2, or 0 after --help.
+        SystemExit: something is wrong, and was reported; with code 2, or 0 after --help.
     """
     importlib.import_module("sparkdl.callbacks")  # so that short names are found
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
@@ -278,32 +278,32 @@ def _add_run(parser: ArgumentParser) -> None:
         type=str | None,
         default=None,
         help="what the scheduler calls this run, the same in each attempt: an output that is "
-        "complete for it is not made again, and an interrupted training goes on. Without one "
+        "complete for it is not made again, and an interrupted training resumes. Without one, "
         "each start is a run of its own",
     )
     run.add_argument(
         "--result_file",
         type=str | None,
         default=None,
-        help="a file of this machine to which the result is written as JSON, also of a failure",
+        help="a file on this machine to which the result is written as JSON, even after a failure",
     )
     run.add_argument(
         "--log_format",
         type=Literal["text", "json"],
         default="text",
-        help="json writes one object a line to stderr, and the result as the last line of stdout",
+        help="json writes one object per line to stderr, and the result as the last line of stdout",
     )
     run.add_argument(
         "--log_level",
         type=Literal["DEBUG", "INFO", "WARNING", "ERROR"] | None,
         default=None,
-        help="from which level on messages are logged; WARNING as text, INFO as json",
+        help="the lowest level that is logged; WARNING as text, INFO as json",
     )
 
 
 def _add_estimator(parser: ArgumentParser) -> None:
-    # Taken in a wider sense than the arguments themselves are: a class with its arguments stands
-    # for what builds such a thing. A bare Callable takes functions that are not annotated, too.
+    # More is accepted than for the arguments themselves: a class with its arguments stands for a
+    # builder of it. A bare Callable also takes functions without annotations.
     kinds: dict[str, tuple[Any, str]] = {
         "model": (ModelBuilder | nn.Module | Callable, "the network: a class with its arguments"),
         "loss": (
@@ -333,7 +333,7 @@ def _add_estimator(parser: ArgumentParser) -> None:
 
 
 def _take_untyped(action: Any) -> None:
-    """Let the classes and functions that are named have arguments without annotations."""
+    """Allow the named classes and functions to have arguments without annotations."""
     action.sub_add_kwargs = {"fail_untyped": False}
 
 

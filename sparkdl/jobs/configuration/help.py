@@ -1,4 +1,4 @@
-"""What --help says of a job."""
+"""What --help says about a job."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class HelpFormatter(DefaultHelpFormatter):  # type: ignore[misc]
 
 
 def describe(job: JobName) -> str:
-    """What a job is for, above its options.
+    """What a job is for, shown above its options.
 
     Args:
-        job: which.
+        job: the job.
     """
     lines = [
         _DOES[job],
@@ -57,7 +57,7 @@ def describe(job: JobName) -> str:
 
 
 def exit_codes() -> str:
-    """The exit codes, below the options."""
+    """The exit codes, shown below the options."""
     lines = ["exit codes:"]
     for code in Exit:
         first, *rest = textwrap.wrap(code.meaning, 72)

@@ -1,4 +1,4 @@
-"""A command line or configuration that is refused, and what of it counts even so."""
+"""A command line or configuration that is refused, and the part of it that still counts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jsonargparse import ArgumentParser, Namespace
 PLAIN_SECTIONS = ("session", "rows", "write")
 """Sections that are keys with defaults."""
 _GLOB = re.compile(r"[{[*?\\]")
-"""What Hadoop takes for a pattern of paths; pyspark.ml's loaders know no escape for it."""
+"""Characters that Hadoop takes for a path pattern; pyspark.ml's loaders cannot escape them."""
 
 
 class Refused(SystemExit):
-    """The parser has said what is wrong, and ends the process.
+    """The parser has reported what is wrong, and ends the process.
 
     Args:
-        message: what it has said.
+        message: what it reported.
     """
 
     def __init__(self, message: str) -> None:
@@ -34,10 +34,10 @@ class Refused(SystemExit):
 
 
 class JobParser(ArgumentParser):  # type: ignore[misc]
-    """A parser whose refusals keep what they say, for the result file."""
+    """A parser whose refusals keep their message, for the result file."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Say what is wrong, and how the job is used.
+        """Report what is wrong, and how to use the job.
 
         Raises:
             Refused: always.
@@ -46,13 +46,13 @@ class JobParser(ArgumentParser):  # type: ignore[misc]
             super().error(message, ex)
         except SystemExit as end:
             raise Refused(message) from end
-        raise Refused(message)  # jsonargparse's own ends the process; were it to return one day
+        raise Refused(message)  # in case jsonargparse's own, which ends the process, ever returns
 
 
 def require_mappings(parser: ArgumentParser, arguments: list[str] | None) -> None:
     """Refuse configuration files that hold no keys, in words that a person understands.
 
-    Files that are missing, and YAML that is none, are left to the parser, which says where.
+    Missing files and invalid YAML are left to the parser, which says where.
     """
     for name, value in _given(arguments, "config"):
         try:
@@ -67,7 +67,7 @@ def require_mappings(parser: ArgumentParser, arguments: list[str] | None) -> Non
 
 
 def fill_sections(parser: ArgumentParser, config: Namespace) -> None:
-    """Have a section be its defaults whose keys are all left out, or commented out, in the file."""
+    """Use a section's defaults if all its keys are missing or commented out in the file."""
     for name, default in vars(parser.get_defaults()).items():
         found = config.get(name)
         if name not in PLAIN_SECTIONS or isinstance(found, Namespace):
@@ -78,7 +78,7 @@ def fill_sections(parser: ArgumentParser, config: Namespace) -> None:
 
 
 def require_one_path(parser: ArgumentParser, config: Namespace, names: Collection[str]) -> None:
-    """Refuse outputs that could be written, but would not be read, or another in their place."""
+    """Refuse output paths that could be written, but would be read as another or not at all."""
     for name in sorted(names):
         if found := _GLOB.search(config[name]):
             parser.error(
@@ -89,7 +89,7 @@ def require_one_path(parser: ArgumentParser, config: Namespace, names: Collectio
 
 
 def result_file_of(arguments: list[str] | None) -> str | None:
-    """The result file that a refused command line names, itself or in a file that can be read."""
+    """The result file that a refused command line names, itself or in a readable file."""
     named = None
     for name, value in _given(arguments, "config", "result_file"):
         if name == "result_file":
@@ -103,7 +103,7 @@ def result_file_of(arguments: list[str] | None) -> str | None:
 
 
 def _given(arguments: list[str] | None, *names: str) -> Iterator[tuple[str, str]]:
-    """Options and their values in the order of the command line, in which the last one counts."""
+    """Options and their values in the order of the command line, where the last one counts."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     for position, word in enumerate(words):
         option, equals, value = word.partition("=")

@@ -1,1 +1,1 @@
-"""What a job leaves: its output, there whole or not at all, and its result as JSON."""
+"""What a job leaves: its output, all of it or nothing, and its result as JSON."""

@@ -1,4 +1,4 @@
-"""Where an output is, as Spark reads its path."""
+"""Where an output is, according to how Spark reads its path."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sparkdl.spark.storage.files import hadoop_files, java_errors
 from sparkdl.spark.storage.hadoop_files import open_hadoop
 
 RENAMING = ("hdfs", "viewfs")
-"""Of Hadoop's file systems those that rename a directory at once, as its own specification asks;
-object stores copy file by file, and of others it is not known."""
+"""Hadoop's file systems that rename a directory atomically, as its specification requires; object
+stores copy file by file, and others are unknown."""
 
 
 def locate(path: str) -> Location:
-    """The location that a path means to Spark: with a scheme, or on the default file system.
+    """The location that Spark takes a path for: with a scheme, or on the default file system.
 
     Args:
         path: a directory.
@@ -41,5 +41,5 @@ def locate(path: str) -> Location:
 
 
 def spark_path(location: Location, path: str) -> str:
-    """A path in a location, as Spark takes it whatever its default file system is."""
+    """A path in a location, in a form that does not depend on Spark's default file system."""
     return f"file://{path}" if isinstance(location.files, LocalFiles) else path

@@ -1,4 +1,4 @@
-"""A job's output: there whole or not at all, and made once for each run, however often it starts.
+"""A job's output: all of it or nothing, and made once per run, however often that starts.
 
     <output>/                          the files, and _result.json, without which it is not complete
     <output>.sparkdl-staged-<letters>/ what one attempt writes; once it has a _result.json of its
@@ -15,9 +15,9 @@
     publish    output -> replaced, staged -> output, delete replaced; or, where directories cannot
                be renamed at once (object stores): delete the old files, the marker first, move the
                new ones, put the marker last
-    clear      delete what is beside the output
+    clear      delete what is next to the output
 
-Each step may be cut off anywhere and started over. Nothing here knows Spark.
+Each step may be interrupted anywhere and repeated. Nothing here knows about Spark.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from sparkdl.errors import CheckpointError, ConfigError, InUseError
 logger = logging.getLogger(__name__)
 
 MARKER = "_result.json"
-"""Spark's readers skip names that begin so."""
+"""Spark's readers skip names that start with these."""
 STAGED = ".sparkdl-staged-"
 WORK = ".sparkdl-job"
 RUN = "run.json"
 CHECKPOINTS = "checkpoints"
 MAX_MARKER_BYTES = 64 << 20
-"""Enough for the names of half a million files; more is not read."""
+"""Enough for the names of half a million files; larger markers are not read."""
 _ATTEMPTS = 3
 
 _STORAGE_ERRORS = (OSError, pa.ArrowException)
@@ -64,7 +64,7 @@ class Location:
     Attributes:
         files: its file system.
         path: the directory in it, without a slash at its end.
-        renames: whether the file system renames a directory at once; one that copies does not.
+        renames: whether the file system renames a directory atomically, rather than copying it.
     """
 
     files: fs.FileSystem
@@ -74,11 +74,11 @@ class Location:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Of what an output is.
+    """The run that an output belongs to.
 
     Attributes:
         job: ``train``, ``evaluate`` or ``predict``.
-        run_id: whoever starts with the same one means the same run; None for a run of its own.
+        run_id: the same in all attempts of the same run; None for a run of its own.
         configuration: a digest of all that decides the result.
     """
 
@@ -100,13 +100,13 @@ class Output:
     """One attempt to make an output.
 
     Args:
-        location: where.
-        run: what it is of.
+        location: where it is.
+        run: the run that it belongs to.
 
     Attributes:
-        staged: the directory to which the job writes; it does not exist as yet.
+        staged: the directory to which the job writes; it does not exist yet.
         checkpoints: a directory for what an attempt leaves to the next one of the same run; None if
-            there can be none, for the run has no id.
+            there can be none, since the run has no id.
     """
 
     def __init__(self, location: Location, run: Run) -> None:
@@ -121,17 +121,17 @@ class Output:
 
     @contextlib.contextmanager
     def claimed(self, application: str | None = None) -> Iterator[Result | None]:
-        """Be the only one that makes it, inside a ``with`` block.
+        """Be the only one to make it, inside a ``with`` block.
 
         Args:
-            application: what this process belongs to, for whoever is refused meanwhile.
+            application: what this process belongs to, for others that are refused meanwhile.
 
         Yields:
-            The run's result if its output is complete; None if it is to be made, and committed.
+            The run's result if its output is complete; None if it must be made and committed.
 
         Raises:
             InUseError: another process is making it; the message says which.
-            ConfigError: what is there is not an earlier output of this job, or is this run's by
+            ConfigError: what is there is not an earlier output of this job, or is this run's with
                 another configuration.
             CheckpointError: the file system refuses.
         """
@@ -152,17 +152,17 @@ class Output:
             self._remove_work()
         except _STORAGE_ERRORS as error:
             raise CheckpointError(f"{self._path} could not be written: {error}") from error
-        if failed is not None:  # out here, lest a file that the job misses be taken for one of ours
+        if failed is not None:  # not in the try, lest a file that the job lacks be taken for ours
             raise failed
 
     def commit(self, result: Result) -> Result:
-        """Make what was staged the output; when this returns it lasts.
+        """Make what was staged the output, which is durable when this returns.
 
         Args:
-            result: what is to be said of it; JSON.
+            result: what to say about it; JSON.
 
         Returns:
-            It with what identifies the run, and every file with its size.
+            The result, plus what identifies the run, and every file with its size.
 
         Raises:
             CheckpointError: the file system refuses, or another process works there now.
@@ -182,14 +182,14 @@ class Output:
         return whole
 
     def _recovered(self) -> Result | None:
-        """Finish or clear what an attempt before has left; the result if the run is complete."""
+        """Finish or clear what an earlier attempt left; the result if the run is complete."""
         decided = {path: found for path in self._staged() if (found := self._decided(path))}
         mine = [path for path, found in decided.items() if self._is_this_run(found)]
         if self._completed() is None:
             if mine:
                 self._publish(mine[0], decided[mine[0]])
             elif self._result_at(self._path) is None and decided:
-                # Of another run, which was killed in the middle of its publishing.
+                # That of another run, which was killed while publishing.
                 path, found = next(iter(decided.items()))
                 self._publish(path, found)
             elif not self._exists(self._path) and self._exists(self._path + ASIDE):
@@ -205,7 +205,7 @@ class Output:
         return done
 
     def _completed(self) -> Result | None:
-        """The result that is there, if it is this run's.
+        """The existing result, if it is this run's.
 
         Raises:
             ConfigError: the run was completed with another configuration.
@@ -229,7 +229,7 @@ class Output:
         )
 
     def _require_replaceable(self) -> None:
-        """Never delete what no job of this kind has made."""
+        """Refuse to replace what no job of this kind has made."""
         if not self._exists(self._path):
             return
         found = self._result_at(self._path)
@@ -249,7 +249,7 @@ class Output:
             )
 
     def _publish(self, staged: str, result: Result) -> None:
-        """Put a decided directory in the output's place; may be repeated after a cut."""
+        """Put a decided directory in the output's place; may be repeated if interrupted."""
         if self._lease is not None:
             self._lease.check()
         if self._renames:
@@ -274,7 +274,7 @@ class Output:
         for name in wanted:
             source, target = posixpath.join(staged, name), posixpath.join(self._path, name)
             if not self._exists(source):
-                continue  # moved before a cut
+                continue  # moved before an interruption
             if self._exists(target):
                 self._files.delete_file(target)
             self._files.create_dir(posixpath.dirname(target), recursive=True)
@@ -290,7 +290,7 @@ class Output:
         self._discard(staged)
 
     def _decided(self, staged: str) -> Result | None:
-        """The result of a staged directory that is whole."""
+        """The result of a staged directory that is complete."""
         found = self._result_at(staged)
         if found is None:
             return None
@@ -311,7 +311,7 @@ class Output:
                 try:
                     lease = stack.enter_context(held(self._files, self._work, application))
                     break
-                except FileNotFoundError:  # who had it before has ended, and deleted it
+                except FileNotFoundError:  # its last holder has ended and deleted it
                     if attempt == _ATTEMPTS - 1:
                         raise
                 except InUseError as error:
@@ -336,7 +336,7 @@ class Output:
         self._put(self._work, RUN, self._run.identity)
 
     def _clear(self, *, keep_work: bool) -> None:
-        """Delete what is no longer needed; what cannot be deleted is no failure of the job's."""
+        """Delete what is no longer needed; failing at that does not fail the job."""
         try:
             self._discard(self.staged, unless_decided=True)
             if not keep_work:
@@ -352,7 +352,7 @@ class Output:
                     self._delete(posixpath.join(self._work, info.base_name))
 
     def _remove_work(self) -> None:
-        """Delete the directory if nothing is in it; the lease was given back."""
+        """Delete the directory if it is empty; the lease has been released."""
         if isinstance(self._files, LocalFiles):
             with contextlib.suppress(OSError):  # not empty: to be resumed, or in use again
                 os.rmdir(self._work)
@@ -396,7 +396,7 @@ class Output:
         return list(found)
 
     def _walk(self, directory: str, prefix: str = "") -> Iterator[tuple[str, int]]:
-        """Name and bytes of every file in a directory and below, but for the marker."""
+        """Name and bytes of every file in a directory and below, except the marker."""
         for info in self._list(f"{directory}/{prefix}".rstrip("/")):
             name = prefix + info.base_name
             if info.type == fs.FileType.Directory:
@@ -405,7 +405,7 @@ class Output:
                 yield name, int(info.size)
 
     def _result_at(self, directory: str) -> Result | None:
-        """What a marker says; None if there is none, or none that can be read."""
+        """What a marker says; None if there is none, or it cannot be read."""
         found = self._read(posixpath.join(directory, MARKER))
         return found if found is not None and isinstance(found.get("files"), dict) else None
 

@@ -1,4 +1,4 @@
-"""The result of a job as JSON, of a success or of a failure."""
+"""The result of a job as JSON, whether it succeeded or failed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparkdl.version import __version__
 
 
 def circumstances(began: datetime, application: str | None) -> dict[str, Any]:
-    """When and with what a job ran."""
+    """When a job ran, and with which versions."""
     ended = datetime.now(UTC)
     return {
         "started": began.isoformat(timespec="seconds"),
@@ -38,7 +38,7 @@ def circumstances(began: datetime, application: str | None) -> dict[str, Any]:
 
 
 def failure(job: str, run_id: str | None, code: Exit, error: BaseException) -> dict[str, Any]:
-    """What is said of a job that failed, besides its circumstances."""
+    """What the result says about a job that failed, besides its circumstances."""
     return {
         "format": 1,
         "job": job,
@@ -50,7 +50,7 @@ def failure(job: str, run_id: str | None, code: Exit, error: BaseException) -> d
 
 
 def finite(value: Any) -> Any:
-    """The same as JSON can say it: NaN and infinity are null."""
+    """The same value for JSON: NaN and infinity become null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -61,10 +61,10 @@ def finite(value: Any) -> Any:
 
 
 def clear_result(path: str) -> None:
-    """Delete the result file of an attempt before, lest it be taken for this one's.
+    """Delete an earlier attempt's result file, lest it be taken for this one's.
 
     Raises:
-        CheckpointError: none can be written there.
+        CheckpointError: no result file can be written there.
     """
     target = Path(path).expanduser().absolute()
     with _written(target):
@@ -73,7 +73,7 @@ def clear_result(path: str) -> None:
 
 
 def write_result(path: str, result: dict[str, Any]) -> None:
-    """Write a result file whole, over one that is there.
+    """Write a result file atomically, over any existing one.
 
     Raises:
         CheckpointError: it cannot be written.

@@ -1,1 +1,1 @@
-"""Functions and scripts of the user's own on every worker."""
+"""Runs the user's own functions and scripts on every worker."""

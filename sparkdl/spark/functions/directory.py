@@ -1,4 +1,4 @@
-"""Where relative paths of the user's begin on the workers: in one directory for all of them."""
+"""Where the user's relative paths start on the workers: in one directory for all of them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Directory:
-    """The directory in which the workers are to run.
+    """The directory in which the workers run.
 
     Attributes:
-        path: of it; None if there is none.
-        required: whether the user has named it, so that it has to be on every worker's host.
+        path: its path; None if there is none.
+        required: whether the user named it, so that every worker's host must have it.
     """
 
     path: str | None
@@ -27,10 +27,10 @@ class Directory:
 
     @classmethod
     def of_driver(cls, wanted: str | os.PathLike[str] | None) -> Directory:
-        """What the user has named, or the one that the driver is in.
+        """The directory that the user named, or the driver's own.
 
         Args:
-            wanted: what the user has named; None for the driver's own.
+            wanted: what the user named; None for the driver's own.
         """
         if wanted is not None:
             return cls(os.path.abspath(wanted), True)
@@ -41,15 +41,15 @@ class Directory:
 
 
 def enter(directory: Directory, rank: int, gather: Gather) -> None:
-    """Run in a directory if all workers can, else each where its executor runs.
+    """Run in a directory if all workers can, else each in its executor's.
 
     Args:
-        directory: which.
+        directory: the one to run in.
         rank: this worker's.
         gather: tells all workers what each has found.
 
     Raises:
-        ConfigError: the user has named it, and this host does not have it.
+        ConfigError: the user named it, and this host does not have it.
     """
     if directory.path is None:
         return

@@ -47,8 +47,8 @@ class Job:
         name = getattr(call.function, "__name__", getattr(call.function, "path", "a function"))
         description = f"sparkdl: run {name} on {service.world_size} workers"
         self._jobs = RunJobs(spark.sparkContext, description)
-        # The call is pickled by itself: what it imports may be missing on a worker, which is
-        # the user's to see.
+        # The call is pickled separately: a worker may lack what it imports, which the user must be
+        # told.
         feeding = None if rows is None else rows.feeding
         names: set[str] = set()
         payload = cloudpickle.dumps((placement, feeding, pickled(call, names)))
@@ -74,7 +74,7 @@ class Job:
 
     @property
     def makes_rows(self) -> bool:
-        """Whether Spark plans or computes the rows, which may take any time."""
+        """Whether Spark is planning or computing the rows, which may take any length of time."""
         if self._input is None:
             return False
         tracker = self._spark.sparkContext.statusTracker()
@@ -90,7 +90,7 @@ class Job:
             self._thread.join(JOB_END_S)
 
     def explained(self, error: SparkDLError) -> SparkDLError:
-        """An error that ended the run, with what Spark knows of lost workers and of rows."""
+        """An error that ended the run, with what Spark knows about lost workers and rows."""
         if isinstance(error, DataError) and self._input is not None:
             workers, seed = self._input.workers, self._input.feeding.seed
             if names_others(str(error), workers):
@@ -107,10 +107,10 @@ class Job:
         )
 
     def results(self) -> list[Any]:
-        """What the ranks have returned.
+        """What the ranks returned.
 
         Raises:
-            TrainingError: it was lost on its way.
+            TrainingError: it was lost on the way.
         """
         if self._error is not None:
             raise self._error
@@ -127,7 +127,7 @@ class Job:
                 workers, seed = self._input.workers, self._input.feeding.seed
                 self._rows = run_on_rows(workers, seed, self._task, OUTPUT_DDL, barrier=True)
                 if not self._rows:
-                    # Spark starts no task for what it finds to be empty while it plans.
+                    # Spark starts no task for a DataFrame that it finds empty while planning.
                     self._service.fail(DataError(NO_ROWS))
             self._service.fail(
                 TrainingError("the Spark job ended before its workers did: one left without a word")

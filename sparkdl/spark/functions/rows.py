@@ -1,4 +1,4 @@
-"""The rows of a DataFrame for the workers of a function."""
+"""A DataFrame's rows for the workers of a function."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Keeping:
-    """How the workers get and keep their rows, as the user said it."""
+    """How the user wants the workers to get and keep their rows."""
 
     shuffle: str
     seed: int
@@ -47,8 +47,8 @@ class Rows:
     """A DataFrame for the workers, and what they do with it.
 
     Attributes:
-        workers: where its rows are read.
-        feeding: how the workers feed them.
+        workers: says where its rows are read.
+        feeding: says how the workers feed them.
     """
 
     workers: Workers
@@ -58,13 +58,13 @@ class Rows:
 def rows_of(
     df: DataFrame, overrides: ColumnOverrides, num_workers: int, device: str, keeping: Keeping
 ) -> Rows:
-    """Look at the DataFrame that ``sparkdl.run`` was given.
+    """Inspect the DataFrame that ``sparkdl.run`` was given.
 
     Args:
         df: the DataFrame.
-        overrides: what the user said of its columns.
+        overrides: what the user said about its columns.
         num_workers: how many workers share its rows.
-        device: as ``run`` takes it.
+        device: see ``run``.
         keeping: how they get and keep them.
 
     Raises:

@@ -1,4 +1,4 @@
-"""``sparkdl.run``: a training function of the user's own on every worker, without torchrun."""
+"""``sparkdl.run``: the user's own training function on every worker, without torchrun."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from sparkdl.spark.storage.hadoop_files import open_hadoop
 from sparkdl.transport.service import Service
 
 REASON_S = 10.0
-"""Seconds for Spark to say how a worker's process has ended that is lost."""
+"""Seconds for Spark to say how a lost worker's process ended."""
 
 
 def run(
@@ -69,51 +69,53 @@ def run(
 ) -> list[Any]:
     """Run a function on several workers, each in a Spark task, as ranks of one group.
 
-    A task that has several GPUs (``spark.task.resource.gpu.amount``) is as many workers, each in a
-    process of its own.
+    A task that has several GPUs (``spark.task.resource.gpu.amount``) is that many workers, each in
+    its own process.
 
-    Every rank finds the environment that torchrun makes (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
-    ``MASTER_ADDR``, ...), so ``torch.distributed.init_process_group("gloo")`` works as it is.
-    What the workers print appears in the driver, each line behind its rank.
+    Every rank finds the environment that torchrun sets (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
+    ``MASTER_ADDR``, ...), so ``torch.distributed.init_process_group("gloo")`` works unchanged. What
+    the workers print appears in the driver, each line after its rank.
 
     Args:
         train_fn: a function, or the path of a Python script.
         *args: its arguments; those of a script are passed as ``sys.argv``.
-        num_workers: how many; a multiple of the GPUs a task, if those are several.
+        num_workers: how many; a multiple of the GPUs per task, if there are several.
         device: ``auto`` (a GPU where Spark assigns or torch sees one), ``cpu``, ``cuda`` or
             ``cuda:N``; what ``sparkdl.current_worker().device`` says.
         df: rows for the workers; ``sparkdl.current_worker().batches(size)`` gives each its part as
             tensors, one for each column: integers as int64, fractions as float32.
-        columnShapes: as the estimator's Param: the shape of one row by column, for nested arrays,
+        columnShapes: like the estimator's Param: the shape of one row by column, for nested arrays,
             matrices, binary columns and images.
-        columnDtypes: as the estimator's Param: the tensor's dtype by column.
-        imageCols: as the estimator's Param: binary columns that hold encoded images.
-        padCols: as the estimator's Param: columns of arrays of unequal length, by each the number
-            that shorter rows of a minibatch are padded with.
-        padInputs: as the estimator's Param: what else ``batches`` gives of padded columns,
+        columnDtypes: like the estimator's Param: the tensor's dtype by column.
+        imageCols: like the estimator's Param: binary columns that hold encoded images.
+        padCols: like the estimator's Param: columns of arrays of unequal length, each with the
+            number that pads the shorter rows of a minibatch.
+        padInputs: like the estimator's Param: what else ``batches`` gives for padded columns,
             ``padding_mask``, ``attention_mask`` or ``lengths``; a padding mask of each by default.
-        groupByLength: as the estimator's Param: whether rows of about equal length share a
+        groupByLength: like the estimator's Param: whether rows of about equal length share a
             minibatch.
-        shuffleRows: as the estimator's Param: how the rows are spread over the workers,
+        shuffleRows: like the estimator's Param: how the rows are spread over the workers,
             ``exchange``, ``spark`` or ``none``. Workers need a gang-scheduled start, for which
-            Spark gives each task one partition: of other numbers it makes as many by its shuffle.
-        shuffleSeed: of the orders in which the rows of ``df`` come; a ``seed`` is the function's.
-        memoryBudget: as the estimator's Param: MiB of its stored rows that a worker keeps mapped;
+            Spark gives each task one partition: if there are more or fewer, its shuffle makes that
+            many.
+        shuffleSeed: for the order of the rows of ``df``; ``seed`` is left to the function.
+        memoryBudget: like the estimator's Param: MiB of its stored rows that a worker keeps mapped;
             None for no limit.
-        storeIn: as the estimator's Param: where each worker keeps its rows, ``disk`` or ``memory``.
+        storeIn: like the estimator's Param: where each worker keeps its rows, ``disk`` or
+            ``memory``.
         on_report: called in the driver with rank and numbers of each
             ``sparkdl.current_worker().report(...)``; by default they are printed.
-        cwd: the working directory on the workers; by default the driver's, where all have it.
-        shipModules: as the estimator's Param: whether modules of your own that the function or
+        cwd: the working directory on the workers; by default the driver's, if all have it.
+        shipModules: like the estimator's Param: whether modules of your own that the function or
             script needs are sent to the workers.
         **kwargs: the function's arguments by name.
 
     Returns:
         What the function returned, by rank; None for each run of a script. Results come back as
-        pickles through Spark, as those of any PySpark function do.
+        pickles through Spark, like those of any PySpark function.
 
     Raises:
-        ConfigError: there is no session, too few slots, the script is not there, or Spark is to
+        ConfigError: there is no session, too few slots, the script is missing, or Spark is set to
             encrypt or authenticate connections.
         DataError: a column of ``df`` cannot become a tensor, or a row cannot.
         WorkerError: the function raised on a worker; the message has the rank and its traceback.
@@ -166,7 +168,7 @@ def run_call(
     ship_modules: bool = True,
     name: str = "num_workers",
 ) -> list[Any]:
-    """Do what ``run`` does, with arguments that were looked at.
+    """Do what ``run`` does, with arguments that have been checked.
 
     Args:
         spark: the session.
@@ -174,12 +176,12 @@ def run_call(
         placement: where every worker runs it.
         num_workers: how many.
         rows: for the workers.
-        on_report: as ``run`` takes it.
-        ship_modules: whether modules of the user's own are sent to the workers.
-        name: of the argument with which the user has said how many.
+        on_report: see ``run``.
+        ship_modules: whether the user's own modules are sent to the workers.
+        name: of the argument with which the user said how many.
 
     Returns:
-        As ``run`` does.
+        See ``run``.
     """
     require_static_allocation(spark)
     profile, ranks = gpu_profile(spark, placement.device), ranks_a_task(spark, placement.device)

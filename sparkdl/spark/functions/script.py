@@ -1,4 +1,4 @@
-"""A user's script on a worker: what runs there is what was sent, whatever lies at its path."""
+"""A user's script on a worker: what runs is what was sent, whatever is at its path there."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ class Script:
     path: str
     """Where it is on the driver, and perhaps on the executors."""
     source: bytes
-    """What it says on the driver."""
+    """Its text on the driver."""
 
     def imports(self) -> set[str]:
-        """The dotted names that it imports; none of a text that is no Python."""
+        """The dotted names that it imports; none if it is not Python."""
         try:
             code = compile(self.source, self.path, "exec", dont_inherit=True)
-        except (SyntaxError, ValueError):  # which the workers will say
+        except (SyntaxError, ValueError):  # the workers will report it
             return set()
         return set(imported_names(code, None))
 
 
 def run_script(script: Script, arguments: Sequence[str]) -> None:
-    """Run a script in its place if it is there as it was sent, else in a directory of its own.
+    """Run a script in place if the same text is there, else in a directory of its own.
 
     Args:
         script: what to run.
-        arguments: its ``sys.argv`` behind the path.
+        arguments: its ``sys.argv`` after the path.
 
     Raises:
-        SystemExit: it left with a code other than 0.
+        SystemExit: it exited with a code other than 0.
     """
     before = sys.argv, list(sys.path)
     with ExitStack() as stack:
@@ -71,7 +71,7 @@ def _is_in_place(script: Script) -> bool:
     try:
         if not path.is_file():
             return False
-        # By its size first: what lies there may be large.
+        # The size first: the file there may be large.
         if path.stat().st_size == len(script.source) and path.read_bytes() == script.source:
             return True
     except OSError as error:  # a home directory that only its owner may enter, for example
@@ -89,12 +89,12 @@ def _is_in_place(script: Script) -> bool:
 def function_of(
     train: Callable[..., Any] | str, kwargs: Mapping[str, Any], name: str
 ) -> Callable[..., Any] | Script:
-    """What the user has given to be run.
+    """What the user wants to run.
 
     Args:
         train: the function, or the path of a script.
         kwargs: its arguments by name.
-        name: of the argument that it was given for.
+        name: of the argument that it was passed as.
 
     Raises:
         ConfigError: it is neither, or a script with arguments by name.

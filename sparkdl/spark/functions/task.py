@@ -1,4 +1,4 @@
-"""What a worker of ``sparkdl.run`` does: make the surroundings that torchrun makes, and call."""
+"""What a worker of ``sparkdl.run`` does: set up what torchrun would, and call the function."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ OUTPUT_SCHEMA = pa.schema(
 )
 OUTPUT_DDL = "rank bigint, result binary"
 STORE_TIMEOUT = timedelta(minutes=30)
-"""torch's own default for how long a rank waits for the others to form a group."""
+"""How long a rank waits for the others to form a group: torch's own default."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ class Placement:
 
     Attributes:
         network: how the workers reach each other.
-        directory: in which.
+        directory: the working directory.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         echo: whether what is printed is also written to the process's own streams.
-        tasks_are_nodes: whether a rank sees of its host only its task, and the GPUs of that, as
-            under pyspark's TorchDistributor.
+        tasks_are_nodes: whether a rank sees only its task of its host, and the task's GPUs, as with
+            pyspark's TorchDistributor.
     """
 
     network: Network
@@ -91,9 +91,9 @@ class Feeding:
 
     Attributes:
         schema: what the columns become.
-        seed: of the orders in which the rows come.
+        seed: for the order of the rows.
         options: of the feed.
-        in_memory: who demands that rows are in memory; None if they may be on a disk.
+        in_memory: what demands that rows stay in memory; None if they may be on a disk.
     """
 
     schema: FeedSchema
@@ -111,14 +111,15 @@ def run_function_task(
     """Call the user's function as one of several ranks, in a process that ends with it.
 
     Args:
-        payload: the pickled ``Placement``, the ``Feeding`` or None, and, pickled by itself, the
-            ``Call``.
+        payload: the pickled ``Placement``, the ``Feeding`` or None, and the ``Call``, pickled
+            separately.
         address: the fields of the run service's ``ServiceAddress``.
         assigned: the rank, its cores and its GPU.
-        batches: the rank's rows; without a ``Feeding`` they say nothing.
+        batches: the rank's rows; meaningless without a ``Feeding``.
 
     Yields:
-        The rank with the pickled result, or without if the run has failed; the driver knows why.
+        The rank with the pickled result, or without one if the run has failed; the driver knows
+        why.
 
     Raises:
         DisconnectedError: the driver cannot be reached.
@@ -164,7 +165,7 @@ def _serve(
         result = cloudpickle.dumps(_call(call))
         _end_program()
         leave_group()
-    # Not by the end of the process: rank 0 keeps the store, which the others may still need.
+    # Not left to the end of the process: rank 0 keeps the store, which others may still need.
     hang_up({driver.address.host_and_port[1], met.master[1]})
     driver.say_returned()
     driver.finish()
@@ -180,9 +181,9 @@ def _rows(
     device: str,
     network: Network,
 ) -> Iterator[FedRows | None]:
-    """Read the worker's rows, learn of the others' whether all can be fed, and exchange them."""
+    """Read the worker's rows, find out whether all workers' can be fed, and exchange them."""
     if feeding is None:
-        for _ in batches:  # a Python process whose input was not read to its end is not used again
+        for _ in batches:  # Spark reuses a Python process only if its input was read to the end
             pass
         yield None
         return
@@ -216,7 +217,7 @@ def _rows(
                 tls=tls,
             )
             feed.reshuffle(1, exchange)
-            # Nobody may close its server before all have what they get.
+            # No worker may close its server before all have fetched their rows.
             now = driver.gather({"rows": feed.rows})
         yield FedRows(feed, tuple(each["rows"] for each in now))
 
@@ -229,7 +230,7 @@ def _report_errors(driver: RunClient, rank: int, body: Callable[[], bytes]) -> b
     except (Exception, SystemExit) as error:
         of_exchange = isinstance(error, RuntimeError) and is_of_backend(error)
         if of_exchange:
-            # Whoever broke the exchange speaks first, if it can: its error says more.
+            # The worker that broke the exchange reports first if it can: its error says more.
             time.sleep(ROLL_CALL_S)
         text = traceback_of(error)
         what = f"rank {rank} on {socket.gethostname()}: {type(error).__name__}: {error}"
@@ -251,7 +252,7 @@ def _surroundings(
     device: str,
     rows: FedRows | None,
 ) -> Iterator[Meeting]:
-    """The variables that torchrun sets, a store behind them, and ``current_worker``."""
+    """Provide the variables that torchrun sets, the store behind them, and ``current_worker``."""
     rank, network = assigned.rank, placement.network
     met = meet(rank, driver.gather, device=device, network=network, timeout=STORE_TIMEOUT)
     settings = {
@@ -261,7 +262,7 @@ def _surroundings(
         **interface_settings(torch.device(device), met.address),
     }
     if device == "cpu":
-        # As accelerate's own launcher does: without it each rank would silently train alone.
+        # Like accelerate's own launcher: without it each rank would silently train alone.
         settings["ACCELERATE_USE_CPU"] = os.environ.get("ACCELERATE_USE_CPU", "true")
     worker = FunctionWorker(met, device, driver, rows, gpu=assigned.gpu)
     os.environ.update(settings)
@@ -286,13 +287,13 @@ def _torchrun_variables(met: Meeting) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": "sparkdl",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        # The store is there already, on a port that nobody can take any more.
+        # The store already exists, on a port that can no longer be taken.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 
 
 def _variables_of_task(assigned: Assignment, met: Meeting) -> dict[str, str]:
-    """Those that pyspark's TorchDistributor sets otherwise, or besides."""
+    """The variables that pyspark's TorchDistributor sets differently, or in addition."""
     in_task = len(assigned.of_task)
     return {
         "LOCAL_RANK": str(assigned.rank % in_task),
@@ -304,7 +305,7 @@ def _variables_of_task(assigned: Assignment, met: Meeting) -> dict[str, str]:
 
 
 def _show_gpus(assigned: Assignment, device: str) -> None:
-    """Have CUDA see the GPUs of the task, in the order of its ranks, or none."""
+    """Make CUDA see the task's GPUs, in the order of its ranks, or none."""
     if device == "cpu":
         os.environ[VISIBLE] = ""
     elif assigned.gpu is not None:
@@ -312,14 +313,14 @@ def _show_gpus(assigned: Assignment, device: str) -> None:
 
 
 _held: list[Any] = []
-"""Every process group that the user has made."""
+"""Every process group that the user has created."""
 
 
 def _hold_groups() -> None:
-    """Have the groups that the user makes live as long as the process.
+    """Keep the groups that the user creates alive as long as the process.
 
-    A model wrapped by DDP that is the last to hold its group ends it with Python's lock held, which
-    gloo's threads may want first; the user's models go when the function returns.
+    A DDP model that is the last to hold its group destroys it with Python's lock held, for which
+    gloo's threads may be waiting; the user's models are freed when the function returns.
     """
 
     def holding(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -337,7 +338,7 @@ def _hold_groups() -> None:
 
 def _end_program() -> None:
     """Do what Python does at a program's end, while the driver still shows what is printed."""
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for those that are no daemons
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads
     atexit._run_exitfuncs()
 
 

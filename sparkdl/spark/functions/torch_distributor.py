@@ -18,11 +18,11 @@ from sparkdl.spark.functions.task import Call, Placement
 class TorchDistributor(pyspark_distributor.TorchDistributor):
     """pyspark's class with the same constructor and methods, whose ``run`` starts in a second.
 
-    On the cluster (``local_mode=False``) ``run`` calls the function in a process that was forked
-    for it, shows what the ranks print, and raises what they raise: where pyspark's returns None
-    after a script has failed, this raises ``WorkerError``. Each Spark task is a node, as with
-    pyspark's: ``LOCAL_RANK`` counts the ranks of a task, which see the GPUs of that task, or none
-    with ``use_gpu=False``. ``local_mode=True`` is left to pyspark.
+    On the cluster (``local_mode=False``) ``run`` calls the function in a process forked for it,
+    shows what the ranks print, and raises what they raise: where pyspark's returns None after a
+    script has failed, this raises ``WorkerError``. Each Spark task is a node, as with pyspark's:
+    ``LOCAL_RANK`` counts the ranks of a task, which see the task's GPUs, or none with
+    ``use_gpu=False``. ``local_mode=True`` is left to pyspark.
     """
 
     def run(self, train_object: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The driver's wait for the workers of a function, and what it shows meanwhile."""
+"""The driver's wait for a function's workers, and what it shows meanwhile."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from sparkdl.spark.functions.job import Job
 logger = logging.getLogger(__name__)
 
 RESULTS_S = 120.0
-"""Seconds for Spark to bring what the workers have returned, once all of them have finished."""
+"""Seconds for Spark to deliver what the workers returned, once all of them have finished."""
 RETURNED_S = 10.0
-"""Seconds after which it is told that some workers have returned and others have not."""
+"""Seconds after which to report that some workers have returned and others have not."""
 
 OnReport = Callable[[int, Mapping[str, float]], None]
 """(rank, numbers by name)."""
@@ -29,8 +29,8 @@ def watch(service: RunService, job: Job, on_report: OnReport) -> None:
     """Show what the workers print and report until all have finished, or one has failed.
 
     Args:
-        service: what the workers are connected to.
-        job: what runs them.
+        service: the one that the workers are connected to.
+        job: the one that runs them.
         on_report: called with what they report.
 
     Raises:
@@ -61,8 +61,8 @@ def watch(service: RunService, job: Job, on_report: OnReport) -> None:
             if time.monotonic() > results_due:
                 raise DeadlineError(
                     f"all {service.world_size} workers have finished, but Spark's job did not "
-                    f"bring what they returned within {RESULTS_S:g} s. Is it very large? Write it "
-                    "to a file and return its path. Spark's UI says which tasks are left"
+                    f"deliver what they returned within {RESULTS_S:g} s. Is it very large? Write "
+                    "it to a file and return its path. Spark's UI says which tasks are left"
                 )
         elif service.missing and job.makes_rows:
             deadline = time.monotonic() + JOIN_S
@@ -76,7 +76,7 @@ def watch(service: RunService, job: Job, on_report: OnReport) -> None:
 
 
 def _left_behind(service: RunService) -> str:
-    """Who still runs though others have returned a while ago, and where; empty if nobody does."""
+    """Which ranks still run long after others have returned, and where; empty if none do."""
     returned, running = service.left_behind(RETURNED_S)
     tops = service.stacks.tops(running) if running else {}
     if not tops:
@@ -89,7 +89,7 @@ def show_report(rank: int, metrics: Mapping[str, float]) -> None:
     """Print what a worker has reported.
 
     Args:
-        rank: whose it is.
+        rank: the worker's.
         metrics: numbers by name.
     """
     show(rank, [", ".join(f"{name} {value:g}" for name, value in metrics.items())], 0)

@@ -1,6 +1,6 @@
-"""What a function run by ``sparkdl.run`` finds: its place among the workers, its rows, the driver.
+"""What a function under ``sparkdl.run`` has: its place among the workers, its rows, the driver.
 
-The workers' rows may be unequal, and a loop of DistributedDataParallel hangs if one worker takes a
+The workers' rows may be unequal, and a DistributedDataParallel loop hangs if one worker takes a
 step more than another. So all take the same number of steps: as many as the worker with the most
 rows needs, and every worker spreads its own rows over them. Nothing is repeated or left out.
 """
@@ -38,7 +38,7 @@ class FedRows:
     """A worker's rows of the DataFrame.
 
     Attributes:
-        feed: has them in its store.
+        feed: the feed that has them in its store.
         shard_rows: how many each worker has, by rank.
     """
 
@@ -47,16 +47,16 @@ class FedRows:
 
 
 class FunctionWorker:
-    """Where a function run by ``sparkdl.run`` finds itself.
+    """The worker that runs a function under ``sparkdl.run``.
 
     Attributes:
         rank: from 0 to ``world_size - 1``.
         world_size: number of workers.
-        local_rank: this worker's position among those of its host.
+        local_rank: this worker's position among those on its host.
         local_world_size: number of workers on its host.
         device: the torch device to use, for example ``cpu`` or ``cuda:0``.
-        gpu: the address of the GPU that Spark has assigned to this worker, as Spark says it; None
-            if it has assigned none.
+        gpu: the address of the GPU that Spark assigned to this worker, in Spark's notation; None if
+            it assigned none.
     """
 
     def __init__(
@@ -84,19 +84,19 @@ class FunctionWorker:
     def batches(self, batch_size: int) -> Batches:
         """Minibatches of this worker's rows of ``df``, each a dict of tensors by column.
 
-        Every pass over the result is an epoch: each row once, in an order of its own. All workers
-        get equally many minibatches, so that their steps match: the worker with the most rows gets
-        them full, the others fewer rows in each, of the same number give or take one. Only where a
-        worker has fewer rows than there are steps are some of its minibatches empty.
+        Every pass over the result is an epoch: each row once, in a new order. All workers get
+        equally many minibatches, so that their steps match: the worker with the most rows gets full
+        ones, the others fewer rows in each, equal up to one row. Some of a worker's minibatches are
+        empty only if it has fewer rows than there are steps.
 
         Args:
-            batch_size: the most rows of one.
+            batch_size: the most rows in a minibatch.
 
         Returns:
-            What a ``for`` loop takes; its ``len`` is the number of steps an epoch.
+            An iterable whose ``len`` is the number of steps per epoch.
 
         Raises:
-            ConfigError: ``run`` was called without ``df``, or the size is no whole number >= 1.
+            ConfigError: ``run`` was called without ``df``, or the size is not a whole number >= 1.
         """
         if self._rows is None:
             raise ConfigError("there are no rows: give sparkdl.run a DataFrame, df=...")
@@ -110,19 +110,20 @@ class FunctionWorker:
         """Put a model on this worker's device and have the workers reduce its gradients.
 
         All workers start from rank 0's parameters and buffers. Gradients become the mean over the
-        rows of all workers' current minibatches, whatever each has of them: with a loss that is a
-        mean over the minibatch, training is single-process training on all of them. Where several
-        backwards make one step (``no_sync``), the last minibatches say how workers are weighed.
+        rows of all workers' current minibatches, however many each has: with a loss that is a mean
+        over the minibatch, training is single-process training on all of them. Where several
+        backward passes make one step (``no_sync``), the last minibatches say how workers are
+        weighted.
 
         Joins the default process group if the function has not: NCCL on GPUs, gloo on CPUs.
 
         Args:
-            model: the same on every worker but for the values.
+            model: the same on every worker except for the values.
             optimizer: of the model's parameters.
             **options: more arguments of DistributedDataParallel.
 
         Returns:
-            The model to train, and the optimizer with its state where the model is.
+            The model to train, and the optimizer with its state on the model's device.
         """
         device = torch.device(self.device)
         if not dist.is_initialized():
@@ -135,13 +136,13 @@ class FunctionWorker:
         return wrapped, optimizer
 
     def report(self, **metrics: float | Tensor) -> None:
-        """Tell the driver some numbers: it prints them behind the rank, or calls ``on_report``.
+        """Send the driver some numbers: it prints them after the rank, or calls ``on_report``.
 
         Args:
             **metrics: numbers or tensors of one element, by name.
 
         Raises:
-            ConfigError: a value is no number.
+            ConfigError: a value is not a number.
         """
         try:
             numbers = {
@@ -153,16 +154,16 @@ class FunctionWorker:
         self._driver.send_report(numbers)
 
     def save_checkpoint(self, path: str, state: Mapping[str, Any], *, keep_last: int = 2) -> None:
-        """Save rank 0's state, all of it or nothing; every worker has to call this.
+        """Save rank 0's state, all of it or nothing; every worker must call this.
 
         It returns once the checkpoint is there for everyone; ``sparkdl.load_checkpoint`` reads it.
 
         Args:
-            path: a directory that the workers which load it see: a path, or a URI that pyarrow.fs
-                takes (``s3://bucket/run``). What it cannot open on a worker, ``hdfs://`` for
-                example, the driver opens by Hadoop, and the state travels through it.
-            state: by name: modules, optimizers and whatever else has a ``state_dict``, tensors,
-                numbers, texts, and lists and dicts of those.
+            path: a directory visible to the workers that load it: a path, or a URI that pyarrow.fs
+                takes (``s3://bucket/run``). If a worker cannot open it, such as ``hdfs://``, the
+                driver does so through Hadoop, and the state travels through the driver.
+            state: by name: modules, optimizers and anything else with a ``state_dict``, tensors,
+                numbers, strings, and lists and dicts of those.
             keep_last: how many checkpoints to keep there.
 
         Raises:
@@ -178,7 +179,7 @@ class FunctionWorker:
         return load_state(path, open_elsewhere=open_through(self._driver.ask_for_files))
 
     def close(self) -> None:
-        """Let others save where this worker has saved checkpoints."""
+        """Release the directories where this worker saved checkpoints."""
         self._held.close()
 
     def _store(self, path: str, keep_last: int) -> CheckpointStore:
@@ -251,15 +252,15 @@ def current_worker() -> FunctionWorker:
 
 
 def load_checkpoint(path: str) -> dict[str, Any] | None:
-    """The newest state that ``save_checkpoint`` has written there, tensors on the CPU.
+    """The newest state that ``save_checkpoint`` wrote to a directory, with tensors on the CPU.
 
-    Works in the driver and in a training function alike.
+    Works both in the driver and in a training function.
 
     Args:
         path: the directory that was given to ``save_checkpoint``.
 
     Returns:
-        What was saved, of modules and optimizers the ``state_dict``; None if there is nothing.
+        What was saved, with ``state_dict``s for modules and optimizers; None if there is nothing.
 
     Raises:
         ConfigError: the directory cannot be used, or holds checkpoints of another kind.
@@ -267,14 +268,14 @@ def load_checkpoint(path: str) -> dict[str, Any] | None:
     """
     if _current is not None:
         return _current._load(path)
-    # Without a session it would start one.
+    # The lookup would start a session if there is none.
     has_session = SparkContext._active_spark_context is not None
     return load_state(path, open_elsewhere=open_hadoop if has_session else None)
 
 
 @contextmanager
 def working_as(worker: FunctionWorker) -> Iterator[None]:
-    """Have ``current_worker`` return this one."""
+    """Make ``current_worker`` return this one."""
     global _current
     _current = worker
     try:

@@ -1,1 +1,1 @@
-"""Batched inference in executors: Arrow in, Arrow out, one copy of the model a Python process."""
+"""Batched inference in executors: Arrow in, Arrow out, one model copy per Python process."""

@@ -1,4 +1,4 @@
-"""Predictions as columns of a DataFrame, which the rows reach in few, large pieces."""
+"""Predictions as columns of a DataFrame, whose rows arrive in few, large pieces."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from sparkdl.spark.rows.packing import Source, packed_columns
 
 
 def readable(dataset: DataFrame, column: InputColumn) -> DataFrame:
-    """The same rows, such that Spark can hand them to a Python function.
+    """The same rows, in a form that Spark can pass to a Python function.
 
-    Spark 4.3 cannot take columns of user-defined types, like pyspark.ml's vectors, from a columnar
-    file past a Python function (UNSUPPORTED_DATATYPE). A filter makes rows of them first.
+    Spark 4.3 cannot pass columns of user-defined types, like pyspark.ml's vectors, from a columnar
+    file to a Python function (UNSUPPORTED_DATATYPE). A filter turns them into rows first.
 
     Args:
         dataset: any DataFrame.
@@ -42,8 +42,8 @@ def prediction_columns(
     """The columns of predictions by name; the model runs once for all of them.
 
     Args:
-        predictor: what is to be done with the rows.
-        dataset: the DataFrame to which they are to be added.
+        predictor: what to do with the rows.
+        dataset: the DataFrame to add them to.
         columns: the feature columns, in the order of the model's arguments.
         specs: the tensors that they become.
     """
@@ -63,7 +63,7 @@ def prediction_columns(
     def predict(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
         def whole() -> Iterator[pa.RecordBatch]:
             for batch in batches:
-                # Spark passes a bare array if there is but one column.
+                # Spark passes a bare array if there is only one column.
                 arrays = batch if isinstance(batch, tuple) else (batch,)
                 yield pa.RecordBatch.from_arrays(list(arrays), names=input_names)
 
@@ -74,7 +74,7 @@ def prediction_columns(
     types = [
         f"{field} {sql}" for field, sql in zip(predictor.fields, predictor.sql_types, strict=True)
     ]
-    # The stubs know iterators of one array, or of tuples, but not the two in one function.
+    # The stubs know iterators of one array, or of tuples, but not both in one function.
     udf = arrow_udf(predict, f"struct<{', '.join(types)}>")  # type: ignore[call-overload]
     predictions = udf(*inputs.values())
     as_vectors = predictor.manner.double

@@ -24,7 +24,7 @@ from sparkdl.spark.rows.columns import InputColumn
 from sparkdl.spark.rows.packing import Source, packed_columns
 
 MAX_STATES_BYTES = 256 << 20
-"""Of what metrics have counted in one partition."""
+"""The most bytes of what metrics have counted in one partition."""
 _COUNTED = pa.schema([("partition", pa.int32()), ("states", pa.binary())])
 
 
@@ -33,11 +33,11 @@ class Evaluation:
     """Counts the rows of one partition; sent to the executors.
 
     Attributes:
-        predictor: the model; its output columns are not looked at.
+        predictor: the model; its output columns are ignored.
         metrics: a pickled ``Metrics``.
         features: the tensors that the model takes.
         labels: those that the metrics take.
-        weight: what the column becomes that says how much each row counts; None without one.
+        weight: what the column that says how much each row counts becomes; None without one.
     """
 
     predictor: Predictor
@@ -47,7 +47,7 @@ class Evaluation:
     weight: ColumnSpec | None = None
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Count in a Spark task; gives one row if there is one."""
+        """Count in a Spark task; yields one row unless the partition is empty."""
         rows, count = 0, len(self.features)
         with self.predictor.running() as run:
             metrics: Metrics = cloudpickle.loads(self.metrics)
@@ -99,7 +99,7 @@ def evaluate(
 
     Args:
         evaluation: what to count.
-        metrics: the same, to be computed here.
+        metrics: the same metrics, to be computed here.
         dataset: the rows.
         columns: the features' columns, then the labels', then the weights' if there is one.
 
@@ -112,7 +112,7 @@ def evaluate(
         for index, column in enumerate(columns)
     ]
     packed = packed_columns(sources, dataset.sparkSession)
-    # The stubs want columns that SQL knows; these are as it made them.
+    # The stubs expect classic columns, which these are.
     selected: Any = dataset.select(*(column.alias(name) for name, column in packed.items()))
     counted = selected.mapInArrow(evaluation, "partition int, states binary").collect()
     if not counted:

@@ -20,22 +20,22 @@ _SILENT = (
     pa.types.is_large_binary,
     pa.types.is_null,
 )
-"""Arrow types that do not say how many numbers a row is."""
+"""Arrow types that do not say how many numbers a row has."""
 
 
 def predict_function(predictor: Predictor, features: Sequence[ColumnSpec]) -> Any:
     """A user-defined function of as many columns as the model has features.
 
-    What a column holds is told from the batches themselves, because a function is made before
-    anyone says of which columns.
+    The batches themselves tell what a column holds, because a function is made before its columns
+    are known.
 
     Args:
-        predictor: what is to be done with the rows.
-        features: the tensors that the model takes, as it was trained with them.
+        predictor: what to do with the rows.
+        features: the tensors that the model takes, as in training.
 
     Returns:
-        What ``spark.udf.register`` takes, and what gives a Column when it is called with Columns.
-        Its values are of the only output, or structs of several by their columns' names.
+        A function for ``spark.udf.register``, which returns a Column when called with Columns. Its
+        values are those of the only output, or structs of several by column name.
     """
     alone = len(predictor.outputs) == 1
     names = [each.name for each in predictor.outputs]
@@ -43,7 +43,7 @@ def predict_function(predictor: Predictor, features: Sequence[ColumnSpec]) -> An
     def predict(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
         def rows() -> Iterator[tuple[Sequence[pa.Array], Sequence[ColumnSpec]]]:
             for batch in batches:
-                # Spark passes a bare array if there is but one column.
+                # Spark passes a bare array if there is only one column.
                 arrays = batch if isinstance(batch, tuple) else (batch,)
                 if len(arrays) != len(features):
                     taken = ", ".join(each.name for each in features)
@@ -65,7 +65,7 @@ def predict_function(predictor: Predictor, features: Sequence[ColumnSpec]) -> An
 
 
 def _as_it_comes(spec: ColumnSpec, rows: pa.Array) -> ColumnSpec:
-    """The same tensor of rows that may arrive in another encoding.
+    """The same tensor, for rows that may arrive in another encoding.
 
     Raises:
         DataError: they cannot become it.
@@ -89,7 +89,7 @@ def _as_it_comes(spec: ColumnSpec, rows: pa.Array) -> ColumnSpec:
     if encoding is None:
         wanted = "ARRAY<DOUBLE>" if arrays else "DOUBLE"
         raise DataError(f"{called}. Cast it if it holds numbers: CAST(x AS {wanted})")
-    # What is in structs and bytes shows when they are decoded, and nulls are refused as such.
+    # The contents of structs and bytes are checked when decoded, and nulls are refused as such.
     if not any(tells_nothing(value) for tells_nothing in _SILENT) and arrays != spec.is_array:
         raise DataError(f"{called}. Call it with {'array(x, ...)' if spec.is_array else 'x[0]'}")
     return replace(spec, encoding=encoding)

@@ -1,4 +1,4 @@
-"""What an executor does with rows that it is to predict for, whichever way they come."""
+"""What an executor does with rows to predict for, whichever way they come."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sparkdl.spark.inference.shared_model import SharedModel, loaded
 from sparkdl.spark.launch.assignment import first_gpu
 
 OutputFunction = Callable[[Tensor], Tensor]
-"""From one of a model's outputs to predictions."""
+"""Turns one of a model's outputs into predictions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class OutputColumn:
 
     Attributes:
         name: the column's.
-        key: which of the model's outputs it is of; None for the only one.
-        function: from that output to predictions, shape (n,) or (n, k).
-        wide: whether a prediction is k numbers, else one.
+        key: which of the model's outputs it comes from; None for the only one.
+        function: turns that output into predictions, shape (n,) or (n, k).
+        wide: whether a prediction is k numbers rather than one.
     """
 
     name: str
@@ -52,11 +52,11 @@ class Manner:
     """How a model predicts.
 
     Attributes:
-        batch_rows: rows that go through the model at once, at most.
+        batch_rows: the most rows that go through the model at once.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        dtype: of the model's floating-point parameters and features; None for those that they have.
-        compiled: whether by ``torch.compile``.
-        double: whether predictions become float64, else float32.
+        dtype: of the model's floating-point parameters and features; None for their own.
+        compiled: whether ``torch.compile`` is used.
+        double: whether predictions become float64 rather than float32.
     """
 
     batch_rows: int
@@ -68,17 +68,17 @@ class Manner:
 
 @dataclass(frozen=True, slots=True)
 class Predictor:
-    """A model with all that turns rows into predictions; it is sent to the executors.
+    """A model with everything that turns rows into predictions; it is sent to the executors.
 
     Attributes:
-        model: as it was shared with them.
+        model: as shared with them.
         outputs: the columns of predictions.
         names: of the features, if the model takes them by name; None for separate arguments.
-        as_kwargs: whether the model takes them as keyword arguments, else by name as one dict.
+        as_kwargs: whether names are keyword arguments rather than keys of one dict.
         manner: how it predicts.
-        settings: torch's in the driver, which hold here too.
-        score: a pickled ``Score``, for the last of ``outputs``, which is the loss of each row; the
-            rows then have labels behind their features. None for none.
+        settings: the driver's torch settings, which apply here too.
+        score: a pickled ``Score`` for the last of ``outputs``, which is each row's loss; the rows
+            then have labels after their features. None for none.
     """
 
     model: SharedModel
@@ -91,12 +91,12 @@ class Predictor:
 
     @property
     def fields(self) -> list[str]:
-        """Names of the predictions; as the user calls them they may be more than SQL allows."""
+        """Names of the predictions, since the user's may not be valid in SQL."""
         return [f"p{index}" for index in range(len(self.outputs))]
 
     @property
     def sql_types(self) -> list[str]:
-        """The types of the predictions, as SQL writes them."""
+        """The SQL types of the predictions."""
         element = "double" if self.manner.double else "float"
         return [f"array<{element}>" if each.wide else element for each in self.outputs]
 
@@ -106,8 +106,8 @@ class Predictor:
         """Predict in a Spark task.
 
         Args:
-            batches: rows' feature columns in the order of the model's arguments, and the tensors
-                that they become.
+            batches: the rows' feature columns in the order of the model's arguments, and the
+                tensors that they become.
 
         Yields:
             The predictions for each batch, by column.
@@ -142,7 +142,7 @@ class Predictor:
 
     @contextmanager
     def running(self) -> Iterator[Running]:
-        """Have the model ready in a Spark task, on the task's device."""
+        """Keep the model ready in a Spark task, on the task's device."""
         context = TaskContext.get()
         assert context is not None
         torch.set_num_threads(context.cpus())
@@ -154,7 +154,7 @@ class Predictor:
             self.settings,
             compiled=self.manner.compiled,
         )
-        # Not in inference mode, in which a model cannot differentiate even within enable_grad.
+        # Not in inference mode, where a model cannot differentiate even within enable_grad.
         with model as module, self.settings.hold(), torch.no_grad():
             yield Running(self, module, device)
 
@@ -162,7 +162,7 @@ class Predictor:
         """The predictions for some rows, by column."""
         predicted = self.outputs if self.score is None else self.outputs[:-1]
         picked = [pick(returned, each.key, rows) for each in predicted]
-        if self.manner.dtype is not None:  # probabilities are not rounded once more
+        if self.manner.dtype is not None:  # so that probabilities are not rounded again
             picked = [each.float() for each in picked]
         return [each.function(output).cpu() for each, output in zip(predicted, picked, strict=True)]
 
@@ -187,7 +187,7 @@ class Running:
     """A model that predicts in this task.
 
     Attributes:
-        predictor: what is to be done with the rows.
+        predictor: what to do with the rows.
         module: the model.
         device: where it is.
     """
@@ -199,10 +199,10 @@ class Running:
     def outputs(
         self, features: Sequence[Column], specs: Sequence[ColumnSpec]
     ) -> Iterator[tuple[int, Any]]:
-        """What the model returns for some rows, so many at a time as go through it at once.
+        """What the model returns for some rows, as many at a time as go through it at once.
 
         Args:
-            features: in the order of the model's arguments, each of as many rows.
+            features: in the order of the model's arguments, all of equally many rows.
             specs: what they are.
 
         Yields:

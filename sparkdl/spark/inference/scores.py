@@ -1,4 +1,4 @@
-"""What labelled rows are good for beside predictions: the loss of each."""
+"""What labelled rows get besides predictions: the loss of each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Labels:
 
     Attributes:
         specs: what the columns become.
-        as_one: whether the loss takes one tensor, else a tuple.
+        as_one: whether the loss takes one tensor rather than a tuple.
     """
 
     specs: Sequence[ColumnSpec]
@@ -33,15 +33,15 @@ class Labels:
         """Decode the label columns of some rows.
 
         Raises:
-            DataError: one cannot become part of a tensor, or is no index though it has to be.
+            DataError: one cannot become part of a tensor, or is not an index although it must be.
         """
-        # Class indices are looked at before they become whole numbers.
+        # Class indices are checked before they become whole numbers.
         indices = [spec.dtype is torch.int64 and not spec.is_array for spec in self.specs]
         wide = [
             replace(spec, dtype=torch.float64) if index else spec
             for spec, index in zip(self.specs, indices, strict=True)
         ]
-        # Padded ones were refused before.
+        # Padded ones have been refused before.
         found = [each for each in tensors_of(columns, wide) if isinstance(each, Tensor)]
         for spec, label, index in zip(self.specs, found, indices, strict=True):
             if index and not bool((label == label.round()).all()):
@@ -53,7 +53,7 @@ class Labels:
         return [label.to(spec.dtype) for spec, label in zip(self.specs, found, strict=True)]
 
     def targets(self, labels: Sequence[Tensor], start: int, rows: int, device: str) -> Targets:
-        """Some of them as the loss takes them."""
+        """Some of the labels, in the form that the loss takes."""
         cut = tuple(label[start : start + rows].to(device) for label in labels)
         return cut[0] if self.as_one else cut
 
@@ -63,7 +63,7 @@ class Score:
     """Gives each row its loss.
 
     Attributes:
-        loss: (outputs, targets) -> the mean; by row, as far as torch's own losses go.
+        loss: (outputs, targets) -> the mean; also by row, if it is one of torch's own.
         labels: of the rows.
     """
 
@@ -74,12 +74,12 @@ class Score:
         """The losses of some rows, shape (rows,), float64.
 
         Args:
-            outputs: all that the model has returned for them.
+            outputs: all that the model returned for them.
             targets: their labels.
             rows: how many.
 
         Raises:
-            ModelError: the loss does not give one value a row.
+            ModelError: the loss does not give one value per row.
         """
         loss = self.loss.to(_device(targets)) if isinstance(self.loss, torch.nn.Module) else None
         by_row = loss_of_rows(self.loss if loss is None else loss)
@@ -87,15 +87,15 @@ class Score:
         if not isinstance(values, Tensor) or values.dim() == 0 or len(values) != rows:
             shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise ModelError(
-                f"scoreCol needs a loss with one value a row, shape ({rows},) here, but it gives "
-                f"{shape}. torch's own losses do; in a function of yours take reduction='none' as "
-                "an argument, or leave the mean out"
+                f"scoreCol needs a loss with one value per row, shape ({rows},) here, but it gives "
+                f"{shape}. torch's own losses do; let a function of your own take reduction='none' "
+                "as an argument, or leave the mean out"
             )
         return values.reshape(rows, -1).double().mean(dim=1)
 
 
 def not_of_one_output(output: Tensor) -> Tensor:
-    """In the place of what makes a column of one output: the loss is one of all of them."""
+    """Stands in for a function of one output: the loss depends on all of them."""
     raise AssertionError
 
 

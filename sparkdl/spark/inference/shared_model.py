@@ -1,4 +1,4 @@
-"""A model that executors receive once, and load once in each of their Python processes."""
+"""A model that executors receive once, and load once per Python process."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class SharedModel:
     """A model that every executor receives once.
 
     Attributes:
-        key: names it in the executors' Python processes: the hash of what was pickled.
+        key: its name in the executors' Python processes: the hash of what was pickled.
         pickled: the nn.Module; see ``checkpoint.portable``.
-        shipment: modules of the user's own that it needs.
+        shipment: the user's own modules that it needs.
     """
 
     key: str
@@ -40,7 +40,7 @@ class SharedModel:
 
 
 class ModelSharing:
-    """Sends a model to the executors, once for as long as nothing about it changes."""
+    """Sends a model to the executors, once as long as nothing about it changes."""
 
     def __init__(self) -> None:
         self._last: tuple[SparkContext, SharedModel] | None = None
@@ -54,14 +54,14 @@ class ModelSharing:
         ship_modules: bool,
         also: Iterable[str] = (),
     ) -> SharedModel:
-        """Send a model as it is now, unless this application's executors have it.
+        """Send a model as it is now, unless this application's executors already have it.
 
         Args:
-            module: it may have been trained further, or be another one than before.
-            builder: what has built it.
-            context: of the application, which may be another one than before.
-            ship_modules: whether modules of the user's own are sent with it.
-            also: names that are looked for by what is sent beside it; see ``references``.
+            module: it may have been trained further, or differ from the last one.
+            builder: what built it.
+            context: of the application, which may differ from the last one.
+            ship_modules: whether the user's own modules are sent with it.
+            also: names that anything sent alongside needs; see ``references``.
 
         Raises:
             ModelError: it cannot be pickled.
@@ -83,7 +83,7 @@ class ModelSharing:
 
 
 class _Loaded(NamedTuple):
-    """A model in this Python process, which Spark uses again, with what it has imported."""
+    """A model in this Python process, which Spark reuses, with what it has imported."""
 
     key: tuple[str, str, torch.dtype | None, bool]
     module: nn.Module
@@ -92,7 +92,7 @@ class _Loaded(NamedTuple):
 
 
 _last: _Loaded | None = None
-"""The last model that this process has used."""
+"""The last model that this process used."""
 
 
 @contextmanager
@@ -106,16 +106,16 @@ def loaded(
 ) -> Iterator[nn.Module]:
     """The module, unpickled once in this process for all of its tasks; in evaluation mode.
 
-    Each task finds it as it was sent, whatever forward has counted or kept in the tasks before:
-    which of them ran in this process is chance.
+    Each task finds it as it was sent, whatever forward has counted or kept in earlier tasks: which
+    of those ran in this process is chance.
 
     Args:
         model: as it was shared.
-        device: where it is to be.
-        dtype: of its floating-point parameters and buffers; None for those that they have.
-        settings: torch's in the driver, for a module that has to be built again.
-        compiled: whether by ``torch.compile``, for batches of any size at once: pieces of files
-            are of many.
+        device: where to put it.
+        dtype: of its floating-point parameters and buffers; None for their own.
+        settings: the driver's torch settings, for a module that must be built again.
+        compiled: whether to use ``torch.compile``, with dynamic batch sizes from the start, since
+            pieces of files have many.
     """
     global _last
     key = (model.key, device, dtype, compiled)
@@ -148,9 +148,9 @@ def _unpickled(model: SharedModel, settings: TorchSettings) -> nn.Module:
 
 
 def _spare_collections() -> None:
-    """Have garbage collections pass over what is there to stay: torch, and what a model imports.
+    """Exempt long-lived objects from garbage collection: torch, and what a model imports.
 
-    Spark collects after every task of a process that it uses again, which took 0.15 s each time.
+    Spark collects after every task of a process that it reuses, which took 0.15 s each time.
     """
     gc.collect()
     gc.freeze()

@@ -1,1 +1,1 @@
-"""The Spark session: made, prepared for quick starts, and asked what it encrypts."""
+"""The Spark session: creating it, preparing quick starts, and what it encrypts."""

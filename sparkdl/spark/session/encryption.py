@@ -1,7 +1,7 @@
-"""What Spark's settings demand of connections and disks; kept, or refused in words.
+"""What Spark's settings demand of connections and disks; met, or refused with an error.
 
-``spark.authenticate`` demands nothing of our own connections, for none is without the job's token,
-but the ports of gloo, NCCL and torch's TCPStore let in whoever reaches them.
+``spark.authenticate`` demands nothing of our own connections, which all require the job's token,
+but the ports of gloo, NCCL and torch's TCPStore admit whoever reaches them.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from pyspark.sql import SparkSession
 from sparkdl.errors import ConfigError
 
 PLAINTEXT = "spark.sparkdl.collective.plaintext"
-"""Setting: whether gloo and NCCL may be used where connections are to be encrypted or proved."""
+"""Setting: whether gloo and NCCL may be used despite demands to encrypt or authenticate."""
 AUTHENTICATE = "spark.authenticate"
-"""Makes Spark's own processes prove that they belong to the application."""
+"""The setting that makes Spark's own processes prove that they belong to the application."""
 NETWORK_SETTINGS = (
     "spark.network.crypto.enabled",
     "spark.authenticate.enableSaslEncryption",
     "spark.ssl.rpc.enabled",
     "spark.ssl.enabled",
 )
-"""Any of them, if true, makes Spark encrypt connections."""
+"""Any of these settings, if true, makes Spark encrypt connections."""
 DISK_SETTING = "spark.io.encryption.enabled"
 
 
 def encrypts_connections(spark: SparkSession, tls: bool) -> bool:
-    """Whether a job's connections have to be encrypted: by the user's wish or Spark's settings."""
+    """Whether a job's connections must be encrypted, by the user's wish or Spark's settings."""
     return tls or _first_enabled(spark) is not None
 
 
@@ -35,11 +35,10 @@ def require_trusted_network(spark: SparkSession, tls: bool, who: str) -> None:
     Args:
         spark: the session.
         tls: whether the user wants encryption.
-        who: exchanges over them, for the message.
+        who: what exchanges over them, for the message.
 
     Raises:
-        ConfigError: encryption or authentication is demanded, and nobody has said that these are
-            an exception.
+        ConfigError: encryption or authentication is demanded, and no setting exempts these.
     """
     if _is_true(spark, PLAINTEXT):
         return
@@ -60,10 +59,10 @@ def require_trusted_network(spark: SparkSession, tls: bool, who: str) -> None:
 
 
 def keeps_rows_in_memory(spark: SparkSession, store_in: str = "disk") -> str | None:
-    """Who demands that rows are never on a disk, in words; None if nobody does.
+    """What demands that rows are never on a disk, in words; None if nothing does.
 
     Args:
-        spark: the session, whose setting says that disks are to be encrypted.
+        spark: the session, whose setting says whether disks must be encrypted.
         store_in: the user's wish, ``disk`` or ``memory``.
     """
     if _is_true(spark, DISK_SETTING):

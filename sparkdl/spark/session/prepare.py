@@ -1,4 +1,4 @@
-"""``sparkdl-prepare``: make what lets Spark sessions on this machine start in half the time."""
+"""``sparkdl-prepare``: lets Spark sessions on this machine start in half the time."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from sparkdl.spark.session.class_archive import (
 from sparkdl.spark.session.session import DEFAULTS, create_session, find_java
 
 DEADLINE_S = 300.0
-"""For writing the archive, after its job; it takes some 10 s of processor time."""
+"""Seconds for writing the archive after its job, which takes some 10 s of processor time."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write the archive where ``create_session`` looks for it, and say what else it is good for.
+    """Write the archive where ``create_session`` looks for it, and print its other uses.
 
     Args:
         arguments: of the command line.
@@ -74,10 +74,10 @@ def write_class_archive(path: Path) -> None:
 
 
 def _run_job(archive: Path, rows: Path) -> int:
-    """Use of Spark what a fit uses, all in the driver's JVM; return how that ended.
+    """Use the parts of Spark that a fit uses, all in the driver's JVM; return its exit code.
 
     Raises:
-        SetupError: it did not end.
+        SetupError: it did not exit.
     """
     options = f"-XX:ArchiveClassesAtExit={archive} -Xlog:disable -Xlog:all=error:stderr"
     spark = create_session(
@@ -93,7 +93,7 @@ def _run_job(archive: Path, rows: Path) -> int:
             _use(spark, str(rows))
         finally:
             spark.stop()
-        java.stdin.close()  # by which pyspark's JVM knows that it is no longer needed
+        java.stdin.close()  # tells pyspark's JVM that it is no longer needed
         return int(java.wait(DEADLINE_S))
     except subprocess.TimeoutExpired as error:
         raise SetupError(

@@ -1,4 +1,4 @@
-"""Sessions set up for training: the right Python on the executors, and Java found or asked for."""
+"""Sessions set up for training: the right Python on the executors, and Java found or requested."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from pyspark.sql import DataFrame, SparkSession
 from sparkdl.errors import ConfigError, SetupError
 from sparkdl.spark.session.class_archive import archive_settings
 
-# A training job may live for seconds; on two cores a sixth of the time of its first Spark job goes
-# into optimizing code that ran a few thousand times. Ten times later is soon enough.
+# A training job may last seconds; on two cores a sixth of its first Spark job's time goes into
+# optimizing code that ran a few thousand times. Ten times as many runs are soon enough.
 _COMPILE_LATER = " ".join(
     (
         "-XX:Tier4InvocationThreshold=50000",
@@ -36,7 +36,7 @@ DEFAULTS = {
     "spark.executor.defaultJavaOptions": _COMPILE_LATER,
     # A bar of our own shows progress; Spark's would write over it.
     "spark.ui.showConsoleProgress": "false",
-    # Workers wait for each other: a task that waits 3 s for a better place makes all wait.
+    # Workers wait for each other: a task that waits 3 s for locality makes all wait.
     "spark.locality.wait": "0s",
     "spark.sql.execution.arrow.pyspark.enabled": "true",
 }
@@ -47,7 +47,7 @@ SENT_FILES = {
     "spark.jars": "--jars",
     "spark.submit.pyFiles": "--py-files",
 }
-"""Settings that list files which a session sends to its executors, and their options."""
+"""Settings that list files that a session sends to its executors, with spark-submit's options."""
 
 
 def create_session(
@@ -69,7 +69,7 @@ def create_session(
         SetupError: there is no Java, or a file that a setting tells Spark to send is not there.
     """
     java = find_java()
-    # Without it executors start whatever `python3` is on their PATH.
+    # Otherwise executors start whatever `python3` is on their PATH.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.appName(app_name)
     if master is not None:
@@ -84,18 +84,18 @@ def create_session(
         with _compiler_imported_meanwhile():
             return builder.getOrCreate()
     except Py4JJavaError as error:
-        told = str(error.java_exception)
+        message = str(error.java_exception)
         # spark-submit's own options are among the defaults of a SparkConf.
-        if missing := _unreadable_file(told, dict(SparkConf().getAll()) | settings):
+        if missing := _unreadable_file(message, dict(SparkConf().getAll()) | settings):
             raise SetupError(missing) from error
         raise
 
 
 @contextmanager
 def _compiler_imported_meanwhile() -> Iterator[None]:
-    """Have torch import its compiler while Java starts, for which Python only waits.
+    """Have torch import its compiler while Java starts, which Python otherwise just waits for.
 
-    The first step of an optimizer imports it, for about a second, and ``fit`` tries one here.
+    An optimizer's first step imports it, which takes about a second, and ``fit`` tries one here.
     """
     wanted = "torch" in sys.modules and SparkContext._active_spark_context is None
     thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",), daemon=True)
@@ -108,14 +108,14 @@ def _compiler_imported_meanwhile() -> Iterator[None]:
             thread.join()
 
 
-def _unreadable_file(told: str, settings: Mapping[str, str]) -> str | None:
-    """Which file to send Spark failed for, in words; None if it failed for something else."""
+def _unreadable_file(message: str, settings: Mapping[str, str]) -> str | None:
+    """Which file Spark failed to send, in words; None if it failed for another reason."""
     for key, option in SENT_FILES.items():
         for uri in filter(None, settings.get(key, "").split(",")):
             path = urlsplit(uri.strip()).path
-            if path and path in told:
+            if path and path in message:
                 return (
-                    f"Spark cannot send {path} to the executors: {told}. {key} ({option} of "
+                    f"Spark cannot send {path} to the executors: {message}. {key} ({option} of "
                     "spark-submit) names it. Make the file, or correct the path: it is one of this "
                     f"machine, relative to {Path.cwd()}, unless it begins with a scheme such as "
                     "hdfs:// or s3a://"
@@ -126,7 +126,7 @@ def _unreadable_file(told: str, settings: Mapping[str, str]) -> str | None:
 def current_session() -> SparkSession | None:
     """The thread's own session, else the application's; None if there is none.
 
-    A thread that Python has started has none of its own.
+    A thread started by Python has none of its own.
     """
     try:
         return SparkSession.active()
@@ -135,7 +135,7 @@ def current_session() -> SparkSession | None:
 
 
 def require_classic_session(owner: DataFrame | SparkSession) -> None:
-    """Check that the driver itself runs Spark, for the averager lives beside it.
+    """Check that the driver itself runs Spark, since the averager lives next to it.
 
     Args:
         owner: the session, or a DataFrame of it.
@@ -153,10 +153,10 @@ def require_classic_session(owner: DataFrame | SparkSession) -> None:
 
 
 def find_java() -> Path:
-    """The Java that Spark will find to run on.
+    """The Java that Spark will run on.
 
     Raises:
-        SetupError: it will not; the message says what to install.
+        SetupError: it will find none; the message says what to install.
     """
     home = os.environ.get("JAVA_HOME")
     if home:

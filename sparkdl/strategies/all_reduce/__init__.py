@@ -1,1 +1,1 @@
-"""Synchronous SGD, by an all-reduce of the gradients in every step; and AdaScale, built on it."""
+"""Synchronous SGD by an all-reduce of the gradients in every step, and AdaScale on top of it."""

@@ -1,8 +1,8 @@
-"""AdaScale: synchronous SGD whose learning rate follows what many workers gain in each step.
+"""AdaScale: synchronous SGD whose learning rate follows the gain of many workers in each step.
 
 Johnson, Agrawal, Gu, Guestrin 2020, "AdaScale SGD: A User-Friendly Algorithm for Distributed
 Training" (arXiv 2007.05105), algorithm 1. Learning rate and schedule are those of one worker,
-whatever the number S of workers is. Where S times the rate would diverge, early or where gradients
+whatever the number S of workers. Where S times the rate would diverge, early on or where gradients
 agree, the gain is small; later it approaches S.
 """
 
@@ -43,30 +43,30 @@ class AdaScale(GradientAllReduce):
             steps     <-  steps + gain
 
     Phases:
-        1. As of ``GradientAllReduce``, up to the gradients' mean.
-        2. The workers add up the squares of their own gradients, which finds the gain.
-        3. All step at the learning rate times the gain, and the schedule goes on by it.
+        1. As in ``GradientAllReduce``, up to the gradients' mean.
+        2. The workers add up the squares of their own gradients, which gives the gain.
+        3. All step at the learning rate times the gain, and the schedule advances by the gain.
 
     When:
-        For SGD, with momentum or without, that was tuned on one worker and is to run on any number
-        of them without being tuned again.
+        For SGD, with or without momentum, that was tuned on one worker and is to run on any number
+        of them without further tuning.
 
     When not:
         For Adam and others that divide by the size of the gradients, for which the rule was not
-        derived; nor to train all rows as many times as before: to be done sooner, lower ``epochs``
-        by about the gain, or end the fit by ``adascale_steps``.
+        derived; nor to train on all rows as many times as before: to finish sooner, divide
+        ``epochs`` by about the gain, or end the fit by ``adascale_steps``.
 
-    The learning rate is multiplied by the gain, and a schedule by the step (``schedulerEvery=
-    "step"``) takes gain many for one of the optimizer's; one by the epoch stays with the epochs.
-    What is gained is in each epoch's ``measured``: ``adascale_gain`` as it was at its end, and
-    ``adascale_steps``, how many of one worker's steps those since the start were worth.
+    The learning rate is multiplied by the gain, and a schedule by step (``schedulerEvery="step"``)
+    advances by the gain for each optimizer step; one by epoch follows the epochs. Each epoch's
+    ``measured`` has ``adascale_gain`` as it was at its end, and ``adascale_steps``, how many of one
+    worker's steps those since the start were worth.
 
     Args:
-        bucket_mb, compression, shard_optimizer, commit_every: as of ``GradientAllReduce``.
+        bucket_mb, compression, shard_optimizer, commit_every: as in ``GradientAllReduce``.
         find_unused_parameters, sync_batch_norm, preconditioner: likewise.
-        accumulate: makes each worker's step, to which the gain is relative, one of so many
-            minibatches; 1 in the paper.
-        measure_noise: always.
+        accumulate: minibatches in each worker's step, to which the gain is relative; 1 in the
+            paper.
+        measure_noise: always on.
         decay: of the running means, in [0, 1); None for the paper's max(1 - S / 1000, 0).
 
     Raises:
@@ -86,7 +86,7 @@ class AdaScale(GradientAllReduce):
 
     @property
     def needs(self) -> Needs:
-        """As ``GradientAllReduce``, but for the schedule."""
+        """As in ``GradientAllReduce``, except for the schedule."""
         return replace(super().needs, leads_schedule=True)
 
     def require_fits(self, replica: Replica) -> None:
@@ -99,7 +99,7 @@ class AdaScale(GradientAllReduce):
             )
 
     def start(self, run: Run) -> _Reducer:
-        """As ``GradientAllReduce``, with steps that are worth more."""
+        """As in ``GradientAllReduce``, with steps that are worth more."""
         state = super().start(run)
         assert state.meter is not None
         state.paced = _Scaled(state.meter, state.group.rows_a_step)
@@ -116,7 +116,7 @@ class AdaScale(GradientAllReduce):
         return {**super().saved_state(state), "steps": state.paced.steps}
 
     def restore_state(self, state: _Reducer, saved: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Resume from there."""
         super().restore_state(state, saved)
         assert isinstance(state.paced, _Scaled)
         state.paced.steps = saved["steps"]
@@ -127,11 +127,11 @@ class AdaScale(GradientAllReduce):
 
 
 class _AgreedNoise(NoiseMeter):
-    """Measures every step, and puts together at once what the workers have measured.
+    """Measures every step, and combines at once what the workers have measured.
 
-    On CPUs that is one gradient more in the message that is sent anyway. With what the forward pass
-    begins, the backward pass of one thread ends: all others have been seen by then. Elsewhere, and
-    where gradients are rounded, it is a message of its own.
+    On CPUs that is one more gradient in the message that is sent anyway. A single-threaded backward
+    pass ends with what the forward pass began with, when all other gradients have been seen.
+    Elsewhere, and where gradients are rounded, it takes a separate message.
 
     Args:
         run: this worker's.
@@ -156,7 +156,7 @@ class _AgreedNoise(NoiseMeter):
 
     @contextmanager
     def backward(self, weight: float, rows: int) -> Iterator[None]:
-        """As every meter, without putting up hooks first."""
+        """Like every meter's, without installing hooks first."""
         self._looks, self._weight = rows > 0, weight
         try:
             yield
@@ -172,12 +172,12 @@ class _AgreedNoise(NoiseMeter):
             super()._look_at(gradient)
 
     def _square(self) -> float:
-        """Of the mean gradient of the minibatch."""
+        """The square of the minibatch's mean gradient."""
         norms, self._norms = self._norms, []
         return total_square(torch.stack(norms)) / self._weight**2 if norms else 0.0
 
     def end_step(self, rows: Sequence[int]) -> bool:
-        """Take note of it."""
+        """Note the step's gradients."""
         collective, size = self._group.collective, self._run.batch_size
         if self.passenger is None:
             ours = torch.tensor([self._local], dtype=torch.float64, device=collective.device)
@@ -192,14 +192,14 @@ class _AgreedNoise(NoiseMeter):
 
 
 class _Scaled(Paced):
-    """Steps at the rate of one worker's, times what they gain.
+    """Steps at one worker's learning rate times the gain.
 
     Args:
         meter: measures the noise.
-        base_rows: of one worker in a step.
+        base_rows: rows of one worker in a step.
 
     Attributes:
-        steps: of one worker that those until now were worth.
+        steps: how many of one worker's steps those until now were worth.
     """
 
     def __init__(self, meter: NoiseMeter, base_rows: int) -> None:
@@ -208,13 +208,13 @@ class _Scaled(Paced):
         self._base_rows = base_rows
 
     def gain(self, rows: int) -> float:
-        """What the noise says; 1 for those of one worker, which are left at an epoch's end."""
+        """The gain by the noise; 1 for one worker's rows, which may remain at an epoch's end."""
         means = self._noise.means
         if means is None or rows <= self._base_rows:
             return 1.0
         return gain(*means, rows, self._base_rows)
 
     def taken(self, replica: Replica, worth: float) -> None:
-        """Take the schedule along."""
+        """Advance the schedule."""
         self.steps += worth
         replica.schedule.lead_to(int(self.steps))

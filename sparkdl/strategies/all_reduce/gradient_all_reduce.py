@@ -1,7 +1,7 @@
 """Synchronous SGD: the workers add up their gradients in every step, while backward still runs.
 
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training". The
-driver takes copies of the result, to go on from should a worker be lost.
+driver takes copies of the result, to resume from should a worker be lost.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class GradientAllReduce(Strategy["_Reducer"]):
     """Reduce gradients among the workers over NCCL, or gloo on CPUs, in every step.
 
     Rule:
-        With workers r = 1..R, of which worker r has n_r examples in this step (none, once its rows
-        are used up)::
+        With workers r = 1..R, where worker r has n_r examples in this step (0 once its rows are
+        used up)::
 
             g  <-  sum_r n_r * grad(mean loss of worker r's examples) / sum_r n_r
             w  <-  optimizer step on g, the same on every worker
@@ -49,48 +49,49 @@ class GradientAllReduce(Strategy["_Reducer"]):
         which is single-process SGD on the union of the workers' minibatches, for any optimizer.
 
     Phases:
-        1. The workers agree on the number of steps, that of the one with the most rows.
-        2. In each step every worker computes gradients of its minibatch, and sends them off by
+        1. The workers agree on the number of steps, that of the worker with the most rows.
+        2. In each step every worker computes the gradients of its minibatch, and sends them in
            buckets while the backward pass still runs.
-        3. When the last bucket has arrived all take the same optimizer step.
+        3. When the last bucket has arrived, all take the same optimizer step.
         4. After ``commit_every`` steps, and at the end of the epoch, the driver takes a copy of one
-           worker's parameters and optimizer state, which is validated at the end.
+           worker's parameters and optimizer state; the one at the end is validated.
 
     When:
-        Where links are fast beside the time that a step takes, or the result has to be that of one
-        process: nothing learns more from each row.
+        Where links are fast compared with a step, or the result must be that of one process:
+        nothing learns more from each row.
 
     When not:
-        On links that need longer for the gradients than a step takes (averaging, outer optimizers
+        On links that take longer for the gradients than a step does (averaging, outer optimizers
         and compression send less); for small models on CPUs, whose steps are shorter than a
-        message's way; nor where workers come and go, for one that is lost stops all.
+        message's trip; nor where workers come and go, as losing one stops all.
 
     Workers need a gang-scheduled start, in Spark's barrier mode. If one is lost, all leave and are
-    started again, from the last copy that the driver has taken.
+    restarted from the last copy that the driver took.
 
     Args:
-        bucket_mb: MB of gradients that are sent off together, > 0; smaller buckets start earlier,
+        bucket_mb: MB of gradients that are sent together, > 0; smaller buckets start earlier,
             larger ones cost fewer messages. 25 is torch's own.
-        accumulate: minibatches on each worker for one optimizer step, >= 1. 1, unless the minibatch
+        accumulate: minibatches on each worker for one optimizer step, >= 1; 1 unless the minibatch
             that you want does not fit in memory.
         compression: ``fp16`` or ``bf16`` send rounded gradients, half the bytes of float32;
-            ``PowerSGD``, ``TopK`` and ``OneBitAdam`` send far fewer, and later what they leave out.
-            Workers still agree, with another result than without.
-        shard_optimizer: whether each worker keeps the optimizer's state of its share of the
+            ``PowerSGD``, ``TopK`` and ``OneBitAdam`` send far fewer, and send what they leave out
+            later. Workers still agree, but on a different result than without.
+        shard_optimizer: whether each worker keeps the optimizer's state for its share of the
             parameters only (ZeRO stage 1). The state is then not part of the driver's copy: there
             are no checkpoints, and a lost worker ends the fit.
-        commit_every: optimizer steps after which the driver takes a copy, so the most that are
+        commit_every: optimizer steps after which the driver takes a copy, and so the most that are
             repeated after the loss of a worker; None for one at the end of each epoch only, which
-            is enough where that takes minutes.
-        find_unused_parameters: whether a parameter may take no part in the loss; costs a look at
-            the graph in every step.
+            is enough if an epoch takes minutes.
+        find_unused_parameters: whether a parameter may take no part in the loss; costs a traversal
+            of the graph in every step.
         sync_batch_norm: whether BatchNorm layers normalize over the minibatches of all workers
-            together, also on CPUs; costs two messages a layer and step. Every worker needs rows.
-        measure_noise: whether the history says of each epoch, in ``measured``, at its end the
-            ``gradient_noise_scale``, the rows up to which larger steps pay, and what would be the
-            ``adascale_gain``. Every tenth step takes a look more at each gradient. It takes two or
-            more workers, or minibatches a step.
-        preconditioner: what is done to the gradients before the optimizer steps; None for nothing.
+            together, on CPUs too; costs two messages per layer and step. Every worker needs rows.
+        measure_noise: whether each epoch's ``measured`` in the history has, as of its end, the
+            ``gradient_noise_scale``, the rows up to which larger steps pay off, and what the
+            ``adascale_gain`` would be. Every tenth step takes an extra pass over each gradient. It
+            needs two or more workers, or minibatches per step.
+        preconditioner: what is applied to the gradients before the optimizer steps; None for
+            nothing.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -145,8 +146,8 @@ class GradientAllReduce(Strategy["_Reducer"]):
             )
         if self.preconditioner is not None:
             raise ConfigError(
-                f"compression={compression}(...) and a preconditioner each take the gradients for "
-                "what the workers have computed: leave one of the two out"
+                f"compression={compression}(...) and a preconditioner each need the gradients as "
+                "the workers have computed them: leave one of the two out"
             )
 
     @property
@@ -156,7 +157,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
 
     @property
     def needs(self) -> Needs:
-        """All workers in every step; shards of the optimizer's state are in no checkpoint."""
+        """All workers in every step; no checkpoints where the optimizer's state is sharded."""
         return Needs(
             exchanges_optimizer_state=not self.shard_optimizer,
             collective=True,
@@ -168,11 +169,11 @@ class GradientAllReduce(Strategy["_Reducer"]):
         )
 
     def require_fits(self, replica: Replica) -> None:
-        """Check what compression and preconditioner need, and that there is a BatchNorm layer."""
+        """Check what compression, preconditioner and synchronized BatchNorm need."""
         if isinstance(self.compression, Compression):
             if any(parameter.is_complex() for parameter in replica.trainable()):
                 raise ConfigError(
-                    f"compression={type(self.compression).__name__}(...) is of real gradients, and "
+                    f"compression={type(self.compression).__name__}(...) takes real gradients, but "
                     "this model has complex parameters: leave it out"
                 )
             self.compression.require_fits(replica)
@@ -182,7 +183,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
             batch_norm_layers(replica.module)
 
     def start(self, run: Run) -> _Reducer:
-        """Wrap the replica, and learn how many steps all workers have."""
+        """Wrap the replica, and find out how many steps all workers have."""
         self.require_fits(run.replica)
         if self.shard_optimizer:
             run.replica.rebuild_optimizer(_sharded)
@@ -212,7 +213,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
         return NoiseMeter(run, group, DECAY)
 
     def saved_state(self, state: _Reducer) -> Mapping[str, Any]:
-        """What was left out of the gradients, measured of them and collected, if anything is."""
+        """What was left out of the gradients, and measured and collected from them, if anything."""
         saved: dict[str, Any] = {}
         if state.compressor is not None:
             saved |= state.compressor.saved()
@@ -224,7 +225,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
         return saved
 
     def restore_state(self, state: _Reducer, saved: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Resume from there."""
         if state.compressor is not None:
             state.compressor.restore(saved)
         if state.meter is not None:
@@ -233,7 +234,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
             state.preconditioning.restore(saved)
 
     def rows_changed(self, run: Run, state: _Reducer) -> None:
-        """Learn how many steps all workers have now."""
+        """Find out how many steps all workers have now."""
         state.group.agree(run)
 
     def train_epoch(self, run: Run, state: _Reducer, batches: Iterable[Batch]) -> None:
@@ -261,7 +262,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
         return meter.measured()
 
     def _agreed(self, run: Run, state: _Reducer) -> list[Tensor]:
-        """The replica's state, after averaging what gradients do not keep equal: the buffers."""
+        """The replica's state, after averaging the buffers, which gradients do not keep equal."""
         state.finite.settle()
         layout = run.replica.layout(with_optimizer=not self.shard_optimizer)
         segments = run.replica.segments(with_optimizer=not self.shard_optimizer)
@@ -278,10 +279,10 @@ class Paced:
     """Steps at the optimizer's own learning rates."""
 
     def gain(self, rows: int) -> float:
-        """By what the rates of the next step are multiplied.
+        """The factor for the learning rates of the next step.
 
         Args:
-            rows: of all workers in it; fewer than most have at the end of an epoch.
+            rows: of all workers in it; fewer than usual at the end of an epoch.
         """
         return 1.0
 
@@ -300,14 +301,14 @@ class _Reducer:
     Args:
         model: its model, wrapped.
         group: this worker among the others.
-        finite: looks at its gradients.
+        finite: checks its gradients.
         compressor: has what was left out of them; None if nothing is.
-        batch_size: rows a minibatch.
+        batch_size: rows per minibatch.
         meter: measures their noise; None if nobody asks.
-        preconditioning: what is done to them; None for nothing.
+        preconditioning: what is applied to them; None for nothing.
 
     Attributes:
-        paced: says at which rate the optimizer takes its steps.
+        paced: sets the learning rate of the optimizer's steps.
     """
 
     def __init__(
@@ -359,7 +360,7 @@ class _Reducer:
             with collective.guarded("the reduction of gradients"), self._sync(now=now):
                 loss: Tensor = self.model(batch)
                 self.finite.loss = loss.detach()
-                # DDP divides by the number of workers, whatever each has contributed.
+                # DDP divides by the number of workers, however much each has contributed.
                 examples = 0 if batch is None else batch.examples
                 weight = examples * collective.world_size / total
                 with self._measured(weight, examples):
@@ -394,7 +395,7 @@ def _sharded(build: OptimizerBuilder, named: NamedParameters) -> torch.optim.Opt
         return ZeroRedundancyOptimizer(parameters, build)  # type: ignore[arg-type]
 
     def of_a_share(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """The user's optimizer of this worker's part of each group, of which only it has names."""
+        """The user's optimizer for this worker's part of each group; only this part has names."""
         optimizer = build(pairs)
         mine = {parameter for group in groups for parameter in group["params"]}
         for parameter in optimizer.state.keys() - mine:
@@ -404,6 +405,6 @@ def _sharded(build: OptimizerBuilder, named: NamedParameters) -> torch.optim.Opt
             optimizer.add_param_group(group)
         return optimizer
 
-    # They would be those of all parameters.
+    # The names would be those of all parameters.
     whole = [{k: v for k, v in g.items() if k != "param_names"} for g in build(pairs).param_groups]
     return ZeroRedundancyOptimizer(whole, of_a_share)  # type: ignore[arg-type]

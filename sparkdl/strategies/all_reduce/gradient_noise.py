@@ -1,21 +1,22 @@
-"""How noisy gradients are, found out while training, from norms that are at hand.
+"""How noisy gradients are, estimated while training from norms that are at hand.
 
-Of independent rows whose gradients have the mean G and the covariance Sigma, the mean gradient of n
-rows has on average the squared norm |G|^2 + tr(Sigma) / n. With the gradient g_i of each minibatch,
-of n_i rows, and that of all n rows of a step together, g, each step tells, without bias,
+If independent rows have gradients with mean G and covariance Sigma, the squared norm of the mean
+gradient of n rows is |G|^2 + tr(Sigma) / n on average. With the gradient g_i of each minibatch of
+n_i rows, and the gradient g of all n rows of a step together, each step gives the unbiased
+estimates
 
     tr(Sigma)  ~  (mean_i |g_i|^2 - |g|^2) / (mean_i 1/n_i - 1/n)
     |G|^2      ~  |g|^2 - tr(Sigma) / n
 
-Single steps tell little. Running means of both, corrected for having begun at 0 as Adam's are, and
-divided only then, are what one asks for (McCandlish et al. 2018, "An Empirical Model of Large-Batch
+Single steps tell little. So running means of both are taken, bias-corrected like Adam's for
+starting at 0, and divided only then (McCandlish et al. 2018, "An Empirical Model of Large-Batch
 Training", appendix A.1; Johnson et al. 2020, "AdaScale SGD"):
 
-    noise scale  =  tr(Sigma) / |G|^2                      rows, up to which larger steps pay
+    noise scale  =  tr(Sigma) / |G|^2                      rows up to which larger steps pay off
     gain         =  (tr(Sigma) / m + |G|^2) / (tr(Sigma) / n + |G|^2)
 
-the gain being of n rows over m: how many steps of one worker a step of all is worth, from 1 where
-their gradients are the same to the number of workers where they are noise.
+where the gain is that of n rows over m: how many of one worker's steps a step of all is worth, from
+1 where their gradients are the same to the number of workers where they are noise.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from sparkdl.strategies.base import Run
 from sparkdl.strategies.worker_group import HALVES, WorkerGroup
 
 DECAY = 0.99
-"""Of the running means, as in GPT-NeoX: they are of the last hundred steps that were measured."""
+"""Decay of the running means, as in GPT-NeoX: they cover about the last hundred measured steps."""
 EVERY = 10
-"""How many steps to the next that is measured, for what measuring costs."""
+"""Steps from one that is measured to the next, because measuring is costly."""
 NOISE_SCALE = "gradient_noise_scale"
 GAIN = "adascale_gain"
 _UNREAD = 16
-"""Steps after which numbers on a GPU are read: each time waits for it."""
+"""Steps after which numbers on a GPU are read, since each read waits for it."""
 
 
 class GradientNoise:
     """Running means of tr(Sigma), the noise, and of |G|^2, the signal.
 
     Args:
-        decay: what is left of a mean after a step, in [0, 1).
+        decay: the part of a mean that is left after a step, in [0, 1).
     """
 
     def __init__(self, decay: float) -> None:
@@ -54,7 +55,7 @@ class GradientNoise:
         self._noise = self._signal = self._counted = 0.0
 
     def add(self, local: float, inverse_rows: float, mean: float, rows: int) -> None:
-        """Take note of a step, unless its squares are not finite.
+        """Add a step, unless its squares are not finite.
 
         Args:
             local: mean of the squared norms of some minibatches' gradients.
@@ -72,7 +73,7 @@ class GradientNoise:
 
     @property
     def means(self) -> tuple[float, float] | None:
-        """tr(Sigma) and |G|^2 as estimated, which may be negative; None before the first step."""
+        """Estimates of tr(Sigma) and |G|^2, which may be negative; None before the first step."""
         if not self._counted:
             return None
         return self._noise / self._counted, self._signal / self._counted
@@ -83,12 +84,12 @@ class GradientNoise:
         return [self._noise, self._signal, self._counted]
 
     def restore(self, saved: Sequence[float]) -> None:
-        """Go on from what ``saved`` was."""
+        """Resume from what ``saved`` returned."""
         self._noise, self._signal, self._counted = saved
 
 
 def noise_scale(noise: float, signal: float) -> float | None:
-    """Rows up to which larger steps pay.
+    """Rows up to which larger steps pay off.
 
     Args:
         noise: tr(Sigma).
@@ -110,7 +111,7 @@ def gain(noise: float, signal: float, rows: float, base_rows: float) -> float:
         rows: of the step; no fewer than ``base_rows``.
         base_rows: of the step to compare with.
     """
-    # Not before they are averaged: means of what is cut off at 0 are too large.
+    # Not before averaging: means of values that were clamped at 0 are too large.
     noise, signal = max(noise, 0.0), max(signal, 0.0)
     if not noise:
         return 1.0
@@ -118,20 +119,20 @@ def gain(noise: float, signal: float, rows: float, base_rows: float) -> float:
 
 
 def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """One scalar a gradient, in float32 at least."""
+    """One scalar per gradient, in float32 at least."""
     dense = [each.coalesce()._values() if each.is_sparse else each for each in gradients]
     wide = [each.float() if each.dtype in HALVES else each for each in dense]
     return list(torch._foreach_norm(wide))
 
 
 def total_square(norms: Tensor) -> float:
-    """The squared norm of all; rounded once, so that it is the same in whatever order they are."""
+    """The squared norm of all, rounded once, so that their order does not matter."""
     return math.fsum(each * each for each in norms.tolist())
 
 
 @dataclass(frozen=True)
 class _Minibatch:
-    """Of one minibatch of this worker: norms of its gradient by parameter, and its rows."""
+    """The gradient norms by parameter, and the rows, of one minibatch of this worker."""
 
     norms: Tensor
     weight: float
@@ -139,15 +140,15 @@ class _Minibatch:
 
     @property
     def square(self) -> float:
-        """Of the mean gradient."""
+        """The square of the mean gradient."""
         return total_square(self.norms) / self.weight**2
 
 
 class NoiseMeter:
-    """Measures the noise of one worker's gradients in some steps; each worker its own.
+    """Measures the noise of one worker's gradients in some steps; each worker has its own.
 
     Hooks on the parameters see the gradients of each minibatch before DistributedDataParallel adds
-    them up. They are there in the steps that are measured only, for others to cost nothing.
+    them up. They are installed only in measured steps, so that others cost nothing.
 
     Args:
         run: this worker's.
@@ -156,7 +157,7 @@ class NoiseMeter:
 
     Attributes:
         noise: the estimates.
-        passenger: what it has travel with the gradients; None for nothing.
+        passenger: what it sends along with the gradients; None for nothing.
     """
 
     passenger: Passenger | None = None
@@ -171,10 +172,10 @@ class NoiseMeter:
 
     @contextmanager
     def backward(self, weight: float, rows: int) -> Iterator[None]:
-        """Look at the gradients that are computed meanwhile.
+        """Look at the gradients that are computed in this context.
 
         Args:
-            weight: by what the mean loss of a minibatch was multiplied.
+            weight: the factor by which the mean loss of a minibatch was multiplied.
             rows: of the minibatch; 0 if there is none.
         """
         if not rows or not self._due:
@@ -198,13 +199,13 @@ class NoiseMeter:
         return self._run.step % EVERY == 0
 
     def end_step(self, rows: Sequence[int]) -> bool:
-        """Take note of a step whose gradients have been reduced.
+        """Note a step whose gradients have been reduced.
 
         Args:
             rows: of each worker in it.
 
         Returns:
-            Whether all gradients are known to be finite now.
+            Whether all gradients are now known to be finite.
         """
         if not self._due:
             return False
@@ -234,11 +235,11 @@ class NoiseMeter:
         return square
 
     def _add(self, local: float, inverse_rows: float, mean: float, rows: int) -> None:
-        if inverse_rows * rows > 1 + 1e-9:  # or the mean is of this minibatch alone
+        if inverse_rows * rows > 1 + 1e-9:  # else the mean is of this minibatch alone
             self.noise.add(local, inverse_rows, mean, rows)
 
     def measured(self) -> dict[str, float]:
-        """Noise scale and gain by name, those there are; asked for by all workers group."""
+        """Noise scale and gain by name, where known; all workers must ask for it together."""
         self.settle()
         collective, means = self._group.collective, self.noise.means
         ours = [0.0, 0.0, 0.0] if means is None else [1.0, *means]

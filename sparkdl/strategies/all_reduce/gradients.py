@@ -1,9 +1,9 @@
-"""Gradients that are not finite, reported with the worker that made them and not all they reach.
+"""Gradients that are not finite, reported with the worker that made them, not all they reach.
 
-DistributedDataParallel passes on each bucket of gradients as soon as backward has filled it. In a
-hook it is looked at before it leaves (``FiniteGradients``). A hook in Python takes a tenth of a
-millisecond a step, 3 % where steps are short: on CPUs, where nothing else needs one, the sum is
-looked at instead (``FiniteSum``), and only then who made it.
+DistributedDataParallel passes on each bucket of gradients as soon as backward has filled it. A hook
+checks it before it leaves (``FiniteGradients``). A hook in Python takes a tenth of a millisecond
+per step, 3 % where steps are short: on CPUs, where nothing else needs one, the sum is checked
+instead (``FiniteSum``), and only then which worker caused it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from sparkdl.strategies.base import Run
 from sparkdl.strategies.compression.base import Compressor
 
 ROUNDED = {"fp16": torch.float16, "bf16": torch.bfloat16}
-"""In what gradients travel, by the name of the compression."""
+"""The dtype in which gradients travel, by the name of the compression."""
 HOOKS: dict[str, Callable[..., Any]] = {
     "fp16": default_hooks.fp16_compress_hook,
     "bf16": default_hooks.bf16_compress_hook,
 }
-"""torch's, which send them so."""
+"""torch's hooks that send them so."""
 
 _OVERFLOW = ". float16 ends at 65504: compression='bf16' goes further"
 
 
 class FiniteGradients:
-    """Sees to it that no NaN and no infinity leaves this worker.
+    """Ensures that no NaN and no infinity leaves this worker.
 
-    On a GPU, where waiting for a number would stall it, the answer is read one step later, still
+    On a GPU, which waiting for a number would stall, the answer is read one step later, still
     before anything of that step has left.
 
     Args:
@@ -45,7 +45,7 @@ class FiniteGradients:
         rounded_to: the dtype in which gradients travel, if it is not their own.
 
     Attributes:
-        loss: of the minibatch under way, for the message.
+        loss: of the current minibatch, for the message.
     """
 
     def __init__(self, run: Run, rounded_to: torch.dtype | None = None) -> None:
@@ -56,7 +56,7 @@ class FiniteGradients:
         self._step = 0
 
     def scan(self, values: Tensor) -> None:
-        """Look at one bucket.
+        """Check one bucket.
 
         Args:
             values: its gradients, shape (elements,).
@@ -77,10 +77,10 @@ class FiniteGradients:
         self._answers.append(_Answer(values))
 
     def before_update(self, batches: Sequence[Batch | None]) -> None:
-        """They have been looked at."""
+        """Nothing to do: they have been checked."""
 
     def settle(self) -> None:
-        """Read the answers that are still to come.
+        """Read the answers that are still pending.
 
         Raises:
             NonFiniteError: there were NaN or infinite values.
@@ -113,23 +113,23 @@ class _Answer:
         self._arrived.record()
 
     def finite(self) -> bool:
-        """Wait for it."""
+        """Wait for the answer."""
         self._arrived.synchronize()
         return math.isfinite(float(self._largest))
 
 
 class FiniteSum:
-    """Sees to it that no worker takes a step on a sum of gradients that is not finite.
+    """Ensures that no worker takes a step on a sum of gradients that is not finite.
 
-    The sum is the same on all workers, so all of them notice; they then compute their own
-    gradients once more, on parameters that are still what they were.
+    The sum is the same on all workers, so all of them notice; they then compute their own gradients
+    again, on parameters that have not changed yet.
 
     Args:
         run: this worker's.
-        own_loss: from one of its minibatches, or none, to the loss that it sends gradients of.
+        own_loss: from one of its minibatches, or none, to the loss whose gradients it sends.
 
     Attributes:
-        loss: of the minibatch under way; as in ``FiniteGradients``.
+        loss: of the current minibatch; as in ``FiniteGradients``.
     """
 
     def __init__(self, run: Run, own_loss: Callable[[Batch | None], Tensor]) -> None:
@@ -140,10 +140,10 @@ class FiniteSum:
         self._buckets: dict[int, Tensor] = {}
 
     def before_update(self, batches: Sequence[Batch | None]) -> None:
-        """Look at the gradients that all workers have now.
+        """Check the gradients that all workers have now.
 
         Args:
-            batches: what this worker's were computed on.
+            batches: the minibatches that this worker's were computed on.
 
         Raises:
             NonFiniteError: they are not finite; it names the workers whose own are not.
@@ -152,14 +152,14 @@ class FiniteSum:
             self._find(batches)
 
     def settle(self) -> None:
-        """Nothing is still to come."""
+        """Nothing is pending."""
 
     def _sums(self) -> Iterable[Tensor]:
-        """DDP's buckets, of which the gradients are views, and what sparse ones hold."""
+        """DDP's buckets, into which the gradients are views, and the values of sparse ones."""
         gradients = [each.grad for each in self._parameters if each.grad is not None]
         dense = [each for each in gradients if not each.is_sparse]
         if dense and dense[0].untyped_storage().data_ptr() not in self._buckets:
-            # DDP lays them out again once, after the first step.
+            # DDP lays them out anew once, after the first step.
             storages = [(each, each.untyped_storage()) for each in dense]
             self._buckets = {
                 storage.data_ptr(): each.new_empty(0).set_(storage)  # type: ignore[call-overload]
@@ -194,7 +194,7 @@ class FiniteSum:
 def reduce_by(
     rounding: str | None, compressor: Compressor | None, model: DistributedDataParallel, run: Run
 ) -> FiniteGradients | FiniteSum:
-    """Have a model's gradients reduced, and looked at.
+    """Have a model's gradients reduced and checked.
 
     Args:
         rounding: one of ``ROUNDED``; None for none.
@@ -203,7 +203,7 @@ def reduce_by(
         run: of the worker whose model it is.
 
     Returns:
-        What looks at them.
+        What checks them.
     """
     if rounding is None and compressor is None and run.replica.device.type == "cpu":
         return FiniteSum(run, model.module)
@@ -217,6 +217,6 @@ def reduce_by(
             return compressor.take_bucket(bucket, places)
         return reduce(state, bucket)
 
-    # Under its own name DDP refuses torch's bfloat16 on gloo, which has been able to for long.
+    # DDP refuses torch's bfloat16 hook by name on gloo, which has long supported it.
     model.register_comm_hook(None, look_and_reduce)
     return finite

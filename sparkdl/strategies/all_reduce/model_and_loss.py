@@ -1,4 +1,4 @@
-"""A model with its loss, as DistributedDataParallel runs it: with a minibatch or without."""
+"""A model with its loss, as DistributedDataParallel runs it, with or without a minibatch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparkdl.strategies.all_reduce.synchronized_norm import ForwardPass
 
 
 class _Told(torch.autograd.Function):
-    """Zero, of which a parameter gets a number for its gradient."""
+    """Zero, whose backward pass gives a parameter a number as its gradient."""
 
     @staticmethod
     def forward(ctx: Any, seat: Tensor, number: Callable[[], float]) -> Tensor:
@@ -28,12 +28,12 @@ class _Told(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """The number, as it is by then."""
+        """The number, as it is at that time."""
         return torch.full_like(ctx.seat, ctx.number()), None
 
 
 class Passenger(nn.Module):
-    """A number that travels with the gradients, as that of a parameter which is nobody's.
+    """A number that travels with the gradients, as that of a parameter no layer has.
 
     Args:
         number: called in the backward pass.
@@ -44,7 +44,7 @@ class Passenger(nn.Module):
         super().__init__()
         self.seat = nn.Parameter(torch.zeros(1, dtype=dtype))
         self._number = number
-        self._most = torch.finfo(dtype).max / 2  # in a sum that is looked at: it has to be finite
+        self._most = torch.finfo(dtype).max / 2  # the sum is checked, and has to be finite
 
     def forward(self) -> Tensor:
         """A zero for the loss."""
@@ -55,7 +55,7 @@ class Passenger(nn.Module):
         return min(self._number(), self._most)
 
     def take_sum(self, workers: int) -> float:
-        """What all workers have told since the last time; infinity if it was too large."""
+        """The sum of all workers' numbers since the last call; infinity if it was too large."""
         assert self.seat.grad is not None
         total = float(self.seat.grad) * workers  # DistributedDataParallel makes it a mean
         self.seat.grad = None
@@ -63,11 +63,11 @@ class Passenger(nn.Module):
 
 
 class ModelAndLoss(nn.Module):
-    """From a minibatch to its loss: the whole graph is DDP's, also where there is no minibatch.
+    """From a minibatch to its loss: DDP has the whole graph, even without a minibatch.
 
     Args:
         replica: the worker's.
-        forward_pass: of its synchronized BatchNorm layers, if it has any.
+        forward_pass: that of its synchronized BatchNorm layers, if it has any.
         passenger: what travels with the gradients; None for nothing.
         all_used: whether every parameter takes part in every loss.
     """
@@ -91,10 +91,10 @@ class ModelAndLoss(nn.Module):
         self._earlier: Batch | None = None
 
     def forward(self, batch: Batch | None) -> Tensor:
-        """The mean loss; without a batch a zero whose gradients are zero."""
+        """The mean loss; without a batch, a zero whose gradients are zero."""
         if self._passenger is None:
             return self._loss(batch)
-        zero: Tensor = self._passenger()  # before all else, for backward to have it last
+        zero: Tensor = self._passenger()  # first, so that backward has it last
         loss = self._loss(batch)
         return loss + zero.to(loss.dtype)
 
@@ -107,17 +107,17 @@ class ModelAndLoss(nn.Module):
         return self._forward(batch)
 
     def remember_used(self) -> None:
-        """Choose what a loss without rows depends on; called while the last gradients are there.
+        """Choose what a loss without rows depends on; called while the last gradients exist.
 
-        What one worker's loss depends on, all give to their optimizers. One parameter is enough
-        for DDP, and one that the workers with rows use anyway does no harm.
+        All workers' optimizers step on whatever one worker's loss depends on. One parameter is
+        enough for DDP, and one that the workers with rows use anyway does no harm.
         """
         if not self._all_used:
             used = next((p for p in self._trainable if p.grad is not None), None)
             self._touched = self._touched if used is None else [used]
 
     def _synchronized(self, batch: Batch | None, forward_pass: ForwardPass) -> Tensor:
-        """Run the model in any case: others wait for what its layers add."""
+        """Run the model in any case: others wait for its layers' sums."""
         forward_pass.counts = batch is not None
         self._earlier = self._earlier if batch is None else batch
         if self._earlier is None:
@@ -130,7 +130,7 @@ class ModelAndLoss(nn.Module):
 
 
 class _NoRows(torch.autograd.Function):
-    """A loss that is zero and gives the parameters a gradient of zero."""
+    """A loss of zero that gives the parameters gradients of zero."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
@@ -157,22 +157,22 @@ def distribute(
     Args:
         replica: the worker's.
         forward_pass: of its synchronized BatchNorm layers, if it has any.
-        passenger: as of ``ModelAndLoss``.
-        bucket_mb: MB of gradients that are sent off together.
+        passenger: as in ``ModelAndLoss``.
+        bucket_mb: MB of gradients that are sent together.
         find_unused_parameters: whether a parameter may take no part in the loss.
 
     Returns:
-        From a minibatch, or None, to its loss.
+        The module from a minibatch, or None, to its loss.
     """
     with warnings.catch_warnings():
-        # torch renames the argument; what it is called next is not known to older versions.
+        # torch is renaming the argument; older versions do not know the new name.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
         return DistributedDataParallel(
             ModelAndLoss(replica, forward_pass, passenger, all_used=not find_unused_parameters),
             bucket_cap_mb=bucket_mb,
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=True,
-            # All hold the initial center already, and buffers are averaged once an epoch.
+            # All hold the initial center already, and buffers are averaged once per epoch.
             init_sync=False,
             broadcast_buffers=False,
         )

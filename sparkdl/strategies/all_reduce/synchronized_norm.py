@@ -1,13 +1,14 @@
 """BatchNorm over the minibatches of all workers together, on CPUs as well as GPUs.
 
-torch.nn.SyncBatchNorm trains on GPUs only, and needs a minibatch of every worker in every step.
-With workers r = 1..R, of which worker r has n_r values of a channel, with mean m_r and sum of
-squared deviations s_r:
+torch.nn.SyncBatchNorm trains on GPUs only, and needs a minibatch from every worker in every step.
+With workers r = 1..R, where worker r has n_r values of a channel, with mean m_r and sum of squared
+deviations s_r:
 
     mean = sum_r n_r m_r / N          N = sum_r n_r
     var  = sum_r (s_r + n_r (m_r - mean)^2) / N
 
-One sum over the workers in forward, of R rows of which each fills its own, and one in backward.
+This takes one sum over the workers in forward, of R rows of which each fills its own, and one in
+backward.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sparkdl.errors import ConfigError
 
 @dataclass
 class ForwardPass:
-    """What the layers know of the forward pass under way: whether its rows count."""
+    """What the layers know about the current forward pass: whether its rows count."""
 
     counts: bool = True
 
@@ -34,11 +35,11 @@ class ForwardPass:
 def synchronize(module: nn.Module) -> ForwardPass:
     """Make every BatchNorm layer of a module normalize over all workers while it trains.
 
-    Every worker then has to run forward and backward as often as every other; one that has no rows
+    Every worker must then run forward and backward as often as every other; one that has no rows
     left does so on rows that do not count.
 
     Args:
-        module: changed in place; its parameters and buffers stay what they are.
+        module: changed in place; its parameters and buffers stay the same.
 
     Returns:
         What to set before each forward pass.
@@ -84,7 +85,7 @@ def _forward(layer: _BatchNorm, forward_pass: ForwardPass, own_forward: Any, x: 
 
 
 def _over_workers(x: Tensor, forward_pass: ForwardPass) -> tuple[Tensor, Tensor, Tensor]:
-    """Values a channel, mean and variance over all workers' rows that count."""
+    """Values per channel, their mean and variance, over all workers' rows that count."""
     channels = x.shape[1]
     columns = x.transpose(0, 1).reshape(channels, -1)
     values = columns.shape[1] if forward_pass.counts else 0
@@ -109,7 +110,7 @@ def _over_workers(x: Tensor, forward_pass: ForwardPass) -> tuple[Tensor, Tensor,
 
 
 def _update_statistics(layer: _BatchNorm, count: Tensor, mean: Tensor, variance: Tensor) -> None:
-    """Move the running statistics as torch does, in place, for they are views into flat buffers."""
+    """Move the running statistics as torch does, in place, since they are views of flat buffers."""
     if layer.running_mean is None or layer.running_var is None:
         return
     momentum = layer.momentum

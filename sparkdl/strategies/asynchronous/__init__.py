@@ -1,1 +1,1 @@
-"""Asynchronous algorithms: each worker exchanges with the center alone, within a barrier."""
+"""Asynchronous algorithms: each worker exchanges with the center alone, bounded by a barrier."""

@@ -1,9 +1,9 @@
-"""Asynchronous DiLoCo: each worker steps the center when it is ready, momentum comes later.
+"""Asynchronous DiLoCo: each worker steps the center when it is ready, with delayed momentum.
 
-Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling" (arXiv 2401.09135).
-Momentum that takes a step for every contribution takes as many times more as there are workers,
-each on the change of one of them. Delayed Nesterov lets it take one in N. With one worker and N = 1
-this is DiLoCo. The paper's c is 0: no momentum between two of its steps.
+Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling" (arXiv 2401.09135). If
+momentum stepped with every contribution, it would step once per worker instead of once per round,
+each time on the change of one worker. Delayed Nesterov lets it step at every N-th only. With one
+worker and N = 1 this is DiLoCo. The paper's c is 0: no momentum between two of its steps.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from sparkdl.strategies.base import require_fraction, require_period, require_po
 
 @dataclass(frozen=True)
 class DelayedNesterov(CenterUpdate):
-    """Every contribution moves the center, every ``buffer``-th has momentum take a step.
+    """Every contribution moves the center; momentum steps with every ``buffer``-th.
 
     Args:
         buffer: N, >= 1; the number of workers in the paper.
-        learning_rate: > 0; 0.7, as DiLoCo's.
-        momentum: in [0, 1); 0.9, as DiLoCo's. In short fits, whose windows go far for changes that
-            are a round old, 0.5.
+        learning_rate: > 0; 0.7 as in DiLoCo.
+        momentum: in [0, 1); 0.9 as in DiLoCo. Use 0.5 for short fits, whose windows move far
+            compared with changes that are a round old.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -48,7 +48,7 @@ class DelayedNesterov(CenterUpdate):
         require_fraction("momentum", self.momentum)
 
     def scale(self, staleness: int) -> float:
-        """One over N, however stale; of buffers too, of which every worker sends its change."""
+        """One over N, however stale; for buffers too, whose change every worker sends."""
         return 1 / self.buffer
 
     def step(
@@ -58,7 +58,7 @@ class DelayedNesterov(CenterUpdate):
         memory: Mapping[str, Tensor],
         contributions: Contributions,
     ) -> None:
-        """Part of the change, and of all since the last time if momentum is due."""
+        """Apply part of the change and, if momentum is due, of all changes since its last."""
         velocity, gathered = memory["velocity"], memory["gathered"]
         gathered.add_(change)
         if contributions.round % self.buffer == 0:
@@ -73,7 +73,7 @@ class AsynchronousOuterOptimizer(ContributesChanges):
     """Train ``period`` steps alone, then step the center, whatever the other workers do.
 
     Rule:
-        With d how a worker has moved in a window of ``period`` steps, away from the center that it
+        With d how far a worker has moved in a window of ``period`` steps from the center that it
         was sent, the k-th contribution does::
 
             g  <-  g + d / N                            c  <-  c + learning_rate * d / N
@@ -83,19 +83,19 @@ class AsynchronousOuterOptimizer(ContributesChanges):
         where one without rows counts and changes nothing.
 
     Phases:
-        1. A worker trains for ``period`` steps by itself, or for those that its epoch has left.
-        2. It sends how it has moved since the center that it was sent.
-        3. The driver takes the step above, one worker after the other as they come.
+        1. A worker trains for ``period`` steps by itself, or for those left in its epoch.
+        2. It sends how far it has moved from the center that it was sent.
+        3. The driver takes the step above for one worker after another, as they come.
         4. The worker is sent the center, and goes on from it.
-        5. When the epoch ends all wait for each other, and validate the center.
+        5. When the epoch ends, all wait for each other, and validate the center.
 
     When:
         Where windows are hundreds of steps long, as for ``OuterOptimizer``, and workers differ so
         much in speed that waiting for the slowest costs more than stale changes do.
 
     When not:
-        Where they are equally fast: rounds of everyone learn more of the same rows, and give the
-        same bits each time. Nor where a fit is of few windows: momentum has to gather first.
+        Where they are equally fast: rounds of everyone learn more from the same rows, and give the
+        same bits each time. Nor where a fit has few windows: momentum has to build up first.
 
     Args:
         outer: what moves the center; ``buffer`` as many as there are workers.

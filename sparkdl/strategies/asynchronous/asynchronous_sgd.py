@@ -1,12 +1,12 @@
-"""Asynchronous SGD: each worker adds what it has learned to the center, whoever else trains.
+"""Asynchronous SGD: each worker adds what it has learned to the center while others train.
 
 DOWNPOUR (Dean et al. 2012, "Large Scale Distributed Deep Networks") with steps scaled by staleness
 (Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep Learning", arXiv 1511.05950).
-The paper counts staleness from 1, for the update that is made itself: its lambda / tau.
-``barriers`` has who is waited for.
+The paper counts staleness from 1, including the update itself: its lambda / tau. ``barriers`` says
+who is waited for.
 
 With ``BSP()`` and ``rate=1`` this is ``ParameterAveraging(period, average_optimizer_state=False)``
-but for rounding: changes travel, and are added to the center, where there values are averaged.
+except for rounding: here changes are added to the center, there values are averaged.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class ScaledChange(CenterUpdate):
 
     Args:
         rate: the part.
-        by_staleness: whether they do.
+        by_staleness: whether stale changes count less.
     """
 
     rate: float
     by_staleness: bool
 
     def updates(self, segment: Segment) -> bool:
-        """Buffers too: whole changes of each worker would add up to more than any of them saw."""
+        """Buffers too: the workers' whole changes would add up to more than any of them saw."""
         return True
 
     def scale(self, staleness: int) -> float:
-        """One over how many updates there are with the one that is made."""
+        """One over the number of updates since then, this one included."""
         return 1 / (1 + staleness) if self.by_staleness else 1.0
 
     def step(
@@ -52,7 +52,7 @@ class ScaledChange(CenterUpdate):
         memory: Mapping[str, Tensor],
         contributions: Contributions,
     ) -> None:
-        """Part of the change."""
+        """Apply part of the change."""
         change.mul_(self.rate)
 
 
@@ -62,44 +62,44 @@ class AsynchronousSGD(ContributesChanges):
 
     Rule:
         With x_r the parameters of worker r after a window of p steps on n_r examples, which began
-        with the center c_r, and s_r how often the center c was updated since then::
+        with the center c_r, and s_r how often the center c has been updated since::
 
             c  <-  c + rate * sum_r n_r * (x_r - c_r) / (1 + s_r) / sum_r n_r
             x_r <- c
 
-        where the sum is of one worker, but for the barriers ``BSP``, of all, and ``Softsync``, of
-        the first n.
+        where the sum is over one worker, or with the barrier ``BSP`` over all of them, and with
+        ``Softsync`` over the first n.
 
     Phases:
-        1. A worker trains for ``period`` steps by itself, or for those that its epoch has left.
-        2. It sends how it has moved since the center that it was sent.
-        3. The driver adds that to the center, one worker after the other as they come.
+        1. A worker trains for ``period`` steps by itself, or for those left in its epoch.
+        2. It sends how far it has moved from the center that it was sent.
+        3. The driver adds that to the center, one worker after another, as they come.
         4. The worker is sent the center and goes on from it, when its barrier lets it.
-        5. When the epoch ends all wait for each other, and validate the center.
+        5. When the epoch ends, all wait for each other, and validate the center.
 
     When:
         Where workers differ in speed, or are lost and come back often, and waiting for the slowest
         in each round costs more than stale changes do.
 
     When not:
-        For accuracy at equal rows (synchronous averaging is better on each), nor if a fit must give
+        For accuracy at equal rows, where synchronous averaging is better, nor if a fit must give
         the same bits twice.
 
-    How stale changes were is in each ``EpochSummary``: ``mean_staleness``, ``max_staleness``.
+    Each ``EpochSummary`` says how stale changes were: ``mean_staleness``, ``max_staleness``.
 
     Args:
         period: local minibatches between two exchanges, >= 1; tau in DOWNPOUR. 1 is the classic
             algorithm; 5 as in ``ParameterAveraging`` saves traffic. DOWNPOUR gets worse from 16 to
             64 (Zhang, Choromanska & LeCun 2015), where averaging does not.
         rate: how much of a change moves the center, > 0. 1 with ``scale_by_staleness`` or ``BSP``;
-            without these 1 / number of workers, which is parameter averaging if all are as fast,
-            and then learns more: changes of n that meet the center one after the other are
+            without these 1 / number of workers, which is parameter averaging if all are equally
+            fast, and then learns more: n changes that meet the center one after another are
             otherwise divided by 1, 2, ..., n, and add up to more than their mean.
         scale_by_staleness: whether a change is divided by 1 + how often others have updated the
-            center since (Zhang et al. 2016); without, ``ASP`` is naive asynchronous SGD.
-        barrier: who is waited for: ``ASP()`` nobody; ``SSP(s)`` the slowest, if it is more than s
-            windows behind; ``PBSP(beta)`` and ``PSSP(beta, s)`` the same of a random sample;
-            ``Softsync(n)`` for n contributions; ``BSP()`` everyone.
+            center since (Zhang et al. 2016); without it, ``ASP`` is naive asynchronous SGD.
+        barrier: who is waited for: with ``ASP()`` nobody; with ``SSP(s)`` the slowest, if it is
+            more than s windows behind; with ``PBSP(beta)`` and ``PSSP(beta, s)`` the slowest of a
+            random sample; with ``Softsync(n)`` n contributions; with ``BSP()`` everyone.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -123,10 +123,10 @@ class AsynchronousSGD(ContributesChanges):
 
     @property
     def center_update(self) -> CenterUpdate:
-        """By rate and staleness."""
+        """Scaled by rate and staleness."""
         return ScaledChange(self.rate, self.scale_by_staleness)
 
     @property
     def round_policy(self) -> RoundPolicy:
-        """By the barrier."""
+        """The barrier's."""
         return self.barrier.policy(self.period)

@@ -1,10 +1,10 @@
 """Barrier control: who waits for whom between two windows, as a value and as a round policy.
 
-A worker that has contributed its k-th window of an epoch goes on from the center as it is then, if
+A worker that has contributed its k-th window of an epoch goes on from the current center if
 
     k - k_j <= s        for every j in a sample of beta of the other workers
 
-and waits otherwise until that holds; k_j counts what j has contributed in the epoch. Wang,
+and otherwise waits until that holds; k_j counts what j has contributed in the epoch. Wang,
 Catterall & Mortier 2017, "Probabilistic Synchronous Parallel" (arXiv 1709.07772), of which the
 others are limits:
 
@@ -12,13 +12,13 @@ others are limits:
     PBSP(beta)  a sample, s = 0             SSP(0), PBSP(all)    everyone waits for everyone
     ASP()       nobody, or s = infinity     PSSP(beta, s)        a sample within a bound
 
-Two more say of how many contributions an update of the center is made, from which those who have
-made it go on: ``BSP()`` of everyone's, ``Softsync(n)`` of the first n.
+Two more say how many contributions make an update of the center, from which their workers go on:
+``BSP()`` takes everyone's, ``Softsync(n)`` the first n.
 
-Only those are waited for who are there and have not ended the epoch. One that was lost is not; one
-that has come back is, from where it was committed, until it is within the bound: each of the others
-contributes the window that it has begun, and waits. One that comes back, or is resumed, too far
-ahead itself trains at once, but waits before it contributes.
+Only workers that are present and have not ended the epoch are waited for: not one that was lost,
+but one that has come back, from its last commit until it is within the bound. Each of the others
+contributes the window that it has begun, and waits. A worker that comes back, or is resumed, too
+far ahead itself trains at once, but waits before it contributes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
 
 Clock = tuple[int, int]
-"""Epoch, and windows of it that were committed; behind an epoch's last, the next one's start."""
+"""An epoch, and its committed windows; after an epoch's last window, the next one's start."""
 
 
 class Barrier(ABC):
@@ -42,10 +42,10 @@ class Barrier(ABC):
 
     @abstractmethod
     def policy(self, period: int) -> RoundPolicy:
-        """What does the waiting in one run.
+        """What decides in one run who waits.
 
         Args:
-            period: steps in a window, but for the last of an epoch.
+            period: steps in a window, except an epoch's last.
         """
 
 
@@ -54,10 +54,10 @@ class BSP(Barrier):
     """Bulk synchronous parallel: the center moves by the mean of everyone's changes.
 
     When:
-        To have the same bits each time, and the best result for each row trained on.
+        For the same bits each time, and the best result for each row trained on.
 
     When not:
-        Where some workers are slower than others, for all wait for the slowest in each window.
+        Where some workers are slower than others, as all wait for the slowest in each window.
     """
 
     def policy(self, period: int) -> RoundPolicy:
@@ -83,7 +83,7 @@ class ASP(Barrier):
 
 @dataclass(frozen=True)
 class SSP(Barrier):
-    """Stale synchronous parallel: nobody begins a window more than ``s`` ahead of the slowest.
+    """Stale synchronous parallel: nobody begins a window over ``s`` ahead of the slowest.
 
     When:
         Where speeds vary from window to window, so that the slowest is not always the same one.
@@ -92,10 +92,10 @@ class SSP(Barrier):
         Where one is always slow: it sets everyone's pace, only ``s`` windows later.
 
     Args:
-        s: windows, >= 0; 4 in the PSP paper's comparison. With 0 everyone waits for everyone.
+        s: windows, >= 0; 4 in the PSP paper's comparison. With 0, everyone waits for everyone.
 
     Raises:
-        ConfigError: it is no such number.
+        ConfigError: it is not such a number.
     """
 
     s: int
@@ -110,20 +110,20 @@ class SSP(Barrier):
 
 @dataclass(frozen=True)
 class PBSP(Barrier):
-    """Probabilistic BSP: nobody goes on before ``beta`` others, drawn again each time, are as far.
+    """Probabilistic BSP: nobody goes on before ``beta`` others, drawn each time, are as far.
 
     When:
         For many workers of which some are slow: most steps meet none of these.
 
     When not:
-        For a few workers, of whom a sample is soon everyone.
+        For a few workers, where a sample is soon everyone.
 
     Args:
-        beta: how many others are looked at, >= 0; 1 to 5 % of the workers in the paper, where
-            already 1 keeps most together. With 0 it is ``ASP``.
+        beta: how many others are sampled, >= 0; 1 to 5 % of the workers in the paper, where even 1
+            keeps most together. With 0 it is ``ASP``.
 
     Raises:
-        ConfigError: it is no such number.
+        ConfigError: it is not such a number.
     """
 
     beta: int
@@ -141,17 +141,17 @@ class PSSP(Barrier):
     """Probabilistic SSP: nobody is more than ``s`` ahead of ``beta`` others, drawn each time.
 
     When:
-        Where ``SSP`` waits too long for few that are slow.
+        Where ``SSP`` waits too long for a few slow workers.
 
     When not:
-        Where the bound has to be certain, which it is only on average: ``SSP`` has it.
+        Where the bound must be certain, as with ``SSP``: here it holds only on average.
 
     Args:
-        beta: how many others are looked at, >= 0; 1 to 5 % of the workers in the paper.
+        beta: how many others are sampled, >= 0; 1 to 5 % of the workers in the paper.
         s: windows, >= 0; 4 in the paper.
 
     Raises:
-        ConfigError: they are no such numbers.
+        ConfigError: they are not such numbers.
     """
 
     beta: int
@@ -174,15 +174,16 @@ class Softsync(Barrier):
         For many workers, where single changes are noisy and the last few not worth waiting for.
 
     When not:
-        For few workers, of whom each is a large part, and what it misses is stale.
+        For few workers, where each is a large part, and contributions that miss an update are
+        stale.
 
     Args:
-        n: contributions in an update, >= 1, each of another worker; of all, if fewer are there. The
-            paper's "N-softsync" of R workers is n = R / N. With all of them it is ``BSP``, with 1
-            ``ASP`` at more cost.
+        n: contributions in an update, >= 1, each from a different worker; from all, if fewer are
+            present. The paper's "N-softsync" of R workers is n = R / N. With all of them it is
+            ``BSP``, with 1 ``ASP`` at a higher cost.
 
     Raises:
-        ConfigError: it is no such number.
+        ConfigError: it is not such a number.
     """
 
     n: int
@@ -196,7 +197,7 @@ class Softsync(Barrier):
 
 
 class FirstToCome(All):
-    """Rounds of the first few; the others contribute to the next what they have trained.
+    """Rounds of the first few; the others contribute what they have trained to the next.
 
     Args:
         n: how many.
@@ -208,12 +209,12 @@ class FirstToCome(All):
         self._n = n
 
     def is_enough(self, entered: int, late: int, group: int) -> bool:
-        """With so many, or all that are there."""
+        """With ``n`` of them, or all that are present."""
         return entered >= min(self._n, group)
 
 
 class _Clocks(Nobody):
-    """Each worker alone with the center; and how far each of them is.
+    """Each worker alone with the center; keeps how far each of them is.
 
     Args:
         bound: windows by which a rank may be ahead.
@@ -226,7 +227,7 @@ class _Clocks(Nobody):
         self._clocks: list[Clock] = []
 
     def begin(self, positions: Sequence[Position]) -> None:
-        """Take note of where the ranks stand."""
+        """Note where the ranks stand."""
         self._clocks = [self._clock(each.epoch, each.step_of_epoch) for each in positions]
 
     def _clock(self, epoch: int, steps: int) -> Clock:
@@ -237,15 +238,15 @@ class _Clocks(Nobody):
         return (epoch + 1, 0) if window.last else self._clock(epoch, window.step_of_epoch)
 
     def _needed(self, rank: int) -> Clock | None:
-        """How far others have to be for a rank to go on; None at the start, where all are."""
+        """How far others must be for a rank to go on; None at the start, where all are."""
         epoch, windows = self._clocks[rank]
         return (epoch, windows - self._bound) if windows > self._bound else None
 
 
 class BoundedStaleness(_Clocks):
-    """Who is too far ahead of the slowest that is there waits for it.
+    """A worker too far ahead of the slowest one present waits for it.
 
-    An answer takes as long as there are different clocks: few, for they are bounded.
+    An answer takes time linear in the number of distinct clocks: few, since they are bounded.
 
     Args:
         bound: windows by which a rank may be ahead.
@@ -253,12 +254,12 @@ class BoundedStaleness(_Clocks):
     """
 
     def begin(self, positions: Sequence[Position]) -> None:
-        """Take note of where the ranks stand."""
+        """Note where the ranks stand."""
         super().begin(positions)
         self._ranks_at: dict[Clock, set[int]] = {}
         for rank, clock in enumerate(self._clocks):
             self._ranks_at.setdefault(clock, set()).add(rank)
-        # Who waits, by the clock that the slowest has to reach.
+        # Who waits, by the clock that the slowest must reach.
         self._waiting: dict[Clock, set[int]] = {}
 
     def goes_on(self, rank: int, active: Set[int]) -> bool:
@@ -270,7 +271,7 @@ class BoundedStaleness(_Clocks):
         return False
 
     def committed(self, windows: Iterable[WindowReport], active: Set[int]) -> Iterable[int]:
-        """Move the clocks on; those who waited for as much are to be asked about."""
+        """Advance the clocks; returns those who waited for that, to be asked about again."""
         for window in windows:
             rank, before = window.rank, self._clocks[window.rank]
             self._clocks[rank] = after = self._after(window)
@@ -292,16 +293,16 @@ class BoundedStaleness(_Clocks):
 
 
 class SampledStaleness(_Clocks):
-    """Who is too far ahead of any in a sample waits for it; the sample stays until all are near.
+    """A worker too far ahead of any in a sample waits; the sample stays until all are near.
 
-    An answer takes as long as the sample is large. A rank waits for one of its sample at a time, so
-    that a commit concerns only those who wait for just that.
+    An answer takes time linear in the sample's size. A rank waits for one of its sample at a time,
+    so that a commit concerns only those who wait for exactly that rank.
 
     Args:
-        size: of a sample; of all others, if those are fewer.
+        size: of a sample; all others, if those are fewer.
         bound: windows by which a rank may be ahead.
         period: steps in a window.
-        seed: of the samples; the same ones if the ranks come in the same order.
+        seed: for the samples, which are the same if the ranks come in the same order.
     """
 
     def __init__(self, size: int, bound: int, period: int, seed: int = 0) -> None:
@@ -309,11 +310,11 @@ class SampledStaleness(_Clocks):
         self._size = size
         self._draw = random.Random(seed)
         self._samples: dict[int, list[int]] = {}
-        # Who waits for a rank, by the clock that it has to reach.
+        # Who waits for a rank, by the clock that it must reach.
         self._waiting: dict[int, dict[Clock, set[int]]] = {}
 
     def goes_on(self, rank: int, active: Set[int]) -> bool:
-        """Whether all of the sample who are there are near enough."""
+        """Whether all of the sample that are present are near enough."""
         needed = self._needed(rank)
         if needed is None:
             return True
@@ -326,7 +327,7 @@ class SampledStaleness(_Clocks):
         return True
 
     def committed(self, windows: Iterable[WindowReport], active: Set[int]) -> Iterable[int]:
-        """Move the clocks on; those who waited for as much are to be asked about."""
+        """Advance the clocks; returns those who waited for that, to be asked about again."""
         reached: set[int] = set()
         for window in windows:
             self._clocks[window.rank] = clock = self._after(window)

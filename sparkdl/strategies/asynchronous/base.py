@@ -1,4 +1,4 @@
-"""What asynchronous strategies share: changes of windows, which meet the center one by one."""
+"""The base of asynchronous strategies: the changes of windows meet the center one by one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ContributesChanges(Strategy[None]):
 
     @property
     def wire_format(self) -> WireFormat:
-        """What has changed: values would undo what others have added meanwhile."""
+        """Changes, since values would undo what others have added meanwhile."""
         return Changes()
 
     def after_step(self, run: Run, state: None, batch: Batch) -> None:
@@ -29,7 +29,7 @@ class ContributesChanges(Strategy[None]):
             self._exchange(run, last=False)
 
     def end_epoch(self, run: Run, state: None) -> None:
-        """Contribute the rest, and wait for the epoch's end."""
+        """Contribute the rest, and wait for the epoch to end."""
         self._exchange(run, last=True)
 
     def _exchange(self, run: Run, *, last: bool) -> None:

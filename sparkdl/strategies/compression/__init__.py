@@ -1,1 +1,1 @@
-"""Gradients that are sent as something smaller, a way a file."""
+"""Ways to send gradients as something smaller, one per file."""

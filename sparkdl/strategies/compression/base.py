@@ -1,16 +1,16 @@
-"""Gradients that are sent as something smaller; what was left out of them is sent later.
+"""Gradients that are sent as something smaller; what is left out is sent later.
 
 Error feedback (Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; Karimireddy et al. 2019,
 "Error Feedback Fixes SignSGD"). With g the gradient of one worker in a step, weighted by its rows,
-and e what it has left out so far, which is 0 at first:
+and e what it has left out so far, initially 0:
 
     M  <-  g + e          send what stands for M          e  <-  M - what was sent
 
 DistributedDataParallel passes on each bucket of gradients as soon as backward has filled it, and
-takes back what all workers have come to. Backward waits meanwhile: an exchange has several
-messages, which all workers have to send in the same order.
+takes back the workers' common result. Backward waits meanwhile: an exchange has several messages,
+which all workers must send in the same order.
 
-What a worker remembers is by parameter, not by bucket, for DDP cuts its buckets again after the
+A worker's memory is kept by parameter, not by bucket, since DDP rebuilds its buckets after the
 first step of a process.
 """
 
@@ -37,7 +37,7 @@ class Compression(ABC):
     reads_optimizer: ClassVar[bool] = False
     """Whether every worker needs the whole state of the optimizer."""
 
-    def require_fits(self, replica: Replica) -> None:  # noqa: B027 - most go with all of them
+    def require_fits(self, replica: Replica) -> None:  # noqa: B027 - most go with any
         """Check that this goes with a replica's optimizer and settings.
 
         Raises:
@@ -59,21 +59,21 @@ class Compressor(ABC):
 
     Args:
         collective: the group of all workers.
-        start_after: optimizer steps of the training, from its start, whose gradients it is not
-            given: they are sent whole.
+        start_after: optimizer steps at the start of the training whose gradients it is not given:
+            they are sent whole.
 
     Attributes:
         collective: as given.
         start_after: as given.
-        errors: what was left out so far, by the parameter's place among those that train.
+        errors: what has been left out so far, by the parameter's place among the trained ones.
     """
 
     def __init__(self, collective: Collective, start_after: int) -> None:
         self.collective = collective
         self.start_after = start_after
         self.errors: dict[int, Tensor] = {}
-        # Of parameters that this worker has not used in the step under way: what it would have to
-        # remember of them if nobody has.
+        # For parameters that this worker has not used in this step: what to remember if no worker
+        # has used them.
         self._unused: list[tuple[Tensor, dict[int, Tensor], int, Tensor | None]] = []
 
     @property
@@ -83,17 +83,17 @@ class Compressor(ABC):
 
     @abstractmethod
     def average(self, gradients: Mapping[int, Tensor]) -> None:
-        """Overwrite gradients with the mean of all workers', or what stands for it.
+        """Overwrite gradients with the mean of all workers', or an approximation of it.
 
         Args:
-            gradients: this worker's, of any shape, by their parameters' places; the same places
-                on all workers.
+            gradients: this worker's, of any shape, by their parameters' places; the same places on
+                all workers.
         """
 
     def before_update(self) -> None:
         """Called before each optimizer step, with the gradients that all workers have.
 
-        What was sent for a parameter that no worker has used is taken back: DDP drops it.
+        What was sent for a parameter that no worker has used is taken back, as DDP drops it.
         """
         for parameter, memory, place, before in self._unused:
             if parameter.grad is None:
@@ -114,11 +114,11 @@ class Compressor(ABC):
         """Exchange one of DDP's buckets.
 
         Args:
-            bucket: of gradients of one dtype; overwritten.
-            places: by parameter, where it stands among those that train.
+            bucket: gradients of one dtype; overwritten.
+            places: each parameter's place among the trained ones.
 
         Returns:
-            The bucket's own memory, of which nothing is under way any more.
+            The bucket's own memory, with all communication finished.
 
         Raises:
             ConfigError: the gradients are sparse.
@@ -127,10 +127,10 @@ class Compressor(ABC):
         values = bucket.buffer()
         if values.is_sparse:
             raise ConfigError(
-                "compression is of dense gradients, and a layer of this model has sparse ones "
+                "compression takes dense gradients, but a layer of this model has sparse ones "
                 "(nn.Embedding(sparse=True)): build it with sparse=False, or leave out compression"
             )
-        # In the shapes of the parameters, but in the order of the memory (channels_last).
+        # In the shapes of the parameters, but in memory order (channels_last).
         of_bucket = zip(bucket.parameters(), bucket.gradients(), strict=True)
         unused = [parameter for parameter in bucket.parameters() if parameter.grad is None]
         self._unused += [
@@ -139,14 +139,14 @@ class Compressor(ABC):
             for memory in self.memories
         ]
         self.average({places[parameter]: gradient for parameter, gradient in of_bucket})
-        # What is not on the CPU has to be said.
+        # torch must be told of devices other than the CPU.
         on_cpu = values.device.type == "cpu"
         done: Future[Tensor] = Future(devices=None if on_cpu else [values.device])
         done.set_result(values)
         return done
 
     def with_error(self, place: int, gradient: Tensor) -> Tensor:
-        """M: a gradient and what was left out of those before; never narrower than float32."""
+        """M: a gradient plus what earlier ones left out; never narrower than float32."""
         wide = gradient.float() if gradient.dtype in HALVES else gradient
         error = self.errors.get(place)
         return wide.clone() if error is None else wide + error.view_as(wide)
@@ -156,7 +156,7 @@ class Compressor(ABC):
         if not tensors:
             return []
         flat = torch.cat([each.reshape(-1) for each in tensors])
-        # In this order, as DDP does: half precision would overflow in the other.
+        # Divided first, as in DDP: half precision would overflow the other way around.
         self.collective.all_reduce(flat.div_(self.collective.world_size))
         parts = torch.split(flat, [each.numel() for each in tensors])
         return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
@@ -166,13 +166,13 @@ def require_start_after(steps: object) -> None:
     """Check a number of steps whose gradients are sent whole.
 
     Raises:
-        ConfigError: it is no whole number >= 0.
+        ConfigError: it is not a whole number >= 0.
     """
     if type(steps) is not int or steps < 0:
         raise ConfigError(f"start_after must be a whole number >= 0 of steps, got {steps!r}")
 
 
 def by_place(name: str, saved: Mapping[str, Any]) -> dict[int, Any]:
-    """Of what was saved as ``name.place``, each by its place."""
+    """What was saved as ``name.place``, by place."""
     of_name = ((key.rpartition("."), value) for key, value in saved.items())
     return {int(place): value for (before, _, place), value in of_name if before == name}

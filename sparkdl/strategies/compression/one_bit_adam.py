@@ -1,14 +1,14 @@
-"""1-bit Adam: after a warm-up workers send of Adam's momentum the signs, and one scale for many.
+"""1-bit Adam: after a warm-up, workers send the signs of Adam's momentum, with shared scales.
 
 Tang et al. 2021, "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence
 Speed" (arXiv 2102.02888), as in DeepSpeed's compressed all-reduce.
 
-In the rule |c| is the Euclidean norm of n entries, and the sign of 0 is 1. Each parameter has R
-chunks, of 8 * ceil(entries / (8 R)) entries but for the last ones, and worker j is the server of
-the j-th. The last line is torch's Adam with v where it stood after T steps: the paper leaves out
-both corrections, which are 1 once T is large enough. Of a parameter that was not used in all steps
-T and t count those in which it was. Both errors are a worker's own. They are of the momentum before
-v scales it, and would not cancel if v changed: that is why it stands still.
+In the rule, |c| is the Euclidean norm of n entries, and the sign of 0 is 1. Each parameter has R
+chunks, of 8 * ceil(entries / (8 R)) entries except for the last ones, and worker j is the server of
+the j-th. The last line is torch's Adam with v as it was after T steps: the paper leaves out both
+corrections, which are 1 once T is large enough. For a parameter that was not used in all steps, T
+and t count those in which it was. Both errors are a worker's own. They are errors of the momentum
+before v scales it, and would not cancel if v changed: that is why v is frozen.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class OneBitAdam(Compression):
-    """Send a bit of each entry of Adam's momentum: ``compression=OneBitAdam(start_after=2000)``.
+    """Send one bit per entry of Adam's momentum: ``compression=OneBitAdam(start_after=2000)``.
 
     Rule:
-        For T steps workers add up their gradients and take Adam's steps. Then the variance v stays
-        what it is, and with g_i the gradient of worker i, of R, and m the momentum that all have::
+        For T steps, workers add up their gradients and take Adam's steps. Then the variance v is
+        frozen, and with g_i the gradient of worker i, of R, and m the momentum that all have::
 
             worker i    c  <-  b1 m + (1 - b1) g_i + e_i       s  <-  |c| / sqrt(n) of each chunk
                         send s and the signs of c              e_i  <-  c - s sign(c)
@@ -50,23 +50,23 @@ class OneBitAdam(Compression):
 
     Phases:
         1. For ``start_after`` steps, all-reduced Adam.
-        2. In each step after those every worker sends each chunk's signs and scale to its server
-           (all-to-all), and keeps what they lack.
-        3. Every server sends the mean's signs and scale to all (all-gather), and keeps likewise.
+        2. In each step after that, every worker sends each chunk's signs and scale to its server
+           (all-to-all), and keeps the error.
+        3. Every server sends the mean's signs and scale to all (all-gather), and keeps its error.
         4. All take the same step.
 
     When:
-        To train a large model by ``torch.optim.Adam`` or ``AdamW`` for many steps on a slow link,
-        with a warm-up that is long enough.
+        To train a large model with ``torch.optim.Adam`` or ``AdamW`` for many steps on a slow link,
+        with a long enough warm-up.
 
     When not:
-        For short fits, most of which is warm-up; nor where entries have gradients rarely
-        (embeddings of rare words), whose variance the warm-up does not find.
+        For short fits, most of which is warm-up; nor where entries rarely have gradients
+        (embeddings of rare words), as the warm-up does not find their variance.
 
     Args:
         start_after: T, the steps of the warm-up, >= 1. No fewer than the learning rate's warm-up
-            has (Tang et al.); at the least some 1 / (1 - b2) steps, 1000 with Adam's
-            defaults, for v to be known.
+            has (Tang et al.); at least about 1 / (1 - b2) steps, 1000 with Adam's defaults, for v
+            to be known.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -82,7 +82,7 @@ class OneBitAdam(Compression):
             raise ConfigError("start_after must be >= 1: Adam's variance has to be known by then")
 
     def require_fits(self, replica: Replica) -> None:
-        """Check that the optimizer is one whose variance can stand still.
+        """Check that the optimizer is one whose variance can be frozen.
 
         Raises:
             ConfigError: the optimizer is not Adam or AdamW, or has an option for which there is no
@@ -96,7 +96,7 @@ class OneBitAdam(Compression):
 
 
 def require_adam(replica: Replica) -> None:
-    """Check that a replica's optimizer is one whose variance can stand still.
+    """Check that a replica's optimizer is one whose variance can be frozen.
 
     Raises:
         ConfigError: it is not.
@@ -125,7 +125,7 @@ def require_adam(replica: Replica) -> None:
 
 
 class _Momentum(Compressor):
-    """One worker's errors, and those of the chunks that it is the server of.
+    """One worker's errors, and those of the chunks that it serves.
 
     Args:
         collective: the group of all workers.
@@ -142,7 +142,7 @@ class _Momentum(Compressor):
         self._groups = {each: group for group in groups for each in group["params"]}
         self._of_chunks: dict[int, Tensor] = {}
         self._agreed: list[int] = []
-        # How many steps each parameter's variance is of: fewer if it was not used in all.
+        # The number of steps behind each parameter's variance: fewer if it was not used in all.
         self._warmed_up: dict[int, float] = {}
 
     @property
@@ -152,7 +152,7 @@ class _Momentum(Compressor):
 
     def average(self, gradients: Mapping[int, Tensor]) -> None:
         """Overwrite gradients with the momentum that all workers have after this step."""
-        # Of a training that goes on: the optimizer has not taken a step in this process.
+        # For a resumed training, whose optimizer has not taken a step in this process.
         self._replica.take_over_state()
         workers, mine = self.collective.world_size, self.collective.index
         messages = []
@@ -189,10 +189,10 @@ class _Momentum(Compressor):
     def before_update(self) -> None:
         """Take the step with the variance of the warm-up; the optimizer is left without gradients.
 
-        Only where this step's were averaged here.
+        It does so only if this step's gradients were averaged here.
 
         Raises:
-            TrainingError: Adam has no variance of a parameter.
+            TrainingError: Adam has no variance for a parameter.
         """
         super().before_update()
         for place in self._agreed:
@@ -214,14 +214,14 @@ class _Momentum(Compressor):
             if group["decoupled_weight_decay"]:
                 parameter.mul_(1 - rate * group["weight_decay"])
             step = momentum / variance.sqrt().add_(group["eps"])
-            # Where there was no gradient in all of the warm-up, a sign would be a huge step.
+            # Where the whole warm-up had no gradient, a sign would be a huge step.
             step.masked_fill_(variance == 0, 0.0)
             parameter.sub_(step, alpha=rate / (1 - beta1 ** float(state["step"])))
             parameter.grad = None
         self._agreed.clear()
 
     def saved(self) -> dict[str, Any]:
-        """Both errors, and what the variances are of."""
+        """Both errors, and the steps behind the variances."""
         return (
             super().saved()
             | {f"chunk.{place}": error for place, error in self._of_chunks.items()}
@@ -229,7 +229,7 @@ class _Momentum(Compressor):
         )
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on with them."""
+        """Resume with them."""
         super().restore(saved)
         self._of_chunks = by_place("chunk", saved)
         self._warmed_up = by_place("warmed_up", saved)
@@ -240,7 +240,7 @@ class _Momentum(Compressor):
         group, state = self._groups[parameter], self._optimizer.state.get(parameter)
         if group["weight_decay"] and not group["decoupled_weight_decay"]:
             gradient = gradient.add(parameter.detach(), alpha=group["weight_decay"])
-        # One that nobody has used yet may not be used now either.
+        # A parameter that nobody has used yet may not be used now either.
         momentum: Tensor = state["exp_avg"] if state else torch.zeros_like(gradient)
         return momentum.lerp(gradient, 1 - group["betas"][0])
 
@@ -251,18 +251,18 @@ def octets_of(entries: int, workers: int) -> int:
 
 
 def chunk_sizes(entries: int, workers: int) -> list[int]:
-    """How many entries of a parameter each chunk has."""
+    """The number of a parameter's entries in each chunk."""
     width = 8 * octets_of(entries, workers)
     return [max(0, min(width, entries - width * chunk)) for chunk in range(workers)]
 
 
 def chunks_of(values: Tensor, workers: int) -> Tensor:
-    """A parameter's entries, shape (entries,), with zeros behind them as (workers, width)."""
+    """A parameter's entries, shape (entries,), padded with zeros to (workers, width)."""
     return pad(values, 8 * octets_of(len(values), workers) * workers).view(workers, -1)
 
 
 def pad(values: Tensor, width: int) -> Tensor:
-    """Values and as many zeros behind them as make ``width``."""
+    """Values, padded with zeros to ``width``."""
     padded = values.new_zeros(width)
     padded[: len(values)] = values
     return padded
@@ -272,12 +272,12 @@ def encode(chunks: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
     """Signs and scales of some chunks.
 
     Args:
-        chunks: shape (chunks, 8 * octets), float32 or float64, zeros behind their entries.
+        chunks: shape (chunks, 8 * octets), float32 or float64, padded with zeros.
         sizes: how many entries each has.
 
     Returns:
-        Messages, uint8 of shape (chunks, 4 + octets): a float32 and the signs, eight a byte; and
-        what they stand for, of the shape of ``chunks``.
+        Messages, uint8 of shape (chunks, 4 + octets): a float32 and the signs, eight per byte; and
+        the values that they encode, of the shape of ``chunks``.
     """
     counts = torch.tensor(sizes, dtype=chunks.dtype, device=chunks.device).clamp_(min=1)
     scales = (torch.linalg.vector_norm(chunks, dim=1) / counts.sqrt()).float()
@@ -289,16 +289,16 @@ def encode(chunks: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def decode(messages: Tensor, dtype: torch.dtype) -> Tensor:
-    """What messages stand for.
+    """The values that messages encode.
 
     Args:
-        messages: shape (chunks, 4 + octets), as ``encode`` returns them.
+        messages: shape (chunks, 4 + octets), as returned by ``encode``.
         dtype: of the values.
 
     Returns:
         Shape (chunks, 8 * octets).
     """
-    # Copied, for a number in four bytes has to begin at a multiple of four.
+    # Copied, since a four-byte number must begin at a multiple of four.
     scales = messages[:, :SCALE_BYTES].reshape(-1).clone().view(torch.float32)
     bits = (messages[:, SCALE_BYTES:, None] >> _shifts(messages.device)) & 1
     return _signed(bits.view(len(messages), -1).bool(), scales.to(dtype))

@@ -1,11 +1,10 @@
 """PowerSGD: each matrix of gradients is sent as two factors of low rank.
 
 Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization"
-(arXiv 1905.13727), algorithms 1 and 2. Q is kept for the next step, which goes on with the power
-iteration that this one has begun (warm start). Both means are linear in the M_r: P Q^T is what one
-worker would have made of the mean of all M_r. The error is what the mean lacks of this worker's M,
-as in torch's ``powerSGD_hook``; the authors' code takes M_r - P (M_r^T P)^T, whose mean is the
-same.
+(arXiv 1905.13727), algorithms 1 and 2. Q is kept for the next step, which continues this one's
+power iteration (warm start). Both means are linear in the M_r: P Q^T is what one worker would get
+from the mean of all M_r. The error is what the mean lacks of this worker's M, as in torch's
+``powerSGD_hook``; the authors' code takes M_r - P (M_r^T P)^T, whose mean is the same.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from sparkdl.strategies.compression.base import (
 
 @dataclass(frozen=True)
 class PowerSGD(Compression):
-    """Send factors of low rank in place of matrices of gradients: ``compression=PowerSGD(2)``.
+    """Send low-rank factors in place of matrices of gradients: ``compression=PowerSGD(2)``.
 
     Rule:
-        With g_r the gradient of worker r for a parameter as a matrix of n rows and m columns (that
-        of a convolution with a row an output channel), its error e_r, and Q of m rows and as many
-        columns as the rank::
+        With g_r the gradient of worker r for a parameter as a matrix of n rows and m columns (for a
+        convolution, one row per output channel), its error e_r, and Q of m rows and as many columns
+        as the rank::
 
             M_r  <-  g_r + e_r
             P    <-  orthonormal columns of  mean over r of  M_r Q
@@ -45,8 +44,8 @@ class PowerSGD(Compression):
 
     Phases:
         1. For ``start_after`` steps the workers add up whole gradients.
-        2. In each step after those, once the backward pass is done, they add up M Q of all
-           matrices, and make the columns orthonormal.
+        2. In each step after that, once the backward pass is done, they add up M Q of all matrices,
+           and make the columns orthonormal.
         3. They add up M^T P, and what is not compressed.
         4. Each keeps what P Q^T lacks of its own, and steps.
 
@@ -54,18 +53,18 @@ class PowerSGD(Compression):
         For large matrices on a network that cannot carry them in every step.
 
     When not:
-        For models of small layers or of one long vector, of which nothing is compressed; nor where
+        For models of small layers or of one long vector, where nothing is compressed; nor where
         workers may as well train some steps alone, which sends less for less arithmetic.
 
     Args:
         rank: columns of the factors, >= 1, or as many as the matrix has rows or columns if those
             are fewer. 1 to 4 are usual, up to 32 for language models (torch's documentation); the
             paper has 4 for its LSTM. If a model learns too little, double it.
-        start_after: optimizer steps of whole gradients before, >= 0: early gradients change fast.
-            About a tenth of all steps, and no less than the learning rate's warm-up, is torch's
-            advice.
-        min_compression_rate: by what factor a matrix has to shrink, >= 0: one of n rows and m
-            columns is sent as it is unless (n + m) * rank * rate < n * m. 2 in torch; 0 compresses
+        start_after: optimizer steps with whole gradients at first, >= 0: early gradients change
+            fast. torch advises about a tenth of all steps, and no fewer than the learning rate's
+            warm-up.
+        min_compression_rate: the factor by which a matrix must shrink, >= 0: one of n rows and m
+            columns is sent whole unless (n + m) * rank * rate < n * m. 2 in torch; 0 compresses
             every matrix.
 
     Raises:
@@ -135,7 +134,7 @@ class _PowerIteration(Compressor):
             agreed = left @ right.T
             gradients[place].copy_(agreed.view(gradients[place].shape))
             self.errors[place] = matrix.sub_(agreed)
-            # A view would keep all that came in the same message.
+            # A view would keep the whole message alive.
             self._right[place] = right.clone()
 
     def saved(self) -> dict[str, Any]:
@@ -143,12 +142,12 @@ class _PowerIteration(Compressor):
         return super().saved() | {f"right.{place}": q for place, q in self._right.items()}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on with both."""
+        """Resume with both."""
         super().restore(saved)
         self._right = by_place("right", saved)
 
     def _basis(self, place: int, matrix: Tensor) -> Tensor:
-        """Orthonormal columns that M is multiplied by, which keeps P of its magnitude."""
+        """The orthonormal columns to multiply M by, which leave P its magnitude."""
         right = self._right.get(place)
         if right is None:
             right = first_right(place, matrix.shape, self._settings.rank).to(matrix)
@@ -159,9 +158,9 @@ def first_right(place: int, shape: torch.Size, rank: int) -> Tensor:
     """Q before the first step: normal numbers, the same on every worker and in every training.
 
     Args:
-        place: the parameter's among those that train; each has numbers of its own.
+        place: the parameter's among the trained ones; each has its own numbers.
         shape: of its matrix, (rows, columns).
-        rank: how many columns, if the matrix has as many rows and columns.
+        rank: how many columns, if the matrix has that many rows and columns.
 
     Returns:
         Shape (columns, rank), float64.
@@ -171,7 +170,7 @@ def first_right(place: int, shape: torch.Size, rank: int) -> Tensor:
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
-    """Orthonormal columns that span what those of a matrix do, and more if they are dependent.
+    """Orthonormal columns that span a matrix's columns, and more if those are dependent.
 
     Args:
         matrix: shape (n, k) with n >= k.

@@ -1,9 +1,9 @@
-"""Top-k: of each gradient only the largest entries are sent, and the others later.
+"""Top-k: only the largest entries of each gradient are sent, and the others later.
 
 Aji and Heafield 2017, "Sparse Communication for Distributed Gradient Descent"; Stich, Cordonnier
 and Jaggi 2018, "Sparsified SGD with Memory". Workers choose for themselves, so the mean of R
 workers may have R times k entries. Nothing is rounded: s_r + e_r = M_r to the bit. The mean is
-formed in the order of ranks, on each worker alike.
+formed in the order of ranks, the same on each worker.
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ class TopK(Compression):
 
     Phases:
         1. For ``start_after`` steps the workers add up whole gradients.
-        2. In each step after those, once the backward pass is done, each finds its entries, and
-           keeps the rest.
-        3. They gather where all workers' entries are and what they are, and step on the mean.
+        2. In each step after that, once the backward pass is done, each finds its largest entries,
+           and keeps the rest.
+        3. They gather the positions and values of all workers' entries, and step on the mean.
 
     When:
-        For few workers on slow links, and for gradients most of which is near zero, such as those
-        of embeddings.
+        For few workers on slow links, and for gradients that are mostly near zero, such as those of
+        embeddings.
 
     When not:
-        For many workers, for what each receives grows with their number, where ``PowerSGD``'s does
-        not; nor with much momentum, which the entries that come late miss.
+        For many workers, as what each receives grows with their number, unlike with ``PowerSGD``;
+        nor with much momentum, which late entries miss.
 
     Args:
         fraction: the part of each parameter's entries that a worker sends, > 0 and <= 1; at least
-            one. Aji and Heafield send 1 %. 1 is the mean of all gradients, for twice their bytes.
-        start_after: optimizer steps of whole gradients before, >= 0; Stich et al. have none.
+            one entry. Aji and Heafield send 1 %. 1 gives the mean of all gradients, at twice their
+            bytes.
+        start_after: optimizer steps with whole gradients at first, >= 0; Stich et al. have none.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -89,7 +90,7 @@ class _Largest(Compressor):
         self._settings = settings
 
     def average(self, gradients: Mapping[int, Tensor]) -> None:
-        """Overwrite gradients with the mean of what all workers send of theirs."""
+        """Overwrite gradients with the mean of the entries that all workers send."""
         places, values, counts = [], [], []
         for place, gradient in gradients.items():
             whole = self.with_error(place, gradient).reshape(-1)
@@ -108,7 +109,7 @@ class _Largest(Compressor):
         for of_one, sent in zip(every_place, every_value, strict=True):
             parts = zip(means, torch.split(of_one, counts), torch.split(sent, counts), strict=True)
             for mean, where, value in parts:
-                # No entry is there twice, so a GPU adds in no other order.
+                # No entry occurs twice, so a GPU cannot add in another order.
                 mean.index_add_(0, where, value)
         for mean, gradient in zip(means, gradients.values(), strict=True):
             mean.div_(self.collective.world_size)
@@ -116,7 +117,7 @@ class _Largest(Compressor):
 
 
 def place_dtype(entries: Sequence[int]) -> torch.dtype:
-    """In which whole numbers places are sent: 4 bytes, unless a parameter ends beyond these.
+    """The integer type in which positions are sent: 4 bytes, unless a parameter is too large.
 
     Args:
         entries: of each parameter; the same on all workers, and so is the answer.

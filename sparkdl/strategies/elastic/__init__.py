@@ -1,1 +1,1 @@
-"""Elastic averaging: replicas on springs, in all its modes."""
+"""Elastic averaging, which ties replicas to the center by springs, in all its modes."""

@@ -1,29 +1,29 @@
-"""Elastic averaging: each replica keeps its own parameters, on a spring that ties it to the center.
+"""Elastic averaging: each replica keeps its own parameters, tied to the center by a spring.
 
 Zhang, Choromanska, LeCun 2015, "Deep learning with Elastic Averaging SGD": EASGD, and EAMSGD with
 Nesterov's momentum (Algorithms 1 and 2; their a is learning rate * rho, and b = workers * a is the
-rate at which the center moves to the replicas' mean). A gradient is taken before what the center
-has received is given up, as there.
+rate at which the center moves to the replicas' mean). As there, a gradient is taken before the
+replica gives up what the center has received.
 
-Which center a replica is pulled to is what the modes of You, Buluc, Demmel 2017 ("Scaling Deep
-Learning on GPU and Knights Landing clusters") differ in:
+The modes of You, Buluc, Demmel 2017 ("Scaling Deep Learning on GPU and Knights Landing clusters")
+differ in which center a replica is pulled to:
 
     synchronous     the one before the round, of everyone: Sync EASGD; with aggregation="executors"
                     it is their Sync EASGD3, whose exchange is hidden behind the steps that follow
     asynchronous    the one it meets, one worker at a time, first come first served: Async EASGD
-    round_robin     the same in the order of ranks, each in its turn: their baseline
-    hogwild         the one it has read before, and nobody waits for what comes back: Hogwild EASGD
+    round_robin     the same in the order of ranks, which wait for their turns: their baseline
+    hogwild         the one it has read before, and nobody waits for the reply: Hogwild EASGD
                     (``hogwild`` says what differs)
 
-Momentum of the optimizer is another: with ``SGD(momentum=m)`` this is MEASGD (You et al., equations
-5 and 6). With ``SGD(momentum=m, nesterov=True)`` it is nearly EAMSGD: torch's parameters are the
-paper's x + m * v, where gradients are taken, and there the spring ends. With the argument
-``momentum`` it is EAMSGD itself, whatever the optimizer; ``nesterov`` has how.
+The optimizer's momentum is a different one: with ``SGD(momentum=m)`` this is MEASGD (You et al.,
+equations 5 and 6). With ``SGD(momentum=m, nesterov=True)`` it is nearly EAMSGD: torch's parameters
+are the paper's x + m * v, where gradients are taken, and the spring ends there. With the argument
+``momentum`` it is EAMSGD itself, whatever the optimizer; see ``nesterov``.
 
-The center is what is saved and validated; a replica takes its own parameters up again when the next
+The center is what is saved and validated; a replica takes up its own parameters again when the next
 epoch starts. Buffers, such as BatchNorm's statistics, are each replica's own; the center's become
-the replicas' mean, or where workers come one by one move to a worker's at rate a. The optimizers'
-state stays with the workers.
+the replicas' mean or, where workers come one by one, move towards a worker's at rate a. The
+optimizers' state stays with the workers.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class ElasticAveraging(Strategy[Spring]):
     """Pull replicas and center together after steps p, 2p, ... and at the end of each epoch.
 
     Rule:
-        With the moving rate a, the optimizer's step u on a gradient, and the old values on the
-        right, after each window of p steps of worker i::
+        With the moving rate a, the optimizer's step u on a gradient, and old values on the right,
+        after each window of p steps of worker i::
 
             d_i     <-  a * (x_i - center)
             center  <-  center + d_i         synchronously + the sum of all d_i
@@ -75,52 +75,52 @@ class ElasticAveraging(Strategy[Spring]):
 
     Phases:
         1. A worker trains its own x_i for ``period`` steps.
-        2. It sends x_i; in ``hogwild`` mode x_i - c_i, with c_i the center that it has read last.
-        3. The driver adds the pulls to the center: when everyone's are there, in the order in which
-           they come, or in ``round_robin`` mode in the order of ranks.
+        2. It sends x_i; in ``hogwild`` mode x_i - c_i, with c_i the center that it read last.
+        3. The driver adds the pulls to the center: once everyone's have arrived, or in the order in
+           which they come, or in ``round_robin`` mode in the order of ranks.
         4. The worker is sent the center, and finds d_i, which it gives up with its next step. In
            ``hogwild`` mode it trains on meanwhile, and takes the center before it sends again.
-        5. When the epoch ends all wait for each other, and validate the center.
+        5. When the epoch ends, all wait for each other, and validate the center.
 
     When:
-        Where rounds have to be rare and replicas gain from searching apart: in the paper it kept
-        its accuracy to periods of 64.
+        Where rounds must be rare and replicas gain from searching apart: in the paper it kept its
+        accuracy up to periods of 64.
 
     When not:
-        Where the result has to be that of one process; where a fit is of few rounds, for the center
+        Where the result must be that of one process; where a fit has few rounds, as the center
         follows the replicas from a distance; or where a worker has no memory for two more copies of
-        the parameters, in ``hogwild`` mode five, and with ``momentum`` two more.
+        the parameters, five in ``hogwild`` mode, and another two with ``momentum``.
 
     A worker that was lost and comes back by itself begins at the center. One that resumes from a
-    checkpoint, or is started again with all others, begins where its replica was.
+    checkpoint, or is restarted with all others, begins where its replica was.
 
     Args:
-        period: local minibatches between two rounds, >= 1; the paper's tau, of which it studied 1,
-            4, 16 and 64, and 10 is usual. Beyond 100 lower the learning rate on the way.
+        period: local minibatches between two rounds, >= 1; the paper's tau, which it studied at 1,
+            4, 16 and 64; 10 is usual. Beyond 100, lower the learning rate along the way.
         moving_rate: part of the distance to the center that a replica and the center move towards
             each other, the paper's alpha; None for 0.9 / workers, as in the paper's experiments.
             Less lets replicas roam. More than 2 / (1 + workers) is refused in the synchronous mode,
-            as there the center overshoots ever further, and more than 1 / workers in ``hogwild``
+            where the center would overshoot ever further, and more than 1 / workers in ``hogwild``
             mode; the others take less than 1.
-        momentum: Nesterov's, of what the optimizer does, in [0, 1): the paper's delta, 0.99 in its
-            authors' code with a learning rate of 0.01. 0 for none; for an optimizer that has
-            momentum of its own, or scales its steps as Adam does, it should stay 0.
-        mode: ``synchronous`` gives the same bits each time; take it unless workers differ in speed.
-            In ``asynchronous`` each worker is with the center by itself, so that nobody waits for
-            the slow ones but at an epoch's end, and the result depends on who comes first.
-            ``hogwild`` does not even wait for the center, where the way there takes as long as some
-            steps; with short ways it only pulls to older centers. ``round_robin`` has each wait for
-            its turn, the same bits each time: the baseline that the others were measured against
-            (You et al.), slowest of all.
-        aggregation: ``driver`` has the center there; a lost worker is only that worker's loss.
-            With ``executors`` each worker keeps the center, and they add up among themselves, over
-            NCCL (gloo on CPUs), while they train on to the next round; the driver receives one copy
-            at the end of each epoch. For many workers or large models, in the synchronous mode: the
-            results are the same but for rounding. It then needs a gang-scheduled start, in Spark's
-            barrier mode; if one is lost, all are started again from the end of the last epoch.
+        momentum: Nesterov's, applied to the optimizer's steps, in [0, 1): the paper's delta, 0.99
+            in its authors' code with a learning rate of 0.01. 0 for none; keep it 0 for an
+            optimizer that has momentum of its own, or scales its steps as Adam does.
+        mode: ``synchronous`` gives the same bits each time; use it unless workers differ in speed.
+            In ``asynchronous`` each worker meets the center by itself, so that nobody waits for
+            slow ones except at an epoch's end, and the result depends on who comes first.
+            ``hogwild`` does not even wait for the center, for where the round trip takes as long as
+            some steps; with short ones it only pulls to older centers. ``round_robin`` has each
+            wait for its turn, with the same bits each time: the baseline that the others were
+            measured against (You et al.), slowest of all.
+        aggregation: ``driver`` keeps the center there; a lost worker affects no other. With
+            ``executors`` each worker keeps the center, and they sum among themselves, over NCCL
+            (gloo on CPUs), while they train on to the next round; the driver receives one copy at
+            the end of each epoch. It is for many workers or large models, in the synchronous mode,
+            with the same results except for rounding. It needs a gang-scheduled start, in Spark's
+            barrier mode; if one is lost, all are restarted from the end of the last epoch.
 
     Raises:
-        ConfigError: an argument is out of range, or they do not go together.
+        ConfigError: an argument is out of range, or some do not go together.
     """
 
     period: int = 10
@@ -158,7 +158,7 @@ class ElasticAveraging(Strategy[Spring]):
 
     @property
     def _meets(self) -> bool:
-        """Whether a replica is pulled to the center that it meets, which only the reply tells."""
+        """Whether a replica is pulled to the center that it meets, known only from the reply."""
         return self.mode in ("asynchronous", "round_robin")
 
     @property
@@ -171,7 +171,7 @@ class ElasticAveraging(Strategy[Spring]):
 
     @property
     def needs(self) -> Needs:
-        """Nothing but the driver, if it has the center; each worker keeps its optimizer's state."""
+        """Only the driver, if it has the center; each worker keeps its optimizer's state."""
         return Needs(
             exchanges_optimizer_state=False,
             collective=self._among_workers,
@@ -183,25 +183,25 @@ class ElasticAveraging(Strategy[Spring]):
 
     @property
     def wire_format(self) -> WireFormat:
-        """The replicas' values, where it is the center of that moment that they are pulled to."""
+        """The replicas' values, if they are pulled to the center as it is at that moment."""
         return Changes() if self._overlaps else FullPrecision()
 
     @property
     def center_update(self) -> CenterUpdate:
-        """The center's end of the springs; among executors the driver is sent the center."""
+        """The center's end of the springs; among executors, the driver is sent the center."""
         if self._among_workers:
             return ReplaceByMean()
         return ElasticPull(self.moving_rate, buffers=not self._in_step)
 
     @property
     def round_policy(self) -> RoundPolicy:
-        """Everyone, nobody, or who comes before."""
+        """Waits for everyone, nobody, or whoever comes before."""
         if self.mode == "round_robin":
             return RoundRobin(self.period)
         return All() if self._in_step else Nobody()
 
     def require_workers(self, num_workers: int) -> None:
-        """Check that pulls to one and the same center do not have it overshoot ever further."""
+        """Check that pulls to one and the same center do not make it overshoot ever further."""
         rate = rate_of(self.moving_rate, num_workers)
         limits = {
             "synchronous": ("2 / (1 + workers)", 2 / (1 + num_workers)),
@@ -216,7 +216,7 @@ class ElasticAveraging(Strategy[Spring]):
             )
 
     def require_fits(self, replica: Replica) -> None:
-        """Check that there are not two momenta."""
+        """Check that there are not two kinds of momentum."""
         groups = replica.optimizer.param_groups
         if self.momentum and any(group.get("momentum") for group in groups):
             raise ConfigError(
@@ -229,7 +229,7 @@ class ElasticAveraging(Strategy[Spring]):
         """Begin at the center.
 
         Raises:
-            ConfigError: the center would overshoot whatever the learning rate.
+            ConfigError: the center would overshoot at any learning rate.
         """
         self.require_workers(run.world_size)
         rate = rate_of(self.moving_rate, run.world_size)
@@ -240,7 +240,7 @@ class ElasticAveraging(Strategy[Spring]):
         return Spring(run.replica, rate, self.momentum, from_last=not self._meets)
 
     def saved_state(self, state: Spring) -> Mapping[str, Any]:
-        """The replica's own parameters and buffers, and how far it has still to move."""
+        """The replica's own parameters and buffers, and how far it still has to move."""
         return state.saved()
 
     def restore_state(self, state: Spring, saved: Mapping[str, Any]) -> None:
@@ -248,7 +248,7 @@ class ElasticAveraging(Strategy[Spring]):
         state.restore(saved)
 
     def rows_changed(self, run: Run, state: Spring) -> None:
-        """Learn how many windows all workers have now."""
+        """Find out how many windows all workers have now."""
         state.rows_changed(run)
 
     def train_epoch(self, run: Run, state: Spring, batches: Iterable[Batch]) -> None:
@@ -273,7 +273,7 @@ class ElasticAveraging(Strategy[Spring]):
     def end_epoch(self, run: Run, state: Spring) -> None:
         """Exchange the tail, 0 to ``period`` steps, and take the epoch's final center."""
         if self._meets and run.examples:
-            # The final center has what others did meanwhile, and no longer tells this one's part.
+            # The final center includes what others did, so that this one's part cannot be told.
             state.exchange(run, last=False)
         state.exchange(run, last=True)
 
@@ -284,14 +284,14 @@ class ElasticPull(CenterUpdate):
 
     Attributes:
         moving_rate: as in ``ElasticAveraging``.
-        buffers: whether they pull its buffers too, which become their mean otherwise.
+        buffers: whether they pull its buffers too, which otherwise become their mean.
     """
 
     moving_rate: float | None
     buffers: bool
 
     def updates(self, segment: Segment) -> bool:
-        """Parameters; and buffers, where they would become those of one replica."""
+        """Parameters; and buffers, if they would otherwise become those of one replica."""
         return self.buffers or segment.kind == "parameters"
 
     def step(
@@ -301,11 +301,11 @@ class ElasticPull(CenterUpdate):
         memory: Mapping[str, Tensor],
         contributions: Contributions,
     ) -> None:
-        """From the mean distance to the sum of the pulls, of as many replicas as contribute."""
+        """Turn the mean distance into the sum of the pulls of all replicas that contribute."""
         rate = rate_of(self.moving_rate, contributions.world_size)
         change.mul_(rate * len(contributions.weights))
 
 
 def rate_of(moving_rate: float | None, world_size: int) -> float:
-    """The moving rate of a run with so many workers; the same at both ends of a spring."""
+    """The moving rate of a run with this many workers; the same at both ends of a spring."""
     return CENTER_RATE / world_size if moving_rate is None else moving_rate

@@ -2,13 +2,13 @@
 
 You, Buluc, Demmel 2017, "Scaling Deep Learning on GPU and Knights Landing clusters": workers in
 threads read and write one center without a lock, so that others may write between a worker's read
-and its own write (Niu et al. 2011, "Hogwild!"). With c_i the center that worker i has read last,
+and its own write (Niu et al. 2011, "Hogwild!"). With c_i the center that worker i read last,
 
     d_i  <-  a * (x_i - c_i)          center  <-  center + d_i          c_i  <-  center, on its way
 
-What differs: there, others may also write half of theirs, and an addition may be lost when two are
-made at once; here each d_i is added whole and once, and a read has all of some of them, for one
-thread in the driver does it. What stays is what it gains: nobody waits for anybody's round trip.
+What differs: there, others may also write half of theirs, and an addition may be lost when two
+happen at once; here one thread in the driver does it, so that each d_i is added whole and once, and
+a read has some of them in full. The gain remains: nobody waits for anybody's round trip.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sparkdl.strategies.steps_ahead import StepsAhead
 class HogwildSpring(Spring):
     """One replica's end of its spring, whose exchanges are under way while it trains.
 
-    An exchange has to be over when the next one begins: then its center is the one read last.
+    An exchange must be over when the next one begins: its center is then the one read last.
 
     Args:
         run: the worker's.
@@ -40,27 +40,27 @@ class HogwildSpring(Spring):
         self._ahead = StepsAhead(run)
 
     def exchange(self, run: Run, *, last: bool) -> None:
-        """Send the pull and do not wait for what comes back, but in an epoch's ``last`` window."""
+        """Send the pull; wait for the reply only in an epoch's ``last`` window."""
         self._settle()
         if last:
             super().exchange(run, last=True)
             return
         self._fill_in()
-        # All pull alike, whatever their rows.
+        # All pull equally, whatever their rows.
         run.averager.begin_exchange(self._other, run.close_window(last=False, stands_for=1))
         self._under_way = True
 
     def move(self) -> None:
-        """As any spring; and count the step."""
+        """Move like any spring, and count the step."""
         super().move()
         self._ahead.steps += self._under_way
 
     def skip(self, batches: Iterator[Batch]) -> Batch | None:
-        """Pass over what was trained on behind the commit with which this one goes on."""
+        """Skip what was trained on after the commit from which this worker resumes."""
         return self._ahead.skip(batches)
 
     def saved(self) -> dict[str, Any]:
-        """For ``restore``, while the replica trains; of some steps behind the last commit."""
+        """For ``restore``, while the replica trains, some steps after the last commit."""
         return super().saved() | self._ahead.saved()
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -69,7 +69,7 @@ class HogwildSpring(Spring):
         self._ahead.restore(saved)
 
     def _settle(self) -> None:
-        """Read the center that the exchange under way has left; the state saved is as of now."""
+        """Read the center that the current exchange has left; the state is saved as of now."""
         if self._under_way:
             self._under_way = False
             self._run.averager.end_exchange(self._other, 0.0)

@@ -1,14 +1,14 @@
-"""The replicas' ends of the springs of elastic averaging; the center in the driver or among them.
+"""The replicas' ends of elastic averaging's springs, with the center in the driver or among them.
 
-Where the workers add up among themselves, each keeps the center: with n replicas x_i and the moving
-rate a, all of which are known to every worker once it has the sum,
+Where the workers sum among themselves, each keeps the center: with n replicas x_i and the moving
+rate a, every worker that has the sum can compute
 
     center  <-  (1 - n * a) * center + a * sum_i x_i
 
-A replica's own pull needs no more than the center as it was. So the sum is under way while the
-workers train on, up to the next round, and nothing is stale for it. It is what You, Buluc, Demmel
-2017, "Scaling Deep Learning on GPU and Knights Landing clusters", come to in three steps: sums by a
-tree or ring in place of one worker after the other, a center where the replicas are, an overlap.
+A replica's own pull needs only the center as it was. So the sum can be under way while the workers
+train on, up to the next round, without anything being stale. You, Buluc, Demmel 2017, "Scaling Deep
+Learning on GPU and Knights Landing clusters", arrive at this in three steps: sums by a tree or ring
+in place of one worker after another, a center where the replicas are, and overlap.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sparkdl.strategies.elastic.nesterov import NesterovMomentum
 from sparkdl.strategies.worker_group import HALVES, WorkerGroup
 
 SWAPPED_AT_ONCE = 1 << 20
-"""Values, so that a swap takes no third copy of the parameters."""
+"""Values swapped at a time, so that a swap takes no third copy of the parameters."""
 
 
 class Spring:
@@ -38,8 +38,8 @@ class Spring:
         replica: the worker's.
         rate: the moving rate.
         momentum: of the replica's steps.
-        from_last: whether the replica is pulled to the center that it has received last, not to the
-            one that it meets.
+        from_last: whether the replica is pulled to the center that it received last, not to the one
+            that it meets.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class Spring:
         self._other = [values.clone() for values in self._segments()]
         self._pull = [torch.zeros_like(values) for values in self._parameters(self._other)]
         self._nesterov = NesterovMomentum(momentum, self._parameters(self._other))
-        # Whether the center has received something that the replica has yet to give up, and
-        # whether ``_pull`` says already how much that is.
+        # Whether the center has received something that the replica has yet to give up, and whether
+        # ``_pull`` already says how much.
         self._due = self._known = False
 
     def rows_changed(self, run: Run) -> None:
-        """Take note that the workers have other rows."""
+        """Note that the workers have other rows."""
 
     def exchange(self, run: Run, *, last: bool) -> None:
-        """Contribute what the replica has come to, unless the window has no rows.
+        """Contribute the replica's values, unless the window has no rows.
 
         Args:
             run: the worker's.
@@ -71,13 +71,13 @@ class Spring:
             run.averager.exchange(self._other, run.close_window(last=last))
             return
         self._fill_in()
-        # All pull alike, whatever their rows.
+        # All pull equally, whatever their rows.
         run.averager.exchange(self._other, run.close_window(last=last, stands_for=1))
         if not self._from_last:
             self._find_pull(self._segments(), self._other, self._rate_after)
 
     def move(self) -> None:
-        """Behind the optimizer's step: coast, and give up what the center has received."""
+        """After the optimizer's step: coast, and give up what the center has received."""
         parameters = self._parameters(self._segments())
         self._nesterov.after_step(parameters)
         if self._due:
@@ -87,11 +87,11 @@ class Spring:
         self._nesterov.leave(parameters)
 
     def skip(self, batches: Iterator[Batch]) -> Batch | None:
-        """Pass over minibatches that are trained on already; returns the last, if there are any."""
+        """Skip minibatches that have been trained on; returns the last, if there are any."""
         return None
 
     def swap(self) -> None:
-        """Have the replica hold the center instead of its own values, or those again."""
+        """Make the replica hold the center instead of its own values, or those again."""
         for segment, other in zip(self._segments(), self._other, strict=True):
             for start in range(0, len(segment), SWAPPED_AT_ONCE):
                 part = slice(start, start + SWAPPED_AT_ONCE)
@@ -121,11 +121,11 @@ class Spring:
 
     @property
     def _rate_after(self) -> float:
-        """The moving rate, of the distance that is left once the center has moved."""
+        """The moving rate as a part of the distance left once the center has moved."""
         return self._rate / (1 - self._rate)
 
     def _fill_in(self) -> None:
-        """Write what is contributed in the place of the center, the pull to which is due then."""
+        """Write what is contributed over the center, to which a pull is then due."""
         assert not self._due
         mine = self._segments()
         self._due = True
@@ -144,7 +144,7 @@ class Spring:
         self._known = True
 
     def _to_places(self, parameters: list[Tensor]) -> None:
-        """Where the springs end: not where gradients are taken."""
+        """Turn parameters into where the springs end, from where gradients are taken."""
         for index, values in enumerate(parameters):
             self._nesterov.to_place(values, index)
 
@@ -162,7 +162,7 @@ class Spring:
 class SpringAmongWorkers(Spring):
     """One replica's end of its spring, where the workers move the center that each of them keeps.
 
-    Every worker has to make one at the same time.
+    Every worker must make one at the same time.
 
     Args:
         run: the worker's, with its group.
@@ -177,18 +177,18 @@ class SpringAmongWorkers(Spring):
         self._period = period
         centers = self._parameters(self._other)
         self._sums = [_wide(values) for values in centers]
-        # The center in float32, as the driver's would be, where rounding each round to half
-        # precision would lose small pulls; else the center itself.
+        # The center in float32, like the driver's, where rounding to half precision in each round
+        # would lose small pulls; else the center itself.
         self._exact = [values.float() if values.dtype in HALVES else values for values in centers]
-        # Waits for the sums that are under way, and moves the center.
+        # Waits for the pending sums, and moves the center.
         self._arrive: Callable[[], None] | None = None
 
     def rows_changed(self, run: Run) -> None:
-        """Learn how many windows all workers have now."""
+        """Find out how many windows all workers have now."""
         self._group.agree(run)
 
     def exchange(self, run: Run, *, last: bool) -> None:
-        """Begin a round; with the epoch's ``last`` one, end all and commit the center."""
+        """Begin a round; with the epoch's ``last`` one, finish all and commit the center."""
         if not last:
             self._begin_round(run)
             return
@@ -198,7 +198,7 @@ class SpringAmongWorkers(Spring):
         self._group.commit(run, self._other, last=True)
 
     def saved(self) -> dict[str, Any]:
-        """For ``restore``, while the replica trains; the center only if nobody else has it so."""
+        """For ``restore``, while the replica trains; the center only if kept in float32 here."""
         return super().saved() | {f"center.{i}": exact for i, exact in self._apart().items()}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -208,12 +208,12 @@ class SpringAmongWorkers(Spring):
             exact.copy_(saved[f"center.{index}"])
 
     def _apart(self) -> dict[int, Tensor]:
-        """The centers that are kept in float32 beside those that the replica can hold."""
+        """The centers kept in float32 besides those that the replica can hold."""
         ends = zip(self._exact, self._parameters(self._other), strict=True)
         return {i: exact for i, (exact, center) in enumerate(ends) if exact is not center}
 
     def _begin_round(self, run: Run) -> None:
-        """Send the replica, if it has trained in the window, and do not wait for the others'."""
+        """Send the replica, if it trained in the window, without waiting for the others'."""
         self._settle()
         group = self._group
         window = range(group.steps, group.steps + self._period)
@@ -249,12 +249,12 @@ class SpringAmongWorkers(Spring):
         group.commit_if_due(run, None, self._settled)
 
     def _settled(self) -> list[Tensor]:
-        """The center, with all that is under way."""
+        """The center, including pending rounds."""
         self._settle()
         return self._other
 
     def _settle(self) -> None:
-        """See the round that is under way to its end."""
+        """Finish the pending round."""
         arrive, self._arrive = self._arrive, None
         if arrive is not None:
             arrive()
@@ -269,5 +269,5 @@ class SpringAmongWorkers(Spring):
 
 
 def _wide(values: Tensor) -> Tensor:
-    """Room for sums of values; those of half precision are formed in float32."""
+    """Room for sums of values; half precision is summed in float32."""
     return torch.empty_like(values, dtype=torch.float32 if values.dtype in HALVES else None)

@@ -1,18 +1,18 @@
-"""Gossip: each worker mixes its parameters with one other's at a time, and nobody with everyone's.
+"""Gossip: each worker mixes its parameters with those of one other at a time, never with all.
 
 Jin et al. 2016, "How to scale distributed deep learning?" (gossiping SGD), and Lian et al. 2017 and
 2018 (decentralized SGD, D-PSGD, and its asynchronous form, AD-PSGD).
 
 A visit multiplies the workers' parameters by a mixing matrix W. In ``push_pull`` it is symmetric
-and leaves the workers' mean where it is, as D-PSGD's: this is its asynchronous form. The distance
+and preserves the workers' mean, like D-PSGD's, of which this is the asynchronous form. The distance
 of replicas from their mean shrinks with W's second largest eigenvalue l: for random pairs of n
-workers its square by l = 1 - 1 / (n - 1) a visit, in expectation (Boyd et al. 2006, "Randomized
-Gossip Algorithms"). Nobody waits: x_j is what j has shown last, which is what it had when it last
-called on somebody and what visitors have made of that; what it learns meanwhile is added.
+workers, its square shrinks by l = 1 - 1 / (n - 1) per visit, in expectation (Boyd et al. 2006,
+"Randomized Gossip Algorithms"). Nobody waits: x_j is what j last showed, which is what it had when
+it last called on a worker, as changed by visitors since; what it learns meanwhile is added.
 ``shown`` has the exchange itself, ``lockstep`` that of ``symmetric``.
 
-At the end of an epoch the driver forms the mean of all replicas, weighted by rows, with which all
-begin the next one: it is what is validated and saved. Integer buffers are each worker's own until
+At the end of an epoch the driver forms the mean of all replicas, weighted by rows, from which all
+begin the next one; this mean is validated and saved. Integer buffers are each worker's own until
 then; the optimizer's state stays with the workers.
 """
 
@@ -46,49 +46,49 @@ class GossipAveraging(Strategy["_Gossip"]):
     """Mix with one other worker after steps p, 2p, ...; all with all at the end of each epoch.
 
     Rule:
-        After every ``period`` local steps worker i calls on worker j, whom the topology names::
+        After every ``period`` local steps, worker i calls on worker j, chosen by the topology::
 
             pull        x_i  <-  (x_i + x_j) / 2
-            push        x_j  <-  its mean with all that came since it last called on somebody
+            push        x_j  <-  its mean with all that came since it last called on a worker
             push_pull   x_i, x_j  <-  (x_i + x_j) / 2
 
-        and in ``symmetric``, D-PSGD, on all its neighbours at once, while they do the same::
+        and in ``symmetric`` (D-PSGD) on all its neighbours at once, while they do the same::
 
             x_i  <-  sum_j W_ij x_j        W_ij = 1 / (1 + neighbours of j)
 
     Phases:
         1. A worker trains for ``period`` steps by itself.
         2. It adds what it has learned to what it shows, which visitors have mixed meanwhile.
-        3. It calls on another, or on all its neighbours: sends its parameters, is sent theirs, or
-           both. Nobody waits but in ``symmetric``; who is not there is skipped.
-        4. It goes on from what it shows then.
-        5. When the epoch ends each sends its parameters to the driver, waits for the mean of all,
-           weighted by rows, and goes on from it. That is validated.
+        3. It calls on another, or on all its neighbours: it sends its parameters, is sent theirs,
+           or both. Only in ``symmetric`` does it wait; absent workers are skipped.
+        4. It goes on from what it then shows.
+        5. When the epoch ends, each sends its parameters to the driver, waits for the mean of all,
+           weighted by rows, and goes on from it. That mean is validated.
 
     When:
         For many workers of differing speeds with a fast network between them, where neither the
         driver's link nor the slowest worker should set the pace.
 
     When not:
-        For few workers, nor where two fits have to give the same bits or accuracy is all: averaging
-        is better on each.
+        For few workers, nor where two fits must give the same bits or accuracy is all that counts:
+        averaging is better in each case.
 
-    A worker that is lost is done without, and starts its epoch over when it is back; others skip it
-    until then. In an epoch the driver sees no values: it is the most that is lost with a worker.
+    The others go on without a lost worker, and skip it until it is back and starts its epoch over.
+    The driver sees no values within an epoch, so a worker loses at most its own epoch.
 
     Args:
         period: local steps between two visits, >= 1; 1 in the papers.
-        mode: ``push_pull`` conserves the mean, for twice the bytes of the others. With ``pull`` and
+        mode: ``push_pull`` preserves the mean, at twice the bytes of the others. With ``pull`` and
             ``push`` (Jin et al.) a worker that many call on counts for more. ``symmetric`` is
             D-PSGD: in each iteration a worker waits for its neighbours' parameters and mixes with
-            all of them, so that two fits give the same bits, and a slow worker slows those beside
-            it.
+            all of them, so that two fits give the same bits, and a slow worker slows down its
+            neighbours.
         topology: whom a worker calls on. ``random`` draws anyone, and mixes fastest without a plan;
-            ``ring`` takes both neighbours in turn, of whom there are few connections, and mixes
-            slowly beyond some ten workers; ``exponential`` takes who is 1, 2, 4, ... ranks further
-            (Assran et al. 2019, "Stochastic Gradient Push"): log2(n) iterations mix n workers.
-            Neighbours of ``symmetric`` are the same to both sides: two on a ``ring``, on one that
-            is redrawn in each iteration if ``random``, and with ``exponential`` all of them.
+            ``ring`` takes the two neighbours in turn, which needs few connections, and mixes slowly
+            beyond some ten workers; ``exponential`` takes workers 1, 2, 4, ... ranks further on
+            (Assran et al. 2019, "Stochastic Gradient Push"): log2(n) iterations mix n workers. In
+            ``symmetric`` mode, being neighbours is mutual: two on a ``ring``, two on a ring redrawn
+            in each iteration for ``random``, and all of them for ``exponential``.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -113,15 +113,15 @@ class GossipAveraging(Strategy["_Gossip"]):
 
     @property
     def wire_format(self) -> WireFormat:
-        """Values, as they are."""
+        """Values, unchanged."""
         return FullPrecision()
 
     def start(self, run: Run) -> _Gossip:
-        """Begin at the center, and be visited."""
+        """Begin at the center, and accept visits."""
         return (_LockStep if self.mode == SYMMETRIC else _Visiting)(run, self)
 
     def train_epoch(self, run: Run, state: _Gossip, batches: Iterable[Batch]) -> None:
-        """Show the others what an epoch begins with, and train."""
+        """Show the others the values that an epoch begins with, and train."""
         state.open(run)
         super().train_epoch(run, state, batches)
 
@@ -132,7 +132,7 @@ class GossipAveraging(Strategy["_Gossip"]):
             state.mix(run, iteration=run.step_of_epoch // self.period - 1)
 
     def end_epoch(self, run: Run, state: _Gossip) -> None:
-        """Contribute what the worker has come to, and take the mean of all."""
+        """Contribute the worker's values, and take the mean of all."""
         state.close(run)
         segments = run.replica.segments(with_optimizer=False)
         run.averager.exchange(segments, run.close_window(last=True))
@@ -195,14 +195,14 @@ class _Gossip(ABC):
 
     @abstractmethod
     def mix(self, run: Run, iteration: int) -> None:
-        """Mix with whom the topology names, unless there is none."""
+        """Mix with those that the topology names, unless there are none."""
 
     @abstractmethod
     def close(self, run: Run) -> None:
         """End an epoch."""
 
     def _finite(self, run: Run) -> list[Tensor]:
-        """What the worker has, which is to be numbers before others see it."""
+        """The worker's values, checked to be finite before others see them."""
         mine = self._mine(run)
         for values in mine:
             require_finite(values, run.window())
@@ -255,7 +255,7 @@ class _LockStep(_Gossip):
         self._began = time.monotonic()
 
     def mix(self, run: Run, iteration: int) -> None:
-        """Take a part of each neighbour's; of who is not there the worker keeps its own instead."""
+        """Take a part of each neighbour's values, or of its own in place of an absent one's."""
         mine = self._finite(run)
         patience_s = max(PATIENCE_S, AWAY_TIMES * (time.monotonic() - self._began))
         self._shown.await_visits(iteration, self._patience(run, patience_s))
@@ -281,7 +281,7 @@ class _LockStep(_Gossip):
 
         def waits() -> bool:
             run.averager.heartbeat()
-            time.sleep(0.01)  # who has yet to start says so at once
+            time.sleep(0.01)  # a worker that has yet to start answers at once
             return time.monotonic() < until
 
         return waits

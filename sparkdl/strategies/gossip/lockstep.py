@@ -1,4 +1,4 @@
-"""What a worker shows at each iteration, for gossip in which neighbours mix at the same time.
+"""What a worker shows at each iteration, for gossip where neighbours mix at the same time.
 
 A worker at iteration t of an epoch asks its neighbours for what they had at iteration t, on a
 connection with these messages:
@@ -11,12 +11,12 @@ connection with these messages:
                                      <------  or {"wait": true}: not there yet; ask again
                                      <------  or {"past": true}: will not be there, or has been
 
-Of two workers that are neighbours in each iteration neither is more than one iteration ahead, so a
-worker keeps what it had at its last two. Of two that are neighbours only now and then one may be
-further ahead, for others hold it back only iterations later: it does not go on before those with
-whom it has mixed have had its values too. A worker that was lost and starts its epoch over is
-further behind than that, finds its iterations past, and so do those who ask for them: it trains
-alone until the epoch ends.
+Of two workers that are neighbours in each iteration, neither is more than one iteration ahead, so a
+worker keeps what it had at its last two. Of two that are neighbours only now and then, one may be
+further ahead, since others hold it back only iterations later: it does not go on until those with
+whom it has mixed have its values too. A worker that was lost and starts its epoch over is further
+behind than that: it finds its iterations past, as do those who ask for them, and trains alone until
+the epoch ends.
 """
 
 from __future__ import annotations
@@ -36,27 +36,26 @@ from sparkdl.errors import TrainingError
 from sparkdl.transport.connection import Connection, ConnectionLostError
 
 SAID_EVERY_S = 1.0
-"""Seconds after which a visitor is told that it still waits: far fewer than its patience."""
+"""Seconds after which a visitor is told to keep waiting: far fewer than its patience."""
 STRETCH = 1 << 18
-"""Values in a message."""
+"""Values per message."""
 
 
 def neighbors_of(
     topology: str, rank: int, world_size: int, epoch: int, iteration: int
 ) -> list[int]:
-    """With whom a worker mixes in an iteration; of any two either both or neither names the other.
+    """The ranks that a worker mixes with in an iteration; the relation is symmetric.
 
     Args:
-        topology: ``ring`` for the two beside it, ``exponential`` for all that are 1, 2, 4, ...
-            ranks away on either side, ``random`` for two, of a ring that is redrawn in each
-            iteration.
+        topology: ``ring`` for the two next to it, ``exponential`` for all that are 1, 2, 4, ...
+            ranks away on either side, ``random`` for two, on a ring redrawn in each iteration.
         rank: of the worker.
         world_size: how many there are.
         epoch: counted from 1.
         iteration: mixings of the epoch before this one.
 
     Returns:
-        Other ranks, in ascending order; every rank has as many.
+        Other ranks, in ascending order; every rank has equally many.
     """
     hops, places = [1], list(range(world_size))
     if topology == "exponential":
@@ -69,10 +68,10 @@ def neighbors_of(
 
 
 def lead_of(topology: str, world_size: int) -> int:
-    """By how many iterations a worker may be ahead of one that it asks, if none is lost.
+    """How many iterations a worker may be ahead of one that it asks, if none is lost.
 
     A worker that stands still holds back its neighbours, an iteration later theirs, and so on: on a
-    ring that is redrawn in each iteration at least two more each time.
+    ring redrawn in each iteration, at least two more each time.
 
     Args:
         topology: as for ``neighbors_of``.
@@ -85,11 +84,11 @@ class Snapshots:
     """What one worker had at its last two iterations.
 
     Args:
-        values: float32 or float64 tensors, 1-D, on the CPU, of the sizes and types that are shown.
+        values: float32 or float64 tensors, 1-D, on the CPU, with the sizes and types to show.
 
     Attributes:
         size: how many values there are.
-        room: as ``values``, for those of another worker.
+        room: like ``values``, for those of another worker.
     """
 
     def __init__(self, values: Sequence[Tensor]) -> None:
@@ -101,13 +100,14 @@ class Snapshots:
         self._iteration = -1
         self._lead = 1
         self._ended = False
-        # By iteration: neighbours that were visited, and so come for the same one; visits served.
+        # By iteration: neighbours that were visited, and so come for the same one; and visits
+        # served.
         self._expected: Counter[int] = Counter()
         self._served: Counter[int] = Counter()
         self._changed = threading.Condition()
 
     def open(self, epoch: int, lead: int = 1) -> None:
-        """Begin an epoch, in which others may be so many iterations ahead and have to wait."""
+        """Begin an epoch, in which others may be ``lead`` iterations ahead and have to wait."""
         with self._changed:
             self._forget(lambda iteration: True)
             self._epoch, self._iteration, self._ended = epoch, -1, False
@@ -117,11 +117,11 @@ class Snapshots:
             self._changed.notify_all()
 
     def await_visits(self, iteration: int, waits: Callable[[], bool]) -> None:
-        """Wait until neighbours have fetched what is dropped once an iteration is published.
+        """Wait until neighbours have fetched what publishing an iteration drops.
 
         Args:
-            iteration: that is to be published.
-            waits: called now and then; whether to go on waiting.
+            iteration: the one to be published.
+            waits: called now and then; whether to keep waiting.
         """
         old = iteration - 2
         while True:
@@ -132,7 +132,7 @@ class Snapshots:
                 return
 
     def publish(self, iteration: int, mine: Sequence[Tensor]) -> list[Tensor]:
-        """Show what the worker has at an iteration; returns the same values, as they are shown."""
+        """Show what the worker has at an iteration; returns the same values in shown form."""
         with self._changed:
             self._forget(lambda kept: kept < iteration - 1)
             shown = self._spare.pop()
@@ -164,7 +164,7 @@ class Snapshots:
             connection: to it.
             epoch: of the visitor.
             iteration: of the visitor.
-            waits: called while the neighbour is not there yet; whether to go on waiting.
+            waits: called while the neighbour is not there yet; whether to keep waiting.
 
         Returns:
             Whether it had such an iteration.
@@ -177,7 +177,7 @@ class Snapshots:
         while "go" not in (answer := connection.receive_header()):
             if not answer.keys() & {"wait", "away", "past"}:
                 raise TrainingError(f"a visit was answered with {reprlib.repr(answer)}")
-            # A worker that has yet to start is away.
+            # A worker that has yet to start counts as away.
             if "past" in answer or not waits():
                 return False
             connection.send_header(asked)
@@ -195,7 +195,7 @@ class Snapshots:
 
         Args:
             connection: from another worker.
-            asked: the header with which it began.
+            asked: the header that it began with.
 
         Raises:
             TrainingError: the other end sends what no worker of this training sends.

@@ -1,6 +1,6 @@
-"""What a worker shows of itself in gossip, and how two of them mix.
+"""The values that a worker shows in gossip, and how two workers mix.
 
-Let s be what a worker shows. Whoever calls on another does so stretch by stretch:
+Let s be what a worker shows. A call on another goes stretch by stretch:
 
     pull        s_mine  <-  (s_mine + s_other) / 2
     push        s_other <-  its mean with all that were pushed to it since it last mixed itself
@@ -12,13 +12,13 @@ on a connection with these messages:
     {"gossip": mode, "epoch": its,
      "values": how many}             ------>
                                      <------  {"go": true}, or {"away": true}: another epoch
-    values                           ------>  of each stretch, but to pull
-                                     <------  values of each stretch: what it shows to who pulls, d
-                                              to who pushes and pulls
+    values                           ------>  of each stretch, except to pull
+                                     <------  values of each stretch: what it shows for a pull, d
+                                              for a push and pull
                                      <------  {"taken": true} after a push
 
-A worker trains on meanwhile. When it mixes the next time it adds to s what it has learned since the
-last time, and goes on from s afterwards; so nothing of either is lost.
+A worker trains on meanwhile. When it mixes next, it adds to s what it has learned since the last
+time, and then goes on from s; so nothing of either is lost.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from sparkdl.transport.connection import Connection
 
 MODES = ("push", "pull", "push_pull")
 STRETCH = 1 << 18
-"""Values that are mixed at once."""
+"""Values mixed at a time."""
 
 
 class Shown:
@@ -50,7 +50,7 @@ class Shown:
 
     Attributes:
         values: s.
-        epoch: which the worker is in; None while it is not to be visited.
+        epoch: the one that the worker is in; None while it must not be visited.
     """
 
     def __init__(self, values: Sequence[Tensor]) -> None:
@@ -74,7 +74,7 @@ class Shown:
     # What the worker itself does.
 
     def open(self, epoch: int, mine: Sequence[Tensor]) -> None:
-        """Begin an epoch with what all begin it with."""
+        """Begin an epoch, with the values that all begin it with."""
         with self._lock:
             for shown, before, values in zip(self.values, self._before, mine, strict=True):
                 shown.copy_(values)
@@ -83,15 +83,15 @@ class Shown:
             self.epoch = epoch
 
     def publish(self, mine: Sequence[Tensor], *, last: bool = False) -> None:
-        """Show what the worker has learned since it last mixed; ``adopt`` has to follow.
+        """Show what the worker has learned since it last mixed; ``adopt`` must follow.
 
         Args:
-            mine: what it has now, of the same sizes, anywhere.
-            last: whether nobody is to visit it from now on.
+            mine: what it has now, of the same sizes, on any device.
+            last: whether nobody may visit it from now on.
         """
         with self._lock:
             for shown, before, values in zip(self.values, self._before, mine, strict=True):
-                # In this order, because the two are close: then the difference is not rounded.
+                # In this order, because the two are close, so that the difference is exact.
                 torch.sub(values.detach().to("cpu", shown.dtype), before, out=before)
                 shown.add_(before)
             self._pushed.clear()
@@ -103,7 +103,7 @@ class Shown:
         with self._lock:
             for shown, before, values in zip(self.values, self._before, mine, strict=True):
                 values.copy_(shown)
-                # What half precision has rounded away was not learned; it stays in what is shown.
+                # What half precision rounds away is not learned; it stays in what is shown.
                 before.copy_(values)
 
     # The two ends of a visit.
@@ -147,7 +147,7 @@ class Shown:
 
         Args:
             connection: from another worker.
-            asked: the header with which it began.
+            asked: the header that it began with.
 
         Raises:
             TrainingError: the other end sends what no worker of this training sends.
@@ -173,7 +173,7 @@ class Shown:
             connection.send_header({"taken": True})
 
     def _meet(self, stretch: Chunk, came: Tensor, epoch: int, *, share: bool) -> Tensor:
-        """Mix a stretch with a visitor's; returns by how much this worker's has moved."""
+        """Mix a stretch with a visitor's; returns how much this worker's has moved."""
         with self._lock:
             shown = stretch.of(self.values)
             came.sub_(shown)

@@ -2,8 +2,8 @@
 
 The workers stand in a grid (Pauloski et al. 2021, "KAISA: An Adaptive Second-Order Optimizer
 Framework for Deep Neural Networks"). Each layer belongs to a row of it. The workers of that row
-divide the decompositions of its layers among them, share what comes out, and each preconditions the
-gradients of all of them; from there these go down the columns.
+divide the decompositions of its layers among themselves, share the results, and each preconditions
+the gradients of all these layers, which then go down the columns.
 
     fraction 1         COMM-OPT   one row: all have all decompositions, no gradient travels
     fraction 1 / P     MEM-OPT    one column: each has those of its layers, all gradients travel
@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Grid:
-    """Workers in rows and columns, of which each rank is one.
+    """The workers, each a rank, in rows and columns.
 
     Attributes:
         world_size: how many there are.
-        width: how many a row has, by which ``world_size`` can be divided.
+        width: how many are in a row, a divisor of ``world_size``.
     """
 
     world_size: int
@@ -30,12 +30,12 @@ class Grid:
 
     @classmethod
     def of(cls, world_size: int, fraction: float) -> Grid:
-        """The one whose rows have about so much of all workers.
+        """The grid whose rows have about this fraction of all workers.
 
         Args:
             world_size: workers.
-            fraction: in (0, 1]; the width is the number by which the workers can be divided that
-                comes closest, the larger of two.
+            fraction: in (0, 1]; the width is the divisor of the number of workers that comes
+                closest, the larger of two.
         """
         widths = [width for width in range(world_size, 0, -1) if world_size % width == 0]
         return cls(world_size, min(widths, key=lambda width: abs(width - fraction * world_size)))
@@ -71,7 +71,7 @@ def assign(grid: Grid, sizes: Mapping[str, tuple[int, int]]) -> Shares:
 
     Args:
         grid: the workers.
-        sizes: of A and G, by layer; a decomposition takes the cube of it.
+        sizes: of A and G, by layer; a decomposition's cost is cubic in the size.
     """
     work = {name: a**3 + g**3 for name, (a, g) in sizes.items()}
     of_row = [0] * len(grid.rows)

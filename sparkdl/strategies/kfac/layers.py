@@ -1,13 +1,13 @@
-"""The layers that K-FAC knows, and what it collects of them while a model trains.
+"""The layers that K-FAC supports, and what it collects from them while a model trains.
 
-Of a row's inputs a_t and output gradients g_t at the positions t = 1..T of a layer (1 for a Linear
-layer on vectors, the pixels of a convolution's output, the items of a sequence):
+With a row's inputs a_t and output gradients g_t at the positions t = 1..T of a layer (1 for a
+Linear layer on vectors, the pixels of a convolution's output, the items of a sequence):
 
-    A = E[sum_t a_t a_t^T]        a_t with a 1 behind it, if the layer has a bias; patches if Conv2d
+    A = E[sum_t a_t a_t^T]        a_t with a 1 appended if the layer has a bias; patches if Conv2d
     G = E[sum_t g_t g_t^T] / T
 
-whose Kronecker product stands for the Fisher matrix of the layer's weights (Martens & Grosse 2015;
-Grosse & Martens 2016). The expectation is over rows with the labels that they have.
+whose Kronecker product approximates the Fisher matrix of the layer's weights (Martens & Grosse
+2015; Grosse & Martens 2016). The expectation is over rows with their actual labels.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class FactoredLayer:
 
     @property
     def gradient(self) -> Tensor | None:
-        """(output_size, input_size), a copy; None if there is none."""
+        """A copy of shape (output_size, input_size); None if there is no gradient."""
         weight = self.module.weight.grad
         if weight is None:
             return None
@@ -52,7 +52,7 @@ class FactoredLayer:
         return torch.cat(parts, dim=1).to(self.dtype)
 
     def set_gradient(self, values: Tensor) -> None:
-        """Overwrite the gradient that is there.
+        """Overwrite the existing gradient.
 
         Args:
             values: (output_size, input_size).
@@ -79,7 +79,7 @@ class FactoredLayer:
         return a.T @ a, (g.T @ g).div_(positions)
 
     def _positions(self, inputs: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """What goes in and what comes back, one line a position."""
+        """The inputs and the returned gradients, one line per position."""
         inputs, gradients = inputs.to(self.dtype), gradients.to(self.dtype)
         module = self.module
         if isinstance(module, nn.Linear):
@@ -98,12 +98,12 @@ class FactoredLayer:
 
 
 def factored_layers(module: nn.Module) -> dict[str, FactoredLayer]:
-    """The layers of a model that K-FAC knows, by name, in the model's order.
+    """The layers of a model that K-FAC supports, by name, in the model's order.
 
     Args:
-        module: the model; what it has beside them keeps its gradients. That is also convolutions in
-            groups or with another padding than so many zeros, layers that are frozen, empty or of
-            complex numbers, and those that share their weights with others.
+        module: the model; its other layers keep their gradients. Those include grouped convolutions
+            and ones with padding other than a number of zeros, layers that are frozen, empty or
+            complex, and those that share their weights.
     """
     users = Counter(
         id(parameter) for each in module.modules() for parameter in each.parameters(recurse=False)

@@ -4,9 +4,9 @@ Pauloski et al. 2020, "Convolutional Neural Network Training with Distributed K-
 2007.00784). ``layers`` has the means A and G of a layer. P is (A kron G + damping * 1)^-1 applied
 to W, exactly.
 
-Written here, because kfac-pytorch, the authors' own, is in no package index and speaks to other
-processes by itself, past the deadlines, checkpoints and restarts that all else here has; and
-curvlinops 3.0, which is kept, has such matrices of a data set and trains nothing.
+Implemented here, because kfac-pytorch, the authors' own, is in no package index and communicates by
+itself, without the deadlines, checkpoints and restarts of all else here; and curvlinops 3.0, which
+is maintained, has such matrices for a data set and trains nothing.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class KFACPreconditioner:
     """Has ``GradientAllReduce`` precondition the gradients of Linear and Conv2d layers by K-FAC.
 
     Rule:
-        Of each layer, with A and G the means of products of its inputs and of the gradients of its
-        outputs, from the identity on, and W the gradient of its weights::
+        For each layer, with A and G the means of products of its inputs and of its outputs'
+        gradients, starting from the identity, and W the gradient of its weights::
 
             A, G     <-  decay * A + (1 - decay) * (A of this step's rows), also G
             A, G      =  Q_A diag(d_A) Q_A^T,  Q_G diag(d_G) Q_G^T
@@ -45,32 +45,32 @@ class KFACPreconditioner:
 
     Phases:
         1. The workers' gradients are added up, as without it.
-        2. Every ``factors_every`` steps so are the factors A and G.
-        3. Every ``decompositions_every`` steps each worker decomposes the factors that are
-           assigned to it, and those who hold a layer are sent its decompositions.
-        4. Gradients are preconditioned where those are, sent on to the other workers with
-           ``fraction`` below 1, and scaled by nu. The optimizer takes its step on them.
+        2. Every ``factors_every`` steps, so are the factors A and G.
+        3. Every ``decompositions_every`` steps, each worker decomposes the factors assigned to it,
+           and the workers that hold a layer are sent its decompositions.
+        4. Gradients are preconditioned by those workers, sent on to the others if ``fraction`` is
+           below 1, and scaled by nu. The optimizer takes its step on them.
 
     When:
-        Where epochs are dear and steps are not: large minibatches, models of moderately wide
-        layers, a GPU a worker; in the paper ResNet-50 took 55 epochs.
+        Where epochs are expensive and steps are not: large minibatches, models of moderately wide
+        layers, one GPU per worker; in the paper ResNet-50 took 55 epochs.
 
     When not:
-        Where layers have many thousand inputs, for decompositions take the cube of that, nor on
-        slow links or for few epochs, where untuned it may well be slower than SGD.
+        Where layers have many thousand inputs, as the cost of decompositions is cubic in those; nor
+        on slow links or for few epochs, where untuned it may well be slower than SGD.
 
-    Learning rates are the optimizer's; the paper takes SGD's, with momentum 0.9.
+    Learning rates are the optimizer's; the paper uses SGD with momentum 0.9.
 
     Args:
         damping: > 0; 0.001 in the paper.
-        decay: of the means of the factors, in [0, 1); 0.95 in the paper.
+        decay: of the factors' means, in [0, 1); 0.95 in the paper.
         factors_every: steps between two updates of the factors, >= 1; 10 in the paper, on ImageNet.
         decompositions_every: steps between two decompositions, >= 1; 100 there, 10 on CIFAR-10.
-        kl_clip: > 0, how far a step may go; 0.001 in the paper. None for any length.
-        fraction: how many of the workers, in (0, 1], hold the decompositions of a layer: 1 is the
-            paper's COMM-OPT, which sends nothing between decompositions; with less each holds fewer
-            and preconditioned gradients travel in each step, down to 1 / workers (MEM-OPT). 1 is
-            the paper's, and fastest where memory suffices.
+        kl_clip: > 0, how far a step may go; 0.001 in the paper. None for no limit.
+        fraction: the fraction of workers, in (0, 1], that hold a layer's decompositions: 1 is
+            COMM-OPT, which sends nothing between decompositions; below that each holds fewer, and
+            preconditioned gradients travel in each step, down to 1 / workers (MEM-OPT). 1 is the
+            paper's, and fastest where memory suffices.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -100,7 +100,7 @@ class KFACPreconditioner:
 
         Raises:
             ConfigError: the optimizer has no learning rates.
-            ModelError: the model has no layer for it.
+            ModelError: the model has no layer that it supports.
         """
         _layers(replica)
         if self.kl_clip is None:
@@ -112,10 +112,10 @@ class KFACPreconditioner:
             )
 
     def start(self, run: Run) -> Preconditioning:
-        """Begin to collect; every worker has to do so at the same time.
+        """Start collecting; every worker must do so at the same time.
 
         Raises:
-            ModelError: the model has no layer for it.
+            ModelError: the model has no layer that it supports.
         """
         assert run.collective is not None
         return Preconditioning(self, run, run.collective)
@@ -123,7 +123,7 @@ class KFACPreconditioner:
 
 @dataclass
 class _Decomposed:
-    """What a worker holds of a layer: eigenvectors in columns, and eigenvalues."""
+    """What a worker holds for a layer: eigenvectors in columns, and eigenvalues."""
 
     q_a: Tensor
     d_a: Tensor
@@ -140,13 +140,13 @@ class Preconditioning:
     """The preconditioner of one worker.
 
     Args:
-        settings: of all.
+        settings: the same on all workers.
         run: this worker's; when it leaves, the model is as before.
         everyone: the group of all workers.
 
     Attributes:
         layers: by name.
-        counts: whether the minibatch under way has rows of the step, or is run for others only.
+        counts: whether the current minibatch has rows of the step, or is only run for others.
     """
 
     def __init__(self, settings: KFACPreconditioner, run: Run, everyone: Collective) -> None:
@@ -168,7 +168,7 @@ class Preconditioning:
         self._sums = {n: [torch.zeros_like(f) for f in fs] for n, fs in self._factors.items()}
         self._decomposed: dict[str, _Decomposed] = {}
         self._seen: set[str] = set()
-        """Layers that any worker has called; what is done with others' weights is not known."""
+        """Layers that some worker has called; how the weights of others are used is unknown."""
         self._steps = 0
         self.counts = True
         for name, layer in self.layers.items():
@@ -179,7 +179,7 @@ class Preconditioning:
     def _on_forward(
         self, name: str, module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor
     ) -> None:
-        """Have the layer's minibatch counted as soon as the gradient of its outputs is known."""
+        """Count the layer's minibatch as soon as the gradient of its outputs is known."""
         if self.counts and output.requires_grad and self._steps % self._settings.factors_every == 0:
             inputs = given[0] if given else named["input"]
             count = partial(self._count, name, inputs.detach())
@@ -193,12 +193,12 @@ class Preconditioning:
 
     @torch.no_grad()
     def precondition(self, replica: Replica, rows: int, gain: float = 1.0) -> None:
-        """Overwrite the gradients, which all workers have, by preconditioned ones.
+        """Overwrite the gradients, which all workers have, with preconditioned ones.
 
         Args:
             replica: this worker's.
             rows: of all workers in the step.
-            gain: by what the learning rates are multiplied for this step.
+            gain: the factor for the learning rates in this step.
         """
         if self._steps % self._settings.factors_every == 0:
             self._update_factors(rows)
@@ -232,7 +232,7 @@ class Preconditioning:
             if not sum_a.any():
                 continue
             self._seen.add(name)
-            # Gradients of a row's loss came back as those of loss * workers / rows.
+            # The gradients of a row's loss are those of loss * workers / rows.
             now = sum_a / rows, sum_g * (rows / workers**2)
             for factor, moment in zip(self._factors[name], now, strict=True):
                 factor.lerp_(moment, 1 - decay)
@@ -254,7 +254,7 @@ class Preconditioning:
         self._hold(found)
 
     def _hold(self, found: Mapping[str, Sequence[Tensor]]) -> None:
-        """Share what each of the row has decomposed, zeros standing for what others have."""
+        """Share what each worker of the row has decomposed, with zeros in the others' places."""
         _share([each for parts in found.values() for each in parts], self._row)
         self._decomposed = {name: _Decomposed(*parts) for name, parts in found.items()}
 
@@ -270,7 +270,7 @@ class Preconditioning:
             return 1.0
         rates = {id(p): float(g["lr"]) for g in replica.optimizer.param_groups for p in g["params"]}
         products = [
-            # 0 of those that the optimizer was not given.
+            # 0 for those that the optimizer was not given.
             torch.sum(values * gradient) * rates.get(id(self.layers[name].module.weight), 0.0) ** 2
             for (name, gradient), values in zip(gradients.items(), found, strict=True)
         ]
@@ -282,7 +282,7 @@ class Preconditioning:
         return {"kfac.steps": self._steps, "kfac.seen": sorted(self._seen)}
 
     def saved(self) -> dict[str, Any]:
-        """For ``restore``: of each factor, what the worker has that decomposes it."""
+        """For ``restore``: what the worker that decomposes a factor has of it."""
         own, state = self._everyone.rank, self._counted
         for name, ranks in self._decomposers.items():
             held = self._decomposed.get(name)
@@ -297,7 +297,7 @@ class Preconditioning:
 
     @torch.no_grad()
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what each worker has saved; all have to at the same time."""
+        """Resume from what each worker has saved; all must do so at the same time."""
         self._steps, self._seen = saved["kfac.steps"], set(saved["kfac.seen"])
         for name, factors in self._factors.items():
             for letter, factor in zip("ag", factors, strict=True):
@@ -328,7 +328,7 @@ def _layers(replica: Replica) -> dict[str, FactoredLayer]:
 
 
 def _share(parts: Sequence[Tensor], group: Collective) -> None:
-    """Overwrite tensors by the sums over a group, in one message for each dtype."""
+    """Overwrite tensors with the sums over a group, in one message for each dtype."""
     if group.world_size == 1:
         return
     for dtype in dict.fromkeys(part.dtype for part in parts):

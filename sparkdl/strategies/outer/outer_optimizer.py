@@ -1,8 +1,8 @@
 """Outer optimizers: train alone for many minibatches, then step the center with an optimizer.
 
-With c the center, d how the workers have moved from it on average, and v the velocity, the rule
-(in ``OuterOptimizer``) has been found several times. -d is the outer optimizer's gradient. v lies
-with the center: it is in every checkpoint and outlives lost workers.
+With c the center, d how far the workers have moved from it on average, and v the velocity, the rule
+(in ``OuterOptimizer``) has been found several times. -d is the outer optimizer's gradient. v is
+kept with the center: it is in every checkpoint and outlives lost workers.
 
 - Local SGD: Stich 2019, "Local SGD Converges Fast and Communicates Little". The center becomes the
   mean. Post-local SGD: Lin et al. 2020, "Don't Use Large Mini-Batches, Use Local SGD", where the
@@ -12,15 +12,15 @@ with the center: it is in every checkpoint and outlives lost workers.
   the workers are sent W + momentum * D, which is c.
 - SlowMo: Wang et al. 2019, "SlowMo: Improving Communication-Efficient Distributed SGD with Slow
   Momentum". With the inner learning rate g, u <- momentum * u - d / g and
-  c <- c - learning_rate * g * u. While g stays what it is, v = -g * u. Where a schedule changes it,
-  SlowMo scales what is left of earlier changes by that; here they stay.
+  c <- c - learning_rate * g * u. While g is constant, v = -g * u. When a schedule changes it,
+  SlowMo rescales what is left of earlier changes; here they stay.
 - DiLoCo: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language
-  Models". Nesterov's momentum, after windows of hundreds of AdamW's steps. Streaming DiLoCo sends
-  the parameters a fragment at a time, while the workers train on; see ``streaming``.
+  Models". Nesterov's momentum, after windows of hundreds of AdamW steps. Streaming DiLoCo sends the
+  parameters a fragment at a time, while the workers train on; see ``streaming``.
 
-Rounds come after steps p, 2p, ... of an epoch, and once at its end for the steps that are left,
-which is an outer step as well. Workers with fewer rows than others are through earlier: the last
-rounds of an epoch are of those that still train.
+Rounds come after steps p, 2p, ... of an epoch, and once at its end for the remaining steps, which
+is an outer step as well. Workers with fewer rows finish earlier: the last rounds of an epoch are of
+those that still train.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from sparkdl.strategies.outer.streaming import Stream
 INNER_STATES = ("keep", "average", "reset")
 
 Periods = tuple[tuple[int, int], ...]
-"""Pairs of an epoch, counted from 1, and the period from that one on."""
+"""Pairs of an epoch, counted from 1, and the period from that epoch on."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ class OuterSGD(CenterUpdate):
                                                                     takes Nesterov's
     ============== ============= ========================= ======== ==============================
 
-    A change that is the same in every round moves the center by ``learning_rate / (1 - momentum)``
-    times as much in the end: 7 times with DiLoCo's settings, as often as there are workers with
-    BMUF's.
+    A change that is the same in every round eventually moves the center
+    ``learning_rate / (1 - momentum)`` times as far: 7 times with DiLoCo's settings, as many times
+    as there are workers with BMUF's.
 
     Args:
-        learning_rate: > 0; 1 takes the mean change as it is.
-        momentum: of the steps before, in [0, 1). 0 keeps nothing; otherwise the driver needs memory
-            for the parameters once more, and for twice as much while it writes a checkpoint.
-        nesterov: whether the center looks ahead by one step of the momentum.
+        learning_rate: > 0; 1 takes the mean change unscaled.
+        momentum: of earlier steps, in [0, 1). 0 keeps nothing; otherwise the driver needs memory
+            for another copy of the parameters, and for two while it writes a checkpoint.
+        nesterov: whether the center looks ahead by one momentum step.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -93,7 +93,7 @@ class OuterSGD(CenterUpdate):
         return ("velocity",) if self.momentum else ()
 
     def updates(self, segment: Segment) -> bool:
-        """Parameters; none if they become the mean, for which a change would only be rounded."""
+        """Parameters; none if they become the mean, where a change would only add rounding."""
         becomes_mean = self.learning_rate == 1 and self.momentum == 0
         return super().updates(segment) and not becomes_mean
 
@@ -120,8 +120,8 @@ class OuterOptimizer(Strategy["Stream | None"]):
     """Train ``period`` steps alone, then have an outer optimizer move the center.
 
     Rule:
-        With the center c, after each window of p local minibatches in which worker r went from c to
-        w_r on n_r examples::
+        With the center c, after each window of p local minibatches, in which worker r went from c
+        to w_r on n_r examples::
 
             d   <-  sum_r n_r * (w_r - c) / sum_r n_r     how they have moved, on average
             v   <-  momentum * v + d
@@ -129,62 +129,62 @@ class OuterOptimizer(Strategy["Stream | None"]):
             w_r <-  c                                     or merge * w_r + (1 - merge) * c
 
     Phases:
-        1. Each worker trains for ``period`` steps by itself, or for those that its epoch has left.
-        2. It sends how it has moved, of all parameters or of the fragment that is due.
-        3. The driver forms the mean in the order of ranks, when all who have rows left have sent
+        1. Each worker trains for ``period`` steps by itself, or for those left in its epoch.
+        2. It sends how far it has moved, in all parameters or in the fragment that is due.
+        3. The driver forms the mean in the order of ranks, once all that have rows left have sent
            theirs, and takes the outer step.
-        4. The workers are sent the center, or how it has moved, and go on from it; with ``overlap``
-           they train so many steps meanwhile, and merge what comes with what they have.
-        5. At an epoch's end all take one more outer step, of the steps that are left; with
-           ``fragments`` one of each. That center is validated.
+        4. The workers are sent the center, or how far it has moved, and go on from it; with
+           ``overlap`` they train that many steps meanwhile, and merge what comes with what they
+           have.
+        5. At an epoch's end all take one more outer step, for the remaining steps; with
+           ``fragments``, one for each. That center is validated.
 
     When:
-        Where rounds are dear, so that windows are hundreds of steps long, or where with many
+        Where rounds are expensive, so that windows are hundreds of steps long, or where with many
         workers the plain mean learns too little in an epoch.
 
     When not:
         Where windows are a few steps and the inner optimizer has momentum of its own, unless you
-        have tried a lower outer momentum: one multiplies what the other does. Nor where an epoch,
-        or the whole fit, is of few rounds.
+        have tried a lower outer momentum: the two multiply. Nor where an epoch, or the whole fit,
+        has few rounds.
 
     Parameters take outer steps. Floating-point buffers (BatchNorm's statistics) become the workers'
     mean, of where they were and not of where the center goes, and integers the first worker's.
 
     Args:
-        period: local steps between two rounds, >= 1; DiLoCo's 500 by default, and SlowMo's are 12
-            to 48. Epochs with fewer steps have one round. Or pairs of an epoch and the period from
-            there on, the first of epoch 1: ``((1, 1), (31, 16))`` is post-local SGD, which takes 16
-            to 32 once the learning rate has decayed for the first time.
+        period: local steps between two rounds, >= 1; 500 by default as in DiLoCo; SlowMo has 12 to
+            48. Epochs with fewer steps have one round. Or pairs of an epoch and the period from
+            there on, starting with epoch 1: ``((1, 1), (31, 16))`` is post-local SGD, which takes
+            16 to 32 once the learning rate has decayed for the first time.
         outer: what moves the center; DiLoCo's ``OuterSGD(0.7, 0.9, nesterov=True)`` by default. Any
             ``CenterUpdate``.
-        inner_state: what becomes of the state of the workers' own optimizers (momentum, Adam's
-            moments) in a round. With ``keep`` each goes on with its own, as DiLoCo does; a lost
-            worker comes back without. With ``average`` the floating-point part is averaged too,
-            which needs as many more bytes as it has. With ``reset`` each starts over, as in CNTK's
-            BMUF. SlowMo knows all three.
+        inner_state: what becomes of the workers' own optimizer state (momentum, Adam's moments) in
+            a round. With ``keep`` each goes on with its own, as in DiLoCo; a lost worker comes back
+            without. With ``average`` the floating-point part is averaged too, and its bytes are
+            sent. With ``reset`` each starts over, as in CNTK's BMUF. SlowMo considers all three.
         wire_dtype: ``float32`` sends values in the replica's own precision; ``bfloat16`` sends
             changes rounded to bfloat16, half the bytes; ``float8`` a quarter, in blocks of 128 that
-            share a scale; ``float4`` an eighth up, as Streaming DiLoCo does, and a quarter down.
-            Sums are formed in float32 at least, and the velocity is never rounded.
-        fragments: in how many parts the parameters are sent, each ``period`` steps after it was
-            last, the one behind the other: a round has as many times fewer bytes, and comes as many
-            times more often. 1 sends all at once, as DiLoCo does; Streaming DiLoCo's fragments are
-            of 3 of a transformer's layers, so as many as a third of those. It pays where even rare
-            rounds are felt.
-        overlap: steps that are trained while a round is under way; fewer than between two rounds,
-            ``period // fragments``. 0 waits for each. Take as many as a round takes long, but fewer
-            than 5 (Streaming DiLoCo loses little below).
-        merge: how much of its own a worker keeps of a fragment when it takes the center's, in
-            [0, 1); the paper's alpha, 0.5 in its experiments with overlap. 0 takes the center's,
-            and drops what was trained while the round was under way.
-        cutoff: whom rounds do without, as in ``ParameterAveraging``: ``none`` waits for everyone, a
-            number for all but so many, ``predicted`` for as many as pay. The others take part in
-            the next outer step. There are more outer steps then: with momentum lower it, or the
-            outer learning rate.
+            share a scale; ``float4`` an eighth up, as in Streaming DiLoCo, and a quarter down. Sums
+            are formed in float32 at least, and the velocity is never rounded.
+        fragments: the number of parts in which the parameters are sent, one after another, each
+            again after ``period`` steps: rounds have that many times fewer bytes, and come that
+            many times more often. 1 sends all at once, as in DiLoCo; a fragment of Streaming DiLoCo
+            has 3 of a transformer's layers, so their number is a third of the layers'. It pays off
+            where even rare rounds are felt.
+        overlap: steps trained while a round is under way; fewer than ``period // fragments``, those
+            between two rounds. 0 waits for each. Use as many as a round lasts, but fewer than 5
+            (Streaming DiLoCo loses little below that).
+        merge: how much of its own fragment a worker keeps when it takes the center's, in [0, 1);
+            the paper's alpha, 0.5 in its experiments with overlap. 0 takes the center's, and drops
+            what was trained while the round was under way.
+        cutoff: which workers rounds do without, as in ``ParameterAveraging``: ``none`` waits for
+            everyone, a number for all but that many, ``predicted`` for as many as pay off. The
+            others take part in the next outer step. As this makes more outer steps, lower the
+            momentum, if there is any, or the outer learning rate.
 
     Raises:
-        ConfigError: an argument is out of range, or fragments, overlap or merge are given with
-            another ``inner_state`` than ``keep``, or with a cut-off.
+        ConfigError: an argument is out of range, or fragments, overlap or merge are given with an
+            ``inner_state`` other than ``keep``, or with a cut-off.
     """
 
     period: int | Periods = 500
@@ -251,19 +251,19 @@ class OuterOptimizer(Strategy["Stream | None"]):
 
     @property
     def needs(self) -> Needs:
-        """Nothing but the driver."""
+        """Only the driver."""
         return Needs(
             exchanges_optimizer_state=self.inner_state == "average", steps_ahead=self.overlap
         )
 
     @property
     def wire_format(self) -> WireFormat:
-        """By the name of ``wire_dtype``; changes, where some may be of an older center."""
+        """According to ``wire_dtype``; changes, if some may be from an older center."""
         return NARROW_FORMATS[self.wire_dtype]() if self.cutoff == "none" else ParameterChanges()
 
     @property
     def round_policy(self) -> RoundPolicy:
-        """By the cut-off."""
+        """According to the cut-off."""
         return cutoff_policy(self.cutoff)
 
     @property
@@ -284,7 +284,7 @@ class OuterOptimizer(Strategy["Stream | None"]):
         return Stream(run, self.fragments, self.overlap, self.merge)
 
     def saved_state(self, state: Stream | None) -> Mapping[str, Any]:
-        """With fragments or overlap, how the replica differs from the center, and what is due."""
+        """With fragments or overlap: how the replica differs from the center, and what is due."""
         return {} if state is None else state.saved()
 
     def restore_state(self, state: Stream | None, saved: Mapping[str, Any]) -> None:
@@ -293,7 +293,7 @@ class OuterOptimizer(Strategy["Stream | None"]):
             state.restore(saved)
 
     def train_epoch(self, run: Run, state: Stream | None, batches: Iterable[Batch]) -> None:
-        """Train on an epoch's minibatches but for those that were trained on before a restart."""
+        """Train on an epoch's minibatches, except those trained on before a restart."""
         super().train_epoch(run, state, batches if state is None else state.skipped(batches))
 
     def after_step(self, run: Run, state: Stream | None, batch: Batch) -> None:
@@ -320,7 +320,7 @@ class OuterOptimizer(Strategy["Stream | None"]):
 
     def _exchange(self, run: Run, *, last: bool) -> None:
         if self.inner_state == "reset":
-            # Before the round: a checkpoint of it is then of a worker that has started over.
+            # Before the round, so that its checkpoint has workers that have started over.
             run.replica.reset_optimizer_state()
         segments = run.replica.segments(with_optimizer=self.needs.exchanges_optimizer_state)
         run.averager.exchange(segments, run.close_window(last=last))

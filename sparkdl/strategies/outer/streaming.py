@@ -1,19 +1,19 @@
-"""Streaming: a round is of one fragment of the parameters, and may be under way for some steps.
+"""Streaming: a round exchanges one fragment of the parameters, and may overlap with some steps.
 
 Douillard et al. 2025, "Streaming DiLoCo with overlapping communication" (arXiv 2501.18512). With
-period p, F fragments, overlap tau and merge factor alpha, after steps p/F, 2p/F, ... of an epoch
-the next fragment f is sent, and after tau more steps its center c_f, moved by the outer optimizer,
-is merged with what the worker r has trained since:
+period p, F fragments, overlap tau and merge factor alpha, the next fragment f is sent after steps
+p/F, 2p/F, ... of an epoch, and after tau more steps its center c_f, moved by the outer optimizer,
+is merged with what worker r has trained since:
 
     w_r,f  <-  alpha * w_r,f + (1 - alpha) * c_f
 
-so that each fragment is synchronized after p steps, and the others go on meanwhile. What a fragment
-has changed counts by the rows since it was sent last. At the end of an epoch each worker sends its
-F fragments once more, one round after the other, so that nothing that was trained is left out and
-all begin the next epoch with the center. Who has fewer rows does so earlier.
+so that each fragment is synchronized every p steps, and the others go on meanwhile. A fragment's
+change is weighted by the rows since it was last sent. At the end of an epoch each worker sends its
+F fragments once more, in one round after another, so that nothing trained is left out and all begin
+the next epoch with the center. Workers with fewer rows do so earlier.
 
-A fragment is a stretch of the flat parameters, in the order of ``module.parameters()``: layers that
-follow each other. All are of the same size, so that rounds are.
+A fragment is a stretch of the flat parameters, in the order of ``module.parameters()``: consecutive
+layers. All are of the same size, and so are the rounds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Stream:
     Args:
         run: the worker's; its replica holds the center.
         fragments: how many there are.
-        overlap: steps between sending a fragment and merging what came of it.
+        overlap: steps between sending a fragment and merging the answer.
         merge: the merge factor.
     """
 
@@ -46,31 +46,31 @@ class Stream:
         self._fragments = fragments
         self._overlap = overlap
         self._merge = merge
-        # Of each fragment, the rows since it was sent last.
+        # The rows since each fragment was last sent.
         self._rows = [0] * fragments
         # Whether a round is under way; steps since it began, or, once restored, since a commit.
         self._under_way = False
         self._ahead = StepsAhead(run)
-        # Of what is sent, but not merged in what is saved now: steps until then, merge factor.
+        # For what was sent but not yet merged when saved: steps until then, merge factor.
         self._due: tuple[int, float] | None = None
         self._ends_epoch = False
         self._answer: _Answer | None = None
 
     def skipped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The minibatches of an epoch without those that were trained on before this was saved."""
+        """The minibatches of an epoch except those trained on before this was saved."""
         batches = iter(batches)
         self._ahead.skip(batches)
         return batches
 
     def count_step(self) -> None:
-        """Take note of a step, after which it may be time to merge."""
+        """Count a step, after which it may be time to merge."""
         if self._under_way or self._answer is not None:
             self._ahead.steps += 1
             if self._ahead.steps == self._overlap:
                 self.merge()
 
     def merge(self) -> None:
-        """Merge what has come, or will come, of a round that is under way; if there is one."""
+        """Merge the answer of the round under way, if there is one, waiting if need be."""
         if self._answer is not None:
             self._answer.merge(self._segments())
             self._answer = None
@@ -80,7 +80,7 @@ class Stream:
         self._ahead.steps = 0
 
     def send(self) -> None:
-        """Have the next fragment's round begin; no other may be under way."""
+        """Begin the next fragment's round; no other may be under way."""
         if not (self._overlap or self._merge):
             self._exchange(last=False)
             return
@@ -125,13 +125,13 @@ class Stream:
     def _exchange(self, *, last: bool) -> None:
         """Take part in the next fragment's round, and wait for it."""
         window = self._run.close_window(last=last, stands_for=self._count())
-        # Whether that is saved before the answer or after it, the fragment is the center's.
+        # Whether this is saved before the answer or after it, the fragment is the center's.
         self._due, self._ends_epoch = (0, 0.0), last
         self._run.averager.exchange(self._segments(), window)
         self._due, self._ends_epoch = None, False
 
     def _count(self) -> int:
-        """Count the rows since the last round; returns how many the next fragment stands for."""
+        """Count the rows since the last round; returns the next fragment's weight in rows."""
         self._rows = [rows + self._run.examples for rows in self._rows]
         fragment = self._run.averager.next_fragment
         rows, self._rows[fragment] = self._rows[fragment], 0
@@ -142,7 +142,7 @@ class Stream:
 
 
 class _Answer:
-    """What came of a round that was under way when all were started again.
+    """The answer of a round that was under way when all were restarted.
 
     Args:
         center: the center's segments.

@@ -1,13 +1,13 @@
-"""Threshold encoding: what is large enough of a change is sent, the rest stays for later.
+"""Threshold encoding: the large entries of a change are sent, and the rest is kept for later.
 
 Strom 2015, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing". With d a change
-of the parameters, t the threshold and r the residual, which is 0 at first:
+of the parameters, t the threshold and r the residual, initially 0:
 
     r  <-  r + d          q  <-  sign(r) * t where |r| >= t, else 0          r  <-  r - q
 
-and q is sent. Large entries are sent more than once, nothing is lost but what is clipped. A
-threshold has 8 significant bits, so that r - q is exact while r < 65,536 * t: then all q and the
-residual are together, to the bit, what has gone into it.
+and q is sent. Large entries are sent more than once; only what is clipped is lost. A threshold has
+8 significant bits, so that r - q is exact while r < 65,536 * t: all q and the residual then add up,
+to the bit, to what has gone in.
 
 What goes beyond Strom is Deeplearning4j's (``AdaptiveThresholdAlgorithm``,
 ``ResidualClippingPostProcessor``, ``EncodingHandler``).
@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 
 DECAY = 0.5 ** (1 / 20)
-"""By what a threshold changes from one message to the next: twice as much after 20."""
+"""The factor by which a threshold changes from one message to the next: it doubles in 20."""
 CLIP_EVERY = 5
 """Messages between two clippings of the residual."""
 SHAKE = 3
-"""By what the threshold of a shake-up message is divided."""
+"""The divisor for the threshold of a shake-up message."""
 _BLOCK = 1 << 15
-"""Values that are encoded together: three stretches of them stay in the cache."""
+"""Values encoded together: three stretches of this size fit in the cache."""
 _MANY = 1 / 32
-"""Where more of a block is sent, whole blocks are faster than the places in them."""
+"""If more of a block is sent, whole blocks are faster than positions in them."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Encoding:
 
     Attributes:
         threshold: t, in the first message; 0 sends everything.
-        sparsity: the least and the largest part of the entries that is to be sent: where it is less
-            the threshold becomes smaller, where it is more larger. None for a threshold that stays.
-        clip: how many thresholds an entry of the residual may be; None for no limit.
-        shake_every: every so many messages one has a third of the threshold; None for none.
+        sparsity: the least and the largest part of the entries to send: below it the threshold
+            falls, above it the threshold rises. None for a constant threshold.
+        clip: the limit on an entry of the residual, in thresholds; None for no limit.
+        shake_every: after this many messages, one has a third of the threshold; None for none.
     """
 
     threshold: float
@@ -58,12 +58,12 @@ class ThresholdEncoder:
 
     Args:
         encoding: how changes are encoded.
-        center: what the first change is the difference to; a float32 or float64 tensor for each
-            that is encoded, 1-D, on the CPU.
+        center: what the first change is measured from; a float32 or float64 tensor for each that is
+            encoded, 1-D, on the CPU.
 
     Attributes:
         threshold: of the next message.
-        messages: how many there were.
+        messages: how many there have been.
         residuals: what was not sent, in tensors like the center's.
     """
 
@@ -80,9 +80,9 @@ class ThresholdEncoder:
         """Find out what to send.
 
         Args:
-            values: what the worker has trained, 1-D, anywhere.
+            values: what the worker has trained, 1-D, on any device.
             center: what it began with.
-            out: overwritten by what to send; may be ``center``.
+            out: overwritten with what to send; may be ``center``.
         """
         encoding = self._encoding
         self.messages += 1
@@ -101,7 +101,7 @@ class ThresholdEncoder:
             self._adapt(sent / self._values, *encoding.sparsity)
 
     def _adapt(self, part: float, least: float, most: float) -> None:
-        """Change the threshold after a message that had a part of the entries."""
+        """Change the threshold after a message with this part of the entries."""
         if part > most:
             self.threshold = short(self.threshold / DECAY)
         elif part < least:
@@ -120,7 +120,7 @@ class ThresholdEncoder:
 
 
 def short(threshold: float) -> float:
-    """A threshold with 8 significant bits, the nearest; no less than the least float32 has."""
+    """The nearest threshold with 8 significant bits; no less than float32's smallest."""
     least = float(torch.finfo(torch.bfloat16).tiny)
     rounded = float(torch.tensor(threshold, dtype=torch.float64).bfloat16())
     return max(rounded, least) if threshold else 0.0
@@ -133,9 +133,9 @@ def _encode(
     out: np.ndarray,
     threshold: np.floating[Any],
 ) -> int:
-    """Encode a stretch; returns how many entries are to be sent.
+    """Encode a stretch; returns how many entries to send.
 
-    Three reads and two writes of each value, no pass over memory besides.
+    It takes three reads and two writes of each value, with no other pass over memory.
     """
     sent = 0
     magnitude = np.empty(min(_BLOCK, len(values)), residual.dtype)

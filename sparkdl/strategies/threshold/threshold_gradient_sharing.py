@@ -1,13 +1,13 @@
-"""Gradient sharing: workers tell each other only of changes that are large enough.
+"""Gradient sharing: workers send each other only changes that are large enough.
 
 Strom 2015, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", as in
 Deeplearning4j's SharedTrainingMaster. ``threshold_encoding`` has the encoding, ``averager.sparse``
-what is sent. In Strom's paper changes are added: with learning rate and threshold times the number
-of workers this is the same. All workers take part in every round, so that replicas stay equal and
-the same seed gives the same bits; his, and Deeplearning4j's, do not wait.
+what is sent. In Strom's paper changes are added: that equals this with learning rate and threshold
+multiplied by the number of workers. All workers take part in every round, so that replicas stay
+equal and the same seed gives the same bits; Strom's, and Deeplearning4j's, do not wait.
 
-A round in the driver (``aggregation="driver"``) has the q_r up and the change of c down. Among the
-workers (``"executors"``) each sends its q_r to every other, the mesh of the paper, and the driver
+A round in the driver (``aggregation="driver"``) sends the q_r up and the change of c down. Among
+the workers (``"executors"``), each sends its q_r to every other, the paper's mesh, and the driver
 receives a copy of c at the end of each epoch.
 
 Floating-point buffers (BatchNorm's statistics) become the workers' mean, unencoded, and integers
@@ -38,7 +38,7 @@ from sparkdl.strategies.worker_group import WorkerGroup
 
 @dataclass(frozen=True)
 class ThresholdGradientSharing(Strategy["_Sharing"]):
-    """Send what of the changes is above a threshold, and keep the rest for later.
+    """Send the part of each change that is above a threshold, and keep the rest for later.
 
     Rule:
         After every ``period`` local steps, in which worker r went from the center c to w_r on n_r
@@ -50,42 +50,41 @@ class ThresholdGradientSharing(Strategy["_Sharing"]):
             c    <-  c + sum_r n_r * q_r / sum_r n_r              w_r  <-  c
 
     Phases:
-        1. Each worker trains for ``period`` steps, adds how it has moved to its residual, and takes
-           out of that what is above its threshold.
-        2. It sends that, to the driver or to every other worker.
-        3. The mean of all moves the center, in the order of ranks; all wait for it.
+        1. Each worker trains for ``period`` steps, adds its change to its residual, and takes out
+           of that what is above its threshold.
+        2. It sends that to the driver or to every other worker.
+        3. The mean of all, in the order of ranks, moves the center; all wait for it.
         4. Thresholds and residuals are adapted by how much was sent; all go on from the center.
 
     When:
-        On slow links, for models of millions of parameters that are to be synchronized in every
-        step: with the default settings a message has a thousandth of the bytes or less.
+        On slow links, for models of millions of parameters that are synchronized in every step:
+        with the default settings a message has a thousandth of the bytes or less.
 
     When not:
-        Where ``OuterOptimizer`` with a long period does as well, for its rounds are rarer and its
-        replicas lose nothing; nor for small models, whose rounds take as long as the messages' way.
+        Where ``OuterOptimizer`` with a long period does as well, since its rounds are rarer and its
+        replicas lose nothing; nor for small models, where the messages' latency dominates a round.
 
-    Residuals are in checkpoints. One that is lost with its worker, when that comes back alone, is
-    lost: ``clip * threshold`` an entry at most; and so is what is left in residuals when the fit
-    ends.
+    Residuals are in checkpoints. If a lost worker comes back alone, its residual is gone, at most
+    ``clip * threshold`` per entry; so is what is left in residuals when the fit ends.
 
     Args:
-        threshold: what an entry of a change has to be, the learning rate and all, to be sent,
-            and what is sent of it; Deeplearning4j's examples have 1e-3, and it adapts. 0 sends
+        threshold: the size at which an entry of a change, learning rate included, is sent, and the
+            amount that is sent; Deeplearning4j's examples have 1e-3, and it adapts. 0 sends
             everything, which is parameter averaging after ``period`` steps.
-        sparsity: between which parts of the entries a message should have; the threshold doubles
-            in 20 messages with more, and halves in 20 with fewer. Deeplearning4j's (1e-4, 1e-2).
-            None leaves the threshold as it is, as Strom does.
-        clip: to how many thresholds every fifth message clips the residual, as Deeplearning4j does,
-            whose 5 is the default: old changes must not explode. None keeps everything.
-        shake_every: every so many messages one has a third of the threshold, to let go of small
-            entries; None for none, as in Deeplearning4j by default.
+        sparsity: the range for the part of the entries in a message; the threshold doubles in 20
+            messages with more, and halves in 20 with fewer. Deeplearning4j's is (1e-4, 1e-2). None
+            keeps the threshold constant, as Strom does.
+        clip: the number of thresholds to which every fifth message clips the residual, 5 by
+            default, both as in Deeplearning4j: old changes must not explode. None keeps everything.
+        shake_every: after this many messages, one has a third of the threshold, to release small
+            entries; None for none, Deeplearning4j's default.
         period: local steps between two exchanges, >= 1; 1 in the paper.
-        aggregation: ``driver`` forms the center in the driver; a lost worker is only that worker's
-            loss. ``executors`` has each worker send to all others over NCCL (gloo on CPUs): for
-            few workers with a fast network between them. It needs a gang-scheduled start, in
-            Spark's barrier mode; if one is lost, all are started again from the driver's last copy.
-        commit_every: with ``executors``, steps after which the driver takes a copy between, rounded
-            up to whole periods; so the most that are repeated after the loss of a worker.
+        aggregation: ``driver`` forms the center in the driver; a lost worker affects no other.
+            ``executors`` has each worker send to all others over NCCL (gloo on CPUs): for few
+            workers with a fast network between them. It needs a gang-scheduled start, in Spark's
+            barrier mode; if one is lost, all are restarted from the driver's last copy.
+        commit_every: with ``executors``, steps after which the driver takes an extra copy, rounded
+            up to whole periods, and so the most that are repeated after the loss of a worker.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -127,12 +126,12 @@ class ThresholdGradientSharing(Strategy["_Sharing"]):
 
     @property
     def wire_format(self) -> WireFormat:
-        """As few bytes as it takes; the driver's copy of what executors have agreed on is whole."""
+        """Sparse; the driver's copy of what executors have agreed on is complete."""
         return SparseChanges() if self.aggregation == "driver" else FullPrecision()
 
     @property
     def needs(self) -> Needs:
-        """Nothing but the driver, if the center is formed there."""
+        """Only the driver, if the center is formed there."""
         among_workers = self.aggregation == "executors"
         return Needs(
             exchanges_optimizer_state=False,
@@ -151,11 +150,11 @@ class ThresholdGradientSharing(Strategy["_Sharing"]):
         return state.saved()
 
     def restore_state(self, state: _Sharing, saved: Mapping[str, Any]) -> None:
-        """Go on with both."""
+        """Resume with both."""
         state.restore(saved)
 
     def rows_changed(self, run: Run, state: _Sharing) -> None:
-        """Learn how many windows all workers have now."""
+        """Find out how many windows all workers have now."""
         state.rows_changed(run)
 
     def after_step(self, run: Run, state: _Sharing, batch: Batch) -> None:
@@ -173,10 +172,10 @@ class _Sharing(ABC):
 
     Args:
         run: the worker's; its replica holds the center.
-        strategy: how it is encoded, and where the center is formed.
+        strategy: says how to encode, and where the center is formed.
 
     Attributes:
-        encoder: of its parameters.
+        encoder: encodes its parameters.
     """
 
     def __init__(self, run: Run, strategy: ThresholdGradientSharing) -> None:
@@ -199,8 +198,8 @@ class _Sharing(ABC):
         """Take over what was ``saved``, while the replica holds the center of that commit."""
         self.encoder.restore(saved)
 
-    def rows_changed(self, run: Run) -> None:  # noqa: B027 - not all have to know
-        """Take note that the workers have other rows."""
+    def rows_changed(self, run: Run) -> None:  # noqa: B027 - not all need to know
+        """Note that the workers have other rows."""
 
     @abstractmethod
     def exchange(self, run: Run) -> None:
@@ -208,13 +207,13 @@ class _Sharing(ABC):
 
     @abstractmethod
     def finish(self, run: Run) -> None:
-        """Take part in all rounds that the epoch has left."""
+        """Take part in all remaining rounds of the epoch."""
 
     def _find_shares(self, run: Run, window: WindowReport, out: Sequence[Tensor]) -> None:
-        """Write into ``out``, which may be the center, what to send of a window."""
+        """Write what to send for a window into ``out``, which may be the center."""
         mine = self._mine(run)
         for values in mine:
-            # What is not a number is not above the threshold either, and would stay for ever.
+            # NaN is not above the threshold either, and would stay forever.
             require_finite(values, window)
         learned, known, shares = map(self._encoded, (mine, self._center, out))
         held = [as_held(c, v.dtype) for c, v in zip(known, learned, strict=True)]
@@ -240,7 +239,7 @@ class _Sharing(ABC):
 
 
 class _ThroughDriver(_Sharing):
-    """Each worker contributes to the driver's rounds what it shares."""
+    """Each worker contributes what it shares to the driver's rounds."""
 
     def exchange(self, run: Run) -> None:
         """Contribute the window."""
@@ -251,7 +250,7 @@ class _ThroughDriver(_Sharing):
         self._contribute(run, last=True)
 
     def _contribute(self, run: Run, *, last: bool) -> None:
-        # Without rows nothing is sent, so nothing must leave the residual.
+        # Without rows, nothing is sent, so nothing may leave the residual.
         if run.examples:
             self._find_shares(run, run.window(), self._center)
         run.averager.exchange(self._center, run.close_window(last=last))
@@ -259,7 +258,7 @@ class _ThroughDriver(_Sharing):
 
 
 class _AmongWorkers(_Sharing):
-    """Each worker sends to all others; who has used up its rows takes part in the rest."""
+    """Each worker sends to all others, even after it has used up its rows."""
 
     def __init__(self, run: Run, strategy: ThresholdGradientSharing) -> None:
         super().__init__(run, strategy)
@@ -267,7 +266,7 @@ class _AmongWorkers(_Sharing):
         self._period = strategy.period
         self._commit_every = strategy.commit_every
         self._shares = [torch.zeros_like(values) for values in self._center]
-        # The driver is sent the center as replicas hold it.
+        # The driver is sent the center in the replicas' precision.
         self._rounded = [
             index
             for index, (values, center) in enumerate(
@@ -277,7 +276,7 @@ class _AmongWorkers(_Sharing):
         ]
 
     def saved(self) -> dict[str, Any]:
-        """For ``restore``; the center too where nobody else has it without rounding."""
+        """For ``restore``; the center too if nobody else has it without rounding."""
         centers = {f"center.{index}": self._center[index] for index in self._rounded}
         return super().saved() | centers
 
@@ -288,7 +287,7 @@ class _AmongWorkers(_Sharing):
             self._center[index].copy_(saved[f"center.{index}"])
 
     def rows_changed(self, run: Run) -> None:
-        """Learn how many windows all workers have now."""
+        """Find out how many windows all workers have now."""
         self._group.agree(run)
 
     def exchange(self, run: Run) -> None:
@@ -302,13 +301,13 @@ class _AmongWorkers(_Sharing):
         group.commit_if_due(run, self._commit_every, lambda: self._mine(run))
 
     def finish(self, run: Run) -> None:
-        """Take part in all rounds that are left, and commit."""
+        """Take part in all remaining rounds, and commit."""
         while not self._group.done:
             self.exchange(run)
         self._group.commit(run, self._mine(run), last=True)
 
     def _share(self, run: Run, examples: Sequence[int]) -> None:
-        """Form the center of everybody's shares, on each worker in the same order."""
+        """Form the center from everyone's shares, on each worker in the same order."""
         collective = self._group.collective
         if examples[collective.index]:
             self._find_shares(run, run.window(), self._shares)
@@ -346,7 +345,7 @@ AGGREGATIONS: dict[str, type[_Sharing]] = {
     "driver": _ThroughDriver,
     "executors": _AmongWorkers,
 }
-"""By the name that ``ThresholdGradientSharing`` gives as ``aggregation``."""
+"""Implementations, by the value of ``aggregation`` in ``ThresholdGradientSharing``."""
 
 
 def _is_sparsity(value: object) -> bool:
