@@ -1,4 +1,4 @@
-"""What checks and converts what users set; each names the setting in its error."""
+"""Converters that check what users set; the error of each names the setting."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sparkdl.errors import ConfigError
 
 
 def whole(name: str, minimum: int | None = None) -> Any:
-    """A whole number, of at least ``minimum`` if that is given."""
+    """A whole number, at least ``minimum`` if that is given."""
 
     def convert(value: Any) -> int:
         whole_number = isinstance(value, int) and not isinstance(value, bool)
@@ -21,7 +21,7 @@ def whole(name: str, minimum: int | None = None) -> Any:
 
 
 def optional_whole(name: str, minimum: int) -> Any:
-    """The same, or None."""
+    """Like ``whole``, or None."""
     convert = whole(name, minimum)
     return lambda value: None if value is None else convert(value)
 
@@ -49,7 +49,7 @@ def optional_positive(name: str) -> Any:
 
 
 def optional_fraction(name: str) -> Any:
-    """A number between 0 and 1, neither of which is one; or None."""
+    """A number strictly between 0 and 1, or None."""
 
     def convert(value: Any) -> float | None:
         if value is None:
@@ -85,13 +85,13 @@ def function(name: str, what: str) -> Any:
 
 
 def optional_function(name: str, what: str) -> Any:
-    """The same, or None."""
+    """Like ``function``, or None."""
     convert = function(name, what)
     return lambda value: None if value is None else convert(value)
 
 
 def optional_name(name: str) -> Any:
-    """A text that is not empty, or None."""
+    """A non-empty text, or None."""
 
     def convert(value: Any) -> str | None:
         if value is not None and (not isinstance(value, str) or not value):
