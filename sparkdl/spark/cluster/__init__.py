@@ -1,1 +1,1 @@
-"""What the cluster has: slots, whose turn they are, GPUs, interfaces, jobs."""
+"""What the cluster has: slots and the queue for them, GPUs, network interfaces, jobs."""
