@@ -1,6 +1,6 @@
 """Whole partitions grouped into as many as there are tasks, without a shuffle.
 
-``DataFrame.coalesce`` joins neighbors and never makes more partitions than there are. Here any
+``DataFrame.coalesce`` joins neighbours and never makes more partitions than there are. Here any
 partitions may be grouped, some groups may be empty, and a plan whose partitions Spark decides only
 while running is run as far as that takes. The rows of each group come in the order of its
 partitions' numbers, and the grouping depends on sizes and those numbers alone, never on where

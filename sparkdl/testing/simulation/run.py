@@ -219,7 +219,7 @@ class _Simulation:
         accept = self._averager.accept
         return Worker(rank, self._plan, self._clock, self._draw, accept, attempt)
 
-
+    # What the averager reports.
 
     def before(self, event: on.Event) -> None:
         """Count an event that is about to be decided on, and strike if it is time."""
