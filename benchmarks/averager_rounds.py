@@ -1,4 +1,4 @@
-"""Rounds of sparkdl's averager: the service in this process, which is the driver, and workers."""
+"""Rounds of sparkdl's averager: the service in this process, which is the driver, plus workers."""
 
 import itertools
 import threading
@@ -19,7 +19,7 @@ from sparkdl.transport.address import ServiceAddress
 
 @contextmanager
 def rounds(workers: int, numel: int, *, tls: bool = False) -> Iterator[RoundProcesses]:
-    """Opens an averager here and starts the workers, each a process of its own.
+    """Opens an averager here and starts the workers, each in a process of its own.
 
     Args:
         workers: how many contribute.
@@ -44,7 +44,7 @@ def rounds(workers: int, numel: int, *, tls: bool = False) -> Iterator[RoundProc
 
 
 def _start(averager: Averager) -> None:
-    """What a driver does: lets the workers start once all have said what their rows are."""
+    """Lets the workers start once all have reported on their rows, as a driver does."""
     next(averager.events())
     averager.start()
 

@@ -15,8 +15,8 @@ import torch
 ROUND_TIMEOUT_SECONDS = 120.0
 
 Member = Callable[..., tuple[Callable[[], None], torch.Tensor]]
-"""Called as ``member(rank, *arguments)`` in a process of its own. Returns what takes part in one
-round, and the float32 vector of shape (numel,) that goes into it and comes out averaged."""
+"""Called as ``member(rank, *arguments)`` in a process of its own. Returns a function that takes
+part in one round, and the float32 vector of shape (numel,) that the round averages in place."""
 
 
 class RoundProcesses:
@@ -26,10 +26,10 @@ class RoundProcesses:
     measured time, it checks that the vector holds ``expected`` everywhere.
 
     Args:
-        member: an importable function, see ``Member``.
+        member: an importable function; see ``Member``.
         count: number of processes; their ranks are 0 to count - 1.
-        arguments: handed to the member behind its rank; picklable.
-        contribution: from rank to the value that it contributes; picklable.
+        arguments: passed to the member after its rank; picklable.
+        contribution: maps a rank to the value that it contributes; picklable.
         expected: the average.
     """
 
@@ -69,7 +69,7 @@ class RoundProcesses:
     def _wait(self) -> list[float]:
         """Returns when each member ended its round, after all of them prepared the next."""
         ends = [float(answer) for answer in self._answers()]
-        # All have ended; only now may they look at the result, which costs time of the same cores.
+        # All have ended; only now may they check the result, which takes time on the same cores.
         for connection in self._connections:
             connection.send("prepare")
         self._answers()
@@ -92,7 +92,7 @@ class RoundProcesses:
 
     def __exit__(self, *_: object) -> None:
         for connection in self._connections:
-            connection.close()  # a member that waits for its next round ends on it
+            connection.close()  # ends a member that waits for its next round
         for process in self._processes:
             process.join(timeout=5)
             if process.is_alive():
@@ -107,12 +107,12 @@ def _serve(
     arguments: tuple[Any, ...],
     values: tuple[float, float],
 ) -> None:
-    """Body of one process: one round for each word that it is sent, until nobody is there."""
+    """Body of one process: one round for each word that it is sent, until the parent is gone."""
     contribution, expected = values
     try:
         torch.set_num_threads(1)
         take_part, vector = member(rank, *arguments)
-        vector.fill_(expected)  # as if a round were over: the first thing asked is to prepare
+        vector.fill_(expected)  # as after a round: the first request is to prepare the next
         connection.send(time.perf_counter())
         while True:
             if connection.recv() == "round":
@@ -124,4 +124,4 @@ def _serve(
             vector.fill_(contribution)
             connection.send("prepared")
     except EOFError:
-        os._exit(0)  # gloo now and then aborts on leaving; nothing is left to do here
+        os._exit(0)  # gloo now and then aborts on exit; nothing is left to do here
