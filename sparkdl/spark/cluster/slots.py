@@ -180,8 +180,8 @@ def require_free_slots(
         elif time.monotonic() >= executors_due:
             raise ConfigError(
                 f"{who}, but the cluster has {slots} slots left, and no executor was started for "
-                f"one that was lost in {EXECUTORS_START_S:.0f} s. Look why in the Spark UI, add "
-                f"executors, or set numWorkers to at most {slots * ranks_a_task}"
+                f"one that was lost in {EXECUTORS_START_S:.0f} s. See the Spark UI for the reason, "
+                f"add executors, or set numWorkers to at most {slots * ranks_a_task}"
             )
         if time.monotonic() >= others_due:
             raise ConfigError(

@@ -228,7 +228,7 @@ class RunService(Console):
         with self._lock:
             self._require_no_failure()
             if rank in self._giving:
-                raise TrainingError(f"rank {rank} gave a second object before it had the first's")
+                raise TrainingError(f"rank {rank} gave a second object while the first was pending")
             self._giving[rank] = value, attendee
             self._require_no_waiting_in_vain()
             if len(self._giving) < self.world_size:
@@ -252,7 +252,7 @@ class RunService(Console):
         if self._giving and self._returned:
             raise TrainingError(
                 f"{named(sorted(self._giving))} waits for all ranks, as save_checkpoint does, but "
-                f"{named(sorted(self._returned))} has returned: all have to call it equally often"
+                f"{named(sorted(self._returned))} has returned: all must call it as many times"
             )
 
 
@@ -278,4 +278,4 @@ def _note_left_open(closed: Future[None]) -> None:
 
 
 def _open_nothing(uri: str) -> NoReturn:
-    raise OSError(f"the driver opens no {uri}")
+    raise OSError(f"the driver does not open {uri}")

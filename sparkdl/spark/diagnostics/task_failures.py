@@ -49,8 +49,8 @@ def memory_advice(text: str) -> str:
     if _KILLED.search(text):
         return (
             "The executor was killed, as the system and cluster managers do with one that takes "
-            "too much memory: raise spark.executor.memoryOverhead, from which Python and torch "
-            "live, or lower batchSize or memoryBudget"
+            "too much memory: raise spark.executor.memoryOverhead, which Python and torch live in, "
+            "or lower batchSize or memoryBudget"
         )
     if "was ended by SIGKILL" in text:
         return f"The Python process was killed, {_AS_FOR_MEMORY}"

@@ -122,7 +122,7 @@ class ForkedProcess:
         number = self._receive()
         if number is None or number < 0:
             lease.close()
-            why = os.strerror(-number) if number else "the one to fork it from has ended"
+            why = os.strerror(-number) if number else "the process to fork it from has ended"
             raise TrainingError(f"no process for a rank on {socket.gethostname()}: {why}")
         self.number = number
 

@@ -199,8 +199,8 @@ def with_original_places(message: str, workers: Workers, seed: int, jobs: RunJob
     if translated:
         return translated[0]
     return (
-        f"{message} (partition n stands for all that task n has read, one behind the other: their "
-        f"rows could not be counted, or not in {COUNT_S:g} s)"
+        f"{message} (partition n stands for all that task n has read, one after another: their "
+        f"rows could not be counted, or not within {COUNT_S:g} s)"
     )
 
 

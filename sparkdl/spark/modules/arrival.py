@@ -215,7 +215,7 @@ def _unpacked(shipment: Shipment) -> Path:
         except OSError as error:
             if error.errno not in _TAKEN:
                 raise
-            # Another process was faster.
+            # Another process was quicker to unpack it.
             if not _is_ours(folder):
                 raise SetupError(
                     f"{folder} is another user's, or open to others, so modules cannot be unpacked "

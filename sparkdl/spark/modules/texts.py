@@ -168,7 +168,7 @@ def _require_unedited(module: types.ModuleType, code: types.CodeType, file: str)
 def _edited(file: str, name: str, what: str) -> str:
     return (
         f"{file} has changed since {name} was imported: this process runs the old {what}, and "
-        f"workers would run the new one. Take it up with importlib.reload({name}), %autoreload in "
+        f"workers would run the new one. Load it with importlib.reload({name}), %autoreload in "
         "a notebook, or a fresh session"
     )
 

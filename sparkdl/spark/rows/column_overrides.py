@@ -164,7 +164,7 @@ def require_distinct(specs: Sequence[ColumnSpec]) -> None:
     if both:
         raise ConfigError(
             f"the model would be given '{both[0]}' twice: as a column, and as what padInputs adds "
-            "of a padded one. Leave the column out, or say padInputs={} to add nothing"
+            "for a padded one. Leave the column out, or set padInputs={} to add nothing"
         )
 
 
@@ -202,8 +202,8 @@ class ColumnOverrides:
         unpadded = sorted(set(inputs or ()) - set(self._paddings))
         if unpadded:
             raise ConfigError(
-                f"padInputs speaks of '{unpadded[0]}', which padCols does not name: only of padded "
-                "columns there are masks and lengths"
+                f"padInputs speaks of '{unpadded[0]}', which padCols does not name: only padded "
+                "columns have masks and lengths"
             )
 
     def padding(self, name: str, *, label: bool = False) -> Padding | None:
@@ -265,6 +265,6 @@ class ColumnOverrides:
             unknown = sorted(set(given) - set(names))
             if unknown:
                 raise ConfigError(
-                    f"{param} speaks of '{unknown[0]}', which is none of the columns that are fed: "
+                    f"{param} speaks of '{unknown[0]}', which is not among the columns fed: "
                     + ", ".join(names)
                 )
