@@ -41,7 +41,7 @@ class Handshake(Target):
             place = Place("127.0.0.1", port.number, token, port.fingerprint)
             welcome, answer = call(draw, place)
             if welcome is not None and answer != welcome + framed({"served": True}):
-                raise Fault(f"{len(answer)} other bytes than are due to who knows the token")
+                raise Fault(f"{len(answer)} bytes other than those due to a caller with the token")
             if welcome is None and answer not in REFUSALS:
                 raise Fault(f"an answer of {len(answer)} bytes to a stranger")
         finally:

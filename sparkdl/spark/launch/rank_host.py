@@ -84,7 +84,7 @@ def host_ranks(
 def shares(batch: pa.RecordBatch, ranks: int, before: int) -> list[pa.RecordBatch]:
     """Split a record batch into the rows of each rank, the same ones in every run.
 
-    With ``ORDER_COLUMN``, a hash, the arrival order does not matter, and each rank gets about as
+    With ``ORDER_COLUMN``, a hash, the arrival order does not matter, and ranks get about equally
     many rows. Rows without it arrive in the same order every time, and are dealt out in turn.
 
     Args:
