@@ -2,7 +2,7 @@
 
 The trainer writes the parameters to a file after every epoch, named by the time at which it had
 them, in about a millisecond for the digits' MLP. Nothing is evaluated before the fit has returned.
-Shared by time_to_accuracy.py and its children, so without sparkdl and pyspark: elephas' differ.
+Shared by time_to_accuracy.py and all its children, even elephas': hence no sparkdl or pyspark.
 """
 
 import tempfile

@@ -23,7 +23,7 @@ LAST_LINES_S = 10.0
 """Seconds to send the last lines; a driver that takes none must not hold the worker up."""
 
 Send = Callable[[list[str], int], None]
-"""Sends some lines, and the number of lines left out before them; may block."""
+"""Sends some lines, and the number of lines left out after them; may block."""
 
 
 class Output:

@@ -118,7 +118,7 @@ def importable(arrived: Arrived, kept: dict[str, types.ModuleType] | None = None
             kept.update(imported)
         _put_in(hidden)
         for name in sorted(unknown, key=len, reverse=True):
-            # Folders that are not packages, unless they have other contents.
+            # Folders that are not packages, unless other modules in them are imported.
             if not any(each.startswith(f"{name}.") for each in sys.modules):
                 _take_out([name])
 

@@ -28,9 +28,9 @@ MOST_SIZES = 256
 """The most partitions whose sizes are asked for, which takes about a millisecond each for files.
 Spark numbers the partitions of files by size, so beyond this many the numbers say enough."""
 UNEVEN = 1.25
-"""Sizes count once grouping by numbers makes the largest group more than so many times larger."""
+"""How many times larger the largest group may be by numbers than by sizes, before sizes count."""
 PARTS_OF_A_GROUP = 16
-"""Sizes are rounded to this fraction of a group's share."""
+"""Sizes are rounded to a group's share divided by this."""
 
 _RANGE = re.compile(r"range: (\d+)-(\d+), partition values: ")
 """How Spark writes which bytes of a file belong to a partition."""
