@@ -252,7 +252,7 @@ def _call_on_host(answers: Connection, network: str, name: str, part: bytes) -> 
         socket.sethostname(name)
         torch.set_num_threads(1)
         answer = True, cloudpickle.loads(part)()
-    except BaseException:  # reported to where it can be seen
+    except BaseException:  # reported where it can be seen
         answer = False, traceback.format_exc()
     answers.send(answer)
     answers.close()

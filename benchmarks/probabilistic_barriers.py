@@ -5,7 +5,7 @@ travel, after Wang, Catterall & Mortier 2017, "Probabilistic Synchronous Paralle
 1709.07772). First their figure of 200 workers in 200 s, whose steps take 1 s plus a time drawn from
 an exponential distribution of mean 1 s; then 1,000 workers, one in twenty of them four times as
 slow, training a linear model with a small learning rate and with a bold one. "Missing" are the
-windows that a worker's center lacks compared with all waiting for all, in windows per other worker.
+windows that a worker's center lacks that it would have if all waited for all, per other worker.
 ``barriers_plot.py`` draws the second part.
 """
 

@@ -85,7 +85,7 @@ def in_a_session(folder: Path) -> float:
 
 
 def first_step(folder: Path) -> float:
-    """Fits in a session that has fitted before; returns the seconds to the last worker's step."""
+    """Fits in a warm session; returns the seconds to the last worker's first step."""
     from sparkdl import ParameterAveraging, TorchEstimator
 
     spark = harness.session(feed_files.MASTER, feed_files.CONF)

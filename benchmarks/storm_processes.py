@@ -53,7 +53,7 @@ class Network(nn.Module):
 
 def run_part(seed: int, faults: int) -> list[Ended]:
     """Run jobs until ``faults`` faults were injected; returns how they ended."""
-    util.get_temp_dir()  # fixes multiprocessing's own before tempfile's changes
+    util.get_temp_dir()  # sets multiprocessing's folder before tempfile's changes
     with tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = folder  # hides other programs' files
         try:
