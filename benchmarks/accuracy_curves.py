@@ -1,8 +1,8 @@
-"""A model's test accuracy over the time of a fit: snapshots while it trains, judged afterwards.
+"""A model's test accuracy over the time of a fit: snapshots while it trains, evaluated afterwards.
 
-Whoever trains writes the parameters to a file after every epoch, named by the time at which they
-were there; about a millisecond for the digits' MLP. Nothing is judged before the fit has returned.
-Shared by time_to_accuracy.py and its children, so without sparkdl and pyspark: elephas has others.
+The trainer writes the parameters to a file after every epoch, named by the time at which it had
+them, in about a millisecond for the digits' MLP. Nothing is evaluated before the fit has returned.
+Shared by time_to_accuracy.py and all its children, even elephas': hence no sparkdl or pyspark.
 """
 
 import tempfile
@@ -17,16 +17,16 @@ import torch
 from torch import nn
 
 Curve = list[tuple[float, float]]
-"""Seconds since the call of a fit, and the test accuracy of the model that was there then."""
+"""Seconds since the call of a fit, and the test accuracy of the model at that time."""
 Fit = Callable[..., None]
 """``fit(data, snapshots, seed=..., **settings)``: trains, and takes a snapshot every epoch."""
 
 
 def take(snapshots: Path, parameters: Iterable[np.ndarray]) -> None:
-    """Writes down a model as it is now.
+    """Saves a model as it is now.
 
     Args:
-        snapshots: an existing folder, of one fit.
+        snapshots: an existing folder for one fit.
         parameters: float32, in the order and shapes of ``digits.build_mlp().parameters()``.
     """
     moment = time.time()
@@ -34,12 +34,12 @@ def take(snapshots: Path, parameters: Iterable[np.ndarray]) -> None:
 
 
 def take_module(snapshots: Path, model: nn.Module) -> None:
-    """Writes down a ``digits.build_mlp()``, wrapped or not, as it is now."""
+    """Saves a ``digits.build_mlp()``, wrapped or not, as it is now."""
     take(snapshots, (each.detach().numpy() for each in model.parameters()))
 
 
 def judged(snapshots: Path, called: float, data: Path) -> Curve:
-    """Returns the accuracy of each snapshot, in the order of time.
+    """Returns the accuracy of each snapshot, in chronological order.
 
     Args:
         snapshots: the folder in which they were taken.
@@ -56,23 +56,23 @@ def judged(snapshots: Path, called: float, data: Path) -> Curve:
 
 
 def crossing(curve: Sequence[tuple[float, float]], wanted: float) -> float | None:
-    """Returns the seconds of the first snapshot with at least the accuracy; None without one."""
+    """Returns the seconds to the first snapshot with at least that accuracy; None if none has."""
     return next((seconds for seconds, accuracy in curve if accuracy >= wanted), None)
 
 
 def fits(fit: Fit, data: Path, plan: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls a fit once for each entry of a plan, and judges what it has trained.
+    """Calls a fit once for each entry of a plan, and evaluates what it has trained.
 
     Args:
-        fit: of one contender.
+        fit: the fit of one contender.
         data: data set written by ``digits.write``.
-        plan: keyword arguments of each fit, ``seed`` among them.
+        plan: the keyword arguments of each fit, including ``seed``.
 
     Returns:
-        ``seconds`` of each whole call, and its ``curve``.
+        The ``seconds`` of each whole call, and its ``curve``.
 
     Raises:
-        RuntimeError: a fit has taken another number of snapshots than its ``epochs``.
+        RuntimeError: the number of a fit's snapshots is not its ``epochs``.
     """
     measured = []
     for settings in plan:

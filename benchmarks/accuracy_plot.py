@@ -1,7 +1,7 @@
 """Draws the curves of time_to_accuracy.py; matplotlib comes with ``sparkdl-torch[examples]``.
 
 ``python accuracy_plot.py RESULT.json PICTURE`` draws them again from the benchmark's last line. The
-background is transparent and all colours are of middle brightness, so that the picture can be read
+background is transparent and all colours are of medium brightness, so that the picture can be read
 on a light page and on a dark one.
 """
 
@@ -30,11 +30,11 @@ LOOKS: dict[str, tuple[str, str, str]] = {
     "elephas": ("elephas", "#b455c8", "-"),
     "torch_distributor": ("TorchDistributor, DDP", "#d8496a", "-"),
 }
-"""Name, colour and stroke; who is not named, such as ours in another session, is not drawn."""
+"""Name, colour and stroke; contenders not listed, like ours in another session, are not drawn."""
 PANELS = {"First fit of a session": slice(1), "Later fits": slice(1, None)}
 LOWEST = 0.7
 FIGURE_SPACE = "\u2007"
-"""As wide as a digit."""
+"""A space as wide as a digit."""
 
 Runs = Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]
 
@@ -43,14 +43,14 @@ def draw(runs: Runs, wanted: float, path: Path) -> None:
     """Writes the picture.
 
     Args:
-        runs: contender to sessions, of fits with their ``curve``.
-        wanted: the accuracy that counts.
-        path: where to; the suffix says of what kind.
+        runs: by contender, the sessions, each a list of fits with their ``curve``.
+        wanted: the accuracy to reach.
+        path: where to write; the suffix determines the format.
     """
     style = {
         "font.size": 10.5,
         "font.family": "sans-serif",
-        "svg.hashsalt": "time-to-accuracy",  # else every run names its shapes otherwise
+        "svg.hashsalt": "time-to-accuracy",  # otherwise every run names its shapes differently
         **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
         "axes.edgecolor": INK,
     }
@@ -70,7 +70,7 @@ def draw(runs: Runs, wanted: float, path: Path) -> None:
 
 
 def _panel(axes: Axes, title: str, fits: Mapping[str, Sequence[Any]], wanted: float) -> None:
-    """One kind of fit: all curves faintly, and the median one, with its crossing, in full."""
+    """Draws one kind of fit: all curves faint, the median, with its crossing, in full colour."""
     order = {}
     for name, curves in fits.items():
         _, colour, stroke = LOOKS[name]

@@ -1,4 +1,4 @@
-"""Child process of time_to_accuracy.py: one fresh Spark session, and some fits in it.
+"""Child process of time_to_accuracy.py: some fits in one fresh Spark session.
 
 ``accuracy_session.py CONTENDER DATA PLAN`` prints, as its last line, ``{"fits": [...]}`` as
 accuracy_curves.py describes them. Starting the session is not part of any figure, and no Spark job
@@ -23,7 +23,7 @@ from torch import nn
 
 
 def read(spark: SparkSession, data: Path) -> DataFrame:
-    """Returns the training rows; with the schema given, nothing runs before the clock starts."""
+    """Returns the training rows; as the schema is given, nothing runs before the clock starts."""
     return spark.read.schema("features array<float>, label long").parquet(str(data / "train"))
 
 
@@ -69,7 +69,7 @@ def fit_ours(
 def fit_torch_distributor(
     spark: SparkSession, data: Path, snapshots: Path, *, epochs: int, **settings: Any
 ) -> None:
-    """Runs DDP by TorchDistributor; rank 0 takes the snapshots."""
+    """Runs DDP with TorchDistributor; rank 0 takes the snapshots."""
     from pyspark.ml.torch.distributor import TorchDistributor
 
     distributor = TorchDistributor(digits.WORKERS, local_mode=False, use_gpu=False)
@@ -100,7 +100,7 @@ def fit_one_process(
     learning_rate: float,
     threads: int,
 ) -> None:
-    """Collects the rows into the driver and trains there, by plain torch."""
+    """Collects the rows into the driver and trains there with plain torch."""
     table = read(spark, data).toArrow()
     features, labels = digits.tensors(table)
     torch.set_num_threads(threads)

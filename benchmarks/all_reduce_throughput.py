@@ -1,10 +1,10 @@
 """Steady-state samples/s of GradientAllReduce against torchrun + DDP, both over gloo on two cores.
 
-Ours is the worker loop in two plain processes with the averager in this one, rows from the
-partition store; the peer runs under torchrun on tensors already in memory. The same MLP and small
-CNN, batches of 64, one torch thread a process; the first epochs, in which things are set up, are
-left out. The two take turns epoch by epoch, and the ratio is the median of those of epochs that
-follow each other; a repeat starts all processes again. ``--device cuda`` compares the two over NCCL
+Ours is the worker loop in two plain processes with the averager in this one, and rows from the
+partition store; the peer runs under torchrun on tensors already in memory. Both train the same MLP
+and small CNN with batches of 64 and one torch thread per process; the first epochs, in which things
+are set up, are left out. The two take turns epoch by epoch, and the ratio is the median over pairs
+of consecutive epochs; a repeat restarts all processes. ``--device cuda`` compares the two over NCCL
 on two GPUs of this host.
 """
 
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def compare(folder: Path, network: str, device: str) -> Rates:
-    """Trains both; returns samples/s of their epochs, of both workers together."""
+    """Trains both; returns samples/s of each epoch, for both workers together."""
     epochs = EPOCHS[network]
     with tempfile.TemporaryDirectory() as place:
         address = str(Path(place) / "turns")
@@ -98,12 +98,12 @@ def _ratio(rates: Rates) -> float:
 
 @dataclass(frozen=True)
 class InTurns(GradientAllReduce):
-    """``GradientAllReduce`` of which each epoch waits for its turn."""
+    """``GradientAllReduce`` in which each epoch waits for its turn."""
 
     address: str = ""
 
     def train_epoch(self, run: Run, state: Any, batches: Iterable[Batch]) -> None:
-        """As without waiting, once it may."""
+        """Train an epoch as usual, once it may begin."""
         turn = epoch_turns.turn_of(self.address, OURS)
         turn.wait()
         super().train_epoch(run, state, batches)
@@ -136,7 +136,7 @@ def ours(folder: Path, network: str, epochs: int, device: str, address: str) -> 
 
 
 def peer(folder: Path, network: str, epochs: int, device: str, address: str) -> None:
-    """Trains as many under torchrun."""
+    """Trains as many epochs under torchrun."""
     script = harness.FOLDER / "peers" / "torchrun_ddp.py"
     arguments = (str(folder), network, str(epochs), device, address, PEER)
     harness.torchrun(script, *arguments, processes=digits.WORKERS)

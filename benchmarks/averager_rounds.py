@@ -1,4 +1,4 @@
-"""Rounds of sparkdl's averager: the service in this process, which is the driver, and workers."""
+"""Rounds of sparkdl's averager: the service in this process, which is the driver, plus workers."""
 
 import itertools
 import threading
@@ -20,7 +20,7 @@ from sparkdl.transport.address import ServiceAddress
 
 @contextmanager
 def rounds(workers: int, numel: int, *, tls: bool = False) -> Iterator[RoundProcesses]:
-    """Opens an averager here and starts the workers, each a process of its own.
+    """Opens an averager here and starts the workers, each in a process of its own.
 
     Args:
         workers: how many contribute.

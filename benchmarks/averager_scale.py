@@ -1,9 +1,8 @@
-"""What a round costs the driver as workers are added: time, a worker's share, memory, threads.
+"""What a round costs the driver as workers are added: time, time per worker, memory, threads.
 
 The averager runs in this process. The workers are threads of four client processes, which share
-the same cores with it; rounds are timed by rank 0, from its contribution to its reply. With
-``--source`` the averager and its clients are those of another checkout, to compare two commits in
-one run.
+its cores; rank 0 times the rounds, from its contribution to its reply. With ``--source`` the
+averager and its clients are those of another checkout, to compare two commits in one run.
 """
 
 import argparse
@@ -17,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Spark's imports, which the harness has, are none of the clients'.
+# The harness is imported where it is used: it imports Spark, which the clients must not do.
 CLIENT_PROCESSES = 4
 SIZES = {
     10_000: (2, 8, 32, 128, 256),
@@ -64,7 +63,7 @@ def main() -> None:
 
 
 def claims(found: dict[str, dict[str, float]]) -> list[Any]:
-    """What the figures, by size, are held to."""
+    """The bounds that the figures, by size, are held to."""
     import harness
 
     def share(workers: int) -> float:
@@ -136,7 +135,7 @@ def measure(workers: int, numel: int, repeats: int) -> dict[str, float]:
         if any(process.exitcode for process in processes):
             raise RuntimeError("a client process failed")
     kept = list(seconds)[2:]
-    # What the driver's processor was busy while rounds went on, per second of it.
+    # The driver's processor time per second of the rounds.
     (first, cpu_first), (last, cpu_last) = processor[len(processor) // 2], processor[-1]
     busy = (cpu_last - cpu_first) / max(last - first, 1e-9)
     return {
@@ -148,14 +147,14 @@ def measure(workers: int, numel: int, repeats: int) -> dict[str, float]:
 
 
 def start(driver: Any) -> None:
-    """What a driver does: lets the workers start once all have said what their rows are."""
+    """Lets the workers start once all have reported on their rows, as a driver does."""
     for number, _ in enumerate(driver.events()):
         if number == 0:
             driver.start()
 
 
 def serve(ranks: range, numel: int, address: Any, rounds: int, seconds: Any) -> None:
-    """One client process: a thread a rank."""
+    """One client process, with one thread per rank."""
     import torch
 
     torch.set_num_threads(1)
@@ -177,7 +176,7 @@ def serve(ranks: range, numel: int, address: Any, rounds: int, seconds: Any) -> 
 
 
 def take_part(rank: int, numel: int, address: Any, rounds: int, seconds: Any) -> None:
-    """One worker: rounds one behind the other."""
+    """One worker: one round after another."""
     import torch
 
     from sparkdl.averager.client.client import AveragerClient

@@ -1,10 +1,10 @@
-"""What averaging costs in accuracy, and what of that other strategies give back.
+"""What averaging costs in accuracy, and how much of that other strategies recover.
 
 scikit-learn's 1,797 real digits of 8 x 8 pixels, 360 of them held out, a small MLP and plain SGD,
-as many epochs for all. One worker trains on all rows; two train on a half each and exchange every
-5 minibatches. Nothing is tuned: the outer optimizers have the settings that BMUF and SlowMo have
-for two workers, and DiLoCo's; elastic averaging has its defaults. Each seed draws other rows to
-hold out, other initial values, another order. Not a benchmark of time: workers are threads, without
+the same number of epochs for all. One worker trains on all rows; two train on half of them each and
+exchange every 5 minibatches. Nothing is tuned: the outer optimizers have the settings of BMUF and
+SlowMo for two workers, and of DiLoCo; elastic averaging has its defaults. Each seed draws different
+held-out rows, initial values and orders. This does not measure time: workers are threads, without
 Spark.
 """
 
@@ -36,7 +36,7 @@ EPOCHS = 30
 PERIOD = 5
 WORKERS = 2
 TOLERANCE = 0.3
-"""Points of accuracy by which the best of them may be worse than one process."""
+"""Points of accuracy by which the best strategy may be worse than one process."""
 OTHERS: dict[str, Strategy[Any]] = {
     "BMUF": OuterOptimizer(PERIOD, OuterSGD(1.0, 1 - 1 / WORKERS)),
     "SlowMo": OuterOptimizer(PERIOD, OuterSGD(1.0, 0.5, nesterov=False)),
@@ -53,7 +53,7 @@ def build() -> nn.Module:
 
 
 class Seeds:
-    """Hands out one seed after the other, to each contender the same."""
+    """Hands out one seed after another, the same ones to each contender."""
 
     def __init__(self) -> None:
         from sklearn.datasets import load_digits
@@ -98,7 +98,7 @@ def main() -> None:
     averaging = ParameterAveraging(PERIOD)
     accuracies = harness.interleave(
         {
-            # Whose mean is of one worker: it goes on from where it is.
+            # The mean of a single worker: it goes on from where it is.
             "one process": seeds.measure(averaging, 1),
             "averaging": seeds.measure(averaging, WORKERS),
             **{name: seeds.measure(strategy, WORKERS) for name, strategy in OTHERS.items()},

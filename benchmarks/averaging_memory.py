@@ -1,7 +1,7 @@
 """The driver's peak memory over its baseline while it averages, with 2, 4 and 8 workers.
 
-The averager runs in this process; the workers, which are not counted, in their own. The baseline
-is taken just before the averager is made, the peak (VmHWM) after the last round.
+The averager runs in this process; the workers, which are not counted, run in their own. The
+baseline is taken just before the averager is made, the peak (VmHWM) after the last round.
 """
 
 import ctypes
@@ -15,14 +15,14 @@ PARAMETERS = 25_000_000
 PARAMETER_BYTES = 4 * PARAMETERS
 WORLD_SIZES = (2, 4, 8)
 FLAT = 0.25
-"""How much the peak may grow from the fewest to the most workers, as a part of P."""
+"""How much the peak may grow from the fewest to the most workers, as a fraction of P."""
 
 
 def main() -> None:
     """Measures and reports."""
     chosen = harness.arguments(__doc__, repeats=5, quick_repeats=2)
     print(f"P = {PARAMETER_BYTES / 1e6:.0f} MB of parameters; {chosen.repeats} rounds each")
-    peak_bytes(2, rounds=1, numel=1_000_000)  # first uses of the libraries belong to the baseline
+    peak_bytes(2, rounds=1, numel=1_000_000)  # the libraries' first use belongs to the baseline
     peaks = {}
     for workers in WORLD_SIZES:
         peaks[workers] = peak_bytes(workers, rounds=chosen.repeats, numel=PARAMETERS)
@@ -52,8 +52,8 @@ def peak_bytes(workers: int, *, rounds: int, numel: int) -> int:
         numel: number of float32 parameters.
     """
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what an earlier turn left must not pass as ours to fill
-    Path("/proc/self/clear_refs").write_text("5")  # the kernel's word for: forget the peak
+    ctypes.CDLL(None).malloc_trim(0)  # memory left by an earlier turn must not be reused unseen
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     baseline = status_bytes("VmRSS")
     with averager_rounds.rounds(workers, numel) as processes:
         for _ in range(rounds):

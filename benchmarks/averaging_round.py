@@ -1,8 +1,8 @@
 """Time of one averaging round, against gloo reduce + broadcast and Spark broadcast + treeReduce.
 
-Two workers contribute float32 parameters and receive their average; for all three the clock runs
-from the start until the last has the result. Rounds are interleaved. gloo has a third rank that
-stands for the driver; Spark runs on local-cluster[2,1,2048] and keeps its workers warm.
+Two workers contribute float32 parameters and receive their average; for all three contenders the
+clock runs from the start until the last worker has the result. Rounds are interleaved. gloo has a
+third rank in place of the driver; Spark runs on local-cluster[2,1,2048] and keeps its workers warm.
 """
 
 import os
@@ -63,7 +63,7 @@ def measure(spark: SparkSession, numel: int, repeats: int) -> dict[str, list[flo
 
 
 def claims(medians: dict[int, dict[str, float]]) -> list[harness.Claim]:
-    """Returns what the medians, by size and contender, are held to."""
+    """Returns the bounds that the medians, by size and contender, are held to."""
     large, small = medians[LARGE], medians[SMALL]
     return [
         harness.Claim(

@@ -1,7 +1,7 @@
-"""Draws what probabilistic_barriers.py has found; needs ``sparkdl-torch[examples]``.
+"""Draws the results of probabilistic_barriers.py; needs ``sparkdl-torch[examples]``.
 
 ``python barriers_plot.py RESULT PICTURE``, with the benchmark's output in a file. The background is
-transparent, and all colours are of middle brightness, for light pages and for dark ones.
+transparent, and all colours are of medium brightness, for light pages and for dark ones.
 """
 
 import argparse
@@ -31,15 +31,15 @@ def draw(found: Mapping[str, Mapping[str, float]], path: Path) -> None:
     """Writes the picture.
 
     Args:
-        found: by barrier, what a run of ``WORKERS`` came to.
-        path: where to; the suffix says of what kind.
+        found: by barrier, the results of a run of ``WORKERS``.
+        path: where to write; the suffix determines the format.
     """
     curve = [found[str(PBSP(size))] for size in SAMPLES] + [found[str(BSP())]]
     places = range(len(curve))
     style = {
         "font.size": 10.5,
         "font.family": "sans-serif",
-        "svg.hashsalt": "barriers",  # else every run names its shapes otherwise
+        "svg.hashsalt": "barriers",  # otherwise every run names its shapes differently
         **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
         "axes.edgecolor": INK,
     }

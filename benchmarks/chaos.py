@@ -1,15 +1,15 @@
-"""Trainings under a hundred random faults: does each end with the right model, and nothing left?
+"""Trainings under a hundred random faults: does each end with the right model and leave nothing?
 
-Jobs of three workers average parameters or reduce gradients in turn, while faults are drawn. Parts:
+Jobs of three workers, which in turn average parameters or reduce gradients, meet faults. Parts:
 
 - ``processes``: each worker is a process. Kill -9, SIGSTOP for up to three seconds, a reset
   connection, a message cut at a random byte, a full disk.
-- ``executors``: fits on local-cluster. The same, and kill -9 and SIGSTOP of executors' JVMs.
-- ``hosts``: fits on a standalone cluster of three hosts. The same, and hosts that are cut off or
-  paused for up to 16 s, or crash. It needs root; where there is none it is left out, in words.
+- ``executors``: fits on local-cluster. The same, plus kill -9 and SIGSTOP of executors' JVMs.
+- ``hosts``: fits on a standalone cluster of three hosts. The same, plus hosts that are cut off or
+  paused for up to 16 s, or crash. It needs root; without root it is left out, with a message.
 
-A job is right if every epoch trained on every row once and the parameters are what they should be
-(``storms.py`` says how that is known), and nothing may be left: process, thread, open port, file.
+A job is right if every epoch trained on every row once, the parameters are what they should be
+(``storms.py`` says how that is known) and no process, thread, open port or file is left.
 ``--seed`` replays a run. Patience with silent workers is two seconds here, not fifteen.
 """
 
@@ -31,14 +31,14 @@ PARTS = {
     "executors": (storm_executors.run_part, 0.3),
     "hosts": (storm_hosts.run_part, 0.3),
 }
-"""What runs a part, and its share of the faults where all of them run."""
+"""The function that runs a part, and the part's share of the faults when all of them run."""
 
 
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("parts", nargs="*", choices=[[], *PARTS], help="all by default")
-    options.add_argument("--seed", type=int, default=1, help="of the first job of each part")
-    options.add_argument("--faults", type=int, default=100, help="in all")
+    options.add_argument("--seed", type=int, default=1, help="seed of the first job of each part")
+    options.add_argument("--faults", type=int, default=100, help="number of faults in all")
     parsed = parse(options, repeats=1)
     faults = 20 if parsed.quick else parsed.faults
     names = parsed.parts or list(PARTS)
@@ -75,7 +75,7 @@ def summary(ended: list[Ended]) -> dict[str, Any]:
 
 
 def kind_of(fault: str) -> str:
-    """Of a fault's words those that do not say to whom, or for how long."""
+    """The words of a fault that do not say to whom it happened, or for how long."""
     words = fault.split()
     if "no" in words or "nobody" in words:
         return "nothing to hit"

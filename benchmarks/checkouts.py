@@ -1,4 +1,4 @@
-"""Small fits of this checkout beside another one's, in one run: startup.py and whole_job.py do."""
+"""Compares small fits of this checkout and another in one run, for startup.py and whole_job.py."""
 
 import sys
 import tempfile
@@ -10,21 +10,21 @@ import digits
 import harness
 
 CASES = ("sparkdl_plain_session", "sparkdl_five_files", "sparkdl_all_reduce_five_files")
-"""Of fit_session.py: a file a worker, and more files than workers, also where all start at once."""
+"""Of fit_session.py: one file per worker, and more files than workers, also with a gang start."""
 FITS = ("first fit", "second fit")
 SLOWER_BY_S = 0.3
 """Seconds by which a second fit of a session may be slower than the other checkout's."""
 
 
 def compare(benchmark: str, source: Path, figure: str, *, repeats: int, epochs: int) -> None:
-    """Measures both turn by turn, two fits in each fresh session, and reports.
+    """Measures both in turns, two fits in each fresh session, and reports.
 
     Args:
-        benchmark: for the report.
+        benchmark: its name, for the report.
         source: the other checkout.
         figure: what is compared, as fit_session.py names it: ``first_step`` or ``seconds``.
         repeats: sessions of each kind.
-        epochs: of each fit.
+        epochs: epochs of each fit.
     """
     checkouts = {"ours": harness.FOLDER.parent, str(source): source}
     with tempfile.TemporaryDirectory() as name:

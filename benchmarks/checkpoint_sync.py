@@ -1,9 +1,9 @@
-"""What it costs that checkpoints outlast a loss of power: epochs with ``fsync`` and without.
+"""What it costs that checkpoints survive a loss of power: epochs with ``fsync`` and without.
 
 Four workers, each a process, train the network of the other benchmarks (1.9 MB of parameters and
-momentum) with a checkpoint after every epoch, which is written during the next. In every second of
-those ``fsync`` does nothing, as if checkpoints were only renamed. Beside it, a checkpoint of 25
-million parameters alone.
+momentum) with a checkpoint after every epoch, which is written during the next. In every second
+epoch ``fsync`` does nothing, as if checkpoints were only renamed. In addition, a checkpoint of 25
+million parameters is timed alone.
 """
 
 import os
@@ -29,7 +29,7 @@ Seconds = dict[bool, list[float]]
 
 
 def epochs(count: int, folder: str) -> Seconds:
-    """Seconds of the epochs of a training, but for the first four."""
+    """Seconds of the epochs of a training, except the first four."""
     seconds: Seconds = {True: [], False: []}
     synchronizes, fsync = False, os.fsync
 

@@ -1,8 +1,8 @@
-"""What torch.compile and torch.export make of the models of ``inference.py``.
+"""How much torch.compile and torch.export speed up the models of ``inference.py``.
 
-Seconds of processor time a row with one thread, in this process: as it is, compiled for batches of
-any size as ``predictCompiled`` does it, and as a program of torch.export. Ratios are those of the
-fastest turns; above 1 the compiled model is the faster one.
+Seconds of processor time per row with one thread, in this process: for the model as it is, compiled
+for batches of any size as ``predictCompiled`` does it, and as a torch.export program. Ratios are
+those of the fastest turns; above 1 the compiled model is the faster one.
 """
 
 import os
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def drawn(case: Case) -> Tensor:
-    """Returns one batch of rows as the model takes them."""
+    """Returns one batch of rows in the model's input format."""
     draws = np.random.default_rng(7)
     if case.image:
         return torch.from_numpy(draws.integers(0, 255, (BATCH_ROWS, *case.shape), dtype=np.uint8))
@@ -57,7 +57,7 @@ def drawn(case: Case) -> Tensor:
 
 
 def ways_of(case: Case, rows: Tensor) -> tuple[dict[str, nn.Module], float]:
-    """Returns the model in each way, and what compiling it took."""
+    """Returns the model in each form, and the seconds that compiling it took."""
     compiled, exported = case.build().eval(), case.build().eval()
     compiled.compile(dynamic=True)
     began = processor_s(children=True)
@@ -71,7 +71,7 @@ def ways_of(case: Case, rows: Tensor) -> tuple[dict[str, nn.Module], float]:
 
 
 def turn(run: nn.Module, rows: Tensor, batches: int) -> Callable[[], float]:
-    """Returns a measurement: microseconds of processor time a row."""
+    """Returns a measurement: microseconds of processor time per row."""
 
     def measured() -> float:
         began = processor_s()
@@ -84,7 +84,7 @@ def turn(run: nn.Module, rows: Tensor, batches: int) -> Callable[[], float]:
 
 
 def processor_s(*, children: bool = False) -> float:
-    """Returns the seconds of processor time so far, if wanted with those of ended children."""
+    """Returns the processor seconds used so far, optionally including those of ended children."""
     if not children:
         return time.process_time()
     spent = os.times()

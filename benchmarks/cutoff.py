@@ -1,11 +1,11 @@
-"""Rounds that are cut off: contributions a second, error, and how long an epoch takes.
+"""Rounds that are cut off: contributions per second, error, and how long an epoch takes.
 
 After Teng & Wood 2018, "High Throughput Synchronous Distributed Stochastic Gradient Descent". First
 their scheme, in which all workers begin each round together, and late contributions are thrown away
 and their times imputed: the model and the choice alone. Then the averager's own decisions in
-virtual time, which have late contributions in the next round, training a linear model. Workers take
-1 s and what is drawn from an exponential distribution of mean 1 s, each time; or hosts of four
-workers are four times as slow for spells of 20 s, a quarter of the time.
+virtual time, which move late contributions to the next round, training a linear model. Each window
+takes 1 s plus a time drawn from an exponential distribution of mean 1 s; or hosts of four workers
+are four times as slow for spells of 20 s, a quarter of the time.
 """
 
 import statistics
@@ -27,9 +27,9 @@ from sparkdl.events import WindowReport
 WORKERS, HOST = 160, 4
 SPELL_S, BETWEEN_S, SLOWNESS = 20.0, 60.0, 4.0
 ROUNDS, FIRST = 180, 30
-"""Of the paper's scheme, and how many of these are not counted, for times are yet unknown."""
+"""Rounds of the paper's scheme, and how many are not counted because times are still unknown."""
 FEW, MANY = 6, 40
-"""Backup workers: 4 % as in Chen et al. 2016, and as many as are slow on average."""
+"""Backup workers: 4 % as in Chen et al. 2016, and as many as there are slow workers on average."""
 SECONDS = 100.0
 WIDTH, ROWS, LEARNING_RATE, NOISE = 20, 40, 0.05, 0.5
 
@@ -67,7 +67,7 @@ def claims_of(
     thrown: dict[str, dict[str, float]],
     folded: dict[str, dict[str, "Outcome"]],
 ) -> list[harness.Claim]:
-    """What the figures, by noise, are held to."""
+    """The bounds that the figures, by noise, are held to."""
     exponential, spells = thrown["exponential"], thrown["spells"]
     more = partial(harness.Claim, at_least=True)
     return [
@@ -108,7 +108,7 @@ class Times:
 
     Args:
         noise: ``exponential`` or ``spells``.
-        seed: of what is drawn.
+        seed: determines what is drawn.
     """
 
     def __init__(self, noise: str, seed: int) -> None:
@@ -123,7 +123,7 @@ class Times:
         )
 
     def window(self, rank: int, now: float) -> float:
-        """Seconds that a window takes which begins now."""
+        """Seconds taken by a window that begins now."""
         if not self._has_spells:
             return 1 + float(self._draw.exponential())
         host = rank // HOST
@@ -136,7 +136,7 @@ class Times:
 
 
 def throughputs(noise: str, repeats: int) -> dict[str, float]:
-    """Contributions a second in the paper's scheme, by who is waited for; medians."""
+    """Contributions per second in the paper's scheme, by who is waited for; medians."""
     runs = [throughput(noise, seed) for seed in range(repeats)]
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
@@ -156,13 +156,13 @@ def throughput(noise: str, seed: int) -> dict[str, float]:
 
 
 class _Rounds:
-    """All begin together, and what is late is thrown away."""
+    """Rounds that all begin together, where late contributions are thrown away."""
 
     def __init__(self, noise: str, seed: int) -> None:
         self._times = Times(noise, seed)
 
     def run(self, choose: Callable[[int, np.ndarray], int]) -> float:
-        """Returns contributions a second."""
+        """Returns contributions per second."""
         now, counted, began = 0.0, 0, 0.0
         for round in range(ROUNDS):
             if round == FIRST:
@@ -198,14 +198,14 @@ class _Predicted:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a simulated run has gone.
+    """The results of a simulated run.
 
     Attributes:
-        rounds: in all.
-        contributions: a second.
-        fresh: the same of those that began with their round's center.
+        rounds: the total number of rounds.
+        contributions: contributions per second.
+        fresh: the same, counting only those that began with their round's center.
         error: distance of the center from the model that made the rows, relative to the first.
-        policy_ms: milliseconds of processor time a round in which the policy chose.
+        policy_ms: milliseconds of processor time per round that the policy took to choose.
     """
 
     rounds: float
@@ -216,7 +216,7 @@ class Outcome:
 
     @classmethod
     def median(cls, runs: "Sequence[Outcome]") -> "Outcome":
-        """Of each figure."""
+        """The median of each figure."""
         return cls(*map(statistics.median, zip(*map(astuple, runs), strict=True)))
 
     def __str__(self) -> str:
@@ -240,10 +240,10 @@ def train(policy: RoundPolicy, noise: str, seed: int) -> Outcome:
 
 
 class Timed(All):
-    """Another policy, and how long it takes to open rounds.
+    """Wraps another policy, and times how long that takes to open rounds.
 
     Args:
-        policy: the other.
+        policy: the policy to time.
     """
 
     def __init__(self, policy: RoundPolicy) -> None:
@@ -254,13 +254,13 @@ class Timed(All):
         self.is_enough = policy.is_enough
 
     def opened(self, group: Set[int], late: Set[int]) -> None:
-        """As the other."""
+        """Ask the other policy."""
         began = time.process_time()
         self._policy.opened(group, late)
         self.seconds += time.process_time() - began
 
     def committed(self, windows: Iterable[WindowReport], active: Set[int]) -> Iterable[int]:
-        """As the other."""
+        """Ask the other policy."""
         return self._policy.committed(windows, active)
 
 
@@ -296,7 +296,7 @@ class _Run(VirtualRun):
         return self.now + self._times.window(rank, self.now)
 
     def _change(self, rank: int) -> np.ndarray:
-        """A step on rows that the model with ``target`` has made."""
+        """A step on rows made by the model with ``target``."""
         rows = self._draw.normal(size=(ROWS, WIDTH))
         residual = rows @ (self._begun[rank] - self.target) - NOISE * self._draw.normal(size=ROWS)
         return -LEARNING_RATE * (residual @ rows) / ROWS

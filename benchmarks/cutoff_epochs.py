@@ -1,12 +1,12 @@
-"""How long an epoch takes with rounds that are cut off, on hosts that are slow: replayed.
+"""How long an epoch takes with rounds that are cut off, on slow hosts: a replay.
 
 The scenario of ``cutoff_hosts.py`` in virtual time, with the averager's own decisions: each worker
-has rows of its own, of so many windows an epoch, which all have to be trained on; and a host is
-slow for spells (``spells.py``), also in the middle of a window. What a window takes besides varies
-by a twentieth. No clock is in it, so the same seed gives the same figures.
+has rows of its own for a number of windows per epoch, and has to train on all of them; and a host
+is slow for spells (``spells.py``), even in the middle of a window. Otherwise a window's time varies
+by a twentieth. No clock is involved, so the same seed gives the same figures.
 
 ``nobody waits`` is the bound: each worker trains its own windows without a round, and an epoch is
-as long as that of the unluckiest host. No cut-off comes below that, for rows are not moved.
+as long as that of the unluckiest host. No cut-off can beat that, because rows are not moved.
 """
 
 import itertools
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def without_waiting(workers: int, windows: int, seed: int) -> list[float]:
-    """Epochs of the unluckiest, in usual windows."""
+    """Epochs of the unluckiest host, in units of the usual window."""
     spells, now, took = Spells(workers, seed, 1.0), 0.0, []
     for _ in range(EPOCHS):
         over = max(spells.done(host, now, windows) for host in range(workers))
@@ -80,10 +80,10 @@ class Replay(VirtualRun):
     """One training in virtual time, whose unit is the usual window.
 
     Args:
-        policy: who is waited for.
-        workers: how many, each on a host of its own.
-        windows: of each worker in an epoch.
-        seed: of the spells, and of what a window takes.
+        policy: decides who is waited for.
+        workers: the number of workers, each on a host of its own.
+        windows: windows of each worker per epoch.
+        seed: determines the spells and how long windows take.
     """
 
     def __init__(self, policy: RoundPolicy, workers: int, windows: int, seed: int) -> None:

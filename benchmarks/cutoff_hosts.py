@@ -1,16 +1,16 @@
-"""How long an epoch takes with rounds that are cut off, on hosts that really are slow, for spells.
+"""How long an epoch takes with rounds that are cut off, on hosts that really are slow in spells.
 
 Eight workers and the driver, each on a host of its own (``linked_hosts.py``; needs root). Hosts are
 slow as in the noise of ``cutoff.py``: a quarter of the time, in spells of 20 usual windows on
 average, and about four times as slow (``spells.py``). Seven are stopped for three quarters of such
-a spell, in slices of 40 ms, as is a host whose cores others take; the eighth has a link of 20
-Mbit/s in place of 1 Gbit/s. All contenders meet with the same spells. A step sleeps in place of
-computing, because the hosts share the cores of this machine, but a millisecond at a time, so that a
-host that is stopped gets no further.
+a spell, in slices of 40 ms, like a host whose cores others take; the eighth has a link of 20 Mbit/s
+instead of 1 Gbit/s. All contenders face the same spells. A step sleeps instead of computing,
+because the hosts share the cores of this machine, but a millisecond at a time, so that a stopped
+host makes no progress.
 
-Every row is trained on in any case, and late contributions are in the next round. Epochs are so
-long that each host has several spells in one: in short ones all wait for the unluckiest in the end,
-whoever is waited for before. ``cutoff_epochs.py`` replays this in virtual time.
+Every row is trained on in any case, and late contributions go into the next round. Epochs are so
+long that each host has several spells in one: in short epochs all wait for the unluckiest host in
+the end, whoever is waited for before. ``cutoff_epochs.py`` replays this in virtual time.
 """
 
 import contextlib
@@ -43,9 +43,9 @@ from sparkdl.testing import batches_of
 from sparkdl.worker import Job
 
 WORKERS, PERIOD, BATCH, SLICES = 8, 5, 8, 15
-"""A step takes so many times a millisecond and a little."""
+"""A step takes ``SLICES`` times a little more than a millisecond."""
 WINDOW_S = 0.13
-"""What a window takes with its round, where no host is slow."""
+"""Seconds of a window with its round when no host is slow."""
 FEATURES, CLASSES = 1000, 100
 CYCLE_S, STOPPED_S = 0.04, 0.03
 MBIT, SLOW_MBIT = 1000.0, 20.0
@@ -56,7 +56,7 @@ CUTOFFS: dict[str, Cutoff] = {
     "two backup workers": 2,
     "predicted": "predicted",
 }
-"""On average two hosts are slow."""
+"""By name; on average two hosts are slow."""
 
 
 def main() -> None:
@@ -112,7 +112,7 @@ class Sleeps(nn.Module):
 
 
 def shards(windows: int, folder: Path) -> list[Path]:
-    """Rows of so many windows for each worker, in a file."""
+    """The rows of each worker for ``windows`` windows, in files."""
     draw, rows, paths = np.random.default_rng(0), windows * PERIOD * BATCH, []
     for rank in range(WORKERS):
         features = draw.normal(size=(rows, FEATURES)).astype(np.float32)
@@ -129,9 +129,9 @@ def epochs(
 
     Args:
         hosts: the driver's and the workers'.
-        rows: of each worker.
-        cutoff: of the rounds.
-        seed: of the spells; None for none.
+        rows: the file with each worker's rows.
+        cutoff: the cut-off of the rounds.
+        seed: the seed of the spells; None for no spells.
     """
     job = Job(
         model=Sleeps,
@@ -158,7 +158,7 @@ def epochs(
 
 @contextmanager
 def slowed(hosts: LinkedHosts, seed: int) -> Iterator[None]:
-    """Have the workers' hosts slow now and then, until the end."""
+    """Make the workers' hosts slow now and then within the context."""
     over = threading.Event()
     spells = Spells(WORKERS, seed, WINDOW_S)
     thread = threading.Thread(target=_slow_down, args=(hosts.workers, spells, over))

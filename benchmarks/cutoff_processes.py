@@ -1,8 +1,8 @@
-"""How long an epoch takes with rounds that are cut off, and workers that are really slow.
+"""How long an epoch takes with rounds that are cut off, and workers that really are slow.
 
-Each worker is a process on this machine, and sleeps in each step: now this one ten times as long as
-usual and now that one, in one window of ten; or always the same one, three times as long. Every row
-is trained on in any case, so that nothing helps against the latter.
+Each worker is a process on this machine, and sleeps in each step: either all of them in turn sleep
+ten times as long as usual, in one window out of ten, or always the same one sleeps three times as
+long. Every row is trained on in any case, so nothing helps against the latter.
 """
 
 import random
@@ -25,7 +25,7 @@ from sparkdl.worker import Job
 
 RANKS, PERIOD, BATCH, USUAL_S = 4, 5, 8, 0.02
 IN_TURN, ALWAYS = 10, 3
-"""How many times as long as usual they sleep."""
+"""How many times as long as usual slow workers sleep."""
 
 
 def main() -> None:
@@ -53,10 +53,10 @@ def main() -> None:
 
 
 class Sleeps(nn.Module):
-    """A linear model, whose forward pass takes as long as it is told.
+    """A linear model whose forward pass sleeps, longer in slow windows.
 
     Args:
-        slow: ``in turn``: one window in ten of each worker, drawn again; ``one``: those of rank 1.
+        slow: ``in turn``: one window out of ten of each worker, at random; ``one``: all of rank 1.
     """
 
     def __init__(self, slow: str) -> None:
@@ -78,7 +78,7 @@ class Sleeps(nn.Module):
 
 
 def processes(slow: str, repeats: int, windows: int) -> dict[str, float]:
-    """Median seconds of an epoch of so many windows, by cut-off."""
+    """Median seconds of an epoch of ``windows`` windows, by cut-off."""
     cutoffs: tuple[Cutoff, ...] = ("none", 1, "predicted")
     contenders = {str(cutoff): partial(epochs, slow, cutoff, windows) for cutoff in cutoffs}
     return {

@@ -1,8 +1,8 @@
-"""The task that all contenders train: handwritten digits as 784 numbers, and a small MLP.
+"""The task that all contenders train on: handwritten digits as 784 numbers, and a small MLP.
 
 The images are scikit-learn's 1,797 real digits of 8 x 8 pixels, enlarged to 28 x 28, shifted and
-blurred by noise until there are 8,000 to train on and 2,000 to test with. Test images come from
-originals that no training image was made of. Written once as Parquet, so that all read the same.
+blurred by noise until there are 8,000 to train on and 2,000 to test with. No test image shares its
+original with a training image. Written once as Parquet, so that all read the same.
 """
 
 from functools import partial
@@ -41,11 +41,11 @@ def build_mlp() -> nn.Sequential:
 def write(folder: Path, *, seed: int = 7) -> None:
     """Writes the data set: ``train/part-<rank>.parquet`` for each worker and ``test.parquet``.
 
-    The rows to train on are there a second time, in other files: ``train-in-five``.
+    The training rows are written a second time, in five other files: ``train-in-five``.
 
     Args:
         folder: an existing folder.
-        seed: of the shifts, the noise and the order.
+        seed: determines the shifts, the noise and the order.
     """
     from sklearn.datasets import load_digits
 

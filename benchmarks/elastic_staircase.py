@@ -1,16 +1,16 @@
-"""Elastic averaging from a round robin to an exchange that is hidden, one step at a time.
+"""Elastic averaging from a round robin to a hidden exchange, one improvement at a time.
 
 You, Buluc, Demmel 2017 ("Scaling Deep Learning on GPU and Knights Landing clusters") make EASGD 5.3
-times as fast on 8 GPUs: sums by a tree in place of one worker after the other (3.7 times), the
-center where the tree ends (1.3), an exchange behind the computing (1.1). Here 8 workers are on
-hosts of their own with slow links (``linked_hosts.py``; needs root), and computing is sleeping, as
-long as makes 13 % of a step that does one after the other, 16 t and then the computing: their
-share. Two cores have to copy and add for all eight, which the model does not know of.
+times as fast on 8 GPUs: sums by a tree instead of one worker after another (3.7 times), the center
+at the root of the tree (1.3), an exchange hidden behind the computing (1.1). Here 8 workers are on
+hosts of their own with slow links (``linked_hosts.py``; needs root), and computing is sleeping, for
+13 % (their share) of a step in which the round robin, 16 t, and the computing follow one another.
+Two cores have to copy and add for all eight, which the model below ignores.
 
 With t the seconds in which the parameters pass a link, a step should take, besides the computing:
-8 t by a tree of depth 3, up, to the center, back and down; 6 t with the center where the tree ends;
-1.75 t in a ring; nothing if that is less than the computing. The round robin, 16 t, has all of the
-computing hidden, for a worker that has been served trains while others are.
+8 t by a tree of depth 3, up, to the center, back and down; 6 t with the center at the root; 1.75 t
+in a ring; nothing if that is less than the computing. The round robin, 16 t, hides all of the
+computing, because a worker that has been served trains while others are served.
 """
 
 import itertools
@@ -50,7 +50,7 @@ COMPUTING_S = 0.13 / 0.87 * 2 * WORKERS * PASSING_S
 
 
 class Tree(Collective):
-    """Sums by a binary tree, from whose root they come back by the same way."""
+    """Sums by a binary tree, from whose root they come back the same way."""
 
     holder = 0
     """The rank that has the center."""
@@ -74,11 +74,11 @@ class Tree(Collective):
         return lambda: None
 
     def visit_center(self, tensor: Tensor) -> None:
-        """Nothing has to be sent, for it is at the root."""
+        """Send nothing, because the center is at the root."""
 
 
 class TreeAndCenter(Tree):
-    """The same, with the center on a host that is not the root's."""
+    """A tree whose center is on a host other than the root's."""
 
     def visit_center(self, tensor: Tensor) -> None:
         holder = self.world_size - 1
@@ -86,13 +86,13 @@ class TreeAndCenter(Tree):
             dist.send(tensor, holder)
             dist.recv(tensor, holder)
         elif self.rank == holder:
-            # What this one has sent up the tree is not needed any more.
+            # What this worker has sent up the tree is no longer needed.
             dist.recv(tensor, 0)
             dist.send(tensor, 0)
 
 
 class Waiting(Collective):
-    """Sums in a ring, for which everyone waits."""
+    """Sums in a ring that everyone waits for."""
 
     def begin_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
         super().begin_all_reduce(tensor)()
@@ -101,7 +101,7 @@ class Waiting(Collective):
 
 @dataclass(frozen=True)
 class Among(ElasticAveraging):
-    """Among executors, whose sums are formed in another way."""
+    """Elastic averaging among executors, with sums formed by another collective."""
 
     way: type[Collective] = Collective
 
@@ -119,7 +119,7 @@ STAIRS: dict[str, ElasticAveraging] = {
     "ring": Among(1, aggregation="executors", way=Waiting),
     "overlap": ElasticAveraging(1, aggregation="executors"),
 }
-"""From the slowest on."""
+"""From the slowest to the fastest."""
 BESIDE: dict[str, ElasticAveraging] = {"all at once through the driver": ElasticAveraging(1)}
 MODEL_S = {
     "round robin": max(COMPUTING_S + 2 * PASSING_S, 2 * WORKERS * PASSING_S),
@@ -132,7 +132,7 @@ MODEL_S = {
 
 
 class Pace(WorkerCallback):
-    """Computes for a while in each step, and writes down when steps begin."""
+    """Computes for a while in each step, and records when steps begin."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -144,12 +144,12 @@ class Pace(WorkerCallback):
 
 
 def build() -> nn.Module:
-    """Returns a million parameters, which take little computing."""
+    """Returns a model of a million parameters that takes little computing."""
     return nn.Linear(WIDTH, WIDTH, bias=False)
 
 
 def rows() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """One row a minibatch."""
+    """Returns the rows, one per minibatch."""
     values = np.random.default_rng(0).random((WORKERS * STEPS, WIDTH), dtype=np.float32)
     return (values, values), (values[:1], values[:1])
 

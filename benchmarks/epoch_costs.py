@@ -1,9 +1,9 @@
 """What checkpoints and the watchdog add to an epoch of a fit; part of ``recovery.py``.
 
 One fit on four executors. In every second epoch the checkpoint of the one before is written, and
-the watchdog is on in two epochs of four: so each epoch has neighbours of the three other kinds, and
-whatever else the machine does hits all kinds alike. Workers keep the thread that would answer the
-watchdog in all epochs; it sleeps.
+the watchdog is on in two epochs out of four: so each epoch has neighbours of the three other kinds,
+and whatever else the machine does hits all kinds alike. Workers keep the thread that would answer
+the watchdog in all epochs; it sleeps.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ WORKERS = 4
 BATCH = 8
 """Small, for epochs of about a second."""
 KINDS = {0: "neither", 1: "checkpoint", 2: "watchdog", 3: "both"}
-"""By what is left of an epoch's number, divided by four."""
+"""By the remainder of an epoch's number divided by four."""
 
 
 def kind_of(epoch: int) -> str:
@@ -39,7 +39,7 @@ def kind_of(epoch: int) -> str:
 
 
 def measure(epochs: int) -> dict[str, list[float]]:
-    """Returns the seconds of the epochs of each kind, but for the first four.
+    """Returns the seconds of the epochs of each kind, except the first four.
 
     Args:
         epochs: a multiple of four.
@@ -79,7 +79,7 @@ def measure(epochs: int) -> dict[str, list[float]]:
 
 
 def ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
-    """Of the median of each kind to that of epochs with neither."""
+    """Returns each kind's median relative to that of epochs with neither."""
     plain = statistics.median(seconds["neither"])
     return {kind: statistics.median(values) / plain for kind, values in seconds.items()}
 
@@ -93,7 +93,7 @@ class _Switch:
 
     @contextlib.contextmanager
     def watched(self, *arguments: Any) -> Iterator[None]:
-        """In place of the watchdog, which is on until the first epoch has ended."""
+        """Replaces the watchdog, and leaves it on until the first epoch has ended."""
         self._arguments = arguments
         self._on.enter_context(watched(*arguments))
         with contextlib.ExitStack() as stack:
@@ -101,7 +101,7 @@ class _Switch:
             yield
 
     def run(self, *arguments: Any, on_event: Any, **options: Any) -> Outcome:
-        """In place of ``driver.run``: turns it on or off for the epoch that begins."""
+        """Replaces ``driver.run``, and switches the watchdog for each epoch that begins."""
 
         def turn(event: Any) -> None:
             on_event(event)

@@ -1,9 +1,9 @@
 """Training processes of several sides that take turns, an epoch at a time.
 
 Two processes that exchange gradients on two cores are at the mercy of whatever else runs there, and
-of where the system puts their threads: runs of some seconds, one after the other, may differ by a
-third. Here all sides are alive, one trains while the others wait for their turn, and epochs that
-follow each other can be compared.
+of where the system puts their threads: runs of some seconds, one after another, may differ by a
+third. Here all sides are alive, one trains while the others wait for their turn, and consecutive
+epochs can be compared.
 """
 
 import functools
@@ -24,7 +24,7 @@ class Turn:
 
     Args:
         address: path of the socket of ``measure``.
-        side: whose rank it is.
+        side: the side that the rank belongs to.
     """
 
     def __init__(self, address: str, side: str) -> None:
@@ -43,7 +43,7 @@ class Turn:
 
 
 turn_of = functools.cache(Turn)
-"""This process's, made once."""
+"""The ``Turn`` of this process, made once."""
 
 
 def measure(
@@ -57,11 +57,11 @@ def measure(
     """Train every side and measure its epochs.
 
     Args:
-        address: path of a socket that is made.
-        sides: by name, what starts its ranks and returns when they have ended; called in a thread.
+        address: path of a socket to create.
+        sides: by name, functions that run a side's ranks until they end, each called in a thread.
         ranks: processes of each side.
         warm_up: epochs that are not measured.
-        epochs: epochs that are.
+        epochs: epochs that are measured.
 
     Returns:
         Seconds of each epoch, by side.
@@ -80,7 +80,7 @@ def measure(
             members[member.recv(100).decode()].append(member)
         seconds: dict[str, list[float]] = {side: [] for side in sides}
         for epoch in range(warm_up + epochs):
-            # Who comes first changes, should that matter.
+            # The order alternates, in case it matters.
             for side in list(sides)[:: 1 if epoch % 2 else -1]:
                 elapsed = _train_epoch(members[side])
                 if epoch >= warm_up:

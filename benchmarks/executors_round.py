@@ -1,7 +1,7 @@
 """Time of one round of ParameterAveraging(aggregation="executors"), against a bare all-reduce.
 
-Two workers, 25 M float32 parameters, gloo. Ours looks for values that are not finite and makes the
-weighted mean; the peer adds up the same bytes and nothing else. Rounds are interleaved.
+Two workers, 25 M float32 parameters, gloo. Ours checks for nonfinite values and forms the weighted
+mean; the peer only sums the same bytes. Rounds are interleaved.
 """
 
 import json

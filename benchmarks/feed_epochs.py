@@ -1,12 +1,12 @@
 """How fast rows get from Spark into a worker's store, and from there into minibatches.
 
-Two tables of float32 in Parquet, 200,000 rows x 784 in one array column and 2,000,000 rows x 16 in
-columns of their own, with a label. On local-cluster[2,1,2048] a job fills the store and passes
+Two tables of float32 in Parquet with a label, 200,000 rows x 784 in one array column and 2,000,000
+rows x 16 in columns of their own. On local-cluster[2,1,2048] one job fills the store and passes
 over it once, as a worker does in its first epoch; another passes over the rows while it fills the
-store, as a worker does that streams it; the third only counts the rows that mapInArrow passes on.
-The later epochs are one process on one thread: the feed's shuffled minibatches, against
-indexing tensors in memory with a random permutation, and against torch's DataLoader. Those get all
-columns of the second table as one tensor, which the feed hands out apart.
+store, as a worker does that streams its first epoch; a third only counts the rows that mapInArrow
+passes on. Later epochs run in one process on one thread: the feed's shuffled minibatches, against
+indexing tensors in memory with a random permutation, and against torch's DataLoader. Those two get
+all columns of the second table as one tensor; the feed hands them out separately.
 """
 
 import os
@@ -45,7 +45,7 @@ CONF = {
     "spark.executor.memory": "2048m",
     "spark.ui.enabled": "false",
     "spark.executorEnv.OMP_NUM_THREADS": "1",
-    "spark.sql.files.maxPartitionBytes": "4g",  # one partition a file
+    "spark.sql.files.maxPartitionBytes": "4g",  # one partition per file
 }
 
 
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def write(folder: Path, rows: int, width: int) -> None:
-    """Writes a table as one Parquet file a worker."""
+    """Writes a table as one Parquet file per worker."""
     folder.mkdir()
     generator = np.random.default_rng(SEED)
     for rank in range(WORKERS):
@@ -136,7 +136,7 @@ def first_epochs(
     Args:
         folder: where the tables are.
         repeats: measurements of each.
-        others: run on a table's rows, give their seconds.
+        others: functions that run on a table's rows and return their seconds.
     """
     os.environ.update(harness.child_environment())
     spark = harness.session(f"local-cluster[{WORKERS},1,2048]", CONF)
@@ -181,7 +181,7 @@ def count(frame: DataFrame) -> float:
 
 
 def fed_job(frame: DataFrame, function: Callable[..., Iterator[pa.RecordBatch]]) -> float:
-    """The same, in record batches as workers get them."""
+    """Runs a job like ``job``, with record batches as workers get them."""
     with small_record_batches(frame.sparkSession.sparkContext):
         return job(frame, function)
 
@@ -229,11 +229,11 @@ def later_epochs(
     """Rows/s of shuffled epochs of ours and of others, medians, in turns on one thread.
 
     Args:
-        rows: of the table.
-        width: of the table.
+        rows: the table's rows.
+        width: the table's width.
         folder: where the store may write.
         repeats: measurements of each.
-        others: give the minibatches of an epoch.
+        others: functions that return the minibatches of an epoch.
     """
     x, _ = in_memory(rows, width)
     table = arrow_table(x.numpy())
@@ -264,7 +264,7 @@ def loaded(x: torch.Tensor, y: torch.Tensor) -> DataLoader[Any]:
 
 
 def indexed(x: torch.Tensor, y: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The plain way to shuffle what is in memory."""
+    """The plain way to shuffle tensors in memory."""
     permutation = torch.randperm(len(x))
     for start in range(0, len(x), BATCH_SIZE):
         chosen = permutation[start : start + BATCH_SIZE]

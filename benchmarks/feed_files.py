@@ -1,12 +1,12 @@
 """A fit on rows as users have them: more partitions than workers, from files and after a join.
 
-20,000,000 rows x 16 numbers and 200,000 rows x 784, in 16 Parquet files, two workers on
+20,000,000 rows x 16 numbers and 200,000 rows x 784, in 16 Parquet files, with two workers on
 local-cluster[2,1,1536]; the same after a join that Spark shuffles. One epoch of a small model, in a
 fresh session for each measurement: seconds from the start of ``fit`` to the last worker's first
-step and to the end, and the peak memory of the larger executor's JVM. Against ``coalesce(2)``
-written before the fit, after which the rows stay where they are read, and with ``--source`` against
-another checkout. With ``--strategy GradientAllReduce`` the workers need each other at once, which
-Spark's barrier mode does only without ``coalesce``.
+step and to the end, and the peak memory of the larger executor's JVM. Compared with ``coalesce(2)``
+before the fit, after which the rows stay where they are read, and, with ``--source``, with another
+checkout. With ``--strategy GradientAllReduce`` all workers have to start together, which Spark's
+barrier mode allows only without ``coalesce``.
 """
 
 import argparse
@@ -37,7 +37,7 @@ CONF = {
     "spark.executor.memory": "1536m",
     "spark.ui.enabled": "false",
     "spark.log.level": "ERROR",
-    # What the join adds is small, and Spark would send it to all executors instead.
+    # The joined table is small, so Spark would broadcast it to all executors instead.
     "spark.sql.autoBroadcastJoinThreshold": "-1",
 }
 FIRST_STEP, WHOLE, MEMORY = "first step", "first epoch", "JVM's memory"
@@ -55,10 +55,10 @@ class Table:
     """One of the tables.
 
     Attributes:
-        rows: how many.
-        width: features of a row.
-        array: whether they are one column.
-        batch: rows a minibatch.
+        rows: the number of rows.
+        width: features per row.
+        array: whether the features are one array column.
+        batch: rows per minibatch.
     """
 
     rows: int
@@ -73,20 +73,20 @@ class Table:
 
 
 TABLES = {
-    "narrow": Table(20_000_000, 15, False, 4096),  # and a label
+    "narrow": Table(20_000_000, 15, False, 4096),  # plus a label
     "wide": Table(200_000, 784, True, 64),
 }
 
 
 class Classifier(nn.Module):
-    """A linear layer over one column of arrays, or several of numbers."""
+    """A linear layer over one column of arrays or several columns of numbers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.layer = nn.Linear(width, 2)
 
     def forward(self, *features: Tensor) -> Tensor:
-        """Outputs for features of shape (n, width), or ``width`` of shape (n,)."""
+        """Outputs for one feature of shape (n, width), or ``width`` features of shape (n,)."""
         whole = features[0] if len(features) == 1 else torch.stack(features, dim=1)
         outputs: Tensor = self.layer(whole)
         return outputs
@@ -96,7 +96,7 @@ def main() -> None:
     """Measures and reports, or is one of the measurements."""
     options = harness.parser(__doc__)
     options.add_argument("--source", type=Path, help="another checkout to compare with")
-    options.add_argument("--part", type=float, default=1.0, help="of the tables' rows, to develop")
+    options.add_argument("--part", type=float, default=1.0, help="of the rows, for development")
     options.add_argument("--table", choices=TABLES, action="append", help="by default both")
     options.add_argument("--upstream", choices=UPSTREAMS, action="append", help="by default both")
     options.add_argument("--strategy", choices=STRATEGIES, default=STRATEGIES[0])
@@ -130,7 +130,7 @@ def main() -> None:
 
 
 def write(folder: Path, table: str, rows: int) -> None:
-    """Writes a table in files of the same size, and one with the ids of all its rows."""
+    """Writes a table in files of equal size, and another table with the IDs of all its rows."""
     (folder / "rows").mkdir(parents=True)
     (folder / "ids").mkdir()
     (folder / "table").write_text(table)
@@ -151,7 +151,7 @@ def write(folder: Path, table: str, rows: int) -> None:
 def in_a_session(
     folder: Path, upstream: str, way: str, strategy: str, source: Path
 ) -> dict[str, float]:
-    """Measures one way in a process of its own, with the code of a checkout."""
+    """Measures one contender in a process of its own, with the code of a checkout."""
     environment = harness.child_environment(source=source)
     script = harness.FOLDER / "feed_files.py"
     command = [sys.executable, script, "--measure", str(folder), upstream, way, strategy]
@@ -220,7 +220,7 @@ def executors_peaks(spark: SparkSession) -> list[int]:
 
 
 def compared(what: str, runs: Runs, source: Path | None) -> list[harness.Claim]:
-    """Prints the medians of one table's runs; returns what is claimed of them."""
+    """Prints the medians of one table's runs; returns the claims about them."""
     units = {FIRST_STEP: "s", WHOLE: "s", MEMORY: "MB"}
     medians = {
         way: {

@@ -1,7 +1,7 @@
-"""What a training step costs more when its minibatches come from the feed than from a constant.
+"""How much more a training step costs on minibatches from the feed than on a constant one.
 
-One process on one thread trains an MLP 784-512-512-10 with batch 256, a step of 5 ms and more: with
-the feed's shuffled minibatches of 50,000 rows, and with the same minibatch again and again.
+One process on one thread trains an MLP 784-512-512-10 with batch 256, in steps of 5 ms and more: on
+the feed's shuffled minibatches of 50,000 rows, and on the same minibatch again and again.
 """
 
 import tempfile
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def step(replica: Replica, batches: Iterable[Batch]) -> float:
-    """Seconds a step, over ``STEPS`` of them."""
+    """Seconds per step, over ``STEPS`` of them."""
     started = time.perf_counter()
     for batch in islice(batches, STEPS):
         replica.step(batch)

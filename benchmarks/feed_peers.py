@@ -1,13 +1,13 @@
 """Rows/s from a Spark DataFrame into minibatches, against petastorm and pyspark's own loader.
 
-The tables of feed_epochs.py. petastorm's Spark converter (0.13.1, in an environment of its own,
-1.7 GB, made on the first use) gets a part of the rows, enough for its rate; it writes a copy as
-Parquet and reads it with two threads; its first epoch is the writing and one pass, later ones are
-passes shuffled in a queue of 8,192 rows. pyspark's private partition loader is what functions
-under TorchDistributor get: it reads an Arrow file that the task has spilled, by default in a
-process of its own, and cannot shuffle. First epochs are whole Spark jobs of two tasks, later ones
-what a single process passes over in a second, both in turns with ours. The loader is measured as
-it is by default, and without a process of its own, which is faster.
+The tables are those of feed_epochs.py. petastorm's Spark converter (0.13.1, in an environment of
+its own, 1.7 GB, made on first use) gets a part of the rows, enough to measure its rate; it writes a
+copy as Parquet and reads it with two threads; its first epoch is the writing and one pass, later
+epochs are passes shuffled in a queue of 8,192 rows. pyspark's private partition loader is what
+functions under TorchDistributor get: it reads an Arrow file that the task has spilled, by default
+in a process of its own, and cannot shuffle. First epochs are whole Spark jobs of two tasks, later
+ones are passes in a single process, both in turns with ours. The loader is measured with its
+defaults, and without a process of its own, which is faster.
 """
 
 import os
@@ -38,9 +38,9 @@ PETASTORM_ROWS = {"200,000 x 784": 200_000, "2,000,000 x 16": 400_000}
 SPILLED_ROWS = 10_000
 """Rows of the record batches that Spark spills by default."""
 SPILLED_TABLE_ROWS = {"200,000 x 784": 200_000, "2,000,000 x 16": 200_000}
-"""What the loader's later epochs get, enough for their rate."""
+"""The rows that the loader's later epochs get, enough to measure its rate."""
 LOADERS = {"pyspark's loader": 1, "pyspark's loader in the same process": 0}
-"""Processes that load."""
+"""The number of processes that load."""
 TARGETS = {"petastorm": (2.0, 10.0), **dict.fromkeys(LOADERS, (10.0, 10.0))}
 Rates = dict[str, tuple[float, float]]
 
@@ -149,7 +149,7 @@ def spill_and_load(
 
 @contextmanager
 def spilled(table: Path, rows: int) -> Iterator[Callable[[int], DataLoader[Any]]]:
-    """Spills rows of a table; gives what makes a loader of them."""
+    """Spills rows of a table; yields a function that makes a loader for them."""
     content = pq.read_table(table).slice(0, rows)
     with tempfile.NamedTemporaryFile() as file:
         with pa.ipc.new_stream(file, content.schema) as writer:

@@ -1,9 +1,9 @@
 """Child process of startup.py and whole_job.py: one fresh Spark session, two fits in it.
 
 Prints, as its last line, ``{"contender": ..., "fits": [{"seconds": ..., "first_step": ...,
-"accuracy": ...}, ...]}``: wall time of the call, time from the call to the first optimizer step
-(null where it is not observed), and the trained model's accuracy on the test rows. Starting the
-session is not part of any figure, and no Spark job runs in it before the first fit.
+"accuracy": ...}, ...]}``: the wall time of the call, the time from the call to the first optimizer
+step (null if not observed), and the trained model's accuracy on the test rows. Starting the session
+is not part of any figure, and no Spark job runs in it before the first fit.
 """
 
 import argparse
@@ -28,7 +28,7 @@ CONF = {"spark.executor.memory": "2048m", "spark.ui.enabled": "false"}
 
 
 class StampedSGD(torch.optim.SGD):
-    """SGD that notes when its first step ended, in a file of its own below ``stamps``."""
+    """SGD that records when its first step ended, in a file of its own below ``stamps``."""
 
     def __init__(self, parameters: Any, *, stamps: Path, **options: Any) -> None:
         super().__init__(parameters, **options)
@@ -47,8 +47,8 @@ class StampedSGD(torch.optim.SGD):
 def first_step_of_all(stamps: Path) -> float:
     """Returns when the last worker took its first step on rows, as seconds since the epoch.
 
-    A process may have tried an optimizer before, to see what state it has; the driver's own only
-    did that.
+    A process may have tried out an optimizer before, to see what state it has; the driver did only
+    that.
     """
     steps: dict[str, float] = {}
     for stamp in stamps.iterdir():
@@ -66,7 +66,7 @@ def plain_session() -> SparkSession:
 
 
 def sparkdl_session() -> SparkSession:
-    """Returns a session with the same settings from sparkdl's own function."""
+    """Returns a session with the same settings, made by sparkdl's own function."""
     from sparkdl import create_session
 
     return create_session("benchmark", master=MASTER, conf=CONF)
@@ -78,7 +78,7 @@ def fit_ours(
     """Fits a TorchEstimator on the Parquet files; returns the model and the first step's time."""
     from sparkdl import GradientAllReduce, ParameterAveraging, TorchEstimator
 
-    # With the schema given, reading defines a DataFrame and runs nothing before the clock starts.
+    # As the schema is given, reading runs nothing before the clock starts.
     frame = spark.read.schema("features array<float>, label long").parquet(str(folder / train))
     with tempfile.TemporaryDirectory() as stamps:
         estimator = TorchEstimator(
@@ -100,7 +100,7 @@ def fit_ours(
 def fit_torch_distributor(
     spark: SparkSession, folder: Path, epochs: int, period: int
 ) -> tuple[nn.Module, float | None]:
-    """Runs DDP by TorchDistributor; returns the model and the first step's time."""
+    """Runs DDP with TorchDistributor; returns the model and the first step's time."""
     from pyspark.ml.torch.distributor import TorchDistributor
 
     distributor = TorchDistributor(digits.WORKERS, local_mode=False, use_gpu=False)

@@ -1,9 +1,9 @@
-"""Time of a round of a head on a frozen backbone, against a round of the head alone.
+"""Time of a round with a head on a frozen backbone, against a round with the head alone.
 
 Two workers, each with its replica: 25 M float32 parameters that require no gradient, in 200
 tensors, below a head of 100 k that is trained. The clock runs from the start until both have the
-new center, and includes the look at what must not change. Rounds are interleaved. Beside it stands
-what a look at every frozen value takes, once an epoch and worker.
+new center, and includes the check of what must not change. Rounds are interleaved. The time of a
+check of every frozen value, once per epoch and worker, is shown beside them.
 """
 
 import itertools
@@ -61,7 +61,7 @@ def _seconds(call: Callable[[], None]) -> float:
 
 
 def _replica(layers: int) -> Replica:
-    """A head on so many frozen layers."""
+    """A head on a number of frozen layers."""
 
     def build() -> nn.Module:
         backbone = [nn.Linear(WIDTH, WIDTH).requires_grad_(False) for _ in range(layers)]

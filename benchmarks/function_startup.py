@@ -2,8 +2,8 @@
 
 Every measurement is a process of its own with a fresh session on local-cluster[2,1,2048], which
 runs the same function several times: the first run starts Spark's Python processes and the ranks'
-server, those after it find them. Against pyspark's TorchDistributor, whose processes import torch
-in each run. With ``--source`` also against another checkout, to compare two commits in one run.
+server, later runs reuse them. Compared with pyspark's TorchDistributor, whose processes import
+torch in each run and, with ``--source``, with another checkout, to compare two commits in one run.
 """
 
 import argparse
@@ -18,9 +18,9 @@ import harness
 WORKERS = 2
 RUNS = 5
 TARGET = 0.15
-"""Of a repeated run, to TorchDistributor's."""
+"""The time of a repeated run relative to TorchDistributor's."""
 SLOWER_BY_S = 0.3
-"""Seconds that a repeated run may take longer than another checkout's."""
+"""Seconds by which a repeated run may be slower than another checkout's."""
 PEER = "torch_distributor"
 
 
@@ -86,7 +86,7 @@ def starts(name: str) -> list[float]:
 
 
 def begin(name: str) -> list[float]:
-    """Returns when each rank has begun."""
+    """Returns when each rank began."""
     if name == PEER:
         from pyspark.ml.torch.distributor import TorchDistributor
 
@@ -98,7 +98,7 @@ def begin(name: str) -> list[float]:
 
 
 def meet() -> list[float]:
-    """Runs on each rank; returns when each of them came to this line."""
+    """Runs on each rank; returns when each of them reached this line."""
     began = time.time()
     import torch.distributed as dist
 

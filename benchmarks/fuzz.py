@@ -1,13 +1,13 @@
-"""A hundred thousand wrong inputs for every port that is opened and every file that is read.
+"""A hundred thousand malformed inputs for every port that is opened and every file that is read.
 
-    python benchmarks/fuzz.py                          all targets, one after the other
+    python benchmarks/fuzz.py                          all targets, one after another
     python benchmarks/fuzz.py averager images          some of them
     python benchmarks/fuzz.py averager --only 258      one input once more, with its traceback
 
 An input is a good message, conversation or file that was made wrong in its fields, types, lengths,
 order, nesting or bytes; ports are called over TCP, local sockets and TLS, with the token and
-without. It must be read as if nothing were wrong, or end in an error of the project's own, in its
-time; memory must not grow, no thread be left, and nothing be changed by what was not accepted.
+without. It must be read as if nothing were wrong, or end in an error of the project's own, before
+its deadline; memory must not grow, no thread be left, and rejected input change nothing.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def show(name: str, outcome: Outcome, seed: int) -> None:
 
 
 def _ranges(lines: list[int]) -> list[str]:
-    """Line numbers, those that follow each other as one."""
+    """Line numbers, with consecutive ones merged into ranges."""
     found: list[list[int]] = []
     for line in lines:
         if found and line == found[-1][1] + 1:
@@ -64,7 +64,7 @@ def _ranges(lines: list[int]) -> list[str]:
 
 
 def keep(folder: Path, name: str, outcome: Outcome) -> None:
-    """Write the tracebacks of what was found, a file a target."""
+    """Write the tracebacks of what was found, one file per target."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = [
         f"{finding.times} x {cause}, first input {finding.index}\n\n{finding.text}\n"
@@ -81,7 +81,7 @@ def options() -> argparse.Namespace:
     known.add_argument("--seed", type=int, default=1)
     known.add_argument("--processes", type=int, default=2)
     known.add_argument("--only", type=int, help="the number of one input to read once more")
-    known.add_argument("--tracebacks", type=Path, help="a directory for those of what is found")
+    known.add_argument("--tracebacks", type=Path, help="a directory for the tracebacks found")
     parsed = parse(known, repeats=1)
     if unknown := set(parsed.targets) - set(TARGETS):
         known.error(f"there is no target {', '.join(sorted(unknown))}")

@@ -1,13 +1,13 @@
 """What it costs to measure the noise of gradients while they are reduced: steps with and without.
 
 Two workers in processes of their own, gloo, one torch thread each. Every worker has two replicas,
-one of ``GradientAllReduce()`` and one that measures, in every tenth step or, as ``AdaScale``, in
-each, and trains ten minibatches with the one, then the same ten with the other, which of them first
-in turns. What is compared is, pair by pair, the processor time of all of a worker's threads, for
-the time on a wall says more of what else runs on the machine; that is printed too.
+one for ``GradientAllReduce()`` and one that measures, in every tenth step or, as ``AdaScale``, in
+each. It trains ten minibatches with the one, then the same ten with the other, in alternating
+order. What is compared, pair by pair, is the processor time of all of a worker's threads, because
+wall time says more about what else runs on the machine; that is printed too.
 
-Where in memory two replicas lie may make more of a difference than what is measured: half of the
-trainings have them the other way round, and a replica that measures nothing shows what is left.
+Where in memory the replicas lie may matter more than what is measured: half of the trainings swap
+them, and a replica that measures nothing shows what difference remains.
 """
 
 import copy
@@ -41,7 +41,7 @@ ROWS = 4_000
 BATCH_SIZE = 64
 BLOCK = 10
 WARM_UP = 3
-"""Pairs of blocks that are left out: in the first steps things are set up."""
+"""Pairs of blocks that are left out, because things are set up in the first steps."""
 EPOCHS = 6
 TARGET = 1.02
 CONTROL = "nothing"
@@ -55,11 +55,11 @@ CONTENDERS: dict[str, GradientAllReduce] = {
 
 @dataclass(frozen=True)
 class InTurns(GradientAllReduce):
-    """Trains two replicas, of which one measures.
+    """Trains two replicas, one of which measures.
 
     Attributes:
-        contender: the name of what trains it.
-        swapped: whether that one is the first that was made.
+        contender: the name of the strategy that trains the measuring one.
+        swapped: whether the measuring one is made first.
         path: where rank 0 writes the times.
     """
 
@@ -68,7 +68,7 @@ class InTurns(GradientAllReduce):
     path: str = ""
 
     def start(self, run: Run) -> Any:
-        """Start both."""
+        """Start both replicas."""
         other = Replica(copy.deepcopy(run.replica.module), OPTIMIZER, nn.CrossEntropyLoss())
         runs = [run, replace(run, replica=other)]
         kinds = [GradientAllReduce(), CONTENDERS[self.contender]]
@@ -112,7 +112,7 @@ class InTurns(GradientAllReduce):
 
 
 def measure(network: str, contender: str) -> list[Any]:
-    """Returns (wall, processor) seconds without and with, of each pair of blocks."""
+    """Returns the (wall, processor) seconds without and with measuring, of each pair of blocks."""
     return [pair for swapped in (False, True) for pair in _train(network, contender, swapped)]
 
 

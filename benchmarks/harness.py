@@ -1,7 +1,7 @@
-"""What every benchmark shares: interleaved repeats, claims, child processes and the last JSON line.
+"""What all benchmarks share: interleaved repeats, claims, child processes and the last JSON line.
 
-A benchmark measures ours and its peers in one run, turn by turn, so that a busy minute of the
-machine hits all of them; it compares medians and says with numbers whether each claim was met.
+A benchmark measures ours and its peers in one run, in turns, so that a busy minute of the machine
+hits all of them; it compares medians and says with numbers whether each claim was met.
 """
 
 import argparse
@@ -173,7 +173,7 @@ def _machine() -> dict[str, Any]:
 def child_environment(
     python: str | Path = sys.executable, *, source: Path = FOLDER.parent
 ) -> dict[str, str]:
-    """Returns the environment in which children, and the executors below them, find our modules.
+    """Returns the environment in which children, and executors below them, find our modules.
 
     Args:
         python: the interpreter that the executors are to run.
@@ -249,7 +249,7 @@ _OF_A_JVM = re.compile(r"\s+at [\w.$]+\(|\d\d/\d\d/\d\d [\d:]+ |(Caused by: )?(j
 
 
 def _failure(command: Sequence[str | Path], what: str, output: str, errors: str) -> str:
-    # A JVM that ends says so at length, behind what it ended for.
+    # A JVM that ends says so at length, after the reason for its end.
     said = [line for line in (output + "\n" + errors).splitlines() if not _OF_A_JVM.match(line)]
     tail = "\n".join(said[-40:]).strip()
     return f"{' '.join(map(str, command))}: {what}. Its last lines:\n{tail}"
@@ -264,11 +264,11 @@ def session(master: str, conf: Mapping[str, str]) -> SparkSession:
 
 
 def torchrun(script: Path, *arguments: str, processes: int) -> dict[str, Any]:
-    """Runs a script under torchrun on this machine, one torch thread a process.
+    """Runs a script under torchrun on this machine, with one torch thread per process.
 
     Args:
         script: the file; its rank 0 prints a JSON object as its last line.
-        arguments: handed to the script.
+        arguments: passed to the script.
         processes: number of ranks.
 
     Returns:

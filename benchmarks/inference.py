@@ -1,13 +1,13 @@
 """Predictions for the rows of Parquet files, against predict_batch_udf and a bare torch loop.
 
-200,000 rows for an MLP on 784 floats, 90,000 for a small CNN on encoded images, 60,000 for a
-transformer encoder on tokens, so that calls take seconds; in eight files;
+200,000 rows for an MLP on 784 floats, 90,000 for a small CNN on encoded images and 60,000 for a
+transformer encoder on tokens, so that calls take seconds; in eight files, on
 local-cluster[2,1,2048]. Every measurement is a process of its own with a fresh session, which
-predicts for all rows several times: the first call, from the DataFrame to the last row, and rows a
-second of the later ones. The bare loop is two processes that read half of the files each with
+predicts for all rows several times: the first call is timed from the DataFrame to the last row,
+later ones in rows per second. The bare loop is two processes that read half of the files each with
 pyarrow, without Spark; its first call is not compared. All compute in float32 with one torch
-thread, give ten numbers a row, and write none of them. Beside the ratios stands where the processor
-time of a later call goes.
+thread, give ten numbers per row, and write none of them. The ratios are shown together with where
+the processor time of a later call goes.
 """
 
 import argparse
@@ -46,7 +46,7 @@ CONF = {
 OURS, PEER, BARE = "sparkdl", "predict_batch_udf", "bare loop"
 AGAINST_PEER, AGAINST_BARE, FIRST_CALL = 1.3, 0.85, 1.0
 Measured = dict[str, list[Any]]
-"""``calls``: seconds of each; ``processor``: those that its processes spent, by what they are."""
+"""``calls``: the seconds of each; ``processor``: processor seconds of each by kind of process."""
 Runs = dict[str, list[Measured]]
 
 
@@ -54,7 +54,7 @@ def main() -> None:
     """Measures and reports, or is one of the measurements."""
     options = harness.parser(__doc__)
     options.add_argument("--case", choices=CASES, action="append", help="by default all")
-    options.add_argument("--part", type=float, default=1.0, help="of the rows, to develop")
+    options.add_argument("--part", type=float, default=1.0, help="of the rows, for development")
     options.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     chosen = harness.parse(options, repeats=3)
     if chosen.measure:
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def compared(name: str, rows: int, runs: Runs) -> list[harness.Claim]:
-    """Shows the medians and returns what is claimed of them."""
+    """Shows the medians and returns the claims about them."""
     first = {
         way: harness.show(f"{name}, {way}, first call", [run["calls"][0] for run in each])
         for way, each in runs.items()
@@ -122,7 +122,7 @@ def compared(name: str, rows: int, runs: Runs) -> list[harness.Claim]:
 
 
 def write(folder: Path, case: Case, rows: int) -> None:
-    """Writes the rows of a case in files of the same size."""
+    """Writes the rows of a case in files of equal size."""
     folder.mkdir()
     draws = np.random.default_rng(7)
     for number in range(FILES):
@@ -146,7 +146,7 @@ def _image(draws: np.random.Generator, shape: tuple[int, ...]) -> bytes:
 
 
 def in_a_process(way: str, name: str, folder: Path, cache: Path) -> Measured:
-    """Returns what each call took in a fresh session."""
+    """Returns what each call in a fresh session took."""
     environment = prepared.environment_of(way, cache) | {"OMP_NUM_THREADS": "1"}
     script = harness.FOLDER / "inference.py"
     child = harness.run_child(
@@ -168,7 +168,7 @@ def calls_of(call: Callable[[], object]) -> Measured:
 
 
 def to_the_last_row(frame_of: Callable[[], DataFrame]) -> Callable[[], object]:
-    """Returns what makes a DataFrame and computes its rows."""
+    """Returns a function that makes a DataFrame and computes its rows."""
     return lambda: frame_of().write.format("noop").mode("overwrite").save()
 
 
@@ -177,7 +177,7 @@ def ours(case: Case, folder: Path) -> Measured:
     from sparkdl import TorchModel, create_session
 
     spark = create_session("inference", master=MASTER, conf=CONF)
-    spark.range(2).repartition(2).count()  # executors are there
+    spark.range(2).repartition(2).count()  # waits for the executors
     model = TorchModel.from_module(
         case.build(),
         case.example(),
@@ -209,7 +209,7 @@ def peer(case: Case, folder: Path) -> Measured:
 
         return predict
 
-    # What is no array of numbers comes as an array of objects, without a shape.
+    # Anything but arrays of numbers comes as an array of objects, without a shape.
     shapes = None if case.image else [[*case.shape]]
     predict = predict_batch_udf(
         make,
@@ -221,7 +221,7 @@ def peer(case: Case, folder: Path) -> Measured:
 
 
 def bare(case: Case, folder: Path) -> Measured:
-    """Predicts in two processes without Spark; reading and predicting are timed, not the start."""
+    """Predicts in two processes without Spark; times reading and predicting, not the start."""
     context = multiprocessing.get_context("spawn")
     files = sorted(folder.glob("*.parquet"))
     start = context.Barrier(WORKERS + 1)
@@ -231,7 +231,7 @@ def bare(case: Case, folder: Path) -> Measured:
     ]
     for process in processes:
         process.start()
-    start.wait(harness.CHILD_TIMEOUT_SECONDS)  # the processes have what they need
+    start.wait(harness.CHILD_TIMEOUT_SECONDS)  # until the processes have what they need
 
     def turn() -> None:
         start.wait(harness.CHILD_TIMEOUT_SECONDS)

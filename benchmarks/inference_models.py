@@ -1,4 +1,4 @@
-"""The models and rows of ``inference.py``; a module of its own, for executors to import."""
+"""The models and rows of ``inference.py``; a separate module, so that executors can import it."""
 
 import io
 from collections.abc import Callable
@@ -18,9 +18,9 @@ class Case:
 
     Attributes:
         name: as in ``CASES``.
-        rows: how many.
-        shape: of one row.
-        image: whether a row is an encoded image, else an array.
+        rows: the number of rows.
+        shape: the shape of one row.
+        image: whether a row is an encoded image instead of an array.
         build: makes the model, the same one each time.
     """
 
@@ -37,12 +37,12 @@ class Case:
         return draws.random((rows, *self.shape), dtype=np.float32)
 
     def example(self) -> Tensor:
-        """Returns one row as the model takes it."""
+        """Returns one row in the model's input format."""
         kinds = {"mlp": torch.float32, "cnn": torch.uint8, "transformer": torch.int64}
         return torch.zeros((1, *self.shape), dtype=kinds[self.name])
 
     def tensor(self, rows: np.ndarray) -> Tensor:
-        """Returns rows as the model takes them, from what a column holds."""
+        """Converts a column's rows to the model's input format."""
         if not self.image:
             return torch.from_numpy(rows)
         pixels = [np.asarray(Image.open(io.BytesIO(row))) for row in rows]

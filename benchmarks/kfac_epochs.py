@@ -1,11 +1,11 @@
-"""How many epochs a small CNN takes to a loss with K-FAC, and with the same SGD alone.
+"""How many epochs a small CNN takes to reach a loss with K-FAC, and with the same SGD alone.
 
 scikit-learn's 1,797 real digits of 8 x 8 pixels, 360 of them held out, on which the loss has to
-come to 0.25 or less; below, overfitting moves it as much as learning. Minibatches of 128 rows, SGD
-with momentum 0.9. Both get the best of five learning rates, found on two seeds that are not
-measured; K-FAC has the damping, clipping and decay of its paper, factors of every step and
-decompositions of every tenth, as there for CIFAR-10. One worker, a thread: more give the same
-values. The time of both is printed too.
+reach 0.25 or less; below that, overfitting moves it as much as learning. Minibatches of 128 rows,
+SGD with momentum 0.9. Both get the best of five learning rates, found on two seeds that are not
+measured; K-FAC has the damping, clipping and decay of its paper, with factors computed every step
+and decompositions every tenth, as there for CIFAR-10. One worker, in a thread: more workers give
+the same values. The time of both is printed too.
 """
 
 import functools
@@ -31,7 +31,7 @@ PIXELS = 64
 HELD_OUT = 360
 BATCH_SIZE = 128
 EPOCHS = 12
-"""After these it has not come to the loss, and 12 count."""
+"""The most epochs; a training that has not reached the loss by then counts as 12."""
 LOSS = 0.25
 RATES = (0.025, 0.05, 0.1, 0.2, 0.4)
 TRIALS = (1000, 1001)
@@ -65,7 +65,7 @@ class UntilLoss(Callback):
     """Ends a fit once the loss is reached."""
 
     def on_epoch(self, training: Training, summary: EpochSummary) -> None:
-        """Look at it."""
+        """End the fit if the loss is reached."""
         if summary.validation_loss is not None and summary.validation_loss <= LOSS:
             training.stop("the loss is reached")
 
@@ -105,7 +105,7 @@ def train(preconditioner: KFACPreconditioner | None, rate: float, seed: int) -> 
 
 
 def best_rate(preconditioner: KFACPreconditioner | None) -> float:
-    """The learning rate that takes fewest epochs on seeds of its own."""
+    """The learning rate that takes the fewest epochs on the seeds of ``TRIALS``."""
     return min(RATES, key=lambda rate: sum(train(preconditioner, rate, s)[0] for s in TRIALS))
 
 

@@ -1,10 +1,10 @@
-"""A driver and workers on hosts of their own whose links have a speed, without Spark or a JVM.
+"""A driver and workers on hosts of their own with links of limited speed, without Spark or a JVM.
 
-Every host is a network namespace (``tests/cluster/hosts.py``), and so is the driver's: its link is
-as fast as anybody's. For each training a process that has imported everything is forked for each of
-them, and enters its host: so it begins within milliseconds, and finds nothing that another one has
-left. Links have a speed, but no delay worth the name, and all hosts share the cores of this
-machine. Needs root, and the programs of iproute2 and util-linux.
+Every host, including the driver's, is a network namespace (``tests/cluster/hosts.py``), and all
+links have the same speed. For each training, one process per host is forked from a process that has
+imported everything, and enters its host: so it begins within milliseconds, and finds no traces of
+earlier ones. Links have limited speed but no delay worth mentioning, and all hosts share the cores
+of this machine. Needs root, and the programs of iproute2 and util-linux.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ FOLDER = Path(__file__).resolve().parent
 POLL_S = 0.002
 START_S = 120.0
 HEADERS = 14 + 20 + 32
-"""Bytes of Ethernet, IPv4 and TCP (with timestamps) before the payload of a packet."""
+"""Bytes of Ethernet, IPv4 and TCP (with timestamps) headers before the payload of a packet."""
 CLONE_NEWNET = 0x40000000
 CLONE_NEWUTS = 0x04000000
-"""Linux's names of a namespace of networks and of one of host names."""
+"""Linux's flags for a network namespace and for a host name namespace."""
 END_S = 600.0
 TOKEN_BUCKET_S = 0.002
-"""How long a link that was idle may be faster than its speed."""
+"""How long a link that was idle may exceed its speed."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What has passed a host's link.
+    """What has passed over a host's link.
 
     Attributes:
-        received: bytes, headers included.
-        sent: bytes likewise.
-        received_payload: bytes without headers.
-        sent_payload: bytes likewise.
+        received: bytes received, including headers.
+        sent: bytes sent, including headers.
+        received_payload: bytes received, without headers.
+        sent_payload: bytes sent, without headers.
     """
 
     received: int
@@ -68,7 +68,7 @@ class Traffic:
     sent_payload: int
 
     def since(self, before: Traffic) -> Traffic:
-        """What has passed it in between."""
+        """What has passed over it since then."""
         return Traffic(
             self.received - before.received,
             self.sent - before.sent,
@@ -79,13 +79,13 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Point:
-    """What a training had come to when an epoch was over, or before the first one.
+    """The state of a training at the end of an epoch, or before the first one.
 
     Attributes:
-        rows: trained on by all workers together.
-        seconds: since every worker had read its rows.
-        traffic: of each host since then, the driver's first.
-        loss: of the driver's model, on held-out rows.
+        rows: the rows that all workers together had trained on.
+        seconds: the time since every worker had read its rows.
+        traffic: the traffic of each host since then, the driver's first.
+        loss: the loss of the driver's model on held-out rows.
     """
 
     rows: int
@@ -96,12 +96,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training has left.
+    """The results of a training.
 
     Attributes:
-        points: in order, the first of the model before it.
-        traffic: of each host from before the workers joined until they had left, the driver's
-            first.
+        points: its points in order; the first is that of the model before the training.
+        traffic: the traffic of each host from before the workers joined until they had left, the
+            driver's first.
     """
 
     points: tuple[Point, ...]
@@ -114,10 +114,10 @@ class Trial:
 
     Attributes:
         job: what is trained.
-        shards: files of pickled record batches, one a worker.
-        held_out: features and targets on which the loss is taken.
-        budget_s: seconds after which it ends with the epoch that is under way.
-        least_epochs: how many are trained in any case.
+        shards: files of pickled record batches, one per worker.
+        held_out: features and targets on which the loss is computed.
+        budget_s: seconds after which it ends with the current epoch.
+        least_epochs: how many epochs are trained in any case.
     """
 
     job: Job
@@ -131,8 +131,8 @@ class LinkedHosts:
     """Some workers' hosts and the driver's; a context manager that takes them down again.
 
     Args:
-        workers: how many.
-        folder: for their files.
+        workers: the number of workers.
+        folder: where their files go.
     """
 
     def __init__(self, workers: int, folder: Path) -> None:
@@ -141,11 +141,11 @@ class LinkedHosts:
 
         self._folder = folder
         self._trials = 0
-        # Each host's name is unknown to all others, of which torch would warn.
+        # Each host's name is unknown to all others, which torch would warn about.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         self._context = multiprocessing.get_context("forkserver")
-        # The process that forks has imported all that a script imports at its top, which each fork
-        # runs once more; and finds it by the environment alone.
+        # The forking process has imported all that a script imports at the top level, which each
+        # fork runs again; it finds the modules by the environment alone.
         os.environ["PYTHONPATH"] = os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])
         self._context.set_forkserver_preload([__name__, "harness", "strategy_tasks"])
         self._hosts = Hosts(workers + 1, folder)
@@ -158,11 +158,11 @@ class LinkedHosts:
 
     @property
     def workers(self) -> list[Any]:
-        """The workers' hosts (``tests/cluster/hosts.py``), to make one slow."""
+        """The workers' hosts (``tests/cluster/hosts.py``), for example to make one slow."""
         return list(self._hosts.hosts[1:])
 
     def limit(self, mbit: float) -> None:
-        """Give each link a speed in both directions, in megabits a second."""
+        """Limit each link in both directions to a speed in megabits per second."""
         burst = max(16, round(mbit * 1e6 / 8 * TOKEN_BUCKET_S / 1000))
         for host in self._hosts.hosts:
             host.limit(mbit, burst_kb=burst)
@@ -171,12 +171,12 @@ class LinkedHosts:
         """Train on all hosts.
 
         Args:
-            trial: with one shard a worker.
-            deadline_s: seconds after which it has failed.
+            trial: the training, with one shard per worker.
+            deadline_s: seconds within which it has to end.
 
         Raises:
             TimeoutError: it is not over by then.
-            RuntimeError: it has failed; the message has the traceback.
+            RuntimeError: it failed; the message has the traceback.
         """
         self._trials += 1
         folder = self._folder / f"trial-{self._trials}"
@@ -199,14 +199,14 @@ class LinkedHosts:
 
         Args:
             parts: the functions.
-            deadline_s: seconds after which they have failed.
+            deadline_s: seconds within which they have to return.
 
         Returns:
             What they return, in the same order.
 
         Raises:
-            TimeoutError: one is not over by then.
-            RuntimeError: one has failed; the message has the traceback.
+            TimeoutError: one has not returned by then.
+            RuntimeError: one failed; the message has the traceback.
         """
         deadline = time.monotonic() + deadline_s
         processes, answers = [], []
@@ -236,9 +236,9 @@ class LinkedHosts:
 
 
 def _call_on_host(answers: Connection, network: str, name: str, part: bytes) -> None:
-    """Enter a host, call a function there, and tell what it returns."""
+    """Enter a host, call a function there, and send back what it returns."""
     try:
-        os.setsid()  # Linux shares the cores among sessions first
+        os.setsid()  # Linux divides the cores among sessions first
         libc = ctypes.CDLL(None, use_errno=True)
         with open(network) as entrance:
             if libc.setns(entrance.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWUTS):
@@ -246,15 +246,15 @@ def _call_on_host(answers: Connection, network: str, name: str, part: bytes) -> 
         socket.sethostname(name)
         torch.set_num_threads(1)
         answer = True, cloudpickle.loads(part)()
-    except BaseException:  # it is told where it can be seen
+    except BaseException:  # reported where it can be seen
         answer = False, traceback.format_exc()
     answers.send(answer)
     answers.close()
-    time.sleep(END_S)  # gloo now and then aborts on leaving: whoever has called ends this
+    time.sleep(END_S)  # gloo now and then aborts on exit: the caller kills this process
 
 
 def traffic_of(link: str) -> Traffic:
-    """What has passed a host's link so far, counted where it ends in this machine."""
+    """What has passed over a host's link so far, counted at its end in this machine."""
     folder = Path("/sys/class/net", link, "statistics")
     numbers = [
         int((folder / name).read_text())
@@ -266,7 +266,7 @@ def traffic_of(link: str) -> Traffic:
 
 @dataclass(eq=False)
 class _Curve(Callback):
-    """Keeps the driver's model of every epoch, with when it was there and what had been sent.
+    """Keeps the driver's model of every epoch, with its time and the traffic until then.
 
     Workers wait for the next epoch meanwhile, as with any callback.
     """
@@ -293,7 +293,7 @@ class _Curve(Callback):
 
 
 def _drive(trial: Trial, links: list[str], folder: Path, host: str) -> tuple[Point, ...]:
-    """The driver's part: serves the rounds, and takes the losses when all is over."""
+    """The driver's part: serves the rounds, and computes the losses when all is over."""
     curve = _Curve(links, trial.budget_s, trial.least_epochs)
 
     @contextmanager
@@ -338,7 +338,7 @@ def _work(job: Job, shard: Path, rank: int, folder: Path, driver: str) -> None:
 
 
 def _publish(path: Path, content: bytes) -> None:
-    """Write a file that is there all at once."""
+    """Write a file that appears all at once."""
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_bytes(content)
     unfinished.rename(path)

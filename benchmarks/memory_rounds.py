@@ -1,8 +1,8 @@
-"""Memory of driver and workers over a thousand rounds: is what is resident flat?
+"""Memory of driver and workers over a thousand rounds: does resident memory stay flat?
 
 Four workers, each a process, train the network of the other benchmarks (0.94 MB of parameters) with
 a round after every minibatch and a checkpoint after every epoch of twenty. A list that grew by a
-kilobyte a round would show as a megabyte.
+kilobyte per round would show as a megabyte.
 """
 
 import tempfile
@@ -16,7 +16,7 @@ from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
 
 FLAT = 1.02
-"""What the allocator may keep."""
+"""The growth allowed for what the allocator may keep."""
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def measure(rounds: int, looks: tuple[int, ...]) -> dict[int, list[float]]:
 
     Args:
         rounds: how many to run.
-        looks: behind which to look.
+        looks: the rounds after which to measure.
     """
     resident: dict[int, list[float]] = {}
     committed = 0

@@ -1,4 +1,4 @@
-"""The two networks whose training over gloo is compared."""
+"""The two networks whose training over gloo is benchmarked."""
 
 from collections.abc import Callable
 

@@ -1,9 +1,9 @@
 """Training on rows of unequal length, against padding all of them to the longest.
 
-Token ids of a log-normal number a row (median 32, sigma 0.8, at most 512), a transformer encoder
-of two layers and 64 numbers a token, batch 32. All contenders train the same model on the same rows
-in one process on one thread, a shuffled epoch a turn; seconds are those of the processor, which
-neighbours on the machine do not lengthen.
+Token IDs, a log-normal number per row (median 32, sigma 0.8, at most 512), a transformer encoder of
+two layers with 64 numbers per token, batch 32. All contenders train the same model on the same rows
+in one process on one thread, a shuffled epoch per turn; seconds are processor time, which other
+programs on the machine do not lengthen.
 
 - longest: every row padded to the longest of the table, in memory, ``x[permutation[i:i+b]]``
 - collate: torch's ``DataLoader`` with a ``collate_fn`` that pads each minibatch by ``pad_sequence``
@@ -32,13 +32,13 @@ from sparkdl.replica import Replica
 
 ROWS, BATCH, WORDS, WIDTH, LONGEST, SEED = 1024, 32, 10_000, 64, 512, 3
 GATHERED_ROWS = 100_000
-"""Of the table that is only gathered and padded, without a model."""
+"""Rows of the table that is only gathered and padded, without a model."""
 
 Epoch = Callable[[], Iterable[Batch]]
 
 
 class Encoder(nn.Module):
-    """Two classes of a row: the mean over its encoded tokens."""
+    """Scores a row's two classes by the mean over its encoded tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Encoder(nn.Module):
         self.out = nn.Linear(WIDTH, 2)
 
     def forward(self, tokens: Tensor, padding_mask: Tensor) -> Tensor:
-        """Shape (rows, 2)."""
+        """Scores of shape (rows, 2)."""
         encoded = self.encoder(self.embedding(tokens), src_key_padding_mask=padding_mask)
         kept = (~padding_mask)[..., None]
         mean: Tensor = self.out((encoded * kept).sum(1) / kept.sum(1))
@@ -108,7 +108,7 @@ def main() -> None:
 
 
 def table(count: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Rows of token ids from 1, and labels."""
+    """Rows of token IDs from 1 on, and labels."""
     drawn = np.random.default_rng(SEED)
     lengths = np.clip(drawn.lognormal(np.log(32), 0.8, count), 1, LONGEST).astype(int)
     rows = [drawn.integers(1, WORDS, length) for length in lengths]
@@ -122,7 +122,7 @@ def build() -> Replica:
 
 
 def filled(directory: Path, rows: list[np.ndarray], labels: np.ndarray, **options: bool) -> Feed:
-    """A feed that has the rows in its store."""
+    """A feed with the rows in its store."""
     schema = FeedSchema(
         (ColumnSpec("tokens", torch.int64, (UNKNOWN,), padding=Padding(0, "padding_mask")),),
         ColumnSpec("label", torch.int64),
@@ -141,13 +141,13 @@ def filled(directory: Path, rows: list[np.ndarray], labels: np.ndarray, **option
 
 
 def counted(feed: Feed) -> Epoch:
-    """Epoch after epoch of a feed."""
+    """Returns a function that returns a feed's epochs one after another."""
     numbers = iter(range(1, 1_000_000))
     return lambda: feed.epoch(next(numbers))
 
 
 def to_the_longest(rows: list[np.ndarray], labels: np.ndarray) -> Epoch:
-    """Every row as long as the longest, as a table of them would have to be without ``padCols``."""
+    """Every row as long as the longest, as a table would have to be without ``padCols``."""
     whole = pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
     targets = torch.from_numpy(labels)
 
@@ -160,7 +160,7 @@ def to_the_longest(rows: list[np.ndarray], labels: np.ndarray) -> Epoch:
 
 
 def collated(rows: list[np.ndarray], labels: np.ndarray) -> Epoch:
-    """The loader of torch, which pads row after row in Python."""
+    """The torch loader, which pads row after row in Python."""
 
     def collate(items: list[tuple[Tensor, int]]) -> Batch:
         tokens = pad_sequence([row for row, _ in items], batch_first=True)

@@ -1,4 +1,4 @@
-"""Where a contender's session starts: on a machine where ``sparkdl-prepare`` was run, or not."""
+"""Starts a contender's session as on a machine with or without ``sparkdl-prepare``."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ def prepare(cache: Path) -> None:
     """Runs ``sparkdl-prepare`` for the sessions of ``PREPARED``; not part of any figure.
 
     Args:
-        cache: a folder that is not there yet, for what it writes.
+        cache: a folder that does not exist yet, for what it writes.
     """
     harness.run_to_end(
         [sys.executable, "-c", "from sparkdl.spark.session.prepare import main; main([])"],
@@ -26,9 +26,9 @@ def environment_of(name: str, cache: Path, python: Path = Path(sys.executable)) 
     """Returns the environment of a contender's process.
 
     Args:
-        name: of the contender.
-        cache: as prepared; whoever is not in ``PREPARED`` does not see it, nor what the user has.
-        python: the interpreter of the contender.
+        name: the contender's name.
+        cache: as prepared; contenders not in ``PREPARED`` see neither this nor the user's own.
+        python: the contender's interpreter.
     """
     seen = cache if name in PREPARED else cache / "nothing"
     return harness.child_environment(python=python) | {"XDG_CACHE_HOME": str(seen)}

@@ -2,11 +2,11 @@
 
 The averager's own decisions and round policies in virtual time, without links or values that
 travel, after Wang, Catterall & Mortier 2017, "Probabilistic Synchronous Parallel" (arXiv
-1709.07772). First their figure of 200 workers in 200 s, whose steps take 1 s and what is drawn from
-an exponential distribution of mean 1 s; then 1,000 workers, of which one in twenty is four times as
-slow, training a linear model with a small learning rate and with a bold one. Missing is what a
-worker's center lacks of the windows that it would have if all had waited for all, in windows of
-each other worker. ``barriers_plot.py`` draws the second part.
+1709.07772). First their figure of 200 workers in 200 s, whose steps take 1 s plus a time drawn from
+an exponential distribution of mean 1 s; then 1,000 workers, one in twenty of them four times as
+slow, training a linear model with a small learning rate and with a bold one. "Missing" are the
+windows that a worker's center lacks that it would have if all waited for all, per other worker.
+``barriers_plot.py`` draws the second part.
 """
 
 import statistics
@@ -33,8 +33,8 @@ FIGURE = {
     PBSP(1): 60.1,
     PSSP(10, 4): 87.0,
 }
-"""Median steps of 200 workers in 200 s. The paper has 30 and 100 for the first and third, and the
-order of all; the other numbers are those of its model, computed apart from this code."""
+"""Median steps of 200 workers in 200 s. The paper gives 30 and 100 for the first and third, and the
+order of all; the other numbers are from its model, computed independently of this code."""
 SAMPLES = (0, 1, 2, 4, 10, 50, 200)
 WORKERS, SECONDS, SLOW_SHARE, SLOWNESS = 1000, 60.0, 0.05, 4.0
 CLAIMED = (PBSP(0), PBSP(10), BSP())
@@ -44,20 +44,20 @@ RATIOS = {
     "error after 60 s, with samples of 1 % / with everyone": 1.0,
     "with a bold learning rate, samples of 1 % / the better of none and everyone": 1.0,
 }
-"""What is claimed of these, and its targets; the first is at least so much."""
+"""The claims and their targets; the first is a lower bound."""
 Answer = TypeVar("Answer")
 WIDTH, ROWS, NOISE = 20, 40, 0.5
 SMALL, BOLD = 0.3, 1.3
-"""Learning rates; with everyone in each step, and without noise, 1 would be right at once."""
+"""Learning rates; with everyone in each step and no noise, 1 would give the solution at once."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a simulated run has gone.
+    """The results of a simulated run.
 
     Attributes:
         steps: median of the workers' steps.
-        spread: half of the workers are not farther apart.
+        spread: the range of steps that holds half of the workers.
         error: distance of the center from the model that made the rows, relative to the first.
         missing: mean over all windows.
         policy_us: microseconds of processor time per contribution in which the policy answered.
@@ -127,7 +127,7 @@ def main() -> None:
 
 
 def _ratios(found: dict[str, Outcome], bold: dict[str, float]) -> tuple[float, ...]:
-    """Those of ``RATIOS``, from what was found by barrier, and from errors with the bold rate."""
+    """The values of ``RATIOS``, from the results by barrier and the errors with the bold rate."""
     none, some, everyone = (found[str(barrier)] for barrier in CLAIMED)
     boldest = [bold[str(barrier)] for barrier in CLAIMED]
     return (
@@ -139,7 +139,7 @@ def _ratios(found: dict[str, Outcome], bold: dict[str, float]) -> tuple[float, .
 
 
 def slowed(barrier: Barrier, workers: int, rate: float = SMALL, seed: int = 0) -> Outcome:
-    """Some workers are slow."""
+    """Simulates a run in which some workers are slow."""
     slow = [SLOWNESS if rank < SLOW_SHARE * workers else 1.0 for rank in range(workers)]
     return simulate(barrier, workers, SECONDS, seed=seed, slowness=slow, rate=rate)
 
@@ -148,7 +148,7 @@ class Timed(RoundPolicy):
     """Another policy, and the processor time that its answers take.
 
     Args:
-        policy: the other.
+        policy: the policy to time.
     """
 
     def __init__(self, policy: RoundPolicy) -> None:
@@ -157,23 +157,23 @@ class Timed(RoundPolicy):
         self.in_step = policy.in_step
 
     def begin(self, positions: Sequence[Position]) -> None:
-        """As the other."""
+        """Ask the other policy."""
         self._policy.begin(positions)
 
     def group(self, rank: int, active: Set[int]) -> Collection[int]:
-        """As the other; not counted, for it is asked once a round."""
+        """Ask the other policy; not timed, because this is asked once per round."""
         return self._policy.group(rank, active)
 
     def is_enough(self, entered: int, late: int, group: int) -> bool:
-        """As the other."""
+        """Ask the other policy."""
         return self._policy.is_enough(entered, late, group)
 
     def goes_on(self, rank: int, active: Set[int]) -> bool:
-        """As the other."""
+        """Ask the other policy."""
         return self._measure(lambda: self._policy.goes_on(rank, active))
 
     def committed(self, windows: Iterable[WindowReport], active: Set[int]) -> Iterable[int]:
-        """As the other."""
+        """Ask the other policy."""
         told = list(windows)
         return self._measure(lambda: self._policy.committed(told, active))
 
@@ -195,11 +195,11 @@ def simulate(
     """Train for some seconds of virtual time.
 
     Args:
-        barrier: who waits for whom.
-        workers: how many there are.
-        seconds: of the run; what is not contributed by then is not counted.
-        seed: of how long steps take, and of the rows.
-        slowness: by what each worker's steps take longer.
+        barrier: decides who waits for whom.
+        workers: the number of workers.
+        seconds: length of the run; what is not contributed by then does not count.
+        seed: determines how long steps take, and the rows.
+        slowness: the factor by which each worker's steps take longer.
         rate: the learning rate.
     """
     run = _Run(barrier, workers, seed, slowness or [1.0] * workers, rate)
@@ -229,7 +229,7 @@ class _Run(VirtualRun):
         self._rate = rate
         self._begun = [self.center] * workers
         self._changes: list[np.ndarray] = []
-        # How many workers have taken so many steps.
+        # The number of workers by how many steps they have taken.
         self._at = np.zeros(10_000)
         self._at[0] = workers
 
@@ -265,7 +265,7 @@ class _Run(VirtualRun):
         return self.now + self._slowness[rank] * (1 + self._draw.exponential())
 
     def _change(self, begun: np.ndarray) -> np.ndarray:
-        """A step on rows that the model with ``target`` has made."""
+        """A step on rows made by the model with ``target``."""
         rows = self._draw.normal(size=(ROWS, WIDTH))
         residual = rows @ (begun - self.target) - NOISE * self._draw.normal(size=ROWS)
         return -self._rate * (residual @ rows) / ROWS

@@ -1,6 +1,6 @@
-"""Processor time of a benchmark's process and of all below it, by what they are; Linux only.
+"""Processor time of a benchmark's process and all its descendants, by kind; Linux only.
 
-Other work on the machine makes everything take longer by the clock, but hardly costs more of it.
+Other work on the machine lengthens wall time a lot, but processor time hardly at all.
 """
 
 import os
@@ -18,14 +18,14 @@ Spent = Mapping[int, tuple[str, float]]
 
 
 def spent() -> Spent:
-    """Returns what each process has spent since it began: its kind and seconds, by its id."""
+    """Returns, by process ID, each process's kind and the seconds it has used since it began."""
     told = {int(each.name): each for each in Path("/proc").iterdir() if each.name.isdigit()}
     parents, seconds, commands = {}, {}, {}
     for process, folder in told.items():
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             commands[process] = (folder / "cmdline").read_text()
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended meanwhile
             continue
         parents[process] = int(fields[1])
         seconds[process] = (int(fields[11]) + int(fields[12])) * TICK_S
@@ -36,7 +36,7 @@ def spent() -> Spent:
 
 
 def since(before: Spent) -> dict[str, float]:
-    """Returns the seconds since then by kind; of processes that have ended since, none."""
+    """Returns the seconds used since then, by kind, without processes that have ended since."""
     found: dict[str, float] = {}
     for process, (kind, seconds) in spent().items():
         found[kind] = found.get(kind, 0.0) + seconds - before.get(process, (kind, 0.0))[1]

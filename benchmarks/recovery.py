@@ -1,10 +1,10 @@
-"""What being safe costs: checkpoints and the watchdog, and a lost worker.
+"""What safety costs: checkpoints and the watchdog, and a lost worker.
 
-``epochs``: a fit on four executors; epochs with a checkpoint written in them and the watchdog on
-against those with neither (``epoch_costs.py``). ``losses``: four workers, each a process on this
-machine, train the network of the other benchmarks on made-up digits, and one of the four is killed
--9 halfway. The cost is what the job took longer than without; where the workers need each other
-(GradientAllReduce) all start again from the last commit.
+``epochs``: a fit on four executors; epochs during which a checkpoint is written and the watchdog is
+on, against those with neither (``epoch_costs.py``). ``losses``: four workers, each a process on
+this machine, train the network of the other benchmarks on synthetic digits, and one of the four is
+killed (kill -9) halfway. The cost is how much longer the job took than without; where the workers
+need each other (GradientAllReduce), all start again from the last commit.
 """
 
 import multiprocessing
@@ -44,7 +44,7 @@ AVERAGING = ParameterAveraging(PERIOD)
 COMMIT_EVERY = 20
 COMMITTING = GradientAllReduce(commit_every=COMMIT_EVERY)
 RESTART_S = 15.0
-"""What a lost worker may cost beside its own window."""
+"""Seconds that a lost worker may cost besides its own window."""
 
 
 def network() -> nn.Module:
@@ -82,7 +82,7 @@ def shards(rows: int) -> list[Shard]:
 
 
 def resident_mb() -> list[float]:
-    """Of this process, and the largest of its workers."""
+    """Resident MB of this process, and of the largest of its workers."""
     pids = [os.getpid(), *(p.pid for p in multiprocessing.active_children())]
     pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
     mb = [count * os.sysconf("SC_PAGE_SIZE") / 1e6 for count in pages]
@@ -90,7 +90,7 @@ def resident_mb() -> list[float]:
 
 
 def train_seconds(data: list[Shard], strategy: Strategy, *, kill: bool = False) -> float:
-    """Seconds from start to end of a job, perhaps with a worker killed in the middle."""
+    """Seconds from the start to the end of a job, perhaps with a worker killed in the middle."""
 
     def kill_one(event: object) -> None:
         if kill and isinstance(event, EpochSummary) and event.epoch == EPOCHS // 2:

@@ -1,9 +1,9 @@
-"""What it costs that workers tell where their time goes: the same training with and without.
+"""What it costs that workers report where their time goes: the same training with and without.
 
-One training, whose epochs take turns: in some clocks stand still and nothing is told or kept. What
-is compared is the processor time of all threads, workers and averager: the time on a wall says more
-of what else runs on the machine. Epochs come in blocks of four (told, not, not, told), so that a
-machine that slows down meanwhile slows both; a repeat is a block.
+One training whose epochs alternate: in some of them, clocks stand still and nothing is reported or
+kept. What is compared is the processor time of all threads, workers and averager, because wall time
+says more about what else runs on the machine. Epochs come in blocks of four (told, not, not, told),
+so that a machine that slows down meanwhile slows both; a repeat is a block.
 """
 
 import statistics
@@ -33,14 +33,14 @@ ROWS = 8_000
 WIDTH = 100
 TARGET = 1.01
 BLOCK = (True, False, False, True)
-"""Whether workers tell, in the epochs of a block."""
+"""Whether workers report, for the epochs of a block."""
 
 
 class Still:
-    """What a clock does that counts nothing and costs as little as a call can.
+    """The methods of a clock that counts nothing and costs as little as a call can.
 
-    ``PhaseClock.each`` stays: an epoch's iterator may be made before its turn begins. What it costs
-    besides its switches is a thousandth of what may be told here.
+    ``PhaseClock.each`` stays: an epoch's iterator may be made before its turn begins. Besides its
+    switches, it costs a thousandth of what can be resolved here.
     """
 
     @staticmethod
@@ -53,15 +53,15 @@ class Still:
 
 
 def silent(reports: TimeReports) -> dict[str, Any]:
-    """What a worker's messages say of times if it tells nothing."""
+    """What a worker's messages say about times if it reports nothing."""
     return {}
 
 
 class Turns:
-    """Has the workers of this process tell, or not; and sees that they do as they are told.
+    """Switches the reports of this process's workers on and off, and checks that this works.
 
     Attributes:
-        heard: how often a worker has told of its time since the last turn began.
+        heard: how often a worker has reported its time since the last turn began.
     """
 
     def __init__(self) -> None:
@@ -97,10 +97,10 @@ class Turns:
         self._set(self._ways[tells])
 
     def end(self, tells: bool) -> None:
-        """End it.
+        """End the turn.
 
         Raises:
-            RuntimeError: both kinds of turns are the same: what is patched has moved.
+            RuntimeError: both kinds of turns are the same, because the patched code has moved.
         """
         if (self.heard > 0) != tells:
             raise RuntimeError(
@@ -108,7 +108,7 @@ class Turns:
             )
 
     def restore(self) -> None:
-        """Have everything as it was."""
+        """Undo all patches."""
         self._set(self._original)
 
     def _set(self, ways: list[tuple[type, str, Callable[..., Any]]]) -> None:
@@ -117,7 +117,7 @@ class Turns:
 
 
 def mlp() -> nn.Module:
-    """78 thousand parameters: a step takes about half a millisecond, and a round as long."""
+    """78 thousand parameters: a step takes about half a millisecond, and so does a round."""
     hidden = [nn.Linear(WIDTH, 256), nn.ReLU(), nn.Linear(256, 200), nn.ReLU()]
     return nn.Sequential(*hidden, nn.Linear(200, 10))
 
@@ -128,9 +128,9 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def train(blocks: int, shards: list[Any], strategy: Strategy[Any]) -> dict[bool, list[float]]:
-    """Seconds of processor time, of workers and averager, of each epoch behind the first."""
+    """Processor seconds, of workers and averager, for each epoch after the first."""
     turns = Turns()
-    # The first epoch has what a process does once.
+    # The first epoch includes what a process does only once.
     plan = [True, *BLOCK * blocks]
     seconds: dict[bool, list[float]] = {True: [], False: []}
     began: list[float] = []
@@ -169,7 +169,7 @@ def train(blocks: int, shards: list[Any], strategy: Strategy[Any]) -> dict[bool,
 
 
 def cost_of_a_switch() -> float:
-    """Seconds of a clock's time that a minibatch takes: two switches."""
+    """Seconds that the clock costs per minibatch: two switches."""
     clock, turns = PhaseClock(), 200_000
     began = time.perf_counter()
     for _ in range(turns):
@@ -198,7 +198,7 @@ def main() -> None:
         for tells, kind in ((True, "told"), (False, "untold")):
             facts[f"{kind}, {name}"] = harness.show(f"{kind}, {name}", seconds[tells])
         told, untold = (np.array(seconds[tells]).reshape(-1, 2).sum(axis=1) for tells in (1, 0))
-        # Block by block: what else runs on the machine changes from minute to minute.
+        # Block by block, because what else runs on the machine changes from minute to minute.
         ratios = (told / untold).tolist()
         low, high = np.quantile(ratios, [0.25, 0.75])
         print(f"{name}: half of the blocks are within {low:.3f} and {high:.3f}", flush=True)

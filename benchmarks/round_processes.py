@@ -15,8 +15,8 @@ import torch
 ROUND_TIMEOUT_SECONDS = 120.0
 
 Member = Callable[..., tuple[Callable[[], None], torch.Tensor]]
-"""Called as ``member(rank, *arguments)`` in a process of its own. Returns what takes part in one
-round, and the float32 vector of shape (numel,) that goes into it and comes out averaged."""
+"""Called as ``member(rank, *arguments)`` in a process of its own. Returns a function that takes
+part in one round, and the float32 vector of shape (numel,) that the round averages in place."""
 
 
 class RoundProcesses:
@@ -26,7 +26,7 @@ class RoundProcesses:
     it checks that the vector holds ``expected`` everywhere.
 
     Args:
-        member: an importable function, see ``Member``.
+        member: an importable function; see ``Member``.
         count: number of processes; their ranks are 0 to count - 1.
         arguments: handed to the member behind its rank; picklable.
         expected: the average.
@@ -66,7 +66,7 @@ class RoundProcesses:
     def _wait(self) -> list[float]:
         """Returns when each member ended its round, after all of them prepared the next."""
         ends = [float(answer) for answer in self._answers()]
-        # All have ended; only now may they look at the result, which costs time of the same cores.
+        # All have ended; only now may they check the result, which takes time on the same cores.
         for connection in self._connections:
             connection.send("prepare")
         self._answers()
@@ -89,7 +89,7 @@ class RoundProcesses:
 
     def __exit__(self, *_: object) -> None:
         for connection in self._connections:
-            connection.close()  # a member that waits for its next round ends on it
+            connection.close()  # ends a member that waits for its next round
         for process in self._processes:
             process.join(timeout=5)
             if process.is_alive():
@@ -108,7 +108,7 @@ def _serve(
     try:
         torch.set_num_threads(1)
         take_part, vector = member(rank, *arguments)
-        vector.fill_(expected)  # as if a round were over: the first thing asked is to prepare
+        vector.fill_(expected)  # as after a round: the first request is to prepare the next
         connection.send(time.perf_counter())
         while True:
             if connection.recv() == "round":
@@ -120,4 +120,4 @@ def _serve(
             vector.fill_(rank)
             connection.send("prepared")
     except EOFError:
-        os._exit(0)  # gloo now and then aborts on leaving; nothing is left to do here
+        os._exit(0)  # gloo now and then aborts on exit; nothing is left to do here

@@ -1,8 +1,8 @@
 """Exchange of rows among four hosts on links of 1 Gbit/s, against the time that the bytes need.
 
-Every host is a network namespace with a link of its own (``tc tbf``), every worker a process on
-it, without Spark. "Even" are as many rows on each host; in "one has all", three hosts begin with
-none. The bytes that have to move are those of the busiest direction of the busiest link. Needs
+Every host is a network namespace with a link of its own (``tc tbf``), and every worker a process on
+it, without Spark. With "even", each host has as many rows; with "one has all", three hosts begin
+with none. The bytes that have to move are those of the busiest direction of the busiest link. Needs
 root, and the programs of iproute2.
 """
 
@@ -42,7 +42,7 @@ DEADLINE_S = 120.0
 def main() -> None:
     """Measures and reports, or is one of the hosts' workers."""
     options = harness.parser(__doc__)
-    options.add_argument("--rows", type=int, default=4_000_000, help="of all hosts together")
+    options.add_argument("--rows", type=int, default=4_000_000, help="rows of all hosts together")
     options.add_argument("--member", help=argparse.SUPPRESS)
     chosen = harness.parse(options, repeats=5)
     if chosen.member:
@@ -99,7 +99,7 @@ def exchanged(hosts: Any, rows: list[int]) -> float:
             member.stdin.write(json.dumps(addresses) + "\n")
             member.stdin.flush()
         times = [json.loads(member.stdout.readline()) for member in members]
-        for member in members:  # who has ended first would leave the others without its rows
+        for member in members:  # a worker that ended early would leave the others without its rows
             member.communicate("end\n", timeout=DEADLINE_S)
     finally:
         for member in members:
@@ -109,7 +109,7 @@ def exchanged(hosts: Any, rows: list[int]) -> float:
 
 
 def take_part(rank: int, rows: list[int], host: str) -> None:
-    """One worker: says where it is, hears where all are, exchanges, and says when."""
+    """One worker: says where it is, hears where all are, exchanges, and reports the times."""
     torch.set_num_threads(1)
     keep_freed_memory()  # as every worker does
     with tempfile.TemporaryDirectory() as folder, RowServer(host, "token", DEADLINE_S) as server:
@@ -128,7 +128,7 @@ def take_part(rank: int, rows: list[int], host: str) -> None:
             seed=SEED,
             deadline_s=DEADLINE_S,
         )
-        # Linux counts from the machine's start, on each of these hosts the same.
+        # Linux counts from the machine's start, which is the same on each of these hosts.
         start = time.perf_counter()
         exchange(store, None, received, 1)
         print(json.dumps([start, time.perf_counter()]), flush=True)

@@ -1,8 +1,8 @@
-"""A benchmark of this checkout beside the same one of another checkout, turn by turn in one run.
+"""A benchmark in this checkout and in another checkout, in turns in one run.
 
-Each checkout runs its own copy of the script on its own code, so that what was renamed between the
-two does not matter. What is compared are the benchmark's claims, which are ratios to peers measured
-in the same minutes: by how much each is worse here, as a median over the turns.
+Each checkout runs its own copy of the script on its own code, so renames between the two do not
+matter. What is compared are the benchmark's claims, which are ratios to peers measured in the same
+minutes: by how much each is worse here, as a median over the turns.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def claims_of(checkout: Path, benchmark: str, arguments: Sequence[str]) -> dict[
         command,
         environment=environment,
         timeout=TIMEOUT_SECONDS,
-        # Python looks for modules there before it does where the environment says.
+        # Python looks for modules there before it looks where the environment says.
         folder=checkout,
     )
     claims = {claim["name"]: claim for claim in child["detail"]["claims"]}
@@ -63,7 +63,7 @@ def claims_of(checkout: Path, benchmark: str, arguments: Sequence[str]) -> dict[
 def compare(
     here: Sequence[Mapping[str, Any]], there: Sequence[Mapping[str, Any]]
 ) -> list[harness.Claim]:
-    """Returns how many times worse each claim of both checkouts is here, as a median of the turns.
+    """Returns how many times worse each shared claim is here, as a median over the turns.
 
     Raises:
         ValueError: the two have no claim in common.

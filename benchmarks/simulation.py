@@ -1,11 +1,11 @@
 """Schedules of the averager's decisions in virtual time: all of them end as their faults allow.
 
-``--schedules`` says how many, ``--seed`` with which one they begin. A schedule that fails is
+``--schedules`` is their number, ``--seed`` the seed of the first one. A schedule that fails is
 printed with its seed and the smallest plan that still fails, or with what was wrong.
 
-Without more, rounds are of everyone. ``--strategy`` has a strategy's policy, wire format and
+By default everyone is in every round. ``--strategy`` uses a strategy's policy, wire format and
 update instead, and an oracle that says what the center has to be (``tests/strategies/oracles.py``);
-``--every-strategy`` has all of them, one after the other.
+``--every-strategy`` runs all of them, one after another.
 """
 
 import logging
@@ -24,7 +24,7 @@ sys.path.append(str(harness.FOLDER.parent / "tests" / "strategies"))
 from oracles import ORACLES
 
 SHARE = 500
-"""Seeds that a process takes at a time."""
+"""How many seeds a process takes at a time."""
 EVERYONE = "everyone in every round"
 
 
@@ -56,12 +56,12 @@ def of(name: str, seeds: range, pool: ProcessPoolExecutor) -> tuple[harness.Clai
     """Runs one strategy's schedules.
 
     Args:
-        name: of a strategy, or ``EVERYONE``.
-        seeds: of the schedules.
-        pool: in whose processes they run.
+        name: the name of a strategy, or ``EVERYONE``.
+        seeds: the seeds of the schedules.
+        pool: runs them in its processes.
 
     Returns:
-        How many have ended as they should, and what happened in them.
+        How many ended as they should, and what happened in them.
     """
     began = time.perf_counter()
     counted: Counter[str] = Counter()
@@ -89,8 +89,8 @@ def run(name: str, seeds: range) -> tuple[Counter[str], int, dict[int, str]]:
     """Runs some schedules.
 
     Returns:
-        What happened in them, by how many windows anybody was ahead, and what was wrong in those
-        that failed, by seed.
+        What happened in them, the most windows by which anybody was ahead, and, by seed, what was
+        wrong in those that failed.
     """
     logging.disable(logging.CRITICAL)  # each loss is a warning
     counted: Counter[str] = Counter()
@@ -98,7 +98,7 @@ def run(name: str, seeds: range) -> tuple[Counter[str], int, dict[int, str]]:
     for seed in seeds:
         try:
             outcome = simulate(random_plan(seed)) if name == EVERYONE else ORACLES[name].run(seed)
-        except Exception as error:  # whatever it is, it is a fault, and its seed is what is needed
+        except Exception as error:  # any exception is a fault, and its seed is needed
             failed[seed] = repr(error)
             continue
         counted["models"] += outcome.failure is None

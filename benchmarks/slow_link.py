@@ -1,9 +1,9 @@
 """A large model on slow links: 25 M parameters, two workers, 100 Mbit/s.
 
-All-reduce takes so many steps; the others train until they have come to the same loss, or for two
-such epochs. The rows have been read when the clock starts, and the model that counts is the
-driver's at the end of an epoch: that it was sent to the workers first, and comes back, is part of
-the time. What streaming DiLoCo has sent is compared with its formula.
+All-reduce takes a given number of steps; the others train until they reach the same loss, or for
+two such epochs. The rows have been read when the clock starts, and the model that counts is the
+driver's at the end of an epoch: the time includes sending it to the workers first and getting it
+back. What streaming DiLoCo has sent is compared with its formula.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOLERANCE = 0.01
 DEADLINE_S = 1500.0
 FRAGMENTS = 3
 BLOCK = 128
-"""Values that share a scale of one byte on the wire."""
+"""The number of values that share a scale of one byte on the wire."""
 OTHERS: dict[str, Strategy[Any]] = {
     "PowerSGD": GradientAllReduce(compression=PowerSGD(16, start_after=0)),
     "top-k": GradientAllReduce(compression=TopK(0.01)),
@@ -127,7 +127,7 @@ def _seconds_to(loss: float, trained: Trained) -> float | None:
 
 
 def _error_of_formula(trained: Trained, parameters: int, steps: int) -> float:
-    """By how much the busier direction of the workers' links is off, relative to the formula.
+    """How far the bytes in the busier direction of the workers' links are off the formula.
 
     An epoch costs R = floor((steps - 1) * fragments / period) + fragments of them up, and R - 1
     down and the center; and the center comes down at the start.

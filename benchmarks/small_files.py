@@ -1,7 +1,7 @@
-"""A fit on 10,000 small Parquet files, against pyarrow's own reading of them one after the other.
+"""A fit on 10,000 small Parquet files, against pyarrow reading them one after another.
 
-100 rows x 16 numbers a file, two workers on local-cluster[2,1,1536]. The fit's time is that from
-``fit`` to the last worker's first step, less that of the same rows in one file a worker: what the
+100 rows x 16 numbers per file, two workers on local-cluster[2,1,1536]. The fit's time is that from
+``fit`` to the last worker's first step, less that of the same rows in one file per worker: what the
 number of files costs. Two processes of plain pyarrow read half of the files each.
 """
 
@@ -28,7 +28,7 @@ WORKERS = 2
 ROWS_A_FILE = 100
 WIDTH = 15
 TARGET = 4.0
-"""Spark lists each file in the driver, and opens it by Hadoop's own reader."""
+"""Above 1, because Spark lists each file in the driver, and opens it with Hadoop's own reader."""
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def write(folder: Path, files: int, rows: int) -> None:
-    """Writes a table in so many files of so many rows."""
+    """Writes a table as ``files`` files of ``rows`` rows each."""
     folder.mkdir()
     draws = np.random.default_rng(3)
     for number in range(files):
@@ -85,7 +85,7 @@ def in_a_session(folder: Path) -> float:
 
 
 def first_step(folder: Path) -> float:
-    """Fits in a session that has fitted before; returns the seconds to the last first step."""
+    """Fits in a warm session; returns the seconds to the last worker's first step."""
     from sparkdl import ParameterAveraging, TorchEstimator
 
     spark = harness.session(feed_files.MASTER, feed_files.CONF)
@@ -111,14 +111,14 @@ def read_alone(folder: Path) -> float:
     """Returns the seconds in which two processes read half of the files each, one by one."""
     files = sorted(folder.iterdir())
     with ProcessPoolExecutor(WORKERS, get_context("spawn")) as pool:
-        list(pool.map(read_files, [[], []]))  # they have started
+        list(pool.map(read_files, [[], []]))  # makes the processes start
         started = time.perf_counter()
         list(pool.map(read_files, [files[rank::WORKERS] for rank in range(WORKERS)]))
         return time.perf_counter() - started
 
 
 def read_files(files: list[Path]) -> int:
-    """Reads files one after the other; returns their rows."""
+    """Reads files one after another; returns their number of rows."""
     return sum(pq.ParquetFile(file).read().num_rows for file in files)
 
 

@@ -1,7 +1,7 @@
-"""When hosts are slow: for spells, each host by itself, as in the noise of ``cutoff.py``.
+"""When hosts are slow: in spells, independently of each other, as in the noise of ``cutoff.py``.
 
-A spell lasts 20 usual windows on average and the time between two spells 60, both exponentially
-distributed; what a host does takes four times as long meanwhile.
+A spell lasts 20 usual windows on average, and the time between two spells 60, both exponentially
+distributed; during a spell, everything that the host does takes four times as long.
 """
 
 from bisect import bisect_right
@@ -15,10 +15,10 @@ class Spells:
     """The spells of some hosts, drawn from a seed.
 
     Args:
-        hosts: how many.
-        seed: of what is drawn; the same for contenders that are compared.
+        hosts: the number of hosts.
+        seed: determines the spells; the same for contenders that are compared.
         window_s: seconds of a usual window.
-        until_s: seconds until which they are drawn.
+        until_s: seconds until which spells are drawn.
     """
 
     def __init__(self, hosts: int, seed: int, window_s: float, until_s: float = 3600.0) -> None:
@@ -40,7 +40,7 @@ class Spells:
         return self._first[host] == bool(self._place(host, now) % 2)
 
     def done(self, host: int, begins: float, work_s: float) -> float:
-        """When work is done that takes so many seconds where no host is slow."""
+        """When work is done that would take ``work_s`` seconds on a host that is not slow."""
         now = begins
         while True:
             pace = SLOWNESS if self.is_slow(host, now) else 1.0

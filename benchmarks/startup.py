@@ -1,10 +1,10 @@
 """Seconds from calling ``fit()`` to the first optimizer step, against pyspark's TorchDistributor.
 
 Every measurement is a process of its own with a fresh session on local-cluster[2,1,2048]; it fits
-twice. Both train the same MLP from the same Parquet files on two workers. Ours is timed when the
-later of its workers has taken a step, in a session made by ``sparkdl.create_session`` where
-``sparkdl-prepare`` was run, in one where it was not, and in one that the user built. With
-``--source`` against another checkout instead, also on five files and by ``GradientAllReduce``.
+twice. Both train the same MLP from the same Parquet files on two workers. Ours is timed until the
+later of its workers has taken a step, in a session made by ``sparkdl.create_session`` with and
+without ``sparkdl-prepare`` run before, and in one that the user built. With ``--source`` it is
+compared with another checkout instead, also on five files and with ``GradientAllReduce``.
 """
 
 import sys

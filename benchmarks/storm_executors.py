@@ -46,7 +46,7 @@ CONF = {
     "spark.executor.memory": "512m",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
-    # Faults are meant to be many; Spark's own patience is not what is measured.
+    # There are meant to be many faults; Spark's own patience is not what is measured.
     "spark.task.maxFailures": "1000",
     "spark.stage.maxConsecutiveAttempts": "1000",
     "spark.deploy.maxExecutorRetries": "-1",
@@ -54,7 +54,7 @@ CONF = {
 
 
 class Network(nn.Module):
-    """Takes its time for a minibatch, and says in a folder which process trains which rank."""
+    """Is slow on purpose, and records in a folder which process trains which rank."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Network(nn.Module):
 
 
 def run_part(seed: int, faults: int) -> list[Ended]:
-    """Run jobs on this machine's executors until so many faults were injected."""
+    """Run jobs on this machine's executors until ``faults`` faults were injected."""
     spark = start_session(f"local-cluster[{WORKERS},1,1024]", CONF)
     try:
         return jobs_under_faults(spark, "executors", seed, faults)
@@ -96,15 +96,15 @@ def jobs_under_faults(
     more: Sequence[Deed] = (),
     every_s: float = 0.8,
 ) -> list[Ended]:
-    """Run jobs until so many faults were injected; returns what they have come to.
+    """Run jobs until ``faults`` faults were injected; returns how they ended.
 
     Args:
-        spark: of three executors with one core each.
-        part: the benchmark's.
-        seed: of the first job's faults.
-        faults: how many in all.
-        host: where the executors reach the lines that break.
-        more: faults beside those that every part has.
+        spark: a session with three executors with one core each.
+        part: the part of the benchmark.
+        seed: the seed of the first job's faults.
+        faults: the number of faults in all.
+        host: where the executors reach the connections that break.
+        more: faults besides those that every part has.
         every_s: seconds between two faults, on average.
     """
     frame = rows(spark)
@@ -133,7 +133,7 @@ def jobs_under_faults(
 def fit(
     frame: DataFrame, strategy: Strategy, storm: Storm | None, folder: str
 ) -> tuple[TorchModel, Job]:
-    """Returns the fitted model and what its workers were told; with faults if there is a storm."""
+    """Returns the fitted model and its workers' job; with faults if there is a storm."""
     pids = Path(folder, "pids")
     pids.mkdir()
     estimator = TorchEstimator(
@@ -174,7 +174,7 @@ def rows(spark: SparkSession) -> DataFrame:
 
 
 def shards(frame: DataFrame, seed: int) -> list[list[pa.RecordBatch]]:
-    """The rows of each worker, with what orders them: as the fit's own job hands them over."""
+    """The rows of each worker, with what orders them, as the fit's own job passes them."""
     workers = Workers(
         frame=frame,
         columns=tuple(input_column(frame, name, "featuresCols") for name in frame.columns),
@@ -193,7 +193,7 @@ def shards(frame: DataFrame, seed: int) -> list[list[pa.RecordBatch]]:
 
 
 def victims(folder: str) -> list[tuple[str, int]]:
-    """The workers' processes that live, and their executors."""
+    """The workers' live processes, and their executors."""
     found = []
     for name in os.listdir(folder):
         rank, _, pid = name.partition("-")
@@ -208,7 +208,7 @@ def parent(pid: int) -> int:
 
 
 def left_behind() -> str:
-    """Threads that a job left in the driver, after ten seconds in which they may end."""
+    """Threads that a job left in the driver, after ten seconds to end."""
     deadline = time.monotonic() + 10
     while True:
         left = [t.name for t in threading.enumerate() if t.name.startswith("sparkdl")]

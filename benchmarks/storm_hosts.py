@@ -1,4 +1,4 @@
-"""The part of the chaos benchmark on several hosts, which are cut off, paused and crash as a whole.
+"""The part of the chaos benchmark on several hosts, which as a whole are cut off, paused or crash.
 
 The hosts are network namespaces of this machine with a Spark standalone cluster on them
 (``tests/cluster/hosts.py``); they need root.
@@ -19,7 +19,7 @@ from hosts import Cluster, Host, Hosts, reason_not_to
 SILENT_S = 16.0
 """The longest that a host is cut off or paused."""
 HOST_CONF = {
-    # So that Spark gives up some of the executors that are cut off, and others come back.
+    # Makes Spark give up some of the executors that are cut off, while others come back.
     "spark.network.timeout": "12s",
     "spark.network.timeoutInterval": "4s",
     "spark.executor.heartbeatInterval": "2s",
@@ -30,7 +30,7 @@ HOST_CONF = {
 
 
 def run_part(seed: int, faults: int) -> list[Ended] | str:
-    """Run jobs until so many faults were injected; or says why there can be no hosts here."""
+    """Run jobs until ``faults`` faults were injected, or say why there can be no hosts here."""
     reason = reason_not_to()
     if reason is not None:
         return reason
@@ -61,14 +61,14 @@ class HostFaults:
     """What can happen to whole hosts.
 
     Args:
-        cluster: of the hosts.
+        cluster: the cluster on the hosts.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
 
     def cut(self, generator: random.Random) -> str:
-        """Cut a host off for a while: packets vanish, and nobody is told."""
+        """Cut a host off for a while: packets vanish without notice."""
         host, seconds = self._pick(generator)
         host.cut()
         time.sleep(seconds)
@@ -76,7 +76,7 @@ class HostFaults:
         return f"cut {host.name} off for {seconds:.1f} s"
 
     def pause(self, generator: random.Random) -> str:
-        """Stop all that runs on a host for a while."""
+        """Stop everything that runs on a host for a while."""
         host, seconds = self._pick(generator)
         host.pause()
         time.sleep(seconds)
@@ -84,7 +84,7 @@ class HostFaults:
         return f"pause {host.name} for {seconds:.1f} s"
 
     def crash(self, generator: random.Random) -> str:
-        """Kill all that runs on a host at once, and start Spark's worker there again."""
+        """Kill everything that runs on a host at once, and restart Spark's worker there."""
         host, _ = self._pick(generator)
         host.crash()
         self._cluster.boot(host)

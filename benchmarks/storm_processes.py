@@ -1,4 +1,4 @@
-"""The part of the chaos benchmark in which every worker is a process of this machine."""
+"""The part of the chaos benchmark in which every worker is a process on this machine."""
 
 import itertools
 import multiprocessing
@@ -38,7 +38,7 @@ STRATEGIES = (ParameterAveraging(3), OWN_STATE, GradientAllReduce())
 
 
 class Network(nn.Module):
-    """Takes ten milliseconds for a minibatch on a worker, so that faults fall into the training."""
+    """Takes ten milliseconds per minibatch on a worker, so that faults fall within the training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,10 +52,10 @@ class Network(nn.Module):
 
 
 def run_part(seed: int, faults: int) -> list[Ended]:
-    """Run jobs until so many faults were injected; returns what they have come to."""
-    util.get_temp_dir()  # which is multiprocessing's, before tempfile's changes
+    """Run jobs until ``faults`` faults were injected; returns how they ended."""
+    util.get_temp_dir()  # sets multiprocessing's folder before tempfile's changes
     with tempfile.TemporaryDirectory() as folder:
-        tempfile.tempdir = folder  # other programs' files are not to be seen
+        tempfile.tempdir = folder  # hides other programs' files
         try:
             return jobs_under_faults(seed, faults)
         finally:
@@ -122,7 +122,7 @@ def shards(sizes: tuple[int, ...]) -> list[list[pa.RecordBatch]]:
 
 
 def left_behind() -> str:
-    """What a job left, after ten seconds in which things may end by themselves."""
+    """What a job left behind, after ten seconds in which things may end on their own."""
     deadline = time.monotonic() + 10
     while True:
         threads = [t.name for t in threading.enumerate() if t.name.startswith("sparkdl")]

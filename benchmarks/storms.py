@@ -1,12 +1,12 @@
 """What the parts of the chaos benchmark share: jobs under random faults, and how each is judged.
 
-Where all that a window begins with is the center, one process trains the committed windows once
-more and has to arrive at the same parameters. Where the workers need each other, all go on from a
-commit, and the parameters have to be those of a job without faults. Where each worker keeps its
-optimizer's state to itself, that of a killed one is gone: there the final loss has to lie between
-two limits. Rounds of fewer workers are more rounds, and so more steps one after the other, up to
-as many as one worker alone would take on all rows: its loss is the lower limit, that of a job
-without faults the upper one, each with a tenth to spare.
+Where a window depends only on the center, one process trains the committed windows again and has
+to arrive at the same parameters. Where the workers need each other, all go on from a commit, and
+the parameters have to be those of a job without faults. Where each worker keeps its optimizer's
+state to itself, that of a killed one is lost: there the final loss has to lie between two limits.
+With fewer workers there are more rounds, and so more consecutive steps, up to as many as one worker
+alone would take on all rows: its loss is the lower limit, that of a job without faults the upper
+one, each with a tenth to spare.
 """
 
 import time
@@ -22,20 +22,20 @@ from sparkdl.testing.chaos import Storm
 from sparkdl.testing.replay import relative_difference
 
 SAME = 1e-4
-"""The largest difference of equal parameters, relative to the largest value of each tensor: sums
-of float32 are formed in another order or precision. One window more or less makes 1e-2 of it."""
+"""The largest difference of equal parameters, relative to the largest value of each tensor: float32
+sums are formed in another order or precision. One window more or less makes it 1e-2."""
 BAND = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a job has come to.
+    """The result of a job.
 
     Attributes:
         history: its epochs.
-        module: what it has trained.
-        expected: what it should have; None where a band of final losses is all that is known.
-        band: of final losses.
+        module: the module that it trained.
+        expected: the module that it should have; None where only a band of losses is known.
+        band: the band of final losses.
     """
 
     history: Sequence[EpochSummary]
@@ -49,15 +49,15 @@ class Ended:
     """One job that has ended.
 
     Attributes:
-        part: of the benchmark.
-        seed: of its faults.
-        strategy: its name.
-        faults: what was injected.
-        hits: how many of these had something to hit.
+        part: the part of the benchmark.
+        seed: the seed of its faults.
+        strategy: the strategy's name.
+        faults: the faults that were injected.
+        hits: how many of them had something to hit.
         losses: how many workers were seen to be lost.
         seconds: how long it took.
         problem: what is wrong with it; empty if nothing is.
-        difference: of the parameters from what they should be; None where nobody knows.
+        difference: how far the parameters are from what they should be; None if not known.
     """
 
     part: str
@@ -77,9 +77,9 @@ class Kind:
 
     Attributes:
         part: the part's name.
-        rows: of an epoch.
-        epochs: to train.
-        left_behind: says what a job has left.
+        rows: rows per epoch.
+        epochs: the number of epochs to train.
+        left_behind: says what a job has left behind.
     """
 
     part: str
@@ -108,12 +108,12 @@ Start = Callable[[int], tuple[Storm, Strategy, Callable[[], Result]]]
 
 
 def run_jobs(kind: Kind, first_seed: int, faults: int, start: Start) -> list[Ended]:
-    """Run one job after the other until so many faults had something to hit.
+    """Run one job after another until ``faults`` faults had something to hit.
 
     Args:
-        kind: of the jobs.
-        first_seed: of the first job; the next one's is one more.
-        faults: how many in all.
+        kind: the kind of the jobs.
+        first_seed: the first job's seed; the next one's is one more.
+        faults: the number of faults in all.
         start: prepares a job; returns its storm, its strategy and a function that runs it.
     """
     ended: list[Ended] = []
@@ -148,7 +148,7 @@ def run_jobs(kind: Kind, first_seed: int, faults: int, start: Start) -> list[End
 
 
 def band_between(alone: float, calm: float) -> tuple[float, float]:
-    """Final losses from that of one worker with all rows to that of all without faults."""
+    """The band of final losses, from one worker's on all rows to that of all without faults."""
     return min(alone, calm) * (1 - BAND), max(alone, calm) * (1 + BAND)
 
 

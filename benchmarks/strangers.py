@@ -2,12 +2,11 @@
 
 The strangers are connections that prove nothing and come back as soon as they are closed; some say
 nothing, some send a byte every second. They come from a process of their own with the lowest
-priority, as if from another machine. ``join``: a worker connects to a port, by TCP, locally and
-under TLS, while they do. ``fit``: one worker, a process, trains the network of the other benchmarks
-with a round after every minibatch; epochs with the strangers at its averager are compared with
-epochs of the same fit, in turn, while the same strangers are at a port of another process: what
-they themselves take of this machine's cores, half of one, is not the port's doing. Epochs without
-any strangers are shown beside.
+priority, as if from another machine. ``join``: meanwhile a worker connects to the port, by TCP,
+locally and over TLS. ``fit``: one worker, a process, trains the network of the other benchmarks
+with a round after every minibatch; epochs with the strangers at its averager alternate with epochs
+of the same fit while the strangers are at a port of another process, because the half of a core
+that they themselves take is not the port's doing. Epochs without any strangers are shown as well.
 """
 
 import contextlib
@@ -51,7 +50,7 @@ SLOWER = 1.05
 
 
 class Attack:
-    """A process that floods an address when told to; a context manager."""
+    """A process that floods an address on command; a context manager."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -76,7 +75,7 @@ class Attack:
         self._pipe.send((None, drip_s))
 
     def end(self) -> int:
-        """Close them; returns how often the port had closed one since they were opened."""
+        """Close them; returns how often the port closed one since they were opened."""
         self._pipe.send(None)
         return self._hear()
 
@@ -102,7 +101,7 @@ def _greet(connection: Connection) -> None:
 
 
 def join_seconds(attack: Attack, kind: str, drip_s: float | None, joins: int) -> list[float]:
-    """Seconds that each of some workers takes, one after the other, to be let in and greeted."""
+    """Seconds that each of some workers takes, one after another, to be let in and greeted."""
     port = Port(HOST, TOKEN, _greet, encrypted=kind == "tls")
     address = (HOST, port.number)
     connect = partial(introduced, 0, "the driver", address, TOKEN, port.fingerprint, DEADLINE_S)
@@ -112,7 +111,7 @@ def join_seconds(attack: Attack, kind: str, drip_s: float | None, joins: int) ->
         attack.begin(name if kind == "local" and name is not None else address, drip_s)
         time.sleep(SETTLE_S)
         with contextlib.ExitStack() as stack:
-            if kind == "tcp":  # the others' way is the shorter one
+            if kind == "tcp":  # otherwise the shorter local way would be taken
                 stack.callback(setattr, local, "HAS_LOCAL_NAMES", local.HAS_LOCAL_NAMES)
                 local.HAS_LOCAL_NAMES = False
             for _ in range(joins):
@@ -128,9 +127,9 @@ def join_seconds(attack: Attack, kind: str, drip_s: float | None, joins: int) ->
 
 
 def epoch_seconds(attack: Attack, turns: int) -> tuple[dict[str, list[float]], float]:
-    """Seconds of the epochs of one fit by what the strangers do, and how many are closed a second.
+    """Seconds of a fit's epochs by what the strangers do, and how many are closed per second.
 
-    The epoch in which they come or go counts for neither.
+    Epochs in which they come or go are not counted.
     """
     contenders = ["alone", *[f"{name}{place}" for name in DRIPS for place in (ELSEWHERE, "")]]
     plan = [name for _ in range(turns) for name in contenders for _ in range(2)]

@@ -1,12 +1,12 @@
 """Every strategy on three tasks, over links of three speeds: loss by rows, by seconds and by bytes.
 
-A CNN on scikit-learn's digits, an MLP on 270,000 flights, and a transformer on a language that was
-made up. Each worker is a process on a host of its own, and so is the driver, on links of 100 Mbit/s
-to 10 Gbit/s (``linked_hosts.py``; needs root). Nothing is tuned for any strategy but all-reduce.
+A CNN on scikit-learn's digits, an MLP on 270,000 flights, and a transformer on a made-up language.
+Each worker is a process on a host of its own, as is the driver, on links of 100 Mbit/s to 10 Gbit/s
+(``linked_hosts.py``; needs root). Nothing is tuned for any strategy but all-reduce.
 
-Finished trainings are kept in a file, and what is there is not run again, whatever has changed
-since: ``--fresh`` forgets it. Those of ``--quick``, of one epoch, are not kept. With ``--case
-slow-link`` a model of 25 M parameters instead, on links of 100 Mbit/s: seconds to the loss at which
+Finished trainings are kept in a file and are not run again, whatever has changed since; ``--fresh``
+discards them. Those of ``--quick``, of one epoch, are not kept. With ``--case slow-link``, a model
+of 25 M parameters is trained instead, on links of 100 Mbit/s: seconds to the loss at which
 all-reduce ends.
 """
 
@@ -62,7 +62,7 @@ BUDGET_S = 4.0
 PERIOD = 5
 LONG_PERIOD = 20
 TARGET = 0.7
-"""Of all-reduce's seconds, for the best strategy on the transformer at 100 Mbit/s."""
+"""The best strategy's share of all-reduce's seconds, on the transformer at 100 Mbit/s."""
 RESULTS = harness.FOLDER / "results" / "strategies.jsonl"
 PAGE = harness.FOLDER.parent / "docs" / "strategies.md"
 PICTURE = PAGE.with_name("strategies-on-links.svg")
@@ -74,8 +74,8 @@ class Contender:
 
     Attributes:
         strategy: makes it for a number of workers.
-        adam: whether it needs Adam for optimizer.
-        sgd: whether it is made for SGD, and so only for tasks that have it.
+        adam: whether it needs Adam as the optimizer.
+        sgd: whether it is made for SGD, and so only for tasks that use it.
         layerwise: whether its optimizer is LARS or LAMB.
     """
 
@@ -91,7 +91,7 @@ def always(strategy: Strategy[Any], **settings: bool) -> Contender:
 
 
 def barred(barrier: Barrier) -> Contender:
-    """Asynchronous SGD that moves the center by a mean change for one change of every worker."""
+    """Asynchronous SGD in which one change of every worker moves the center by their mean."""
     return Contender(lambda n: AsynchronousSGD(PERIOD, 1 / n, False, barrier))
 
 
@@ -130,14 +130,14 @@ CONTENDERS: dict[str, Contender] = {
     "DiLoCo": always(OuterOptimizer(LONG_PERIOD)),
     "streaming DiLoCo": always(STREAMING),
     "asynchronous DiLoCo": Contender(
-        # With the paper's momentum of 0.9 windows that come this far, and this stale, diverge.
+        # With the paper's momentum of 0.9, windows that move this far and are this stale diverge.
         lambda n: AsynchronousOuterOptimizer(DelayedNesterov(n, 0.7, 0.5), LONG_PERIOD)
     ),
     "gossip": always(GossipAveraging(PERIOD)),
     "gossip, exponential": always(GossipAveraging(PERIOD, topology="exponential")),
     "D-PSGD": always(GossipAveraging(PERIOD, mode="symmetric", topology="ring")),
 }
-"""By name, grouped by what they are kin to."""
+"""By name; related strategies are next to each other."""
 BY_WORKERS = (
     "all-reduce",
     "PowerSGD",
@@ -146,10 +146,10 @@ BY_WORKERS = (
     "streaming DiLoCo",
     "gossip",
 )
-"""Those that are timed with two and eight workers too, where the claim is."""
+"""The strategies that are also timed with two and eight workers, for the claim's task and link."""
 OTHER_WORKERS = (2, 8)
 CLAIMED = ("transformer", 100)
-"""On which task, and at how many Mbit/s."""
+"""The task of the claim, and its Mbit/s."""
 
 
 def main() -> None:
@@ -159,9 +159,9 @@ def main() -> None:
     options.add_argument("--tasks", type=_names(TASKS), default=list(TASKS))
     options.add_argument("--links", type=_numbers, default=list(LINKS), help="in Mbit/s")
     options.add_argument("--strategies", type=_names(CONTENDERS), default=list(CONTENDERS))
-    options.add_argument("--workers", type=_numbers, help="4, and 2 and 8 for a few, if left out")
+    options.add_argument("--workers", type=_numbers, help="default: 4, and 2 and 8 for a few")
     options.add_argument("--results", type=Path, default=RESULTS, help="kept here; read first")
-    options.add_argument("--fresh", action="store_true", help="forget what is kept of these")
+    options.add_argument("--fresh", action="store_true", help="discard what is kept of these")
     options.add_argument("--docs", action="store_true", help="put table and picture into docs/")
     chosen = harness.parse(options, repeats=1)
     if chosen.case == "slow-link":
@@ -205,7 +205,7 @@ def main() -> None:
 
 
 def _wanted(chosen: argparse.Namespace) -> list[strategy_report.Key]:
-    """What is asked for: with four workers, and some of it with others, if nobody says how many."""
+    """The trainings asked for; by default with four workers, some of them with others too."""
     grid = [
         (task, link, name, seed)
         for seed in range(chosen.repeats)
@@ -248,7 +248,7 @@ def _run(
     kept: dict[strategy_report.Key, strategy_report.Run],
     results: Path | None,
 ) -> None:
-    """Train what is missing, and keep it in a file; quickly if there is none."""
+    """Train what is missing, and keep it in a file; quickly if no file is given."""
     quick = results is None
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -266,7 +266,7 @@ def _run(
                 shards[task],
                 TASKS[task].held_out(),
                 0.0 if quick else BUDGET_S,
-                # The first has the sending of the center in it, and is not timed.
+                # The first includes sending the center, and is not timed.
                 2 if (task, link) == CLAIMED and name in BY_WORKERS else 1,
             )
             try:
@@ -308,7 +308,7 @@ def _optimizer_of(task: Task, contender: Contender) -> Callable[..., torch.optim
 
 
 def job_of(task: Task, contender: Contender, workers: int, seed: int, *, quick: bool) -> Job:
-    """What a contender trains, beginning with the same values as all others of a seed."""
+    """The job of a contender, beginning with the same values as all others with this seed."""
     torch.manual_seed(seed)
     return Job(
         # An instance: a builder's random numbers would be drawn in yet another process.

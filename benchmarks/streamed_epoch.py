@@ -2,7 +2,7 @@
 
 One epoch over 120,000 rows x 784 float32 in Parquet on local-cluster[1,1,2048], so that the JVM
 that reads and the process that trains have a core each, with an MLP whose steps together take about
-as long as the reading. From the start of ``fit`` to the first step and to the end, in a warm
+as long as the reading. Timed from the start of ``fit`` to the first step and to the end, in a warm
 session, in turns.
 """
 
@@ -69,7 +69,7 @@ def write(path: Path) -> None:
 
 
 class Network(nn.Module):
-    """An MLP of one hidden layer that notes when a worker begins its first step."""
+    """An MLP with one hidden layer that records when a worker begins its first step."""
 
     def __init__(self, note: Path) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Network(nn.Module):
 
 
 def seconds_of_fit(frame: DataFrame, note: Path, stream: bool, first_steps: list[float]) -> float:
-    """Trains one epoch; returns the seconds it took, and appends those to the first step."""
+    """Trains one epoch; returns its seconds, and appends those to the first step to a list."""
     estimator = TorchEstimator(
         model=partial(Network, note),
         loss=nn.CrossEntropyLoss(),

@@ -1,8 +1,8 @@
 """How fast threshold encoding is on one core, against copying the same memory with numpy and torch.
 
-A turn takes what a worker has trained, 25 M float32 parameters, and does all that is done to them
-before they are sent: the change, the residual, the threshold, the message. Counted are seconds of
-the processor, so that a busy machine does not decide.
+A turn takes what a worker has trained, 25 M float32 parameters, and does everything that is done to
+them before they are sent: the change, the residual, the threshold, the message. What counts is
+processor time, so that a busy machine does not matter.
 """
 
 import time
@@ -19,12 +19,12 @@ from sparkdl.strategies.threshold.threshold_encoding import Encoding, ThresholdE
 PARAMETERS = 25_000_000
 BYTES = 4 * PARAMETERS
 PARTS = {1e-4: 1.0, 1e-3: 1.0, 1e-2: 1.0, 0.1: 0.6}
-"""Of the entries that are sent, with the GB/s that it has to reach; the last part is sent as bits,
-which only shake-up messages and the first of a threshold far too low are."""
+"""Fractions of entries that are sent, with the GB/s to reach; the last is sent as bits, like only
+shake-up messages and the first messages with a threshold far too low."""
 
 
 def main() -> None:
-    """Measures each part of the entries, and both copies, in turn."""
+    """Measures each fraction of the entries, and both copies, in turn."""
     chosen = harness.arguments(__doc__, repeats=9, quick_repeats=3)
     torch.set_num_threads(1)
     source = torch.randn(PARAMETERS, generator=torch.Generator().manual_seed(0))
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def encoding(source: torch.Tensor, part: float) -> Callable[[], float]:
-    """What encodes changes of which so large a part is above the threshold, again and again."""
+    """Returns a turn that encodes changes with the given fraction above the threshold."""
     threshold = float(source[:1_000_000].abs().quantile(1 - part))
     encoder = ThresholdEncoder(Encoding(threshold, None, None, None), [source])
     center, share = torch.zeros_like(source), torch.empty_like(source)
@@ -69,7 +69,7 @@ def encoding(source: torch.Tensor, part: float) -> Callable[[], float]:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Of this thread's core."""
+    """Processor seconds of this thread."""
     start = time.thread_time()
     work()
     return time.thread_time() - start

@@ -3,7 +3,7 @@
 Ours is the worker loop in two plain processes with the averager in this one, without Spark, at
 periods 1, 5 and 20 and with momentum averaged too (the default). The peers run under torchrun on
 in-memory tensors: DistributedDataParallel over gloo, and two processes that never exchange. All
-have one torch thread a process; the first epoch, in which things are set up, is left out.
+have one torch thread per process; the first epoch, in which things are set up, is left out.
 """
 
 import tempfile

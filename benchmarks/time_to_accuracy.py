@@ -1,21 +1,21 @@
 """Seconds from ``fit()`` to 95 % test accuracy on the digits, first and later fits of a session.
 
 Ours, with ParameterAveraging and with GradientAllReduce, against TorchDistributor with DDP, elephas
-7.3 (in an environment of its own, made on the first use, 3.7 GB) and two loops written by hand: one
-as most people write it, on the DataFrame's rows with a Spark job an epoch, and the best case of it,
-whose workers keep everything between rounds and read files past Spark. For honesty also
-one process of plain torch in the driver, which first collects the rows.
+7.3 (in an environment of its own, made on first use, 3.7 GB) and two hand-written loops: one as
+most people write it, on the DataFrame's rows with a Spark job per epoch, and the best case of it,
+whose workers keep everything between rounds and read files bypassing Spark. For honesty, also one
+process of plain torch in the driver, which first collects the rows.
 
-All train the MLP of digits.py on its 8,000 rows in minibatches of 64 by SGD with momentum, with two
-workers on local-cluster[2,1,2048]. Every contender writes its parameters down after each epoch, in
-its own time; the snapshots are judged when the fit is over, so that nobody's clock has the test
-rows in it. What counts is when the first snapshot that reaches the accuracy was there: what a
-contender needs to hand the model over and to end is not counted (it favours those who end slowly).
+All train the MLP of digits.py on its 8,000 rows in minibatches of 64 with SGD with momentum, with
+two workers on local-cluster[2,1,2048]. Every contender saves its parameters after each epoch, on
+its own time; the snapshots are evaluated when the fit is over, so that nobody's clock includes the
+test rows. What counts is the time of the first snapshot that reaches the accuracy: the time to
+return the model and to end is not counted (which favours contenders that end slowly).
 
 A turn is a fresh session of each contender, with a first fit and some later ones, each with other
 initial values and another order of rows; all contenders get the same seeds. Learning rate, period
-and the like are each one's best: ``--search`` tries all of ``GRIDS`` in later fits of one session,
-in turns, and prints the ``SETTINGS`` to be written down here.
+and the like are the best for each: ``--search`` tries all of ``GRIDS`` in later fits of one
+session, in turns, and prints the ``SETTINGS`` to put down here.
 """
 
 import itertools
@@ -38,7 +38,7 @@ from accuracy_curves import crossing
 WANTED = 0.95
 TARGET = 0.35
 EPOCHS = 10
-"""Of every fit; most are there after five to eight."""
+"""Epochs of every fit; most reach the accuracy after five to eight."""
 LATER_FITS = 2
 OURS = ("sparkdl", "sparkdl_plain_session", "sparkdl_all_reduce")
 SPARK_PEERS = ("torch_distributor", "elephas", "averaging_loop", "averaging_frame")
@@ -47,7 +47,7 @@ CONTENDERS = (*OURS, *SPARK_PEERS, ALONE)
 SESSION_TIMEOUT_SECONDS = 3_600.0
 
 RATES, RATES_OF_MEAN_GRADIENTS = [0.03, 0.06, 0.1], [0.06, 0.1, 0.15]
-"""With 0.2 minibatches of 64 no longer train; the mean gradient is one of 128 rows."""
+"""With 0.2, minibatches of 64 no longer train; a mean gradient is over 128 rows."""
 GRIDS: dict[str, dict[str, list[Any]]] = {
     # An epoch has 63 minibatches.
     "sparkdl": {"learning_rate": RATES, "period": [5, 21, 63], "stream": [False, True]},
@@ -111,7 +111,7 @@ def main() -> None:
 
 
 def session_of(name: str, folder: Path, elephas_environment: Path) -> Session:
-    """Returns what runs the fits of a plan in a fresh session of a contender."""
+    """Returns a function that runs the fits of a plan in a fresh session of a contender."""
     if name == "elephas":
         python = whole_job.elephas_python(elephas_environment)
         command = [python, harness.FOLDER / "peers" / "elephas_curves.py"]
@@ -130,7 +130,7 @@ def session_of(name: str, folder: Path, elephas_environment: Path) -> Session:
 
 
 def turn(name: str, session: Session) -> Callable[[], Fits]:
-    """Returns what runs the next session of a contender: a first fit and the later ones."""
+    """Returns a function that runs a contender's next session: a first fit and the later ones."""
     seeds = itertools.count()
 
     def fits() -> Fits:
@@ -144,13 +144,13 @@ def turn(name: str, session: Session) -> Callable[[], Fits]:
 
 
 def seconds_to(fit: dict[str, Any]) -> float:
-    """Returns the seconds that a fit took to the accuracy; infinity if it never got there."""
+    """Returns the seconds that a fit took to reach the accuracy; infinity if it never did."""
     seconds = crossing(fit["curve"], WANTED)
     return math.inf if seconds is None else seconds
 
 
 def search(sessions: dict[str, Session], repeats: int) -> None:
-    """Prints how every point of the contenders' grids does in later fits, and the best of each."""
+    """Prints how every point of the contenders' grids does in later fits, and each one's best."""
     for name, session in sessions.items():
         if name not in GRIDS:
             continue
@@ -204,7 +204,7 @@ def report(runs: dict[str, list[Fits]]) -> None:
 
 
 def claims_of(which: str, seconds: dict[str, float]) -> list[harness.Claim]:
-    """Returns ours / the best Spark peer, and what else there is for who wants to choose."""
+    """Returns ours / the best Spark peer, and the other ratios for those who want to choose."""
     ours, best = (
         min((name for name in names if name in seconds), key=seconds.__getitem__)
         for names in (OURS, SPARK_PEERS)

@@ -1,7 +1,7 @@
 """Time of one averaging round over encrypted connections, against one without.
 
-Two workers contribute float32 parameters and receive their average; rounds are interleaved. It is
-the price of ``tls=True``; the bound is there to notice when it rises.
+Two workers contribute float32 parameters and receive their average; rounds are interleaved. The
+difference is the price of ``tls=True``; the bound is there to notice when it rises.
 """
 
 import averager_rounds

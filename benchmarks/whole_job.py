@@ -2,12 +2,12 @@
 
 The job: MLP 784-256-128-10, 8,000 rows, batch 64, 5 epochs, 2 workers, period 5. The peers do the
 same job: TorchDistributor with DDP, a hand-written broadcast / mapPartitions / treeReduce loop with
-the same period, and with ``--peer elephas`` also elephas 7.3, which needs an environment of its
-own (made on the first use, 3.7 GB). With ``--all-reduce`` ours reduces gradients in every step
-instead, as DDP does, against TorchDistributor alone. Every measurement is a process with a fresh
-session on local-cluster[2,1,2048]; ours are made by ``sparkdl.create_session`` where
-``sparkdl-prepare`` was run and where it was not, and by the user. With ``--source`` against another
-checkout instead, also on five files and by ``GradientAllReduce``.
+the same period, and with ``--peer elephas`` also elephas 7.3, which needs an environment of its own
+(made on first use, 3.7 GB). With ``--all-reduce`` ours reduces gradients in every step instead, as
+DDP does, against TorchDistributor alone. Every measurement is a process with a fresh session on
+local-cluster[2,1,2048]; our sessions are made by ``sparkdl.create_session``, with and without
+``sparkdl-prepare`` run before, and by the user. With ``--source`` ours is compared with another
+checkout instead, also on five files and with ``GradientAllReduce``.
 """
 
 import statistics
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def fits(name: str, command: list[str | Path], folder: Path) -> list[dict[str, float]]:
-    """Runs one contender in a fresh session; returns seconds and accuracy of each fit."""
+    """Runs one contender in a fresh session; returns the seconds and accuracy of each fit."""
     environment = prepared.environment_of(name, folder / "cache", Path(command[0]))
     child: dict[str, Any] = harness.run_child([*command, folder], environment=environment)
     print(f"  {name}: {child['fits']}", flush=True)

@@ -1,7 +1,7 @@
-"""What is sent to the ports and lies in the files of the project, made wrong: one target a file.
+"""Malformed input for the project's ports and files: one target per file.
 
 ``fuzz.py`` is the command. A target makes one input from a seed and has it read; ``loop.py`` is
-what all of them share, ``shards.py`` spreads the inputs over processes that may be ended.
+what all of them share, ``shards.py`` spreads the inputs over processes that may be killed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TARGETS = {
 
 
 def target_of(name: str) -> Target:
-    """The target of a name."""
+    """The target with this name."""
     module, _, kind = TARGETS[name].partition(":")
     target: Target = getattr(importlib.import_module(module), kind)()
     return target

@@ -1,4 +1,4 @@
-"""What one or two workers tell the averager, from joining to leaving."""
+"""What one or two workers send to the averager, from joining to leaving."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ SHARD = ShardStatistics(
     held_out=1,
 )
 WRONG_DEADLINE_S = 0.1
-"""Some who send what is wrong are rightly waited for."""
+"""Short, because some workers that send something wrong are rightly waited for."""
 RIGHT_DEADLINE_S = 15.0
 STATE_BYTES = 12
 WORKERS = 2
 
 
 class AveragerTarget(Target):
-    """A whole run whose workers have the token, and whose messages are wrong in some place.
+    """A whole run whose workers have the token but send messages that are wrong somewhere.
 
-    Whatever they send, the run has to end in an error of ours or as it should, at once and with a
+    Whatever they send, the run has to end properly or with an error of ours, at once and with a
     finite center.
     """
 
@@ -145,14 +145,14 @@ class AveragerTarget(Target):
 
 
 def _speak(line: Call, said: Sequence[Said], token: str | None) -> None:
-    """Be a worker of a run."""
+    """Act as a worker of a run."""
     line.send(line.proof(line.hello(), token))
     line.converse(said)
     line.answer()
 
 
 def _drive(averager: Averager) -> SparkDLError | None:
-    """Be the driver of a run; returns the error that it ends with."""
+    """Act as the driver of a run; returns the error that it ends with."""
     try:
         for event in averager.events():
             if isinstance(event, DataStatistics):
@@ -190,10 +190,10 @@ def _steps(draw: random.Random) -> dict[str, Any]:
 
 
 def _messages(steps: dict[str, Any], rank: int, wire_format: str, *, saves: bool) -> list[Said]:
-    """All that a worker sends, if nothing is wrong with it."""
+    """Everything that a worker sends, if nothing is wrong with it."""
     said = [Said({"join": rank, "host": "h", "attempt": 0, "task": rank, "frozen": ""})]
     said += [Said({"reading": 5})] * steps["reads"]
-    # The header with the rest, and the center's parameters and buffers.
+    # The header with everything else, and the center's parameters and buffers.
     said += [Said(_shard(complete=not steps["streams"]), answers=3)]
     worker_state = [Said({"worker_state": STATE_BYTES}), Said(bytes(STATE_BYTES))] if saves else []
     step, all_read = 0, not steps["streams"]
@@ -229,7 +229,7 @@ def _messages(steps: dict[str, Any], rank: int, wire_format: str, *, saves: bool
 
 
 def _contribution(steps: dict[str, Any], report: WindowReport, wire_format: str) -> list[Said]:
-    """A window, behind which the outcome is waited for."""
+    """A window, after which the outcome is waited for."""
     kept = bytes(STATE_BYTES) if steps["keeps"] else b""
     messages: list[Message] = [
         window_header(report, takes_reply=steps["takes_reply"], worker_state=len(kept)),

@@ -1,7 +1,7 @@
 """Calling the project's ports by hand: bytes over TCP, a local socket or TLS, and what they mean.
 
-Written independently, from the descriptions in ``handshake.py`` and ``connection.py``, so that what
-is read at the other end is not read by the same code here.
+Written independently, from the descriptions in ``handshake.py`` and ``connection.py``, so that the
+two ends do not share their code.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from sparkdl.transport import local
 PATIENCE_S = 5.0
 """Seconds that a port has to answer or to hang up."""
 HELLO_BYTES = 40
-"""A word of 8 and a challenge of 32."""
+"""A word of 8 bytes and a challenge of 32."""
 PROOF_BYTES = 32
 REFUSALS = (b"", bytes(PROOF_BYTES))
-"""What may be answered to who has not proved the token, and no more than that."""
+"""The only answers that a caller may get that has not proved that it knows the token."""
 HEADER, VALUES = 1, 2
 Message = Mapping[str, Any] | bytes
-"""What is a header, and what are values."""
+"""A header, or the bytes of values."""
 _ADDED: list[Message] = [b"", bytes(4), bytes(1000), {}, {"waiting": True}]
 
 
@@ -55,8 +55,8 @@ class Call:
 
     Args:
         place: where the port is.
-        over: ``tcp`` or ``local``; a port that encrypts is spoken to under TLS in any case.
-        bare: whether to leave TLS out all the same.
+        over: ``tcp`` or ``local``; a port that encrypts is always called over TLS.
+        bare: whether to leave out TLS even then.
     """
 
     def __init__(self, place: Place, over: str = "tcp", *, bare: bool = False) -> None:
@@ -88,22 +88,22 @@ class Call:
         return self._receive(HELLO_BYTES)
 
     def proof(self, hello: bytes, token: str | None = None, channel: bytes | None = None) -> bytes:
-        """What shows that this end knows the token, and a challenge of its own.
+        """The proof that this end knows the token, and a challenge of its own.
 
         Args:
             hello: what the port has said.
-            token: another one than the port's.
-            channel: another way than the one that this call takes.
+            token: a token to use instead of the port's.
+            channel: a channel to claim instead of this call's.
         """
         return self._proved(b"worker", hello[-32:], token, channel) + bytes(32)
 
     def reflected(self, hello: bytes) -> bytes:
-        """The port's own proof for its own challenge."""
+        """The proof that the port itself would give, for its own challenge."""
         return self._proved(b"averager", hello[-32:], None, None)
 
     @property
     def welcome(self) -> bytes:
-        """What the port has to answer to who has proved the token, before anything else."""
+        """What the port has to answer first to a caller that has proved the token."""
         return self._proved(b"averager", bytes(32), None, None)
 
     def _proved(
@@ -119,12 +119,12 @@ class Call:
             self.line.sendall(octets)
 
     def converse(self, said: Sequence[Said]) -> None:
-        """Send after the proof what is to be said, each time when the answers before are there.
+        """Send messages after the proof, each once the answers due before it have come.
 
-        Whoever is told to stop says the rest all the same.
+        A caller that is told to stop sends the rest all the same.
 
         Raises:
-            Stuck: neither came the answers nor did the other end hang up for ``PATIENCE_S``.
+            Stuck: for ``PATIENCE_S``, no answers came and the other end did not hang up.
         """
         try:
             listens = len(self._receive(PROOF_BYTES)) == PROOF_BYTES
@@ -135,7 +135,7 @@ class Call:
             raise Stuck("a worker was neither answered nor left", stacks()) from None
 
     def _take(self, answers: int) -> bool:
-        """Take so many messages that say more than that others are waited for."""
+        """Take this many messages, not counting those that only say that others are waited for."""
         while answers:
             prefix = self._receive(5)
             if len(prefix) < 5:
@@ -149,7 +149,7 @@ class Call:
         return True
 
     def _receive(self, size: int) -> bytes:
-        """So many bytes; fewer at the end."""
+        """``size`` bytes; fewer at the end."""
         octets = b""
         with contextlib.suppress(ConnectionError, ssl.SSLError):
             while len(octets) < size and (more := self.line.recv(size - len(octets))):
@@ -157,20 +157,20 @@ class Call:
         return octets
 
     def answer(self, at_most: int = 1 << 20) -> bytes:
-        """End the sending, and take what comes until the other end hangs up.
+        """Stop sending, and take what comes until the other end hangs up.
 
         Raises:
-            Stuck: it neither sent anything nor hung up for ``PATIENCE_S``.
+            Stuck: for ``PATIENCE_S``, it neither sent anything nor hung up.
         """
         with contextlib.suppress(OSError):
-            # Not the encrypted socket's own, which would forget the keys.
+            # The plain socket's shutdown, because the encrypted socket's own would drop the keys.
             socket.socket.shutdown(self.line, socket.SHUT_WR)
         octets = bytearray()
         try:
             with contextlib.suppress(ssl.SSLError, ConnectionError):
                 while (more := self.line.recv(1 << 16)) and len(octets) < at_most:
                     octets += more
-            # TLS may say how it ends before the port has looked at that.
+            # TLS may report its end before the port has noticed it.
             with contextlib.suppress(ConnectionError):
                 while socket.socket.recv(self.line, 1 << 16):
                     pass
@@ -180,7 +180,7 @@ class Call:
 
 
 def any_way(draw: random.Random) -> str:
-    """One of the ways to a port without encryption."""
+    """One of the ways to reach a port without encryption."""
     return draw.choice(["tcp", "local"])
 
 
@@ -193,7 +193,7 @@ def framed(message: Message) -> bytes:
 
 
 def misframed(draw: random.Random, message: Message) -> bytes:
-    """A message of another kind or length than it says."""
+    """A message whose kind or length is not what its prefix says."""
     octets = framed(message)
     kind, length = struct.unpack("!BI", octets[:5])
     kind = draw.choice([HEADER, VALUES, 0, 3, 255])
@@ -205,20 +205,20 @@ def misframed(draw: random.Random, message: Message) -> bytes:
 
 @dataclass(frozen=True)
 class Said:
-    """Something that is sent, and how many messages have to come back before anything follows."""
+    """Something to send, and how many messages have to come back before anything follows."""
 
     message: Message | bytearray
-    """A bytearray is sent as it is, and may be no message at all."""
+    """A bytearray is sent as it is, and need not be a message at all."""
     answers: int = 0
 
     @property
     def octets(self) -> bytes:
-        """As it travels."""
+        """The bytes as they travel."""
         return bytes(self.message) if isinstance(self.message, bytearray) else framed(self.message)
 
 
 def conversation(draw: random.Random, messages: Sequence[Message]) -> tuple[bytes, bool]:
-    """What a worker sends after its proof and at once, made wrong.
+    """What a worker sends after its proof, all at once, made wrong.
 
     Args:
         draw: the source of chance.
@@ -235,14 +235,14 @@ def conversation(draw: random.Random, messages: Sequence[Message]) -> tuple[byte
 
 
 def dialogue(draw: random.Random, said: Sequence[Said]) -> tuple[list[Said], bool]:
-    """What a worker sends after its proof, bit by bit, made wrong.
+    """What a worker sends after its proof, message by message, made wrong.
 
     Args:
         draw: the source of chance.
-        said: as a worker does.
+        said: as a worker sends it.
 
     Returns:
-        The same, and whether anything is wrong with it.
+        The messages to send, and whether anything is wrong with them.
     """
     changes = number_of_changes(draw)
     changed = list(said)
@@ -261,7 +261,7 @@ def dialogue(draw: random.Random, said: Sequence[Said]) -> tuple[list[Said], boo
 def _mutated(draw: random.Random, kind: int, said: Said) -> Said:
     message, answers = said.message, said.answers
     if answers and draw.random() < 0.1:
-        return Said(message)  # it does not wait for them
+        return Said(message)  # does not wait for the answers
     if isinstance(message, bytearray):
         return Said(message + draw.randbytes(3), answers)
     if kind == 3:

@@ -1,4 +1,4 @@
-"""Checkpoints: the manifest, what it describes, the tensors beside it, and users' own states."""
+"""Checkpoints: the manifest, what it describes, the tensors beside it, and users' own state."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "Mapping[str, MetricValue]": (dict,),
     "Mapping[str, float]": (dict,),
 }
-"""What a field of these may be, by the words of its annotation."""
+"""The types that a field may have, by the words of its annotation."""
 WORKERS, EPOCHS = 2, 5
 COLUMNS = (ColumnSpec("x", torch.float32), ColumnSpec("y", torch.float32))
 FACTS = DataStatistics(
@@ -88,7 +88,7 @@ OPENINGS = DataStatistics((3, 4), (), pending=(0, 1), openings=(7, None))
 
 
 class _Stored(Target):
-    """A directory of one checkpoint that is rewritten for every input."""
+    """A directory with one checkpoint, rewritten for every input."""
 
     deadline_s = 5.0
 
@@ -127,7 +127,7 @@ class _Stored(Target):
         pending.publish({"config": self._config, **description})
 
     def _resume(self, saved: SavedCheckpoint, *, streamed: bool) -> None:
-        """Do all that a training does that goes on from there."""
+        """Do everything that a training does to go on from there."""
         resumed = Resumed.of(saved)
         require_same(saved.directory, saved.description["config"], self._config)
         require_progress(resumed, EPOCHS, WORKERS)
@@ -157,7 +157,7 @@ class _Stored(Target):
 
 
 def _sealed(manifest: Any) -> bytes:
-    """A manifest with the checksum that belongs to it."""
+    """A manifest with its correct checksum."""
     text = as_text(manifest)
     try:
         plain = json.dumps(json.loads(text), sort_keys=True)
@@ -168,13 +168,13 @@ def _sealed(manifest: Any) -> bytes:
 
 
 class ManifestTarget(_Stored):
-    """What a manifest says; whoever can write there can make its checksum right."""
+    """What a manifest says; anyone who can write there can make its checksum right."""
 
     name = "manifest"
     reads = ("checkpoint/storage.py", "averager/messages/progress.py")
 
     def attempt(self, draw: random.Random) -> bool:
-        """One manifest, and everything that is then done with the checkpoint."""
+        """Read one manifest, and do everything that follows with the checkpoint."""
         changes, files = number_of_changes(draw), dict(self._files)
         kind = draw.randrange(10)
         if kind <= 6:
@@ -203,7 +203,7 @@ class ManifestTarget(_Stored):
         return saved is not None
 
     def _beside(self, draw: random.Random) -> None:
-        """What else may lie in the directory."""
+        """Put something else into the directory."""
         if draw.random() < 0.1:
             name = draw.choice(["checkpoint-000009", "checkpoint-99999999999999999999", "x"])
             path = self._path / name
@@ -211,7 +211,7 @@ class ManifestTarget(_Stored):
 
 
 class CheckpointTarget(_Stored):
-    """A checkpoint that is whole by its checksums, and wrong in what it holds."""
+    """A checkpoint whose checksums are right but whose contents are wrong."""
 
     name = "checkpoint"
     reads = ("averager/messages/progress.py", "checkpoint/policy.py", "driver/identity.py")
@@ -236,7 +236,7 @@ class CheckpointTarget(_Stored):
 
 
 class StateTarget(_Stored):
-    """What ``save_checkpoint`` wrote for a user's own loop: a file of torch's."""
+    """What ``save_checkpoint`` wrote for a user's own loop: a torch file."""
 
     name = "state"
     reads = ("checkpoint/state_files.py", "checkpoint/storage.py")
@@ -260,7 +260,7 @@ class StateTarget(_Stored):
 
 
 def _mutated_archive(draw: random.Random, octets: bytes, changes: int) -> bytes:
-    """A zip archive with the bytes of a member changed, its checksums right, or with its own."""
+    """A zip archive with a member's bytes changed and checksums right, or its own bytes changed."""
     import zipfile
 
     if draw.random() < 0.3:

@@ -1,6 +1,6 @@
 """Rows as Spark delivers them, with values that no schema rules out.
 
-A file of somebody else's, read as a DataFrame, can have any of them.
+A stranger's file, read as a DataFrame, can have any of them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ KINDS: dict[str, Kind] = {
 
 
 class ColumnsTarget(Target):
-    """Two record batches of one kind of column: their rows are stored as they are, or refused."""
+    """Two record batches of one kind of column: rows must be stored as they are, or refused."""
 
     name = "columns"
     reads = (
@@ -114,7 +114,7 @@ class ColumnsTarget(Target):
             statistics = DataStatistics.of([reading.shard()])
             check_statistics(statistics, (spec, LABEL))
             if statistics.columns[0].fractions or statistics.columns[0].not_finite:
-                return True  # the driver knows, and decides by what the column is for
+                return True  # the driver knows, and decides by the column's purpose
             found = store.slice(0, store.rows)[0].double().numpy()
         finally:
             store.close()
@@ -178,7 +178,7 @@ def _odd_list(draw: random.Random, old: list[Any] | None, odd: list[Any]) -> lis
 
 
 def _meaning(name: str, row: Any) -> Any:
-    """What a row is as a tensor, computed the slow way; None if it cannot be trained on."""
+    """The tensor that a row becomes, computed the slow way; None if it cannot be trained on."""
     if row is None:
         return None
     if name == "vector":

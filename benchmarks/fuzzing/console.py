@@ -17,7 +17,7 @@ HELD = "[rank 7] held\n"
 
 
 class ConsoleTarget(Target):
-    """Lines have to be shown as far as they are right, and a worker beside them all the same."""
+    """Lines have to be shown as far as they are right, and another worker's all the same."""
 
     name = "console"
     reads: tuple[str, ...] = (
@@ -32,7 +32,7 @@ class ConsoleTarget(Target):
         return self
 
     def attempt(self, draw: random.Random) -> bool:
-        """One console and one worker that is wrong."""
+        """One console and one worker that misbehaves."""
         shown = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="")
         before, sys.stdout = sys.stdout, shown
         try:
@@ -72,7 +72,7 @@ class ConsoleTarget(Target):
 
 
 class StacksTarget(ConsoleTarget):
-    """The same where the driver asks for stacks meanwhile: it gets text, and in time."""
+    """The same while the driver asks for stacks: it must get text, and in time."""
 
     name = "stacks"
     reads = ("spark/diagnostics/stacks.py", "spark/diagnostics/console.py")
@@ -98,7 +98,7 @@ class StacksTarget(ConsoleTarget):
 
 
 class _Never(random.Random):
-    """Chance that changes nothing."""
+    """A source of chance that changes nothing."""
 
     def choice(self, seq: Sequence[int]) -> int:  # type: ignore[override]
         return seq[0]

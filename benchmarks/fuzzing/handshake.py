@@ -1,4 +1,4 @@
-"""Those who do not know the token, or do not get as far as to prove it."""
+"""Callers that do not know the token, or do not get as far as proving it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sparkdl.transport.port import Port
 LEGACY_HELLO = bytes.fromhex(
     "160301002f0100002b0303" + "00" * 32 + "00" + "0002" + "1301" + "0100" + "0000"
 )
-"""The beginning of a TLS handshake, as far as it can be written without a library."""
+"""The beginning of a TLS handshake, as much as can be written without a library."""
 
 
 class Handshake(Target):
-    """Most callers have to be sent away with nothing; who proves the token has to be served."""
+    """Most callers must be sent away with nothing; those that prove the token must be served."""
 
     name = "handshake"
     reads = (
@@ -40,7 +40,7 @@ class Handshake(Target):
             place = Place("127.0.0.1", port.number, token, port.fingerprint)
             welcome, answer = call(draw, place)
             if welcome is not None and answer != welcome + framed({"served": True}):
-                raise Fault(f"{len(answer)} other bytes than are due to who knows the token")
+                raise Fault(f"{len(answer)} bytes other than those due to a caller with the token")
             if welcome is None and answer not in REFUSALS:
                 raise Fault(f"an answer of {len(answer)} bytes to a stranger")
         finally:
@@ -54,22 +54,22 @@ def _serve(connection: Connection) -> None:
 
 
 def call(draw: random.Random, place: Place) -> tuple[bytes | None, bytes]:
-    """Call a port without knowing its token, or hardly so.
+    """Call a port, mostly without a valid proof of its token.
 
     Args:
         draw: the source of chance.
         place: where the port is, and its token.
 
     Returns:
-        With what the port has to begin its answer, as the caller has proved the token all the same,
-        or None; and what came back after the port's first word.
+        What the port's answer has to begin with if the caller proved the token after all, else
+        None; and what came back after the port's first word.
     """
     kind = draw.randrange(13)
     if place.fingerprint is not None and kind <= 4:
         return None, _without_encryption(draw, place)
     with Call(place, any_way(draw)) as line:
         heard = line.hello()
-        # In one of ten calls it is not listened to.
+        # One call in ten ignores what the port says.
         hello = heard if draw.random() < 0.9 else bytes(HELLO_BYTES)
         right = line.proof(hello)
         said = {
@@ -88,7 +88,7 @@ def call(draw: random.Random, place: Place) -> tuple[bytes | None, bytes]:
             12: lambda: right,
         }[kind]()
         proved = len(said) >= 64 and said[:32] == line.proof(hello)[:32]
-        # To a challenge that was never heard nobody knows the answer.
+        # Nobody knows the answer to a challenge that was never heard.
         if kind in (0, 1, 2, 8, 9) or hello == bytes(HELLO_BYTES):
             proved = False
         if draw.random() < 0.2:
@@ -111,9 +111,9 @@ def _flipped(draw: random.Random, proof: bytes) -> bytes:
 
 
 def _without_encryption(draw: random.Random, place: Place) -> bytes:
-    """Speak to a port that encrypts in the clear, or in what looks like TLS."""
+    """Speak in the clear, or in what looks like TLS, to a port that encrypts."""
     with Call(place, bare=True) as line:
         said = draw.choice([LEGACY_HELLO, draw.randbytes(200), b"", LEGACY_HELLO[:20], bytes(5)])
         line.send(mutated_bytes(draw, said, draw.choice([0, 1, 3])))
-        # What TLS itself says of a broken handshake is no answer of the project's.
+        # What TLS itself says about a broken handshake is not an answer of the project's.
         return line.answer().removeprefix(b"\x15\x03")[:0]

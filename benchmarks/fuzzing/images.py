@@ -1,4 +1,4 @@
-"""Encoded images of every format that is likely, and Spark's own structs of them."""
+"""Encoded images in every likely format, and Spark's own image structs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PIXELS = pa.struct(
 
 
 class ImagesTarget(Target):
-    """A few rows of images, of which one is whole: it has to be among what is decoded."""
+    """A few rows of images, one of them intact: that one has to be among those decoded."""
 
     name = "images"
     reads = (
@@ -68,7 +68,7 @@ class ImagesTarget(Target):
             "x", torch.uint8, (draw.choice([3, 3, 3, 1, 4]), SIZE, SIZE), encodings.IMAGE
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's, of files that are odd
+            warnings.simplefilter("ignore")  # Pillow warns of odd files
             return self._pixels(draw) if draw.random() < 0.2 else self._encoded(draw, spec)
 
     def _encoded(self, draw: random.Random, spec: ColumnSpec) -> bool:
@@ -115,13 +115,13 @@ class ImagesTarget(Target):
 
 
 def _files_of(name: str, noise: np.ndarray) -> list[bytes]:
-    """An image in a format, in those modes in which this Pillow can write it."""
+    """An image in a format, in the modes in which this Pillow can write it."""
     made = []
     for mode in ("RGB", "L", "P", "RGBA", "I;16", "1", "F", "CMYK"):
         file = io.BytesIO()
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of formats that Pillow will forget
+                warnings.simplefilter("ignore")  # of formats that Pillow will drop
                 Image.fromarray(noise).convert(mode).save(file, name)
         except (OSError, ValueError, KeyError):  # not in this mode, or not at all
             continue

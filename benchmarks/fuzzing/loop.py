@@ -1,6 +1,6 @@
-"""The loop around every target: an input a number, and what may come of it.
+"""The loop around every target: one input per number, and what may come of it.
 
-Each input follows from the target's name, a seed and its number alone, so that one that failed is
+Each input depends only on the target's name, a seed and its number, so that one that failed can be
 made again without those before it.
 """
 
@@ -31,9 +31,9 @@ from typing import Any
 from sparkdl.errors import SparkDLError
 
 MAX_GROWTH_MB = 256.0
-"""Memory that one input may take, at its worst moment."""
+"""The most memory that one input may take at its peak."""
 MAX_HANGS = 20
-"""Inputs that hang before a shard gives up: each takes its whole deadline."""
+"""The hanging inputs after which a shard gives up: each takes its whole deadline."""
 LEAVING_S = 10.0
 """Seconds for the threads that served an input to end."""
 
@@ -45,7 +45,7 @@ class Target(ExitStack):
 
     Attributes:
         name: as in ``TARGETS``.
-        reads: the files below ``sparkdl/`` that do the reading, of which coverage is reported.
+        reads: the files below ``sparkdl/`` that do the reading, whose coverage is reported.
         deadline_s: the longest that one input may take, in seconds.
     """
 
@@ -70,15 +70,15 @@ class Target(ExitStack):
 
         Raises:
             SparkDLError: it was refused, as it should be.
-            Fault: something is otherwise than it has to be. Any other exception is a fault too.
+            Fault: something is not as it has to be. Any other exception is a fault too.
         """
 
 
 class Fault(Exception):
-    """What was read has had an effect that it must not have.
+    """What was read had an effect that it must not have.
 
     Args:
-        what: the effect, the same for every input that has it.
+        what: the effect, worded the same for every input that has it.
         why: what else is known.
     """
 
@@ -89,19 +89,19 @@ class Fault(Exception):
 
 
 class Stuck(Fault):
-    """Somebody who should have answered by now has not."""
+    """An end that should have answered by now has not."""
 
 
 class Hung(BaseException):
-    """An input took longer than its deadline; no ``except Exception`` holds it up."""
+    """An input took longer than its deadline; no ``except Exception`` catches it."""
 
 
 @dataclass
 class Finding:
-    """Inputs that failed in one way.
+    """Inputs that failed in the same way.
 
     Attributes:
-        index: the first of them.
+        index: the number of the first of them.
         times: how many there were.
         text: what happened, with the traceback.
     """
@@ -116,12 +116,12 @@ class Tally:
     """What came of the inputs of one shard.
 
     Attributes:
-        tried: inputs that were read.
-        accepted: of these, how many were read as if nothing were wrong with them.
-        findings: by cause.
+        tried: how many inputs were read.
+        accepted: how many of them were read as if nothing were wrong with them.
+        findings: the failures, by cause.
         early_mb: resident memory when a fifth of the inputs was done.
-        late_mb: at the end.
-        seconds: in all.
+        late_mb: resident memory at the end.
+        seconds: the total time.
     """
 
     tried: int = 0
@@ -133,7 +133,7 @@ class Tally:
 
     @property
     def growth(self) -> float:
-        """Memory late over early; 0 where nothing was measured."""
+        """Late memory over early memory; 0 where nothing was measured."""
         return self.late_mb / self.early_mb if self.early_mb else 0.0
 
     def note(self, cause: str, index: int, text: str) -> None:
@@ -142,17 +142,17 @@ class Tally:
         finding.times += 1
 
     def as_json(self) -> dict[str, Any]:
-        """For ``from_json``."""
+        """The fields as JSON values, for ``from_json``."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Tally:
-        """What ``as_json`` returned."""
+        """The tally from which ``as_json`` made these fields."""
         findings = {cause: Finding(**each) for cause, each in fields.pop("findings").items()}
         return cls(findings=findings, **fields)
 
     def add(self, other: Tally) -> None:
-        """Take in another shard's."""
+        """Add another shard's tally."""
         self.tried += other.tried
         self.accepted += other.accepted
         if other.growth > self.growth:
@@ -176,15 +176,15 @@ def run(
     on_input: Callable[[int], None] = lambda index: None,
     limited: bool = True,
 ) -> Tally:
-    """Have a target, which is entered already, read its inputs.
+    """Have a target that is already entered read its inputs.
 
     Args:
-        target: what reads.
-        seed: of the run.
+        target: reads the inputs.
+        seed: the run's seed.
         indices: the numbers of the inputs.
-        on_input: called before each with its number.
+        on_input: called before each input with its number.
         limited: whether to interrupt an input at its deadline; only in the main thread, and where
-            nobody else uses the process's timer.
+            nothing else uses the process's timer.
     """
     tally, numbers = Tally(), list(indices)
     started, hangs = time.monotonic(), 0
@@ -209,7 +209,7 @@ def run(
                 tally.note(*_described(ended_with, index, "a thread of its own: "))
             errors.clear()
             grown = _peak_mb() - before
-            if grown > MAX_GROWTH_MB and tally.tried > 1:  # the first has what is imported late
+            if grown > MAX_GROWTH_MB and tally.tried > 1:  # the first includes late imports
                 tally.note("memory", index, f"the process grew by {grown:.0f} MB")
             if tally.tried == max(1, len(numbers) // 5):
                 tally.early_mb = resident_mb()
@@ -232,19 +232,19 @@ def stacks() -> str:
 
 
 def resident_mb() -> float:
-    """Memory of this process that is in use: garbage, and what the allocator keeps, is given up."""
+    """Memory that this process uses, once garbage and what the allocator keeps are released."""
     gc.collect()
-    with contextlib.suppress(AttributeError, OSError):  # other C libraries have none
+    with contextlib.suppress(AttributeError, OSError):  # other C libraries lack it
         ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def require_threads_gone() -> None:
-    """Check that no thread of the project's is left of what was just closed.
+    """Check that what was just closed has left none of the project's threads behind.
 
     Raises:
-        Fault: one is.
+        Fault: a thread is left.
     """
     until = time.monotonic() + LEAVING_S
     while left := [t.name for t in threading.enumerate() if t.name.startswith("sparkdl")]:
@@ -254,9 +254,9 @@ def require_threads_gone() -> None:
 
 
 def _peak_mb(*, from_now: bool = False) -> float:
-    """The most memory that was resident, ever or since this was last called with ``from_now``."""
+    """Peak resident memory, ever or since this was last called with ``from_now``."""
     if from_now:
-        with contextlib.suppress(OSError):  # where that cannot be forgotten, less is found
+        with contextlib.suppress(OSError):  # where the peak cannot be reset, less is found
             Path("/proc/self/clear_refs").write_text("5")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
@@ -276,7 +276,7 @@ def _described(error: BaseException, index: int, where: str = "") -> tuple[str, 
 
 @contextlib.contextmanager
 def _thread_errors() -> Iterator[list[BaseException]]:
-    """Collect what ends threads with a traceback."""
+    """Collect the exceptions that end threads with a traceback."""
     errors: list[BaseException] = []
 
     def collect(told: threading.ExceptHookArgs) -> None:
@@ -291,7 +291,7 @@ def _thread_errors() -> Iterator[list[BaseException]]:
 
 
 class _Nowhere(io.TextIOBase):
-    """Takes text that has to be text, and forgets it."""
+    """Accepts text, checks that it is text, and discards it."""
 
     def write(self, text: str) -> int:
         return len(text)
@@ -299,7 +299,7 @@ class _Nowhere(io.TextIOBase):
 
 @contextlib.contextmanager
 def _logged_to_nobody() -> Iterator[None]:
-    """Have what is logged put into words, but not shown."""
+    """Have log messages formatted, but not shown."""
     handler, logger = logging.StreamHandler(_Nowhere()), logging.getLogger("sparkdl")
     before = logger.level, logger.propagate
     logger.addHandler(handler)

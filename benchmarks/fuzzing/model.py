@@ -1,4 +1,4 @@
-"""The files of a saved model: its description, its weights, and which of them there are."""
+"""The files of a saved model: its description, its weights, and which of them exist."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ModelTarget(Target):
 
 
 def _put(path: Path, octets: bytes, *, missing: bool, draw: random.Random) -> None:
-    """Write a file again; or have none, a directory or a link to nothing in its place."""
+    """Write a file again, or put nothing, a directory or a dangling link in its place."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ RAW = {
     "@twice": '{"rank": 0, "rank": 1}',
     "@infinity": "1e999",
 }
-"""JSON that no ``json.dumps`` writes, by the text that stands for it."""
+"""JSON that ``json.dumps`` never writes, by the text that stands for it."""
 ODD: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 255, 256),
     *((1 << 31) - 1, 1 << 31, -(1 << 31), (1 << 63) - 1, 1 << 63, -(1 << 63) - 1, 1 << 64, 1 << 70),
@@ -33,7 +33,7 @@ _SIZES = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFF
 
 
 def as_text(value: Any) -> str:
-    """JSON of a value that may hold the names of ``RAW``."""
+    """The JSON of a value that may contain the names of ``RAW``."""
     text = json.dumps(value)
     if '"@' in text:
         for name, raw in RAW.items():
@@ -47,8 +47,8 @@ def mutated(draw: random.Random, value: T, times: int = 1, odd: Sequence[Any] = 
     Args:
         draw: the source of chance.
         value: dicts, lists, text, numbers.
-        times: how many changes.
-        odd: what may stand in place of a node.
+        times: the number of changes.
+        odd: what may take the place of a node.
     """
     whole = [copy.deepcopy(value)]
     for _ in range(times):
@@ -58,7 +58,7 @@ def mutated(draw: random.Random, value: T, times: int = 1, odd: Sequence[Any] = 
 
 
 def _nodes(container: Any) -> list[tuple[Any, Any]]:
-    """Every node below a container, as the container next above it and the key there."""
+    """Every node below a container, as its immediate container and its key there."""
     found: list[tuple[Any, Any]] = []
     keys = list(container) if isinstance(container, dict) else range(len(container))
     for key in keys:
@@ -91,7 +91,7 @@ def _change(draw: random.Random, container: Any, key: Any, whole: Any, odd: Sequ
 
 
 def _nudged(draw: random.Random, old: Any) -> Any:
-    """A value of the same type, but for what has no neighbours."""
+    """A neighbouring value of the same type, if the type has such values."""
     if isinstance(old, bool):
         return not old
     if isinstance(old, int):
@@ -136,7 +136,7 @@ def mutated_bytes(draw: random.Random, octets: bytes, times: int = 1) -> bytes:
 
 
 def mutated_order(draw: random.Random, items: Sequence[T]) -> list[T]:
-    """The items with one left out, repeated, swapped or brought from elsewhere, or cut short."""
+    """The items with one left out, repeated, swapped or moved, or the list cut short."""
     changed = list(items)
     if not changed:
         return changed
@@ -156,5 +156,5 @@ def mutated_order(draw: random.Random, items: Sequence[T]) -> list[T]:
 
 
 def number_of_changes(draw: random.Random) -> int:
-    """Mostly one, so that what is read goes on to where it is; none in one input of ten."""
+    """Mostly one, so that reading gets as far as the change; none in one input out of ten."""
     return draw.choice([0, 1, 1, 1, 1, 1, 1, 2, 2, 3])

@@ -1,4 +1,4 @@
-"""Saved estimators: whatever their specs name, nothing may run that the caller has not."""
+"""Saved estimators: whatever their specs name, nothing may run that the caller has not named."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NAMES = [
     *("torch.nn.modules.linear:Linear.__init__.__globals__", "sparkdl.strategies:__doc__"),
     *("torch.nn.modules.linear:torch.os.getcwd", "functools:partial", "operator:attrgetter"),
 ]
-"""What a hostile file would name; those that do something to the machine are left out."""
+"""What a hostile file would name; names that would harm the machine are left out."""
 SPEC_ODD = [
     *ODD,
     *({"import": name} for name in NAMES),
@@ -56,7 +56,7 @@ SPEC_ODD = [
 
 
 class Canary:
-    """Sees whether code ran that nobody has named; a context manager."""
+    """Detects whether code ran that nobody has named; a context manager."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="fuzzing-"))
@@ -75,10 +75,10 @@ class Canary:
         return f"c{CANARY}\nsing\n(tR.".encode()
 
     def require_silence(self) -> None:
-        """Check that nothing of it has run.
+        """Check that none of the canary's code has run.
 
         Raises:
-            Fault: something has.
+            Fault: some of it has.
         """
         sung = os.environ.pop("FUZZING_SUNG", "")
         sys.modules.pop(CANARY, None)
@@ -87,9 +87,9 @@ class Canary:
 
 
 class ObjectSpecTarget(Target):
-    """A directory as ``TorchEstimator.save`` writes it, loaded without trust, or with it.
+    """A directory as ``TorchEstimator.save`` writes it, loaded with or without trust.
 
-    With trust everything may run that the specs name, but no file outside the directory.
+    With trust, everything may run that the specs name, but no file outside the directory.
     """
 
     name = "object_spec"
@@ -125,7 +125,7 @@ class ObjectSpecTarget(Target):
             spec = {"pickle": draw.choice(["model.pkl", outside, outside, "x/../../outside.pkl"])}
             objects, trust = {**objects, name: {"recipe": spec}}, True
         else:
-            # In one of them, lest the first that is wrong hides the others.
+            # Only in one of them, lest the first wrong one hide the others.
             name = draw.choice(list(objects))
             objects = {**objects, name: mutated(draw, objects[name], changes, SPEC_ODD)}
             if draw.random() < 0.1:

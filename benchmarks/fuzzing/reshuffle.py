@@ -1,4 +1,4 @@
-"""Rows that are fetched from a liar, rows that a liar fetches, and what was told before."""
+"""Rows that are fetched from a liar, rows that a liar fetches, and what was said before that."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ KNOWN = tuple(spec.of_length(WIDTH) for spec in SPECS)
 EPOCH = 2
 DEADLINE_S = 1.0
 IMPATIENT_S = 0.05
-"""Of the worker that a liar fetches from: many ask for what never comes."""
+"""The patience of the worker that a liar fetches from: many ask for what never comes."""
 
 
 class ReshuffleTarget(Target):
-    """One of two workers in an exchange; it ends with the other's rows, or with an error."""
+    """One of two workers in an exchange; it must end with the other's rows, or with an error."""
 
     name = "reshuffle"
     reads = (
@@ -120,7 +120,7 @@ class ReshuffleTarget(Target):
         )
 
     def _serve_liar(self, draw: random.Random, token: str, tls: bool) -> bool:
-        """Rank 0 serves its rows; whatever was said before, rank 1 can fetch its own."""
+        """Rank 0 serves its rows; whatever was said before, rank 1 can fetch those it is due."""
         rows, stranger = draw.choice([2, 7, 40]), draw.random() < 0.1
         octets, wrong = conversation(draw, [{"rows_for": 1, "epoch": EPOCH}, {"taken": True}])
         store = PartitionStore(self._folder)

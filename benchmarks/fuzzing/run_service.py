@@ -1,4 +1,4 @@
-"""What the workers of ``sparkdl.run`` tell the driver, and what the driver then shows of it."""
+"""What the workers of ``sparkdl.run`` send to the driver, and what it then shows of that."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparkdl.transport.service import Service
 
 
 class RunTarget(Target):
-    """A whole run of one or two workers; it has to be finished or failed when they have left."""
+    """A whole run of one or two workers; it must have finished or failed once they have left."""
 
     name = "run"
     reads = (
@@ -40,7 +40,7 @@ class RunTarget(Target):
             lines = [stack.enter_context(Call(place, any_way(draw))) for _ in range(workers)]
             steps = [draw.choice(["gather", "lines", "report", "stacks"]) for _ in range(3)]
             fails = draw.random() < 0.1
-            # Who has to wait for others gives nothing more before it has heard of them.
+            # A worker that has to wait for others sends nothing more before it has heard of them.
             wrong = workers > 1 and steps.count("gather") > 1
             for rank, line in enumerate(lines):
                 octets, changed = conversation(draw, _messages(steps, rank, fails=fails))
@@ -50,7 +50,7 @@ class RunTarget(Target):
                 if not known:
                     line.answer()
             if not proved:
-                # Those who wait for one that never came.
+                # Workers that wait for one that never came.
                 stack.close()
             for line in lines if proved else []:
                 line.answer()

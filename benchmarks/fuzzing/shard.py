@@ -1,9 +1,9 @@
-"""One process of a run: every so manieth input of a target, with coverage of what reads it.
+"""One process of a run: every STEP-th input of a target, with coverage of what reads it.
 
     python -m fuzzing.shard TARGET SEED FIRST STEP END PROGRESS RESULT COVERAGE
 
-The number of the input that is being read stands in the file PROGRESS, so that whoever started
-this knows which one killed it. RESULT gets the tally when all is done.
+The file PROGRESS holds the number of the input that is being read, so that the parent knows which
+one killed this process. RESULT gets the tally when all is done.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 MAX_MEMORY_BYTES = 6 << 30
-"""Of private memory, threads' stacks included; beyond it the process is refused any."""
+"""Private memory, including threads' stacks, beyond which the process is refused any more."""
 NUMBER = struct.Struct("q")
 MIN_COVERED = 2_000
-"""Inputs of a process, or a fifth of them if that is more, of which coverage is measured."""
+"""Inputs of a process for which coverage is measured, or a fifth of them if that is more."""
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     faulthandler.enable()
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     coverage = _begun_coverage(coverage_file)
-    # Only now, so that what is executed at the import counts as covered.
+    # Imported only now, so that what runs at import counts as covered.
     import torch
 
     from fuzzing import target_of
@@ -41,7 +41,7 @@ def main() -> None:
     with open(progress, "r+b") as file:
         shared = mmap.mmap(file.fileno(), NUMBER.size)
     numbers = range(first, end, step)
-    # It keeps something of every thread there was, and would look like a leak.
+    # It keeps something for every thread there was, which would look like a leak.
     last_covered = numbers[: max(MIN_COVERED, len(numbers) // 5)][-1]
 
     def on_input(index: int) -> None:
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _begun_coverage(data_file: str) -> Any:
-    """Coverage of the project's own lines, begun; None without a file to keep it in."""
+    """A started measurement of the project's own coverage; None without a file to keep it in."""
     if not data_file:
         return None
     import coverage

@@ -1,4 +1,4 @@
-"""Inputs spread over processes: one that dies or stands still costs its input, not the run."""
+"""Inputs spread over processes: one that dies or gets stuck costs its input, not the run."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ FOLDER = Path(__file__).resolve().parent
 STARTING_S = 300.0
 """Seconds for a process to import what it needs, and to end."""
 STUCK_S = 60.0
-"""Seconds after which an input is no more waited for; more than any target's own deadline."""
+"""Seconds after which an input is no longer waited for; more than any target's own deadline."""
 MAX_DEATHS = 5
-"""Processes that may die before a shard is given up."""
+"""The deaths of processes after which a shard is given up."""
 
 
 @dataclass
@@ -32,9 +32,9 @@ class Outcome:
     """What came of a target.
 
     Attributes:
-        tally: of all its inputs.
-        covered: of each file that reads them, the share of its lines that were executed.
-        missed: of each, the lines that were not.
+        tally: the tally of all its inputs.
+        covered: for each file that reads them, the share of its lines that were executed.
+        missed: for each file, the lines that were not.
     """
 
     tally: Tally
@@ -46,11 +46,11 @@ def spread(name: str, seed: int, inputs: int, processes: int, *, with_coverage: 
     """Have a target read its inputs in several processes.
 
     Args:
-        name: of the target.
-        seed: of the run.
-        inputs: how many.
-        processes: by how many to share them.
-        with_coverage: whether to see which lines are executed; it takes a third longer.
+        name: the target's name.
+        seed: the run's seed.
+        inputs: the number of inputs.
+        processes: the number of processes that share them.
+        with_coverage: whether to record which lines are executed; it takes a third longer.
     """
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fuzzing-") as scratch:
@@ -74,7 +74,7 @@ def spread(name: str, seed: int, inputs: int, processes: int, *, with_coverage: 
 
 
 class _Shard:
-    """The process that reads every so manieth input, started again behind one that killed it."""
+    """The process that reads every ``step``-th input, restarted after an input that killed it."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class _Shard:
         self._start(first)
 
     def look(self) -> bool:
-        """See how the process is doing; returns whether the shard is done."""
+        """Check on the process; returns whether the shard is done."""
         if not self._done and self._process.poll() is None:
             self._end_if_stuck()
         elif not self._done:
@@ -107,7 +107,7 @@ class _Shard:
         return self._done
 
     def _take_result(self) -> bool:
-        """Take what the process that has ended found; returns whether nothing is left to do."""
+        """Take what the ended process found; returns whether nothing is left to do."""
         if self._result.exists():
             told = json.loads(self._result.read_text())
             self.reads = told["reads"]
@@ -157,12 +157,12 @@ class _Shard:
         index, now = self._index(), time.monotonic()
         if index != self._seen:
             self._seen, self._moved = index, now
-        # It interrupts itself at the deadline, unless native code does not let it.
+        # It interrupts itself at the deadline, unless native code prevents that.
         ends = index < 0 or index + self._step >= self._end
         if now - self._moved > (STARTING_S if ends else STUCK_S):
             self._stuck, self._moved = True, now
             with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGABRT)  # which has the stacks written
+                self._process.send_signal(signal.SIGABRT)  # makes it write its stacks
 
     def _how_it_ended(self) -> str:
         if self._stuck:
@@ -177,7 +177,7 @@ def _environment() -> Mapping[str, str]:
     return {
         "PYTHONPATH": os.pathsep.join(filter(None, roots)),
         "OMP_NUM_THREADS": "1",
-        # Many short threads with heaps of their own would look like a leak for long.
+        # Many short-lived threads with heaps of their own would look like a leak for a long time.
         "MALLOC_ARENA_MAX": "1",
     }
 

@@ -1,4 +1,4 @@
-"""Files of tensors: our own reader of them, the library's, and a worker's state in one."""
+"""Files of tensors: our own reader, the library's, and a worker's state in such a file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HEADER_ODD = [
 
 
 def mutated_file(draw: random.Random, octets: bytes, changes: int) -> bytes:
-    """A safetensors file with its header's fields, its order, its length or its bytes changed."""
+    """A safetensors file with its header's fields, order or length, or its bytes, changed."""
     if not changes:
         return octets
     size = struct.unpack("<Q", octets[:8])[0]
@@ -91,7 +91,7 @@ class TensorsTarget(Target):
 
 
 def _worker_state(draw: random.Random, octets: bytes, changes: int) -> bytes:
-    """A worker's state, in half of the cases made wrong in what the file says of it."""
+    """A worker's state; in half of the cases, what the file says about it is made wrong."""
     if draw.random() < 0.5:
         return mutated_file(draw, octets, changes)
     tensors, metadata = read_tensors(io.BytesIO(octets))

@@ -1,4 +1,4 @@
-"""Strangers who call a port while a training runs on it, which must end in the same bits."""
+"""Strangers who call a port while a training runs on it; it must end with the same bits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PATIENCE_S = 60.0
 
 
 class Trainings(Target):
-    """A training after the other in a thread, and a stranger an input on whichever runs."""
+    """One training after another in a thread; each input is a stranger calling the current one."""
 
     name = "trainings"
     reads = ("transport/acceptor.py", "transport/strangers.py", "transport/handshake.py")
@@ -68,10 +68,10 @@ class Trainings(Target):
                 place = Place(*address.host_and_port, *_secrets(averager))
                 while True:
                     welcome, answer = call(draw, place)
-                    if welcome is None:  # who has the token may well end the run
+                    if welcome is None:  # a caller with the token may well end the run
                         break
             except OSError:
-                continue  # it has ended between two looks at it
+                continue  # it ended between two checks
             if answer not in REFUSALS:
                 raise Fault("a stranger was answered")
             return False

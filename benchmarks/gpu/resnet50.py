@@ -1,8 +1,8 @@
-"""ResNet-50 in bf16 on one GPU: fed by the feed against the same loop on one constant minibatch.
+"""ResNet-50 in bf16 on one GPU: fed by the feed, against the same loop on one constant minibatch.
 
-Then one fit with GradientAllReduce and a single rank, which takes the whole NCCL path. Needs torch,
-pyarrow and cloudpickle only, no Spark and no Java. Rows are 3 x 224 x 224 bytes each, copied to the
-GPU from pinned memory by the feed's own thread. The last line is a JSON object.
+Then one fit with GradientAllReduce and a single rank, which takes the whole NCCL path. Needs only
+torch, pyarrow and cloudpickle, no Spark and no Java. Rows are 3 x 224 x 224 bytes each, copied to
+the GPU from pinned memory by the feed's own thread. The last line is a JSON object.
 
     python benchmarks/gpu/resnet50.py
     python benchmarks/gpu/resnet50.py --toy     # a few steps of a tiny one on the CPU: does it run?
@@ -41,14 +41,14 @@ EXPANSION = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """How large everything is.
+    """The sizes of everything.
 
     Attributes:
         device: a torch device.
         size: height and width of an image.
         width: channels after the first convolution; 64 for ResNet-50.
         rows: images in the store.
-        batch_size: images a minibatch.
+        batch_size: images per minibatch.
         steps: optimizer steps of one measurement.
         repeats: measurements of each contender.
     """
@@ -149,7 +149,7 @@ def main() -> None:
 
 
 def images(setting: Setting) -> list[pa.RecordBatch]:
-    """Random images as Spark would hand them over: their bytes, and a label."""
+    """Random images as Spark would pass them: their bytes, and a label."""
     generator = np.random.default_rng(7)
     octets = 3 * setting.size**2
     values = generator.integers(0, 256, setting.rows * octets, dtype=np.uint8).tobytes()
@@ -167,7 +167,7 @@ def schema(setting: Setting) -> FeedSchema:
 
 
 def feed_against_constant(setting: Setting, table: list[pa.RecordBatch]) -> dict[str, list[float]]:
-    """Images/s with the feed's minibatches, and with one that is on the device already."""
+    """Images/s with the feed's minibatches, and with one that is already on the device."""
     torch.manual_seed(7)
     replica = Replica(
         ResNet50(setting.width),
@@ -195,13 +195,13 @@ def feed_against_constant(setting: Setting, table: list[pa.RecordBatch]) -> dict
         for turn in range(setting.repeats + 1):
             for source, batches in sources.items():
                 rate = images_a_second(replica, batches, setting)
-                if turn:  # what comes before is warming up
+                if turn:  # the first turn is warm-up
                     rates[source].append(rate)
     return rates
 
 
 def images_a_second(replica: Replica, batches: Iterable[Batch], setting: Setting) -> float:
-    """Trains ``steps`` steps."""
+    """Trains ``steps`` steps; returns images/s."""
     _wait_for(setting.device)
     started, seen = time.perf_counter(), 0
     for batch in islice(batches, setting.steps):

@@ -1,1 +1,1 @@
-"""The systems that sparkdl is measured against, each doing the same task in its own way."""
+"""The systems that sparkdl is compared with, each doing the same task in its own way."""

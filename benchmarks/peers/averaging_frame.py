@@ -1,8 +1,8 @@
-"""Parameter averaging as most people write it in PySpark: a job an epoch on the DataFrame's rows.
+"""Parameter averaging as most people write it in PySpark: one job per epoch on a DataFrame's rows.
 
 Rows become numpy arrays once and are cached as such in an RDD; in every epoch each partition trains
-a copy of the broadcast model on its arrays, a new optimizer with it, and the driver takes the mean
-of what comes back. Any DataFrame will do, as it will for ``TorchEstimator``.
+a copy of the broadcast model on its arrays, with a new optimizer, and the driver takes the mean of
+what comes back. Any DataFrame will do, as for ``TorchEstimator``.
 """
 
 from collections.abc import Callable, Iterator
@@ -53,13 +53,13 @@ def fit(
     seed: int,
     on_epoch: Callable[[nn.Module], None],
 ) -> nn.Module:
-    """Trains the MLP, averaging parameters once an epoch.
+    """Trains the MLP, averaging parameters once per epoch.
 
     Args:
-        frame: a partition for each worker, with the columns ``features`` and ``label``.
+        frame: one partition per worker, with the columns ``features`` and ``label``.
         epochs: passes over the data.
-        learning_rate: of SGD.
-        seed: of the initial parameters and the order of the rows.
+        learning_rate: the learning rate of SGD.
+        seed: determines the initial parameters and the order of the rows.
         on_epoch: called with the averaged model after each epoch.
 
     Returns:

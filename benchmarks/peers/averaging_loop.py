@@ -1,10 +1,10 @@
 """Parameter averaging as one writes it by hand in PySpark: a Spark job for every round.
 
 The driver broadcasts parameters and momentum, every partition trains ``period`` batches and
-returns the result, treeReduce adds them up. It is the best case of such a loop: tensors, model
+returns the result, and treeReduce adds them up. It is the best case of such a loop: tensors, model
 and optimizer stay in the Python workers between the rounds of a fit, and the iterator is drained,
-without which Spark would start new Python processes for every round. Rows do not come through
-Spark: each worker reads the file that was written for it.
+as otherwise Spark would start new Python processes for every round. Rows do not come through Spark:
+each worker reads the file that was written for it.
 """
 
 import uuid
@@ -21,7 +21,7 @@ from pyspark.sql import SparkSession
 from torch import nn
 
 _replicas: dict[int, tuple[str, "_Replica"]] = {}
-"""What this Python worker keeps between rounds, by partition, and of which fit it is."""
+"""What this Python worker keeps between rounds, by partition, with the fit that it belongs to."""
 
 
 class _Replica:
@@ -101,8 +101,8 @@ def fit(
         folder: data set written by ``digits.write``.
         epochs: passes over the data.
         period: local batches between two rounds.
-        learning_rate: of SGD.
-        seed: of the initial parameters and the order of the rows.
+        learning_rate: the learning rate of SGD.
+        seed: determines the initial parameters and the order of the rows.
         on_epoch: called with the averaged model after each epoch.
 
     Returns:

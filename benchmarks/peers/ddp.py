@@ -1,4 +1,4 @@
-"""DistributedDataParallel over gloo: as one fits it by TorchDistributor, and bare under torchrun.
+"""DistributedDataParallel over gloo, both with TorchDistributor and bare under torchrun.
 
 Run by torchrun, rank 0 prints the steady-state samples/s of all ranks together:
 ``torchrun --nproc_per_node=2 ddp.py FOLDER EPOCHS {ddp,none}``; ``none`` never exchanges.
@@ -26,18 +26,18 @@ def train(
     seed: int = 7,
     on_epoch: Callable[[nn.Module], None] | None = None,
 ) -> dict[str, Any]:
-    """Body of one rank under TorchDistributor: read the own shard, train, answer.
+    """Body of one rank under TorchDistributor: read its shard, train, answer.
 
     Args:
         folder: data set written by ``digits.write``.
         epochs: passes over the data.
-        learning_rate: of SGD.
-        seed: of the initial parameters and the order of the rows.
+        learning_rate: the learning rate of SGD.
+        seed: determines the initial parameters and the order of the rows.
         on_epoch: called on rank 0 with the model after each epoch.
 
     Returns:
         ``first_step``, the ``time.time()`` right after the first optimizer step, and ``state``, the
-        state dict of the trained model as numpy arrays.
+        trained model's state dict as numpy arrays.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -58,12 +58,12 @@ def train(
 
 
 def measure(folder: Path, epochs: int, exchange: bool) -> dict[str, float] | None:
-    """Measures samples/s of all ranks together on in-memory tensors, the first epoch left out.
+    """Measures samples/s of all ranks together on in-memory tensors, without the first epoch.
 
     Args:
         folder: data set written by ``digits.write``.
         epochs: measured passes over the data.
-        exchange: reduce gradients by DDP; otherwise the ranks train on their own.
+        exchange: whether to reduce gradients with DDP; otherwise the ranks train on their own.
 
     Returns:
         On rank 0 an object with ``samples_per_second``; None elsewhere.
@@ -76,7 +76,7 @@ def measure(folder: Path, epochs: int, exchange: bool) -> dict[str, float] | Non
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = digits.make_optimizer(model.parameters())
     for epoch in range(epochs + 1):
-        if epoch == 1:  # what comes before is warming up
+        if epoch == 1:  # everything before is warm-up
             dist.barrier()
             start = time.perf_counter()
         for batch in torch.split(torch.randperm(len(features)), digits.BATCH_SIZE):
@@ -92,6 +92,6 @@ if __name__ == "__main__":
     measured = measure(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "ddp")
     if measured is not None:
         print(json.dumps(measured), flush=True)
-    # torch 2.13 now and then aborts here, on leaving, with "terminate called without an active
-    # exception"; everything is measured by then.
+    # torch 2.13 now and then aborts on exit with "terminate called without an active exception";
+    # everything is measured by then.
     os._exit(0)

@@ -1,8 +1,8 @@
 """Child process of time_to_accuracy.py that runs in elephas' environment: fits of one session.
 
-As accuracy_session.py: ``elephas_curves.py DATA PLAN``. In its synchronous mode elephas averages
-the replicas' changes once an epoch, and has no other period; the driver takes a snapshot of each
-average. Reading the file and building the RDD of numpy rows that it wants come before the clock.
+Like accuracy_session.py: ``elephas_curves.py DATA PLAN``. In its synchronous mode elephas averages
+the replicas' changes once per epoch, and has no other period; the driver takes a snapshot of each
+average. The file is read, and the RDD of numpy rows that it wants built, before the clock starts.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""The same task by elephas 7.3 with Keras on its torch backend; runs in elephas' own environment.
+"""The same task with elephas 7.3 and Keras on its torch backend; runs in elephas' own environment.
 
-``elephas_job.py FOLDER`` prints what fit_session.py prints. elephas averages the
-replicas' changes once an epoch, by a Spark job each; reading the file and building the RDD of
-numpy rows that it wants happen before the clock starts.
+``elephas_job.py FOLDER`` prints what fit_session.py prints. elephas averages the replicas' changes
+once per epoch, with one Spark job each; reading the file and building the RDD of numpy rows that it
+wants happen before the clock starts.
 """
 
 import json
@@ -24,7 +24,7 @@ from pyspark.sql import SparkSession
 
 
 def session() -> SparkSession:
-    """Returns a session with the settings that the other contenders have."""
+    """Returns a session with the other contenders' settings."""
     return (
         SparkSession.builder.master(f"local-cluster[{digits.WORKERS},1,2048]")
         .config("spark.executor.memory", "2048m")

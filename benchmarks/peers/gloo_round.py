@@ -15,7 +15,7 @@ def rounds(workers: int, numel: int, folder: Path) -> RoundProcesses:
     Args:
         workers: how many contribute.
         numel: number of float32 parameters.
-        folder: an empty folder, for the ranks to find each other.
+        folder: an empty folder through which the ranks find each other.
 
     Returns:
         The processes, to be closed by leaving their ``with`` block.

@@ -1,4 +1,4 @@
-"""Minibatches of a Parquet table by petastorm's Spark converter; runs in its own environment.
+"""Minibatches of a Parquet table from petastorm's Spark converter; runs in its own environment.
 
 ``petastorm_job.py FOLDER BATCH_SIZE REPEATS`` prints the seconds of first epochs (the converter
 writes its copy, then one pass) and of later ones (a shuffled pass over the copy), each a list.
@@ -35,7 +35,7 @@ def main(folder: Path, batch_size: int, repeats: int) -> None:
         frame = spark.read.parquet(str(folder))
         for turn in range(repeats + 1):  # the first turn warms the session up and is thrown away
             started = time.perf_counter()
-            # A column more, or the converter would find its copy of the turn before.
+            # The extra column keeps the converter from finding its copy of the turn before.
             converter = make_spark_converter(frame.withColumn("turn", F.lit(turn)))
             passes(converter, batch_size, shuffle=False)
             first.append(time.perf_counter() - started)

@@ -1,4 +1,4 @@
-"""A round the classic Spark way: broadcast the parameters, treeReduce what the tasks return."""
+"""A round in the classic Spark way: broadcast the parameters, treeReduce what the tasks return."""
 
 import time
 from collections.abc import Iterator

@@ -39,8 +39,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(json.dumps({"epochs": epochs}), flush=True)
     dist.barrier()
-    # torch 2.13 now and then aborts here, on leaving, with "terminate called without an active
-    # exception"; everything is measured by then.
+    # torch 2.13 now and then aborts on exit with "terminate called without an active exception";
+    # everything is measured by then.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""How the rows of a column arrive, and how they become numbers: one encoding a file."""
+"""How the rows of a column arrive, and how they become numbers: one encoding per file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has to be known of a column's encoding, and what it does if nothing else is said."""
+"""What has to be known about a column's encoding, and the defaults."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:  # the process that starts the ranks of a task has no torch
     from torch import Tensor
 
 UNKNOWN = -1
-"""A dimension of a row's shape that only the data will tell."""
+"""A dimension of a row's shape that only the data can tell."""
 
 Shape = tuple[int, ...]
-"""Of one row: () for a number; ``UNKNOWN`` where only the data will tell."""
+"""The shape of one row: () for a number; ``UNKNOWN`` where only the data can tell."""
 
 DecodedRows = tuple[pa.Array, Broken | None]
-"""Numbers, or one list of numbers a row; and the rows that are not among them."""
+"""Numbers, or one list of numbers per row, without broken rows; and the broken rows, if any."""
 
 
 class Encoding(ABC):
@@ -30,13 +30,13 @@ class Encoding(ABC):
     It has no state: all objects of one name are equal, and travel with the columns that have them.
 
     Attributes:
-        name: in messages, and in the files of saved models, where it stays what it was.
-        numeric: whether the numbers of a row are the user's own, so that their range is looked at.
-        paddable: whether rows of arrays may be of unequal length.
-        chosen: whether no type tells that rows arrive like this, but only the user can.
-        of_bytes: whether the tensor is of bytes if nothing else is said; else the numbers say it.
-        needs_dtype: whether the user has to say it.
-        dimension_names: of one row, where each has its own, for messages.
+        name: its name in messages, and in the files of saved models, so it must never change.
+        numeric: whether a row's numbers are the user's own, so that their range is checked.
+        paddable: whether rows of arrays may have unequal lengths.
+        chosen: whether only the user, and no column type, can say that rows arrive like this.
+        of_bytes: whether the tensor's default dtype is that of bytes; else the numbers decide it.
+        needs_dtype: whether the user has to say the dtype.
+        dimension_names: the names of a row's dimensions, where they have any, for messages.
     """
 
     name: ClassVar[str]
@@ -57,28 +57,28 @@ class Encoding(ABC):
 
         Args:
             values: as Spark delivers them, no row null.
-            shape: of the tensor's rows.
-            dtype: of the tensor.
+            shape: the shape of the tensor's rows.
+            dtype: the tensor's dtype.
         """
 
     def is_decoded(self, kind: pa.DataType) -> bool:
-        """Whether rows of this Arrow type are numbers, or lists of numbers, as they arrive."""
+        """Whether rows of this Arrow type arrive as numbers or lists of numbers already."""
         return False
 
     def reads(self, other: Encoding) -> bool:
-        """Whether rows arrive as of ``other`` if the user says nothing of them."""
+        """Whether this decodes rows that, without the user's word, would arrive as ``other``."""
         return False
 
     def shape_fault(self, shape: Sequence[int]) -> str | None:
-        """What a declared shape of a row has to be, if it is not; else None."""
+        """What a row's declared shape has to be if it is wrong; else None."""
         return None
 
     def grown_elements(self, values: pa.Array, shape: Shape) -> int:
-        """Numbers a row once it is decoded, if that may be far more than arrive; else 0."""
+        """Numbers per row once decoded, if that may be far more than arrive; else 0."""
         return 0
 
     def list_length(self, elements: int, dtype: torch.dtype) -> int:
-        """Numbers that are decoded for a row of so many elements."""
+        """How many numbers are decoded for a row of ``elements`` elements."""
         return elements
 
     def tensor(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
@@ -96,5 +96,5 @@ class Encoding(ABC):
 
 
 def has_fields(kind: pa.DataType, names: Sequence[str]) -> bool:
-    """Whether an Arrow type is of structs of these fields, in this order."""
+    """Whether an Arrow type is a struct with these fields, in this order."""
     return bool(pa.types.is_struct(kind)) and [field.name for field in kind] == list(names)

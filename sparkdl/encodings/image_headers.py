@@ -1,8 +1,8 @@
-"""How large an image says that it is, read from its header before a library is given it.
+"""The size that an image claims, read from its header before a library gets to see it.
 
-Libraries for images make room for one while they look at its header: Pillow for what clears a GIF's
-first frame and for a WebP's canvas, and before version 12 for an animated PNG's. Fifty bytes
-from somebody else could so take gigabytes. JPEG and BMP take nothing before their pixels are read.
+Image libraries allocate memory while they read the header: Pillow for the background of a GIF's
+first frame and for a WebP's canvas, and before version 12 for an animated PNG's. Fifty bytes from
+a stranger could thus take gigabytes. JPEG and BMP allocate nothing before their pixels are read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Size = tuple[int, int]
 
 
 def announced_sizes(octets: memoryview) -> Iterator[Size]:
-    """Every size that a header announces for its image, or for the first frame of several.
+    """Every size that a header claims for its image, or for the first of several frames.
 
     Args:
         octets: an encoded image, or anything else.
@@ -26,7 +26,7 @@ def announced_sizes(octets: memoryview) -> Iterator[Size]:
     Raises:
         ValueError: the header ends too soon.
     """
-    octets = octets.cast("B")  # Arrow's are signed, and a length could be negative
+    octets = octets.cast("B")  # Arrow's bytes are signed, so a length could be negative
     head = octets[:12].tobytes()
     try:
         if head.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -40,7 +40,7 @@ def announced_sizes(octets: memoryview) -> Iterator[Size]:
 
 
 def _png_sizes(octets: memoryview) -> Iterator[Size]:
-    """Of each header before the pixels: Pillow takes the last where there are several."""
+    """The size in each header before the pixels: Pillow uses the last if there are several."""
     start, name = 8, b""
     while name != b"IDAT":
         length, name = struct.unpack_from(">I4s", octets, start)
@@ -50,7 +50,7 @@ def _png_sizes(octets: memoryview) -> Iterator[Size]:
 
 
 def _gif_sizes(octets: memoryview) -> Iterator[Size]:
-    """Of the screen, and of the first frame with its place on it."""
+    """The size of the screen, and that which the first frame and its offset need."""
     width, height, flags = struct.unpack_from("<HHB", octets, 6)
     yield width, height
     start = 13 + (3 * 2 << (flags & 7) if flags & 0x80 else 0)
@@ -65,7 +65,7 @@ def _gif_sizes(octets: memoryview) -> Iterator[Size]:
 
 
 def _webp_size(octets: memoryview) -> Size:
-    """Of the canvas, or of the only image."""
+    """The size of the canvas, or of the only image."""
     kind = octets[12:16].tobytes()
     if kind == b"VP8X":
         (both,) = struct.unpack("<Q", octets[24:30].tobytes() + bytes(2))

@@ -1,8 +1,8 @@
 """Encoded images as bytes in torch's order: channels first.
 
-They may come from anybody. Only the formats that data sets are made of are opened, for in some of
-Pillow's others one image contains another, of any size, or runs a program; and no pixel is decoded
-of an image that has not the declared size.
+They may come from anybody. Only the formats that data sets are made of are opened, because in some
+of Pillow's others an image contains another one of any size, or runs a program; and no pixel is
+decoded of an image that does not have the declared size.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:  # the process that starts the ranks of a task has no torch
     import torch
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
-"""What is opened, by Pillow's names."""
+"""The formats that are opened, by Pillow's names."""
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-"""What an image of so many channels is called by Pillow."""
+"""Pillow's mode for an image by its number of channels."""
 
 
 class Images(OfPixels):
-    """BMP, GIF, JPEG, PNG and WebP; of several frames the first."""
+    """BMP, GIF, JPEG, PNG and WebP; if there are several frames, the first."""
 
     name = "image"
     chosen = True
 
     def takes(self, kind: pa.DataType) -> bool:
-        """Nothing by itself: they are binary rows, of which nobody can tell."""
+        """None: these are binary rows, whose type does not tell that they are images."""
         return False
 
     def reads(self, other: Encoding) -> bool:
@@ -63,11 +63,11 @@ class Images(OfPixels):
         for row, encoded in enumerate(values):
             try:
                 with _opened(library, encoded.as_buffer(), (width, height)) as image:
-                    # Converting copies, also to the mode that it has; and so would numpy.
+                    # Converting copies, even to the mode that it already has; so would numpy.
                     pixels = image if image.mode == mode else image.convert(mode)
                     octets = np.frombuffer(pixels.tobytes(), np.uint8)
                     decoded[row] = octets.reshape(height, width, channels)
-            except Exception as error:  # for bytes that are no image Pillow raises almost anything
+            except Exception as error:  # Pillow raises almost anything for bytes that are no image
                 reason = reason or f"is no such image: {type(error).__name__}: {error}"
                 wrong[row] = True
         broken = broken_where(wrong, reason)
@@ -78,10 +78,10 @@ IMAGE = Images()
 
 
 def _opened(library: Any, octets: pa.Buffer, wanted: Size) -> Any:
-    """Let Pillow look at an image, and see that it has the size that is wanted.
+    """Have Pillow open an image, and check that it has the size that is wanted.
 
     Raises:
-        ValueError: it has another one, or is of another format; Pillow raises more.
+        ValueError: it has another size or format; Pillow may raise other errors.
     """
     for size in announced_sizes(memoryview(octets)):
         if size[0] > wanted[0] or size[1] > wanted[1]:

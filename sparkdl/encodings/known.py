@@ -1,4 +1,4 @@
-"""The encodings that there are, by their names and by the types of columns."""
+"""The known encodings, by their names and by the types of columns."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def register(encoding: Encoding) -> None:
     """Make an encoding known to this process, in place of an earlier definition of its class.
 
     Raises:
-        ValueError: another one has its name.
+        ValueError: another encoding already has its name.
     """
     earlier = _known.get(encoding.name, encoding)
-    # A cell of a notebook that is run again defines the class again.
+    # Running a notebook cell again defines the class again.
     if _definition(earlier) != _definition(encoding):
         raise ValueError(f"there is another encoding of the name '{encoding.name}'")
     _known[encoding.name] = encoding
 
 
 def named(name: object) -> Encoding:
-    """The encoding of a name that was received.
+    """The encoding with a name that was received.
 
     Raises:
-        ValueError: there is none, or that is no name.
+        ValueError: there is none, or the value is not a name.
     """
     if not isinstance(name, str) or name not in _known:
         raise ValueError(f"{name!r} is no encoding: there are {', '.join(_known)}")
@@ -46,7 +46,7 @@ def arriving_as(kind: pa.DataType, likely: Encoding = NUMBERS) -> Encoding | Non
 
     Args:
         kind: the type.
-        likely: what is asked first, registered or not.
+        likely: the encoding to ask first, registered or not.
     """
     return next((each for each in (likely, *_known.values()) if each.takes(kind)), None)
 

@@ -1,4 +1,4 @@
-"""What pyspark.ml's vectors and matrices have in common, as Spark keeps them inside: structs."""
+"""What pyspark.ml's vectors and matrices have in common in Spark's internal form: structs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pyarrow as pa
 from sparkdl.encodings.lists import numpy_of
 
 DENSE, SPARSE = 1, 0
-"""What the field ``type`` says of a vector or matrix; nothing else is one."""
+"""The values of the field ``type`` of a vector or matrix; no others are valid."""
 
 
 def outside(indices: pa.Array, lengths: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """In which rows an index is null, negative or not below the row's size."""
+    """Which rows have an index that is null, negative or not below the row's size."""
     wrong = np.zeros(len(lengths), dtype=bool)
     flat = numpy_of(indices.flatten().fill_null(-1))
     if not len(flat) or (flat.min() >= 0 and flat.max() < sizes[lengths > 0].min()):
@@ -23,7 +23,7 @@ def outside(indices: pa.Array, lengths: np.ndarray, sizes: np.ndarray) -> np.nda
 
 
 def with_null_elements(lists: pa.Array) -> np.ndarray:
-    """Which rows are null, or hold a null."""
+    """Which rows are null or hold a null."""
     wrong = null_rows(lists)
     elements = lists.flatten()
     if elements.null_count:
@@ -39,10 +39,10 @@ def null_rows(values: pa.Array) -> np.ndarray:
 
 
 def lengths_of(lists: pa.Array) -> np.ndarray:
-    """Elements of each list; -1 where there is none."""
+    """The number of elements of each list; -1 where there is no list."""
     return numpy_of(lists.value_lengths().fill_null(-1))
 
 
 def rows_of(lengths: np.ndarray) -> np.ndarray:
-    """The row of each element of lists with ``lengths``."""
+    """The row of each element, for lists of the given lengths."""
     return np.repeat(np.arange(len(lengths)), np.maximum(lengths, 0))

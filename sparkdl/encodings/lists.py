@@ -1,4 +1,4 @@
-"""Arrow's list arrays, made and taken apart without Python per row."""
+"""Arrow's list arrays, made and taken apart without running Python for each row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Broken:
     reason: str
 
     def at(self, positions: np.ndarray) -> Broken:
-        """The same rows where they were before some were taken out.
+        """The same rows, at their positions before others were taken out.
 
         Args:
             positions: the position of every row that was left, shape (rows left,).
@@ -30,7 +30,7 @@ class Broken:
 
 
 def broken_where(wrong: np.ndarray, reason: str) -> Broken | None:
-    """The rows for which ``wrong`` is true, None if there are none.
+    """The rows for which ``wrong`` is true; None if there are none.
 
     Args:
         wrong: shape (rows,), bool.
@@ -53,14 +53,14 @@ def lists_of(flat: pa.Array | np.ndarray, rows: int) -> pa.Array:
 
 
 def numpy_of(values: pa.Array) -> np.ndarray:
-    """The values that are not null, a view where Arrow's memory allows; booleans as bytes."""
+    """The values that are not null, as a view where Arrow's memory allows; booleans as bytes."""
     present = values.drop_null() if values.null_count else values
     numbers: np.ndarray = present.to_numpy(zero_copy_only=False)
     return numbers.view(np.uint8) if numbers.dtype == np.bool_ else numbers
 
 
 def binary_bytes(values: pa.Array) -> pa.Array:
-    """The bytes of all rows, one after the other, without a copy.
+    """The bytes of all rows, concatenated, without a copy.
 
     Args:
         values: binary rows, none null.
@@ -70,7 +70,7 @@ def binary_bytes(values: pa.Array) -> pa.Array:
     if data is None:
         return pa.array([], pa.uint8())
     elements = pa.Array.from_buffers(pa.uint8(), data.size, [None, data])
-    # Arrow keeps binary rows as it keeps lists of bytes.
+    # Arrow keeps binary rows the way it keeps lists of bytes.
     lists = pa.Array.from_buffers(
         kind(pa.uint8()),
         len(values),

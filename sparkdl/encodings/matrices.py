@@ -1,4 +1,4 @@
-"""pyspark.ml's matrices, dense and sparse, as Spark keeps them inside: structs."""
+"""pyspark.ml's matrices, dense and sparse, in Spark's internal form: structs."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ FIELDS = ["type", "numRows", "numCols", "colPtrs", "rowIndices", "values", "isTr
 
 
 class Matrices(Encoding):
-    """Of doubles, all of one shape (rows, columns)."""
+    """Matrices of doubles, all of one shape (rows, columns)."""
 
     name = "matrix"
 
     def takes(self, kind: pa.DataType) -> bool:
-        """Structs of their fields."""
+        """Structs with a matrix's fields."""
         return has_fields(kind, FIELDS)
 
     def grown_elements(self, values: pa.Array, shape: Shape) -> int:
-        """All, also those that a sparse one leaves out."""
+        """All elements, including those that a sparse matrix leaves out."""
         return math.prod(shape)
 
     def decode(self, values: pa.Array, shape: Shape, dtype: torch.dtype) -> DecodedRows:
@@ -65,7 +65,7 @@ class Matrices(Encoding):
             kept = values.filter(pa.array(~wrong))
             return self.decode(kept, shape, dtype)[0], broken_where(wrong, reason)
         flat = np.zeros((len(values), height, width))
-        # Spark keeps the columns one after the other; of a transposed matrix, the rows.
+        # Spark stores column after column; for a transposed matrix, row after row.
         for row_major in (False, True):
             chosen = by_rows == row_major
             target = flat if row_major else flat.transpose(0, 2, 1)
@@ -93,14 +93,14 @@ MATRIX = Matrices()
 def _wrong_matrices(
     pointers: pa.Array, indices: pa.Array, numbers: pa.Array, majors: np.ndarray, minors: np.ndarray
 ) -> np.ndarray:
-    """Which rows are no sparse matrices.
+    """Which rows are not valid sparse matrices.
 
     Args:
-        pointers: where each column begins among the indices and the numbers, and where all end.
+        pointers: where each column begins in the indices and the numbers, and where the last ends.
         indices: the row of each number.
-        numbers: those that are not 0.
-        majors: how many columns there are, shape (rows,); of a transposed matrix, rows.
-        minors: how many rows there are, shape (rows,); of a transposed matrix, columns.
+        numbers: the nonzero elements.
+        majors: the number of columns, shape (rows,); for a transposed matrix, of rows.
+        minors: the number of rows, shape (rows,); for a transposed matrix, of columns.
 
     Returns:
         Shape (rows,), bool.

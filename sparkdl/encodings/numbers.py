@@ -1,4 +1,4 @@
-"""Numbers, booleans, and arrays of them, also nested ones."""
+"""Numbers, booleans, and arrays of them, including nested ones."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:  # the process that starts the ranks of a task has no torch
 
 
 class Numbers(Encoding):
-    """As they are; of nested arrays one list a row."""
+    """Numbers as they are; nested arrays as one list per row."""
 
     name = "numbers"
     paddable = True
 
     def takes(self, kind: pa.DataType) -> bool:
-        """Also what has nothing but nulls, which are refused as such."""
+        """Numbers and arrays; also columns of nothing but nulls, which are refused as such."""
         while pa.types.is_list(kind) or pa.types.is_large_list(kind):
             kind = kind.value_type
         return bool(
@@ -33,11 +33,11 @@ class Numbers(Encoding):
         )
 
     def is_decoded(self, kind: pa.DataType) -> bool:
-        """All but nested arrays."""
+        """True except for nested arrays."""
         return not _nested(kind)
 
     def decode(self, values: pa.Array, shape: Shape, dtype: torch.dtype) -> DecodedRows:
-        """Nested lists as one list a row."""
+        """Flatten nested lists into one list per row."""
         inner, parents = values, np.arange(len(values))
         wrong = np.zeros(len(values), dtype=bool)
         ends = None

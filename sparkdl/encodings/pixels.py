@@ -16,21 +16,21 @@ if TYPE_CHECKING:  # the process that starts the ranks of a task has no torch
     import torch
 
 OPENCV_MODES = {1: 0, 3: 16, 4: 24}
-"""What Spark's image struct calls 8-bit images of so many channels."""
+"""The mode of 8-bit images in Spark's image struct, by their number of channels."""
 CHANNEL_ORDER = {1: [0], 3: [2, 1, 0], 4: [2, 1, 0, 3]}
-"""Where red, green, blue and alpha are in Spark's image struct."""
+"""Where red, green, blue and alpha are in Spark's image struct, by the number of channels."""
 FIELDS = ["origin", "height", "width", "nChannels", "mode", "data"]
 
 
 class OfPixels(Encoding):
-    """What becomes bytes of shape (channels, height, width)."""
+    """Rows that become bytes of shape (channels, height, width)."""
 
     numeric = False
     of_bytes = True
     dimension_names = ("channels", "height", "width")
 
     def shape_fault(self, shape: Sequence[int]) -> str | None:
-        """Three dimensions, and as many channels as there are kinds of images."""
+        """A shape needs three dimensions, and a number of channels that images can have."""
         if len(shape) == len(self.dimension_names) and shape[0] in CHANNEL_ORDER:
             return None
         return "the shape of an image is [channels, height, width] with 1, 3 or 4 channels"
@@ -42,7 +42,7 @@ class Pixels(OfPixels):
     name = "pixels"
 
     def takes(self, kind: pa.DataType) -> bool:
-        """Structs of their fields."""
+        """Structs with the fields of Spark's images."""
         return has_fields(kind, FIELDS)
 
     def decode(self, values: pa.Array, shape: Shape, dtype: torch.dtype) -> DecodedRows:
@@ -77,6 +77,6 @@ PIXELS = Pixels()
 
 
 def channels_first(pixels: np.ndarray) -> pa.Array:
-    """Images of shape (rows, height, width, channels) as a list of bytes a row."""
+    """Images of shape (rows, height, width, channels) as one list of bytes per row."""
     ordered = np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
     return lists_of(ordered.reshape(-1), len(pixels))

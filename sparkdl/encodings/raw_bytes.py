@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the process that starts the ranks of a task has no torch
 
 
 class RawBytes(Encoding):
-    """The memory of a row, of the tensor's dtype, row-major."""
+    """The raw memory of a row, in the tensor's dtype, row-major."""
 
     name = "bytes"
     numeric = False
@@ -41,11 +41,11 @@ class RawBytes(Encoding):
         return lists_of(binary_bytes(values), len(values)), None
 
     def list_length(self, elements: int, dtype: torch.dtype) -> int:
-        """Bytes of the elements."""
+        """The number of bytes that the elements take."""
         return elements * dtype.itemsize
 
     def tensor(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-        """The same memory."""
+        """View the same memory as the tensor's dtype."""
         return numbers.view(dtype)
 
 

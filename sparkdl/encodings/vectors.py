@@ -1,4 +1,4 @@
-"""pyspark.ml's vectors, dense and sparse, as Spark keeps them inside: structs."""
+"""pyspark.ml's vectors, dense and sparse, in Spark's internal form: structs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the process that starts the ranks of a task has no torch
     import torch
 
 MAX_SIZE = 1 << 24
-"""Longest sparse vector. A row says by itself how long it is, and a few bytes could take gigabytes.
+"""The longest sparse vector. A row itself says how long it is, so a few bytes could take gigabytes.
 """
 ARROW_TYPE = pa.struct(
     [
@@ -37,17 +37,17 @@ FIELDS = [field.name for field in ARROW_TYPE]
 
 
 class Vectors(Encoding):
-    """Of doubles. Their lengths may turn out to be unequal."""
+    """Vectors of doubles. Their lengths may turn out to be unequal."""
 
     name = "vector"
     paddable = True
 
     def takes(self, kind: pa.DataType) -> bool:
-        """Structs of their fields."""
+        """Structs with a vector's fields."""
         return has_fields(kind, FIELDS)
 
     def grown_elements(self, values: pa.Array, shape: Shape) -> int:
-        """The size of the longest sparse one."""
+        """The size of the longest sparse vector."""
         longest: int = pc.max(pc.struct_field(values, "size")).as_py() or 0
         return min(longest, MAX_SIZE)
 
@@ -86,7 +86,7 @@ VECTOR = Vectors()
 
 
 def _wrong_vectors(size: pa.Array, indices: pa.Array, numbers: pa.Array) -> np.ndarray:
-    """Which rows are no sparse vectors, shape (rows,), bool."""
+    """Which rows are not valid sparse vectors, shape (rows,), bool."""
     sizes = numpy_of(size.fill_null(-1))
     lengths = lengths_of(indices)
     wrong = outside(indices, lengths, sizes)
@@ -99,7 +99,7 @@ def _count(elements: pa.Scalar) -> int | None:
 
 
 def _within(counts: np.ndarray) -> np.ndarray:
-    """0, 1, ... for each row; the rows have ``counts`` elements."""
+    """0, 1, ... within each row; the rows have ``counts`` elements."""
     starts = np.cumsum(counts) - counts
     within: np.ndarray = np.arange(counts.sum()) - np.repeat(starts, counts)
     return within

@@ -1,1 +1,1 @@
-"""What belongs to a whole process: random numbers, torch's settings, its compiler."""
+"""What belongs to a whole process: random numbers, torch's settings and its compiler."""

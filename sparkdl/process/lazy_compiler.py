@@ -1,11 +1,11 @@
-"""Keep torch from importing its compiler for nothing.
+"""Keep torch from importing its compiler needlessly.
 
-The first step of the first optimizer of a process makes torch import ``torch._dynamo``, only to say
+The first step of a process's first optimizer makes torch import ``torch._dynamo``, only to declare
 that nothing is to be compiled there: 0.9 s of CPU in every worker. Until somebody wants more of the
-compiler than that, a stand-in says it.
+compiler than that, a stand-in takes its place.
 
-Only in the processes of workers, never in the driver's, which is the user's own; and only for
-versions of torch of which it is known what they ask. Others import what they import.
+This happens only in workers' processes, never in the driver's, which is the user's own; and only
+for versions of torch whose use of the compiler is known. Other versions import it as usual.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ import torch
 
 COMPILER = "torch._dynamo"
 TESTED = ("2.13",)
-"""Versions of torch with which the tests of this module have passed."""
+"""Versions of torch with which this module has been tested."""
 
 
 def defer_compiler() -> None:
-    """Let the compiler be imported when it is first used, if it has not been; on workers only."""
+    """Unless the compiler is already imported, defer its import to its first use; workers only."""
     if torch.__version__.startswith(tuple(f"{each}." for each in TESTED)):
         sys.modules.setdefault(COMPILER, _CompilerToCome(COMPILER))
 
 
 class _CompilerToCome(ModuleType):
-    """Stands for the compiler as long as only eager code asks for it; then steps aside."""
+    """Stands in for the compiler as long as only eager code asks for it; then steps aside."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        # What torch.distributed asks: nothing is cached yet, and nothing is set but the default.
+        # What torch.distributed asks: nothing is cached yet, and all settings are the defaults.
         self.trace_rules = _PartToCome(self, "trace_rules", clear_lru_cache=lambda: None)
         self.utils = _PartToCome(self, "utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
 
     def graph_break(self, *args: Any, **kwargs: Any) -> None:
-        """Outside of compiled code there is no graph to break."""
+        """Do nothing: outside of compiled code there is no graph to break."""
 
     def disable(self, function: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """What does not get compiled need not be kept from it, until the compiler is there."""
-        if kwargs.get("wrapping", True):  # not torch keeping a function of its own out of graphs
+        """Exempt a function from compilation, which takes nothing until the compiler is there."""
+        if kwargs.get("wrapping", True):  # not torch keeping its own function out of graphs
             return self._arrive().disable(function, *args, **kwargs)
 
         @functools.lru_cache(maxsize=1)
@@ -61,7 +61,7 @@ class _CompilerToCome(ModuleType):
         return run
 
     def __getattr__(self, name: str) -> Any:
-        # Whoever only looks over the loaded modules asks for such names; __path__ is an import.
+        # Code that merely scans the loaded modules asks for such names; __path__ means an import.
         if name.startswith("__") and name != "__path__":
             raise AttributeError(name)
         if name == "__path__":
@@ -75,7 +75,7 @@ class _CompilerToCome(ModuleType):
 
 
 class _PartToCome:
-    """Stands for a module of the compiler of which eager code asks one question."""
+    """Stands in for a module of the compiler that eager code asks a single question."""
 
     def __init__(self, compiler: _CompilerToCome, name: str, **answers: Callable[[], Any]) -> None:
         self._compiler, self._name = compiler, name
@@ -90,8 +90,8 @@ class _PartToCome:
 class _ArrivedMeanwhile(MetaPathFinder, Loader):
     """Keeps importlib from loading a module of the compiler twice.
 
-    An import of a submodule looks for it, then asks its parent, the stand-in, for a path; that
-    imports the whole compiler, and the submodule is there when importlib goes on to load it.
+    An import of a submodule asks its parent, the stand-in, for a path; that imports the whole
+    compiler, so the submodule is already there when importlib goes on to load it.
     """
 
     def find_spec(
@@ -103,6 +103,6 @@ class _ArrivedMeanwhile(MetaPathFinder, Loader):
         return ModuleSpec(name, self, loader_state=sys.modules[name])
 
     def exec_module(self, module: ModuleType) -> None:
-        """Called by importlib with a new module, which what is there replaces."""
+        """Called by importlib with a new module, which the one already there replaces."""
         assert module.__spec__ is not None
         sys.modules[module.__name__] = module.__spec__.loader_state

@@ -1,6 +1,6 @@
-"""Random numbers: the driver's use of torch's, and all that a worker's process draws from.
+"""Random numbers: the driver's use of torch's, and every stream a worker's process draws from.
 
-A process has one stream of each kind, for all its threads.
+A process has one stream of each kind, shared by all its threads.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _LOCK = threading.RLock()
 
 
 def seed_worker(seed: int) -> None:
-    """Begin the streams of this process: torch's on every device, numpy's and Python's own."""
-    with _LOCK:  # ranks may be threads, one of which still builds its model
+    """Seed the streams of this process: torch's on every device, numpy's and Python's own."""
+    with _LOCK:  # ranks may be threads, one of which may still be building its model
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
@@ -28,7 +28,7 @@ def seed_worker(seed: int) -> None:
 
 @contextmanager
 def streams_put_back() -> Iterator[None]:
-    """Leave the streams of this process, but for GPUs' own, where they were before."""
+    """Restore the streams of this process, except those of GPUs, to where they were before."""
     cpu = torch.device("cpu")
     states = random_state(cpu)
     try:
@@ -39,13 +39,13 @@ def streams_put_back() -> Iterator[None]:
 
 @contextmanager
 def borrowed_random_numbers(seed: int | None = None) -> Iterator[None]:
-    """Let a user's code draw, and leave the caller's random state as it was.
+    """Let the user's code draw random numbers, and leave the caller's random state as it was.
 
-    One of our threads at a time; a thread of somebody else's may still draw in between. What has
-    to be the same for the same seed is drawn by ``initial.drawn_apart``.
+    Only one of our threads does so at a time; other code's threads may still draw in between.
+    What has to be the same for the same seed is drawn by ``initial.drawn_apart``.
 
     Args:
-        seed: where the streams begin; None to go on from where they are.
+        seed: seeds the streams; None to go on from where they are.
     """
     with _LOCK, streams_put_back():
         if seed is not None:
@@ -57,7 +57,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
     """Where the streams of this process are, by name, for ``set_random_state``.
 
     Args:
-        device: whose stream is the process's too.
+        device: the device whose stream is included.
     """
     of_numpy: dict[str, Any] = np.random.get_state(legacy=False)  # type: ignore[assignment]
     words, position = of_numpy["state"]["key"].tolist(), of_numpy["state"]["pos"]
@@ -67,7 +67,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
         "random.numpy": torch.tensor([*words, position, of_numpy["has_gauss"]]),
         "random.numpy.gauss": torch.tensor(of_numpy["gauss"], dtype=torch.float64),
         "random.python": torch.tensor(state),
-        # Made two at a time; none is kept after an even number of them.
+        # Normal numbers are made two at a time; after an even number of them none is kept.
         "random.python.gauss": torch.tensor(
             [] if next_gauss is None else [next_gauss], dtype=torch.float64
         ),
@@ -78,10 +78,10 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Go on drawing where ``random_state`` was taken.
+    """Go on drawing from where ``random_state`` was taken.
 
     Raises:
-        KeyError: there are not all of them.
+        KeyError: some of the streams are missing.
     """
     torch.set_rng_state(states["random.cpu"])
     *words, position, has_gauss = states["random.numpy"].tolist()

@@ -1,4 +1,4 @@
-"""torch's settings of a whole process on which results depend: the driver's hold on the workers."""
+"""torch's process-wide settings that affect results: the driver's apply on the workers too."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 @dataclass(frozen=True)
 class TorchSettings:
-    """What torch computes with in a process; a task that runs user code may leave others behind.
+    """The settings torch computes with; a task that runs user code may leave others behind.
 
     Attributes:
-        default_dtype: of tensors and parameters that are made of Python's fractions.
-        deterministic_mode: whether operations that give other bits each time are errors.
-        matmul_precision: of products of float32 matrices.
+        default_dtype: the dtype of tensors and parameters made from Python floats.
+        deterministic_mode: whether nondeterministic operations are errors.
+        matmul_precision: the precision of float32 matrix products.
     """
 
     default_dtype: torch.dtype
@@ -25,7 +25,7 @@ class TorchSettings:
 
     @classmethod
     def here(cls) -> TorchSettings:
-        """Those of this process."""
+        """The settings of this process."""
         return cls(
             torch.get_default_dtype(),
             torch.get_deterministic_debug_mode(),
@@ -34,7 +34,7 @@ class TorchSettings:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Compute with these for a while, and with gradients."""
+        """Compute with these settings, and with gradients, within the context."""
         before = TorchSettings.here()
         self._set()
         try:

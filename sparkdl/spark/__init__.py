@@ -1,1 +1,1 @@
-"""Everything that knows Spark: sessions, slots, checks, launching workers, inference."""
+"""Everything that knows about Spark: sessions, slots, checks, launching workers, inference."""

@@ -1,7 +1,7 @@
-"""A training under random faults, which it has to survive without losing or doubling a row.
+"""A training under random faults, which it has to survive without losing or duplicating a row.
 
 The same seed draws the same faults at the same instants after the first round, so that a failure
-can be looked at again.
+can be reproduced.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from sparkdl.testing.world import Shard, _processes
 from sparkdl.worker import Job
 
 WITHIN_BYTES = 20_000
-"""A message is cut at one of so many bytes from the instant at which the fault is drawn."""
+"""A message is cut within this many bytes of the instant at which the fault is drawn."""
 
 Victims = Callable[[], Sequence[tuple[str, int]]]
-"""Who may be killed or stopped at this moment: names and process ids."""
+"""The processes that may be killed or stopped at this moment: names and process IDs."""
 
 Deed = Callable[[random.Random], str]
 """Injects a fault of its own choosing; returns what was done."""
@@ -50,12 +50,12 @@ class Storm:
         victims: whose processes are killed and stopped.
         every_s: seconds between two faults, on average.
         stopped_s: the longest that a process is stopped, in seconds.
-        host: where the workers reach the connections that break, an address of this machine.
-        more: faults beside those of processes, connections and the disk.
+        host: the address of this machine at which workers reach the faulty connections.
+        more: faults besides those of processes, connections and the disk.
 
     Attributes:
         injected: what was done, in order.
-        losses: what the averager saw of it.
+        losses: the losses that the averager noticed.
     """
 
     seed: int
@@ -78,7 +78,7 @@ class Storm:
         return sum("no" not in fault.split() and "nobody" not in fault for fault in self.injected)
 
     def over(self, launch: Launch) -> Launch:
-        """Start workers as ``launch`` does, which reach the averager over faulty connections."""
+        """Start workers as ``launch`` does, but with faulty connections to the averager."""
 
         @contextmanager
         def start(averager: Averager) -> Iterator[None]:
@@ -209,7 +209,7 @@ def _ranks() -> list[tuple[str, int]]:
 
 
 class _SeenThrough:
-    """The averager as workers see it who have to pass the proxy."""
+    """The averager as seen by workers that connect through the proxy."""
 
     def __init__(self, proxy: Proxy, averager: Averager) -> None:
         self.address = proxy.address

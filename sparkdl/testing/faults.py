@@ -1,4 +1,4 @@
-"""Scripted faults: a connection between workers and averager that breaks when it is told to."""
+"""Scripted faults: connections between workers and averager that break on command."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Proxy:
 
     Args:
         target: the averager.
-        breaks_after: called for each connection; the bytes of both directions together after which
-            it is reset, in the middle of whatever is being sent; None for never.
-        on_bytes: called with what passes, in either direction.
+        breaks_after: called for each connection; gives the number of bytes, in both directions
+            together, after which it is reset, even in the middle of a message; None for never.
+        on_bytes: called with the bytes that pass in either direction.
         host: the address at which workers reach it.
     """
 
@@ -65,7 +65,7 @@ class Proxy:
 
         Args:
             choose: picks the connection, and the byte after which it breaks.
-            within_bytes: the byte is one of the next so many; 0 for at once.
+            within_bytes: how many of the next bytes to pick from; 0 to break at once.
         """
         alive = [each for each in self._open if each.alive]
         if alive:
@@ -125,14 +125,14 @@ class _Connection:
         return all(thread.is_alive() for thread in self._threads)
 
     def break_after(self, count: int) -> None:
-        """Break once so many more bytes have passed; at once for 0."""
+        """Break once ``count`` more bytes have passed; at once for 0."""
         with self._lock:
             self._left = count
         if not count:
             self._break()
 
     def reset(self) -> None:
-        """Close both ends without a farewell."""
+        """Close both ends abruptly."""
         for end in self._sockets:
             with contextlib.suppress(OSError):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

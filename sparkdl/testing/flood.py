@@ -15,12 +15,12 @@ class Flood:
     """Keep connections to a port open, from a thread; a context manager.
 
     Args:
-        address: of the port: host and number, or a local name.
-        count: how many connections at once.
-        drip_s: after how many seconds each sends one more byte; None for never.
+        address: the port's address: host and number, or a local name.
+        count: the number of simultaneous connections.
+        drip_s: the seconds after which each sends one more byte; None for never.
 
     Attributes:
-        closed: how often the other end has closed one, or refused it.
+        closed: how often the other end has closed or refused a connection.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Flood:
 
     @property
     def opened(self) -> int:
-        """How many connections there are now, those included that the port has not accepted."""
+        """How many connections there are now, including those that the port has not accepted."""
         return len(self._selector.get_map())
 
     def _run(self) -> None:

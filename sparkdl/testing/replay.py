@@ -1,8 +1,8 @@
-"""The model that a run must have ended with: its committed windows, trained once more by hand.
+"""The model that a run must have ended with: its committed windows, trained again by hand.
 
-Whatever workers were lost on the way, only what was committed has happened. So one process that
-trains every committed window from the center that it began with, and forms every round's mean, has
-to arrive at the same parameters.
+Whichever workers were lost on the way, only what was committed counts. So one process that trains
+every committed window from the center that it began with, and forms every round's mean, has to
+arrive at the same parameters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Commits = list[list[WindowReport]]
 
 @contextmanager
 def recorded_commits() -> Iterator[Commits]:
-    """Take down what the runs of this process commit meanwhile; one run at a time."""
+    """Record what this process's runs commit within the context; one run at a time."""
     commits: Commits = []
     commit = CommittedProgress.commit
 
@@ -59,11 +59,11 @@ def replay(
     """Train what was committed, and only that.
 
     Args:
-        job: of the run. Its strategy averages in the driver, the optimizer's state too, and its
-            model draws no random numbers: then all that a window begins with is the center.
+        job: the run's job. Its strategy averages in the driver, including the optimizer's state,
+            and its model draws no random numbers: a window then depends only on the center.
         shards: the rows of each rank, as the run had them.
-        commits: the run's.
-        move: given the center and the mean of a round's contributions, the next center.
+        commits: the windows that the run committed.
+        move: computes the next center from the center and the mean of a round's contributions.
 
     Returns:
         The module with the last center's parameters and buffers.
@@ -129,7 +129,7 @@ def _feeds(job: Job, shards: Sequence[Shard]) -> Iterator[list[Feed]]:
 
 
 def _exchange_rows(job: Job, feeds: Sequence[Feed]) -> None:
-    """As the workers do before the first epoch."""
+    """Exchange rows as the workers do before the first epoch."""
     with ExitStack() as stack:
         servers = [
             stack.enter_context(RowServer("127.0.0.1", "replay", job.deadline_s)) for _ in feeds

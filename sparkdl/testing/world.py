@@ -39,7 +39,7 @@ def batches_of(rows_a_batch: int, **columns: np.ndarray) -> list[pa.RecordBatch]
     """Cut numpy arrays into record batches as Spark would hand them over.
 
     Args:
-        rows_a_batch: rows of each record batch; the last may have fewer.
+        rows_a_batch: rows per record batch; the last may have fewer.
         **columns: arrays of shape (n,) or (n, width), in the order of the feed's schema.
     """
     arrays = {
@@ -67,19 +67,19 @@ def run_world(
     callbacks: Sequence[Callback] = (),
     warm_start: WarmStart | None = None,
 ) -> Outcome:
-    """Train ``job`` with one worker a shard and return the outcome.
+    """Train ``job`` with one worker per shard and return the outcome.
 
     Args:
         job: what to train.
         shards: the rows of each rank.
-        ranks_as: threads are quick to start; processes are what Spark uses, and what strategies
-            need whose workers exchange among themselves.
+        ranks_as: threads are quick to start; processes are what Spark uses, and are needed by
+            strategies whose workers exchange among themselves.
         devices: where each rank's replica lives; all on the CPU by default.
-        hosts: what each rank takes for its host; all the same by default.
+        hosts: the host that each rank believes it runs on; all the same by default.
         checkpoints: where to write checkpoints and whether to go on from one.
         on_event: called for the data's statistics and each window and epoch reported.
-        callbacks: as ``driver.run`` takes them.
-        warm_start: as ``driver.run`` takes it.
+        callbacks: as for ``driver.run``.
+        warm_start: as for ``driver.run``.
 
     Raises:
         TrainingError: as ``TorchEstimator.fit`` would.
@@ -149,7 +149,7 @@ def _places(
 
 
 def _train_in_thread(job: Job, placement: Placement, address: ServiceAddress, shard: Shard) -> None:
-    """One rank; as Spark would, start it again when it asks for that."""
+    """Run one rank, and start it again when it asks for that, as Spark would."""
     for attempt in range(1 + job.survivable_losses):
         try:
             train(job, replace(placement, attempt=attempt), address, shard)
@@ -166,7 +166,7 @@ def _processes(
     hosts: Sequence[str] | None = None,
 ) -> Launch:
     places = _places(len(shards), directory, devices, hosts)
-    # A process that has imported everything is forked for each rank; this one has threads.
+    # Each rank is forked from a process that has imported everything; this one has threads.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     payload = cloudpickle.dumps(job)
@@ -202,21 +202,21 @@ def _processes(
 def _train_in_process(
     payload: bytes, placement: Placement, address: ServiceAddress, shard: Shard
 ) -> None:
-    # As under torchrun: Linux shares the cores among sessions first, threads of several ranks in
-    # one session keep each other waiting.
+    # As under torchrun: Linux divides the cores among sessions first, and the threads of several
+    # ranks in one session would keep each other waiting.
     os.setsid()
     defer_compiler()
     train(cloudpickle.loads(payload), placement, address, shard)
 
 
 class _Keeper:
-    """Watches the ranks' processes, and starts one that ends with an error again, as Spark does.
+    """Watches the ranks' processes, and restarts one that ends with an error, as Spark does.
 
     Args:
-        start: starts the process of a rank and an attempt.
+        start: starts the process for a rank and an attempt.
         world_size: number of ranks.
-        averager: is told when there is nothing more to start.
-        restarts: how often in all.
+        averager: is told when a process ends with an error and no restarts are left.
+        restarts: how many restarts there may be in all.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class _Keeper:
         self._thread.start()
 
     def kill(self) -> None:
-        """End every process at once."""
+        """Kill every process immediately."""
         self._over = True
         for worker in self._workers.values():
             worker.kill()

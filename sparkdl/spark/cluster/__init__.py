@@ -1,1 +1,1 @@
-"""What the cluster has: slots, the queue for them, GPUs, interfaces, jobs."""
+"""What the cluster has: slots and the queue for them, GPUs, network interfaces, jobs."""

@@ -1,4 +1,4 @@
-"""Which torch device a Spark task uses: from Spark's resource addresses to what torch counts."""
+"""Which torch device a Spark task uses: from Spark's resource addresses to torch's numbering."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from sparkdl.spark.cluster.gpus import VISIBLE
 
 
 def device_name(param: str) -> Callable[[Any], str]:
-    """What checks the name of a device.
+    """A converter that checks the name of a device.
 
     Args:
-        param: what it was given for, for messages.
+        param: the Param it was given for, named in messages.
     """
 
     def convert(value: Any) -> str:
@@ -36,17 +36,17 @@ def choose_device(device: str, gpu: str | None, number: int) -> str:
     Args:
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         gpu: the address of the GPU that Spark assigned; None if it assigned none.
-        number: of the rank or partition.
+        number: the number of the rank or partition.
 
     Returns:
         A device string such as ``cpu`` or ``cuda:0``.
 
     Raises:
-        ConfigError: a GPU is asked for and torch sees none, or not the one that Spark assigned.
+        ConfigError: a GPU is asked for, but torch sees none, or not the one that Spark assigned.
     """
     if device == "cpu":
         return device
-    # As nvidia-smi numbers GPUs, and so Spark; CUDA's own order is by speed.
+    # nvidia-smi, and so Spark, numbers GPUs this way; CUDA's own order is by speed.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if not torch.cuda.is_available():
         if device == "auto":
@@ -71,15 +71,15 @@ def choose_device(device: str, gpu: str | None, number: int) -> str:
 def device_index(address: str, visible: str | None, uuids: Sequence[str]) -> int:
     """Torch's number of the GPU at a Spark resource address.
 
-    torch counts what CUDA_VISIBLE_DEVICES lists, in its order; without it, all GPUs as
-    ``nvidia-smi`` numbers them. Spark's discovery script says what ``nvidia-smi`` says, so an
-    address is looked for in the list first; if it is not there, as on hosts where the list was set
+    torch counts what CUDA_VISIBLE_DEVICES lists, in that order; without it, all GPUs as
+    ``nvidia-smi`` numbers them. Spark's discovery script reports what ``nvidia-smi`` does, so an
+    address is looked up in the list first; if it is not there, as on hosts where the list was set
     before Spark counted, the address is taken as a position in it.
 
     Args:
         address: a number (``3``) or a UUID (``GPU-8f3c...``, which may be shortened).
         visible: the value of CUDA_VISIBLE_DEVICES; None if it is not set.
-        uuids: of the GPUs that torch sees, in its order.
+        uuids: the UUIDs of the GPUs that torch sees, in its order.
 
     Raises:
         ConfigError: torch does not see that GPU.
@@ -109,7 +109,7 @@ def _position(address: str, listed: list[str] | None, uuids: Sequence[str]) -> i
 
 
 def _same_uuid(first: str, second: str) -> bool:
-    """Whether two UUIDs are one, where either may be shortened as CUDA allows."""
+    """Whether two UUIDs are the same; either may be shortened, as CUDA allows."""
     return bool(first) and bool(second) and (first.startswith(second) or second.startswith(first))
 
 

@@ -1,4 +1,4 @@
-"""How many GPUs a worker's task has: as Spark's settings say, or one by a request of its own.
+"""How many GPUs a worker's task has: as Spark's settings say, or one by its own request.
 
 A task with several GPUs (``spark.task.resource.gpu.amount``) is as many ranks, each a process.
 """
@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 GPUS_AN_EXECUTOR = "spark.executor.resource.gpu.amount"
 GPUS_A_TASK = "spark.task.resource.gpu.amount"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-"""Of a process's environment: which GPUs CUDA shows it."""
+"""The environment variable that says which GPUs CUDA shows a process."""
 
 
 def ranks_a_task(spark: SparkSession, device: str) -> int:
@@ -28,7 +28,7 @@ def ranks_a_task(spark: SparkSession, device: str) -> int:
 
 
 def gpu_profile(spark: SparkSession, device: str) -> ResourceProfile | None:
-    """The request of one GPU a task, for the workers' stage only (stage-level scheduling).
+    """The request for one GPU per task, for the workers' stage only (stage-level scheduling).
 
     Executors with few GPUs and many cores would start a task on every core, several on one GPU.
     Setting ``spark.task.resource.gpu.amount=1`` avoids that for the whole application, whose other
@@ -39,7 +39,7 @@ def gpu_profile(spark: SparkSession, device: str) -> ResourceProfile | None:
         device: what the user asks for: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
 
     Returns:
-        None where tasks have whole GPUs already, are to have none, or Spark knows of none.
+        None where tasks already have whole GPUs, are to have none, or Spark knows of none.
     """
     conf = spark.sparkContext.getConf()
     executors_have = float(conf.get(GPUS_AN_EXECUTOR) or 0) >= 1

@@ -22,11 +22,11 @@ def network_of(
 
     Args:
         spark: the session.
-        interface: wins over the setting.
-        ports: wins over the setting; first and last one, ``40000-40100``.
+        interface: overrides the setting.
+        ports: overrides the setting; first and last port, ``40000-40100``.
 
     Raises:
-        ConfigError: the range of ports is not one.
+        ConfigError: the text is not a range of ports.
     """
     conf = spark.sparkContext.getConf()
     name, text = (PORTS, conf.get(PORTS)) if ports is None else ("collectivePorts", ports)
@@ -45,7 +45,7 @@ def parse_ports(name: str, text: object) -> tuple[int, int]:
         text: first and last port, ``40000-40100``.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is not a range of ports.
     """
     match = re.fullmatch(r"\s*(\d+)\s*-\s*(\d+)\s*", text) if isinstance(text, str) else None
     if match and 1 <= int(match[1]) <= int(match[2]) <= 65_535:

@@ -1,4 +1,4 @@
-"""The Spark jobs of one run: started in a thread of their own, found again, and cancelled."""
+"""The Spark jobs of one run: started in a thread of their own, looked up, and cancelled."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _GROUP = "spark.jobGroup.id"
 
 
 class RunJobs:
-    """Jobs that carry a tag of their own, in the job group of the caller if that has one.
+    """Jobs that carry a tag of their own, in the caller's job group if there is one.
 
-    So whoever cancels the caller's group (a notebook that interrupts a cell does) cancels the run
-    too, and cancelling the run cancels nothing else.
+    So whoever cancels the caller's group (as a notebook does on interrupting a cell) cancels the
+    run too, and cancelling the run cancels nothing else.
 
     Args:
-        context: Spark's.
-        description: of the jobs, for the Spark UI.
+        context: the Spark context.
+        description: describes the jobs in the Spark UI.
 
     Attributes:
-        tag: theirs alone.
+        tag: the tag that only these jobs have.
         group: their job group.
     """
 
@@ -32,7 +32,7 @@ class RunJobs:
         self.group = context.getLocalProperty(_GROUP) or self.tag
 
     def start(self, body: Callable[[], None]) -> InheritableThread:
-        """Run a function whose Spark jobs are the run's, in a thread of its own."""
+        """Run a function in a thread of its own; its Spark jobs belong to the run."""
 
         def run() -> None:
             self._context.setJobGroup(self.group, self._description, interruptOnCancel=True)
@@ -44,11 +44,11 @@ class RunJobs:
         return thread
 
     def cancel(self) -> None:
-        """Have Spark end them."""
+        """Have Spark cancel the run's jobs."""
         self._context.cancelJobsWithTag(self.tag)
 
     def infos(self) -> list[SparkJobInfo]:
-        """Those that Spark knows of."""
+        """The run's jobs that Spark knows of."""
         tracker = self._context.statusTracker()
         known = self._context._jsc.sc().statusTracker().getJobIdsForTag(self.tag)
         found = [tracker.getJobInfo(job) for job in known]

@@ -2,7 +2,7 @@
 
 All workers of a run have to be there before any of them trains. Two runs that each got some of the
 slots would wait for each other's, so the second one starts when the first has ended. A tuner that
-fits several models at once (``CrossValidator(parallelism=4)``) need not know how many fit in.
+fits several models at once (``CrossValidator(parallelism=4)``) need not know how many of them fit.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from sparkdl.spark.cluster.slots import most_slots
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Seconds between two looks at how many slots there are; executors come and go."""
+"""Seconds between two checks of how many slots there are; executors come and go."""
 
 
 class SlotQueue:
-    """Who runs, and who waits, first come first served."""
+    """Which runs hold slots and which wait, first come, first served."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -34,14 +34,14 @@ class SlotQueue:
 
     @contextmanager
     def take(self, workers: int, count_slots: Callable[[], float]) -> Iterator[None]:
-        """Wait until there are slots enough beside the runs before, and hold them meanwhile.
+        """Wait until the runs ahead leave enough slots, and hold those within the context.
 
-        Whether the cluster has as many at all is for the caller to know: with nobody before it a
+        The caller has to know that the cluster has that many at all: with nobody ahead of it, a
         run starts at once.
 
         Args:
             workers: slots that the run needs.
-            count_slots: how many there are, those taken included.
+            count_slots: counts the slots there are, including those taken.
         """
         ticket = object()
         with self._condition:
@@ -73,7 +73,7 @@ class SlotQueue:
 
 
 _SLOT_QUEUE = SlotQueue()
-"""Of this process's Spark application; there is never more than one."""
+"""The queue of this process's Spark application; there is never more than one."""
 
 
 def queued(

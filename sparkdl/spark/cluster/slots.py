@@ -1,4 +1,4 @@
-"""How many tasks a cluster can run at the same time, which all workers must."""
+"""How many tasks a cluster can run at the same time, as all workers of a run must."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def count_slots(spark: SparkSession, profile: ResourceProfile | None = None) -> 
 
 
 def most_slots(spark: SparkSession, profile: ResourceProfile | None = None) -> float:
-    """Slots that there are, or that dynamic allocation would start for tasks that wait.
+    """Slots that there are, or that dynamic allocation would add for waiting tasks.
 
     Args:
         spark: the session.
@@ -56,18 +56,18 @@ def choose_num_workers(
     ranks_a_task: int = 1,
     name: str = "numWorkers",
 ) -> int:
-    """The number of workers: as wanted if there are slots for them, else as many as slots.
+    """The number of workers: what the user wants, by default as many as there are slots.
 
-    Executors may still be starting. What the configuration promises is waited for; where it does
-    not say (a standalone cluster with ``spark.cores.max`` alone), executors are, as long as they
-    keep registering.
+    Executors may still be starting. Those that the configuration promises are waited for; where it
+    does not say (a standalone cluster with only ``spark.cores.max``), executors are waited for as
+    long as they keep registering.
 
     Args:
         spark: the session.
-        wanted: by the user; None for as many as there are slots.
+        wanted: the number the user wants; None for as many as there are slots.
         profile: what each worker's task needs; what the session's settings say by default.
-        ranks_a_task: workers that each task is.
-        name: of the argument with which the user says it.
+        ranks_a_task: ranks per task.
+        name: the name of the argument by which the user sets it.
 
     Raises:
         ConfigError: more workers are wanted than the cluster has slots, or a part of a task's.
@@ -110,7 +110,7 @@ def choose_num_workers(
 def _wait_for_executors(
     spark: SparkSession, wanted: int | None, profile: ResourceProfile | None
 ) -> int:
-    """Slots, once there are as many as wanted, or no more are expected."""
+    """The number of slots, once there are as many as wanted or no more are expected."""
     promised = _promised_slots(spark, gpus=profile is not None)
     most = float(spark.sparkContext.getConf().get("spark.cores.max") or "inf")
     needed = min(wanted or math.inf, most if promised is None else promised)
@@ -125,7 +125,7 @@ def _wait_for_executors(
 
 
 def _seconds_since_last_executor(spark: SparkSession) -> float:
-    """Since one has registered; 0 as long as there is none."""
+    """Seconds since the last one registered; 0 as long as there is none."""
     known = spark.sparkContext._jsc.sc().statusStore().executorList(True)
     found = [known.apply(index) for index in range(known.size())]
     times = [one.addTime().getTime() / 1000 for one in found if one.id() != "driver"]
@@ -161,7 +161,7 @@ def require_free_slots(
         spark: the session.
         needed: tasks that must start at the same time.
         profile: what each of them needs; what the session's settings say by default.
-        ranks_a_task: workers that each of them is, for messages.
+        ranks_a_task: ranks per task, for messages.
 
     Raises:
         ConfigError: other jobs hold too many slots, or lost executors were not replaced.
@@ -180,8 +180,8 @@ def require_free_slots(
         elif time.monotonic() >= executors_due:
             raise ConfigError(
                 f"{who}, but the cluster has {slots} slots left, and no executor was started for "
-                f"one that was lost in {EXECUTORS_START_S:.0f} s. Look why in the Spark UI, add "
-                f"executors, or set numWorkers to at most {slots * ranks_a_task}"
+                f"one that was lost in {EXECUTORS_START_S:.0f} s. See the Spark UI for the reason, "
+                f"add executors, or set numWorkers to at most {slots * ranks_a_task}"
             )
         if time.monotonic() >= others_due:
             raise ConfigError(
@@ -194,7 +194,7 @@ def require_free_slots(
 
 
 def _count_running_tasks(spark: SparkSession) -> int:
-    # The scheduler's own count: that of the status tracker may be ten seconds old.
+    # The scheduler's own count: the status tracker's may be ten seconds old.
     counts = spark.sparkContext._jsc.sc().taskScheduler().runningTasksByExecutors().valuesIterator()
     running = 0
     while counts.hasNext():
@@ -211,7 +211,7 @@ def _refuse_speculation(spark: SparkSession) -> None:
 
 
 def _slots_on_demand(spark: SparkSession) -> float:
-    """Slots that dynamic allocation would start for tasks that wait."""
+    """Slots that dynamic allocation would add for waiting tasks."""
     conf = spark.sparkContext.getConf()
     if (conf.get("spark.dynamicAllocation.enabled") or "false").lower() != "true":
         return 0
@@ -224,7 +224,7 @@ def _slots_on_demand(spark: SparkSession) -> float:
 
 
 def _tasks_by_gpus(conf: SparkConf, *, one_each: bool) -> float:
-    """Tasks for which an executor's GPUs suffice, each with one or with what the settings say."""
+    """Tasks that an executor's GPUs can serve, each with one GPU or as many as the settings say."""
     gpus = float(conf.get(GPUS_AN_EXECUTOR) or 0)
     each = 1.0 if one_each else float(conf.get(GPUS_A_TASK) or 0)
     if not each:
@@ -233,7 +233,7 @@ def _tasks_by_gpus(conf: SparkConf, *, one_each: bool) -> float:
 
 
 def _gpus_asked_for(spark: SparkSession) -> str:
-    """What else a cluster must have for an executor to start; empty if nothing."""
+    """What else a cluster must have for an executor to start; empty if nothing else."""
     gpus = spark.sparkContext.getConf().get(GPUS_AN_EXECUTOR)
     return f". Each executor needs {gpus} GPUs ({GPUS_AN_EXECUTOR})" if gpus else ""
 
@@ -241,7 +241,7 @@ def _gpus_asked_for(spark: SparkSession) -> str:
 def _promised_slots(spark: SparkSession, *, gpus: bool = False) -> int | None:
     """Slots that the configuration says there will be once every executor has registered.
 
-    None where it does not say. Nothing is promised of executors that come and go on demand.
+    None where it does not say. Executors that come and go on demand are not promised.
     """
     conf = spark.sparkContext.getConf()
     cpus = int(conf.get("spark.task.cpus", "1") or 1)
@@ -257,7 +257,7 @@ def _promised_slots(spark: SparkSession, *, gpus: bool = False) -> int | None:
     most = float(conf.get("spark.cores.max") or "inf")  # of standalone clusters; also of local ones
     if local_cluster:
         executors, cores = int(local_cluster[1]), int(local_cluster[2])
-        # Spark gives every executor one core more in turn, until there are no more to give.
+        # Spark gives the executors one more core each in turn, until there are none left to give.
         each, over = divmod(int(min(most, executors * cores)), executors)
         return over * slots_with(each + 1) + (executors - over) * slots_with(each)
     master = spark.sparkContext.master or ""

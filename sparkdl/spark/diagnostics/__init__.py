@@ -1,1 +1,1 @@
-"""What the driver learns of its workers: output, stacks, why they were lost."""
+"""What the driver learns about its workers: output, stacks, why they were lost."""

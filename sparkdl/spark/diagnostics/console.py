@@ -1,4 +1,4 @@
-"""What workers tell the driver while they train: what they print, and where they are.
+"""What workers report to the driver while they train: what they print, and their stacks.
 
     worker                              driver
     {"attend": rank, "host": ...,
@@ -8,8 +8,8 @@
     {"stacks": text}            ------>
     {"finish": true}            ------> the driver closes the connection
 
-It is a connection of its own, beside that of the rounds: there, nothing is read from a worker that
-waits for its turn to contribute, and nothing is left to ask one that was dropped or dismissed.
+The connection is separate from that of the rounds: there, nothing is read from a worker that waits
+for its turn to contribute, and one that was dropped or dismissed can no longer be asked anything.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Show = Callable[[int, Sequence[str], int], None]
-"""Shows lines of a rank, and how many were left out before the next."""
+"""Shows a rank's lines, and how many were left out after them."""
 
 _showing = threading.Lock()
 
 
 def show(rank: int, lines: Sequence[str], left_out: int) -> None:
-    """Write lines to the driver's standard output, each behind its rank."""
+    """Write lines to the driver's standard output, each prefixed with its rank."""
     shown = [f"[rank {rank}] {line}\n" for line in lines]
     if left_out:
         shown.append(f"[rank {rank}] ({left_out} lines left out; the executor's log has them)\n")
     encoding = sys.stdout.encoding or "utf-8"
-    # What the driver cannot show, an accent under LANG=C for example, must not end the run.
+    # A character that the driver cannot show, such as an accent under LANG=C, must not end the run.
     text = "".join(shown).encode(encoding, "backslashreplace").decode(encoding)
     with _showing:
         sys.stdout.write(text)
@@ -61,31 +61,31 @@ def show(rank: int, lines: Sequence[str], left_out: int) -> None:
 
 
 def driver_hosts(spark: SparkSession) -> tuple[str, str]:
-    """The interface that services in the driver bind to, and the name by which workers reach it."""
+    """The interface that services in the driver bind to, and the host name that workers use."""
     conf = spark.sparkContext.getConf()
     advertised = conf.get("spark.driver.host") or "127.0.0.1"
     return conf.get("spark.driver.bindAddress") or advertised, advertised
 
 
 def echoes(spark: SparkSession) -> bool:
-    """Whether workers have a log of their own; with a local master theirs is the driver's."""
+    """Whether workers have logs of their own; with a local master they share the driver's."""
     return not (spark.sparkContext.master or "").startswith("local[")
 
 
 class Console:
-    """What a service shows of its workers; a context manager that ends their connections.
+    """Shows what a service's workers print; a context manager that ends their connections.
 
-    A worker that is lost says so elsewhere; here its lines merely end.
+    The loss of a worker is noticed elsewhere; here its lines merely end.
 
     Args:
-        service: takes their connections.
-        on_lines: called with what arrives, by a thread of its own: whoever reads what is shown may
-            keep that waiting, and the workers whose lines it has not taken, but nobody else.
+        service: accepts their connections.
+        on_lines: called with what arrives, in a thread of its own: a slow reader of the output
+            may delay that thread and the workers whose lines it has not taken, but nobody else.
 
     Attributes:
-        address: of the service.
+        address: the service's address.
         stacks: asks the workers what they are doing.
-        handlers: by the field that a header has, what is done with it. What takes long is a
+        handlers: by the field that a header has, what to do with it. Anything slow is a
             conversation, and the worker is not listened to until that has ended.
     """
 
@@ -116,25 +116,25 @@ class Console:
     # Called by the service's thread.
 
     def joined(self, attendee: Attendee) -> None:
-        """Take note of a worker that has said who it is."""
+        """Take note of a worker that has introduced itself."""
         self._attendees.add(attendee)
 
     def answer(self, attendee: Attendee, header: Mapping[str, Any]) -> Conversation | None:
-        """Do what a worker's header is for."""
+        """Handle a worker's header."""
         for field, handler in self.handlers.items():
             if field in header:
                 return handler(attendee, header)
         raise unreadable(attendee.rank, header)
 
     def finished(self, attendee: Attendee) -> None:
-        """Take note of a worker that leaves as it should."""
+        """Take note of a worker that leaves properly."""
 
     def left(self, attendee: Attendee, error: LeftError) -> None:
-        """Take note of one that does not."""
+        """Take note of a worker that leaves without saying so."""
         logger.debug("what a worker prints is not shown any more: %s", error)
 
     def failed(self, attendee: Attendee, error: SparkDLError) -> None:
-        """End the connection of one that cannot be understood, or served."""
+        """End the connection of a worker that cannot be understood or served."""
         logger.warning("what a worker prints is not shown any more: %s", error)
         self._service.close_channel(attendee.channel)
 
@@ -152,17 +152,17 @@ class Console:
 
 
 class Attendee:
-    """A worker at the console; see ``service.Peer``.
+    """A worker connected to the console; see ``service.Peer``.
 
     Args:
         console: answers it.
-        service: to which it has connected.
-        channel: to it.
+        service: the service that it has connected to.
+        channel: its connection.
 
     Attributes:
         channel: as given.
-        rank: the worker's, once it has said so.
-        host: where it is.
+        rank: the worker's rank, once it has said so.
+        host: where it runs.
     """
 
     def __init__(self, console: Console, service: Service, channel: Channel) -> None:
@@ -184,7 +184,7 @@ class Attendee:
             console.finished(self)
         except SparkDLError:
             raise
-        except Exception as error:  # nobody may wait for a rank to which nobody listens any more
+        except Exception as error:  # nobody may wait for a rank that is no longer listened to
             raise TrainingError(
                 f"what rank {self.rank} sent could not be handled: {error!r}"
             ) from error
@@ -193,7 +193,7 @@ class Attendee:
     def elsewhere(
         self, job: Callable[[], T], pool: DaemonPool | None = None
     ) -> Generator[Need, Future[T], T]:
-        """Do what may take long beside the service's thread, and go on with what it returns."""
+        """Do something slow outside the service's thread, and go on with what it returns."""
         guard = self._service.guard
         self._service.elsewhere(
             job, lambda done: guard(self.channel, lambda: self.channel.wake(done)), pool
@@ -201,18 +201,18 @@ class Attendee:
         return (yield PAUSE).result()
 
     def note_heartbeat(self) -> None:
-        """Nobody counts the time in which it is silent."""
+        """Heartbeats do nothing: its silence is not timed."""
 
     def left(self, error: LeftError) -> None:
-        """It has gone."""
+        """Handle the worker's leaving."""
         self._console.left(self, error)
 
     def failed(self, error: SparkDLError) -> None:
-        """It cannot be understood, or served."""
+        """Handle a worker that cannot be understood or served."""
         self._console.failed(self, error)
 
     def closed(self) -> None:
-        """It cannot be told any more."""
+        """Handle the closing of the connection."""
         self._console.closed(self)
 
     def _ask_for_stacks(self) -> None:

@@ -1,4 +1,4 @@
-"""What a worker prints, on its way to the driver; printing never waits for the network."""
+"""Sends what a worker prints to the driver; printing never waits for the network."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 MAX_LINES_A_SECOND = 200
-"""What one worker sends; what it prints beyond that is in the executor's log only."""
+"""The most that one worker sends; what it prints beyond that is only in the executor's log."""
 MAX_LINE = 2_000
-"""Characters of a line that are sent."""
+"""The most characters of a line that are sent."""
 INTERVAL_S = 0.1
-"""Seconds between two looks at what was printed."""
+"""Seconds between two checks for printed lines."""
 
 LAST_LINES_S = 10.0
-"""Seconds to send the last lines; a driver that takes nothing must not keep the worker."""
+"""Seconds to send the last lines; a driver that takes none must not hold the worker up."""
 
 Send = Callable[[list[str], int], None]
-"""Sends some lines, and the number of lines left out before them; may block."""
+"""Sends some lines, and the number of lines left out after them; may block."""
 
 
 class Output:
@@ -37,7 +37,7 @@ class Output:
         self._send = send
         self._lines: collections.deque[str] = collections.deque()
         self._left_out = 0
-        self._lock = threading.RLock()  # what is freed meanwhile, or a signal's handler, may print
+        self._lock = threading.RLock()  # finalizers and signal handlers may print while it is held
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._forward, name="sparkdl-output", daemon=True)
 
@@ -59,7 +59,7 @@ class Output:
 
     @contextlib.contextmanager
     def capture(self, *, echo: bool = True) -> Iterator[None]:
-        """Copy to here what Python code writes to standard output and standard error.
+        """Capture what Python code writes to standard output and standard error.
 
         Args:
             echo: whether it is still written there too.
@@ -70,7 +70,7 @@ class Output:
         try:
             yield
         finally:
-            for stream in (sys.stdout, sys.stderr):  # a script's own, around the bytes of ours
+            for stream in (sys.stdout, sys.stderr):  # a script may have wrapped the bytes of ours
                 with contextlib.suppress(AttributeError, ValueError):
                     stream.flush()
             for copy in copies:
@@ -90,7 +90,7 @@ class Output:
                 try:
                     self._send(lines, left_out)
                 except OSError:
-                    return  # the driver is gone, and with it whoever would read this
+                    return  # the driver is gone, so nobody would read this
             if ended:
                 return
 
@@ -104,9 +104,9 @@ class Output:
 
 
 class _Copy(io.TextIOWrapper):
-    """A stream that passes on each complete line and perhaps writes to another one too.
+    """A stream that passes on each complete line, and may write to another stream too.
 
-    A whole one, with bytes below its text, because scripts use all that standard output has.
+    It has bytes below its text, because scripts use everything that standard output offers.
     """
 
     def __init__(self, original: TextIO, take: Callable[[str], None], echo: bool) -> None:
@@ -115,14 +115,14 @@ class _Copy(io.TextIOWrapper):
         super().__init__(
             self._copied,  # type: ignore[arg-type]
             encoding=encoding,
-            errors="backslashreplace",  # what cannot be encoded is no reason to end a training
+            errors="backslashreplace",  # an unencodable character is no reason to end a training
             newline="",
             line_buffering=getattr(original, "line_buffering", False),
             write_through=True,
         )
 
     def finish(self) -> None:
-        """Pass on a last line that was not ended."""
+        """Pass on a last line without a line break."""
         with contextlib.suppress(ValueError):  # closed, or detached from its bytes
             self.flush()
         self._copied.finish()
@@ -140,7 +140,7 @@ class _CopiedBytes(io.BufferedIOBase):
         self._started = ""
         self._decoder = codecs.getincrementaldecoder(encoding)("replace")
         self._lock = threading.RLock()
-        original.flush()  # what follows goes to the bytes below it
+        original.flush()  # what follows bypasses it and goes to the bytes below
 
     def writable(self) -> bool:
         return True
@@ -158,7 +158,7 @@ class _CopiedBytes(io.BufferedIOBase):
             if self._echo:
                 self._echo_there(copied, text)
             *lines, rest = (self._started + text).split("\n")
-            # A progress bar writes over its line without ever ending it.
+            # A progress bar overwrites its line without ever ending it.
             self._started = rest.rpartition("\r")[2][: 2 * MAX_LINE]
             for line in lines:
                 self._take(line.rpartition("\r")[2])
@@ -168,7 +168,7 @@ class _CopiedBytes(io.BufferedIOBase):
         self._original.flush()
 
     def finish(self) -> None:
-        """Pass on a last line that was not ended."""
+        """Pass on a last line without a line break."""
         if last := self._started + self._decoder.decode(b"", final=True):
             self._take(last)
         self._started = ""

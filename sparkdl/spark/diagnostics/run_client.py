@@ -1,4 +1,4 @@
-"""A worker's end of what it and the driver have to say to each other besides the rounds."""
+"""The worker's end of its exchanges with the driver besides the rounds."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ logger = logging.getLogger(__name__)
 JOIN_S = 120.0
 """Seconds for all workers to start, once there are slots for them."""
 CLOSE_S = 5.0
-"""Seconds to wait for the driver to read what was sent last."""
+"""Seconds to wait for the driver to read what was last sent."""
 
 
 class RunClient:
-    """A worker's end; a context manager. Any thread may send.
+    """The worker's end; a context manager. Any thread may send.
 
     Args:
         address: where the run service is.
         rank: this worker's rank.
-        patience_s: for how long to try to reach it, in seconds.
+        patience_s: how long to try to reach the service, in seconds.
 
     Attributes:
         address: as given.
 
     Raises:
-        DisconnectedError: it cannot be reached.
-        StoppedError: it is another run's.
+        DisconnectedError: the service cannot be reached.
+        StoppedError: the service belongs to another run.
     """
 
     def __init__(self, address: ServiceAddress, rank: int, patience_s: float = 0.0) -> None:
@@ -60,13 +60,13 @@ class RunClient:
 
     def __exit__(self, *_: object) -> None:
         self._connection.end_sending()
-        self._listener.join(CLOSE_S)  # until the driver has read what was sent last
+        self._listener.join(CLOSE_S)  # until the driver has read what was last sent
         self._connection.interrupt()
         self._listener.join(CLOSE_S)
         self._connection.close()
 
     def gather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
-        """Give an object and receive those of all ranks, in their order.
+        """Give an object and receive those of all ranks, in rank order.
 
         Raises:
             StoppedError: the run ended.
@@ -75,10 +75,10 @@ class RunClient:
         return gathered
 
     def gather_statistics(self, shard: ShardStatistics) -> DataStatistics:
-        """Say what this worker has found in its rows, and learn what all have together.
+        """Report this worker's statistics of its rows, and receive those of all workers combined.
 
         Raises:
-            DataError: it is more than can be said.
+            DataError: there are too many to report.
             StoppedError: the run ended.
         """
         (statistics,) = self._ask(shard_header(shard))["gathered"]
@@ -88,7 +88,7 @@ class RunClient:
         """Have the driver do something with a file; see ``driver_files.Ask``.
 
         Raises:
-            OSError: it could not.
+            OSError: the driver could not do it.
             StoppedError: the run ended.
         """
         answer = self._ask({"files": asked})
@@ -108,7 +108,7 @@ class RunClient:
             raise BrokenPipeError(str(error)) from error
 
     def send_report(self, metrics: Mapping[str, float]) -> None:
-        """Hand numbers to the caller of ``run``.
+        """Pass numbers to the caller of ``run``.
 
         Raises:
             StoppedError: the run ended.
@@ -121,9 +121,9 @@ class RunClient:
         """End the run for everyone.
 
         Args:
-            message: what happened, on which rank.
+            message: what happened, and on which rank.
             traceback: the worker's own.
-            of_data: whether the rows cannot be fed, which is nobody's fault here.
+            of_data: whether the rows cannot be fed, which is not the fault of the worker's code.
             of_exchange: whether an exchange with other ranks broke.
         """
         failure = {
@@ -135,7 +135,7 @@ class RunClient:
         self._send({"failure": failure})
 
     def say_returned(self) -> None:
-        """Say that this rank's function has come to its end, and wait until that of every rank has.
+        """Say that this rank's function has returned, and wait until every rank's has.
 
         Raises:
             StoppedError: the run ended.
@@ -143,7 +143,7 @@ class RunClient:
         self._ask({"returned": True})
 
     def finish(self) -> None:
-        """Leave as one should."""
+        """Leave properly."""
         self._send({"finish": True})
 
     def _ask(self, header: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class RunClient:
             raise StoppedError(f"rank {self._rank} was stopped by the driver: {error}") from error
 
     def _listen(self) -> None:
-        """Hand on what is gathered and say what this process is doing, until the driver is gone."""
+        """Pass on gathered objects and answer requests for stacks until the driver is gone."""
         try:
             while True:
                 header = self._connection.receive_header()
@@ -192,7 +192,7 @@ class RunClient:
 
 @contextmanager
 def forwarded(address: ServiceAddress, rank: int, *, echo: bool) -> Iterator[None]:
-    """Worker: send what Python code prints to the console; without one, go on without.
+    """Send what a worker's Python code prints to the console; if there is none, go on without.
 
     Args:
         address: where the console is.

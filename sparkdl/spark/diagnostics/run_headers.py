@@ -1,4 +1,4 @@
-"""What workers tell the services in the driver, checked: a mistake must not become a hang."""
+"""Checks what workers send to the services in the driver: a mistake must not become a hang."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from sparkdl.errors import DataError, TrainingError, WorkerError
 
 @dataclass(frozen=True)
 class Lines:
-    """What a rank has printed since it was last heard."""
+    """What a rank has printed since it last sent lines."""
 
     rank: int
     lines: tuple[str, ...]
     left_out: int
-    """Lines before the next that were too many to send."""
+    """How many lines after these were left out because they were too many."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Numbers that a rank's function has reported."""
+    """Numbers that a rank's function reported."""
 
     rank: int
     metrics: dict[str, float]
@@ -65,7 +65,7 @@ def read_report(rank: int, header: Mapping[str, Any]) -> Report:
         TrainingError: the header has none.
     """
     metrics = header.get("report")
-    # As floats travel; a whole number could be too large for one.
+    # They travel as floats; a whole number could be too large for one.
     if not isinstance(metrics, dict) or not all(type(each) is float for each in metrics.values()):
         raise unreadable(rank, header)
     return Report(rank, metrics)
@@ -89,9 +89,9 @@ def read_failure(
     """The error that a rank reports.
 
     Args:
-        rank: which.
-        header: what it has sent.
-        returned: ranks whose functions had returned before.
+        rank: the rank.
+        header: what it sent.
+        returned: ranks whose functions had already returned.
 
     Raises:
         TrainingError: the header does not have it.
@@ -113,10 +113,10 @@ def read_failure(
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Ranks, as a message names them."""
+    """Ranks, formatted for a message."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def unreadable(rank: int, header: Mapping[str, Any]) -> TrainingError:
-    """The error that says what a rank has sent."""
+    """The error that shows what a rank sent."""
     return TrainingError(f"rank {rank} sent a header that no worker sends: {reprlib.repr(header)}")

@@ -1,12 +1,12 @@
-"""Where the workers of ``sparkdl.run`` meet, print and fail: a service in the driver.
+"""The driver's service through which the workers of ``sparkdl.run`` meet, print and fail.
 
     worker                              driver
     {"attend": rank, "host": ...,
      "pid": ...}                ------>
     {"gather": object}          ------> wait for all ranks
                                 <------ {"gathered": [object of rank 0, ...]}
-    {"shard": what its rows are} -----> wait for all ranks
-                                <------ {"gathered": [what the rows of all are together]}
+    {"shard": statistics of its rows} > wait for all ranks
+                                <------ {"gathered": [those of all rows together]}
     {"lines": [...], "left_out": n} --> shown in the driver
     {"report": {name: number}}  ------> passed to the caller
     {"files": {...}}            ------> see ``driver_files.py``
@@ -14,12 +14,12 @@
                                 <------ {"stacks": true}, at any time; see ``stacks.py``
     {"stacks": text}            ------>
     {"failure": {...}}          ------> the run ends, with the worker's traceback
-    {"returned": true}          ------> its function has come to its end
+    {"returned": true}          ------> its function has returned
                                 <------ {"gathered": []} once all have
     {"finish": true}            ------>
 
-There is no limit to how long a function may be silent; a worker whose process ends without a word
-breaks its connection.
+A function may be silent for any length of time; if a worker's process ends without a word, its
+connection breaks.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class RunService(Console):
     """The driver's end; a context manager that ends the run.
 
     Args:
-        service: takes the workers' connections.
+        service: accepts the workers' connections.
         world_size: number of workers.
-        open_uri: opens file systems that workers cannot; None for those of nobody.
+        open_uri: opens file systems that workers cannot; None to open none.
 
     Attributes:
-        events: what workers print and report; None when the run has failed.
-        failure: why it has.
+        events: what workers print and report; None once the run has failed.
+        failure: why it failed.
     """
 
     def __init__(
@@ -103,14 +103,14 @@ class RunService(Console):
 
     @property
     def all_finished(self) -> bool:
-        """Whether every rank has left as it should."""
+        """Whether every rank has left properly."""
         return len(self._done) == self.world_size
 
     def left_behind(self, seconds: float) -> tuple[list[int], list[int]]:
-        """Ranks whose functions have returned, and those that still run so much later.
+        """Ranks whose functions have returned, and those still running some time later.
 
         Args:
-            seconds: since the last of the former has.
+            seconds: how long since the last of the former returned.
         """
         with self._lock:
             returned = sorted(self._returned)
@@ -133,7 +133,7 @@ class RunService(Console):
     # Called by the service's thread.
 
     def joined(self, attendee: Attendee) -> None:
-        """Take note of a rank, of which there is one."""
+        """Take note of a rank, which may join only once."""
         super().joined(attendee)
         rank, host = attendee.rank, attendee.host
         with self._lock:
@@ -150,7 +150,7 @@ class RunService(Console):
     def left(self, attendee: Attendee, error: LeftError) -> None:
         """End the run: a process has ended."""
         if attendee.rank < 0:
-            # A worker that was too late to be let in comes again; who never comes is missing.
+            # A worker that was too late to be let in comes back; one that never comes is missing.
             logger.info("a worker left before it had said which: %s", error)
             return
         where = self._hosts.get(attendee.rank, "an unknown host")
@@ -167,7 +167,7 @@ class RunService(Console):
         """Close what the worker has left open."""
         super().closed(attendee)
         if attendee in self._files:
-            # It may wait for a file that is being written, or for a file system that is gone.
+            # This may wait for a file that is being written, or for a file system that is gone.
             self._service.elsewhere(self._files.pop(attendee).close, _note_left_open)
 
     def _take_failure(self, attendee: Attendee, header: Mapping[str, Any]) -> NoReturn:
@@ -182,7 +182,7 @@ class RunService(Console):
         attendee.channel.send_header(answer)
 
     def _show(self, attendee: Attendee, header: Mapping[str, Any]) -> Conversation:
-        """Take what is only to be seen: the run can do without it."""
+        """Take what is only for display: the run can do without it."""
         rank = attendee.rank
         told: Told
         try:
@@ -205,7 +205,7 @@ class RunService(Console):
             yield PAUSE
 
     def _return(self, attendee: Attendee, header: Mapping[str, Any]) -> None:
-        """Note that a rank's function has; the last one has everybody told."""
+        """Note that a rank's function has returned; after the last one, everybody is told."""
         if header["returned"] is not True:
             raise unreadable(attendee.rank, header)
         with self._lock:
@@ -217,18 +217,18 @@ class RunService(Console):
         _tell((each for _, each in self._returned.values()), [])
 
     def _gather(self, attendee: Attendee, header: Mapping[str, Any]) -> None:
-        """Take what a rank gives; the last one has everybody told."""
+        """Take what a rank gives; after the last one, everybody is told."""
         rank, value = attendee.rank, self._given(attendee.rank, dict(header))
         with self._lock:
             self._require_no_failure()
             if rank in self._giving:
-                raise TrainingError(f"rank {rank} gave a second object before it had the first's")
+                raise TrainingError(f"rank {rank} gave a second object while the first was pending")
             self._giving[rank] = value, attendee
             self._require_no_waiting_in_vain()
             if len(self._giving) < self.world_size:
                 return
             given = self._giving
-            # Until this is known they wait, and are told if it fails.
+            # Until the result is known they wait, and are told if this fails.
             gathered = _merged([given[each][0] for each in sorted(given)])
             self._giving = {}
         _tell((each for _, each in given.values()), gathered)
@@ -246,7 +246,7 @@ class RunService(Console):
         if self._giving and self._returned:
             raise TrainingError(
                 f"{named(sorted(self._giving))} waits for all ranks, as save_checkpoint does, but "
-                f"{named(sorted(self._returned))} has returned: all have to call it equally often"
+                f"{named(sorted(self._returned))} has returned: all must call it as many times"
             )
 
 
@@ -257,7 +257,7 @@ def _tell(attendees: Iterable[Attendee], gathered: list[Any]) -> None:
 
 
 def _merged(values: list[Any]) -> list[Any]:
-    """What every rank is told of what all have given: of their rows, the statistics' sum."""
+    """What every rank is told: the objects that all gave, or the sum of their rows' statistics."""
     shards = [value for value in values if isinstance(value, ShardStatistics)]
     if not shards:
         return values
@@ -272,4 +272,4 @@ def _note_left_open(closed: Future[None]) -> None:
 
 
 def _open_nothing(uri: str) -> NoReturn:
-    raise OSError(f"the driver opens no {uri}")
+    raise OSError(f"the driver does not open {uri}")

@@ -4,9 +4,9 @@
     {"stacks": true}        ------>
                             <------ {"stacks": text}
 
-The question travels on the connection that carries what a worker prints, and a thread that does
-nothing else answers it. A process that is stopped, or native code that holds Python's lock, cannot
-answer; for the latter ``kill -USR1`` on the worker's host writes its stacks to the executor's log.
+The question travels on the connection that carries what a worker prints, and a dedicated thread
+answers it. A process that is stopped, or in which native code holds the GIL, cannot answer; in the
+latter case ``kill -USR1`` on the worker's host writes its stacks to the executor's log.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any
 ANSWER_S = 2.0
 """Seconds that workers have to answer."""
 MAX_CHARACTERS = 20_000
-"""Of one worker's answer."""
+"""The most characters of one worker's answer."""
 THREAD = "thread "
-"""Before the name of each."""
+"""Precedes the name of each thread."""
 
 
 def describe_threads() -> str:
-    """The stacks of this process's threads but the calling one, the main thread's first."""
+    """The stacks of all threads of this process except the calling one, the main thread's first."""
     frames = sys._current_frames()
     main = threading.main_thread()
     threads = sorted(threading.enumerate(), key=lambda thread: (thread is not main, thread.name))
@@ -44,21 +44,21 @@ def describe_threads() -> str:
 
 
 def write_threads_on_signal() -> None:
-    """Write the stacks to this process's standard error at SIGUSR1, unless that is taken."""
+    """Write the stacks to this process's standard error on SIGUSR1, unless that has a handler."""
     if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL and sys.__stderr__ is not None:
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True, chain=False)
 
 
 @dataclass
 class _Worker:
-    """One that can be asked."""
+    """A worker that can be asked."""
 
     where: str
     ask: Callable[[], None]
 
 
 class Stacks:
-    """The driver's end: asks workers what they are doing. Any thread may."""
+    """The driver's end: asks workers what they are doing, from any thread."""
 
     def __init__(self) -> None:
         self._asking = threading.Lock()
@@ -68,11 +68,11 @@ class Stacks:
 
     @contextmanager
     def of(self, rank: int, joined: Mapping[str, Any], ask: Callable[[], None]) -> Iterator[None]:
-        """For as long as a worker is connected, let it be asked.
+        """Let a worker be asked for as long as it is connected.
 
         Args:
-            rank: the worker's.
-            joined: the header with which it joined, which has its host and process.
+            rank: the worker's rank.
+            joined: the header with which it joined; it has the worker's host and process ID.
             ask: sends it the question.
         """
         where = f"rank {rank} on {joined.get('host')}, process {joined.get('pid')}"
@@ -94,25 +94,25 @@ class Stacks:
             self._condition.notify_all()
 
     def ask(self, ranks: Iterable[int] | None = None) -> str:
-        """Ask workers that are connected, and wait up to ``ANSWER_S`` for their answers.
+        """Ask connected workers, and wait up to ``ANSWER_S`` for their answers.
 
         Args:
             ranks: whom to ask; everyone by default.
 
         Returns:
-            Where each of them is; empty if none is connected.
+            The stacks of each; empty if none is connected.
         """
         told = self._ask(ranks)
         return "\n".join(_tell(worker.where, answer) for worker, answer in told.values())
 
     def tops(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Ask workers that are connected for the line that runs in their main threads.
+        """Ask connected workers which line their main threads are executing.
 
         Args:
             ranks: whom to ask.
 
         Returns:
-            By rank, file, line and function with the text of the line, or that it did not answer.
+            By rank: file, line, function and the line's text, or a note that it did not answer.
         """
         return {
             rank: _top(answer) if answer is not None else _tell(worker.where, None)
@@ -120,7 +120,7 @@ class Stacks:
         }
 
     def _ask(self, ranks: Iterable[int] | None) -> dict[int, tuple[_Worker, str | None]]:
-        """Where workers are, by rank; None for one that did not answer."""
+        """Workers and their stacks, by rank; None for one that did not answer."""
         with self._asking:
             with self._condition:
                 self._answers.clear()
@@ -137,13 +137,13 @@ class Stacks:
                     timeout=until - time.monotonic(),
                 )
                 answers = dict(self._answers)
-                # Who has left meanwhile was not stuck.
+                # A worker that has left meanwhile was not stuck.
                 stayed = [rank for rank in asked if rank in answers or rank in self._workers]
         return {rank: (asked[rank], answers.get(rank)) for rank in stayed}
 
 
 def _top(stacks: str) -> str:
-    """The last lines of the first thread that ``describe_threads`` has described."""
+    """The last lines of the first thread in a text by ``describe_threads``."""
     first = stacks.partition(f"\n{THREAD}")[0]
     frames = [line.strip() for line in first.splitlines()]
     starts = [index for index, line in enumerate(frames) if line.startswith("File ")]

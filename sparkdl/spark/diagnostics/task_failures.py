@@ -1,4 +1,4 @@
-"""Why Spark says that a worker is gone, and which setting helps if it was for want of memory."""
+"""Why Spark says that a worker is gone, and which setting helps if it ran out of memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparkdl.errors import WorkerLostError
 _PYTHON_DIED = "Python worker exited unexpectedly"
 _EXECUTOR_DIED = "ExecutorLostFailure"
 _RANK_DIED = f"{WorkerLostError.__module__}.{WorkerLostError.__qualname__}: "
-"""How a task with several ranks ends when the process of one of them has died."""
+"""How the error of a task with several ranks starts when one of their processes died."""
 _HEAP = re.compile(r"java\.lang\.OutOfMemoryError|(?:code|status):? 52\b", re.IGNORECASE)
 _KILLED = re.compile(
     r"(?:code|status):? 137\b|OOM|exceeding (?:physical |virtual )?memory limits", re.IGNORECASE
@@ -31,26 +31,26 @@ class _FailedTask:
 
 
 def is_loss(text: str) -> bool:
-    """Whether Spark's words for a failed job mean that a process died, not that code raised."""
+    """Whether Spark's message for a failed job means that a process died, not that code raised."""
     return any(sign in text for sign in (_PYTHON_DIED, _EXECUTOR_DIED, _RANK_DIED))
 
 
 def memory_advice(text: str) -> str:
-    """What to do if a process died, perhaps for want of memory.
+    """What to do if a process died, perhaps for lack of memory.
 
     Args:
-        text: Spark's words for its end.
+        text: Spark's message about its end.
 
     Returns:
-        One sentence; empty if it certainly ended otherwise.
+        One sentence; empty if it certainly ended for another reason.
     """
     if _HEAP.search(text):
         return "The executor's JVM ran out of memory: raise spark.executor.memory"
     if _KILLED.search(text):
         return (
             "The executor was killed, as the system and cluster managers do with one that takes "
-            "too much memory: raise spark.executor.memoryOverhead, from which Python and torch "
-            "live, or lower batchSize or memoryBudget"
+            "too much memory: raise spark.executor.memoryOverhead, which Python and torch live in, "
+            "or lower batchSize or memoryBudget"
         )
     if "was ended by SIGKILL" in text:
         return f"The Python process was killed, {_AS_FOR_MEMORY}"
@@ -63,13 +63,13 @@ def memory_advice(text: str) -> str:
 
 
 def end_of_a_rank(text: str) -> str:
-    """How the process of a rank has ended, as its task said it, with advice.
+    """How a rank's process ended according to its task, with advice.
 
     Args:
-        text: Spark's words for a failed job.
+        text: Spark's message for a failed job.
 
     Returns:
-        A sentence or two; empty if no task has said so.
+        A sentence or two; empty if no task said so.
     """
     told = [line.strip() for line in text.splitlines()]
     ends = [line.removeprefix(_RANK_DIED) for line in told if line.startswith(_RANK_DIED)]
@@ -82,13 +82,13 @@ def end_of_a_rank(text: str) -> str:
 def with_sparks_reason(
     error: WorkerLostError, spark: SparkSession, group: str, ranks_a_task: int = 1
 ) -> WorkerLostError | None:
-    """Add to an error what Spark knows of the tasks that failed in a job group.
+    """Add to an error what Spark knows about the tasks that failed in a job group.
 
     Args:
-        error: that a worker is lost.
+        error: says that a worker is lost.
         spark: the session.
-        group: of the jobs.
-        ranks_a_task: workers that each task is.
+        group: the job group.
+        ranks_a_task: ranks per task.
 
     Returns:
         An error that says more; None if Spark knows nothing.
@@ -110,14 +110,14 @@ def _ranks(task: int, ranks_a_task: int) -> str:
 
 
 def _reason(message: str) -> str:
-    """The line of an error that says most."""
+    """The most informative line of an error."""
     lines = message.splitlines()
     ours = [line for line in lines if line.startswith(_RANK_DIED)]
     return ours[-1].removeprefix(_RANK_DIED) if ours else lines[0]
 
 
 def _failed_tasks(spark: SparkSession, group: str) -> list[_FailedTask]:
-    """The tasks of the group's last job that failed, in the order of their ids."""
+    """The failed tasks of the group's last job, in the order of their IDs."""
     context = spark.sparkContext
     tracker, store = context.statusTracker(), context._jsc.sc().statusStore()
     jobs = sorted(tracker.getJobIdsForGroup(group))

@@ -1,7 +1,7 @@
-"""What workers have told and the driver's caller has not taken yet, of which there is a bound.
+"""A bounded queue of what workers have reported and the driver's caller has not taken yet.
 
-Whoever shows what workers print may be slow, and a worker may print faster than that: beyond the
-bound it is not listened to, so that the rest waits at the worker and not in the driver's memory.
+A worker may print faster than its output can be shown. Beyond the bound it is not listened to, so
+that the rest waits at the worker and not in the driver's memory.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Callable
 from sparkdl.spark.diagnostics.run_headers import Lines, Report
 
 MOST_UNREAD = 64
-"""Of what one rank has told."""
+"""The most unread items of one rank."""
 MOST_UNREAD_BYTES = 1 << 20
-"""The same of its size, more or less."""
+"""Their most bytes, approximately."""
 _NUMBER_BYTES = 64
 
 Told = Lines | Report
 
 
 class Unread:
-    """What is to be shown, in the order in which it came; any thread may take it."""
+    """What is to be shown, in the order of arrival; any thread may take it."""
 
     def __init__(self) -> None:
         self._told: queue.SimpleQueue[Told | None] = queue.SimpleQueue()
@@ -34,14 +34,14 @@ class Unread:
         self._ended = False
 
     def put(self, told: Told, wake: Callable[[], None]) -> bool:
-        """Add to it, unless it has ended.
+        """Add an item, unless the queue has ended.
 
         Args:
-            told: by a rank.
-            wake: called once if this is the last that there is room for, as soon as there is more.
+            told: what a rank has reported.
+            wake: if this item fills the queue, called once as soon as there is room again.
 
         Returns:
-            Whether the rank has to wait for that.
+            Whether the rank has to wait for that call.
         """
         with self._lock:
             if self._ended:
@@ -54,10 +54,10 @@ class Unread:
             return True
 
     def get(self, timeout: float) -> Told | None:
-        """Take the first; None at the end.
+        """Take the first item; None at the end.
 
         Raises:
-            queue.Empty: there is none within so many seconds.
+            queue.Empty: none has come within the timeout, in seconds.
         """
         told = self._told.get(timeout=timeout)
         if told is None:
@@ -71,7 +71,7 @@ class Unread:
         return told
 
     def end(self) -> None:
-        """Take nothing more, and let nobody wait."""
+        """Accept nothing more, and let nobody wait."""
         with self._lock:
             self._ended = True
             self._told.put(None)

@@ -1,4 +1,4 @@
-"""Looks after a run from the driver: is Spark on its way to the workers, and who is stuck."""
+"""Watches a run from the driver: is Spark still getting to the workers, and which are stuck?"""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from sparkdl.spark.diagnostics.stacks import Stacks
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 LEAVE_S = 1.0
-"""Seconds for workers that are not stuck to leave."""
+"""Seconds within which workers that are not stuck leave."""
 
 
 class StageProgress(NamedTuple):
-    """How far Spark has come with a stage: its tasks, those that run, and those that are done."""
+    """How far Spark has come with a stage: its tasks, those running, and those completed."""
 
     number: int
     attempt: int
@@ -41,19 +41,19 @@ class StageProgress(NamedTuple):
 def watched(
     averager: Averager, stacks: Stacks, context: SparkContext, jobs: RunJobs, tasks: int
 ) -> Iterator[None]:
-    """Look after the workers of a run while it lasts.
+    """Watch the workers of a run while it lasts.
 
-    The time until workers count as not started runs only while Spark does nothing for them: not
-    while a task runs that they need the results of, and again when there is progress. The stacks of
-    a worker that is dropped for its silence are logged; an error that says who was waited for has
+    The time until workers count as not started runs only while Spark does nothing for them: it
+    stops while tasks run whose results they need, and starts over on progress. The stacks of a
+    worker that is dropped for its silence are logged; an error that says who was waited for has
     them as a note.
 
     Args:
-        averager: of the run.
+        averager: the run's averager.
         stacks: asks the workers.
-        context: Spark's.
-        jobs: the run's.
-        tasks: in which the workers run.
+        context: the Spark context.
+        jobs: the run's jobs.
+        tasks: the number of tasks in which the workers run.
     """
     ended = threading.Event()
     thread = threading.Thread(
@@ -65,7 +65,7 @@ def watched(
         with stacks_on_signal(stacks):
             yield
     except (DeadlineError, CollectiveError) as error:
-        # The others were told to leave: who is still there is stuck.
+        # The others were told to leave: those still there are stuck.
         time.sleep(LEAVE_S)
         if told := stacks.ask():
             error.add_note(f"Workers that have not left:\n{told}")
@@ -77,9 +77,9 @@ def watched(
 
 @contextmanager
 def stacks_on_signal(stacks: Stacks) -> Iterator[None]:
-    """At SIGUSR1 to this process write every worker's stacks to standard error.
+    """On SIGUSR1 to this process, write every worker's stacks to standard error.
 
-    A handler of the user's stays; outside of the main thread there can be none.
+    The user's own handler stays; outside the main thread none can be set.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
@@ -145,13 +145,13 @@ def progress(context: SparkContext, jobs: RunJobs) -> list[StageProgress]:
 
 
 def computes_upstream(context: SparkContext, stages: Sequence[StageProgress], tasks: int) -> bool:
-    """Whether tasks run of which the workers need the results; a single one may take hours.
+    """Whether tasks are running whose results the workers need; a single one may take hours.
 
     Args:
-        context: Spark's.
-        stages: of the run's jobs.
-        tasks: in which the workers run. Their own stage is one that feeds no shuffle and has as
-            many: who runs there and has not joined may hang.
+        context: the Spark context.
+        stages: the stages of the run's jobs.
+        tasks: the number of tasks in which the workers run. Their own stage is one that feeds no
+            shuffle and has as many: a worker that runs there and has not joined may hang.
     """
     return any(
         stage.active and (stage.tasks != tasks or _feeds_a_shuffle(context, stage.number))

@@ -1,8 +1,8 @@
-"""What Spark has assigned to the ranks of a task, and the start of a process for each.
+"""What Spark has assigned to the ranks of a task, and how a process is started for each.
 
-A task with one GPU or none is one rank, a task with several GPUs
-(``spark.task.resource.gpu.amount``) as many. A rank runs in a process of its own, but for that of
-a fit which is alone in its task: that one trains in Spark's own Python process.
+A task with one GPU or none is one rank; a task with several GPUs
+(``spark.task.resource.gpu.amount``) is as many ranks as it has GPUs. Each rank runs in a process of
+its own, except the only rank of a task in a fit: that one trains in Spark's own Python process.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from sparkdl.spark.modules.arrival import Arrived, arrive, importable
 from sparkdl.spark.modules.shipment import Shipment
 
 _OF_BARRIERS = ("_conn_info", "_port", "_secret")
-"""PySpark's, by its version: how a task reaches its barrier in the executor."""
+"""PySpark's attributes, in its various versions, by which a task reaches the executor's barrier."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """What one rank has.
+    """What one rank has been assigned.
 
     Attributes:
-        rank: its number; those of one task follow each other.
+        rank: its number; the ranks of one task are numbered consecutively.
         task: the number of its task.
-        attempt: of the task.
-        cores: how many.
-        gpu: the address of its GPU, as Spark says it; None if Spark has assigned none.
-        of_task: the GPUs of all ranks of its task, in their order.
+        attempt: the ID of the task's attempt.
+        cores: the number of cores it may use.
+        gpu: the address of its GPU, as Spark reports it; None if Spark has assigned none.
+        of_task: the GPUs of all ranks of its task, in rank order.
     """
 
     rank: int
@@ -50,22 +50,22 @@ class Assignment:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What has to be set in a process before it first uses CUDA.
+        """The variables to set in a process before it first uses CUDA.
 
-        Of GPUs that are split (MIG) CUDA shows a process one part, the first that is listed.
+        Of split (MIG) GPUs, CUDA shows a process only one part: the first one listed.
         """
         return {VISIBLE: self.gpu} if self.gpu is not None and self.gpu.startswith("MIG-") else {}
 
 
 def assignments(context: TaskContext, ranks: int) -> list[Assignment]:
-    """What each rank of a task has.
+    """What each rank of a task has been assigned.
 
     Args:
-        context: the task's.
-        ranks: how many ranks every task is.
+        context: the task's context.
+        ranks: ranks per task.
     """
     found = context.resources().get("gpu")
-    # In the order of their numbers, as torchrun gives them out.
+    # In numerical order, the order in which torchrun assigns them.
     gpus = sorted(found.addresses, key=lambda each: (len(each), each)) if found else [None] * ranks
     return [
         Assignment(
@@ -100,14 +100,14 @@ def run_ranks(
         entry: ``module:function``, called with ``*arguments``, an ``Assignment`` and the rank's
             rows; yields record batches.
         arguments: plain values.
-        ranks: how many ranks every task is.
-        apart: whether a rank that is alone in its task gets a process of its own too.
-        shipment: modules of the user's own, as ``Shipment.plain`` gives them.
-        versions: of the packages that a rank needs; see ``bootstrap.require``.
+        ranks: ranks per task.
+        apart: whether the only rank of a task gets a process of its own too.
+        shipment: the user's own modules, as ``Shipment.plain`` gives them.
+        versions: the versions of the packages that a rank needs; see ``bootstrap.require``.
         batches: the task's rows, packed.
 
     Yields:
-        What the function does for all ranks.
+        What the function yields for all ranks.
     """
     batches = unpacked_rows(batches)
     context = TaskContext.get()
@@ -137,28 +137,28 @@ def run_ranks(
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What PySpark keeps in the process of a task, for that of a rank.
+    """What PySpark keeps in a task's process, to be passed on to a rank's process.
 
     Attributes:
-        files: where Spark keeps what the user has added to the session.
-        context: the task's.
-        barrier: how its barrier is reached, if it has one.
+        files: where Spark keeps the files that the user has added to the session.
+        context: the task's context.
+        barrier: how the task reaches its barrier, if it has one.
     """
 
     files: str
     context: TaskContext
-    barrier: dict[str, Any] = field(repr=False)  # a secret is among it
+    barrier: dict[str, Any] = field(repr=False)  # contains a secret
 
     @classmethod
     def of(cls, context: TaskContext) -> Surroundings:
-        """Those of the calling task."""
+        """The surroundings of the calling task."""
         barrier = {
             name: value for name, value in vars(BarrierTaskContext).items() if name in _OF_BARRIERS
         }
         return cls(SparkFiles.getRootDirectory(), context, barrier)
 
     def restore(self) -> None:
-        """Have PySpark find them in this process."""
+        """Put them where PySpark looks for them in this process."""
         SparkFiles._root_directory, SparkFiles._is_running_on_worker = self.files, True
         for kind in (TaskContext, BarrierTaskContext):
             kind._setTaskContext(self.context)
@@ -174,18 +174,18 @@ def run_rank(
     assigned: Assignment,
     batches: Iterator[pa.RecordBatch],
 ) -> Iterator[pa.RecordBatch]:
-    """Do the same in the process of one rank, where PySpark is to work as in the task's.
+    """Run the function in a rank's process, where PySpark is to work as it does in the task's.
 
     Args:
-        surroundings: the task's.
-        arrived: modules of the user's own.
+        surroundings: what PySpark keeps in the task's process.
+        arrived: the user's own modules.
         entry: as in ``run_ranks``.
         arguments: as in ``run_ranks``.
-        assigned: the rank's.
+        assigned: what the rank has been assigned.
         batches: the rank's rows.
 
     Yields:
-        What the function does.
+        What the function yields.
     """
     surroundings.restore()
     with importable(arrived):

@@ -1,8 +1,8 @@
 """The first code that runs in a worker's task; it must explain a Python that lacks everything else.
 
 This module is pickled by value, so it runs on an executor that has no sparkdl, or another project's
-(Databricks runtimes used to ship a module of that name). It may import nothing at its top that an
-executor could lack.
+(Databricks runtimes used to ship a module of that name). At the top level it may import nothing
+that an executor could lack.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ def make_task(
 
     Args:
         entry: ``module:function`` to call on the executor with ``*arguments`` and the batches.
-        arguments: plain values, for the executor may not be able to unpickle others.
-        versions: as ``require`` takes them.
+        arguments: plain values, because the executor may be unable to unpickle others.
+        versions: as for ``require``.
     """
 
     def task(batches: Iterator[Any]) -> Iterator[Any]:
         import gc
         import importlib
 
-        # Imports only add: a tenth of their time would go into looking for what could be freed.
+        # Imports free next to nothing, yet the collector would take a tenth of their time.
         gc.disable()
         try:
             require(versions)
@@ -50,7 +50,7 @@ def require(versions: dict[str, str]) -> None:
         versions: the driver's versions of the packages that must match, by import name.
 
     Raises:
-        RuntimeError: a package is missing, or of another version.
+        RuntimeError: a package is missing or has another version.
     """
     import importlib
     import socket

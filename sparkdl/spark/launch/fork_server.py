@@ -1,14 +1,14 @@
-"""The process from which ranks are forked: it has imported what they need, and runs nothing itself.
+"""The process from which ranks are forked: it imports what they need, and runs nothing itself.
 
     task's process (``forked.py``)       this process                      a rank's process
     one byte, a channel and a lease -->  fork  ------------------------->  serves the channel
-                                <------  on the lease: its number
+                                <------  on the lease: its process ID
     the lease closed            ------>  SIGKILL  ---------------------->
-                                <------  on the lease: how it has ended
+                                <------  on the lease: how it ended
 
-So a rank finds nothing of what ran before it, and does not wait until torch is imported. This
-process has one thread of Python's, has not touched a GPU, and ends with the task's, as do those
-that it has forked.
+So a rank finds no traces of what ran before it, and does not wait for torch to be imported. This
+process has a single Python thread, has not touched a GPU, and ends with the task's process, as do
+the processes that it has forked.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from sparkdl.spark.launch.forked import TELLS
 from sparkdl.spark.launch.rank_process import serve
 
 _PR_SET_PDEATHSIG = 1
-"""Of Linux's ``prctl``: which signal a process gets when the one that started it ends."""
+"""The ``prctl`` option of Linux that sets the signal a process gets when its parent ends."""
 
 
 def main() -> None:
-    """Import, say so, and fork until the host has gone; who is forked serves its channel."""
+    """Import, say so, and fork until the host has gone; each forked process serves its channel."""
     told = json.loads(sys.argv[1])
-    del sys.argv[1:]  # nothing of the user's
+    del sys.argv[1:]  # these are not the user's arguments
     _end_with(told["host"], signal.SIGTERM)
     with socket.socket(fileno=told["control"]) as control:
         control.set_inheritable(False)
@@ -51,39 +51,39 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    # Not by the interpreter's own end: what libraries still hold there may wait for each other.
+    # Skips the interpreter's shutdown, where things that libraries still hold may deadlock.
     os._exit(0)
 
 
 def _prepare(preload: list[str], versions: dict[str, str]) -> str | None:
-    """Import what ranks need; say what is missing for it."""
+    """Import what ranks need; return what is missing, if anything is."""
     gc.disable()
     try:
         require(versions)
         for name in preload:
             importlib.import_module(name)
-        pa.array([])  # for which Arrow imports pandas, if there is one: half a second in each rank
+        pa.array([])  # makes Arrow import pandas, if it is there: half a second in each rank
     except RuntimeError as error:
         return str(error)
-    # What the processes share stays shared: their collector would write to all of it.
+    # Keeps the pages shared between the processes: a collection would write to all of them.
     gc.freeze()
     gc.enable()
     return None
 
 
 class _Server:
-    """Forks when the host asks for it, and looks after what it has forked."""
+    """Forks when the host asks it to, and looks after the processes that it has forked."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._leases: dict[int, socket.socket] = {}
-        self._poll = select.poll()  # has no descriptor that a fork would share
+        self._poll = select.poll()  # unlike epoll, has no descriptor that a fork would share
         self._woken, self._waker = os.pipe()
         os.set_blocking(self._woken, False)
         os.set_blocking(self._waker, False)
 
     def fork_on_request(self) -> socket.socket:
-        """Serve the host; returns in each process that is forked, and there only: its channel."""
+        """Serve the host; returns only in a forked process, and there gives its channel."""
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, lambda *_: self._end())
@@ -103,7 +103,7 @@ class _Server:
                 return channel
 
     def _fork(self) -> socket.socket | None:
-        """Fork as the host asks; returns the channel in the new process."""
+        """Fork as the host asks; in the new process, return its channel."""
         asked, descriptors, _, _ = socket.recv_fds(self._control, 1, 2)
         if not asked:
             self._end()
@@ -117,7 +117,7 @@ class _Server:
             lease.close()
             return channel
         channel.close()
-        with contextlib.suppress(OSError):  # the host has gone; its end is noticed next
+        with contextlib.suppress(OSError):  # the host has gone, which the next poll will show
             lease.sendall(TELLS.pack(process))
         if process > 0:
             self._leases[process] = lease
@@ -127,10 +127,10 @@ class _Server:
         return None
 
     def _become_a_rank(self) -> None:
-        """Drop what is the server's in a process that was just forked."""
+        """Drop what belongs to the server, in a process that was just forked."""
         server = os.getppid()
-        # As under torchrun: Linux shares the cores among sessions first, threads of several ranks
-        # in one session keep each other waiting.
+        # As under torchrun: Linux divides the cores among sessions first, and the threads of
+        # several ranks in one session would keep each other waiting.
         os.setsid()
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM):
@@ -145,7 +145,7 @@ class _Server:
             faulthandler.enable(sys.__stderr__)
 
     def _reap(self) -> None:
-        """Tell how processes have ended, and end what they have left running."""
+        """Report how processes ended, and kill what they left running."""
         while self._leases:
             process, status = os.waitpid(-1, os.WNOHANG)
             if not process:
@@ -155,7 +155,7 @@ class _Server:
             with self._leases.pop(process) as lease:
                 with contextlib.suppress(KeyError):  # it was killed
                     self._poll.unregister(lease)
-                with contextlib.suppress(OSError):  # nobody waits for it
+                with contextlib.suppress(OSError):  # nobody is waiting for it
                     lease.sendall(TELLS.pack(os.waitstatus_to_exitcode(status)))
 
     def _end(self) -> NoReturn:
@@ -165,15 +165,15 @@ class _Server:
 
 
 def _kill(process: int) -> None:
-    """End a process that is not reaped yet, and its own; it may not lead a group so far."""
+    """Kill a process that is not reaped yet, and its group, which it may not lead yet."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(process, signal.SIGKILL)
 
 
 def _end_with(parent: int, number: signal.Signals) -> None:
-    """Have the kernel signal this process as soon as its parent ends, however that comes about."""
+    """Have the kernel signal this process as soon as its parent ends, for whatever reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number))
     if os.getppid() != parent:
-        os._exit(1)  # it has ended before
+        os._exit(1)  # it ended before the call above

@@ -16,10 +16,10 @@ from pathlib import Path
 from sparkdl.errors import TrainingError
 
 TELLS = struct.Struct("<q")
-"""What goes over a lease: the number of the process, or less than 0 for the error that kept it
-from being made; then the code with which it has ended, less than 0 for a signal."""
+"""What goes over a lease: the process ID, or the negated errno if no process could be made; then
+the code with which the process ended, negative for a signal."""
 EXIT_S = 5.0
-"""Seconds for a process to end that was told to, or that has nothing left to do."""
+"""Seconds within which a process must end once it was told to, or has nothing left to do."""
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1])['path']; "
@@ -28,15 +28,15 @@ _START = (
 
 
 class ForkServer:
-    """A process of this one's that forks others; ends with this one, and they with it.
+    """A child of this process that forks others; it ends with this process, and they with it.
 
     Args:
         preload: modules to import before the first fork.
         versions: the driver's versions of the packages that must match, by import name.
 
     Raises:
-        RuntimeError: a package is missing, or of another version.
-        TrainingError: the process has ended at once.
+        RuntimeError: a package is missing or has another version.
+        TrainingError: the process ended at once.
     """
 
     def __init__(self, preload: Sequence[str], versions: Mapping[str, str]) -> None:
@@ -71,14 +71,14 @@ class ForkServer:
 
     @property
     def is_there(self) -> bool:
-        """Whether it can fork."""
+        """Whether it is still running, so that it can fork."""
         return self._process.poll() is None
 
     def fork(self, channel: socket.socket) -> ForkedProcess:
         """Fork a process that serves a channel; see ``rank_process``.
 
         Args:
-            channel: its end, which the caller may close.
+            channel: the new process's end, which the caller may close afterwards.
 
         Raises:
             TrainingError: the system refuses, or the server has ended.
@@ -93,7 +93,7 @@ class ForkServer:
         return ForkedProcess(lease)
 
     def close(self) -> None:
-        """End it, and what it has forked."""
+        """End the server and the processes that it has forked."""
         self._control.close()
         try:
             self._process.wait(EXIT_S)
@@ -103,16 +103,16 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """One that was forked; a context manager that ends it.
+    """A process that was forked; a context manager that ends it.
 
     Args:
-        lease: leads to the server, which ends the process when nobody holds this end any more.
+        lease: leads to the server, which kills the process once nobody holds this end any more.
 
     Attributes:
-        number: the system's for it.
+        number: its process ID.
 
     Raises:
-        TrainingError: the system makes no process, or the server has ended.
+        TrainingError: the system cannot make a process, or the server has ended.
     """
 
     def __init__(self, lease: socket.socket) -> None:
@@ -121,7 +121,7 @@ class ForkedProcess:
         number = self._receive()
         if number is None or number < 0:
             lease.close()
-            why = os.strerror(-number) if number else "the one to fork it from has ended"
+            why = os.strerror(-number) if number else "the process to fork it from has ended"
             raise TrainingError(f"no process for a rank on {socket.gethostname()}: {why}")
         self.number = number
 
@@ -132,12 +132,12 @@ class ForkedProcess:
         if kind is None:
             self.wait(EXIT_S)
         with contextlib.suppress(OSError):  # the server has ended
-            self.lease.shutdown(socket.SHUT_WR)  # by which it kills what has not ended
+            self.lease.shutdown(socket.SHUT_WR)  # makes the server kill a process still running
         self.wait(EXIT_S)
         self.lease.close()
 
     def wait(self, patience_s: float) -> int | None:
-        """How it has ended: its code, less than 0 for a signal; None if it has not, or by whom.
+        """Its exit code, negative for a signal; None if it has not ended or nobody can tell.
 
         Args:
             patience_s: how long to wait for its end, in seconds.
@@ -155,7 +155,7 @@ _server: ForkServer | None = None
 
 
 def fork_server(preload: Sequence[str], versions: Mapping[str, str]) -> ForkServer:
-    """This process's, started at the first call and kept; see ``ForkServer``."""
+    """The fork server of this process, started on the first call and kept."""
     global _server
     if _server is None or not _server.is_there:
         _server = ForkServer(preload, versions)
@@ -163,14 +163,14 @@ def fork_server(preload: Sequence[str], versions: Mapping[str, str]) -> ForkServ
 
 
 def search_path() -> list[str]:
-    """Where this process looks for modules, for one whose working directory is another."""
+    """Where this process looks for modules, for a process with another working directory."""
     return [each for each in sys.path if each]
 
 
 def _first_environment() -> dict[str, str]:
-    """The variables with which this process has begun, where the system says so.
+    """The variables with which this process began, where the system tells.
 
-    In a Python worker of Spark's the daemon's: other programs' tasks may have changed them since.
+    In a Python worker these are the daemon's: tasks of other programs may have changed them since.
     """
     try:
         entries = [each for each in Path("/proc/self/environ").read_bytes().split(b"\0") if each]
@@ -182,6 +182,6 @@ def _first_environment() -> dict[str, str]:
 
 
 def _first_directory() -> str | None:
-    """That of the process which has started this one, Spark's daemon: tasks may leave theirs."""
+    """The working directory of the parent, Spark's daemon: tasks may have left this process's."""
     directory = f"/proc/{os.getppid()}/cwd"
     return directory if os.path.isdir(directory) else None

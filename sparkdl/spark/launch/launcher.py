@@ -1,4 +1,4 @@
-"""Run the workers of one fit as one Spark job, in the background of the driver's rounds."""
+"""Run the workers of one fit as one Spark job, in the background while the driver runs rounds."""
 
 from __future__ import annotations
 
@@ -50,28 +50,28 @@ from sparkdl.worker import Job
 logger = logging.getLogger(__name__)
 
 LEAVE_S = 2.0
-"""Seconds that workers have to leave by themselves after a failure, before they are killed."""
+"""Seconds that workers have to leave on their own after a failure, before they are killed."""
 JOB_END_S = 30.0
 """Seconds to wait for the Spark job to end once every worker has finished or was cancelled."""
 
 _NEEDED_BY_PYSPARK = re.compile(
     r"No module named '(?:pyarrow|pandas|numpy)'|(?:PyArrow|Pandas) >= [\d.]+ must be installed"
 )
-"""Missing before our own code could look."""
+"""How PySpark words it when a package is missing before our own code can check."""
 
 _NO_PYTHON = re.compile(
     r'Cannot run program "(?P<path>[^"]+)": error=\d+, (?P<why>[^\n]+)\n'
     r"(?:\s+at java[^\n]*\n)*\s+at org\.apache\.spark\.api\.python\.PythonWorkerFactory"
 )
-"""How a task ends whose executor finds no interpreter to start."""
+"""How a task fails when its executor finds no interpreter to start."""
 _PLACE = re.compile(r"\((\S+) executor \w+\)")
 
 _UNREACHABLE = re.compile(
     rf"{DisconnectedError.__module__}\.{DisconnectedError.__qualname__}: (rank \d+ cannot reach .*)"
 )
-"""How a task ends that could never tell the driver of itself."""
+"""How a task fails that could never reach the driver."""
 
-# Functions of that module must run on executors that cannot import it.
+# The functions of that module must run on executors that cannot import it.
 spark_cloudpickle.register_pickle_by_value(bootstrap)  # type: ignore[no-untyped-call]
 
 
@@ -108,7 +108,7 @@ def launch(workers: Workers, job: Job) -> Launch:
         def run_job() -> None:
             try:
                 if not run_on_rows(workers, job.seed, task, OUTPUT_DDL, barrier=barrier):
-                    # Spark starts no task for what it finds to be empty while it plans or shuffles.
+                    # Spark starts no task for what turns out empty while it plans or shuffles.
                     averager.fail(DataError(NO_ROWS))
                 # Dropped if every worker has finished, as it should be.
                 averager.fail(
@@ -124,7 +124,7 @@ def launch(workers: Workers, job: Job) -> Launch:
         try:
             yield
         except SparkDLError as error:
-            # Workers that wait for a round learn of the failure and leave by themselves; killing
+            # Workers that wait for a round learn of the failure and leave on their own; killing
             # them would cost the session its warm Python processes.
             thread.join(LEAVE_S)
             if isinstance(error, DataError | ModelError) and names_others(str(error), workers):
@@ -165,11 +165,11 @@ def rank_task(
     Args:
         entry: ``module:function``; see ``assignment.run_ranks``.
         arguments: plain values.
-        ranks_a_task: how many ranks each task is.
-        shipment: modules of the user's own that the function needs.
-        apart: whether a rank that is alone in its task gets a process of its own too.
+        ranks_a_task: ranks per task.
+        shipment: the user's own modules that the function needs.
+        apart: whether the only rank of a task gets a process of its own too.
     """
-    # A plain str: torch's own kind cannot be unpickled where torch is missing.
+    # A plain str: torch's own version type cannot be unpickled where torch is missing.
     versions = {"torch": str(torch.__version__)}
     return bootstrap.make_task(
         "sparkdl.spark.launch.assignment:run_ranks",
@@ -179,7 +179,7 @@ def rank_task(
 
 
 def as_training_error(error: Exception) -> SparkDLError:
-    """Say why the Spark job failed, in the words of our own bootstrap if it was that."""
+    """Say why the Spark job failed, in our bootstrap's own words if the bootstrap refused."""
     if isinstance(error, SparkDLError):
         return error
     text = str(error)

@@ -7,9 +7,9 @@
     b"E"                        ------> there are no more
                                 <------ the answer, pickled: record batches, or a traceback
 
-Each pair speaks over a socket pair of its own. The processes are forked from a clean one
+Each rank has a socket pair of its own. The processes are forked from a clean one
 (``fork_server.py``). A rank's process ends with the task's, however that ends: the kernel sees to
-it. Nothing here knows Spark.
+it. Nothing here knows about Spark.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RankCall:
         rank: the rank's number, for messages.
         entry: ``module:function``, called with ``*arguments`` and an iterator of record batches;
             yields record batches.
-        arguments: what can be pickled.
+        arguments: values that can be pickled.
         environment: variables to set in the process before it calls anything.
     """
 
@@ -60,12 +60,12 @@ def host_ranks(
     """Run ranks side by side, each in a process of its own, until all have ended.
 
     Args:
-        calls: what each does; the ranks of one task in their order.
+        calls: what each rank does; the ranks of one task, in order.
         batches: the task's rows, distributed to the ranks by ``shares``.
         server: forks their processes.
 
     Yields:
-        What all of them yield, in the order of the ranks.
+        What all of them yield, in rank order.
 
     Raises:
         WorkerLostError: a process ended without an answer; the others are ended too, because the
@@ -81,15 +81,15 @@ def host_ranks(
 
 
 def shares(batch: pa.RecordBatch, ranks: int, before: int) -> list[pa.RecordBatch]:
-    """Cut a record batch into the rows of each rank, the same ones in every run.
+    """Split a record batch into the rows of each rank, the same ones in every run.
 
-    By ``ORDER_COLUMN``, a hash, in whatever order rows arrive: each rank gets about as many. Rows
-    without it arrive in the same order every time, and each rank gets one in turn.
+    With ``ORDER_COLUMN``, a hash, the arrival order does not matter, and ranks get about equally
+    many rows. Rows without it arrive in the same order every time, and are dealt out in turn.
 
     Args:
         batch: the rows.
-        ranks: how many.
-        before: rows of the task that came before.
+        ranks: the number of ranks.
+        before: the number of the task's rows that came before these.
     """
     if ranks == 1:
         return [batch]
@@ -117,11 +117,11 @@ class _Rank:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # Before its channel is closed, which it would take for the end of its rows.
+        # Before its channel is closed, which the process would take for the end of its rows.
         self._process.__exit__(kind)
         for each in (self._output, self.channel):
             each.close()
-        with contextlib.suppress(OSError):  # what it did not read
+        with contextlib.suppress(OSError):  # there is output that it never read
             self._input.close()
 
     @property
@@ -130,19 +130,19 @@ class _Rank:
         return self._process.lease
 
     def call(self) -> None:
-        """Say what to do."""
+        """Tell the process what to do."""
         settings = (search_path(), dict(self._call.environment))
         work = (self._call.entry, self._call.arguments)
         for part in (settings, work):
             self._tell(functools.partial(pickle.dump, part, self._input, protocol=5))
 
     def put(self, batch: pa.RecordBatch) -> None:
-        """Pass rows on to the ranks."""
+        """Pass rows on to the rank."""
         if batch.num_rows:
             self._tell(lambda: self._rows_like(batch).write_batch(batch))
 
     def end(self) -> None:
-        """Say that there are no more rows."""
+        """Tell the process that there are no more rows."""
 
         def write() -> None:
             if self._rows is not None:
@@ -155,11 +155,11 @@ class _Rank:
         """Wait for its answer.
 
         Raises:
-            WorkerLostError: it has ended without one.
+            WorkerLostError: it ended without one.
             TrainingError: its function raised.
         """
         try:
-            answer = pickle.load(self._output)  # of a process of our own
+            answer = pickle.load(self._output)  # from a process of our own
         except (EOFError, OSError, pickle.UnpicklingError):
             raise self.lost() from None
         if isinstance(answer, str):
@@ -187,7 +187,7 @@ class _Rank:
         return self._rows
 
     def _tell(self, write: Callable[[], object]) -> None:
-        """Write, but not to one that has answered; find out why one does not listen any more."""
+        """Write, unless the rank has answered; if it no longer listens, find out why."""
         if self.answer is not None:
             return
         try:
@@ -216,11 +216,11 @@ def _collect(ranks: Sequence[_Rank]) -> None:
     leases = {rank.lease: rank for rank in channels.values()}
     while channels:
         ready = multiprocessing.connection.wait([*channels, *leases])
-        # First: who has answered may end at once.
+        # Channels first: a process may end as soon as it has answered.
         for channel in [each for each in channels if each in ready]:
             rank = channels.pop(channel)
             del leases[rank.lease]
             rank.receive()
         for lease in [each for each in leases if each in ready]:
-            # A process that it has started may keep the channel open after its end.
+            # The channel alone does not tell: a child of the process may keep it open.
             raise leases[lease].lost()

@@ -24,7 +24,7 @@ def serve(channel: socket.socket) -> None:
     Args:
         channel: leads to the host.
     """
-    # Where they were when this process was forked, as in every other one.
+    # The fork left every process with the same state.
     np.random.seed()
     random.seed()
     with channel, channel.makefile("rb") as source, channel.makefile("wb") as sink:
@@ -40,7 +40,7 @@ def _answer(source: BinaryIO) -> list[pa.RecordBatch] | str:
         module, name = entry.split(":")
         function = getattr(importlib.import_module(module), name)
         return list(function(*arguments, _rows(source)))
-    except Exception:  # whatever it is, the host has to know
+    except Exception:  # the host has to know, whatever it is
         return traceback.format_exc().rstrip()
 
 
@@ -50,4 +50,4 @@ def _rows(source: BinaryIO) -> Iterator[pa.RecordBatch]:
         yield from pa.ipc.open_stream(source)
         sign = source.read(1)
     if sign != END:
-        os._exit(1)  # the host has died among its rows: those that are here are not all
+        os._exit(1)  # the host died while sending rows: those received are not all of them

@@ -33,8 +33,8 @@ def run_worker_task(
     """Train one replica on one rank's rows.
 
     Args:
-        payload: the pickled ``Job``, ``Network`` and who demands that rows
-            are in memory.
+        payload: the pickled ``Job``, ``Network``, and what demands that rows stay in memory, if
+            anything does.
         address: the fields of the ``ServiceAddress`` of the averager and the console.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         echo: whether what is printed is also written to this process's own streams.
@@ -42,7 +42,7 @@ def run_worker_task(
         batches: the rank's rows.
 
     Yields:
-        One record batch with the rank; everything else travels by the averager.
+        One record batch with the rank; everything else goes through the averager.
     """
     write_threads_on_signal()
     defer_compiler()
@@ -61,10 +61,10 @@ def run_worker_task(
             task=assigned.task,
             network=network,
         )
-    except Exception as error:  # an import missing on this executor is the user's to see
+    except Exception as error:  # the user has to see an import that this executor lacks
         report_failure(averager, rank, error)
     else:
-        # Spark goes on to use this process for other jobs of the user's.
+        # Spark will use this process for the user's other jobs.
         with streams_put_back(), forwarded(averager, rank, echo=echo):
             train(job, placement, averager, batches)
     yield pa.record_batch([pa.array([rank])], schema=OUTPUT_SCHEMA)

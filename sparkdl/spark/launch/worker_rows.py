@@ -1,4 +1,4 @@
-"""The rows of one fit as its workers receive them, and where a bad one of them was before."""
+"""The rows of one fit as its workers receive them, and where a bad row came from."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from sparkdl.spark.rows.record_batches import small_record_batches
 logger = logging.getLogger(__name__)
 
 COUNT_S = 60.0
-"""Seconds for finding out in which of Spark's partitions a bad row is."""
+"""Seconds allowed for finding out in which of Spark's partitions a bad row is."""
 
 _FORBIDDEN_LINEAGE = "Barrier execution mode does not allow the following pattern of RDD chain"
-"""How Spark words it, in every version that has barrier stages."""
+"""Spark's wording of this error, in every version that has barrier stages."""
 
 
 Task = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
@@ -46,14 +46,14 @@ class Workers:
         frame: the user's DataFrame.
         columns: the columns to feed, in the order of the job's schema.
         num_workers: ranks to run at the same time.
-        delivery: which way the rows go to them.
+        delivery: how the rows get to them.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         description: shown in the Spark UI.
         network: how they reach each other.
         store_in: where they keep their rows: ``disk`` or ``memory``.
-        ranks_a_task: how many of them each task is; divides ``num_workers``.
-        ship_modules: whether modules of the user's own are sent to them.
-        replanned: how ``frame`` has come to be the user's in other partitions, if it has.
+        ranks_a_task: ranks per task; divides ``num_workers``.
+        ship_modules: whether the user's own modules are sent to them.
+        replanned: how the user's rows were planned again into the partitions of ``frame``, if so.
     """
 
     frame: DataFrame
@@ -77,22 +77,22 @@ class Workers:
 def delivered(
     frame: DataFrame, tasks: int, ranks_a_task: int, wish: str, gang_start_for: str | None
 ) -> tuple[Delivery, Replanned | None]:
-    """Choose the way of a DataFrame's rows, with files planned again where that avoids a shuffle.
+    """Choose how a DataFrame's rows travel, planning files again where that avoids a shuffle.
 
     Plans, but runs no job.
 
     Args:
         frame: the rows.
-        tasks: that want them.
-        ranks_a_task: how many workers each of them is.
+        tasks: the number of tasks that will read them.
+        ranks_a_task: ranks per task.
         wish: one of ``SHUFFLES``.
         gang_start_for: what needs a gang-scheduled start; None if nothing does.
 
     Returns:
-        The way, and what is to be read instead of ``frame``, if anything is.
+        How they travel, and what to read instead of ``frame``, if anything.
 
     Raises:
-        ConfigError: the rows are to stay where they are, and cannot.
+        ConfigError: the rows are to stay where they are, but cannot.
     """
     delivery = delivery_of(known_partitions(frame), tasks, ranks_a_task, wish, gang_start_for)
     if delivery.way is not Way.SHUFFLED or wish == "spark":
@@ -105,20 +105,20 @@ def delivered(
 
 
 def worker_frame(workers: Workers, seed: int, *, barrier: bool = False) -> DataFrame:
-    """The rows as workers receive them: only what is needed, packed, a partition for each task.
+    """The rows as workers receive them: only what is needed, packed, one partition per task.
 
-    What shuffles delivers the same set of rows to a partition in every run, but in another order.
-    The workers sort them, where Spark would sort whole rows: by a hash of where a row was before
-    our shuffle if that is the same in every run, else by its content, of which they compute a
-    number anyway. Rows that come from files straight to the workers need neither.
+    A shuffle delivers the same set of rows to a partition in every run, but in varying order.
+    Spark would sort whole rows, so the workers sort them instead: by a hash of where a row was
+    before our shuffle if that is the same in every run, else by its content, of which they compute
+    a hash anyway. Rows that go straight from files to the workers need neither.
 
     Args:
         workers: whose rows.
-        seed: of the rows' order.
+        seed: determines the rows' order.
         barrier: whether the tasks need a gang-scheduled start.
 
     Raises:
-        ConfigError: they do, and there are more or fewer partitions, which are to stay.
+        ConfigError: they do, but the partitions, which are to stay as they are, differ in number.
     """
     rows = _with_order(workers, seed)
     if workers.delivery.way is Way.SHUFFLED:
@@ -131,7 +131,7 @@ def worker_frame(workers: Workers, seed: int, *, barrier: bool = False) -> DataF
 
 
 def _with_order(workers: Workers, seed: int) -> DataFrame:
-    """The rows as workers receive them, but perhaps in other partitions."""
+    """The rows as workers receive them, except that their partitions may differ."""
 
     def order(*identity: Column) -> Column:
         return F.xxhash64(F.lit(seed), *identity).alias(ORDER_COLUMN)
@@ -139,7 +139,7 @@ def _with_order(workers: Workers, seed: int) -> DataFrame:
     columns = {f"c{index}": column for index, column in enumerate(workers.columns)}
     stable = has_stable_order(workers.frame)
     shuffled = workers.delivery.way is Way.SHUFFLED
-    # Others, like a fraction that is held out, are of no DataFrame.
+    # Columns of other types, such as a held-out fraction, belong to no DataFrame.
     names = {name: column.name for name, column in columns.items() if type(column) is InputColumn}
     in_files = columns_in_files(workers.frame, names) if stable and not shuffled else {}
     chosen = [c.expression().alias(name) for name, c in columns.items() if name not in in_files]
@@ -156,12 +156,12 @@ def _with_order(workers: Workers, seed: int) -> DataFrame:
         return rows
     if workers.ranks_a_task == 1:
         return rows.select("*", F.lit(None).alias(ORDER_COLUMN))
-    # Who assigns the rows to ranks does not look into them.
+    # The code that assigns rows to ranks does not look into them.
     return rows.select("*", order(*[quoted(name) for name in rows.columns]))
 
 
 def names_others(message: str, workers: Workers) -> bool:
-    """Whether a message names places that are not those of the partitions that Spark has read."""
+    """Whether a message names places other than those in the partitions that Spark has read."""
     others = workers.delivery.way is Way.GROUPED or (
         workers.delivery.way is Way.AS_IT_IS and workers.replanned is not None
     )
@@ -171,14 +171,14 @@ def names_others(message: str, workers: Workers) -> bool:
 def with_original_places(message: str, workers: Workers, seed: int, jobs: RunJobs) -> str:
     """A message about rows, with their places in the partitions that Spark has read.
 
-    Where a task reads several, one behind the other, what a worker knows is the position in all of
-    them. So their rows are counted, when the workers have left and there are slots again.
+    A worker whose task reads several partitions, one after another, knows only the position in
+    all of them. So their rows are counted, once the workers have left and slots are free again.
 
     Args:
-        message: with places as the workers know them.
+        message: the message, with places as the workers know them.
         workers: whose rows.
-        seed: of the rows' order.
-        jobs: as which they are counted.
+        seed: determines the rows' order.
+        jobs: runs the Spark job that counts them.
     """
     translated: list[str] = []
 
@@ -189,7 +189,7 @@ def with_original_places(message: str, workers: Workers, seed: int, jobs: RunJob
     def translate() -> None:
         try:
             translated.append(with_places(message, lambda place: found().origin(*place)))
-        except Exception:  # whatever ends a Spark job; the message is more than its places
+        except Exception:  # anything can end a Spark job; the message matters more than its places
             logger.warning("bad rows could not be looked for", exc_info=True)
 
     thread = jobs.start(translate)
@@ -199,13 +199,13 @@ def with_original_places(message: str, workers: Workers, seed: int, jobs: RunJob
     if translated:
         return translated[0]
     return (
-        f"{message} (partition n stands for all that task n has read, one behind the other: their "
-        f"rows could not be counted, or not in {COUNT_S:g} s)"
+        f"{message} (partition n stands for all that task n has read, one after another: their "
+        f"rows could not be counted, or not within {COUNT_S:g} s)"
     )
 
 
 def _whole_partitions(rows: DataFrame, workers: Workers, *, barrier: bool) -> DataFrame:
-    """As many partitions as tasks, of whole ones."""
+    """As many partitions as tasks, each made of whole partitions."""
     tasks, exchanged = workers.num_tasks, workers.delivery.exchanged
     after = f"and exchanged among {workers.num_workers} workers" if exchanged else "and stay there"
     if workers.delivery.way is Way.AS_IT_IS:
@@ -228,7 +228,7 @@ def _whole_partitions(rows: DataFrame, workers: Workers, *, barrier: bool) -> Da
 
 
 def _without_groups(workers: Workers, error: NoGroupsError) -> Workers:
-    """What is done on a Spark that cannot put any partitions together."""
+    """What to run on a Spark that cannot put partitions together."""
     frame, delivery = workers.frame, workers.delivery
     partitions = known_partitions(frame)
     if partitions is not None and partitions >= workers.num_tasks:
@@ -241,17 +241,17 @@ def _without_groups(workers: Workers, error: NoGroupsError) -> Workers:
 def run_on_rows(
     workers: Workers, seed: int, task: Task, output: str, *, barrier: bool
 ) -> list[Row]:
-    """Run the tasks; after a shuffle where barrier mode refuses what is upstream in their stage.
+    """Run the tasks, after a shuffle if barrier mode refuses what is upstream in their stage.
 
     Args:
         workers: whose rows, and how many tasks.
-        seed: of the rows' order.
+        seed: determines the rows' order.
         task: what to run on each partition.
         output: the schema of what it yields, as DDL.
         barrier: whether they need a gang-scheduled start.
 
     Returns:
-        What the tasks have yielded.
+        What the tasks yielded.
     """
 
     def run_on(rows: DataFrame) -> list[Row]:

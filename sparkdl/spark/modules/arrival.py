@@ -1,10 +1,10 @@
-"""Modules of the user's own on an executor: importable for one task, and nothing left of it after.
+"""The user's own modules on an executor: importable for one task, leaving no trace afterwards.
 
-Spark's Python processes are used again, by other programs too. So a task takes out what was
-imported under the same names before, and puts it back when it ends; the next task imports what may
-have been edited since. Where all files lie on this host as on the driver, in local mode or on a
-shared file system, they are imported from there, with whatever lies beside them. Elsewhere they are
-unpacked, once on each executor, into a folder that only this user may enter.
+Spark reuses its Python processes, also for other programs. So a task takes out what was imported
+before under the same names, and puts it back when it ends; the next task imports what may have been
+edited since. If all files are where they are on the driver, in local mode or on a shared file
+system, they are imported from there, with whatever lies beside them. Otherwise they are unpacked,
+once per executor, into a folder that only this user may enter.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from sparkdl.spark.rows.scratch import row_directory
 from sparkdl.user_code.missing_modules import left_behind
 
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EPERM, errno.EACCES)
-"""How the system says that something is already where a folder is to be."""
+"""How the system says that something is already in the place of a new folder."""
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """Where modules of the user's own are on this host.
+    """Where the user's own modules are on this host.
 
     Attributes:
-        places: by the dotted name of each the folder that it is in.
+        places: each module's dotted name, with the folder that it is in.
         search: folders for ``sys.path``, for processes that a worker starts.
-        left_out: what did not come, with the reasons.
+        left_out: what did not come, and why.
     """
 
     places: tuple[tuple[str, str], ...]
@@ -50,10 +50,10 @@ class Arrived:
 
 
 def arrive(shipment: Shipment | None) -> Arrived:
-    """Have the modules of a shipment on this host.
+    """Make the files of a shipment's modules available on this host.
 
     Raises:
-        SetupError: its archive holds what does not belong there, or there is no place for it.
+        SetupError: its archive holds what does not belong there, or cannot be unpacked safely.
     """
     if shipment is None:
         return Arrived((), (), ())
@@ -78,12 +78,12 @@ def arrive(shipment: Shipment | None) -> Arrived:
 
 @contextmanager
 def importable(arrived: Arrived, kept: dict[str, types.ModuleType] | None = None) -> Iterator[None]:
-    """Have modules importable for the length of a ``with`` block.
+    """Make modules importable for the duration of a ``with`` block.
 
     Args:
         arrived: the modules.
-        kept: of those that another block has imported; replaced by what there is at the end. None
-            to import all again.
+        kept: those that an earlier block imported; replaced at the end by those then imported.
+            None to import all again.
     """
     if not arrived.places:
         with left_behind(dict(arrived.left_out)):
@@ -107,7 +107,7 @@ def importable(arrived: Arrived, kept: dict[str, types.ModuleType] | None = None
         with left_behind(dict(arrived.left_out)):
             yield
     finally:
-        with contextlib.suppress(ValueError):  # the user's code has taken it out
+        with contextlib.suppress(ValueError):  # the user's code has removed it
             sys.meta_path.remove(finder)
         for each in added:
             with contextlib.suppress(ValueError):
@@ -118,7 +118,7 @@ def importable(arrived: Arrived, kept: dict[str, types.ModuleType] | None = None
             kept.update(imported)
         _put_in(hidden)
         for name in sorted(unknown, key=len, reverse=True):
-            # Folders that are no packages, unless something else is in them.
+            # Folders that are not packages, unless other modules in them are imported.
             if not any(each.startswith(f"{name}.") for each in sys.modules):
                 _take_out([name])
 
@@ -135,16 +135,16 @@ class _Finder:
         path: Sequence[str] | None = None,
         target: types.ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """Called by Python for each import of what is not in ``sys.modules``."""
+        """Called by Python for each import of a module that is not in ``sys.modules``."""
         place = self._places.get(name)
         return None if place is None else PathFinder.find_spec(name, [place])
 
 
 def _look_again() -> None:
-    """Have Python find what has come into folders since it last looked there.
+    """Have Python find what has been added to folders since it last looked there.
 
-    ``importlib.invalidate_caches`` would read the list of PySpark's zip file again too, once for
-    each package in that: 0.15 s of processor time in every task.
+    ``importlib.invalidate_caches`` would also reread the directory of PySpark's zip file, once for
+    each package in it: 0.15 s of processor time in every task.
     """
     for path, finder in list(sys.path_importer_cache.items()):
         if finder is None:  # there was no such folder
@@ -154,7 +154,7 @@ def _look_again() -> None:
 
 
 def _take_out(names: Sequence[str]) -> dict[str, types.ModuleType]:
-    """Have Python forget modules and all in them; returns what it knew."""
+    """Have Python forget modules and their submodules; returns those that it had imported."""
     prefixes = tuple(f"{name}." for name in names)
     known = [each for each in sys.modules if each in names or each.startswith(prefixes)]
     taken = {name: sys.modules.pop(name) for name in known}
@@ -195,7 +195,7 @@ def _is_same(folder: Path, base: Path, relative: str) -> bool:
 
 
 def _unpacked(shipment: Shipment) -> Path:
-    """The folder with the files of a shipment, which the processes of an executor share."""
+    """The folder with a shipment's files, which the processes of an executor share."""
     parent = row_directory(None)
     folder = parent / f"sparkdl-modules-{shipment.digest}"
     if _is_ours(folder):
@@ -215,7 +215,7 @@ def _unpacked(shipment: Shipment) -> Path:
         except OSError as error:
             if error.errno not in _TAKEN:
                 raise
-            # Another process was faster.
+            # Another process was quicker to unpack it.
             if not _is_ours(folder):
                 raise SetupError(
                     f"{folder} is another user's, or open to others, so modules cannot be unpacked "

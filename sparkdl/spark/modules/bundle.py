@@ -1,4 +1,4 @@
-"""All modules of the user's own that some names need, found through what they import."""
+"""All of the user's own modules that some names need, found by following imports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparkdl.spark.modules.texts import Texts, UnitFiles
 from sparkdl.spark.modules.units import CannotTravelError, Finder, Unit
 
 _ANY_DAY = (1980, 1, 1, 0, 0, 0)
-"""So that the same files are the same bytes."""
+"""A fixed date, so that the same files make the same bytes."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Bundle:
     """What is to travel.
 
     Attributes:
-        units: by name.
-        files: by path relative to where Python is to look, with slashes.
-        left_out: of what has to stay, the reason by name.
+        units: the units, by name.
+        files: contents by path, relative to where Python is to look, with slashes.
+        left_out: the reasons why modules have to stay, by name.
         too_large: data files that stay.
     """
 
@@ -34,7 +34,7 @@ class Bundle:
 
     @property
     def digest(self) -> str:
-        """Of all files: names and contents."""
+        """A digest of the names and contents of all files."""
         found = hashlib.sha256()
         for path, content in sorted(self.files.items()):
             for part in (path.encode(), content):
@@ -55,13 +55,13 @@ class Bundle:
 def collect(
     names: Iterable[str], finder: Finder, texts: Texts, *, refuse_edited: bool = False
 ) -> Bundle:
-    """Find what some names are of, and what that imports in turn.
+    """Find the units that some names belong to, and what those import in turn.
 
     Args:
-        names: dotted, of modules or of what modules may have.
+        names: dotted names of modules or of things defined in modules.
         finder: finds the units.
         texts: reads them.
-        refuse_edited: as ``Texts.read`` takes it.
+        refuse_edited: as for ``Texts.read``.
 
     Raises:
         ConfigError: a module's text has changed since it was imported.

@@ -1,6 +1,6 @@
-"""What is sent: what the two ends have to agree on, and nothing that an executor has to wait for.
+"""What is sent: what both ends have to agree on, and nothing that is slow to import.
 
-A task that only starts other processes reads this, and must not import torch for it.
+A task that only starts other processes imports this, and must not import torch for it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ class Shipped(NamedTuple):
     """A module or package on its way.
 
     Attributes:
-        name: dotted.
-        relative: its file or folder, as seen from where Python looks for it.
-        base: where Python looks for it on the driver; None for what is in an archive.
+        name: its dotted name.
+        relative: its file or folder, relative to where Python looks for it.
+        base: where Python looks for it on the driver; None if it is in an archive.
     """
 
     name: str
@@ -26,13 +26,13 @@ class Shipped(NamedTuple):
 
 
 class Shipment(NamedTuple):
-    """Modules of the user's own, as a task receives them.
+    """The user's own modules, as a task receives them.
 
     Attributes:
-        digest: of all their files.
+        digest: the digest of all their files.
         units: the modules and packages.
         archive: the zip file with them; None if there are none.
-        left_out: what had to stay, with the reasons.
+        left_out: what had to stay, and why.
     """
 
     digest: str
@@ -41,12 +41,12 @@ class Shipment(NamedTuple):
     left_out: tuple[tuple[str, str], ...]
 
     def plain(self) -> tuple[Any, ...]:
-        """The same of plain values, for a Python that may lack this package."""
+        """The same as plain values, for a Python that may lack this package."""
         return (self.digest, tuple(map(tuple, self.units)), self.archive, self.left_out)
 
     @classmethod
     def of(cls, plain: tuple[Any, ...] | None) -> Shipment | None:
-        """The shipment of plain values; None of None."""
+        """The shipment made from plain values; None from None."""
         if plain is None:
             return None
         digest, units, archive, left_out = plain
@@ -54,7 +54,7 @@ class Shipment(NamedTuple):
 
 
 def is_plain(path: str) -> bool:
-    """Whether a path leads to below where it begins, on every system."""
+    """Whether a path stays below where it starts, on every operating system."""
     pure = PurePosixPath(path)
     return (
         bool(path)

@@ -1,8 +1,8 @@
-"""Modules of the user's own on their way to the executors, once for as long as they stay the same.
+"""Sends the user's own modules to the executors, once for as long as they stay the same.
 
-They travel as a Spark broadcast: it goes once to each executor, also to one that starts again or
-comes later, and Spark protects it as it protects its tasks. ``addPyFile`` would leave a file in the
-session for good, and could not replace it by another version.
+They travel as a Spark broadcast: it goes once to each executor, even to one that restarts or comes
+later, and Spark protects it as it protects its tasks. ``addPyFile`` would leave a file in the
+session for good, and could not replace it with another version.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sparkdl.user_code.missing_modules import HOW_OTHERS_TRAVEL
 logger = logging.getLogger(__name__)
 
 KEPT = 8
-"""Sets of modules whose broadcast is kept, of those that were sent last."""
+"""How many of the sets of modules sent last have their broadcasts kept."""
 
 
 def ship(
@@ -37,14 +37,14 @@ def ship(
     """Send what some names need, unless the executors have it.
 
     Args:
-        names: dotted, as ``references`` notes them.
-        context: of the application.
-        first: folders in which to look before all others, as Python does in that of a script.
-        refuse_edited: whether a module's file may not have changed since it was imported, not even
-            if the text that was imported is known.
+        names: dotted names, as ``references`` notes them.
+        context: the application's Spark context.
+        first: folders to search before all others, as Python searches a script's folder.
+        refuse_edited: whether to refuse a module whose file has changed since it was imported,
+            even if the imported text is known.
 
     Returns:
-        What a task needs to have it; None if nothing of the user's own is needed.
+        What a task needs to get them; None if nothing of the user's own is needed.
 
     Raises:
         ConfigError: a module's text has changed since it was imported.
@@ -92,7 +92,7 @@ def _broadcast(bundle: Bundle, context: SparkContext) -> Broadcast[bytes]:
 
 
 def _sent(context: SparkContext) -> list[str]:
-    """Where the driver has what Spark itself sends to the executors."""
+    """Where the driver keeps what Spark itself sends to the executors."""
     archives = context.getConf().get("spark.submit.pyFiles", "") or ""
     names = [PurePosixPath(each).name for each in archives.split(",") if each]
     return [SparkFiles.getRootDirectory(), *names]

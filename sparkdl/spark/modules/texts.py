@@ -1,8 +1,8 @@
 """The files of a unit, with the text of each module as the driver has imported it.
 
-Python runs the text that a module had when it was imported, whatever its file says since. So the
-text of a module is kept from the first time that it was sent until the module is imported again:
-a file that is edited, or replaced by a deployment, while the driver runs changes nothing under way.
+Python runs the text that a module had when it was imported, whatever its file has said since. So a
+module's text is kept from when it is first sent until the module is imported again: a file that is
+edited, or replaced by a deployment, while the driver runs changes nothing under way.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from sparkdl.user_code.references import imported_names, nested_code
 logger = logging.getLogger(__name__)
 
 MOST_FILES = 5_000
-"""Files and folders in one package; what has more is no package, but a disk."""
+"""The most files and folders in one package; whatever has more is not a package but a disk."""
 MOST_BYTES = 32 * 2**20
-"""Of one package."""
+"""The most bytes in one package."""
 LARGEST_DATA_FILE = 4 * 2**20
-"""Bytes of a file that is no module. Larger ones, like weights, are better read from a store."""
+"""The most bytes in a file that is no module. Larger ones, such as weights, belong in a store."""
 
 _COMPILED = (*EXTENSION_SUFFIXES, ".so", ".pyd", ".dylib", ".dll")
 
 
 @dataclass(frozen=True)
 class UnitFiles:
-    """What is sent of a unit.
+    """The parts of a unit that are sent.
 
     Attributes:
-        files: by path relative to the unit's base, with slashes.
+        files: contents by path, relative to the unit's base, with slashes.
         imports: dotted names that its modules import.
         too_large: data files that stay, for messages.
     """
@@ -50,7 +50,7 @@ class UnitFiles:
 
 @dataclass(frozen=True)
 class _Text:
-    """A module's text as of when it was first looked at."""
+    """A module's text when it was first read."""
 
     spec: ModuleSpec | None
     source: bytes
@@ -59,7 +59,7 @@ class _Text:
 
 
 class Texts:
-    """Reads units; remembers the text of modules for as long as they stay as imported."""
+    """Reads units; remembers the text of modules until they are imported again."""
 
     def __init__(self) -> None:
         self._held: dict[str, _Text] = {}  # by file
@@ -69,12 +69,12 @@ class Texts:
 
         Args:
             unit: what to read.
-            refuse_edited: whether to raise, where else a warning says so, if the text of a module
-                is known as it was imported, and its file says something else by now.
+            refuse_edited: whether to raise instead of warning if a module's imported text is known
+                but its file has changed since.
 
         Raises:
             CannotTravelError: it has compiled parts, or is too large.
-            ConfigError: a module's text has changed between its import and now.
+            ConfigError: a module's text has changed since it was imported.
         """
         paths = list(_paths_of(unit))
         modules = [each for each in paths if each.endswith(".py")]
@@ -143,13 +143,13 @@ def _spec_of_file(name: str, file: str) -> ModuleSpec | None:
 
 
 def _code_of(unit: Unit, name: str, path: str, source: bytes) -> types.CodeType | None:
-    """Its code, from Python's own cache where it is there; None of a text that is no Python."""
+    """A module's code, from Python's own cache if it is there; None if the text is not Python."""
     file = f"{unit.base}{os.sep}{path}"
     try:
         if unit.archive is None:
             return SourceFileLoader(name, file).get_code(name)
         return compile(source, file, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError):  # a template, or for another version of Python
+    except (SyntaxError, ValueError):  # a template, or written for another version of Python
         return None
 
 
@@ -157,7 +157,7 @@ def _require_unedited(module: types.ModuleType, code: types.CodeType, file: str)
     """Check that a module's functions are those of its file.
 
     Raises:
-        ConfigError: one is not, so that workers would run another text than the driver.
+        ConfigError: one is not, so that workers would run a different text from the driver's.
     """
     of_file = {_essence(each) for each in nested_code(code)}
     for function in _functions(module, file):
@@ -168,7 +168,7 @@ def _require_unedited(module: types.ModuleType, code: types.CodeType, file: str)
 def _edited(file: str, name: str, what: str) -> str:
     return (
         f"{file} has changed since {name} was imported: this process runs the old {what}, and "
-        f"workers would run the new one. Take it up with importlib.reload({name}), %autoreload in "
+        f"workers would run the new one. Load it with importlib.reload({name}), %autoreload in "
         "a notebook, or a fresh session"
     )
 
@@ -178,7 +178,7 @@ def _differ(old: types.CodeType | None, new: types.CodeType | None) -> bool:
 
 
 def _functions(module: types.ModuleType, file: str) -> Iterator[types.FunctionType]:
-    """The functions that a module's file has defined, in its classes too."""
+    """The functions that a module's file defines, including those in its classes."""
     for value in list(vars(module).values()):
         members = [value]
         if isinstance(value, type) and value.__module__ == module.__name__:
@@ -190,7 +190,7 @@ def _functions(module: types.ModuleType, file: str) -> Iterator[types.FunctionTy
 
 
 def _essence(code: types.CodeType) -> tuple[object, ...]:
-    """What code does, wherever it stands in its file."""
+    """What code does, regardless of its position in the file."""
     constants = tuple(
         _essence(each) if isinstance(each, types.CodeType) else (type(each), repr(each))
         for each in code.co_consts

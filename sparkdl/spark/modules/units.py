@@ -1,8 +1,8 @@
-"""Which modules are the user's own, and what travels as one: a module, or a package as a whole.
+"""Which modules are the user's own, and what travels as a unit: a module, or a whole package.
 
-The user's own is what Python finds neither in the standard library nor among installed packages:
-beside a notebook or script, on ``PYTHONPATH``, in a checkout that was installed in place
-(``pip install -e``). What Spark itself has sent to the driver is on the executors already.
+The user's own modules are those that Python finds neither in the standard library nor among the
+installed packages: beside a notebook or script, on ``PYTHONPATH``, in an editable checkout
+(``pip install -e``). What Spark itself has sent to the driver is already on the executors.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _STANDARD = tuple(
 
 @dataclass(frozen=True)
 class Unit:
-    """A module, or a package with all that is in it.
+    """A module, or a package with everything in it.
 
     Attributes:
-        name: dotted, if it is in packages that are no more than folders.
-        file: of the module, or of the package's ``__init__``; absolute.
+        name: its name; dotted if it is inside packages that are mere folders.
+        file: the absolute path of the module or of the package's ``__init__``.
         is_package: whether it is a package.
-        archive: the zip file that it is in; None for a folder.
+        archive: the zip file that it is in; None if it is in a folder.
     """
 
     name: str
@@ -51,16 +51,16 @@ class Unit:
 
     @property
     def relative(self) -> str:
-        """The file or folder that it is, as seen from ``base``, with slashes."""
+        """Its file or folder, relative to ``base``, with slashes."""
         path = self.name.replace(".", "/")
         return path if self.is_package else path + Path(self.file).suffix
 
 
 class CannotTravelError(Exception):
-    """A module of the user's own that has to stay.
+    """One of the user's own modules has to stay.
 
     Attributes:
-        name: the module's.
+        name: the module's name.
         reason: continues a sentence that begins with its name.
     """
 
@@ -71,11 +71,11 @@ class CannotTravelError(Exception):
 
 
 class Finder:
-    """Finds the units that names are of.
+    """Finds the units that names belong to.
 
     Args:
-        first: folders that are looked in before all others, as that of a script is.
-        sent: folders and file names of what Spark has sent, and so need not travel.
+        first: folders to search before all others, as Python searches a script's folder.
+        sent: folders and file names of what Spark has sent, which need not travel.
     """
 
     def __init__(self, first: Sequence[str] = (), sent: Sequence[str] = ()) -> None:
@@ -83,10 +83,10 @@ class Finder:
         self._sent = tuple(sent)
 
     def unit_of(self, name: str) -> Unit | None:
-        """The unit of a module, or of what a module has; None if it is not the user's own.
+        """The unit of a module, or of a thing in a module; None if it is not the user's own.
 
         Args:
-            name: dotted.
+            name: its dotted name.
 
         Raises:
             CannotTravelError: it is the user's own, but cannot be sent.
@@ -118,7 +118,7 @@ class Finder:
             if within is None:
                 return importlib.util.find_spec(name)
             return PathFinder.find_spec(name, within)
-        except Exception:  # finders may raise anything; what cannot be found here cannot be needed
+        except Exception:  # finders may raise anything; what is not found here cannot be needed
             return None
 
     def _unit(self, name: str, spec: ModuleSpec) -> Unit | None:
@@ -152,7 +152,7 @@ class Finder:
 
 
 def spec_of(module: types.ModuleType) -> ModuleSpec | None:
-    """How a module was found; also of one that was put in place by hand from a file."""
+    """How a module was found, even if it was loaded by hand from a file."""
     spec: ModuleSpec | None = getattr(module, "__spec__", None)
     if spec is not None:
         return spec
@@ -169,7 +169,7 @@ def _is_installed_file(origin: str) -> bool:
 
 
 def _is_recorded(base: str, top: str) -> bool:
-    """Whether pip has installed a package into a folder of the user's choice (``--target``)."""
+    """Whether pip installed a package into a folder of the user's choice (``--target``)."""
     try:
         changed = os.stat(base).st_mtime_ns
     except OSError:

@@ -1,4 +1,4 @@
-"""What users declare of columns whose types do not say it: shapes, dtypes, encoded images."""
+"""What users declare about columns whose types do not say it: shapes, dtypes, encoded images."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES = (
     "int64",
     "bool",
 )
-"""What ``columnDtypes`` knows, by torch's names."""
+"""The dtypes that ``columnDtypes`` accepts, by their torch names."""
 
 _SEQUENCE_INPUTS = get_args(SequenceInput)
 
@@ -37,10 +37,10 @@ GROUPS_WITHOUT_PADDING = (
 
 
 def names(param: str) -> Callable[[Any], list[str] | None]:
-    """What checks a list of column names, or None.
+    """A converter that checks a list of column names, or None.
 
     Args:
-        param: what it was given for, for messages.
+        param: the Param it was given for, named in messages.
     """
 
     def convert(value: Any) -> list[str] | None:
@@ -58,7 +58,7 @@ def shapes(value: Any) -> dict[str, list[int | None]] | None:
     """Check what was given for ``columnShapes``.
 
     Raises:
-        ConfigError: it is not a shape a column, nor None.
+        ConfigError: it is neither one shape per column nor None.
     """
     if value is None:
         return None
@@ -83,7 +83,7 @@ def dtypes(value: Any) -> dict[str, str] | None:
     """Check what was given for ``columnDtypes``.
 
     Raises:
-        ConfigError: it is not a known dtype a column, nor None.
+        ConfigError: it is neither one known dtype per column nor None.
     """
     if value is None:
         return None
@@ -98,7 +98,7 @@ def paddings(value: Any) -> dict[str, float] | None:
     """Check what was given for ``padCols``.
 
     Raises:
-        ConfigError: it is not a number a column, nor None.
+        ConfigError: it is neither one number per column nor None.
     """
     if value is None:
         return None
@@ -122,7 +122,7 @@ def pad_inputs(value: Any) -> dict[str, SequenceInput] | None:
     """Check what was given for ``padInputs``.
 
     Raises:
-        ConfigError: it is not the kind of an input a column, nor None.
+        ConfigError: it is neither one kind of input per column nor None.
     """
     if value is None:
         return None
@@ -138,7 +138,7 @@ def outputs(value: Any) -> dict[str, OutputKey] | None:
     """Check what was given for ``outputCols``.
 
     Raises:
-        ConfigError: it is not an output a column, nor None.
+        ConfigError: it is neither one output per column nor None.
     """
     if value is None:
         return None
@@ -151,36 +151,36 @@ def outputs(value: Any) -> dict[str, OutputKey] | None:
 
 
 def require_distinct(specs: Sequence[ColumnSpec]) -> None:
-    """Check that a model which takes its features by name is given each name once.
+    """Check that a model that takes its features by name is given each name once.
 
     Args:
-        specs: of the features.
+        specs: the features' specs.
 
     Raises:
-        ConfigError: a mask or a length has the name of a column.
+        ConfigError: a mask or a length has the same name as a column.
     """
     names = [spec.name for spec in specs]
     both = sorted(set(names) & set(sequence_names(specs)))
     if both:
         raise ConfigError(
             f"the model would be given '{both[0]}' twice: as a column, and as what padInputs adds "
-            "of a padded one. Leave the column out, or say padInputs={} to add nothing"
+            "for a padded one. Leave the column out, or set padInputs={} to add nothing"
         )
 
 
 class ColumnOverrides:
-    """What the user said about columns whose types do not say it.
+    """What the user declared about columns whose types do not say it.
 
     Args:
-        shapes: one row's shape by column.
-        dtypes: the tensor's dtype by column.
+        shapes: by column, the shape of one row.
+        dtypes: by column, the tensor's dtype.
         images: binary columns that hold encoded images.
-        paddings: with what rows of unequal length are padded by column.
-        inputs: what a model is given besides padded rows by column; None for a padding mask of
-            each of its features.
+        paddings: by column, the number with which rows of unequal length are padded.
+        inputs: by column, what a model is given besides the padded rows; None for a padding mask
+            of each of its features.
 
     Raises:
-        ConfigError: ``inputs`` speaks of a column that is not padded.
+        ConfigError: ``inputs`` names a column that is not padded.
     """
 
     def __init__(
@@ -202,16 +202,16 @@ class ColumnOverrides:
         unpadded = sorted(set(inputs or ()) - set(self._paddings))
         if unpadded:
             raise ConfigError(
-                f"padInputs speaks of '{unpadded[0]}', which padCols does not name: only of padded "
-                "columns there are masks and lengths"
+                f"padInputs speaks of '{unpadded[0]}', which padCols does not name: only padded "
+                "columns have masks and lengths"
             )
 
     def padding(self, name: str, *, label: bool = False) -> Padding | None:
         """How a column is padded; None if it is not.
 
         Args:
-            name: of the column.
-            label: whether it is one, which a model is not given, nor a mask of it.
+            name: the column's name.
+            label: whether it is a label: a model is given neither that nor a mask of it.
         """
         if name not in self._paddings:
             return None
@@ -223,9 +223,9 @@ class ColumnOverrides:
         """The tensor that a column becomes.
 
         Args:
-            column: of the user's DataFrame.
+            column: the column of the user's DataFrame.
             default: its dtype if none was declared.
-            label: whether it is one.
+            label: whether it is a label.
 
         Raises:
             ConfigError: the overrides do not fit the column, or one is missing.
@@ -251,10 +251,10 @@ class ColumnOverrides:
         """Refuse overrides of other columns.
 
         Args:
-            names: of the columns that are fed.
+            names: the columns that are fed.
 
         Raises:
-            ConfigError: something was.
+            ConfigError: something was declared about another column.
         """
         for param, given in (
             ("columnShapes", self._shapes),
@@ -265,6 +265,6 @@ class ColumnOverrides:
             unknown = sorted(set(given) - set(names))
             if unknown:
                 raise ConfigError(
-                    f"{param} speaks of '{unknown[0]}', which is none of the columns that are fed: "
+                    f"{param} speaks of '{unknown[0]}', which is not among the columns fed: "
                     + ", ".join(names)
                 )

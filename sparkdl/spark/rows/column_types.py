@@ -1,4 +1,4 @@
-"""Which of Spark's types arrive in which encoding."""
+"""Which Spark types arrive in which encoding."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _FRACTIONAL = (T.FloatType, T.DoubleType)
 
 @dataclass(frozen=True, slots=True)
 class RowType:
-    """What a column's type says of its rows.
+    """What a column's type says about its rows.
 
     Attributes:
         integral: whether their numbers are integers or booleans.
-        dimensions: of one row's value: 0 for a number, 1 for an array or vector, 2 for a matrix;
-            None for bytes, which do not say.
+        dimensions: those of one row's value: 0 for a number, 1 for an array or vector, 2 for a
+            matrix; None for bytes, which do not say.
     """
 
     integral: bool
@@ -29,18 +29,18 @@ class RowType:
 
 
 Recognize = Callable[[T.DataType], RowType | None]
-"""What rows of a type are; None if they arrive in another encoding."""
+"""Tells what the rows of a type are; None if they arrive in another encoding."""
 
 
 def register_column_type(encoding: Encoding, recognize: Recognize) -> None:
     """Let columns of a type feed models.
 
     Args:
-        encoding: how they arrive; is registered too.
-        recognize: tells of a type whether it is one.
+        encoding: how they arrive; it is registered too.
+        recognize: tells whether a type arrives in this encoding.
 
     Raises:
-        ValueError: another encoding has its name.
+        ValueError: another encoding already has this name.
     """
     register(encoding)
     _types.pop(encoding, None)  # an earlier definition equals this one, and would stay as the key

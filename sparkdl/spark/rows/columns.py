@@ -36,8 +36,8 @@ class InputColumn:
         type_name: its SQL type, for messages.
         integral: whether its numbers are integers or booleans.
         encoding: how its rows arrive, as far as its type tells.
-        dimensions: of one row's value: 0 for a number, 1 for an array or vector, 2 for a matrix;
-            None for bytes, which do not say.
+        dimensions: those of one row's value: 0 for a number, 1 for an array or vector, 2 for a
+            matrix; None for bytes, which do not say.
     """
 
     name: str
@@ -51,7 +51,7 @@ class InputColumn:
         return torch.int64 if self.integral else fractions
 
     def default_dtype(self, fractions: torch.dtype) -> torch.dtype:
-        """The same, unless the encoding has one of its own."""
+        """The encoding's own dtype if it has one, else ``tensor_dtype``."""
         return torch.uint8 if self.encoding.of_bytes else self.tensor_dtype(fractions)
 
     def spec(
@@ -67,7 +67,7 @@ class InputColumn:
         Args:
             dtype: its element type.
             shape: one row's shape, if it was declared; UNKNOWN for the length of padded rows.
-            encoding: how its rows arrive, if that was declared; None for what its type tells.
+            encoding: how its rows arrive, if that was declared; None for what its type implies.
             padding: how rows of unequal length are padded; None if all have one shape.
 
         Raises:
@@ -118,7 +118,7 @@ class InputColumn:
     def _padded_shape(
         self, dtype: torch.dtype, shape: Sequence[int] | None, padding: Padding
     ) -> tuple[int, ...]:
-        """The shape of a row whose length is open."""
+        """The shape of a row of unknown length."""
         name, given = self.name, f"'{self.name}' ({self.type_name})"
         if not self.encoding.paddable or self.dimensions not in (1, 2):
             raise ConfigError(
@@ -158,12 +158,12 @@ def _as_declared(shape: Sequence[int]) -> list[int | None]:
 
 
 def quoted(name: str) -> Column:
-    """A column by its exact name, whatever characters it has."""
+    """A column by its exact name, whatever characters that contains."""
     return F.col("`" + name.replace("`", "``") + "`")
 
 
 def input_column(frame: DataFrame, name: str, param: str) -> InputColumn:
-    """Look a column up and see whether it can feed a model.
+    """Look up a column and check that it can feed a model.
 
     Args:
         frame: the user's DataFrame.
@@ -171,7 +171,7 @@ def input_column(frame: DataFrame, name: str, param: str) -> InputColumn:
         param: the Param that names it, for messages.
 
     Raises:
-        DataError: the column is missing or doubled, or of a type that is no number.
+        DataError: the column is missing or duplicated, or its type cannot become a tensor.
     """
     found = [field for field in frame.schema.fields if field.name == name]
     if not found:

@@ -1,4 +1,4 @@
-"""What checks and converts what users set; each names the setting in its error."""
+"""Converters that check what users set; the error of each names the setting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sparkdl.errors import ConfigError
 
 
 def whole(name: str, minimum: int | None = None) -> Any:
-    """A whole number, of at least ``minimum`` if that is given."""
+    """A whole number, at least ``minimum`` if that is given."""
 
     def convert(value: Any) -> int:
         whole_number = isinstance(value, int) and not isinstance(value, bool)
@@ -43,7 +43,7 @@ def positive(name: str) -> Any:
 
 
 def fraction(name: str) -> Any:
-    """A number between 0 and 1, neither of which is one."""
+    """A number strictly between 0 and 1."""
 
     def convert(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
@@ -77,7 +77,7 @@ def function(name: str, what: str) -> Any:
 
 
 def nonempty_text(name: str) -> Any:
-    """A text that is not empty."""
+    """A non-empty text."""
 
     def convert(value: Any) -> str:
         if not isinstance(value, str) or not value:

@@ -1,9 +1,9 @@
-"""Which way a DataFrame's rows go to the tasks that want them, and why.
+"""How a DataFrame's rows get to the tasks that want them, and why.
 
-Whole partitions go to tasks, several to one where there are more, and the workers exchange the rows
-among themselves (``reshuffle``): each row is read once, and travels once, in its final form.
-Spark's shuffle would write, read and sort it as a row of the JVM's. It remains for what cannot be
-done otherwise, and for those who want it.
+Each task reads whole partitions, several if there are more of them than tasks, and the workers
+exchange the rows among themselves (``reshuffle``): each row is read once, and travels once, in its
+final form. Spark's shuffle would write, read and sort it as a JVM row. It remains for what cannot
+be done otherwise, and for those who want it.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from enum import Enum, auto
 from sparkdl.errors import ConfigError
 
 SHUFFLES = ("exchange", "spark", "none")
-"""What ``shuffleRows`` may be."""
+"""The values that ``shuffleRows`` may have."""
 
 
 class Way(Enum):
     """How there come to be as many partitions as tasks."""
 
     AS_IT_IS = auto()
-    """There are: each task reads one."""
+    """The DataFrame already has as many: each task reads one."""
     GROUPED = auto()
-    """A task reads several, one behind the other, or none."""
+    """A task reads several, one after another, or none."""
     SHUFFLED = auto()
     """Spark's shuffle makes new ones."""
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """The way of one DataFrame's rows to the workers.
+    """How one DataFrame's rows get to the workers.
 
     Attributes:
         way: how there come to be as many partitions as tasks.
@@ -45,9 +45,9 @@ class Delivery:
     reason: str = ""
 
     def shuffled(self, reason: str) -> Delivery:
-        """What becomes of it where the rows cannot be read as they are.
+        """The delivery to use instead where the rows cannot be read as they are.
 
-        What was to be exchanged still is: the workers may have been told so.
+        Rows that were to be exchanged still are: the workers may have been told so.
 
         Raises:
             ConfigError: the rows are to stay where they are.
@@ -67,14 +67,14 @@ def delivery_of(
 
     Args:
         partitions: of the DataFrame; None if Spark only decides while it runs.
-        tasks: that want rows.
-        ranks_a_task: how many workers each of them is.
+        tasks: the number of tasks that will read them.
+        ranks_a_task: ranks per task.
         wish: one of ``SHUFFLES``.
-        gang_start_for: what needs a gang-scheduled start, which Spark's barrier mode gives to few
-            lineages; None if nothing does.
+        gang_start_for: what needs a gang-scheduled start, which Spark's barrier mode allows for
+            few lineages; None if nothing does.
 
     Raises:
-        ConfigError: the rows are to stay where they are, and cannot.
+        ConfigError: the rows are to stay where they are, but cannot.
     """
     exchanged, stays = wish == "exchange" and tasks * ranks_a_task > 1, wish == "none"
     if partitions == tasks:
@@ -98,10 +98,10 @@ def delivery_of(
 
 
 def require_one_each(partitions: int, tasks: int) -> None:
-    """Refuse other numbers of partitions where they have to stay as they are in barrier mode.
+    """Refuse any other number of partitions where barrier mode needs exactly one per task.
 
     Raises:
-        ConfigError: there are more or fewer than tasks.
+        ConfigError: there are more or fewer partitions than tasks.
     """
     if partitions != tasks:
         raise ConfigError(

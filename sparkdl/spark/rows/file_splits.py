@@ -1,10 +1,10 @@
-"""Files read in as many partitions as there are tasks, because Spark plans them again.
+"""Files read in as many partitions as there are tasks, by having Spark plan them again.
 
-Spark puts files, or parts of them, into one partition up to a size that its settings say
-(``FilePartition.getFilePartitions``: next fit, the largest first). Another size makes another
-number of partitions, with nothing behind them that barrier mode would refuse. The size is looked
+Spark puts files, or parts of them, into one partition up to a size given by its settings
+(``FilePartition.getFilePartitions``: next fit, largest first). Another size makes another number
+of partitions, and adds nothing to the plan that barrier mode would refuse. The size is searched
 for in a clone of the user's session, whose settings only the scan reads: the user's own stay as
-they are, and fits in several threads know nothing of each other.
+they are, and fits in several threads do not affect each other.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from sparkdl.errors import SparkDLError
 from sparkdl.spark.rows.partitions import has_stable_order
 
 TRIES = 16
-"""Sizes that are tried. Each plans the rows anew: about 50 ms, more with tens of thousands of
-files."""
+"""How many sizes are tried. Each try plans the rows again, in about 50 ms, or longer with tens of
+thousands of files."""
 
 TOLERANCE = 0.05
-"""By how much more than needed a partition may hold, as a fraction."""
+"""How much more than needed a partition may hold, as a fraction."""
 
 _SETTINGS = "spark.sql.files."
 _POSITION_BITS = 33
-"""Below them, ``monotonically_increasing_id`` has the number of the partition."""
+"""The low bits of ``monotonically_increasing_id``; the bits above them number the partition."""
 
 Stretch = tuple[int, int, int]
-"""Of a file's rows that are read together: the partition, the first one's position, how many."""
+"""Rows of a file that are read together: their partition, the first one's position, how many."""
 
 
 class NotSplitError(SparkDLError):
@@ -43,10 +43,10 @@ class NotSplitError(SparkDLError):
 
 @dataclass(frozen=True)
 class Replanned:
-    """Rows of files, in other partitions.
+    """Rows of files, planned into other partitions.
 
     Attributes:
-        frame: the same rows.
+        frame: the rows in their new partitions.
         original: the rows as the user's DataFrame has them.
     """
 
@@ -54,12 +54,12 @@ class Replanned:
     original: DataFrame
 
     def origin(self, partition: int, row: int) -> tuple[int, int]:
-        """Where a row is in the original: the number of its partition, and its position in that.
+        """Where a row is in the original: the number of its partition, and its position there.
 
-        Counts the rows of both, in jobs of this thread; nothing but their numbers moves.
+        Counts the rows of both, in jobs of this thread; only the counts move.
 
         Args:
-            partition: counted from 0, as the row.
+            partition: counted from 0, as the row is.
             row: its position in the partition.
 
         Raises:
@@ -80,13 +80,13 @@ class Replanned:
 
 
 def replanned(frame: DataFrame, partitions: int) -> Replanned:
-    """Plan the rows of a DataFrame that only reads files again, in so many partitions.
+    """Plan a DataFrame that only reads files again, in a given number of partitions.
 
-    Runs no job. Which rows are together follows from the files' sizes and the number alone.
+    Runs no job. Which rows end up together depends only on the files' sizes and that number.
 
     Args:
         frame: the rows.
-        partitions: how many there are to be.
+        partitions: the number of partitions to make.
 
     Raises:
         NotSplitError: it reads something else, or no size makes that many.
@@ -100,12 +100,12 @@ def replanned(frame: DataFrame, partitions: int) -> Replanned:
     if not plan.subqueriesAll().isEmpty():
         raise NotSplitError("a subquery is one of their steps, which each try would run")
     try:
-        # The optimizer writes what WITH has named to where it is used.
+        # The optimizer inlines what a WITH clause has named.
         if plan.containsPattern(jvm.org.apache.spark.sql.catalyst.trees.TreePattern.CTE()):
             plan = execution.optimizedPlan()
         return _replanned(frame, plan, partitions)
     except (Py4JError, PySparkException) as error:
-        # What is wrong with the files themselves is said by who reads them next.
+        # If something is wrong with the files themselves, the next reader will say so.
         reason = str(error).partition("\n")[0]
         raise NotSplitError(f"this Spark cannot plan them again: {reason}") from error
 
@@ -132,10 +132,10 @@ def _replanned(frame: DataFrame, plan: Any, partitions: int) -> Replanned:
     def share(total: int) -> int:
         return -(-max(1, total) // partitions)
 
-    # A relation may know the bytes of more than is read; of a table in a catalog it knows what
-    # the catalog was told, by default ``Long.MaxValue``.
+    # A relation may report the bytes of more than is read; for a table in a catalog it reports
+    # what the catalog was told, by default ``Long.MaxValue``.
     _, total = tried(share(int(relation.location().sizeInBytes())))
-    # The smallest size that makes so few makes the most even ones.
+    # The smallest size that makes few enough partitions makes the most even ones.
     low, high = 0, max(1, total)
     size = first = share(total)  # no smaller one can do
     best, found = None, set()
@@ -150,7 +150,7 @@ def _replanned(frame: DataFrame, plan: Any, partitions: int) -> Replanned:
         if best is not None and (best == first or high - low <= TOLERANCE * high):
             break
         size = (low + high) // 2
-        if low == first:  # many files need hardly more, and each try takes seconds with them
+        if low == first:  # many files need hardly more, and with them each try takes seconds
             size = min(size, first + math.ceil(TOLERANCE * first))
         if size == low:
             break
@@ -163,21 +163,21 @@ def _replanned(frame: DataFrame, plan: Any, partitions: int) -> Replanned:
 
 
 def _partitions_and_bytes(execution: Any) -> tuple[int, int]:
-    """In how many partitions a plan reads files, and how many bytes those have."""
+    """How many partitions a plan reads from files, and how many bytes they have."""
     partitions = int(execution.toRdd().getNumPartitions())
     scan = execution.executedPlan().collectLeaves().head()
     return partitions, int(scan.metrics().apply("filesSize").value())
 
 
 def _relation_of(plan: Any) -> Any:
-    """What a plan reads, if nothing is between but nodes with one child."""
+    """The relation that a plan reads, if there are only nodes with one child above it."""
     while (children := plan.children()).size() == 1:
         if plan.nodeName() == "Repartition":
             raise NotSplitError("coalesce, which barrier mode refuses, is one of their steps")
         plan = children.apply(0)
     if plan.getClass().getSimpleName() == "LogicalRelation":
         relation = plan.relation()
-        # Exactly this: what a format makes of its own may not survive being copied.
+        # Exactly this class: a format's own subclass may not survive being copied.
         if relation.getClass().getSimpleName() == "HadoopFsRelation":
             return relation
     raise NotSplitError(f"they come from a {plan.nodeName()}, not from plain files")
@@ -186,11 +186,11 @@ def _relation_of(plan: Any) -> Any:
 def _on(plan: Any, relation: Any, session: Any, frame: DataFrame) -> Any:
     """A plan whose files are read with the settings of another session.
 
-    Spark's own methods for other children leave a node as it is if they are equal, and relations
-    of two sessions are.
+    Spark's own methods that replace children leave a node alone if old and new are equal, which
+    the relations of two sessions are.
     """
     if plan.children().isEmpty():
-        # The two argument lists of Scala's copy are one for the JVM.
+        # In the JVM, the two argument lists of Scala's copy are one.
         return _with(
             plan,
             relation,

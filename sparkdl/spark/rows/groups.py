@@ -1,12 +1,12 @@
-"""Whole partitions put together, so that there are as many as tasks, without a shuffle.
+"""Whole partitions grouped into as many as there are tasks, without a shuffle.
 
-``DataFrame.coalesce`` puts neighbours together and never makes more partitions than there are. Here
-any may be together, some may be empty, and a plan whose partitions Spark only decides while it runs
-is run as far as that takes. The rows of each group come in the order of its partitions' numbers,
-and which are together follows from sizes and those numbers alone, never from where blocks of rows
-happen to lie: the same workers have the same rows in every run. What a shuffle has written is
-compressed, and a little more or less of it in another run must not matter: only where partitions
-are of quite unequal sizes those count, and by rough measure.
+``DataFrame.coalesce`` joins neighbours and never makes more partitions than there are. Here any
+partitions may be grouped, some groups may be empty, and a plan whose partitions Spark decides only
+while running is run as far as that takes. The rows of each group come in the order of its
+partitions' numbers, and the grouping depends on sizes and those numbers alone, never on where
+blocks of rows happen to lie: the same workers have the same rows in every run. What a shuffle has
+written is compressed, and must be allowed to vary a little from run to run: sizes count only where
+partitions are quite uneven, and then only roughly.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pyspark.sql import functions as F
 from sparkdl.errors import SparkDLError
 
 MOST_SIZES = 256
-"""Partitions whose sizes are asked for, of files about a millisecond each. Spark numbers those of
-files by size, so that of more of them the numbers say enough."""
+"""The most partitions whose sizes are asked for, which takes about a millisecond each for files.
+Spark numbers the partitions of files by size, so beyond this many the numbers say enough."""
 UNEVEN = 1.25
-"""How many times as much as by sizes the largest group may have by numbers, before sizes count."""
+"""How many times larger the largest group may be by numbers than by sizes, before sizes count."""
 PARTS_OF_A_GROUP = 16
-"""To which part of a group's share sizes are rounded."""
+"""Sizes are rounded to a group's share divided by this."""
 
 _RANGE = re.compile(r"range: (\d+)-(\d+), partition values: ")
 """How Spark writes which bytes of a file belong to a partition."""
@@ -38,16 +38,16 @@ _OF_SHUFFLE = re.compile(
     r"ShuffledRowRDDPartition\(\d+,"
     r"(?:CoalescedPartitionSpec\((\d+),(\d+),|PartialReducerPartitionSpec\(\d+,\d+,\d+,(\d+)\))"
 )
-"""How Spark writes which of a shuffle's partitions are read as one, or how much of one is."""
+"""How Spark writes which of a shuffle's partitions are read as one, or which part of one is."""
 
 
 @dataclass(frozen=True)
 class Grouped:
-    """Rows that are put together.
+    """Rows in grouped partitions.
 
     Attributes:
         frame: the same rows, in as many partitions as were asked for.
-        members: the numbers of the original partitions of each, in the order of their rows.
+        members: the numbers of the original partitions in each group, in the order of their rows.
     """
 
     frame: DataFrame
@@ -55,12 +55,12 @@ class Grouped:
     _original: Any
 
     def origin(self, group: int, row: int) -> tuple[int, int]:
-        """Where a row was before: the number of its partition, and its position in that.
+        """Where a row was before: the number of its partition, and its position there.
 
         Counts the rows of the group's partitions, in a job of this thread.
 
         Args:
-            group: counted from 0, as the row.
+            group: counted from 0, as the row is.
             row: its position in the group.
 
         Raises:
@@ -82,17 +82,17 @@ class Grouped:
 
 
 class NoGroupsError(SparkDLError):
-    """This Spark lacks a method that putting partitions together needs."""
+    """This Spark lacks a method that is needed to put partitions together."""
 
 
 def grouped(frame: DataFrame, groups: int) -> Grouped:
     """Put whole partitions together, or add empty ones.
 
-    Runs the shuffles of a plan that is adaptive, as jobs of this thread.
+    Runs the shuffles of an adaptive plan, as jobs of this thread.
 
     Args:
         frame: the rows.
-        groups: how many partitions there are to be.
+        groups: the number of partitions to make.
 
     Raises:
         NoGroupsError: Spark cannot do that.
@@ -144,14 +144,14 @@ def balanced(sizes: Sequence[int], groups: int) -> list[list[int]]:
     """Assign numbers to groups of about the same size: the largest first, to the smallest group.
 
     Args:
-        sizes: of each number, at least as many as groups.
-        groups: how many.
+        sizes: the size of each number, at least as many as there are groups.
+        groups: the number of groups.
 
     Returns:
         The numbers of each group, ascending.
     """
     chosen: list[list[int]] = [[] for _ in range(groups)]
-    # Of groups of the same size that with the fewest comes first: empty ones get some too.
+    # Among groups of the same size the one with the fewest comes first: empty ones get some too.
     smallest = [(0, 0, group) for group in range(groups)]
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
         size, count, group = heapq.heappop(smallest)
@@ -161,9 +161,9 @@ def balanced(sizes: Sequence[int], groups: int) -> list[list[int]]:
 
 
 def _assigned(frame: DataFrame, rows: Any, partitions: int, groups: int) -> list[list[int]]:
-    """The numbers of the partitions of each group, by what is known of what reading them costs."""
+    """The numbers of each group's partitions, by what is known about the cost of reading them."""
     spark = frame.sparkSession
-    # Falling numbers make pairs of the same sum: the first and the last to one of two groups.
+    # Descending sizes pair up to equal sums: the first and the last go to one of two groups.
     by_number = balanced(range(2 * partitions, partitions, -1), groups)
     if partitions > MOST_SIZES:
         return by_number
@@ -193,9 +193,9 @@ def _costs_of_files(rows: Any, spark: SparkSession) -> list[int] | None:
 
 
 def _sizes_of_shuffles(frame: DataFrame, rows: Any, partitions: int) -> list[int] | None:
-    """How many bytes finished shuffles have for each partition, those of a join both of its sides.
+    """How many bytes finished shuffles have for each partition, for a join from both of its sides.
 
-    None if rows come from elsewhere too.
+    None if some rows come from elsewhere.
     """
     shuffles = _shuffles_behind(rows, partitions)
     if shuffles is None:
@@ -221,7 +221,7 @@ def _sizes_of_shuffles(frame: DataFrame, rows: Any, partitions: int) -> list[int
 
 
 def _statistics(plan: Any) -> Iterator[Any]:
-    """What Spark has counted of the shuffles that the last stage of a plan reads."""
+    """Spark's statistics of the shuffles that the last stage of a plan reads."""
     leaves = plan.collectLeaves()
     for leaf in (leaves.apply(index) for index in range(leaves.size())):
         kind = leaf.getClass().getSimpleName()
@@ -234,7 +234,7 @@ def _statistics(plan: Any) -> Iterator[Any]:
 
 
 def _shuffles_behind(rows: Any, partitions: int) -> list[Any] | None:
-    """The shuffles that an RDD reads, partition by partition; None if not only such ones."""
+    """The shuffles that an RDD reads partition by partition; None if it reads anything else."""
     if rows.getNumPartitions() != partitions:
         return None
     if rows.getClass().getSimpleName() == "ShuffledRowRDD":
@@ -252,7 +252,7 @@ def _shuffles_behind(rows: Any, partitions: int) -> list[Any] | None:
 
 
 def _set_of(numbers: Sequence[int], jvm: Any) -> Any:
-    """A set of numbers for the JVM, made at once: each step of making one is a message."""
+    """A set of numbers for the JVM, made in one call: each step of making one is a message."""
     chosen = np.zeros(max(numbers) + 1, bool)
     chosen[list(numbers)] = True
     words = jvm.java.util.BitSet.valueOf(np.packbits(chosen, bitorder="little").tobytes())

@@ -1,4 +1,4 @@
-"""Rows to validate with, chosen by what is in them."""
+"""Rows to validate with, chosen by their content."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from sparkdl.spark.rows.columns import InputColumn
 class HeldOutFraction(InputColumn):
     """A column of booleans that no DataFrame has: true for a fraction of its rows.
 
-    A row's side follows from its content and a seed, and from nothing else: it is the same in
-    whatever partitions and order the rows come, for every number of workers and in every later fit.
-    Rows of the same content are on the same side.
+    A row's side depends on its content and a seed, and on nothing else: it is the same whatever
+    the rows' partitions and order, for every number of workers and in every later fit. Rows of the
+    same content are on the same side.
 
     Attributes:
-        content: the columns by which a row is told from others.
-        fraction: of the rows, 0 < fraction < 1.
-        seed: of the choice.
+        content: the columns that tell one row from another.
+        fraction: the fraction of rows held out, 0 < fraction < 1.
+        seed: determines the choice.
     """
 
     content: tuple[InputColumn, ...] = ()
@@ -29,8 +29,8 @@ class HeldOutFraction(InputColumn):
     seed: int = 0
 
     def expression(self) -> Column:
-        """Whether the row's hash, any of 2^64 numbers, is among the lowest."""
-        # Of another kind than the hash by which rows are ordered, whose seed comes first.
+        """Whether the row's hash, one of 2^64 numbers, is among the lowest."""
+        # Differs from the hash by which rows are ordered, where the seed comes first.
         hashed = F.xxhash64(
             F.lit("held out"), F.lit(self.seed), *[column.expression() for column in self.content]
         )
@@ -43,9 +43,9 @@ def held_out_fraction(
     """The column that holds a fraction of the rows out.
 
     Args:
-        content: the columns by which a row is told from others.
-        fraction: of the rows, 0 < fraction < 1.
-        seed: of the choice.
+        content: the columns that tell one row from another.
+        fraction: the fraction of rows to hold out, 0 < fraction < 1.
+        seed: determines the choice.
     """
     return HeldOutFraction(
         name=f"validationFraction={fraction:g}",

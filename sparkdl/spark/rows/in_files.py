@@ -1,4 +1,4 @@
-"""Which columns workers read from Parquet files themselves: the JVM would take far longer."""
+"""Which columns workers read from Parquet files themselves, as the JVM would take far longer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sparkdl.encodings import VECTOR
 from sparkdl.feed.record_batches.parquet_rows import KINDS, PATH, ROW, FileColumn, name_of_columns
 
 _PARQUET = "org.apache.spark.sql.execution.datasources.parquet.ParquetFileFormat"
-"""Exactly this; formats that are built on it, like Delta's, may read something else into a file."""
+"""Exactly this class; formats built on it, such as Delta's, may interpret a file differently."""
 _ROW_BY_ROW = {"Project", "Filter", "SubqueryAlias"}
-"""Nodes of a logical plan above which a file's rows still come in their order."""
+"""Nodes of a logical plan that keep the order of a file's rows."""
 _OTHERWISE_READ = (
     "spark.sql.files.ignoreCorruptFiles",
     "spark.sql.files.ignoreMissingFiles",
@@ -28,13 +28,13 @@ _KEYS = "parquet.crypto.factory.class"
 def columns_in_files(frame: DataFrame, names: Mapping[str, str]) -> dict[str, FileColumn]:
     """Which columns can be read straight from files.
 
-    Those of arrays, vectors or bytes, of a DataFrame that is read from Parquet files, perhaps
-    filtered or coalesced, on a file system that is mounted on the executors (``file:``). A column
-    that was made by any expression is none of theirs.
+    These are columns of arrays, vectors or bytes in a DataFrame that is read from Parquet files,
+    and at most filtered or coalesced, on a file system mounted on the executors (``file:``). A
+    column computed by any expression does not qualify.
 
     Args:
         frame: any DataFrame.
-        names: of its columns, by the names under which they are to arrive.
+        names: the names of its columns, by the names under which they are to arrive.
     """
     wide = {
         name: kind
@@ -49,9 +49,9 @@ def columns_in_files(frame: DataFrame, names: Mapping[str, str]) -> dict[str, Fi
     if relation is None or not _is_plain(relation.relation(), frame):
         return {}
     if _scan_of(execution.withCachedData()) is None:
-        return {}  # what was cached stays as it was, whatever becomes of the files
+        return {}  # cached rows stay as they were, whatever happens to the files
     if _METADATA not in {each.name() for each in _items(plan.metadataOutput())}:
-        return {}  # a view hides it, or it has a column of the user's of that name
+        return {}  # a view hides it, or the user has a column of that name
     partitioned = set(relation.relation().partitionSchema().fieldNames())
     of_files = {
         each.exprId().id(): each.name()
@@ -72,11 +72,11 @@ def columns_in_files(frame: DataFrame, names: Mapping[str, str]) -> dict[str, Fi
 
 
 def places(frame: DataFrame, columns: Mapping[str, FileColumn]) -> tuple[str, Column]:
-    """Where the rows lie, for ``feed.record_batches.parquet_rows`` to read: a column, and its name.
+    """Where the rows lie, as ``feed.record_batches.parquet_rows`` reads it: a column, and its name.
 
     Args:
         frame: as given to ``columns_in_files``.
-        columns: those that it has found, one or more.
+        columns: what that returned, at least one.
     """
     metadata = frame.metadataColumn(_METADATA)
     return name_of_columns(columns), F.struct(
@@ -85,7 +85,7 @@ def places(frame: DataFrame, columns: Mapping[str, FileColumn]) -> tuple[str, Co
 
 
 def _wide(kind: T.DataType) -> tuple[str, int] | None:
-    """What a column holds and in how many arrays; None if Spark reads it as fast itself."""
+    """What a column holds and in how many arrays; None if Spark itself reads it as fast."""
     if isinstance(kind, VectorUDT):
         return VECTOR.name, 0
     dimensions = 0
@@ -99,14 +99,14 @@ def _wide(kind: T.DataType) -> tuple[str, int] | None:
 
 
 def _scan_of(plan: Any) -> Any:
-    """What a plan reads, if it does no more than that and filter it; else None."""
+    """The relation that a plan reads, if it only reads and filters it; else None."""
     while (name := plan.getClass().getSimpleName()) in _ROW_BY_ROW or _coalesces(plan, name):
         plan = plan.children().apply(0)
     return plan if name == "LogicalRelation" and not plan.isStreaming() else None
 
 
 def _coalesces(plan: Any, name: str) -> bool:
-    """Whether a node puts whole partitions behind each other, each with its rows in their order."""
+    """Whether a node concatenates whole partitions, each with its rows in their order."""
     return name == "Repartition" and not plan.shuffle()
 
 

@@ -1,7 +1,7 @@
-"""Rows in few, large columns, because executors hand them to Python one value at a time.
+"""Packs rows into few, large columns, because executors hand them to Python one value at a time.
 
 Several columns of numbers become one array. An array becomes the bytes in which Spark itself keeps
-it, which are copied at once. ``feed.record_batches.packed`` takes the record batches apart again.
+it, which are copied in one piece. ``feed.record_batches.packed`` takes the record batches apart.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from sparkdl.spark.rows.columns import quoted
 logger = logging.getLogger(__name__)
 
 FEWEST_NUMBERS = 4
-"""Columns of the same type that are worth an array."""
+"""The fewest columns of one type that are worth an array."""
 _UNSAFE = "org.apache.spark.sql.catalyst.expressions.UnsafeArrayData"
 _COLUMNAR = "org.apache.spark.sql.vectorized.ColumnarArray"
 _SAMPLE = (1.5, -2.0, 3.25)
 _BYTES_OF_SAMPLE = struct.pack("<qQ3d", len(_SAMPLE), 0, *_SAMPLE)
-"""Their number, a bit for each that is null, and they."""
+"""The number of values, one null bit for each, and the values."""
 _reads_right: dict[str, bool] = {}
-"""Whether the bytes of a sample were right, by the Spark application; looked at once in each."""
+"""By Spark application, whether the bytes of a sample were right; checked once in each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Source:
     """A column before it is packed.
 
     Attributes:
-        name: ``c0``, ``c1`` and so on; or another if it is to come as it is.
+        name: ``c0``, ``c1`` and so on; another name if it is to arrive as it is.
         column: the expression.
         kind: its type.
     """
@@ -70,7 +70,7 @@ def packed(frame: DataFrame) -> DataFrame:
 
 
 def packed_columns(sources: Sequence[Source], spark: SparkSession) -> dict[str, Column]:
-    """The same columns as fewer, larger ones, by their names.
+    """The same columns packed into fewer, larger ones, by name.
 
     Args:
         sources: the columns.
@@ -118,7 +118,7 @@ def _is_vector(source: Source) -> bool:
 
 
 def _numbers_together(sources: Sequence[Source]) -> dict[str, list[Source]]:
-    """By the name of each number all those of its type, where that is enough for an array."""
+    """For each column of numbers, all those of its type, where that is enough for an array."""
     kinds: dict[str, list[Source]] = {}
     for source in sources:
         if source.kind.simpleString() in ELEMENTS and NUMBERED.fullmatch(source.name):
@@ -128,7 +128,7 @@ def _numbers_together(sources: Sequence[Source]) -> dict[str, list[Source]]:
 
 
 def _packed_vector(source: Source, in_bytes: _ArrayBytes | None) -> dict[str, Column]:
-    """The parts of a column of vectors: what they are, then columns of arrays."""
+    """The parts of a column of vectors: the kind of each, then columns of arrays."""
     parts = F.unwrap_udt(source.column)
     kinds, indices, values = names_of_vectors(source.name)
     kind = F.struct(parts["type"], parts["size"])
@@ -140,7 +140,7 @@ def _packed_vector(source: Source, in_bytes: _ArrayBytes | None) -> dict[str, Co
 
 
 def _packed_array(source: Source, in_bytes: _ArrayBytes | None) -> dict[str, Column]:
-    """A column of arrays as bytes and what is left; as it is where this Spark cannot do that."""
+    """A column of arrays as bytes, plus the rest; unchanged where this Spark cannot do that."""
     if in_bytes is None:
         return {source.name: source.column}
     content = Column(in_bytes.of(source))
@@ -152,17 +152,17 @@ def _packed_array(source: Source, in_bytes: _ArrayBytes | None) -> dict[str, Col
 
 
 def _no_numbers(kind: T.DataType) -> Column:
-    """An empty array, for rows that need none: at each null Spark goes over all rows before it."""
+    """An empty array for rows that need none: at each null, Spark rescans all rows before it."""
     return F.array().cast(kind)
 
 
 class _ArrayBytes:
-    """Builds the expression that gives the memory of an array; null for arrays of other kinds.
+    """Builds the expression for an array's raw memory; null for other kinds of arrays.
 
-    SQL has no function for that, so it is put together from methods of Spark's own classes, which
-    run on the executors: ``UTF8String.fromAddress(array.copy().getBaseObject(), ...)``. Arrays that
-    have been in a row or in a columnar file are copied into one piece of memory, as an
-    ``UnsafeArrayData``. Others, like constants, are not.
+    SQL has no function for that, so it is built from methods of Spark's own classes, which run on
+    the executors: ``UTF8String.fromAddress(array.copy().getBaseObject(), ...)``. Arrays from a row
+    or a columnar file are copied into one piece of memory, as an ``UnsafeArrayData``. Others, such
+    as constants, are not.
 
     Each step towards a name in the JVM is a message, so what all columns need is looked up once.
     """
@@ -194,7 +194,7 @@ class _ArrayBytes:
         )
 
     def of(self, source: Source) -> Any:
-        """The bytes of an array column, for the JVM a column of text that is none."""
+        """The bytes of an array column, which the JVM takes for a column of text."""
         array = self._bridge.expression(source.column._jc)
         itself = self._sequence([array])
         copy = self._call(array, "copy", self._sql_type(source.kind.simpleString()))
@@ -225,7 +225,7 @@ class _ArrayBytes:
         return self._bridge.column(text)
 
     def of_sample(self, spark: SparkSession) -> bytes:
-        """The bytes of a sample, which the driver's JVM computes by itself, without a job."""
+        """The bytes of a sample, which the driver's JVM computes on its own, without a job."""
         gateway = spark.sparkContext._gateway
         assert gateway is not None
         numbers = gateway.new_array(gateway.jvm.double, len(_SAMPLE))

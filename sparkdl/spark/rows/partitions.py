@@ -8,7 +8,7 @@ from pyspark.sql import DataFrame
 
 
 def known_partitions(frame: DataFrame) -> int | None:
-    """The number of partitions, or None if Spark only decides it while running.
+    """The number of partitions, or None if Spark decides it only while running.
 
     An adaptive plan is one that shuffles or reads a cached frame; asking for its partitions would
     run those stages.
@@ -20,7 +20,7 @@ def known_partitions(frame: DataFrame) -> int | None:
 
 
 _ORDERED_SOURCE = "FileSourceScanExec"
-"""The leaf of a physical plan that reads files, in the same order every time."""
+"""The leaf of a physical plan that reads files, always in the same order."""
 _ORDER_KEEPING = {
     "WholeStageCodegenExec",
     "InputAdapter",
@@ -29,11 +29,11 @@ _ORDER_KEEPING = {
     "FilterExec",
     "CoalesceExec",
 }
-"""Inner nodes that work row by row, or put whole partitions behind each other."""
+"""Inner nodes that work row by row, or concatenate whole partitions."""
 
 
 def has_stable_order(frame: DataFrame) -> bool:
-    """Whether the rows surely come in the same order in every run: read from files, row by row.
+    """Whether the rows are sure to come in the same order in every run: read row by row from files.
 
     A plan with a shuffle or a cached frame in it has nodes of other kinds.
     """

@@ -9,16 +9,16 @@ from pyspark import SparkContext
 
 SETTING = "spark.sql.execution.arrow.maxBytesPerBatch"
 RECORD_BATCH_BYTES = 2 << 20
-"""A record batch of this size is still in the processor's cache when it is looked at and stored.
-Spark's own are 10,000 rows, 31 MB of 784 floats: reading those took a quarter longer."""
+"""A record batch of this size is still in the processor's cache when it is checked and stored.
+Spark's default is 10,000 rows, 31 MB at 784 floats each: reading those took a quarter longer."""
 
 
 @contextmanager
 def small_record_batches(context: SparkContext) -> Iterator[None]:
-    """Have the Spark jobs of this thread send ``RECORD_BATCH_BYTES`` at a time, give or take.
+    """Have the Spark jobs of this thread send about ``RECORD_BATCH_BYTES`` at a time.
 
-    Executors learn of it by a property of the job, which the session's setting of the same name
-    overrides: nobody else's jobs change, and who has set it gets what they have set.
+    Executors learn of it from a job property, which the session's setting of the same name
+    overrides: nobody else's jobs change, and users who have set it get what they set.
 
     Args:
         context: Spark's.
@@ -28,4 +28,4 @@ def small_record_batches(context: SparkContext) -> Iterator[None]:
     try:
         yield
     finally:
-        context.setLocalProperty(SETTING, before)  # type: ignore[arg-type] # None takes it away
+        context.setLocalProperty(SETTING, before)  # type: ignore[arg-type] # None removes it

@@ -9,17 +9,17 @@ from pathlib import Path
 from sparkdl.errors import ConfigError
 
 STORE_PLACES = ("disk", "memory")
-"""What ``storeIn`` may be."""
+"""The values that ``storeIn`` may have."""
 MEMORY = Path("/dev/shm")
-"""Linux's file system in memory."""
+"""The in-memory file system of Linux."""
 
 
 def row_directory(in_memory: str | None) -> Path:
     """Where a worker keeps its rows.
 
     Args:
-        in_memory: who demands that they are in memory, for the message; None if they may be on a
-            disk.
+        in_memory: what demands that they stay in memory, for the message; None if they may be on
+            a disk.
 
     Raises:
         ConfigError: there is no such place on this host.
@@ -28,8 +28,8 @@ def row_directory(in_memory: str | None) -> Path:
         return _local_directory()
     if not os.path.ismount(MEMORY) or not os.access(MEMORY, os.W_OK):
         raise ConfigError(
-            f"{in_memory}, so that rows are to be kept in memory, but {MEMORY} is no file system "
-            "that this process can write to. Mount one there, or let them be on a disk"
+            f"{in_memory}, so that rows are to be kept in memory, but {MEMORY} is not a file "
+            "system that this process can write to. Mount one there, or let rows be on a disk"
         )
     return MEMORY
 

@@ -1,4 +1,4 @@
-"""A worker's way to file systems that only the driver can open: Hadoop's, of the driver's JVM.
+"""A worker's access to file systems that only the driver can open: Hadoop's, in its JVM.
 
     worker                                      driver
     {"files": {"do": "open", "uri": ...}} ---->
@@ -6,7 +6,7 @@
     {"files": {"do": "put", "stream": 1, "octets": base64}}, ... one answer each
 
 It is for checkpoints of ``sparkdl.run``: few files, read and written from beginning to end. Only
-what is below a URI that the worker has opened can be reached, and nothing of the driver's own
+what is below a URI that the worker has opened can be reached, and nothing on the driver's own
 disks.
 """
 
@@ -26,11 +26,11 @@ from pyarrow import fs
 from sparkdl.checkpoint.storage import OpenElsewhere
 
 PIECE_BYTES = 4 << 20
-"""What is read or written at once."""
+"""The most bytes read or written in one request."""
 _CHANGES = ("create_dir", "delete_dir", "delete_file", "move")
 
 Ask = Callable[[dict[str, Any]], Any]
-"""Sends one request to the driver and returns its answer. Raises OSError if that is a refusal."""
+"""Sends one request to the driver and returns its answer. Raises OSError if it is refused."""
 
 
 class DriverFiles:
@@ -45,13 +45,13 @@ class DriverFiles:
         self._opened: dict[str, tuple[fs.FileSystem, str]] = {}
         self._streams: dict[int, pa.NativeFile] = {}
         self._numbers = itertools.count()
-        self._lock = threading.Lock()  # it may be closed while a request is answered
+        self._lock = threading.Lock()  # this may be closed while a request is answered
 
     def answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Do what a worker asks for; returns the header that tells it.
+        """Do what a worker asks for; returns the header that answers it.
 
         Raises:
-            LookupError, TypeError, ValueError: it asks for what no worker asks for.
+            LookupError, TypeError, ValueError: it is a request that no worker makes.
         """
         try:
             with self._lock:
@@ -60,7 +60,7 @@ class DriverFiles:
             return {"refused": str(error)}
 
     def close(self) -> None:
-        """Close what the worker has left open; a file that is half written has no name yet."""
+        """Close what the worker has left open; a half-written file has no name yet."""
         with self._lock:
             for stream in self._streams.values():
                 stream.close()
@@ -104,10 +104,10 @@ def _below(root: str, path: str) -> str:
 
 
 def open_through(ask: Ask) -> OpenElsewhere:
-    """What opens a URI on a worker by asking the driver.
+    """A function that opens a URI on a worker by asking the driver.
 
     Args:
-        ask: how to ask it.
+        ask: sends a request to the driver.
     """
 
     def opened(uri: str) -> tuple[fs.FileSystem, str]:
@@ -191,7 +191,7 @@ class _Stream(io.RawIOBase):
 
 
 class _Reader(_Stream):
-    """One to be read from its beginning."""
+    """A file to be read from its beginning."""
 
     _left = b""
 
@@ -207,7 +207,7 @@ class _Reader(_Stream):
 
 
 class _Writer(_Stream):
-    """One to be written from its beginning."""
+    """A file to be written from its beginning."""
 
     def writable(self) -> bool:
         return True

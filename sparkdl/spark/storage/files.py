@@ -1,4 +1,4 @@
-"""Directories on whatever file system Spark knows: published whole, fetched to read."""
+"""Directories on any file system that Spark knows: published whole, fetched for reading."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ logger = logging.getLogger(__name__)
 
 
 def publish(directory: Path, path: str, *, overwrite: bool) -> None:
-    """Put a finished local directory where ``path`` says, all of it or nothing.
+    """Put a finished local directory at ``path``, all of it or nothing.
 
-    On this machine's own file systems it is safe from a loss of power when this returns, and what
-    it replaces is deleted only then. Elsewhere it is as safe as Hadoop's file system keeps what was
-    closed and renamed; where renaming is copying (object stores), an interruption while something
-    is replaced may leave a part of it.
+    On this machine's own file systems it survives a loss of power once this returns, and what it
+    replaces is deleted only then. Elsewhere it is as safe as Hadoop's file system keeps files that
+    were closed and renamed; where renaming means copying (object stores), an interruption while
+    something is replaced may leave a part of it.
 
     Args:
-        directory: the files.
-        path: a path as Spark takes them: with a scheme, or on the default file system.
+        directory: holds the files.
+        path: a path as Spark takes it: with a scheme, or on the default file system.
         overwrite: whether to replace what is there.
 
     Raises:
@@ -55,7 +55,7 @@ def publish(directory: Path, path: str, *, overwrite: bool) -> None:
 
 @contextmanager
 def fetch(path: str) -> Iterator[Path]:
-    """A local directory with the files of ``path``; a copy that lasts for the ``with`` block."""
+    """A local directory with the files of ``path``; a copy lasts for the ``with`` block."""
     target = _qualify(path)
     local = _local_path(target)
     if local is not None:
@@ -74,7 +74,7 @@ def fetch(path: str) -> Iterator[Path]:
 
 
 def _publish_to_hadoop(directory: Path, target: str, overwrite: bool) -> None:
-    """As ``put_directory``, with Hadoop's operations."""
+    """Like ``put_directory``, with Hadoop's operations."""
     fs, path = hadoop_files(target)
     here, old, new = path(target), path(target + ASIDE), path(f"{target}.{uuid.uuid4().hex[:8]}")
     if not overwrite and (fs.exists(here) or fs.exists(old)):
@@ -108,7 +108,7 @@ def _exists(path: str) -> ConfigError:
 
 def _qualify(path: str) -> str:
     """The path with its scheme: on Spark's default file system if there is a session."""
-    if SparkContext._active_spark_context is None:  # a thread of Python's has no active session
+    if SparkContext._active_spark_context is None:  # a Python thread has no active session
         if urlparse(path).scheme not in ("", "file"):
             raise ConfigError(f"{path} is not a local path; create a Spark session first")
         return path
@@ -117,9 +117,9 @@ def _qualify(path: str) -> str:
 
 
 def _local_path(target: str) -> Path | None:
-    """Where a path is on this machine; None if elsewhere.
+    """Where a path is on this machine; None if it is elsewhere.
 
-    Hadoop's paths are no URIs: ``#``, ``?`` and ``%20`` behind the scheme are only characters.
+    Hadoop's paths are not URIs: ``#``, ``?`` and ``%20`` after the scheme are just characters.
     """
     if target.startswith("file://"):
         return Path("/" + target.removeprefix("file://").partition("/")[2])
@@ -129,7 +129,7 @@ def _local_path(target: str) -> Path | None:
 
 
 def hadoop_files(path: str) -> tuple[Any, Any]:
-    """Hadoop's file system of a path, and its class of paths; both are the driver's JVM's."""
+    """Hadoop's file system for a path, and its class of paths; both in the driver's JVM."""
     context = SparkSession.builder.getOrCreate().sparkContext
     paths = context._jvm.org.apache.hadoop.fs.Path  # type: ignore[union-attr]
     return paths(path).getFileSystem(context._jsc.hadoopConfiguration()), paths
@@ -137,7 +137,7 @@ def hadoop_files(path: str) -> tuple[Any, Any]:
 
 @contextmanager
 def java_errors() -> Iterator[None]:
-    """Raise what Java throws as OSError."""
+    """Turn Java exceptions into OSError."""
     try:
         yield
     except Py4JError as error:

@@ -1,7 +1,7 @@
-"""Hadoop's file systems, of the driver's JVM, as one of pyarrow's: for what pyarrow cannot reach.
+"""Hadoop's file systems in the driver's JVM as a pyarrow one, for what pyarrow cannot reach.
 
-pyarrow needs a native library for ``hdfs:`` and knows nothing of a vendor's own schemes; the JVM of
-a Spark driver has the classes and credentials of every file system that the cluster reads.
+pyarrow needs a native library for ``hdfs:`` and knows nothing of vendors' own schemes; the JVM of a
+Spark driver has the classes and credentials of every file system that the cluster reads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sparkdl.spark.storage.files import hadoop_files, java_errors
 
 
 def open_hadoop(uri: str) -> tuple[fs.FileSystem, str]:
-    """A file system of pyarrow's that asks Hadoop, and the path in it.
+    """A pyarrow file system that asks Hadoop, and the path in it.
 
     Args:
         uri: a directory with its scheme, as Spark takes it.
@@ -31,7 +31,7 @@ def open_hadoop(uri: str) -> tuple[fs.FileSystem, str]:
 
 
 class _HadoopFiles(fs.FileSystemHandler):  # type: ignore[misc]
-    """What ``pyarrow.fs.PyFileSystem`` calls; paths have their scheme.
+    """What ``pyarrow.fs.PyFileSystem`` calls; paths include their scheme.
 
     Args:
         files: Hadoop's file system.
@@ -113,7 +113,7 @@ class _HadoopFiles(fs.FileSystemHandler):  # type: ignore[misc]
 
 
 class _Reader(io.RawIOBase):
-    """A stream of Hadoop's, to be read from its beginning."""
+    """A Hadoop stream, to be read from its beginning."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class _Reader(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         with java_errors():
-            # As a value, because py4j passes copies of arrays.
+            # The bytes are a return value, because py4j passes copies of arrays.
             many = self._stream.readAllBytes() if size < 0 else self._stream.readNBytes(size)
             return bytes(many)
 
@@ -136,7 +136,7 @@ class _Reader(io.RawIOBase):
 
 
 class _Writer(io.RawIOBase):
-    """A stream of Hadoop's, to be written from its beginning."""
+    """A Hadoop stream, to be written from its beginning."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class _Writer(io.RawIOBase):
         if not self.closed:
             super().close()
             with java_errors():
-                if self._stream.hasCapability("hsync"):  # else it is safe once it is closed
+                if self._stream.hasCapability("hsync"):  # otherwise it is safe once closed
                     self._stream.hsync()
                 self._stream.close()
 

@@ -1,4 +1,4 @@
-"""Whole runs in virtual time: the real decisions, made-up workers, links and faults, one seed."""
+"""Whole runs in virtual time: real decisions; simulated workers, links and faults; one seed."""
 
 from sparkdl.testing.simulation.plan import Fault, Kind, Plan, random_plan
 from sparkdl.testing.simulation.run import Outcome, Violation, shrink, simulate

@@ -21,32 +21,32 @@ from sparkdl.testing.simulation.workers import Link, Message
 
 
 class Observer(Protocol):
-    """Who is told what the averager does, and checks it."""
+    """Is told what the averager does, and checks it."""
 
     def before(self, event: on.Event) -> None:
-        """An event is about to be decided on."""
+        """Called when an event is about to be decided on."""
 
     def decided(self, decisions: Sequence[do.Decision]) -> None:
-        """Decisions were made."""
+        """Called when decisions have been made."""
 
     def committed(self, windows: Sequence[WindowReport]) -> None:
-        """A round was committed."""
+        """Called when a round has been committed."""
 
     def epoch_ended(self, summary: EpochSummary) -> None:
-        """An epoch has ended."""
+        """Called when an epoch has ended."""
 
     def statistics_known(self, statistics: DataStatistics) -> None:
-        """The driver was told the statistics of the rows."""
+        """Called when the driver has learned the statistics of the rows."""
 
     def write(self, progress: Progress, states: Mapping[int, Position]) -> None:
-        """A checkpoint is written."""
+        """Called to write a checkpoint."""
 
 
 class Conversation:
     """One connection, as the averager sees it.
 
     Args:
-        link: to the worker.
+        link: the link to the worker.
     """
 
     def __init__(self, link: Link) -> None:
@@ -55,7 +55,7 @@ class Conversation:
         self.inbox: deque[Message] = deque()
         self.sum: Sum | None = None
         self.pauses = False
-        # Chunks of a contribution that has started over, on their way or waiting for their turn.
+        # Chunks of a contribution that has started over, in flight or waiting for their turn.
         self.to_discard = 0
         self.received = 0
         self.waiting_chunk: tuple[int, int] | None = None
@@ -64,7 +64,7 @@ class Conversation:
 
 
 def _windows_of(decisions: Iterable[do.Decision]) -> Iterator[WindowReport]:
-    """The windows that are reported first, one after the other."""
+    """The leading run of windows among the decisions' reports."""
     for decision in decisions:
         if not isinstance(decision, do.Report) or not isinstance(decision.event, WindowReport):
             return
@@ -76,10 +76,10 @@ class Averager:
 
     Args:
         coordinator: the decisions.
-        center: what is decided about.
-        chunks: into how many messages a contribution is cut.
-        clock: of the run.
-        observer: who checks.
+        center: the center that the rounds change.
+        chunks: the number of messages that make up a contribution.
+        clock: the run's clock.
+        observer: checks what happens.
 
     Attributes:
         ended: whether the run is over.
@@ -108,28 +108,28 @@ class Averager:
         self._paused_until = 0.0
         self._saving: Progress | None = None
         self._states: dict[int, Position] = {}
-        # Who is being sent the center.
+        # The members that are being sent the center.
         self._reading: set[Member] = set()
-        # With which center each rank goes on, and after how many updates.
+        # The center from which each rank goes on, and the number of updates before it.
         self._begun: dict[int, tuple[float, int]] = {}
         self._updates = 0
 
     def begin(self) -> None:
-        """Begin to look at the clock."""
+        """Start the clock's ticks."""
         self._clock.after(self.coordinator.members.tick_s, self._tick)
 
     def pause(self, seconds: float) -> None:
-        """Do nothing for a while; what arrives is looked at afterwards."""
+        """Do nothing for a while; what arrives is handled afterwards."""
         self._paused_until = max(self._paused_until, self._clock.now + seconds)
 
     def accept(self, link: Link) -> None:
-        """A worker connects."""
+        """Accept a worker's connection."""
         conversation = Conversation(link)
         link.to_averager = lambda message: self._arrive(conversation, message)
 
     @property
     def remembered(self) -> int:
-        """How much is remembered that has to be forgotten some time."""
+        """How many things are remembered that eventually have to be forgotten."""
         this = self.coordinator.round
         waiting = (
             this.held,
@@ -143,17 +143,17 @@ class Averager:
         return len(self._conversations) + sum(map(len, waiting))
 
     def knows(self, rank: int) -> bool:
-        """Whether a worker of that rank is connected, and has said who it is."""
+        """Whether a worker of that rank is connected and has introduced itself."""
         return any(member.rank == rank for member in self._conversations)
 
     def tell(self, event: on.Event) -> None:
-        """Have an event decided on, and everything that follows from it."""
+        """Have an event decided on, along with everything that follows from it."""
         if self._clock.now < self._paused_until:
             self._clock.at(self._paused_until, lambda: self.tell(event))
             return
         self._events.append(event)
         if len(self._events) > 1:
-            return  # whoever decides on the first goes on with this one
+            return  # the call that is deciding on an earlier event goes on with this one
         while self._events and not self.ended:
             self._decide(self._events[0])
             self._events.popleft()
@@ -170,7 +170,7 @@ class Averager:
         self._observer.decided(decisions)
 
     def _commit(self, contributions: Contributions, windows: Sequence[WindowReport]) -> None:
-        """Change the center, and check that it has become what the windows give."""
+        """Change the center, and check that it is what the windows give."""
         weighted = [window for window in windows if window.weight]
         assert contributions.weights == tuple(window.weight for window in weighted)
         values, staleness = {}, 0
@@ -194,7 +194,7 @@ class Averager:
 
     def _tick(self) -> None:
         if self._clock.now < self._paused_until:
-            # After everything that has arrived meanwhile.
+            # It comes after everything that has arrived in the meantime.
             self._clock.at(self._paused_until + 1e-6, self._tick)
             return
         self._clock.after(self.coordinator.members.tick_s, self._tick)
@@ -359,7 +359,7 @@ class Averager:
             case do.End(failure):
                 self.ended, self.failure = True, failure
 
-    # Who has left may be decided about until its loss is.
+    # Decisions may concern a worker that has left until its loss is decided on.
 
     def _await_worker_state(self, member: Member) -> None:
         conversation = self._conversations.get(member)

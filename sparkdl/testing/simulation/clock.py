@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Clock:
-    """A queue of calls, each at its time; equal times in the order in which they were made."""
+    """A queue of timed calls; those due at the same time run in the order of their scheduling."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -15,16 +15,16 @@ class Clock:
         self._count = 0
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Have something happen later."""
+        """Schedule a call after some seconds."""
         self.at(self.now + seconds, call)
 
     def at(self, time: float, call: Callable[[], None]) -> None:
-        """Have something happen at a time; what is due already, after all else that is."""
+        """Schedule a call at a time; one in the past goes behind all others that are due."""
         self._count += 1
         heapq.heappush(self._due, (max(time, self.now), self._count, call))
 
     def step(self) -> bool:
-        """Let happen what is due first; returns whether there was anything."""
+        """Make the call that is due first; returns whether there was one."""
         if not self._due:
             return False
         at, _, call = heapq.heappop(self._due)
@@ -33,5 +33,5 @@ class Clock:
         return True
 
     def forget(self) -> None:
-        """Let nothing happen of what is due."""
+        """Drop all scheduled calls."""
         self._due.clear()

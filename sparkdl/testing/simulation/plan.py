@@ -1,4 +1,4 @@
-"""What a simulated run is like, and what goes wrong in it: everything that follows from a seed."""
+"""What a simulated run is like, and what goes wrong in it: everything determined by a seed."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Fault:
     """One thing that goes wrong.
 
     Attributes:
-        kind: what.
+        kind: what goes wrong.
         after: how many events the averager has seen before it.
-        rank: of the worker that it strikes.
+        rank: the rank of the worker that it strikes.
         seconds: how long it lasts, or until the next attempt starts.
     """
 
@@ -43,23 +43,22 @@ class Plan:
     """One run.
 
     Attributes:
-        seed: of the links' delays and the workers' speeds.
-        windows: of each rank in an epoch; 0 for a rank without rows.
-        epochs: how many.
-        chunks: into how many messages a contribution is cut.
-        every_rounds: rounds between two checkpoints; None for none but at ends of epochs.
+        seed: determines the links' delays and the workers' speeds.
+        windows: windows of each rank per epoch; 0 for a rank without rows.
+        epochs: the number of epochs.
+        chunks: the number of messages that make up a contribution.
+        every_rounds: rounds between two checkpoints; None for checkpoints only at ends of epochs.
         saves: whether checkpoints are written at all.
         max_failures: how many losses the run survives.
-        min_workers: with how many workers rounds go on.
-        gathers: whether workers tell each other something before each epoch; not if they may
-            be lost.
-        validates: whether workers validate after each epoch, and begin the next one when they know
-            what all have found.
-        exchanges_rows: whether workers fetch rows from each other, who may then have to be back
-            before others can contribute.
-        resubmissions: how often all workers are restarted when the run has failed by a loss.
+        min_workers: the fewest workers with which rounds go on.
+        gathers: whether workers gather something before each epoch; not if they may be lost.
+        validates: whether workers validate after each epoch, and begin the next one only once they
+            know what all found.
+        exchanges_rows: whether workers fetch rows from each other; a lost one may then have to be
+            back before others can contribute.
+        resubmissions: how often all workers are restarted after a loss has failed the run.
         window_s: seconds that a window takes, on average.
-        delay_s: the longest that a message is under way, in seconds.
+        delay_s: the longest that a message is in flight, in seconds.
         faults: what goes wrong.
     """
 
@@ -81,11 +80,11 @@ class Plan:
 
 
 def random_plan(seed: int, *, times: int = 1) -> Plan:
-    """Draw a plan; the same for the same seed.
+    """Draw a plan; the same seed gives the same plan.
 
     Args:
-        seed: of all that is drawn.
-        times: how many times as many windows epochs have, for what needs a while to show.
+        seed: determines everything that is drawn.
+        times: multiplies the windows per epoch, for faults that take a while to show.
     """
     draw = random.Random(seed)
     workers = draw.choice((1, 2, 2, 3, 3, 4))

@@ -1,13 +1,13 @@
 """Simulate one run and check, after every event, what must always hold.
 
-Each row is counted at most once an epoch, and exactly once at its end.
+Each row is counted at most once per epoch, and exactly once by its end.
 The center is what a replay of the committed windows gives.
 Nobody waits for something that nobody will do: no wait ends at its deadline.
-Nobody is dropped whom nothing ails. What is remembered does not grow with time.
-A checkpoint has the states of those whose state is that of its commit, and no others.
-One that could not be written counts as none; the run goes on, and the next is tried in its time.
-Nobody begins a window farther ahead of the slowest than it may, where there is such a bound.
-Every run ends, with its model or with an error that its faults explain.
+No healthy worker is dropped. What is remembered does not grow with time.
+A checkpoint has the states of those workers whose state is that of its commit, and no others.
+One that could not be written does not count; the run goes on, and the next is tried when due.
+Where there is a bound, no worker begins a window farther ahead of the slowest than it allows.
+Every run ends, either with its model or with an error that its faults explain.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sparkdl.testing.simulation.values import Center
 from sparkdl.testing.simulation.workers import Worker
 
 DEADLINE_S = 600.0
-"""Far above all that a plan's faults amount to: whoever is waited for so long never comes."""
+"""Far longer than a plan's faults can add up to: anyone waited for this long never comes."""
 LONGEST_S = 20_000.0
 MOST_EVENTS = 50_000
 
@@ -43,18 +43,18 @@ class Violation(AssertionError):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a simulated run has ended.
+    """How a simulated run ended.
 
     Attributes:
         failure: why it failed; None if it has a model.
         center: its parameters.
-        events: how many the decisions were told.
+        events: how many events were decided on.
         commits: rounds that were committed.
         losses: workers that were lost.
-        checkpoints: that were written.
-        given_up: checkpoints that could not be.
-        seconds: of virtual time.
-        ahead: windows by which somebody who began another was ahead of the slowest, at the most.
+        checkpoints: checkpoints that were written.
+        given_up: checkpoints that could not be written.
+        seconds: how long it took, in virtual time.
+        ahead: the most windows by which a worker beginning another was ahead of the slowest.
     """
 
     failure: SparkDLError | None
@@ -80,13 +80,13 @@ def simulate(
 
     Args:
         plan: what happens.
-        coordinator: the decisions; others than the real ones to see that the simulation would
-            find a fault in them.
-        averager: what is around them, likewise.
-        center: makes what is decided about, for contributions of so many messages.
-        most_ahead: windows by which who begins another may be ahead of the slowest that is there
-            and has not ended its epoch; None for any number. Who comes back, or is resumed, may
-            train at once, and counts as beginning a window when it contributes.
+        coordinator: the decisions; replaced by others to show that the simulation would find a
+            fault in them.
+        averager: what is around them, replaceable likewise.
+        center: makes the center for a given number of messages per contribution.
+        most_ahead: the most windows by which a worker beginning another may be ahead of the
+            slowest one present that has not ended its epoch; None for any number. A worker that
+            returns or is resumed may train at once; its window begins when it contributes.
 
     Raises:
         Violation: something that must always hold did not.
@@ -98,8 +98,8 @@ def shrink(plan: Plan, fails: Callable[[Plan], bool]) -> Plan:
     """Make a failing plan smaller, as long as it fails.
 
     Args:
-        plan: that fails.
-        fails: whether another does.
+        plan: the plan that fails.
+        fails: tells whether another plan fails.
     """
     while True:
         for smaller in _smaller(plan):
@@ -154,10 +154,10 @@ class _Simulation:
         self._struck: list[Fault] = []
         self._events = self._commits = self._losses = self._checkpoints = self._given_up = 0
         self._storage_s, self._storage_fails_until = 0.1, 0.0
-        # Of how many commits the last checkpoint was begun, and the last one is that exists.
+        # How many commits went into the last checkpoint begun, and into the last one that exists.
         self._begun_after = self._saved_after = 0
         self._epoch_ended = False
-        # What the commits have said, to hold the end of each epoch against.
+        # What the commits reported, to compare with the end of each epoch.
         self._positions = [Position() for _ in plan.windows]
         self._examples = 0
         self._ahead = 0
@@ -204,7 +204,7 @@ class _Simulation:
         )
         averager = self._make_averager(coordinator, self._center, plan.chunks, self._clock, self)
         self._averager = averager
-        # Who has let its last window of the epoch be committed; who trains since it was let in.
+        # Ranks whose last window of the epoch is committed; ranks training since they were let in.
         self._through: set[int] = set()
         self._newcomers: set[int] = set()
         self._workers = [self._worker(rank, 0) for rank in range(world_size)]
@@ -222,7 +222,7 @@ class _Simulation:
     # What the averager reports.
 
     def before(self, event: on.Event) -> None:
-        """An event is about to be decided on: count it, and strike if it is time."""
+        """Count an event that is about to be decided on, and strike if it is time."""
         if isinstance(event, on.Tick):
             return
         if isinstance(event, on.CheckpointWritten):
@@ -243,7 +243,7 @@ class _Simulation:
             worker.strike(restart_s=None, noticed_after_s=fault.seconds)
         elif fault.kind is Kind.KILL:
             if self._plan.max_failures == 0 and not self._averager.knows(fault.rank):
-                # Nobody but Spark notices, and the job fails.
+                # Only Spark notices, and the job fails.
                 self._averager.tell(on.Failed(WorkerLostError("a task has failed")))
             worker.strike(restart_s=fault.seconds)
         elif fault.kind is Kind.TWIN:
@@ -262,7 +262,7 @@ class _Simulation:
             self._storage_s = fault.seconds
 
     def decided(self, decisions: Sequence[do.Decision]) -> None:
-        """Decisions were made: they and what is remembered are few, and keep the bound."""
+        """Check decisions: they and what is remembered are few, and they keep the bound."""
         self._look_who_is_ahead(decisions)
         self._look_what_is_saved(decisions)
         world_size = len(self._plan.windows)
@@ -313,7 +313,7 @@ class _Simulation:
                 )
 
     def committed(self, windows: Sequence[WindowReport]) -> None:
-        """A round was committed: its windows continue what was committed before."""
+        """Check a committed round: its windows continue what was committed before."""
         self._commits += 1
         for window in windows:
             before = self._positions[window.rank]
@@ -326,7 +326,7 @@ class _Simulation:
             self._through |= {window.rank} if window.last else set()
 
     def epoch_ended(self, summary: EpochSummary) -> None:
-        """An epoch has ended: every row of it was counted once."""
+        """Check an ended epoch: every row of it was counted once."""
         done = tuple(position.step_of_epoch for position in self._positions)
         if done != self._plan.windows:
             raise Violation(f"epoch {summary.epoch} ended after {done} of {self._plan.windows}")
@@ -342,14 +342,14 @@ class _Simulation:
         self._positions = [position.next_epoch() for position in self._positions]
 
     def statistics_known(self, statistics: DataStatistics) -> None:
-        """The driver looks at the rows, and lets the workers start."""
+        """Let the workers start, as the driver does once it has checked the rows."""
         self._clock.after(self._draw.random(), lambda: self._averager.tell(on.Started()))
 
     def write(self, progress: Progress, states: Mapping[int, Position]) -> None:
-        """A checkpoint is written: its states belong to it."""
+        """Check a checkpoint that is written: its states belong to it."""
         for rank, state in states.items():
             stands = progress.positions[rank]
-            # If the epoch has ended with this commit, its position is the next one's.
+            # If the epoch ended with this commit, the position is that of the next epoch.
             if stands not in (state, state.next_epoch()):
                 raise Violation(f"rank {rank} stands at {stands}, and saved its state of {state}")
         self._clock.after(self._storage_s, self._written)

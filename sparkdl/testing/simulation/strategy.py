@@ -1,7 +1,7 @@
 """A strategy in virtual time: its own center, wire format, update and policy, without its workers.
 
-What a worker has trained is one number. The center is the real one, and an oracle says after each
-commit what it has to be.
+What a worker has trained is a single number. The center is the real one, and after each commit an
+oracle says what it has to be.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from sparkdl.testing.simulation.run import Outcome, simulate
 from sparkdl.testing.simulation.values import PRIME, Center, Sum
 
 Oracle = Callable[[float, Contributions, Mapping[int, float], Mapping[int, float]], float]
-"""(center before, contributions, what ranks have trained, what they began with) -> center after"""
+"""(center before, contributions, what ranks trained, what they began with) -> center after"""
 
 TOLERANCE = 1e-12 * PRIME
-"""Values are up to a few times as large, and where they cancel their rounding errors stay."""
+"""Values are up to a few times PRIME, and their rounding errors stay even where they cancel."""
 
 
 def simulate_strategy(
@@ -43,10 +43,10 @@ def simulate_strategy(
     """Run a plan with what a strategy has the driver do.
 
     Args:
-        strategy: whose rounds they are; a window of the plan counts as one step.
+        strategy: determines the rounds; a window of the plan counts as one step.
         plan: what happens.
-        oracle: what each commit makes of the center, by other code than the strategy's. It may
-            remember: a run needs an oracle of its own.
+        oracle: computes the center after each commit, with code other than the strategy's. It may
+            have state, so each run needs an oracle of its own.
         most_ahead: as for ``simulate``.
 
     Raises:
@@ -62,15 +62,15 @@ def simulate_strategy(
 
 
 class StrategyCenter(Center):
-    """The averager's center in the place of the simulation's.
+    """The averager's center in place of the simulation's.
 
     It has as many fragments as the strategy, each of as many equal numbers as a contribution has
-    messages. Workers are sent the number that the fragment of the last round consists of.
+    messages. Workers are sent the number that the last round's fragment consists of.
 
     Args:
-        strategy: whose wire format and update it has.
-        oracle: what each commit makes of it.
-        chunks: into how many messages a contribution is cut.
+        strategy: provides its wire format and update.
+        oracle: says what it has to be after each commit.
+        chunks: the number of messages that make up a contribution.
     """
 
     def __init__(self, strategy: Strategy[Any], oracle: Oracle, chunks: int) -> None:
@@ -80,7 +80,7 @@ class StrategyCenter(Center):
         (self._segment,) = layout = (Segment("parameters", torch.float64, size),)
         ones = torch.ones(size, dtype=torch.float64)
         self._center = RealCenter(layout, [ones], 1, self._wire_format, strategy.center_update)
-        # Messages of one number, where it would cut none of so few.
+        # One number per message, although the format would not split so few.
         self._center._fragments = [
             [Chunk(0, index, index + 1) for index in range(first, first + chunks)]
             for first in range(0, size, chunks)
@@ -91,25 +91,25 @@ class StrategyCenter(Center):
         self._rounds = 0
 
     def send_to(self, rank: int) -> float:
-        """What a worker is sent; its contribution is encoded as a change since."""
+        """The value that a worker is sent; its contribution is encoded as the change from it."""
         self._sent[rank] = self.value
         return self.value
 
     def open_sum(self, ranks: Sequence[int]) -> None:
-        """Begin a sum of the next fragment."""
+        """Start a sum of the next fragment."""
         self._of_round = self._center.next_fragment
         self._look()
         self.sum = _RealSum(self._center.open_sum(ranks), self._encode, self._center.scale)
 
     def commit(self, contributions: Contributions) -> None:
-        """Have the sum change the center as the strategy says."""
+        """Apply the sum to the center as the strategy says."""
         self._rounds += 1
         self._center.commit(contributions)
         self._look()
         self.sum = None
 
     def start_epoch(self) -> None:
-        """Begin with the first fragment again."""
+        """Start again with the first fragment."""
         self._center.start_epoch()
 
     def require(
@@ -133,7 +133,7 @@ class StrategyCenter(Center):
 
 
 class _RealSum(Sum):
-    """An accumulator of one number a message."""
+    """An accumulator with one number per message."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class _RealSum(Sum):
         self._total.declare(rank, weight, self._scale(staleness))
 
     def turn(self, index: int) -> int | None:
-        """Whose turn it is to add a chunk."""
+        """The rank whose turn it is to add a chunk."""
         return self._total.turn(index)
 
     def add(self, rank: int, index: int, value: float) -> None:

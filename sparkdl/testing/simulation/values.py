@@ -1,8 +1,8 @@
-"""Parameters that are whole numbers, so that a replay of the commits has to give them exactly.
+"""Parameters that are whole numbers, so that a replay of the commits has to match them exactly.
 
-A window is a function of the center that it began with and of the rows that it is of. A round's
-outcome is the sum of the contributions by weight, modulo a prime: whatever is added twice, left
-out, added to another sum or trained from an old center shows.
+A window is a function of the center that it began with and of its rows. A round's outcome is the
+weighted sum of the contributions, modulo a prime: anything added twice, left out, added to another
+sum or trained from an old center shows.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Sum:
     """One round's sum; each of its chunks has to become the same number.
 
     Args:
-        ranks: who takes part, in ascending order.
-        chunks: how many there are.
+        ranks: the ranks that take part, in ascending order.
+        chunks: the number of chunks.
     """
 
     def __init__(self, ranks: Sequence[int], chunks: int) -> None:
@@ -36,13 +36,13 @@ class Sum:
         self._weights: dict[int, int] = {}
 
     def declare(self, rank: int, weight: int, staleness: int = 0) -> None:
-        """Say what a contribution weighs, nothing if there will be none; and how stale it is."""
+        """Say how stale a contribution is, and what it weighs: 0 if there will be none."""
         self._weights[rank] = weight
         if not weight:
             self._order.skip(rank)
 
     def turn(self, index: int) -> int | None:
-        """Whose turn it is to add a chunk."""
+        """The rank whose turn it is to add a chunk."""
         return self._order.turn(index)
 
     def add(self, rank: int, index: int, value: int) -> None:
@@ -58,14 +58,14 @@ class Sum:
 
 
 class Center:
-    """The center and its sum, as ``averager.Center`` has them; others than this one behave alike.
+    """The center and its sum, as ``averager.Center`` has them; subclasses behave alike.
 
     Args:
-        chunks: into how many messages a contribution is cut.
+        chunks: the number of messages that make up a contribution.
 
     Attributes:
         value: the parameters.
-        sum: what is being added; None between two rounds.
+        sum: the sum being formed; None between two rounds.
     """
 
     def __init__(self, chunks: int) -> None:
@@ -74,11 +74,11 @@ class Center:
         self._chunks = chunks
 
     def send_to(self, rank: int) -> float:
-        """What a worker is sent, from which it goes on."""
+        """The value that a worker is sent, and goes on from."""
         return self.value
 
     def open_sum(self, ranks: Sequence[int]) -> None:
-        """Begin a sum."""
+        """Start a sum."""
         self.sum = Sum(ranks, self._chunks)
 
     def commit(self, contributions: Contributions) -> None:
@@ -88,7 +88,7 @@ class Center:
         self.sum = None
 
     def start_epoch(self) -> None:
-        """An epoch has ended."""
+        """Handle the end of an epoch."""
 
     def require(
         self, before: float, contributions: Contributions, values: Mapping[int, float]
@@ -98,10 +98,10 @@ class Center:
         Args:
             before: the center before them.
             contributions: what was committed.
-            values: what those who have rows have trained, by rank.
+            values: by rank, the values trained by those that have rows.
 
         Raises:
-            AssertionError: it is not.
+            AssertionError: it is something else.
         """
         pairs = zip(contributions.weights, values.values(), strict=True)
         total = sum(weight * value for weight, value in pairs) % PRIME

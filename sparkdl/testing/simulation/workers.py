@@ -1,4 +1,4 @@
-"""Made-up workers: they speak as real ones do, over links that delay, and break when told to."""
+"""Simulated workers: they talk like real ones, over links with delays, and fail on command."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from sparkdl.testing.simulation.plan import Plan
 from sparkdl.testing.simulation.values import trained
 
 Message = tuple[Any, ...]
-"""A kind, and what belongs to it."""
+"""A message's kind, and its contents."""
 
 START_S = 1.0
 RECONNECT_S = 0.05
 
 
 class Link:
-    """One connection: what is sent arrives in order, later, or never.
+    """One connection: what is sent arrives later, in order, or never.
 
     Args:
-        clock: of the run.
-        draw: of the delays.
-        delay_s: the longest of them.
-        rank: of the worker at its end.
-        attempt: of the worker's task.
+        clock: the run's clock.
+        draw: draws the delays.
+        delay_s: the longest delay.
+        rank: the rank of the worker at its end.
+        attempt: the attempt of the worker's task.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Link:
         )
 
     def down(self, message: Message) -> float:
-        """The averager sends; returns after how many seconds it is all on its way."""
+        """The averager sends; returns the seconds until all of it is on its way."""
         self._last_down = max(
             self._last_down, self._clock.now + self._draw.random() * self._delay_s
         )
@@ -63,7 +63,7 @@ class Link:
         return (self._last_down - self._clock.now) * self._draw.random()
 
     def break_off(self, *, noticed_after_s: float = 0.0) -> None:
-        """The worker receives nothing more; the averager learns last of all that it is gone."""
+        """Cut the worker off; the averager learns of it after everything already sent."""
         self._worker_receives = False
         self._last_up = max(self._last_up, self._clock.now + noticed_after_s)
         self.up(("gone",))
@@ -79,11 +79,11 @@ class Worker:
 
     Args:
         rank: its rank.
-        plan: of the run.
-        clock: of the run.
-        draw: of its speed and its links' delays.
+        plan: the run's plan.
+        clock: the run's clock.
+        draw: draws its speed and its links' delays.
         connect: opens a link to the averager.
-        attempt: of its task.
+        attempt: the attempt of its task.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Worker:
         self._window: WindowReport | None = None
         self._losses: tuple[float, ...] = ()
         self._finished = False
-        # Whatever was about to happen in an attempt, or on a link, that is over does not.
+        # What was scheduled in an attempt, or on a link, that is over does not happen.
         self._life = 0
         self._soon(START_S * draw.random(), self._join)
 
@@ -200,7 +200,7 @@ class Worker:
                 self._link = None
 
     def _validate(self, epoch_ended: bool) -> None:
-        """Tell what was found after an epoch, and wait for what all have found."""
+        """Report what was found after an epoch, and wait for what all found."""
         ended = self._position.epoch - 1
         if not self._plan.validates or not ended:
             self._start_epoch()
@@ -224,7 +224,7 @@ class Worker:
             self._train()
 
     def _train(self) -> None:
-        """Train the next window; who has none left says so with one that weighs nothing."""
+        """Train the next window; if none is left, say so with one that weighs nothing."""
         if self._position.epoch > self._plan.epochs:
             self._finish()
             return
@@ -267,7 +267,7 @@ class Worker:
             self._train()
 
     def _send_worker_state(self) -> None:
-        """What a checkpoint needs to go on from: here, how far this worker has come itself."""
+        """Send what a checkpoint needs to go on from: here, how far this worker has come."""
         assert self._window is not None
         assert self._link is not None
         self._link.up(("worker state", Position.after(self._window)))
