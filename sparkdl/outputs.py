@@ -64,7 +64,7 @@ def pick(outputs: Any, key: OutputKey | None, rows: int) -> Tensor:
     name = "" if key is None else f" as its output {key!r}"
     if not isinstance(found, Tensor):
         raise ModelError(
-            f"the model returns {described(found)}{name}, which is not a tensor, so it cannot be "
+            f"the model returns {described(found)}{name}, which is no tensor and so cannot become "
             "a column"
         )
     if found.is_complex():

@@ -71,7 +71,7 @@ def load_state(path: str, *, open_elsewhere: OpenElsewhere | None = None) -> dic
         return None
     if not saved.has(STATE_FILE):
         raise ConfigError(
-            f"{saved.directory} is not a checkpoint of a training function, but of: "
+            f"{saved.directory} is no checkpoint of a training function: it says it is of "
             f"{saved.description}"
         )
     with saved.open(STATE_FILE) as file:

@@ -153,7 +153,7 @@ class CheckpointStore:
             _check(self._lease)
             directories = self._directories()
         except (CheckpointError, *_STORAGE_ERRORS) as error:
-            logger.warning("old checkpoints in %s were not deleted: %s", self.path, error)
+            logger.warning("what is old in %s stays there: %s", self.path, error)
             return
         for directory in directories:
             if directory in self._pending:

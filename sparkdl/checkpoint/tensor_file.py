@@ -95,7 +95,7 @@ def read_tensors(file: BinaryIO) -> tuple[dict[str, Tensor], dict[str, str]]:
         start, end = entry["data_offsets"]
         shape, dtype = entry["shape"], _DTYPES[entry["dtype"]]
         if start != offset or end - start != math.prod(shape) * dtype.itemsize:
-            raise CheckpointError(f"tensor '{name}' has bytes that do not match its shape")
+            raise CheckpointError(f"tensor '{name}' has other bytes than its shape says")
         tensor = _empty(name, shape, dtype)
         _read_into(file, _octets(tensor))
         tensors[name], offset = tensor, end
@@ -132,7 +132,7 @@ def _empty(name: str, shape: list[int], dtype: torch.dtype) -> Tensor:
     try:
         return torch.empty(shape, dtype=dtype)
     except (RuntimeError, TypeError) as error:  # too many dimensions, or too large
-        raise CheckpointError(f"tensor '{name}' has an impossible shape: {error}") from error
+        raise CheckpointError(f"tensor '{name}' has a shape that none can have: {error}") from error
 
 
 def _read_into(file: BinaryIO, target: memoryview) -> None:

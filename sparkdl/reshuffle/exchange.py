@@ -357,7 +357,7 @@ class Peer:
             or (encrypted and not told[2].isascii())
         ):
             raise TrainingError(
-                f"rank {rank} reports {reprlib.repr(told)} as its rows' address, and no worker of "
+                f"rank {rank} tells {reprlib.repr(told)} of where its rows are, and no worker of "
                 "this job does"
             )
         return cls(*told)
