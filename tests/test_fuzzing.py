@@ -47,6 +47,7 @@ INPUTS = {
 }
 
 
+@pytest.mark.slow_variants(fast=5)
 @pytest.mark.parametrize("name", INPUTS)
 def test_no_input_has_another_outcome_than_it_may_have(name: str) -> None:
     with target_of(name) as target:

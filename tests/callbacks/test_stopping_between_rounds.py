@@ -72,7 +72,7 @@ def job_of(strategy: Strategy[Any], module: nn.Module) -> Any:
     return make_job(module, strategy=strategy, deadline_s=60.0)
 
 
-@pytest.mark.slow_variants(fast=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "often"),
     [

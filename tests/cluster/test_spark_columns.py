@@ -157,6 +157,7 @@ def sum_estimator(**changes: Any) -> TorchEstimator:
     return estimator(**{**settings, **changes})
 
 
+@pytest.mark.slow
 def test_every_type_arrives_as_declared_in_fit_and_in_transform(
     everything: DataFrame, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -200,6 +200,7 @@ def test_the_function_takes_vectors_and_goes_with_the_module_as_it_is_when_made(
     assert set(values(predicted, "new")) == {2.0}
 
 
+@pytest.mark.slow
 def test_a_function_called_with_columns_that_the_model_does_not_take_says_so(
     rows: DataFrame,
 ) -> None:
@@ -235,6 +236,7 @@ class Brightness(nn.Module):
         return pixels / 255
 
 
+@pytest.mark.slow
 def test_an_exported_program_predicts_and_is_saved_as_the_module_it_was_made_of(
     rows: DataFrame, tmp_path: Path
 ) -> None:

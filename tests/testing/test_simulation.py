@@ -254,6 +254,7 @@ PUT_BACK = {
 FOUND_WITHIN = 5000
 
 
+@pytest.mark.slow_variants(fast=3)
 @pytest.mark.parametrize("fault", PUT_BACK)
 def test_a_fault_that_is_put_back_is_found(fault: str) -> None:
     coordinator, averager = PUT_BACK[fault]

@@ -135,7 +135,7 @@ def test_numbers_are_classes_by_their_labels_and_evaluators_compare_those(
         classifier.setLabels([10.5, 20.0, 31.0]).fit(rows)
 
 
-@pytest.mark.slow_variants(fast=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("labels", [[True, False], None], ids=["true-first", "in-order"])
 def test_a_column_of_booleans_is_learned_predicted_measured_and_saved(
     spark: SparkSession, tmp_path: Path, labels: list[bool] | None

@@ -90,6 +90,7 @@ def look_around_and_leave_a_mess() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_finds_nothing_of_the_run_before(spark: SparkSession) -> None:
     first = sparkdl.run(look_around_and_leave_a_mess, num_workers=3)
     second = sparkdl.run(look_around, num_workers=3)

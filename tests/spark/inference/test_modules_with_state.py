@@ -100,6 +100,7 @@ def test_learning_what_a_module_returns_leaves_it_as_it_was(made: Callable[[], n
     assert module(torch.zeros(1)).tolist() == [1.0]
 
 
+@pytest.mark.slow
 def test_a_state_brought_from_the_driver_is_where_every_transform_begins(rows: DataFrame) -> None:
     module = CountsInBuffer()
     model = TorchModel.from_module(module, torch.zeros(1))

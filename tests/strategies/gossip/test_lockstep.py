@@ -307,6 +307,7 @@ def test_each_neighbour_costs_a_copy_of_the_parameters_a_turn(
     assert octets[0] == 4 * 2 * (6 - 1) * size
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_skipped_and_comes_back(tmp_path: Path) -> None:
     killed = job(KillsOnce(tmp_path, after=12), epochs=3)
     outcome = kill_once(killed, DATA.shards())
