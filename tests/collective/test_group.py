@@ -233,6 +233,7 @@ def test_groups_with_a_ddp_model_end_without_waiting_for_pythons_lock() -> None:
 
     def body(collective: Collective, gather: Any) -> Any:
         rank = collective.rank
+        dist.barrier()  # the other rank may still be connecting to this one
         dist.destroy_process_group()
         del collective
         for _ in range(100):
