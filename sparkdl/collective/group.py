@@ -214,16 +214,7 @@ def join_collective(
     met = meet(rank, gather, device=device, network=network, timeout=timeout)
     try:
         with environment(interface_settings(device, met.address)):
-            store = met.store
-            if store is None:
-                store = TCPStore(*met.master, timeout=timeout, wait_for_workers=False)
-            dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
-                store=store,
-                rank=rank,
-                world_size=met.world_size,
-                timeout=timeout,
-            )
+            store = _form_group(met, device, timeout)
             yield Collective(
                 meeting=met,
                 members=tuple(range(met.world_size)),
@@ -232,15 +223,33 @@ def join_collective(
                 clock=clock or PhaseClock(),
                 _store=store,
             )
-    except dist.DistError as error:
-        raise CollectiveError(
-            f"rank {rank} on {met.hosts[rank]} ({met.address}) cannot form a group with rank 0 at "
-            f"{met.master[0]}:{met.master[1]}: {_first_line(error)}. Firewalls must let workers "
-            "reach each other; collectiveInterface (spark.sparkdl.collective.interface) chooses "
-            "the network"
-        ) from error
     finally:
         leave_group()
+
+
+def _form_group(met: Meeting, device: torch.device, timeout: timedelta) -> Store:
+    """Make the ranks that have met this process's default group; returns the store they share."""
+    try:
+        store = met.store
+        if store is None:
+            store = TCPStore(*met.master, timeout=timeout, wait_for_workers=False)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=met.rank,
+            world_size=met.world_size,
+            timeout=timeout,
+        )
+    except RuntimeError as error:
+        if not is_of_backend(error):
+            raise
+        raise CollectiveError(
+            f"rank {met.rank} on {met.hosts[met.rank]} ({met.address}) cannot form a group with "
+            f"rank 0 at {met.master[0]}:{met.master[1]}: {_first_line(error)}. Unless a worker has "
+            "failed meanwhile, a firewall may be in the way: workers must reach each other; "
+            "collectiveInterface (spark.sparkdl.collective.interface) chooses the network"
+        ) from error
+    return store
 
 
 def release_model(model: DistributedDataParallel) -> None:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.collective import Collective, Network, join_collective, release_model
 from sparkdl.collective.network import listen
-from sparkdl.errors import ConfigError
+from sparkdl.errors import CollectiveError, ConfigError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -158,6 +158,22 @@ def open_sockets() -> int:
             continue
         except StopIteration:
             return count
+
+
+def test_a_connection_that_breaks_while_a_group_forms_is_told_of_in_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when another worker fails at once; gloo says so by an error of no class of its own."""
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("[/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed")
+
+    monkeypatch.setattr(dist, "init_process_group", broken)
+    with (
+        pytest.raises(CollectiveError, match=r"rank 0 on .* cannot form a group .* closed"),
+        alone(),
+    ):
+        pass
 
 
 def test_nothing_is_left_in_a_process_that_forms_one_group_after_another() -> None:
