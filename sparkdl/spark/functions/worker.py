@@ -260,7 +260,8 @@ def load_checkpoint(path: str) -> dict[str, Any] | None:
         path: the directory that was given to ``save_checkpoint``.
 
     Returns:
-        What was saved, with ``state_dict``s for modules and optimizers; None if there is nothing.
+        What was saved, with a ``state_dict`` for each module and optimizer; None if there is
+        nothing.
 
     Raises:
         ConfigError: the directory cannot be used, or holds checkpoints of another kind.
