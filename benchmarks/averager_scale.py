@@ -1,8 +1,7 @@
 """What a round costs the driver as workers are added: time, time per worker, memory, threads.
 
 The averager runs in this process. The workers are threads of four client processes, which share
-its cores; rank 0 times the rounds, from its contribution to its reply. With ``--source`` the
-averager and its clients are those of another checkout, to compare two commits in one run.
+its cores; rank 0 times the rounds, from its contribution to its reply.
 """
 
 import argparse
@@ -32,34 +31,31 @@ def main() -> None:
     import harness
 
     options = harness.parser(__doc__)
-    options.add_argument("--source", type=Path, action="append", default=[], help="a checkout")
     options.add_argument("--one", help=argparse.SUPPRESS)
     chosen = harness.parse(options, repeats=40, quick_repeats=5)
     if chosen.one:
         print(json.dumps(measure(**json.loads(chosen.one))), flush=True)
         return
-    sources = {"this": harness.FOLDER.parent, **{str(path): path for path in chosen.source}}
-    found: dict[str, dict[str, dict[str, float]]] = {name: {} for name in sources}
+    found: dict[str, dict[str, float]] = {}
     for numel, worlds in SIZES.items():
         for workers in worlds:
             repeats = max(5, chosen.repeats * 10_000 // numel) if numel > 10_000 else chosen.repeats
-            for name, source in sources.items():
-                one = json.dumps({"workers": workers, "numel": numel, "repeats": repeats})
-                environment = harness.child_environment()
-                environment["PYTHONPATH"] = f"{source}:{environment['PYTHONPATH']}"
-                command = [sys.executable, __file__, "--one", one]
-                figures = harness.run_child(command, environment=environment, timeout=TIMEOUT_S)
-                found[name][f"{workers} x {numel}"] = figures
-                print(
-                    f"{name}: {workers:>3} workers x {numel:>9,} parameters: "
-                    f"{1e3 * figures['round_s']:8.2f} ms a round, "
-                    f"{1e3 * figures['round_s'] / workers:.3f} ms a worker, "
-                    f"{1e3 * figures['driver_cpu_s']:.2f} ms of the driver's processor, "
-                    f"{figures['threads']:.0f} threads, "
-                    f"{figures['beyond_sums_mb']:.1f} MB beyond the sums",
-                    flush=True,
-                )
-    harness.report("averager_scale", claims(found["this"]), found)
+            one = json.dumps({"workers": workers, "numel": numel, "repeats": repeats})
+            command = [sys.executable, __file__, "--one", one]
+            figures = harness.run_child(
+                command, environment=harness.child_environment(), timeout=TIMEOUT_S
+            )
+            found[f"{workers} x {numel}"] = figures
+            print(
+                f"{workers:>3} workers x {numel:>9,} parameters: "
+                f"{1e3 * figures['round_s']:8.2f} ms a round, "
+                f"{1e3 * figures['round_s'] / workers:.3f} ms a worker, "
+                f"{1e3 * figures['driver_cpu_s']:.2f} ms of the driver's processor, "
+                f"{figures['threads']:.0f} threads, "
+                f"{figures['beyond_sums_mb']:.1f} MB beyond the sums",
+                flush=True,
+            )
+    harness.report("averager_scale", claims(found), found)
 
 
 def claims(found: dict[str, dict[str, float]]) -> list[Any]:

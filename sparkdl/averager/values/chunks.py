@@ -14,7 +14,7 @@ from sparkdl.protocols import Layout
 
 MAX_CHUNK_BYTES = 1 << 20
 MIN_CHUNK_BYTES = 64 << 10
-HELD_BYTES = 16 << 20
+HELD_BYTES = 64 << 20
 """How much of contributions waiting for their turn the averager holds, for all workers together."""
 
 
