@@ -119,7 +119,7 @@ def _run(
         output = Output(location, run)
         with output.claimed(application[0]) as done:
             if done is not None:
-                words = f"{settings.output} is complete for run_id '{settings.run_id}' already."
+                words = f"{settings.output} is already complete for run_id '{settings.run_id}'."
                 return done, words
             found, words = work(Work(settings, spark, output, location))
             told = {"status": "complete", "exit_code": 0, "output": settings.output}

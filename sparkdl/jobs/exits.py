@@ -28,15 +28,15 @@ class Exit(enum.IntEnum):
         made.meaning = meaning
         return made
 
-    DONE = 0, "the output is complete; also if it was before, for this run_id"
-    UNEXPECTED = 1, "an error that none of the others is: see the traceback"
-    CONFIGURATION = 2, "the command line or the configuration is wrong; trying again is of no use"
-    DATA = 3, "rows, columns or tables do not fit; trying again is of no use"
-    MODEL = 4, "model, loss or optimizer do not fit; trying again is of no use"
-    SETUP = 5, "Java or a Python package is missing, or versions differ; trying again is of no use"
-    TRAINING = 6, "the training broke off; with a run_id the next attempt resumes it"
-    STORAGE = 7, "a file could not be written or read; trying again may help"
-    IN_USE = 75, "another process works on this output; try again later"
+    DONE = 0, "the output is complete, or already was for this run_id"
+    UNEXPECTED = 1, "any other error: see the traceback"
+    CONFIGURATION = 2, "the command line or the configuration is wrong; retrying will not help"
+    DATA = 3, "rows, columns or tables do not fit; retrying will not help"
+    MODEL = 4, "model, loss or optimizer do not fit; retrying will not help"
+    SETUP = 5, "Java or a Python package is missing, or versions differ; retrying will not help"
+    TRAINING = 6, "training failed; with a run_id the next attempt resumes it"
+    STORAGE = 7, "a file could not be written or read; retrying may help"
+    IN_USE = 75, "another process is writing this output; try again later"
     TERMINATED = 143, "the job was told to end (SIGTERM); with a run_id the next attempt resumes it"
 
 

@@ -31,8 +31,8 @@ def load_model(path: str, trust: Sequence[str], spark: SparkSession) -> Any:
     there = location.files.get_file_info(f"{location.path}/metadata")
     if there.type != fs.FileType.Directory:
         raise ConfigError(
-            f"there is no model at {path}: it has no folder 'metadata'. Give the directory that "
-            "train.py has written, or to which a model was saved"
+            f"there is no model at {path}: it has no 'metadata' folder. Give the directory that "
+            "train.py wrote, or that a model was saved to"
         )
     kind = str(DefaultParamsReader.loadMetadata(path, spark).get("class"))
     with trusted_modules(*trust):

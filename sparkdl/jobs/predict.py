@@ -43,8 +43,8 @@ def predict(work: Work) -> Found:
     there = location.files.get_file_info(fs.FileSelector(location.path, allow_not_found=True))
     if many and not any(_is_data(info.base_name) for info in there):
         raise CheckpointError(
-            f"the executors have written {many:,} predictions, but the driver sees no file in "
-            f"{settings.output}: it is a path of each host's own. Give one that all hosts share, "
+            f"the executors wrote {many:,} predictions, but the driver sees no file in "
+            f"{settings.output}: the path is local to each host. Give one that all hosts share, "
             "such as hdfs:// or s3a://"
         )
     logs.say(f"{many:,} predictions", started, rows=many)

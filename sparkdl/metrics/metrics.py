@@ -46,8 +46,8 @@ def require_torchmetrics() -> Any:
         return importlib.import_module("torchmetrics")
     except ImportError as error:
         raise ConfigError(
-            "metrics need torchmetrics, which is not installed here: "
-            'pip install "sparkdl-torch[metrics]", in the driver and on the executors'
+            "metrics need torchmetrics, which is not installed: pip install "
+            '"sparkdl-torch[metrics]", in the driver and on the executors'
         ) from error
 
 
@@ -88,8 +88,8 @@ class Metrics:
         for name, maker in given.items():
             if not isinstance(name, str) or not name or name in TAKEN:
                 raise ConfigError(
-                    f"metrics has the name {name!r}: it must be a text, and none of "
-                    f"{', '.join(TAKEN)}, which an epoch has anyway"
+                    f"metrics has the name {name!r}: it must be a string, and not one of "
+                    f"{', '.join(TAKEN)}, which every epoch already has"
                 )
             if not isinstance(maker, torchmetrics.Metric) and not callable(maker):
                 raise ConfigError(
@@ -131,7 +131,7 @@ class Metrics:
         read = [read_states(octets, list(made.values())) for octets in states]
         values = {}
         for index, (name, metric) in enumerate(made.items()):
-            with _named(name, "cannot be computed from what the workers have counted"):
+            with _named(name, "cannot be computed from what the workers counted"):
                 merge_states(metric, [of_rank[index] for of_rank in read])
                 with torch.no_grad():
                     values[name] = _plain(metric.compute())
@@ -212,16 +212,16 @@ def _make(name: str, maker: Any) -> Any:
             else ""
         )
         raise ConfigError(
-            f"metric '{name}' must be a torchmetrics.Metric, but what was given makes a "
+            f"metric '{name}' must be a torchmetrics.Metric, but this makes a "
             f"{type(metric).__name__}{advice}"
         )
     metric.reset()
     parts = parts_of(metric)
     if not any(part._defaults for _, part in parts):
         raise ConfigError(
-            f"metric '{name}', a {type(metric).__name__}, has no states: nothing of what it counts "
-            "on the workers would reach the driver. Declare what it keeps with add_state, and "
-            "metrics inside it as attributes or in a torch.nn.ModuleList"
+            f"metric '{name}', a {type(metric).__name__}, has no states: nothing it counts on "
+            "the workers would reach the driver. Declare its state with add_state, and metrics "
+            "inside it as attributes or in a torch.nn.ModuleList"
         )
     for _, part in parts:
         # We merge the states ourselves, even where the workers have a process group of their own.
@@ -283,9 +283,9 @@ def rehearse(
     for name, each in watched.items():
         if found := each.names():
             logger.warning(
-                "metric '%s' counts in %s, which add_state has not declared: only declared states "
-                "are sent by the workers, so the driver computes the metric without. Declare it "
-                "with add_state if compute() needs it",
+                "metric '%s' accumulates in %s, which is not declared with add_state: workers "
+                "send only declared states, so the driver computes the metric without it. "
+                "Declare it with add_state if compute() needs it",
                 name,
                 " and ".join(f"'{one}'" for one in found),
             )

@@ -93,8 +93,9 @@ def _named_tensors(name: str, part: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _no_tensor(name: str, key: str) -> ModelError:
     return ModelError(
-        f"metric '{name}' keeps something else than tensors in its state '{key}', which cannot "
-        "travel to the driver without pickle. Compute it from the predictions that transform adds"
+        f"metric '{name}' keeps something other than tensors in its state '{key}', which cannot "
+        "be sent to the driver without pickle. Compute it from the predictions that transform "
+        "adds"
     )
 
 
@@ -113,7 +114,7 @@ def read_states(octets: bytes, metrics: Sequence[Any]) -> list[MetricStates]:
     try:
         tensors = load(octets)
     except Exception as error:  # safetensors may raise anything
-        raise TrainingError(f"a worker sent no states of metrics: {error}") from error
+        raise TrainingError(f"a worker sent no valid metric states: {error}") from error
     found: list[MetricStates] = []
     for index, metric in enumerate(metrics):
         parts = []
@@ -145,8 +146,8 @@ def _take(tensors: dict[str, Tensor], place: str, part: Any, key: str) -> State:
 
 def _not_states(place: str) -> TrainingError:
     return TrainingError(
-        f"a worker sent states of other metrics than the driver has (at '{place[:80]}'): is a "
-        "metric made in the same way everywhere, and is torchmetrics of the same version?"
+        f"a worker sent states of different metrics from the driver's (at '{place[:80]}'): are "
+        "metrics made the same way everywhere, with the same version of torchmetrics?"
     )
 
 

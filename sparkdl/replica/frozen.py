@@ -93,10 +93,10 @@ class _Frozen:
         """Check its values only if torch knows that they were written to."""
         if self._parameter.requires_grad:
             raise TrainingError(
-                f"the parameter '{self.name}' required no gradient when the model was built, and "
-                "does now. Only parameters that required one then are optimized and averaged. "
-                "Build the model with requires_grad=True for all that is ever to be trained, and "
-                "run the part not trained yet under torch.no_grad()"
+                f"the parameter '{self.name}' required no gradient when the model was built, "
+                "but does now. Only parameters that required one then are optimized and "
+                "averaged. Build the model with requires_grad=True for every parameter that "
+                "will ever be trained, and run the part not trained yet under torch.no_grad()"
             )
         writes = _writes_to(self._parameter)
         if writes != self._writes:
@@ -107,10 +107,10 @@ class _Frozen:
         """Check every value."""
         if _digest(self._parameter) != self.digest:
             raise TrainingError(
-                f"the parameter '{self.name}' required no gradient when the model was built, and "
-                "its values have changed since. Such parameters are not averaged. Make what the "
-                "model itself changes, for example a moving average of other parameters, a buffer "
-                "(register_buffer): buffers are averaged"
+                f"the parameter '{self.name}' required no gradient when the model was built, "
+                "and its values have changed since. Such parameters are not averaged. Make "
+                "values that the model itself changes, such as a moving average of other "
+                "parameters, a buffer (register_buffer): buffers are averaged"
             )
 
 
@@ -157,7 +157,7 @@ def _require_apart(frozen: dict[str, nn.Parameter], trained: dict[str, nn.Parame
         other = None if _is_wrapper(parameter) else owners.get(parameter.data_ptr())
         if other is not None and parameter.numel():
             raise ModelError(
-                f"the parameter '{name}' requires no gradient, but has the memory of '{other}', "
-                "which does: training the one would change the other. Put the same nn.Parameter "
-                "in both places, or give one of them a clone() of the values"
+                f"the parameter '{name}' requires no gradient, but shares memory with "
+                f"'{other}', which does: training one would change the other. Put the same "
+                "nn.Parameter in both places, or give one of them a clone() of the values"
             )

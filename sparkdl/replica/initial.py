@@ -155,8 +155,8 @@ def _pickled(model: ModelBuilder) -> bytes:
         payload: bytes = cloudpickle.dumps(model)
     except Exception as error:  # any __reduce__ may raise anything
         raise ModelError(
-            "the function that builds the model cannot be sent to another process, as it has to be "
-            f"to each worker: {type(error).__name__}: {error}"
+            "the function that builds the model cannot be sent to another process, as it must "
+            f"be to each worker: {type(error).__name__}: {error}"
         ) from error
     return payload
 
@@ -203,14 +203,14 @@ def _receive(file: BinaryIO, replica: Replica) -> None:
     layout = _layout(state)
     if "layout" not in header:
         raise ModelError(
-            "the model cannot be built in a process of its own, as it is on each worker: "
-            f"{header.get('error', 'the process ended, and perhaps said why on stderr')}"
+            "the model cannot be built in a separate process, as each worker does: "
+            f"{header.get('error', 'the process exited; its stderr may say why')}"
         )
     if header["layout"] != layout:
         raise ModelError(
-            "the model turns out different in a separate process, as it is built on each worker: "
-            f"{header['layout']} there, {layout} here. It must not depend on what only this "
-            "process knows, for example a variable that was set after the import"
+            "the model comes out different when built in a separate process, as each worker "
+            f"does: {header['layout']} there, {layout} here. It must not depend on state of "
+            "this process alone, such as a variable set after the import"
         )
     for values in state:
         received = torch.empty(values.numel(), dtype=values.dtype)
@@ -227,8 +227,8 @@ def _explained(deadline_s: float) -> Iterator[None]:
         yield
     except (OSError, EOFError, ValueError) as error:
         raise ModelError(
-            "the model could not be built in a process of its own, where nothing else draws random "
-            f"numbers: {error!r} (it may take {deadline_s:g} s)"
+            "the model could not be built in a separate process, where nothing else draws "
+            f"random numbers: {error!r} (it may take {deadline_s:g} s)"
         ) from error
 
 

@@ -83,8 +83,9 @@ def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
     if not isinstance(values, Tensor) or values.dim() == 0 or len(values) != len(weights):
         shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise ModelError(
-            f"with weightCol the loss must give one value a row, shape ({len(weights)},) here, but "
-            f"it gives {shape}. torch's own losses do; in your own function leave out the mean"
+            f"with weightCol the loss must give one value per row, shape ({len(weights)},) "
+            f"here, but it gives {shape}. torch's own losses do; drop the mean from your own "
+            "function"
         )
     rows = values.reshape(len(values), -1).mean(dim=1)
     return (rows * weights.to(rows.dtype)).mean()

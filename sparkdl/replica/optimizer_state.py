@@ -96,9 +96,9 @@ class OptimizerState:
             )
             raise TrainingError(
                 f"the state of {type(self._optimizer).__name__} has grown or shrunk since its "
-                f"first step: {changes}. Replicas exchange what there was then. Use an optimizer "
-                "that makes all of its state in its first step, or leave each replica its own: "
-                "ParameterAveraging(average_optimizer_state=False)"
+                f"first step: {changes}. Replicas exchange the state of that step. Use an "
+                "optimizer that creates all of its state in its first step, or let each replica "
+                "keep its own: ParameterAveraging(average_optimizer_state=False)"
             )
 
     def _reserve_missing(self) -> None:

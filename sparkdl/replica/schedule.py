@@ -152,8 +152,8 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
 def _checked(scheduler: object, unit: Unit) -> LRScheduler:
     if isinstance(scheduler, ReduceLROnPlateau) and unit == "step":
         raise ConfigError(
-            "ReduceLROnPlateau follows the loss of whole epochs, so it cannot take a step after "
-            "each of the optimizer's. Set schedulerEvery='epoch'"
+            "ReduceLROnPlateau follows the loss of whole epochs, so it cannot step after each "
+            "optimizer step. Set schedulerEvery='epoch'"
         )
     if not isinstance(scheduler, LRScheduler):
         raise ConfigError(

@@ -43,10 +43,11 @@ class WarmStart:
         if other:
             first = other[0]
             raise ModelError(
-                f"warm_start is of another model: '{first}' is {wanted.get(first, 'not there')} in "
-                f"the model to train, and {given.get(first, 'not there')} in warm_start "
-                f"({len(other)} tensors differ). Train the same model; to reuse parts of one, give "
-                "as model a function that loads them into what it builds"
+                f"warm_start belongs to a different model: '{first}' is "
+                f"{wanted.get(first, 'not there')} in the model to train, and "
+                f"{given.get(first, 'not there')} in warm_start ({len(other)} tensors differ). "
+                "Train the same model; to reuse parts of it, pass as model a function that "
+                "loads them into the model it builds"
             )
 
     def builder(self, build: ModelBuilder, module: nn.Module) -> ModelBuilder:

@@ -137,7 +137,7 @@ def test_a_failure_has_its_code_and_says_why_in_the_result_file(
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "thesis.tex").write_text("precious")
     code, why = fails(train)
-    assert (code, "no job has made it" in why) == (2, True)
+    assert (code, "was not written by a job" in why) == (2, True)
     assert (tmp_path / "model" / "thesis.tex").exists()
 
 

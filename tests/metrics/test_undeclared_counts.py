@@ -74,7 +74,7 @@ def test_a_count_that_is_not_declared_is_told_with_its_name(
     kept: Any, add: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     said = warnings_of(Counts(kept, add), caplog)
-    assert "metric 'mine' counts in 'seen', which add_state has not declared" in said
+    assert "metric 'mine' accumulates in 'seen', which is not declared with add_state" in said
 
 
 def test_a_count_of_a_metric_inside_is_told_with_its_place(

@@ -136,7 +136,7 @@ def test_a_model_that_is_found_nowhere_else_is_told_of() -> None:
             raise ImportError("No module named 'timm'")
         return mlp()
 
-    with pytest.raises(ModelError, match=r"on each worker: ImportError: No module named 'timm'"):
+    with pytest.raises(ModelError, match=r"each worker does: ImportError: No module named 'timm'"):
         state_of(build)
 
 

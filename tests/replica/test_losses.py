@@ -51,7 +51,7 @@ def test_values_of_several_outputs_count_by_their_mean() -> None:
 
 @pytest.mark.parametrize("values", [torch.tensor(1.0), torch.ones(3), torch.ones(1, 4)])
 def test_a_loss_without_one_value_a_row_is_refused_with_its_shape(values: Tensor) -> None:
-    with pytest.raises(ModelError, match=r"one value a row, shape \(4,\)"):
+    with pytest.raises(ModelError, match=r"one value per row, shape \(4,\)"):
         weighted_mean(values, WEIGHTS)
 
 

@@ -271,7 +271,7 @@ def move_unseen(parameter: nn.Parameter) -> None:
 @pytest.mark.parametrize(
     ("deed", "step", "words"),
     [
-        (unfreeze, 3, "'layers.0.weight' required no gradient when the model was built, and does"),
+        (unfreeze, 3, "'layers.0.weight' required no gradient when the model was built, but does"),
         (move, 3, "'layers.0.weight' required no gradient .* its values have changed"),
         (move_unseen, 4, "'layers.0.weight' required no gradient .* its values have changed"),
     ],

@@ -234,18 +234,18 @@ def read_settings(job: JobName, arguments: list[str] | None = None) -> Settings:
     fill_sections(parser, config)
     output = config.get(OUTPUTS[job])
     if not output:
-        parser.error(f"say with --{OUTPUTS[job]} where the {OUTPUTS[job]} is to be written")
+        parser.error(f"--{OUTPUTS[job]} is required: where to write the {OUTPUTS[job]}")
     if job != "train" and not config.model:
-        parser.error("say with --model which model")
+        parser.error("--model is required: the model to use")
     require_one_path(parser, config, {"model", "predictions"} & set(SECTIONS[job]))
     if config.run_id is not None and not config.run_id.strip():
-        parser.error("--run_id is empty, and so the same for all runs: give it, or leave it out")
+        parser.error("--run_id is empty, so all runs would share it: set it, or omit it")
     if job == "evaluate" and not config.evaluators:
-        parser.error("say with --evaluators what to measure")
+        parser.error("--evaluators is required: what to measure")
     if job == "train" and config.evaluators and config.rows.test is None:
-        parser.error("evaluators need rows: say with --rows.test which ones")
+        parser.error("evaluators need rows: select them with --rows.test")
     if job == "train" and config.baselines and not config.evaluators:
-        parser.error("baselines are compared by metrics: say with --evaluators which")
+        parser.error("baselines are compared by metrics: name them with --evaluators")
     try:
         settings = Settings(
             job=job,
@@ -277,9 +277,9 @@ def _add_run(parser: ArgumentParser) -> None:
         "--run_id",
         type=str | None,
         default=None,
-        help="what the scheduler calls this run, the same in each attempt: an output that is "
-        "complete for it is not made again, and an interrupted training resumes. Without one, "
-        "each start is a run of its own",
+        help="the scheduler's name for this run, the same in each attempt: an output that is "
+        "complete for it is not made again, and an interrupted training resumes. Without "
+        "one, each start is a run of its own",
     )
     run.add_argument(
         "--result_file",
@@ -297,7 +297,7 @@ def _add_run(parser: ArgumentParser) -> None:
         "--log_level",
         type=Literal["DEBUG", "INFO", "WARNING", "ERROR"] | None,
         default=None,
-        help="the lowest level that is logged; WARNING as text, INFO as json",
+        help="the lowest level logged; WARNING as text, INFO as json",
     )
 
 

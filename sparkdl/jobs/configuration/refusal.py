@@ -58,12 +58,14 @@ def require_mappings(parser: ArgumentParser, arguments: list[str] | None) -> Non
         try:
             found = _read(value)
         except UnicodeDecodeError as error:
-            parser.error(f"{value} is no text in UTF-8: {error}")
+            parser.error(f"{value} is not valid UTF-8: {error}")
         except (OSError, ValueError, yaml.YAMLError):
             continue
         if not isinstance(found, dict):
             what = "is empty" if found is None else f"is a {type(found).__name__}"
-            parser.error(f"{value} {what}: --{name} takes a file of keys, as conf/flights.yaml is")
+            parser.error(
+                f"{value} {what}: --{name} takes a file of keys, such as conf/flights.yaml"
+            )
 
 
 def fill_sections(parser: ArgumentParser, config: Namespace) -> None:
@@ -82,9 +84,9 @@ def require_one_path(parser: ArgumentParser, config: Namespace, names: Collectio
     for name in sorted(names):
         if found := _GLOB.search(config[name]):
             parser.error(
-                f"--{name} '{config[name]}' has a '{found[0]}', with which Spark takes it for a "
-                "pattern of paths as soon as it is to be read. Give a path without; or is it a "
-                "template that nobody has filled in?"
+                f"--{name} '{config[name]}' contains '{found[0]}', so Spark would read it as a "
+                "glob pattern. Use a path without it; or is this a template that was never "
+                "filled in?"
             )
 
 

@@ -216,7 +216,7 @@ class Output:
         if found.get("configuration_sha256") != self._run.configuration:
             raise ConfigError(
                 f"run_id '{self._run.run_id}' was completed in {self._path} with another "
-                "configuration. Give this one another run_id, or delete that output"
+                "configuration. Use a different run_id, or delete that output"
             )
         return found
 
@@ -239,13 +239,13 @@ class Output:
             ):
                 return
             raise ConfigError(
-                f"{self._path} is there already, and no job has made it (it has no {MARKER}). "
-                "Choose another path, or delete it"
+                f"{self._path} already exists and was not written by a job (it has no "
+                f"{MARKER}). Choose another path, or delete it"
             )
         if found.get("job") != self._run.job:
             raise ConfigError(
-                f"{self._path} is what a job '{found.get('job')}' has made, and this one is "
-                f"'{self._run.job}'. Choose another path"
+                f"{self._path} was written by a '{found.get('job')}' job, and this is a "
+                f"'{self._run.job}' job. Choose another path"
             )
 
     def _publish(self, staged: str, result: Result) -> None:
@@ -299,7 +299,7 @@ class Output:
             there = {**dict(self._walk(self._path)), **there}
         missing = [name for name, size in found["files"].items() if there.get(name, -1) != size]
         if missing:
-            logger.warning("%s is not whole, %s is missing; it is deleted", staged, missing[0])
+            logger.warning("%s is incomplete (%s is missing): deleting it", staged, missing[0])
             return None
         return found
 
@@ -316,8 +316,8 @@ class Output:
                         raise
                 except InUseError as error:
                     raise InUseError(
-                        f"{self._path} is being written by {error.holder}. Wait for its end: the "
-                        "next attempt of the same run_id then finds the output complete",
+                        f"{self._path} is being written by {error.holder}. Wait for it to end: "
+                        "the next attempt with the same run_id then finds the output complete",
                         error.holder,
                     ) from None
             yield lease
@@ -328,8 +328,8 @@ class Output:
             return
         if found is not None:
             logger.warning(
-                "%s has what another run has left, or this one with another configuration; it is "
-                "deleted",
+                "%s was left by another run, or by this one with a different configuration: "
+                "deleting it",
                 self._work,
             )
         self._clear_work()
@@ -342,7 +342,7 @@ class Output:
             if not keep_work:
                 self._clear_work()
         except _STORAGE_ERRORS as error:
-            logger.warning("what is beside %s could not be deleted: %s", self._path, error)
+            logger.warning("leftovers beside %s could not be deleted: %s", self._path, error)
 
     def _clear_work(self) -> None:
         """Delete all but the lease."""

@@ -92,6 +92,6 @@ def _written(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"the result file {target} cannot be written: {error}. Give another result_file, or "
-            "leave it out"
+            f"the result file {target} cannot be written: {error}. Set a different result_file, "
+            "or omit it"
         ) from error

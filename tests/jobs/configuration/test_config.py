@@ -184,7 +184,7 @@ def test_a_wrong_key_in_the_file_is_named(
         ("train", ["--model", "null"], "--model"),
         ("evaluate", ["--evaluation", "null"], "--evaluation"),
         ("evaluate", ["--evaluators", "{}"], "--evaluators"),
-        ("predict", ["--model", "null"], "which model"),
+        ("predict", ["--model", "null"], "--model is required"),
         ("train", ["--rows.test", "null"], "--rows.test"),
         ("train", ["--evaluators", "{}"], "baselines are compared"),
         ("train", ["--estimator.epochs", "0"], "epochs"),
@@ -218,7 +218,7 @@ def test_help_is_short_enough_to_be_read(job: JobName, capsys: pytest.CaptureFix
     assert "known subclasses" not in said
     assert "``" not in said
     assert said.startswith(f"usage: {job}.py --config FILE [--KEY VALUE] ...\n")
-    assert "   75  another process works on this output; try again later" in said
+    assert "   75  another process is writing this output; try again later" in said
     assert said.count("\n") < (450 if job == "train" else 150)
 
 

@@ -78,7 +78,7 @@ def test_a_run_id_of_nothing_is_refused(run_id: str, capsys: pytest.CaptureFixtu
         ("# all of it commented out\n", "is empty"),
         ("- a\n- b\n", "is a list"),
         ("hello\n", "is a str"),
-        (b"\xff\xfe\x00\x01", "is no text in UTF-8"),
+        (b"\xff\xfe\x00\x01", "is not valid UTF-8"),
     ],
 )
 def test_a_file_without_keys_is_named(

@@ -217,14 +217,14 @@ def test_another_configuration_under_the_same_id_is_refused(tmp_path: Path) -> N
 def test_what_no_job_of_the_kind_has_made_is_never_replaced(tmp_path: Path) -> None:
     (precious := tmp_path / "out").mkdir()
     attempt(local(precious), run_of(None))  # an empty directory is no loss
-    with pytest.raises(ConfigError, match="is what a job 'train' has made"):
+    with pytest.raises(ConfigError, match="was written by a 'train' job"):
         attempt(local(precious), run_of(None, job="predict"))
     (precious / MARKER).unlink()
-    with pytest.raises(ConfigError, match="no job has made it"):
+    with pytest.raises(ConfigError, match="was not written by a job"):
         attempt(local(precious), run_of("a"))
     assert (precious / "module.json").exists()
     (precious / MARKER).write_text("[" * 100_000)
-    with pytest.raises(ConfigError, match="no job has made it"):
+    with pytest.raises(ConfigError, match="was not written by a job"):
         attempt(local(precious), run_of("a"))
 
 
