@@ -124,13 +124,15 @@ class RowExchange:
         everyone = self._everyone()
         rows = self._rows or list(everyone.rows)
         if min(rows) < 0 or sum(rows) > MAX_ROWS:
-            raise TrainingError(f"the workers tell of {reprlib.repr(rows)} rows: one of them lies")
+            raise TrainingError(
+                f"the workers disagree about the number of rows: {reprlib.repr(rows)}"
+            )
         plan = exchange_plan(rows, seed=self._seed, epoch=epoch)
         offer = self._server.offered(epoch)
         if offer is None:
             if store.rows != rows[self._rank]:
                 raise TrainingError(
-                    f"rank {self._rank} has {store.rows} rows, the others know of "
+                    f"rank {self._rank} has {store.rows} rows, but the other workers count "
                     f"{rows[self._rank]}"
                 )
             key = (self._seed, epoch, self._rank)
@@ -163,14 +165,16 @@ class RowExchange:
                         ranks=(peer,),
                     ) from error
                 if not told:
-                    logger.warning("rank %d waits for rows of rank %d: %s", self._rank, peer, error)
+                    logger.warning(
+                        "rank %d is waiting for rows from rank %d: %s", self._rank, peer, error
+                    )
                     told = True
                 time.sleep(RETRY_S)
                 everyone = self._everyone()  # it may be back at another address
             except SilenceError as error:
                 raise CollectiveError(
-                    f"no rows came from rank {peer} for {self._deadline_s:g} s in an exchange of "
-                    "rows among the workers",
+                    f"no rows came from rank {peer} for {self._deadline_s:g} s while the "
+                    "workers exchanged rows",
                     ranks=(peer,),
                 ) from error
 
@@ -201,8 +205,8 @@ class RowExchange:
             answer = self._answer(connection)
             if "refused" in answer or answer.get("rows") != arrivals.count(peer):
                 raise TrainingError(
-                    f"rank {peer} has {arrivals.count(peer)} rows for rank {self._rank}, and says "
-                    f"{reprlib.repr(answer)} when they are fetched"
+                    f"rank {peer} has {arrivals.count(peer)} rows for rank {self._rank}, but "
+                    f"answered {reprlib.repr(answer)} when they were fetched"
                 )
             arrivals.expect(peer, answer.get("shapes"))
             arrivals.put(peer, self._received(connection, peer, arrivals))
@@ -270,8 +274,8 @@ class _Arrivals:
         """
         if not isinstance(shapes, list) or not _fit(shapes, self._specs):
             raise TrainingError(
-                f"rank {rank} tells of rows of the shapes {reprlib.repr(shapes)}, and no worker of "
-                "this job has such rows"
+                f"rank {rank} announced rows of shapes {reprlib.repr(shapes)}, which no worker "
+                "of this job has"
             )
         if self._known is None:
             self._known = rank, shapes
@@ -311,8 +315,8 @@ class _Arrivals:
             low, high = int(each.min()), int(each.max())
             if low < 0 or high * item_bytes > MAX_ROW_BYTES:
                 raise TrainingError(
-                    f"rank {rank} tells of rows with {low} to {high} items in column "
-                    f"'{spec.name}', and no worker of this job has such rows"
+                    f"rank {rank} announced rows with {low} to {high} items in column "
+                    f"'{spec.name}', which no worker of this job has"
                 )
         sizes = chunk_sizes(self.count(rank), self._store.specs, lengths)
         cuts = zip(*(torch.split(each, sizes) for each in lengths), strict=True)
@@ -357,8 +361,8 @@ class Peer:
             or (encrypted and not told[2].isascii())
         ):
             raise TrainingError(
-                f"rank {rank} tells {reprlib.repr(told)} of where its rows are, and no worker of "
-                "this job does"
+                f"rank {rank} gave {reprlib.repr(told)} as the address of its rows, which "
+                "is not an address"
             )
         return cls(*told)
 

@@ -196,12 +196,12 @@ class RowServer:
             return
         rank, epoch = asked.get("rows_for"), asked.get("epoch")
         if type(rank) is not int or type(epoch) is not int or epoch < HELD_OUT:
-            raise TrainingError(f"{reprlib.repr(asked)} asks for no rows")
+            raise TrainingError(f"{reprlib.repr(asked)} is not a request for rows")
         offer = self._wait_for(epoch, connection)
         if offer is None:
             return
         if rank not in range(offer.world_size):
-            raise TrainingError(f"there is no rank {reprlib.repr(rank)} that could get rows")
+            raise TrainingError(f"there is no rank {reprlib.repr(rank)} to send rows to")
         connection.send_header({"rows": offer.count(rank), "shapes": offer.shapes})
         for lengths in offer.lengths(rank):
             for piece in torch.split(lengths, LENGTHS_AT_ONCE):

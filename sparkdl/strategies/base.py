@@ -160,7 +160,7 @@ def require_steps(name: str, steps: object) -> None:
         ConfigError: it is not.
     """
     if steps is not None and (type(steps) is not int or steps < 1):
-        raise ConfigError(f"{name} must be None or a whole number >= 1 of steps, got {steps!r}")
+        raise ConfigError(f"{name} must be None or a whole number of steps >= 1, got {steps!r}")
 
 
 def require_period(period: object) -> None:
@@ -170,7 +170,7 @@ def require_period(period: object) -> None:
         ConfigError: it is not.
     """
     if type(period) is not int or period < 1:
-        raise ConfigError(f"period must be a whole number >= 1 of steps, got {period!r}")
+        raise ConfigError(f"period must be a whole number of steps >= 1, got {period!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,8 +210,8 @@ class Needs:
     def __post_init__(self) -> None:
         if self.collective and (self.resumes_alone or not self.gang_start):
             raise ConfigError(
-                "a strategy that needs a collective needs a gang-scheduled start, and all workers "
-                "again if one is lost: set gang_start=True and resumes_alone=False"
+                "a strategy that needs a collective needs a gang-scheduled start, and a restart "
+                "of all workers if one is lost: set gang_start=True and resumes_alone=False"
             )
 
 

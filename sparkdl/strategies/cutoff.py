@@ -36,14 +36,14 @@ def require_cutoff(cutoff: object, others: dict[str, bool]) -> None:
     """
     if cutoff not in ("none", "predicted") and (type(cutoff) is not int or cutoff < 1):
         raise ConfigError(
-            "cutoff must be 'none', 'predicted' or a whole number >= 1 of workers that are not "
-            f"waited for, got {cutoff!r}"
+            "cutoff must be 'none', 'predicted' or a whole number >= 1, the workers not waited "
+            f"for, got {cutoff!r}"
         )
     needing = [name for name, given in others.items() if given]
     if cutoff != "none" and needing:
         raise ConfigError(
-            f"with {needing[0]} every worker has to take part in every round, and with "
-            f"cutoff={cutoff!r} some do not: set cutoff='none', or do without {needing[0]}"
+            f"{needing[0]} needs every worker in every round, and with cutoff={cutoff!r} some "
+            f"are left out: set cutoff='none', or drop {needing[0]}"
         )
 
 

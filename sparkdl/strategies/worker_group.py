@@ -174,8 +174,8 @@ class WorkerGroup:
         if run.examples != announced[self.collective.index]:
             raise TrainingError(
                 f"rank {run.rank} trained on {run.examples} rows in epoch {run.epoch}, but had "
-                f"announced {announced[self.collective.index]} to the others, who weigh its values "
-                "by that"
+                f"announced {announced[self.collective.index]} to the others, which weight its "
+                "values by that number"
             )
 
     def exchange(self, run: Run, segments: Sequence[Tensor], window: WindowReport) -> None:

@@ -103,7 +103,7 @@ class Acceptor:
         self._waker.send(b"\0")
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
-            logger.warning("a port did not close in %.0f s", _CLOSE_S)
+            logger.warning("a port did not close within %.0f s", _CLOSE_S)
             return
         self._resources.close()
 
@@ -113,7 +113,7 @@ class Acceptor:
                 if self._pass():  # each pass has a cost: let more of them gather first
                     time.sleep(_REST_S)
             except Exception:  # a bug of ours, or no memory: nobody else would let others in
-                logger.exception("a port goes on after an error")
+                logger.exception("a port continues after an error")
                 time.sleep(_TROUBLE_S)
         while (stranger := self._strangers.oldest) is not None:
             self._dismiss(stranger)
@@ -187,7 +187,7 @@ class Acceptor:
         try:
             event = stranger.advance()
         except OSError as error:
-            logger.debug("a connection ended before it had proved itself: %s", error)
+            logger.debug("a connection ended before it authenticated: %s", error)
             self._dismiss(stranger)
             return
         if event:
@@ -205,7 +205,7 @@ class Acceptor:
         try:
             self._admit(Encrypted(end) if isinstance(end, ssl.SSLSocket) else end, proof)
         except Exception as error:  # no memory for a thread, say, which the next one may find
-            logger.warning("a connection that was let in could not be served: %s", error)
+            logger.warning("an accepted connection could not be served: %s", error)
             end.close()
 
     def _dismiss(self, stranger: Stranger) -> None:

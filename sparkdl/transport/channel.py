@@ -331,11 +331,11 @@ class Channel:
             self._rest = memoryview(self._header)
             return
         if not isinstance(self._need, memoryview):
-            raise TrainingError("values arrived where a header was due")
+            raise TrainingError("values arrived where a header was expected")
         if length > len(self._need) or (self._exact and length < len(self._need)):
             most = "" if self._exact else "at most "
             raise TrainingError(
-                f"{length} bytes of values arrived where {most}{len(self._need)} belong; both ends "
+                f"{length} bytes of values arrived, expected {most}{len(self._need)}; both ends "
                 "must train the same model"
             )
         self._length = length

@@ -69,7 +69,7 @@ def introduced(
         return dial(address, token, fingerprint, timeout_s, silence_s)
     except UnprovedError as error:
         raise StoppedError(
-            f"rank {rank} and {name} do not have the same token: it is another job's"
+            f"rank {rank} and {name} do not have the same token: it belongs to another job"
         ) from error
     except (OSError, ConnectionLostError, SilenceError) as error:
         raise DisconnectedError(f"rank {rank} cannot reach {name}: {error}") from error
@@ -101,7 +101,7 @@ def dial(
         try:
             return _proved(found, token, silence_s)
         except (ConnectionLostError, SilenceError) as error:
-            logger.info("%s:%d is reached by TCP, for locally: %s", *address, error)
+            logger.info("%s:%d is reached over TCP instead of locally: %s", *address, error)
     return _proved(tls.connect(address, fingerprint, timeout_s), token, silence_s)
 
 
@@ -111,7 +111,7 @@ def _proved(
     connection = Connection(connected, silence_s)
     try:
         if not connection.introduce(token):
-            raise UnprovedError("whoever answers there does not have the job's token")
+            raise UnprovedError("the other end does not have the job's token")
     except BaseException:
         connection.close()
         raise
@@ -143,7 +143,7 @@ def reach(attempt: Callable[[], T], patience_s: float) -> T:
             if not _may_pass(error.__cause__) or time.monotonic() >= until:
                 raise
             if not told:
-                logger.warning("%s; trying again for %.0f s", error, patience_s)
+                logger.warning("%s; retrying for %.0f s", error, patience_s)
                 told = True
             time.sleep(RETRY_S)
 

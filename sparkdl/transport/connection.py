@@ -109,7 +109,7 @@ class Connection:
         channel = channel_of(self._socket)
         hello = self._receive_until(until, HELLO_BYTES)
         if not hello.startswith(MAGIC):
-            raise StrangerError("whoever answers there is not an averager")
+            raise StrangerError("the other end is not an averager")
         challenge = secrets.token_bytes(CHALLENGE_BYTES)
         self._send(prove(token, WORKER, channel, hello[len(MAGIC) :]) + challenge)
         answer = self._receive_until(until, PROOF_BYTES)
@@ -156,7 +156,7 @@ class Connection:
         """
         kind, length = read_prefix(self._receive(PREFIX_BYTES))
         if kind != HEADER_KIND:
-            raise TrainingError("values arrived where a header was due")
+            raise TrainingError("values arrived where a header was expected")
         return read_header(self._receive(length))
 
     def receive_values(self, into: Tensor) -> dict[str, Any] | None:
@@ -194,7 +194,7 @@ class Connection:
         if length > octets.nbytes or length % item or (not most and length < octets.nbytes):
             raise TrainingError(
                 f"{length} bytes arrived where {most}{len(into)} values of {into.dtype} "
-                f"({octets.nbytes} bytes) belong; both ends must train the same model"
+                f"({octets.nbytes} bytes) were expected; both ends must train the same model"
             )
         self._receive_into(octets[:length])
         return into[: length // item]
@@ -239,7 +239,7 @@ class Connection:
         while view.nbytes:
             left = until - time.monotonic()
             if left < _SHORTEST_S:
-                raise SilenceError("the other end was too slow to prove itself")
+                raise SilenceError("the other end took too long to authenticate")
             self._limit_silence(left)
             view = view[self._receive_some(view) :]
         return bytes(octets)
@@ -277,7 +277,7 @@ class Connection:
 
     def _as_ours(self, error: OSError) -> ConnectionLostError | SilenceError:
         if isinstance(error, BlockingIOError):
-            return SilenceError("nothing moved on the connection for its deadline")
+            return SilenceError("no data moved on the connection within its deadline")
         return ConnectionLostError(f"the connection broke: {error}")
 
 

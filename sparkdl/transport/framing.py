@@ -50,7 +50,7 @@ def read_prefix(octets: bytes | bytearray) -> tuple[int, int]:
     if kind not in (HEADER_KIND, VALUES_KIND):
         raise TrainingError(f"a message of unknown kind {kind} arrived")
     if kind == HEADER_KIND and length > MAX_HEADER_BYTES:
-        raise TrainingError(f"a header of {length} bytes arrived, over {MAX_HEADER_BYTES}")
+        raise TrainingError(f"a header of {length} bytes arrived, more than {MAX_HEADER_BYTES}")
     return kind, length
 
 
@@ -65,5 +65,5 @@ def read_header(octets: bytes | bytearray) -> dict[str, Any]:
     except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
-        raise TrainingError("a message without a readable header arrived where one was due")
+        raise TrainingError("a message without a readable header arrived where one was expected")
     return fields

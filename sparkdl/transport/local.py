@@ -51,7 +51,7 @@ def listen(host: str, port: int, token: str, backlog: int) -> socket.socket | No
             on_failure.pop_all()
             return listener
     except OSError as error:
-        logger.info("port %d has no local name beside it: %s", port, error)
+        logger.info("port %d has no local socket beside it: %s", port, error)
         return None
 
 

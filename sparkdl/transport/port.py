@@ -113,7 +113,7 @@ class Port:
         for thread in remaining:
             thread.join(max(0.0, until - time.monotonic()))
         if left := [thread.name for thread in remaining if thread.is_alive()]:
-            logger.warning("%d connections did not end in %.0f s", len(left), CLOSE_S)
+            logger.warning("%d connections did not end within %.0f s", len(left), CLOSE_S)
 
     def _admit(self, connected: socket.socket | Encrypted, proof: bytes) -> None:
         connection = Connection(connected, silence_s=None)

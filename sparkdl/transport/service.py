@@ -333,7 +333,7 @@ class Service:
         try:
             call()
         except Exception:
-            logger.exception("%s: another mistake at its end", self._thread.name)
+            logger.exception("%s: another error while ending", self._thread.name)
             return False
         return True
 

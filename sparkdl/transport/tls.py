@@ -90,8 +90,8 @@ def _verified(connected: socket.socket, fingerprint: str) -> Encrypted:
     if not hmac.compare_digest(found, fingerprint):
         encrypted.close()
         raise OSError(
-            f"who answers there has a certificate with SHA-256 {found}, but the job's has "
-            f"{fingerprint}: it is another job's port, or somebody listens in between"
+            f"the certificate found there has SHA-256 {found}, but the job's has {fingerprint}: "
+            "it is another job's port, or someone is intercepting the connection"
         )
     return encrypted
 
@@ -178,7 +178,7 @@ class Encrypted:
             poll = select.poll()
             poll.register(self._encrypted, event)
             if not poll.poll(None if self.silence_s is None else 1000 * self.silence_s):
-                raise BlockingIOError("nothing moved on an encrypted connection")
+                raise BlockingIOError("no data moved on an encrypted connection")
 
 
 def _make(password: bytes) -> tuple[bytes, bytes]:

@@ -46,7 +46,8 @@ class ExportedModule(nn.Module):
         """
         if mode:
             raise ModelError(
-                "a program of torch.export cannot be trained: give the module that it was made of"
+                "a torch.export program cannot be trained: pass the module that it was exported "
+                "from"
             )
         return self
 
@@ -67,7 +68,7 @@ def as_module(given: Any) -> nn.Module:
     if isinstance(given, ExportedProgram):
         return ExportedModule(given)
     raise ModelError(
-        f"the model has to be an nn.Module or a torch.export.ExportedProgram, not {given!r:.200}"
+        f"the model must be an nn.Module or a torch.export.ExportedProgram, not {given!r:.200}"
     )
 
 
@@ -90,5 +91,5 @@ def _require_any_rows(program: ExportedProgram) -> None:
             raise ModelError(
                 f"the program was exported for a tensor '{node.name}' of shape "
                 f"{tuple(value.shape)}, and takes no other number of rows. Export it with "
-                "dynamic_shapes, in which dimension 0 of each tensor is torch.export.Dim('rows')"
+                "dynamic_shapes where dimension 0 of each tensor is torch.export.Dim('rows')"
             )

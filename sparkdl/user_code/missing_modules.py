@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 HOW_OTHERS_TRAVEL = (
-    "Where it is not installed on the executors, add it: modules and packages of Python alone with "
-    "spark.sparkContext.addPyFile(path), --py-files or spark.submit.pyFiles (a file, or a package "
-    "as a zip), packages with compiled parts with the environment they are installed in "
+    "Where it is not installed on the executors, add it: pure-Python modules and packages with "
+    "spark.sparkContext.addPyFile(path), --py-files or spark.submit.pyFiles (a file, or a "
+    "package as a zip), packages with compiled parts as an environment that has them "
     "(spark.archives)"
 )
 
 _TRAVEL = (
-    "Modules beside your script or notebook travel by themselves if the model, loss, optimizer or "
-    "function is of them, or if what travels has an import statement for them; this one did not. "
+    "Modules beside your script or notebook travel by themselves if the model, loss, optimizer "
+    "or function is defined in them, or if what is sent imports them; this one did not. "
     f"{HOW_OTHERS_TRAVEL}"
 )
 

@@ -86,7 +86,7 @@ def _advice(error: Exception) -> str:
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
         return (
             "\nThe worker ran out of memory: raise spark.executor.memoryOverhead (and "
-            "spark.executor.pyspark.memory where that is set, for it is the limit), or lower "
+            "spark.executor.pyspark.memory, which is the limit where it is set), or lower "
             "batchSize or memoryBudget"
         )
     return ""

@@ -111,7 +111,7 @@ class TrainingLoop:
                 except DisconnectedError as error:
                     if not job.survivable_losses:
                         raise
-                    logger.warning("rank %d connects again: %s", run.rank, error)
+                    logger.warning("rank %d is reconnecting: %s", run.rank, error)
                     averager.reconnect()
                     shard = self._read_rest()
 
@@ -175,8 +175,8 @@ class TrainingLoop:
     def _require_closed(self, epoch: int) -> None:
         if self._averager.closed_epoch != epoch:
             raise TrainingError(
-                f"{type(self._job.strategy).__name__} has ended the epoch without exchanging a "
-                "window with last=True, for which the other workers would wait for ever"
+                f"{type(self._job.strategy).__name__} ended the epoch without exchanging a "
+                "window with last=True, so the other workers would wait for it forever"
             )
 
     def _take_center(self, shard: ShardStatistics) -> Position | None:

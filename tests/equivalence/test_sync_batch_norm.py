@@ -85,7 +85,7 @@ def test_workers_accumulate_different_numbers_of_minibatches() -> None:
     [
         ([8, 0], flat_network, "rank 1.*no rows left before its first step"),
         ([8, 8], mlp, "Sequential has no BatchNorm layer"),
-        ([1], flat_network, "1 value a channel over all workers"),
+        ([1], flat_network, "1 value per channel across all workers"),
     ],
     ids=["a-worker-without-rows", "nothing-to-synchronize", "a-single-row"],
 )

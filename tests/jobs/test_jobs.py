@@ -54,7 +54,7 @@ def test_a_table_is_learnt_from_evaluated_and_predicted_by_one_configuration(
 
     # Again, and whatever it says of the session: nothing is done.
     assert train([*config, "--run_id", "7", "--session.app_name", "again"]) == 0
-    assert "complete for run_id '7' already" in capfd.readouterr().out
+    assert "already complete for run_id '7'" in capfd.readouterr().out
     assert isinstance(PipelineModel.load(trained["output"]), PipelineModel)
 
     assert evaluate([*config, "--run_id", "7"]) == 0

@@ -219,23 +219,37 @@ def refuse(
     ids=lambda value: repr(value)[:40],
 )
 def test_an_address_that_no_worker_tells_is_refused_in_words(tmp_path: Path, address: Any) -> None:
-    refuse(tmp_path, address, TrainingError, "^rank 1 tells .* no worker of this job does")
+    refuse(tmp_path, address, TrainingError, "^rank 1 gave .* which is not an address")
 
 
 @pytest.mark.parametrize("fingerprint", [None, "ü" * 64, 7])
 def test_no_rows_are_fetched_from_who_tells_of_no_certificate_where_they_are_encrypted(
     tmp_path: Path, fingerprint: Any
 ) -> None:
-    refuse(tmp_path, ["127.0.0.1", 1, fingerprint], TrainingError, "^rank 1 tells", tls=True)
+    refuse(
+        tmp_path,
+        ["127.0.0.1", 1, fingerprint],
+        TrainingError,
+        "^rank 1 gave .* which is not an address",
+        tls=True,
+    )
 
 
 @pytest.mark.parametrize("rows", [(5, -1), (5, 1 << 60)])
 def test_numbers_of_rows_that_nobody_has_are_refused(tmp_path: Path, rows: Any) -> None:
-    refuse(tmp_path, None, TrainingError, "one of them lies", rows=rows)
+    refuse(
+        tmp_path, None, TrainingError, "the workers disagree about the number of rows", rows=rows
+    )
 
 
 def test_a_worker_whose_rows_the_others_count_otherwise_says_so(tmp_path: Path) -> None:
-    refuse(tmp_path, None, TrainingError, "rank 0 has 5 rows, the others know of 6", rows=(6, 5))
+    refuse(
+        tmp_path,
+        None,
+        TrainingError,
+        "rank 0 has 5 rows, but the other workers count 6",
+        rows=(6, 5),
+    )
 
 
 def test_a_worker_that_is_gone_ends_the_exchange_with_its_name(tmp_path: Path) -> None:
@@ -282,7 +296,9 @@ COUNT = int(exchange_plan([5, 5], seed=SEED, epoch=2)[1, 0])
 )
 def test_another_number_of_rows_than_the_plan_says_is_refused(tmp_path: Path, answer: Any) -> None:
     with rank_1(answer) as address:
-        refuse(tmp_path, address, TrainingError, f"rank 1 has {COUNT} rows for rank 0, and says")
+        refuse(
+            tmp_path, address, TrainingError, f"rank 1 has {COUNT} rows for rank 0, but answered"
+        )
 
 
 @pytest.mark.parametrize(
@@ -292,7 +308,7 @@ def test_another_number_of_rows_than_the_plan_says_is_refused(tmp_path: Path, an
 )
 def test_shapes_that_no_row_of_the_job_has_are_refused(tmp_path: Path, shapes: Any) -> None:
     with rank_1({"rows": COUNT, "shapes": shapes}) as address:
-        refuse(tmp_path, address, TrainingError, "rank 1 tells of rows of the shapes")
+        refuse(tmp_path, address, TrainingError, "rank 1 announced rows of shapes")
 
 
 def test_rows_of_another_shape_than_ones_own_are_refused(tmp_path: Path) -> None:

@@ -99,12 +99,12 @@ def test_a_server_that_closes_keeps_nobody_waiting(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "why"),
     [
-        ({}, "asks for no rows"),
-        ({"rows_for": "1", "epoch": 1}, "asks for no rows"),
-        ({"rows_for": True, "epoch": 1}, "asks for no rows"),
-        ({"rows_for": 1}, "asks for no rows"),
-        ({"rows_for": 1, "epoch": -1}, "asks for no rows"),
-        ({"rows_for": [1] * 100_000, "epoch": 1}, "asks for no rows"),
+        ({}, "is not a request for rows"),
+        ({"rows_for": "1", "epoch": 1}, "is not a request for rows"),
+        ({"rows_for": True, "epoch": 1}, "is not a request for rows"),
+        ({"rows_for": 1}, "is not a request for rows"),
+        ({"rows_for": 1, "epoch": -1}, "is not a request for rows"),
+        ({"rows_for": [1] * 100_000, "epoch": 1}, "is not a request for rows"),
         ({"rows_for": 2, "epoch": 1}, "there is no rank 2"),
         ({"rows_for": -1, "epoch": 1}, "there is no rank -1"),
     ],

@@ -179,5 +179,5 @@ def test_a_cutoff_that_makes_no_sense_is_refused(kind: Any, wrong: object) -> No
 def test_what_needs_everyone_is_refused_beside_a_cutoff(
     kind: Any, arguments: dict[str, Any], named: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"with {named} every worker has to take part"):
+    with pytest.raises(ConfigError, match=f"^{named} needs every worker in every round"):
         kind(cutoff=1, **arguments)

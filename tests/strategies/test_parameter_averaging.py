@@ -43,7 +43,7 @@ ADAM = partial(torch.optim.Adam, lr=0.02)
 
 @pytest.mark.parametrize("period", [0, -1, 2.5, "5", None, True])
 def test_a_period_that_is_no_positive_whole_number_is_refused(period: Any) -> None:
-    with pytest.raises(ConfigError, match=r"period must be a whole number >= 1 .*got"):
+    with pytest.raises(ConfigError, match=r"period must be a whole number of steps >= 1, got"):
         ParameterAveraging(period=period)
 
 

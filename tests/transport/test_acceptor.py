@@ -265,7 +265,7 @@ def test_a_mistake_with_one_stranger_does_not_end_the_port(
     monkeypatch.setattr(Stranger, "advance", advance_or_fail)
     with listening() as port, stranger_at(port, "tcp"):
         assert join(port) < JOINS_S
-    assert "a port goes on after an error" in caplog.text
+    assert "a port continues after an error" in caplog.text
 
 
 def test_without_file_descriptors_a_port_waits_for_better_times(

@@ -51,7 +51,7 @@ def test_what_may_pass_is_waited_for(cause: Exception, caplog: pytest.LogCapture
     assert reach(connect, patience_s=20) == "connected"
     assert len(made) == 3
     assert [record.message for record in caplog.records] == [
-        f"rank 0 cannot reach the averager: {cause}; trying again for 20 s"
+        f"rank 0 cannot reach the averager: {cause}; retrying for 20 s"
     ]
 
 
@@ -59,8 +59,8 @@ def test_what_may_pass_is_waited_for(cause: Exception, caplog: pytest.LogCapture
     "cause",
     [
         CLOSED,
-        StrangerError("whoever answers there is not an averager"),
-        OSError("who answers there has a certificate with another SHA-256"),
+        StrangerError("the other end is not an averager"),
+        OSError("the certificate found there has another SHA-256"),
         socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
     ],
     ids=repr,

@@ -228,7 +228,8 @@ def test_another_number_of_values_is_refused(numel: int) -> None:
         left.send_values(torch.ones(numel))
         with pytest.raises(
             TrainingError,
-            match=rf"{4 * numel} bytes arrived where 4 values of torch.float32 \(16 bytes\) belong",
+            match=rf"{4 * numel} bytes arrived where 4 values of torch.float32 "
+            r"\(16 bytes\) were expected",
         ):
             right.receive_values(torch.zeros(4))
 
@@ -236,7 +237,7 @@ def test_another_number_of_values_is_refused(numel: int) -> None:
 def test_values_where_a_header_was_due_are_refused() -> None:
     with connected() as (left, right):
         left.send_values(torch.ones(2))
-        with pytest.raises(TrainingError, match="a header was due"):
+        with pytest.raises(TrainingError, match="a header was expected"):
             right.receive_header()
 
 

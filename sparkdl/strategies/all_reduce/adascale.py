@@ -79,7 +79,7 @@ class AdaScale(GradientAllReduce):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.measure_noise:
-            raise ConfigError("AdaScale follows the noise of gradients: leave out measure_noise")
+            raise ConfigError("AdaScale needs the gradient noise: drop measure_noise=False")
         known = self.decay is None or type(self.decay) in (int, float)
         if not known or not 0 <= (self.decay or 0) < 1:
             raise ConfigError(f"decay must be None or a number in [0, 1), got {self.decay!r}")
@@ -94,8 +94,8 @@ class AdaScale(GradientAllReduce):
         super().require_fits(replica)
         if any("lr" not in group for group in replica.optimizer.param_groups):
             raise ConfigError(
-                f"{type(replica.optimizer).__name__} has no learning rate by the name of 'lr', "
-                "which AdaScale multiplies. Use SGD, or GradientAllReduce"
+                f"{type(replica.optimizer).__name__} has no learning rate named 'lr' for "
+                "AdaScale to scale. Use SGD, or GradientAllReduce"
             )
 
     def start(self, run: Run) -> _Reducer:
@@ -165,7 +165,7 @@ class _AgreedNoise(NoiseMeter):
         if self.passenger is None:
             self._local += self._square()
         elif self._norms:
-            raise TrainingError("there were gradients after the sum of their squares had been sent")
+            raise TrainingError("gradients arrived after the sum of their squares had been sent")
 
     def _look_at(self, gradient: Tensor) -> None:
         if self._looks:

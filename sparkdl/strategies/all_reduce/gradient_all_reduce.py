@@ -112,13 +112,13 @@ class GradientAllReduce(Strategy["_Reducer"]):
             raise ConfigError(f"bucket_mb must be a number of MB > 0, got {self.bucket_mb!r}")
         if type(self.accumulate) is not int or self.accumulate < 1:
             raise ConfigError(
-                f"accumulate must be a whole number >= 1 of minibatches, got {self.accumulate!r}"
+                f"accumulate must be a whole number of minibatches >= 1, got {self.accumulate!r}"
             )
         smaller = isinstance(self.compression, Compression) or self.compression in ROUNDED
         if self.compression is not None and not smaller:
             raise ConfigError(
-                "compression must be None, 'fp16', 'bf16' or one such as PowerSGD(2), got "
-                f"{self.compression!r}"
+                "compression must be None, 'fp16', 'bf16' or a compressor such as PowerSGD(2), "
+                f"got {self.compression!r}"
             )
         require_steps("commit_every", self.commit_every)
         for name in SWITCHES:
@@ -136,18 +136,18 @@ class GradientAllReduce(Strategy["_Reducer"]):
         compression = type(given).__name__
         if self.shard_optimizer and given.reads_optimizer:
             raise ConfigError(
-                f"compression={compression}(...) needs the optimizer's state on every worker, and "
-                "shard_optimizer leaves each a part of it: leave one of the two out"
+                f"compression={compression}(...) needs the whole optimizer state on every "
+                "worker, but with shard_optimizer each has only a part: drop one of the two"
             )
         if self.measure_noise:
             raise ConfigError(
                 f"compression={compression}(...) leaves too little of the gradients to measure "
-                "their noise: leave one of the two out"
+                "their noise: drop one of the two"
             )
         if self.preconditioner is not None:
             raise ConfigError(
-                f"compression={compression}(...) and a preconditioner each need the gradients as "
-                "the workers have computed them: leave one of the two out"
+                f"compression={compression}(...) and a preconditioner both need the gradients "
+                "as the workers computed them: drop one of the two"
             )
 
     @property
@@ -173,8 +173,8 @@ class GradientAllReduce(Strategy["_Reducer"]):
         if isinstance(self.compression, Compression):
             if any(parameter.is_complex() for parameter in replica.trainable()):
                 raise ConfigError(
-                    f"compression={type(self.compression).__name__}(...) takes real gradients, but "
-                    "this model has complex parameters: leave it out"
+                    f"compression={type(self.compression).__name__}(...) takes real gradients, "
+                    "but this model has complex parameters: drop it"
                 )
             self.compression.require_fits(replica)
         if self.preconditioner is not None:

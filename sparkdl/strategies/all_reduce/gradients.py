@@ -31,7 +31,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
 }
 """torch's hooks that send them so."""
 
-_OVERFLOW = ". float16 ends at 65504: compression='bf16' goes further"
+_OVERFLOW = ". float16 overflows beyond 65504: compression='bf16' has a wider range"
 
 
 class FiniteGradients:
@@ -183,8 +183,8 @@ class FiniteSum:
             f"epoch {epoch}, step {step} (loss of its minibatch: {float(told[rank]['loss']):.6g})"
             for rank in culprits
         ) or (
-            f"the workers' gradients are not finite together in epoch {epoch}, step {step}, though "
-            "each worker's own are when they are computed once more"
+            f"the workers' gradients are not finite once combined in epoch {epoch}, step "
+            f"{step}, though each worker's own are when computed again"
         )
         raise NonFiniteError(
             f"{found}. {ADVICE}", rank=culprits[0] if culprits else 0, epoch=epoch, step=step

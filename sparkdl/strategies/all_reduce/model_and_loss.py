@@ -122,8 +122,8 @@ class ModelAndLoss(nn.Module):
         self._earlier = self._earlier if batch is None else batch
         if self._earlier is None:
             raise ConfigError(
-                "this worker has no rows left before its first step, and sync_batch_norm needs a "
-                "minibatch of every worker. Use fewer workers, or more rows"
+                "this worker has no rows left before its first step, and sync_batch_norm needs "
+                "a minibatch from every worker. Use fewer workers, or more rows"
             )
         loss = self._forward(self._earlier)
         return loss if forward_pass.counts else loss * 0.0

@@ -62,8 +62,7 @@ def batch_norm_layers(module: nn.Module) -> list[_BatchNorm]:
     layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
     if not layers:
         raise ConfigError(
-            f"sync_batch_norm is set, but {type(module).__name__} has no BatchNorm layer. Leave "
-            "it out"
+            f"sync_batch_norm is set, but {type(module).__name__} has no BatchNorm layer. Drop it"
         )
     return layers
 
@@ -100,8 +99,8 @@ def _over_workers(x: Tensor, forward_pass: ForwardPass) -> tuple[Tensor, Tensor,
     total = counts.sum()
     if total <= 1:
         raise ValueError(
-            f"a BatchNorm layer has {int(total)} value a channel over all workers; it needs more "
-            "than 1 to train"
+            f"a BatchNorm layer has {int(total)} value per channel across all workers; it needs "
+            "more than 1 to train"
         )
     means, variances = rows[:, :channels], rows[:, channels:-1]
     mean = (counts * means).sum(0) / total

@@ -42,7 +42,7 @@ class DelayedNesterov(CenterUpdate):
     def __post_init__(self) -> None:
         if type(self.buffer) is not int or self.buffer < 1:
             raise ConfigError(
-                f"buffer must be a whole number >= 1 of contributions, got {self.buffer!r}"
+                f"buffer must be a whole number of contributions >= 1, got {self.buffer!r}"
             )
         require_positive("learning_rate", self.learning_rate)
         require_fraction("momentum", self.momentum)

@@ -345,4 +345,4 @@ class SampledStaleness(_Clocks):
 
 def _require_whole(name: str, value: object, least: int, what: str) -> None:
     if type(value) is not int or value < least:
-        raise ConfigError(f"{name} must be a whole number >= {least} of {what}, got {value!r}")
+        raise ConfigError(f"{name} must be a whole number of {what} >= {least}, got {value!r}")

@@ -128,7 +128,7 @@ class Compressor(ABC):
         if values.is_sparse:
             raise ConfigError(
                 "compression takes dense gradients, but a layer of this model has sparse ones "
-                "(nn.Embedding(sparse=True)): build it with sparse=False, or leave out compression"
+                "(nn.Embedding(sparse=True)): build it with sparse=False, or drop compression"
             )
         # In the shapes of the parameters, but in memory order (channels_last).
         of_bucket = zip(bucket.parameters(), bucket.gradients(), strict=True)
@@ -169,7 +169,7 @@ def require_start_after(steps: object) -> None:
         ConfigError: it is not a whole number >= 0.
     """
     if type(steps) is not int or steps < 0:
-        raise ConfigError(f"start_after must be a whole number >= 0 of steps, got {steps!r}")
+        raise ConfigError(f"start_after must be a whole number of steps >= 0, got {steps!r}")
 
 
 def by_place(name: str, saved: Mapping[str, Any]) -> dict[int, Any]:

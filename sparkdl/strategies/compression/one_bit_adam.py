@@ -79,7 +79,7 @@ class OneBitAdam(Compression):
     def __post_init__(self) -> None:
         require_start_after(self.start_after)
         if self.start_after < 1:
-            raise ConfigError("start_after must be >= 1: Adam's variance has to be known by then")
+            raise ConfigError("start_after must be >= 1: Adam's variance must be known by then")
 
     def require_fits(self, replica: Replica) -> None:
         """Check that the optimizer is one whose variance can be frozen.
@@ -105,22 +105,22 @@ def require_adam(replica: Replica) -> None:
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise ConfigError(
             "OneBitAdam sends the momentum of torch.optim.Adam or AdamW, not of "
-            f"{type(optimizer).__name__}; PowerSGD and TopK go with any optimizer"
+            f"{type(optimizer).__name__}; PowerSGD and TopK work with any optimizer"
         )
     for group in optimizer.param_groups:
         for option in ("amsgrad", "maximize", "differentiable"):
             if group[option]:
-                raise ConfigError(f"OneBitAdam has no step for {option}=True; leave it out")
+                raise ConfigError(f"OneBitAdam does not support {option}=True: drop it")
     if replica.clips_gradients:
         raise ConfigError(
-            "OneBitAdam cannot clip gradients, whose sum no worker knows after the warm-up: leave "
-            "out clipNorm, or take PowerSGD or TopK"
+            "OneBitAdam cannot clip gradients: after the warm-up no worker knows their sum. "
+            "Drop clipNorm, or use PowerSGD or TopK"
         )
     stepped = {each for group in optimizer.param_groups for each in group["params"]}
     if not stepped.issuperset(replica.trainable()):
         raise ConfigError(
-            "OneBitAdam needs every parameter that requires a gradient in the optimizer: give it "
-            "all, or set requires_grad=False for those that are not to be trained"
+            "OneBitAdam needs every parameter that requires a gradient in the optimizer: pass "
+            "it all of them, or set requires_grad=False for those not to be trained"
         )
 
 
@@ -202,9 +202,9 @@ class _Momentum(Compressor):
             group, state = self._groups[parameter], self._optimizer.state.get(parameter)
             if not state:
                 raise TrainingError(
-                    f"a parameter of shape {tuple(parameter.shape)} has its first gradient after "
-                    f"the warm-up of {self.start_after} steps, so that Adam's variance of it is "
-                    "not known. Raise start_after, or take PowerSGD or TopK"
+                    f"a parameter of shape {tuple(parameter.shape)} got its first gradient "
+                    f"after the warm-up of {self.start_after} steps, so its Adam variance is "
+                    "not known. Raise start_after, or use PowerSGD or TopK"
                 )
             (beta1, beta2), rate = group["betas"], float(group["lr"])
             warmed_up = self._warmed_up.setdefault(place, float(state["step"]))

@@ -63,7 +63,7 @@ class TopK(Compression):
     def __post_init__(self) -> None:
         if type(self.fraction) not in (int, float) or not 0 < self.fraction <= 1:
             raise ConfigError(
-                "fraction must be a number > 0 and <= 1, the part of the entries that is sent, got "
+                "fraction must be a number > 0 and <= 1, the share of entries sent, got "
                 f"{self.fraction!r}"
             )
         require_start_after(self.start_after)

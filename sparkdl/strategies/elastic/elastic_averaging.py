@@ -210,9 +210,9 @@ class ElasticAveraging(Strategy[Spring]):
         what, limit = limits.get(self.mode, ("", 1.0))
         if rate > limit:
             raise ConfigError(
-                f"moving_rate={rate:g} is too much for {num_workers} workers, which may move the "
-                f"same center: it has to be at most {what} = {limit:g}; "
-                f"{CENTER_RATE} / workers = {CENTER_RATE / num_workers:g} is usual"
+                f"moving_rate={rate:g} is too high for {num_workers} workers that move the same "
+                f"center: it must be at most {what} = {limit:g}; {CENTER_RATE} / workers = "
+                f"{CENTER_RATE / num_workers:g} is usual"
             )
 
     def require_fits(self, replica: Replica) -> None:
@@ -220,9 +220,9 @@ class ElasticAveraging(Strategy[Spring]):
         groups = replica.optimizer.param_groups
         if self.momentum and any(group.get("momentum") for group in groups):
             raise ConfigError(
-                f"ElasticAveraging(momentum={self.momentum:g}) is momentum of what the optimizer "
-                f"does, and this {type(replica.optimizer).__name__} has momentum of its own. Leave "
-                "out one of the two"
+                f"ElasticAveraging(momentum={self.momentum:g}) adds momentum to the optimizer's "
+                f"steps, but this {type(replica.optimizer).__name__} already has its own. Drop "
+                "one of the two"
             )
 
     def start(self, run: Run) -> Spring:

@@ -184,7 +184,7 @@ class Snapshots:
         for part in self._stretches(self.room):
             header = connection.receive_values(part)
             if header is not None:
-                raise TrainingError(f"{reprlib.repr(header)} came where values were due")
+                raise TrainingError(f"expected values, got {reprlib.repr(header)}")
             if bad := count_non_finite(part):
                 raise TrainingError(f"a visit brought {bad} NaN or infinite values")
         self._expected[iteration] += 1
@@ -207,7 +207,7 @@ class Snapshots:
         known = mode == "symmetric" and size == self.size
         if not known or not isinstance(epoch, int) or not isinstance(iteration, int):
             raise TrainingError(
-                f"{reprlib.repr(asked)} came where a visit to {self.size} values was due"
+                f"expected a visit to {self.size} values, got {reprlib.repr(asked)}"
             )
         with self._changed:
             self._changed.wait_for(

@@ -155,7 +155,7 @@ class Shown:
         mode, epoch, size = (asked.get(name) for name in ("gossip", "epoch", "values"))
         if mode not in MODES or type(epoch) is not int or size != self.size:
             raise TrainingError(
-                f"{reprlib.repr(asked)} came where a visit to {self.size} values was due"
+                f"expected a visit to {self.size} values, got {reprlib.repr(asked)}"
             )
         if epoch != self.epoch:
             connection.send_header({"away": True})
@@ -192,7 +192,7 @@ class Shown:
         room = torch.empty_like(stretch.of(self.values))
         header = connection.receive_values(room)
         if header is not None:
-            raise TrainingError(f"{reprlib.repr(header)} came where values were due")
+            raise TrainingError(f"expected values, got {reprlib.repr(header)}")
         if bad := count_non_finite(room):
             raise TrainingError(f"a visit brought {bad} NaN or infinite values")
         return room

@@ -93,7 +93,7 @@ class KFACPreconditioner:
         for name in ("factors_every", "decompositions_every"):
             steps = getattr(self, name)
             if type(steps) is not int or steps < 1:
-                raise ConfigError(f"{name} must be a whole number >= 1 of steps, got {steps!r}")
+                raise ConfigError(f"{name} must be a whole number of steps >= 1, got {steps!r}")
 
     def require_fits(self, replica: Replica) -> None:
         """Check that there are layers for it, and learning rates to clip their steps by.
@@ -107,8 +107,8 @@ class KFACPreconditioner:
             return
         if any("lr" not in group for group in replica.optimizer.param_groups):
             raise ConfigError(
-                f"{type(replica.optimizer).__name__} has no learning rate by the name of 'lr', "
-                "from which K-FAC learns how far a step goes. Use SGD, or kl_clip=None"
+                f"{type(replica.optimizer).__name__} has no learning rate named 'lr', which "
+                "K-FAC needs to clip the size of a step. Use SGD, or kl_clip=None"
             )
 
     def start(self, run: Run) -> Preconditioning:
@@ -321,8 +321,8 @@ def _layers(replica: Replica) -> dict[str, FactoredLayer]:
     found = factored_layers(replica.module)
     if not found:
         raise ModelError(
-            f"{type(replica.module).__name__} has no Linear and no Conv2d layer that K-FAC could "
-            "precondition: leave out the preconditioner"
+            f"{type(replica.module).__name__} has no Linear or Conv2d layer for K-FAC to "
+            "precondition: drop the preconditioner"
         )
     return found
 

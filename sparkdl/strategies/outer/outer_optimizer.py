@@ -199,9 +199,9 @@ class OuterOptimizer(Strategy["Stream | None"]):
     def __post_init__(self) -> None:
         if not _is_whole(self.period) and not _are_periods(self.period):
             raise ConfigError(
-                "period must be a whole number >= 1 of steps, or pairs of an epoch and the period "
-                f"from there on, such as ((1, 1), (31, 16)), the first of epoch 1; got "
-                f"{self.period!r}"
+                "period must be a whole number of steps >= 1, or pairs of an epoch and the "
+                "period from that epoch on, such as ((1, 1), (31, 16)), starting with epoch 1; "
+                f"got {self.period!r}"
             )
         if not isinstance(self.outer, CenterUpdate):
             raise ConfigError(
@@ -220,9 +220,9 @@ class OuterOptimizer(Strategy["Stream | None"]):
         require_fraction("merge", self.merge)
         if self._streams and self.inner_state != "keep":
             raise ConfigError(
-                f"inner_state={self.inner_state!r} is for rounds of all parameters, for which "
-                "workers wait; with fragments, overlap or merge each keeps the state of its own "
-                "optimizer: set inner_state='keep'"
+                f"inner_state={self.inner_state!r} needs blocking rounds over all parameters; "
+                "with fragments, overlap or merge each worker keeps its own optimizer's state: "
+                "set inner_state='keep'"
             )
         require_cutoff(
             self.cutoff,
@@ -236,13 +236,13 @@ class OuterOptimizer(Strategy["Stream | None"]):
         if not _is_whole(self.fragments):
             raise ConfigError(f"fragments must be a whole number >= 1, got {self.fragments!r}")
         if type(self.overlap) is not int or self.overlap < 0:
-            raise ConfigError(f"overlap must be a whole number >= 0 of steps, got {self.overlap!r}")
+            raise ConfigError(f"overlap must be a whole number of steps >= 0, got {self.overlap!r}")
         periods = [self.period] if isinstance(self.period, int) else [p for _, p in self.period]
         if min(periods) // self.fragments <= self.overlap:
             raise ConfigError(
                 f"with period={self.period!r} and fragments={self.fragments} there are "
-                f"{min(periods) // self.fragments} steps between two rounds, and there have to be "
-                f"more than overlap={self.overlap}"
+                f"{min(periods) // self.fragments} steps between two rounds; there must be more "
+                f"than overlap={self.overlap}"
             )
 
     @property

@@ -105,12 +105,12 @@ class ThresholdGradientSharing(Strategy["_Sharing"]):
             )
         if not _is_sparsity(self.sparsity):
             raise ConfigError(
-                "sparsity must be None or two numbers, the least and the largest part of the "
+                "sparsity must be None or two numbers, the smallest and largest share of "
                 f"entries in a message, such as (1e-4, 1e-2), got {self.sparsity!r}"
             )
         if self.clip is not None and (not is_number(self.clip) or not 1 <= self.clip < math.inf):
             raise ConfigError(
-                f"clip must be None or a number >= 1 of thresholds, got {self.clip!r}"
+                f"clip must be None or a number of thresholds >= 1, got {self.clip!r}"
             )
         require_steps("shake_every", self.shake_every)
         require_steps("commit_every", self.commit_every)

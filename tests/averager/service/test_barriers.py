@@ -271,11 +271,11 @@ def test_each_run_has_a_policy_of_its_own(barrier: Barrier, policy: type[RoundPo
 @pytest.mark.parametrize(
     ("barrier", "words"),
     [
-        (SSP, r"s must be a whole number >= 0 of windows, got "),
-        (PBSP, r"beta must be a whole number >= 0 of workers, got "),
-        (lambda value: PSSP(value, 1), r"beta must be a whole number >= 0 of workers, got "),
-        (lambda value: PSSP(1, value), r"s must be a whole number >= 0 of windows, got "),
-        (Softsync, r"n must be a whole number >= 1 of contributions, got "),
+        (SSP, r"s must be a whole number of windows >= 0, got "),
+        (PBSP, r"beta must be a whole number of workers >= 0, got "),
+        (lambda value: PSSP(value, 1), r"beta must be a whole number of workers >= 0, got "),
+        (lambda value: PSSP(1, value), r"s must be a whole number of windows >= 0, got "),
+        (Softsync, r"n must be a whole number of contributions >= 1, got "),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(

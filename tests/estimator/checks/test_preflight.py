@@ -88,11 +88,11 @@ ADAM = partial(torch.optim.Adam, lr=0.1)
     ("settings", "words"),
     [
         ({"strategy": SIGNS, "optimizer": partial(torch.optim.SGD, lr=0.1)}, "AdamW, not of SGD"),
-        ({"strategy": SIGNS, "optimizer": ADAM, "clipNorm": 1.0}, "leave out clipNorm"),
+        ({"strategy": SIGNS, "optimizer": ADAM, "clipNorm": 1.0}, "Drop clipNorm"),
         ({"strategy": GradientAllReduce(sync_batch_norm=True)}, "has no BatchNorm layer"),
         ({"strategy": AdaScale(), "optimizer": Rateless}, "Rateless has no learning rate"),
         ({"strategy": KFAC, "optimizer": Rateless}, "Rateless has no learning rate.*kl_clip=None"),
-        ({"strategy": ElasticAveraging(moving_rate=0.9)}, "is too much for 2 workers"),
+        ({"strategy": ElasticAveraging(moving_rate=0.9)}, "is too high for 2 workers"),
     ],
     ids=["sgd", "clipped", "nothing-to-synchronize", "no-rate", "no-rate-to-clip", "overshoots"],
 )
@@ -112,5 +112,5 @@ def test_kfac_is_refused_before_workers_start_if_no_layer_is_for_it(spark: Spark
         def forward(self, features: torch.Tensor) -> torch.Tensor:
             return features[:, :1] * self.scale
 
-    with pytest.raises(ModelError, match="Scaled has no Linear and no Conv2d layer"):
+    with pytest.raises(ModelError, match="Scaled has no Linear or Conv2d layer"):
         Preflight(estimator(model=Scaled(), strategy=KFAC), frame(spark))

@@ -115,7 +115,7 @@ def test_what_cannot_be_found_again_ends_the_run_all_the_same() -> None:
     data, step = marked_data([20, 16], 1)
     error = error_of(data, SpoiltOnce(float("nan"), loss_too=False))
     assert (error.epoch, error.step) == (1, step)
-    assert "though each worker's own are when they are computed once more" in str(error)
+    assert "though each worker's own are when computed again" in str(error)
 
 
 class SparseTable(nn.Module):

@@ -343,6 +343,6 @@ def test_a_warm_up_out_of_range_is_refused(start_after: Any) -> None:
 
 def test_a_part_of_the_optimizers_state_is_too_little() -> None:
     with pytest.raises(
-        ConfigError, match=r"OneBitAdam\(\.\.\.\).*shard_optimizer leaves each a part"
+        ConfigError, match=r"OneBitAdam\(\.\.\.\).*shard_optimizer each has only a part"
     ):
         GradientAllReduce(compression=OneBitAdam(5), shard_optimizer=True)

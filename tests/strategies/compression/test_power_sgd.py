@@ -332,7 +332,7 @@ class Table(nn.Module):
 
 def test_sparse_gradients_are_refused_in_words() -> None:
     strategy = GradientAllReduce(compression=PowerSGD(1, start_after=0))
-    with pytest.raises(WorkerError, match="sparse=False, or leave out compression"):
+    with pytest.raises(WorkerError, match="sparse=False, or drop compression"):
         run_world(job(Table(), strategy=strategy, max_failures=0), classification([8]).shards())
 
 

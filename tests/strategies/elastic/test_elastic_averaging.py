@@ -206,15 +206,15 @@ def test_the_center_moves_by_the_sum_of_the_pulls_of_those_who_are_there(
 
 
 def test_a_rate_at_which_the_center_overshoots_is_refused() -> None:
-    with pytest.raises(WorkerError, match=r"moving_rate=0.9 is too much for 3 workers.*0.5; .*0.3"):
+    with pytest.raises(WorkerError, match=r"moving_rate=0.9 is too high for 3 workers.*0.5; .*0.3"):
         run_world(job(strategy=ElasticAveraging(2, moving_rate=0.9)), DATA.shards())
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"period": 0}, "period must be a whole number >= 1 of steps, got 0"),
-        ({"period": True}, "period must be a whole number >= 1 of steps, got True"),
+        ({"period": 0}, "period must be a whole number of steps >= 1, got 0"),
+        ({"period": True}, "period must be a whole number of steps >= 1, got True"),
         ({"moving_rate": 0.0}, "or a number > 0 and <= 1, got 0.0"),
         ({"moving_rate": 1.1}, "or a number > 0 and <= 1, got 1.1"),
         ({"moving_rate": float("nan")}, "or a number > 0 and <= 1, got nan"),

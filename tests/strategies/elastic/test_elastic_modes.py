@@ -252,7 +252,7 @@ def test_hogwild_springs_break_where_their_linear_map_does(lr: float, workers: i
 def test_hogwild_rates_beyond_which_springs_ring_without_any_learning_are_refused() -> None:
     for workers in (1, 2, 5):
         assert edge(1e-7, workers) == pytest.approx(1 / workers, rel=1e-5)
-    with pytest.raises(WorkerError, match=r"too much for 3 workers.* 1 / workers = 0.333333; 0.9"):
+    with pytest.raises(WorkerError, match=r"too high for 3 workers.* 1 / workers = 0.333333; 0.9"):
         run_world(job(strategy=replace(HOGWILD, moving_rate=0.35)), DATA.shards())
 
 

@@ -69,5 +69,5 @@ def test_two_momenta_are_refused() -> None:
 
     MOVING.require_fits(replica(0.0))
     ElasticAveraging().require_fits(replica(0.9))
-    with pytest.raises(ConfigError, match=r"momentum=0.8.* SGD has momentum of its own"):
+    with pytest.raises(ConfigError, match=r"momentum=0.8.* SGD already has its own"):
         MOVING.require_fits(replica(0.9))

@@ -226,7 +226,7 @@ def test_who_has_ended_its_epoch_or_is_in_another_is_away() -> None:
     ids=str,
 )
 def test_a_visit_that_no_worker_makes_is_refused(header: dict[str, Any]) -> None:
-    with pytest.raises(TrainingError, match="where a visit to 4 values was due"):
+    with pytest.raises(TrainingError, match="expected a visit to 4 values, got"):
         say(Worker(np.zeros(4)).shown, header)
 
 

@@ -276,7 +276,7 @@ def test_who_has_yet_to_come_there_is_waited_for_until_patience_ends(
 )
 def test_a_visit_that_no_worker_makes_is_refused(header: dict[str, Any]) -> None:
     shown = Snapshots([torch.zeros(4)])
-    with pytest.raises(TrainingError, match="where a visit to 4 values was due"):  # noqa: SIM117
+    with pytest.raises(TrainingError, match="expected a visit to 4 values, got"):  # noqa: SIM117
         with connected(shown) as connection:
             connection.send_header(header)
 

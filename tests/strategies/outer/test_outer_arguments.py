@@ -43,7 +43,9 @@ from sparkdl.testing import run_world
     ids=repr,
 )
 def test_a_period_that_is_neither_steps_nor_pairs_by_epoch_is_refused(period: Any) -> None:
-    with pytest.raises(ConfigError, match=r"period must be a whole number >= 1 .*pairs.*got"):
+    with pytest.raises(
+        ConfigError, match=r"period must be a whole number of steps >= 1, .*pairs.*got"
+    ):
         OuterOptimizer(period)
 
 

@@ -400,8 +400,8 @@ def test_with_other_fragments_a_checkpoint_is_refused(tmp_path: Path) -> None:
     [
         ({"fragments": 0}, r"fragments must be a whole number >= 1, got 0"),
         ({"fragments": 2.0}, r"fragments must be a whole number >= 1, got 2.0"),
-        ({"overlap": -1}, r"overlap must be a whole number >= 0 of steps, got -1"),
-        ({"overlap": True}, r"overlap must be a whole number >= 0 of steps, got True"),
+        ({"overlap": -1}, r"overlap must be a whole number of steps >= 0, got -1"),
+        ({"overlap": True}, r"overlap must be a whole number of steps >= 0, got True"),
         ({"merge": 1}, r"merge must be a number >= 0 and < 1, got 1"),
         ({"merge": "0.5"}, r"merge must be a number >= 0 and < 1, got '0.5'"),
         ({"period": 4, "overlap": 4}, r"there are 4 steps between two rounds, .* overlap=4"),
@@ -413,8 +413,8 @@ def test_with_other_fragments_a_checkpoint_is_refused(tmp_path: Path) -> None:
             {"period": ((1, 9), (2, 3)), "fragments": 4},
             r"there are 0 steps between two rounds, .* overlap=0",
         ),
-        ({"fragments": 2, "inner_state": "reset"}, r"inner_state='reset' is for rounds of all"),
-        ({"overlap": 2, "inner_state": "average"}, r"inner_state='average' is for rounds of all"),
+        ({"fragments": 2, "inner_state": "reset"}, r"inner_state='reset' needs blocking rounds"),
+        ({"overlap": 2, "inner_state": "average"}, r"inner_state='average' needs blocking rounds"),
     ],
     ids=str,
 )
