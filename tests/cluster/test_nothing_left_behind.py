@@ -338,6 +338,6 @@ def test_saving_leaves_no_scratch_files(spark: SparkSession, tmp_path: Path) -> 
     model = estimator().fit(frame(spark))
     before = set(our_files())
     model.save(str(tmp_path / "model"))
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError, match="already exists"):
         model.save(str(tmp_path / "model"))
     assert set(our_files()) <= before

@@ -226,9 +226,9 @@ class IgnoresNan(nn.Module):
     ("changes", "fragment"),
     [
         ({"columnShapes": {"features": [2, 3]}}, "has 4 elements"),
-        ({"columnDtypes": {"other": "int8"}}, "columnDtypes speaks of 'other'"),
+        ({"columnDtypes": {"other": "int8"}}, "columnDtypes names 'other'"),
         ({"imageCols": ["features"]}, "encoded images are binary"),
-        ({"featuresCol": "bytes"}, "say what its bytes are"),
+        ({"featuresCol": "bytes"}, "is binary: declare its bytes"),
         ({"featuresCol": "bytes", "columnDtypes": {"bytes": "int8"}}, "needs a declared shape"),
         ({"featuresCol": "grid"}, "columnShapes={'grid': [..., ...]}"),
         ({"featuresCol": "id", "columnShapes": {"id": [2]}}, "whose rows have 0 dimensions"),

@@ -257,7 +257,7 @@ def test_it_is_said_which_way_the_rows_go(
     )
     assert said(five, strategy=GradientAllReduce()) == (
         "rows: Spark's shuffle, because GradientAllReduce needs a gang-scheduled start, and "
-        "Spark's barrier mode, which gives that, cannot have 2 tasks read 5 partitions; they do "
+        "Spark's barrier mode, which provides it, cannot have 2 tasks read 5 partitions; they do "
         "not come from files row by row"
     )
 

@@ -125,7 +125,7 @@ def test_a_saved_model_is_overwritten_only_if_asked(
 ) -> None:
     path = str(tmp_path / "model")
     pickled.save(path)
-    with pytest.raises(ConfigError, match=r"exists already.*overwrite\(\)"):
+    with pytest.raises(ConfigError, match=r"already exists.*overwrite\(\)"):
         described.save(path)
     assert (tmp_path / "model" / "model.pkl").exists()
     described.write().overwrite().save(path)

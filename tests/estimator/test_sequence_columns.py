@@ -122,21 +122,21 @@ def test_a_pretrained_module_takes_hugging_faces_names(rows: DataFrame) -> None:
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"padCols": None}, DataError, "padCols={'tokens': 0}"),
-    ({"padCols": {"token": 0}}, ConfigError, "padCols speaks of 'token'"),
-    ({"padCols": {"tokens": 0.5}}, ConfigError, "with 0.5, which its tensor of int64 cannot hold"),
+    ({"padCols": {"token": 0}}, ConfigError, "padCols names 'token'"),
+    ({"padCols": {"tokens": 0.5}}, ConfigError, "with 0.5, which its int64 tensor cannot hold"),
     (
         {"padCols": {"tokens": -1}, "columnDtypes": {"tokens": "uint8"}},
         ConfigError,
-        "with -1, which its tensor of uint8 cannot hold",
+        "with -1, which its uint8 tensor cannot hold",
     ),
     ({"padCols": {"tokens": 0, "label": 0}}, ConfigError, "'label' (int), which has no length"),
-    ({"columnShapes": {"tokens": [12]}}, ConfigError, "only the length may be open"),
+    ({"columnShapes": {"tokens": [12]}}, ConfigError, "only the length of its rows may be open"),
     (
         {"padCols": None, "columnShapes": {"tokens": [None]}},
         ConfigError,
         "leaves the length of column 'tokens' open",
     ),
-    ({"padInputs": {"label": "lengths"}}, ConfigError, "which padCols does not name"),
+    ({"padInputs": {"label": "lengths"}}, ConfigError, "which padCols does not: only padded"),
     ({"padCols": None, "groupByLength": True}, ConfigError, "padCols names no column"),
     ({"padInputs": {}}, ModelError, "its forward takes (tokens, padding_mask)"),
     ({"model": nn.Linear(2, 3)}, ModelError, "padding_mask, say where rows are padded: padInputs"),
@@ -159,9 +159,9 @@ def test_what_does_not_go_with_padding_is_refused_in_words(
 
 def test_what_padding_cannot_be_is_refused_when_it_is_set() -> None:
     for changes, words in (
-        ({"padCols": {"tokens": "0"}}, "padCols must say for each column with what number"),
-        ({"padCols": {"tokens": float("nan")}}, "padCols must say"),
-        ({"padCols": {}}, "padCols must say"),
+        ({"padCols": {"tokens": "0"}}, "padCols must give for each column the number"),
+        ({"padCols": {"tokens": float("nan")}}, "padCols must give"),
+        ({"padCols": {}}, "padCols must give"),
         ({"padInputs": {"tokens": "mask"}}, "one of padding_mask, attention_mask, lengths"),
         ({"columnShapes": {"events": [2, None]}}, "None for the length"),
     ):

@@ -49,7 +49,8 @@ class SlotQueue:
             try:
                 if not self._may_start(ticket, workers, count_slots):
                     logger.warning(
-                        "%d workers wait until other runs of this application leave enough slots",
+                        "%d workers are waiting for other runs of this application to free "
+                        "enough slots",
                         workers,
                     )
                 while not self._may_start(ticket, workers, count_slots):

@@ -75,9 +75,8 @@ def choose_num_workers(
     _refuse_speculation(spark)
     if wanted is not None and wanted % ranks_a_task:
         raise ConfigError(
-            f"{name} is {wanted}, but {GPUS_A_TASK} is {ranks_a_task}, and each task is one "
-            f"worker for each of its GPUs. Set {name} to a multiple of {ranks_a_task}, or "
-            f"{GPUS_A_TASK}=1"
+            f"{name} is {wanted}, but {GPUS_A_TASK} is {ranks_a_task}, and each task runs one "
+            f"worker per GPU. Set {name} to a multiple of {ranks_a_task}, or {GPUS_A_TASK}=1"
         )
     tasks = None if wanted is None else wanted // ranks_a_task
     slots = _wait_for_executors(spark, tasks, profile)
@@ -143,7 +142,7 @@ def require_static_allocation(spark: SparkSession) -> None:
         raise ConfigError(
             "spark.dynamicAllocation.enabled is true, and this strategy needs Spark's barrier "
             "mode, which does not support it. Set it to false with a fixed number of executors "
-            "(spark.executor.instances), or use ParameterAveraging(), which does without"
+            "(spark.executor.instances), or use ParameterAveraging(), which does not need it"
         )
 
 

@@ -173,7 +173,9 @@ class RunClient:
                 }:
                     self._answers.put(header)
                 else:
-                    raise TrainingError(f"it sent what no driver sends: {reprlib.repr(header)}")
+                    raise TrainingError(
+                        f"it sent a header that no driver sends: {reprlib.repr(header)}"
+                    )
         except (ConnectionLostError, SilenceError, TrainingError) as error:
             told = StoppedError(f"rank {self._rank} was stopped by the driver: {error}")
             self._answers.put(told)

@@ -37,7 +37,7 @@ def read_attend(header: Mapping[str, Any]) -> tuple[int, str]:
     rank, host = header.get("attend"), header.get("host")
     if type(rank) is not int or not isinstance(host, str):
         shown = reprlib.repr(header)
-        raise TrainingError(f"a worker joins with a rank and a host, not with {shown}")
+        raise TrainingError(f"a worker must join with a rank and a host, not with {shown}")
     return rank, host
 
 
@@ -106,8 +106,8 @@ def read_failure(
         return DataError(message)
     if told.get("of_exchange") is True and returned:
         message = (
-            f"{named(returned)} had returned when an exchange broke on rank {rank}: all ranks have "
-            f"to take as many steps\n{message}"
+            f"{named(returned)} had returned when an exchange failed on rank {rank}: all ranks "
+            f"must take the same number of steps\n{message}"
         )
     return WorkerError(message, rank=rank, epoch=0, step=0, worker_traceback=worker_traceback)
 

@@ -138,7 +138,9 @@ class RunService(Console):
         rank, host = attendee.rank, attendee.host
         with self._lock:
             if rank not in self.missing:
-                raise TrainingError(f"rank {rank} on {host} is none of this run, or joined before")
+                raise TrainingError(
+                    f"rank {rank} on {host} is not part of this run, or has already joined"
+                )
             self._hosts[rank] = host
         self._files[attendee] = DriverFiles(self._open_uri)
 
@@ -151,11 +153,13 @@ class RunService(Console):
         """End the run: a process has ended."""
         if attendee.rank < 0:
             # A worker that was too late to be let in comes back; one that never comes is missing.
-            logger.info("a worker left before it had said which: %s", error)
+            logger.info("a worker disconnected before giving its rank: %s", error)
             return
         where = self._hosts.get(attendee.rank, "an unknown host")
         self.fail(
-            WorkerLostError(f"rank {attendee.rank} on {where} ended without a word ({error})")
+            WorkerLostError(
+                f"rank {attendee.rank} on {where} exited without reporting why ({error})"
+            )
         )
 
     def failed(self, attendee: Attendee, error: SparkDLError) -> None:
@@ -222,7 +226,7 @@ class RunService(Console):
         with self._lock:
             self._require_no_failure()
             if rank in self._giving:
-                raise TrainingError(f"rank {rank} gave a second object while the first was pending")
+                raise TrainingError(f"rank {rank} sent a second object while the first was pending")
             self._giving[rank] = value, attendee
             self._require_no_waiting_in_vain()
             if len(self._giving) < self.world_size:
@@ -245,8 +249,9 @@ class RunService(Console):
     def _require_no_waiting_in_vain(self) -> None:
         if self._giving and self._returned:
             raise TrainingError(
-                f"{named(sorted(self._giving))} waits for all ranks, as save_checkpoint does, but "
-                f"{named(sorted(self._returned))} has returned: all must call it as many times"
+                f"{named(sorted(self._giving))} would wait for all ranks, as save_checkpoint "
+                f"does, but {named(sorted(self._returned))} already returned: all must call it "
+                "the same number of times"
             )
 
 
@@ -262,14 +267,14 @@ def _merged(values: list[Any]) -> list[Any]:
     if not shards:
         return values
     if len(shards) < len(values) or len({len(shard.columns) for shard in shards}) > 1:
-        raise TrainingError("the ranks did not all tell what they found in the same columns")
+        raise TrainingError("the ranks did not all report the same columns")
     return [statistics_header(DataStatistics.of(shards))]
 
 
 def _note_left_open(closed: Future[None]) -> None:
     if (error := closed.exception()) is not None:
-        logger.warning("a file that a worker has left open could not be closed: %s", error)
+        logger.warning("a file left open by a worker could not be closed: %s", error)
 
 
 def _open_nothing(uri: str) -> NoReturn:
-    raise OSError(f"the driver does not open {uri}")
+    raise OSError(f"the driver will not open {uri}")

@@ -18,8 +18,8 @@ _KILLED = re.compile(
     r"(?:code|status):? 137\b|OOM|exceeding (?:physical |virtual )?memory limits", re.IGNORECASE
 )
 _AS_FOR_MEMORY = (
-    "as the system does with one that takes too much memory (its log, dmesg, then says so): raise "
-    "spark.executor.memoryOverhead, or lower batchSize or memoryBudget"
+    "as the system does when a process takes too much memory (its log, dmesg, then says so): "
+    "raise spark.executor.memoryOverhead, or lower batchSize or memoryBudget"
 )
 
 
@@ -48,15 +48,15 @@ def memory_advice(text: str) -> str:
         return "The executor's JVM ran out of memory: raise spark.executor.memory"
     if _KILLED.search(text):
         return (
-            "The executor was killed, as the system and cluster managers do with one that takes "
-            "too much memory: raise spark.executor.memoryOverhead, which Python and torch live in, "
+            "The executor was killed, as the system and cluster managers do when one takes too "
+            "much memory: raise spark.executor.memoryOverhead, which Python and torch live in, "
             "or lower batchSize or memoryBudget"
         )
     if "was ended by SIGKILL" in text:
         return f"The Python process was killed, {_AS_FOR_MEMORY}"
     if _PYTHON_DIED in text:
         return (
-            "The Python process ended without an error: its code left it (os._exit), native code "
+            "The Python process ended without an error: its code called os._exit, native code "
             f"crashed (the executor's stderr then says so), or it was killed, {_AS_FOR_MEMORY}"
         )
     return ""

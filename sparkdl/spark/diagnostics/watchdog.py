@@ -117,12 +117,12 @@ def _watch(
                 if now != before or computes_upstream(context, now, tasks):
                     averager.postpone_deadline()
             except Py4JError as error:
-                logger.debug("Spark does not answer any more: %s", error)
+                logger.debug("Spark no longer answers: %s", error)
                 return
             before = now
         dropped = averager.dropped
         if told := stacks.ask(dropped[seen:]) if len(dropped) > seen else "":
-            logger.warning("a worker that was dropped is still there:\n%s", told)
+            logger.warning("a dropped worker is still running:\n%s", told)
         seen = len(dropped)
 
 

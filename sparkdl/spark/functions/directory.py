@@ -56,9 +56,9 @@ def enter(directory: Directory, rank: int, gather: Gather) -> None:
     can = os.path.isdir(directory.path) and os.access(directory.path, os.X_OK)
     if directory.required and not can:
         raise ConfigError(
-            f"cwd='{directory.path}' is no directory that rank {rank} on {socket.gethostname()} "
-            "can enter. Name one that all executors' hosts have, a shared one if all are to find "
-            "the same files in it"
+            f"cwd='{directory.path}' is not a directory that rank {rank} on "
+            f"{socket.gethostname()} can enter. Name one that exists on all executors' hosts, a "
+            "shared one if all need the same files"
         )
     found = gather({"host": socket.gethostname(), "enters": can})
     lacking = sorted({str(each["host"]) for each in found if not each["enters"]})
@@ -66,8 +66,9 @@ def enter(directory: Directory, rank: int, gather: Gather) -> None:
         os.chdir(directory.path)
     elif rank == 0:
         logger.warning(
-            "the driver's directory %s is not on %s: relative paths begin in a directory of each "
-            "executor's own. Name one that all hosts have by cwd=..., or use absolute paths",
+            "the driver's directory %s does not exist on %s: relative paths start in each "
+            "executor's own directory. Set cwd=... to one that all hosts have, or use absolute "
+            "paths",
             directory.path,
             ", ".join(lacking),
         )

@@ -130,7 +130,9 @@ class Job:
                     # Spark starts no task for a DataFrame that it finds empty while planning.
                     self._service.fail(DataError(NO_ROWS))
             self._service.fail(
-                TrainingError("the Spark job ended before its workers did: one left without a word")
+                TrainingError(
+                    "the Spark job ended before its workers did: one exited without reporting why"
+                )
             )
         except Exception as error:  # whatever ends the Spark job ends the run
             self._error = as_training_error(error)

@@ -124,7 +124,9 @@ def run(
     """
     spark = df.sparkSession if df is not None else current_session()
     if spark is None:
-        raise ConfigError("there is no active Spark session; make one with sparkdl.create_session")
+        raise ConfigError(
+            "there is no active Spark session; create one with sparkdl.create_session"
+        )
     require_classic_session(spark)
     if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
         raise ConfigError(f"num_workers must be a whole number >= 1, got {num_workers!r}")

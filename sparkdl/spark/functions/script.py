@@ -78,8 +78,8 @@ def _is_in_place(script: Script) -> bool:
         logger.warning("%s on %s cannot be read: %s", path, socket.gethostname(), error)
         return False
     logger.warning(
-        "%s on %s differs from the driver's, whose text runs instead. Beside it are only the "
-        "modules that it imports: bring that host's copy up to date",
+        "%s on %s differs from the driver's, which runs instead, with only the modules that it "
+        "imports beside it: update that host's copy",
         path,
         socket.gethostname(),
     )
@@ -111,7 +111,7 @@ def function_of(
         )
     if kwargs:
         raise ConfigError(
-            f"a script takes no arguments by name, but was given {', '.join(sorted(kwargs))}. "
-            "Pass them as text, for example '--lr=0.1'"
+            f"a script takes no keyword arguments, but was given {', '.join(sorted(kwargs))}. "
+            "Pass them as strings, for example '--lr=0.1'"
         )
     return Script(str(path.resolve()), path.read_bytes())

@@ -61,8 +61,9 @@ def watch(service: RunService, job: Job, on_report: OnReport) -> None:
             if time.monotonic() > results_due:
                 raise DeadlineError(
                     f"all {service.world_size} workers have finished, but Spark's job did not "
-                    f"deliver what they returned within {RESULTS_S:g} s. Is it very large? Write "
-                    "it to a file and return its path. Spark's UI says which tasks are left"
+                    f"deliver what they returned within {RESULTS_S:g} s. Is it very large? "
+                    "Write it to a file and return its path. Spark's UI shows which tasks are "
+                    "left"
                 )
         elif service.missing and job.makes_rows:
             deadline = time.monotonic() + JOIN_S
@@ -82,7 +83,7 @@ def _left_behind(service: RunService) -> str:
     if not tops:
         return ""
     where = "; ".join(f"{named([rank])} is still running, in {top}" for rank, top in tops.items())
-    return f"{named(returned)} has returned; {where}"
+    return f"{named(returned)} already returned; {where}"
 
 
 def show_report(rank: int, metrics: Mapping[str, float]) -> None:

@@ -99,7 +99,7 @@ class FunctionWorker:
             ConfigError: ``run`` was called without ``df``, or the size is not a whole number >= 1.
         """
         if self._rows is None:
-            raise ConfigError("there are no rows: give sparkdl.run a DataFrame, df=...")
+            raise ConfigError("there are no rows: pass sparkdl.run a DataFrame, df=...")
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigError(f"batch_size must be a whole number >= 1, got {batch_size!r}")
         return Batches(self._rows, batch_size, self.rank, self._epochs, self._set_share)
@@ -245,8 +245,8 @@ def current_worker() -> FunctionWorker:
     """
     if _current is None:
         raise ConfigError(
-            "there is no worker here: current_worker() is for functions that sparkdl.run calls "
-            "on the executors"
+            "there is no worker here: current_worker() only works in functions that sparkdl.run "
+            "calls on the executors"
         )
     return _current
 

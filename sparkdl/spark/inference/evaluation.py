@@ -83,9 +83,9 @@ def _weights(column: pa.Array, spec: ColumnSpec) -> Tensor:
 def _row(partition: int, states: bytes, rows: int) -> pa.RecordBatch:
     if len(states) > MAX_STATES_BYTES:
         raise DataError(
-            f"the metrics have counted {len(states)} bytes on the {rows} rows of partition "
-            f"{partition}, and {MAX_STATES_BYTES} can go to the driver. Metrics that keep every "
-            "score (AUROC, average precision) take a fixed size with thresholds=200"
+            f"the metrics hold {len(states)} bytes after the {rows} rows of partition "
+            f"{partition}, and at most {MAX_STATES_BYTES} can go to the driver. Metrics that "
+            "keep every score (AUROC, average precision) have a fixed size with thresholds=200"
         )
     return pa.RecordBatch.from_arrays(
         [pa.array([partition], pa.int32()), pa.array([states], pa.binary())], schema=_COUNTED

@@ -77,14 +77,15 @@ def _as_it_comes(spec: ColumnSpec, rows: pa.Array) -> ColumnSpec:
     value, arrays = kind, False
     while pa.types.is_list(value) or pa.types.is_large_list(value):
         value, arrays = value.value_type, True
-    taken = "one number a row"
+    taken = "one number per row"
     if spec.is_array:
         taken = f"arrays of {spec.elements or ''} numbers".replace("  ", " ")
     called = f"the model was called with a column of {kind}, but '{spec.name}' takes {taken}"
     if encoding is None and pa.types.is_struct(kind):
         raise DataError(
-            f"the model was called with a column of structs ({', '.join(f.name for f in kind)}), "
-            "which cannot become a tensor. Call it with their numeric fields"
+            "the model was called with a column of structs "
+            f"({', '.join(f.name for f in kind)}), which cannot become a tensor. Call it with "
+            "the numeric fields"
         )
     if encoding is None:
         wanted = "ARRAY<DOUBLE>" if arrays else "DOUBLE"

@@ -46,8 +46,8 @@ class Labels:
         for spec, label, index in zip(self.specs, found, indices, strict=True):
             if index and not bool((label == label.round()).all()):
                 raise DataError(
-                    f"label column '{spec.name}' holds {label[label != label.round()][0]:g}, but "
-                    "the model has classes 0, 1, ...: index the labels as those that it was "
+                    f"label column '{spec.name}' holds {label[label != label.round()][0]:g}, "
+                    "but the model has classes 0, 1, ...: index the labels like those it was "
                     "trained on"
                 )
         return [label.to(spec.dtype) for spec, label in zip(self.specs, found, strict=True)]
@@ -87,9 +87,9 @@ class Score:
         if not isinstance(values, Tensor) or values.dim() == 0 or len(values) != rows:
             shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise ModelError(
-                f"scoreCol needs a loss with one value per row, shape ({rows},) here, but it gives "
-                f"{shape}. torch's own losses do; let a function of your own take reduction='none' "
-                "as an argument, or leave the mean out"
+                f"scoreCol needs a loss with one value per row, shape ({rows},) here, but it "
+                f"gives {shape}. torch's own losses do; have your own function take "
+                "reduction='none' as an argument, or drop the mean"
             )
         return values.reshape(rows, -1).double().mean(dim=1)
 

@@ -62,7 +62,7 @@ class ForkServer:
         if not answer:
             self.close()
             raise TrainingError(
-                f"the process from which ranks are forked has ended at once on "
+                "the process from which ranks are forked exited at once on "
                 f"{socket.gethostname()}, with code {self._process.returncode}"
             )
         if refusal := json.loads(answer):
@@ -121,7 +121,7 @@ class ForkedProcess:
         number = self._receive()
         if number is None or number < 0:
             lease.close()
-            why = os.strerror(-number) if number else "the process to fork it from has ended"
+            why = os.strerror(-number) if number else "the process to fork it from has exited"
             raise TrainingError(f"no process for a rank on {socket.gethostname()}: {why}")
         self.number = number
 

@@ -113,8 +113,9 @@ def launch(workers: Workers, job: Job) -> Launch:
                 # Dropped if every worker has finished, as it should be.
                 averager.fail(
                     TrainingError(
-                        "the Spark job ended before training did: a worker left without a word, "
-                        f"perhaps because it could not reach the driver at {averager.address.uri}"
+                        "the Spark job ended before training did: a worker exited without "
+                        "reporting why, perhaps because it could not reach the driver at "
+                        f"{averager.address.uri}"
                     )
                 )
             except Exception as error:  # whatever ends the Spark job ends the run
@@ -147,7 +148,9 @@ def launch(workers: Workers, job: Job) -> Launch:
                 jobs.cancel()
                 thread.join(JOB_END_S)
             if thread.is_alive():
-                logger.warning("Spark jobs with tag %s did not end in %.0f s", jobs.tag, JOB_END_S)
+                logger.warning(
+                    "Spark jobs with tag %s did not end within %.0f s", jobs.tag, JOB_END_S
+                )
 
     return start
 
@@ -189,17 +192,18 @@ def as_training_error(error: Exception) -> SparkDLError:
     if lacking := _NEEDED_BY_PYSPARK.search(text):
         return SetupError(
             f"the Python on the executors lacks what PySpark itself needs: {lacking[0]}. The "
-            f"driver's Python is {sys.executable}: point PYSPARK_PYTHON at one like it before the "
-            "session is made (sparkdl.create_session does), or install the driver's packages there"
+            f"driver's Python is {sys.executable}: point PYSPARK_PYTHON at one like it before "
+            "the session is created (sparkdl.create_session does), or install the driver's "
+            "packages there"
         )
     if absent := _NO_PYTHON.search(text):
         place = _PLACE.search(text)
         return SetupError(_no_python(absent["path"], absent["why"], place and place[1]))
     if unreachable := _UNREACHABLE.search(text):
         return TrainingError(
-            f"{unreachable[1].strip()}. Executors have to reach the driver on a port that it "
+            f"{unreachable[1].strip()}. Executors must reach the driver on a port that it "
             "chooses for each run: is spark.driver.host an address of this machine that they "
-            "know, and is there no firewall in between?"
+            "can reach, and is there a firewall in between?"
         )
     message = f"the Spark job that runs the workers failed: {text}"
     if is_loss(text):
@@ -212,13 +216,13 @@ def _no_python(path: str, why: str, host: str | None) -> str:
     where = "an executor" if host is None else f"the executor on {host}"
     told = f"{where} cannot start the Python that PYSPARK_PYTHON names, {path}: {why}. "
     if "/" not in path:
-        return told + "It is not on the PATH there: set PYSPARK_PYTHON to a whole path"
+        return told + "It is not on the PATH there: set PYSPARK_PYTHON to an absolute path"
     if path.startswith("/"):
         return told + "Install it on every host, or set PYSPARK_PYTHON to a path that all have"
     folder, _, rest = path.removeprefix("./").partition("/")
     return told + (
-        "The path is relative, so spark.archives has to bring it: does that setting end in "
+        "The path is relative, so spark.archives must provide it: does that setting end in "
         f"#{folder}, and does the archive have {rest}? If so, it may link to a Python that the "
-        "host lacks: venv-pack packs a link to the one that the environment was made with, which "
+        "host lacks: venv-pack packs a link to the one the environment was created with, which "
         "every host then needs at the same path; conda-pack packs Python itself"
     )

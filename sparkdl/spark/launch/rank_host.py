@@ -170,11 +170,11 @@ class _Rank:
         """The error that says how its process ended."""
         code = self._process.wait(EXIT_S)
         if code is None:
-            how = "has ended with the one that it was forked from, or closed its connection"
+            how = "ended with the process it was forked from, or closed its connection"
         elif code < 0:
             how = f"was ended by {signal.Signals(-code).name}"
         else:
-            how = f"left with code {code} and without an answer, as by os._exit({code})"
+            how = f"exited with code {code} and no answer, as with os._exit({code})"
         return WorkerLostError(
             f"the process {self._process.number} of rank {self._call.rank} on "
             f"{socket.gethostname()} {how}"

@@ -190,7 +190,7 @@ def with_original_places(message: str, workers: Workers, seed: int, jobs: RunJob
         try:
             translated.append(with_places(message, lambda place: found().origin(*place)))
         except Exception:  # anything can end a Spark job; the message matters more than its places
-            logger.warning("bad rows could not be looked for", exc_info=True)
+            logger.warning("could not look for bad rows", exc_info=True)
 
     thread = jobs.start(translate)
     thread.join(COUNT_S)
@@ -199,7 +199,7 @@ def with_original_places(message: str, workers: Workers, seed: int, jobs: RunJob
     if translated:
         return translated[0]
     return (
-        f"{message} (partition n stands for all that task n has read, one after another: their "
+        f"{message} (partition n stands for all partitions that task n read, in order: their "
         f"rows could not be counted, or not within {COUNT_S:g} s)"
     )
 
@@ -234,7 +234,7 @@ def _without_groups(workers: Workers, error: NoGroupsError) -> Workers:
     if partitions is not None and partitions >= workers.num_tasks:
         frame = frame.coalesce(workers.num_tasks)
         return replace(workers, frame=frame, delivery=replace(delivery, way=Way.AS_IT_IS))
-    reason = f"this Spark cannot put partitions together: {error}"
+    reason = f"this Spark cannot combine partitions: {error}"
     return replace(workers, delivery=delivery.shuffled(reason))
 
 

@@ -206,7 +206,7 @@ def _unpacked(shipment: Shipment) -> Path:
         with zipfile.ZipFile(io.BytesIO(shipment.archive.value)) as archive:
             for entry in archive.infolist():
                 if not is_plain(entry.filename):
-                    raise SetupError(f"modules arrived with a file {entry.filename!r}")
+                    raise SetupError(f"the modules received contain a file {entry.filename!r}")
                 path = made / entry.filename
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(archive.read(entry))
@@ -218,8 +218,8 @@ def _unpacked(shipment: Shipment) -> Path:
             # Another process was quicker to unpack it.
             if not _is_ours(folder):
                 raise SetupError(
-                    f"{folder} is another user's, or open to others, so modules cannot be unpacked "
-                    "there. Remove it, or give Spark local directories of its own"
+                    f"{folder} belongs to another user or is open to others, so modules cannot "
+                    "be unpacked there. Remove it, or give Spark its own local directories"
                 ) from error
     finally:
         shutil.rmtree(made, ignore_errors=True)

@@ -96,6 +96,6 @@ def _checked(unit: Unit, read: UnitFiles) -> UnitFiles:
     if not odd:
         return read
     if any(path.endswith(".py") for path in odd):
-        raise CannotTravelError(unit.name, f"has a file with an odd name ({odd[0]!r})")
+        raise CannotTravelError(unit.name, f"has a file with an unusual name ({odd[0]!r})")
     kept = {path: content for path, content in read.files.items() if path not in odd}
     return UnitFiles(kept, read.imports, (*read.too_large, *map(repr, odd)))

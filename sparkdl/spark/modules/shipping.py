@@ -101,14 +101,14 @@ def _sent(context: SparkContext) -> list[str]:
 def _warn(bundle: Bundle) -> None:
     """Say once what stays."""
     told = [
-        f"the module {name} {reason}, so it does not travel to the executors. {HOW_OTHERS_TRAVEL}"
+        f"the module {name} {reason}, so it is not sent to the executors. {HOW_OTHERS_TRAVEL}"
         for name, reason in bundle.left_out.items()
     ]
     if bundle.too_large:
         shown = ", ".join(bundle.too_large[:5])
         told.append(
-            f"{len(bundle.too_large)} data files in your packages are too large to travel to the "
-            f"executors, or have too odd a name: {shown}. Read them from a path that all hosts "
+            f"{len(bundle.too_large)} data files in your packages are too large to send to the "
+            f"executors, or have unusual names: {shown}. Read them from a path that all hosts "
             "have, or add them with spark.sparkContext.addFile"
         )
     for text in told:

@@ -114,8 +114,8 @@ class Texts:
                 if refuse_edited:
                     raise ConfigError(_edited(file, name, "text"))
                 logger.warning(
-                    "%s has changed since %s was imported: workers run the text that this process "
-                    "runs. importlib.reload(%s) takes up the new one",
+                    "%s has changed since %s was imported: workers run the version that this "
+                    "process runs. importlib.reload(%s) loads the new one",
                     file,
                     name,
                     name,

@@ -137,12 +137,12 @@ class Finder:
         if self._is_sent(unit) or _is_recorded(unit.base, top):
             return None
         if name in sys.stdlib_module_names:
-            raise CannotTravelError(name, "has the name of a module of the standard library")
+            raise CannotTravelError(name, "has the name of a standard library module")
         if origin.endswith(tuple(EXTENSION_SUFFIXES)):
             raise CannotTravelError(name, f"is a compiled extension ({origin})")
         inside = f"{unit.relative}/__init__" if is_package else unit.relative
         if not origin.startswith(os.path.join(unit.base, *inside.split("/"))):
-            raise CannotTravelError(name, f"was loaded from {origin}, a file of another name")
+            raise CannotTravelError(name, f"was loaded from {origin}, a file with a different name")
         return unit
 
     def _is_sent(self, unit: Unit) -> bool:

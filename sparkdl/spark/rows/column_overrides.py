@@ -31,9 +31,7 @@ DTYPES = (
 
 _SEQUENCE_INPUTS = get_args(SequenceInput)
 
-GROUPS_WITHOUT_PADDING = (
-    "groupByLength sorts rows that are padded, and padCols names no column. Leave it out"
-)
+GROUPS_WITHOUT_PADDING = "groupByLength sorts padded rows, but padCols names no column. Drop it"
 
 
 def names(param: str) -> Callable[[Any], list[str] | None]:
@@ -72,9 +70,9 @@ def shapes(value: Any) -> dict[str, list[int | None]] | None:
 
     if not isinstance(value, dict) or not all(map(sound, value.values())):
         raise ConfigError(
-            "columnShapes must say for each column the shape of one row in whole numbers > 0, for "
-            f"example {{'image': [3, 32, 32]}}, and None for the length of rows that are padded; "
-            f"got {value!r}"
+            "columnShapes must give for each column the shape of one row in whole numbers > 0, "
+            "for example {'image': [3, 32, 32]}, and None for the length of padded rows; got "
+            f"{value!r}"
         )
     return {str(name): list(shape) for name, shape in value.items()}
 
@@ -89,7 +87,7 @@ def dtypes(value: Any) -> dict[str, str] | None:
         return None
     if not isinstance(value, dict) or not all(name in DTYPES for name in value.values()):
         raise ConfigError(
-            f"columnDtypes must say for each column one of {', '.join(DTYPES)}; got {value!r}"
+            f"columnDtypes must give for each column one of {', '.join(DTYPES)}; got {value!r}"
         )
     return {str(name): str(dtype) for name, dtype in value.items()}
 
@@ -112,8 +110,8 @@ def paddings(value: Any) -> dict[str, float] | None:
 
     if not isinstance(value, dict) or not value or not all(map(sound, value.values())):
         raise ConfigError(
-            "padCols must say for each column with what number shorter rows are padded, for "
-            f"example {{'tokens': 0}}; got {value!r}"
+            "padCols must give for each column the number that shorter rows are padded with, "
+            f"for example {{'tokens': 0}}; got {value!r}"
         )
     return {str(name): number for name, number in value.items()}
 
@@ -128,8 +126,8 @@ def pad_inputs(value: Any) -> dict[str, SequenceInput] | None:
         return None
     if not isinstance(value, dict) or not all(kind in _SEQUENCE_INPUTS for kind in value.values()):
         raise ConfigError(
-            f"padInputs must say for columns of padCols one of {', '.join(_SEQUENCE_INPUTS)}, for "
-            f"example {{'tokens': 'lengths'}}; got {value!r}"
+            f"padInputs must give for columns of padCols one of {', '.join(_SEQUENCE_INPUTS)}, "
+            f"for example {{'tokens': 'lengths'}}; got {value!r}"
         )
     return {str(name): kind for name, kind in value.items()}
 
@@ -144,8 +142,9 @@ def outputs(value: Any) -> dict[str, OutputKey] | None:
         return None
     if not isinstance(value, dict) or not value or not all(map(names_output, value.values())):
         raise ConfigError(
-            "outputCols must say for each column the name of the model's output or its position "
-            f"in a tuple, for example {{'prediction': 'logits', 'embedding': 1}}; got {value!r}"
+            "outputCols must give for each column the name of the model's output or its "
+            "position in a tuple, for example {'prediction': 'logits', 'embedding': 1}; got "
+            f"{value!r}"
         )
     return {str(name): key for name, key in value.items()}
 
@@ -163,8 +162,9 @@ def require_distinct(specs: Sequence[ColumnSpec]) -> None:
     both = sorted(set(names) & set(sequence_names(specs)))
     if both:
         raise ConfigError(
-            f"the model would be given '{both[0]}' twice: as a column, and as what padInputs adds "
-            "for a padded one. Leave the column out, or set padInputs={} to add nothing"
+            f"the model would be given '{both[0]}' twice: as a column, and as the input that "
+            "padInputs adds for a padded one. Drop the column, or set padInputs={} to add "
+            "nothing"
         )
 
 
@@ -202,8 +202,8 @@ class ColumnOverrides:
         unpadded = sorted(set(inputs or ()) - set(self._paddings))
         if unpadded:
             raise ConfigError(
-                f"padInputs speaks of '{unpadded[0]}', which padCols does not name: only padded "
-                "columns have masks and lengths"
+                f"padInputs names '{unpadded[0]}', which padCols does not: only padded columns "
+                "have masks and lengths"
             )
 
     def padding(self, name: str, *, label: bool = False) -> Padding | None:
@@ -239,9 +239,9 @@ class ColumnOverrides:
         encoding = IMAGE if image else column.encoding
         if encoding.needs_dtype and name not in self._dtypes:
             raise ConfigError(
-                f"column '{name}' is binary: say what its bytes are with columnDtypes="
-                f"{{'{name}': 'float32'}} and columnShapes={{'{name}': [...]}}, or imageCols="
-                f"['{name}'] if they are encoded images"
+                f"column '{name}' is binary: declare its bytes with columnDtypes={{'{name}': "
+                f"'float32'}} and columnShapes={{'{name}': [...]}}, or imageCols=['{name}'] if "
+                "they are encoded images"
             )
         dtype = getattr(torch, self._dtypes[name]) if name in self._dtypes else default
         padding = self.padding(name, label=label)
@@ -265,6 +265,6 @@ class ColumnOverrides:
             unknown = sorted(set(given) - set(names))
             if unknown:
                 raise ConfigError(
-                    f"{param} speaks of '{unknown[0]}', which is not among the columns fed: "
+                    f"{param} names '{unknown[0]}', which is not among the columns fed: "
                     + ", ".join(names)
                 )

@@ -81,8 +81,8 @@ class InputColumn:
             )
         if shape is not None and UNKNOWN in shape:
             raise ConfigError(
-                f"columnShapes leaves the length of column '{self.name}' open: say with "
-                f"padCols={{'{self.name}': 0}} what shorter rows are padded with"
+                f"columnShapes leaves the length of column '{self.name}' open: set what shorter "
+                f"rows are padded with, such as padCols={{'{self.name}': 0}}"
             )
         if shape is None:
             if self.dimensions not in (0, 1) or encoding.dimension_names:
@@ -122,15 +122,15 @@ class InputColumn:
         name, given = self.name, f"'{self.name}' ({self.type_name})"
         if not self.encoding.paddable or self.dimensions not in (1, 2):
             raise ConfigError(
-                f"padCols names column {given}, which has no length to pad: it is for arrays of "
-                "numbers, arrays of arrays of one width, and vectors"
+                f"padCols names column {given}, which has no length to pad: only arrays of "
+                "numbers, arrays of arrays of one width, and vectors do"
             )
         low, high = limits(dtype)
         whole = dtype.is_floating_point or padding.value == int(padding.value)
         if not (low <= padding.value <= high and whole):
             raise ConfigError(
-                f"padCols pads column {given} with {padding.value:g}, which its tensor of "
-                f"{str(dtype).removeprefix('torch.')} cannot hold"
+                f"padCols pads column {given} with {padding.value:g}, which its "
+                f"{str(dtype).removeprefix('torch.')} tensor cannot hold"
             )
         if shape is None and self.dimensions == 1:
             return (UNKNOWN,)
@@ -142,7 +142,7 @@ class InputColumn:
         ):
             open_shape = ", ".join(["None", *["..."] * (self.dimensions - 1)])
             raise ConfigError(
-                f"column {given} is padded, and of its rows only the length may be open: "
+                f"column {given} is padded, and only the length of its rows may be open: "
                 f"columnShapes={{'{name}': [{open_shape}]}}"
                 + ("" if shape is None else f"; it is {_as_declared(shape)}")
             )
@@ -181,8 +181,9 @@ def input_column(frame: DataFrame, name: str, param: str) -> InputColumn:
         )
     if len(found) > 1:
         raise DataError(
-            f"{param} names the column '{name}', which the DataFrame has {len(found)} times. "
-            "Drop or rename the others, for example after a join: df.drop(other['key'])"
+            f"{param} names the column '{name}', which occurs {len(found)} times in the "
+            "DataFrame. Drop or rename the others, for example after a join: "
+            "df.drop(other['key'])"
         )
     kind = found[0].dataType
     column = recognized(kind)

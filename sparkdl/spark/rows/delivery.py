@@ -54,8 +54,8 @@ class Delivery:
         """
         if self.stays:
             raise ConfigError(
-                "shuffleRows='none' leaves rows in their partitions, and those cannot be read as "
-                f"they are: {reason}. Leave shuffleRows out"
+                "shuffleRows='none' leaves rows in their partitions, but those cannot be read "
+                f"as they are: {reason}. Drop shuffleRows"
             )
         return Delivery(Way.SHUFFLED, self.exchanged, reason=reason)
 
@@ -93,7 +93,7 @@ def delivery_of(
     return Delivery(
         Way.SHUFFLED,
         reason=f"{gang_start_for} needs a gang-scheduled start, and Spark's barrier mode, which "
-        f"gives that, cannot have {tasks} tasks read {found}partitions",
+        f"provides it, cannot have {tasks} tasks read {found}partitions",
     )
 
 
@@ -105,8 +105,8 @@ def require_one_each(partitions: int, tasks: int) -> None:
     """
     if partitions != tasks:
         raise ConfigError(
-            f"shuffleRows='none' leaves rows in their partitions, but the DataFrame has "
-            f"{partitions} for {tasks} tasks that need a gang-scheduled start, and Spark's barrier "
-            "mode gives each exactly one. Leave shuffleRows out, or make as many partitions as "
-            f"tasks: df.repartition({tasks})"
+            "shuffleRows='none' leaves rows in their partitions, but the DataFrame has "
+            f"{partitions} for {tasks} tasks that need a gang-scheduled start, and Spark's "
+            "barrier mode gives each exactly one. Drop shuffleRows, or make as many partitions "
+            f"as tasks: df.repartition({tasks})"
         )

@@ -98,7 +98,7 @@ def replanned(frame: DataFrame, partitions: int) -> Replanned:
     if not plan.deterministic():
         raise NotSplitError("some of their values depend on the partitions (rand() and the like)")
     if not plan.subqueriesAll().isEmpty():
-        raise NotSplitError("a subquery is one of their steps, which each try would run")
+        raise NotSplitError("their plan has a subquery, which every attempt would run")
     try:
         # The optimizer inlines what a WITH clause has named.
         if plan.containsPattern(jvm.org.apache.spark.sql.catalyst.trees.TreePattern.CTE()):
@@ -173,7 +173,7 @@ def _relation_of(plan: Any) -> Any:
     """The relation that a plan reads, if there are only nodes with one child above it."""
     while (children := plan.children()).size() == 1:
         if plan.nodeName() == "Repartition":
-            raise NotSplitError("coalesce, which barrier mode refuses, is one of their steps")
+            raise NotSplitError("their plan has a coalesce, which barrier mode refuses")
         plan = children.apply(0)
     if plan.getClass().getSimpleName() == "LogicalRelation":
         relation = plan.relation()

@@ -85,7 +85,7 @@ def packed_columns(sources: Sequence[Source], spark: SparkSession) -> dict[str, 
             _reads_right[application] = in_bytes.of_sample(spark) == _BYTES_OF_SAMPLE
         if _reads_right[application]:
             return _packed_columns(sources, in_bytes)
-        why = "this Spark keeps them in other bytes"
+        why = "this Spark stores them in a different layout"
     except (Py4JError, TypeError) as error:
         why = f"this Spark lacks one of its methods: {error}"
     logger.info("arrays are passed to Python as they are, not as bytes: %s", why)

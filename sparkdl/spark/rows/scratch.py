@@ -28,8 +28,8 @@ def row_directory(in_memory: str | None) -> Path:
         return _local_directory()
     if not os.path.ismount(MEMORY) or not os.access(MEMORY, os.W_OK):
         raise ConfigError(
-            f"{in_memory}, so that rows are to be kept in memory, but {MEMORY} is not a file "
-            "system that this process can write to. Mount one there, or let rows be on a disk"
+            f"{in_memory}, so rows must be kept in memory, but {MEMORY} is not a file system "
+            "that this process can write to. Mount one there, or allow rows on disk"
         )
     return MEMORY
 

@@ -48,7 +48,7 @@ def require_trusted_network(spark: SparkSession, tls: bool, who: str) -> None:
         lack, danger = "do not encrypt", "read"
     elif _is_true(spark, AUTHENTICATE):
         demand = f"{AUTHENTICATE} is true"
-        lack, danger = "let in whoever reaches their ports", "reach"
+        lack, danger = "accept anyone who reaches their ports", "reach"
     else:
         return
     raise ConfigError(

@@ -66,9 +66,9 @@ def write_class_archive(path: Path) -> None:
         code = _run_job(written, Path(folder) / "rows")
         if not written.exists():
             raise SetupError(
-                f"Java wrote no class archive to {written} (it ended with {code}). It has to be a "
-                "HotSpot JVM of version 17 or later with an archive of its own, which "
-                "`java -Xshare:dump`, run as the owner of its installation, makes"
+                f"Java wrote no class archive to {written} (it ended with {code}). It must be a "
+                "HotSpot JVM of version 17 or later with its own archive, which `java "
+                "-Xshare:dump`, run as the owner of its installation, creates"
             )
         os.replace(written, path)
 
@@ -98,7 +98,7 @@ def _run_job(archive: Path, rows: Path) -> int:
     except subprocess.TimeoutExpired as error:
         raise SetupError(
             f"Java was still writing the class archive {DEADLINE_S:g} s after its job, and was "
-            f"ended. Is this machine busy, or {archive.parent} on a slow disk?"
+            f"stopped. Is this machine busy, or {archive.parent} on a slow disk?"
         ) from error
     finally:
         java.kill()

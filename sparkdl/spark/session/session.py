@@ -116,9 +116,9 @@ def _unreadable_file(message: str, settings: Mapping[str, str]) -> str | None:
             if path and path in message:
                 return (
                     f"Spark cannot send {path} to the executors: {message}. {key} ({option} of "
-                    "spark-submit) names it. Make the file, or correct the path: it is one of this "
-                    f"machine, relative to {Path.cwd()}, unless it begins with a scheme such as "
-                    "hdfs:// or s3a://"
+                    "spark-submit) names it. Create the file, or correct the path: it is on "
+                    f"this machine, relative to {Path.cwd()}, unless it begins with a scheme "
+                    "such as hdfs:// or s3a://"
                 )
     return None
 

@@ -88,7 +88,7 @@ class DriverFiles:
             return number
         if deed in _CHANGES:
             return getattr(files, deed)(*paths)
-        raise ValueError(f"a worker cannot ask for {deed!r}")
+        raise ValueError(f"a worker may not ask for {deed!r}")
 
     def _open(self, uri: str) -> str:
         if urlsplit(uri).scheme in ("", "file"):
@@ -147,7 +147,7 @@ class _AskedFiles(fs.FileSystemHandler):  # type: ignore[misc]
         raise NotImplementedError("checkpoints are deleted one by one")
 
     def delete_root_dir_contents(self) -> None:
-        raise NotImplementedError("nobody means to delete a whole file system")
+        raise NotImplementedError("refusing to delete a whole file system")
 
     def delete_file(self, path: str) -> None:
         self._ask("delete_file", path)

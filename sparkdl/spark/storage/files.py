@@ -49,7 +49,7 @@ def publish(directory: Path, path: str, *, overwrite: bool) -> None:
         put_directory(directory, local)
     except OSError as error:
         raise CheckpointError(
-            f"{path} could not be written: {error}. What was there before is still there"
+            f"{path} could not be written: {error}. What was there before is unchanged"
         ) from error
 
 
@@ -103,7 +103,7 @@ def _rename(fs: Any, source: Any, target: Any) -> None:
 
 
 def _exists(path: str) -> ConfigError:
-    return ConfigError(f"{path} exists already. Save with .write().overwrite().save(path)")
+    return ConfigError(f"{path} already exists. Save with .write().overwrite().save(path)")
 
 
 def _qualify(path: str) -> str:

@@ -77,7 +77,7 @@ class _HadoopFiles(fs.FileSystemHandler):  # type: ignore[misc]
             self.delete_dir(info.path)
 
     def delete_root_dir_contents(self) -> None:
-        raise NotImplementedError("nobody means to delete a whole file system")
+        raise NotImplementedError("refusing to delete a whole file system")
 
     def delete_file(self, path: str) -> None:
         self._require(path, lambda: self._files.delete(self._path(path), False))

@@ -116,7 +116,7 @@ def test_a_value_of_the_wrong_kind_is_answered_with_what_fits(
 
 @pytest.mark.parametrize("value", [{}, ["logits"], {"p": -1}, {"p": True}, {"p": None}])
 def test_outputs_that_are_neither_names_nor_positions_are_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match="outputCols must say for each column the name of the"):
+    with pytest.raises(ConfigError, match="outputCols must give for each column the name of the"):
         estimator(outputCols=value)
 
 

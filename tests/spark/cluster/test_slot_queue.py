@@ -49,7 +49,10 @@ def test_a_run_waits_for_slots_that_another_holds(caplog: pytest.LogCaptureFixtu
         first.leave()
         assert second.started.wait(DEADLINE_S)
         second.leave()
-    assert "2 workers wait until other runs of this application leave enough slots" in caplog.text
+    assert (
+        "2 workers are waiting for other runs of this application to free enough slots"
+        in caplog.text
+    )
 
 
 def test_who_came_first_is_not_overtaken_by_a_smaller_run() -> None:

@@ -109,7 +109,7 @@ def test_statistics_and_other_things_are_not_gathered_together(run: RunService) 
     ):
         other = pool.submit(first.gather, {})
         statistics = pool.submit(second.gather_statistics, ShardStatistics(3, ()))
-        assert "did not all tell what they found" in str(failure_of(run))
+        assert "did not all report the same columns" in str(failure_of(run))
         assert isinstance(other.exception(10), StoppedError)
         assert isinstance(statistics.exception(10), StoppedError)
 
@@ -149,8 +149,8 @@ def test_who_waits_for_a_rank_that_has_returned_ends_the_run(
             waiting = pool.submit(waits.gather, {})
             wait_until(lambda: bool(run._giving))
             returned = pool.submit(returns.say_returned)
-        assert "rank 1 waits for all ranks" in str(failure_of(run))
-        assert "but rank 0 has returned" in str(run.failure)
+        assert "rank 1 would wait for all ranks" in str(failure_of(run))
+        assert "but rank 0 already returned" in str(run.failure)
         run.__exit__(None, None, None)
         assert isinstance(waiting.exception(10), StoppedError)
         assert isinstance(returned.exception(10), StoppedError)
@@ -171,7 +171,7 @@ def test_an_exchange_that_breaks_after_a_rank_has_returned_is_told_so(
         error = failure_of(run)
         run.__exit__(None, None, None)
         assert isinstance(waiting.exception(10), StoppedError)
-    assert ("rank 1 had returned when an exchange broke on rank 0" in str(error)) is told
+    assert ("rank 1 had returned when an exchange failed on rank 0" in str(error)) is told
     assert "rank 0: closed by peer" in str(error)
 
 
@@ -218,12 +218,12 @@ def test_later_failures_are_dropped_and_none_comes_after_the_end(run: RunService
 @pytest.mark.parametrize("rank", [2, -1])
 def test_a_rank_that_is_none_of_the_run_ends_it(run: RunService, rank: int) -> None:
     with RunClient(run.address, rank):
-        assert "is none of this run" in str(failure_of(run))
+        assert "is not part of this run" in str(failure_of(run))
 
 
 def test_a_rank_that_joins_twice_ends_the_run(run: RunService) -> None:
     with RunClient(run.address, 0), RunClient(run.address, 0):
-        assert "joined before" in str(failure_of(run))
+        assert "or has already joined" in str(failure_of(run))
 
 
 def test_missing_ranks_are_known(run: RunService) -> None:
@@ -335,7 +335,7 @@ def test_a_rank_that_gives_twice_before_the_others_have_given_ends_the_run(run: 
     with Intruder(run) as intruder:
         intruder.send_header({"gather": 1})
         intruder.send_header({"gather": 2})
-        assert "rank 1 gave a second object" in str(failure_of(run))
+        assert "rank 1 sent a second object" in str(failure_of(run))
 
 
 @pytest.mark.usefixtures("no_thread_dies")
@@ -348,7 +348,7 @@ def test_who_joins_without_rank_or_host_ends_the_run_in_words(
     run: RunService, said: dict[str, Any]
 ) -> None:
     with Intruder(run, **said):
-        assert "joins with a rank and a host, not with" in str(failure_of(run))
+        assert "must join with a rank and a host, not with" in str(failure_of(run))
 
 
 @pytest.mark.usefixtures("no_thread_dies")
@@ -374,7 +374,7 @@ def test_a_driver_that_cannot_be_understood_stops_a_worker_that_gathers(
     with (
         RunClient(run.address, 0) as client,
         ThreadPoolExecutor(1) as pool,
-        pytest.raises(StoppedError, match="it sent what no driver sends"),
+        pytest.raises(StoppedError, match="it sent a header that no driver sends"),
     ):
         pool.submit(client.gather, {}).result(timeout=10)
 
@@ -392,7 +392,7 @@ def test_who_leaves_before_saying_who_it_is_is_no_rank_that_is_lost(
     connection = Connection(connected, 10)
     assert connection.introduce(address.token)
     connection.close()
-    wait_until(lambda: "left before it had said which" in caplog.text)
+    wait_until(lambda: "disconnected before giving its rank" in caplog.text)
     with RunClient(address, 0) as first, RunClient(address, 1) as other:
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(first.gather, {"from": 0})

@@ -59,7 +59,7 @@ def test_a_job_that_failed_for_a_lost_process_is_a_loss_and_others_are_not() -> 
 
 
 @pytest.mark.parametrize(
-    ("how", "advises"), [("left with code 0", False), ("was ended by SIGKILL", True)]
+    ("how", "advises"), [("exited with code 0", False), ("was ended by SIGKILL", True)]
 )
 def test_how_a_ranks_process_has_ended_is_found_in_sparks_words(how: str, advises: bool) -> None:
     line = f"the process 71 of rank 1 on a {how}"

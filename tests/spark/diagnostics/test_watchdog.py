@@ -80,7 +80,7 @@ def test_the_stacks_of_a_worker_that_is_dropped_are_logged_and_training_goes_on(
     with caplog.at_level(logging.WARNING, logger="sparkdl"):
         fitted = estimator(model=model, epochs=3).fit(frame(spark))
     assert [epoch.examples for epoch in fitted.history] == [60] * 3
-    told = [r.getMessage() for r in caplog.records if "still there" in r.getMessage()]
+    told = [r.getMessage() for r in caplog.records if "still running" in r.getMessage()]
     assert len(told) == 1
     assert "rank 1 on " in told[0]
     assert "in waits_for_a_lock" in told[0]

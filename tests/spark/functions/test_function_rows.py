@@ -108,7 +108,7 @@ def test_it_is_said_which_way_the_rows_go(
     assert [line for line in caplog.messages if line.startswith("rows: ")] == [
         "rows: 2 partitions are read by as many tasks, and exchanged among 2 workers",
         "rows: Spark's shuffle, because sparkdl.run needs a gang-scheduled start, and Spark's "
-        "barrier mode, which gives that, cannot have 2 tasks read 5 partitions; they do not come "
+        "barrier mode, which provides it, cannot have 2 tasks read 5 partitions; they do not come "
         "from files row by row",
     ]
 
@@ -303,9 +303,9 @@ def _never() -> None:
 
 def test_what_makes_no_sense_is_refused(spark: SparkSession) -> None:
     rows = frame(spark)
-    with pytest.raises(ConfigError, match="columnDtypes speaks of 'other'"):
+    with pytest.raises(ConfigError, match="columnDtypes names 'other'"):
         sparkdl.run(_never, df=rows, columnDtypes={"other": "int8"})
-    with pytest.raises(ConfigError, match="columnDtypes must say"):
+    with pytest.raises(ConfigError, match="columnDtypes must give"):
         sparkdl.run(_never, df=rows, columnDtypes={"id": "int7"})
     with pytest.raises(ConfigError, match=r"shuffleSeed .* whole number, got 0\.5"):
         sparkdl.run(_never, df=rows, shuffleSeed=0.5)  # type: ignore[arg-type]

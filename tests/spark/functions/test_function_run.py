@@ -263,7 +263,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(
     with pytest.raises(ConfigError, match="path of a script"):
         sparkdl.run(str(tmp_path / "nothing.py"))
     (tmp_path / "some.py").write_text("")
-    with pytest.raises(ConfigError, match="no arguments by name, but was given lr"):
+    with pytest.raises(ConfigError, match="no keyword arguments, but was given lr"):
         sparkdl.run(str(tmp_path / "some.py"), lr=0.1)
     with pytest.raises(ConfigError, match="num_workers must be a whole number"):
         sparkdl.run(print, num_workers=0)
@@ -330,7 +330,7 @@ def test_torch_distributors_errors_name_its_arguments(spark: SparkSession, tmp_p
     with pytest.raises(ConfigError, match=r"train_object must .* there is no file .*train\.py"):
         two.run(str(script))
     script.write_text("")
-    with pytest.raises(ConfigError, match="no arguments by name, but was given lr"):
+    with pytest.raises(ConfigError, match="no keyword arguments, but was given lr"):
         two.run(str(script), lr=0.1)
 
 

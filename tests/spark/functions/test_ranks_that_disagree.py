@@ -41,8 +41,8 @@ def test_a_rank_that_takes_fewer_steps_ends_the_exchanges_of_the_others(
     with pytest.raises(WorkerError) as caught:
         sparkdl.run(train, num_workers=2)
     late = 1 - early
-    assert f"rank {early} had returned when an exchange broke on rank {late}" in str(caught.value)
-    assert "all ranks have to take as many steps" in str(caught.value)
+    assert f"rank {early} had returned when an exchange failed on rank {late}" in str(caught.value)
+    assert "all ranks must take the same number of steps" in str(caught.value)
     assert caught.value.rank == late
 
 
@@ -60,7 +60,7 @@ def test_a_rank_that_still_runs_after_the_others_have_returned_is_named_with_its
         assert sparkdl.run(validate_slowly, num_workers=2) == [0, 1]
     told = [r.getMessage() for r in caplog.records if "still running" in r.getMessage()]
     assert len(told) == 1
-    assert told[0].startswith("rank 1 has returned; rank 0 is still running, in File ")
+    assert told[0].startswith("rank 1 already returned; rank 0 is still running, in File ")
     assert "in validate_slowly" in told[0]
 
 
@@ -90,7 +90,7 @@ def crash() -> None:
 @pytest.mark.parametrize(
     ("end", "words"),
     [
-        (leave, r"left with code 0 .*os\._exit"),
+        (leave, r"exited with code 0 .*os\._exit"),
         (crash, "was ended by SIGSEGV"),
     ],
 )
@@ -120,5 +120,5 @@ def test_relative_paths_begin_in_the_drivers_directory_on_every_rank(
     assert sparkdl.run(resume, num_workers=2) == [(str(tmp_path), True)] * 2
     (tmp_path / "other").mkdir()
     assert sparkdl.run(resume, num_workers=2, cwd="other") == [(str(tmp_path / "other"), False)] * 2
-    with pytest.raises(WorkerError, match=r"cwd='.*nowhere' is no directory that rank [01] on"):
+    with pytest.raises(WorkerError, match=r"cwd='.*nowhere' is not a directory that rank [01] on"):
         sparkdl.run(resume, num_workers=2, cwd="nowhere")

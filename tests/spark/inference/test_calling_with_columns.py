@@ -21,8 +21,8 @@ ONE, THREE = (ColumnSpec("x", torch.float32, shape) for shape in ((), (3,)))
     ("spec", "rows", "message"),
     [
         (THREE, pa.array([1.0]), r"of double, but 'x' takes arrays of 3 numbers.*array\(x, ...\)"),
-        (ONE, pa.array([[1.0]]), r"list.*, but 'x' takes one number a row.*x\[0\]"),
-        (ONE, pa.array(["1"]), r"of string, but 'x' takes one number a row.*CAST\(x AS DOUBLE\)"),
+        (ONE, pa.array([[1.0]]), r"list.*, but 'x' takes one number per row.*x\[0\]"),
+        (ONE, pa.array(["1"]), r"of string, but 'x' takes one number per row.*CAST\(x AS DOUBLE\)"),
         (THREE, pa.array([[Decimal(1)] * 3]), r"decimal.*CAST\(x AS ARRAY<DOUBLE>\)"),
         (ONE, pa.array([[("a", 1.0)]], pa.map_(pa.string(), pa.float64())), "of map<string"),
     ],

@@ -102,7 +102,7 @@ def test_a_missing_package_and_another_version_are_refused_in_words() -> None:
 
 def test_a_server_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(TrainingError, match=r"has ended at once on .*, with code 1"):
+    with pytest.raises(TrainingError, match=r"exited at once on .*, with code 1"):
         ForkServer([], {})
 
 

@@ -161,7 +161,7 @@ def test_a_task_without_rows_is_ranks_without_rows(server: ForkServer) -> None:
     [
         ("raise", TrainingError, "rank 5 on .*(?s:.*)in misbehave(?s:.*)the reactor is empty"),
         ("die", WorkerLostError, "process [0-9]+ of rank 5 on .* was ended by SIGKILL"),
-        ("leave", WorkerLostError, "process [0-9]+ of rank 5 on .* left with code 3 "),
+        ("leave", WorkerLostError, "process [0-9]+ of rank 5 on .* exited with code 3 "),
     ],
 )
 def test_the_end_of_one_rank_is_told_and_ends_the_others(

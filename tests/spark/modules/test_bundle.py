@@ -91,7 +91,7 @@ def test_a_module_has_the_text_that_was_imported_until_it_is_imported_anew(
     write(project, {"own_text.py": "X = 2"}, when=1)
     same = bundle_of("own_text", known=known)
     assert (same.digest, same.files) == (first.digest, {"own_text.py": b"X = 1"})
-    assert "importlib.reload(own_text) takes up the new one" in caplog.text
+    assert "importlib.reload(own_text) loads the new one" in caplog.text
     with pytest.raises(ConfigError, match=r"own_text\.py has changed since own_text was imported"):
         collect(["own_text"], Finder(), known, refuse_edited=True)
     importlib.reload(module)

@@ -257,7 +257,7 @@ def train(folder):
     write(project, {"own_work/fast.abi3.so": ""})
     with pytest.raises(WorkerError, match=r"own_work has a compiled part.*spark\.archives"):
         sparkdl.run(import_inside, num_workers=1)
-    assert "has a compiled part (own_work/fast.abi3.so), so it does not travel" in caplog.text
+    assert "has a compiled part (own_work/fast.abi3.so), so it is not sent" in caplog.text
 
 
 @pytest.mark.usefixtures("elsewhere")

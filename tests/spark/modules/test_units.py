@@ -111,7 +111,7 @@ def test_the_folder_of_a_script_comes_before_what_this_process_has_imported(
     [
         (None, "was not loaded from a file"),
         ("own_odd.cpython-311-x86_64-linux-gnu.so", "is a compiled extension"),
-        ("another.py", "a file of another name"),
+        ("another.py", "a file with a different name"),
     ],
 )
 def test_what_cannot_travel_says_why(
@@ -135,5 +135,5 @@ def test_a_name_of_the_standard_library_cannot_travel(
     write(project, {"colorsys.py": ""})
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     importlib.import_module("colorsys")
-    with pytest.raises(CannotTravelError, match="name of a module of the standard library"):
+    with pytest.raises(CannotTravelError, match="name of a standard library module"):
         unit_of("colorsys")

@@ -175,7 +175,7 @@ def test_a_spark_that_keeps_arrays_in_other_bytes_hands_them_over_as_they_are(
     with caplog.at_level(logging.INFO, "sparkdl.spark.rows.packing"):
         frame = packed(files.select("c5", "c6"))
     assert frame.dtypes == [("c5", "array<float>"), ("c6", "array<double>")]
-    assert "this Spark keeps them in other bytes" in caplog.text
+    assert "this Spark stores them in a different layout" in caplog.text
     assert at_the_workers(files) == expected
 
 

@@ -64,9 +64,9 @@ def test_connections_are_not_encrypted_unless_asked_for() -> None:
 def test_ports_without_a_token_are_refused_where_spark_authenticates(value: str) -> None:
     demanded = session(spark_authenticate=value)
     assert not encryption.encrypts_connections(demanded, False)
-    with pytest.raises(
-        ConfigError, match=r"authenticate is true, but Gossip .* let in whoever"
-    ) as (caught):
+    with pytest.raises(ConfigError, match=r"authenticate is true, but Gossip .* accept anyone") as (
+        caught
+    ):
         encryption.require_trusted_network(demanded, False, "Gossip")
     assert f"set {encryption.PLAINTEXT}=true" in str(caught.value)
 
@@ -85,7 +85,7 @@ def test_a_host_without_a_file_system_in_memory_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(scratch, "MEMORY", tmp_path)
-    with pytest.raises(ConfigError, match=f"this is so, so that rows .* in memory, but {tmp_path}"):
+    with pytest.raises(ConfigError, match=f"this is so, so rows .* in memory, but {tmp_path}"):
         scratch.row_directory("this is so")
 
 
