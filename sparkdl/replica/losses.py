@@ -42,8 +42,8 @@ class ModelLoss:
             return loss
         given = ", ".join(f"{name}=..." for name in self.keywords)
         raise ModelError(
-            f"loss='model' takes the loss from the model's output 'loss' or from the first of a "
-            f"tuple, a scalar tensor; called with {given} the model returns {described(outputs)}"
+            "loss='model' needs a scalar tensor as the model's output 'loss' or first in its "
+            f"tuple of outputs; called with {given} the model returns {described(outputs)}"
         )
 
 

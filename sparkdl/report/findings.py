@@ -41,7 +41,7 @@ def findings(recording: Recording) -> list[Finding]:
     """
     total = float(recording.seconds.sum())
     if not total:
-        return [Finding(0.0, "No worker has told yet where its time went.")]
+        return [Finding(0.0, "No worker has reported yet where its time went.")]
     found = (
         _launch(recording),
         _start(recording, total),
@@ -86,10 +86,10 @@ def _launch(recording: Recording) -> Finding:
     share = seconds / whole if whole else 0.0
     return Finding(
         share,
-        f"{_percent(share)} of the time ({seconds:.1f} s) went by before the first "
-        "worker began: Spark started executors, Python and torch.",
+        f"{_percent(share)} of the time ({seconds:.1f} s) passed before the first worker "
+        "started: Spark was starting executors, Python and torch.",
         "Later fits of the same session start faster (create_session keeps processes with torch "
-        "ready); for so short a training fewer workers, or none at all, may be faster.",
+        "ready); for such a short training, fewer workers, or none at all, may be faster.",
     )
 
 
@@ -109,7 +109,7 @@ def _start(recording: Recording, total: float) -> Finding:
     )
     return Finding(
         seconds / total,
-        f"{_percent(seconds / total)} of the workers' time went by outside of the rounds, while "
+        f"{_percent(seconds / total)} of the workers' time passed outside the rounds, while "
         f"rows were {what}.",
         advice,
     )
@@ -177,8 +177,8 @@ def _uneven(recording: Recording, share: float, rank: int, times: float) -> Find
     return Finding(
         share,
         sentence,
-        "It has no more rows than others, so its host is slower, or busy: look at it, or let the "
-        "others go on without waiting, with ElasticAveraging or AsynchronousSGD.",
+        "It has no more rows than others, so its host is slower, or busy: look at it, or let "
+        "the others continue without waiting, with ElasticAveraging or AsynchronousSGD.",
     )
 
 

@@ -103,13 +103,13 @@ def _page(recording: Recording, most_bins: int) -> str:
 
 def _head(recording: Recording) -> str:
     started = datetime.fromtimestamp(recording.started_at).astimezone()
-    outcome = recording.outcome or "still going on"
+    outcome = recording.outcome or "still running"
     kind = "bad" if outcome == "failed" else "good"
     setup = recording.setup
     before = recording.epochs_before
     resumed = (
-        f"<p class=soft>Epochs 1 to {before} were trained by an earlier fit, from whose checkpoint "
-        "this one went on: times are of this one alone.</p>"
+        f"<p class=soft>Epochs 1 to {before} were trained by an earlier fit, from whose "
+        "checkpoint this one resumed: times are for this one only.</p>"
         if before
         else ""
     )

@@ -18,7 +18,7 @@ PHASE_WORDS = {
     "compute": "forward, backward, optimizer steps, validation",
     "wait": "for the driver or the other workers, in a round",
     "exchange": "values are sent and received",
-    "idle": "nothing to do yet: the model is built, others still read",
+    "idle": "nothing to do yet: the model is being built, or others are still reading",
 }
 
 

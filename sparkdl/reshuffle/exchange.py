@@ -219,7 +219,7 @@ class RowExchange:
         until = time.monotonic() + self._deadline_s
         while "waiting" in (answer := connection.receive_header()):
             if time.monotonic() >= until:
-                raise SilenceError("it waits itself")
+                raise SilenceError("it is itself waiting")
             self._on_rows(0)
         return answer
 

@@ -110,8 +110,8 @@ def test_a_start_that_takes_longest_is_said(play: Play) -> None:
     played.at = [played.now]
     played.spend(0, compute=20.0)
     found = {round(each.share, 6): str(each) for each in findings(played.recording)}
-    assert "75 % of the time (60.0 s) went by before the first worker" in found[0.75]
+    assert "75 % of the time (60.0 s) passed before the first worker" in found[0.75]
 
 
 def test_before_anybody_has_told_nothing_is_made_up(play: Play) -> None:
-    assert "No worker has told yet" in findings(play(3).recording)[0].sentence
+    assert "No worker has reported yet" in findings(play(3).recording)[0].sentence

@@ -131,11 +131,11 @@ class Console:
 
     def left(self, attendee: Attendee, error: LeftError) -> None:
         """Take note of a worker that leaves without saying so."""
-        logger.debug("what a worker prints is not shown any more: %s", error)
+        logger.debug("the output of a worker is no longer shown: %s", error)
 
     def failed(self, attendee: Attendee, error: SparkDLError) -> None:
         """End the connection of a worker that cannot be understood or served."""
-        logger.warning("what a worker prints is not shown any more: %s", error)
+        logger.warning("the output of a worker is no longer shown: %s", error)
         self._service.close_channel(attendee.channel)
 
     def closed(self, attendee: Attendee) -> None:

@@ -204,7 +204,7 @@ def forwarded(address: ServiceAddress, rank: int, *, echo: bool) -> Iterator[Non
     try:
         client = RunClient(address, rank)
     except StoppedError as error:
-        logger.warning("what rank %d prints is not shown in the driver: %s", rank, error)
+        logger.warning("the output of rank %d is not shown in the driver: %s", rank, error)
         yield
         return
     with client:

@@ -252,7 +252,7 @@ class Averager:
             case ("chunk", index, value):
                 self._chunk(conversation, index, value)
             case ("worker state", position):
-                assert conversation.owes_worker_state, "a state came that nobody has asked for"
+                assert conversation.owes_worker_state, "a state arrived that nobody asked for"
                 conversation.owes_worker_state = False
                 self._states[member.rank] = position
                 self.tell(on.WorkerStateWritten(member))

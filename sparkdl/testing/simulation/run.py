@@ -271,10 +271,12 @@ class _Simulation:
         own = {Kind.BREAK, Kind.HALF_OPEN, Kind.KILL, Kind.TWIN, Kind.STALL}
         struck = {fault.rank for fault in self._struck if fault.kind in own}
         if innocent := set(self._averager.coordinator.members.dropped) - struck:
-            raise Violation(f"{innocent} were dropped for their silence, and nothing ailed them")
+            raise Violation(
+                f"{innocent} were dropped for silence, though nothing was wrong with them"
+            )
         remembered = self._averager.remembered
         if remembered > 16 * world_size + 16:
-            raise Violation(f"{remembered} things are remembered of {world_size} workers")
+            raise Violation(f"{remembered} things are remembered about {world_size} workers")
 
     def _look_what_is_saved(self, decisions: Sequence[do.Decision]) -> None:
         if not self._plan.saves:
@@ -309,7 +311,8 @@ class _Simulation:
             self._ahead = max(self._ahead, done[rank] - slowest)
             if self._most_ahead is not None and done[rank] - slowest > self._most_ahead:
                 raise Violation(
-                    f"rank {rank} goes on after {done[rank]} windows, and the slowest has {slowest}"
+                    f"rank {rank} continues after {done[rank]} windows, but the slowest has "
+                    f"{slowest}"
                 )
 
     def committed(self, windows: Sequence[WindowReport]) -> None:

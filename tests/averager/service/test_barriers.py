@@ -435,7 +435,7 @@ class AnyoneMayGoOn(BoundedStaleness):
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(
     ("policy", "words"),
-    [(Forgets, "did not end"), (AnyoneMayGoOn, r"goes on after \d windows, .* slowest has")],
+    [(Forgets, "did not end"), (AnyoneMayGoOn, r"continues after \d windows, .* slowest has")],
 )
 def test_the_simulation_finds_a_policy_that(policy: type[BoundedStaleness], words: str) -> None:
     def simulate_many() -> None:

@@ -134,7 +134,7 @@ def test_a_label_that_the_models_own_loss_cannot_take_is_told_with_its_values() 
 
 def test_a_model_that_gives_no_loss_is_refused_with_what_it_returns() -> None:
     pair = Returns(lambda logits, training, labels: (logits, logits.mean()))
-    with pytest.raises(ModelError, match=r"first of a tuple, a scalar.* 0 float32 \(2, 3\), 1 flo"):
+    with pytest.raises(ModelError, match=r"in its tuple of outputs.* 0 float32 \(2, 3\), 1 flo"):
         tried(pair, ModelLoss())
 
 
