@@ -71,8 +71,8 @@ def load_state(path: str, *, open_elsewhere: OpenElsewhere | None = None) -> dic
         return None
     if not saved.has(STATE_FILE):
         raise ConfigError(
-            f"{saved.directory} is no checkpoint of a training function: it says it is of "
-            f"{saved.description}"
+            f"{saved.directory} is not a checkpoint of a training function: it describes itself "
+            f"as {saved.description}"
         )
     with saved.open(STATE_FILE) as file:
         octets = io.BytesIO(file.read())

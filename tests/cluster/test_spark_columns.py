@@ -178,7 +178,7 @@ def test_every_type_arrives_as_declared_in_fit_and_in_transform(
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("photo", "unhex('00ff')", "no such image"),
+        ("photo", "unhex('00ff')", "not a valid image"),
         ("nested", "array(array(1S, 2S))", "not an array of shape (2, 3)"),
         ("raw", "unhex('00')", "has 1 bytes, but float16 of shape (3,) takes 6"),
         ("square", "array(1f)", "has 1 elements"),

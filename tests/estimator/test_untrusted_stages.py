@@ -80,9 +80,9 @@ def test_every_way_to_load_refuses_a_command(
         (
             "objects.json",
             {**OBJECTS, "loss": None},
-            "loss was saved as None, which is no object spec",
+            "loss was saved as None, which is not an object spec",
         ),
-        ("objects.json", {**OBJECTS, "loss": {"recipe": {}}}, "which is no object spec"),
+        ("objects.json", {**OBJECTS, "loss": {"recipe": {}}}, "which is not an object spec"),
         (
             "objects.json",
             {**OBJECTS, "loss": {"recipe": {"new": 3}}},
