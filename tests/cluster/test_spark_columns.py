@@ -266,7 +266,7 @@ def test_a_minibatch_that_no_worker_can_fill_is_refused_by_what_each_will_have(
     fitted = estimator(dropLast=True, batchSize=most, shuffleRows=spreads).fit(rows)
     assert fitted.history[0].examples == most
     with pytest.raises(
-        DataError, match=f"have {most} rows at most, and a minibatch has {most + 1}"
+        DataError, match=f"have at most {most} rows, but a minibatch has {most + 1}"
     ):
         estimator(dropLast=True, batchSize=most + 1, shuffleRows=spreads).fit(rows)
 

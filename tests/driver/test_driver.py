@@ -267,5 +267,7 @@ def test_an_optimizer_of_sparse_gradients_for_a_model_that_has_them_is_told_what
         sparse = True  # as torch's embeddings say it
 
     job = make_job(nn.Sequential(Sparse(6, 3)).double(), optimizer=torch.optim.SparseAdam)
-    with pytest.raises(ModelError, match=r"instead\. One for .*average_optimizer_state=False\)$"):
+    with pytest.raises(
+        ModelError, match=r"instead\. An optimizer for .*average_optimizer_state=False\)$"
+    ):
         run_world(job, classification([8]).shards())
