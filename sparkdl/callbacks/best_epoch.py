@@ -56,7 +56,7 @@ def require_measured(
         ConfigError: one of the two will not be known.
     """
     if metric == "validation_loss" and statistics.complete and not statistics.held_out:
-        raise ConfigError(f"{name} follows the loss on held-out rows, and {HOLD_OUT}")
+        raise ConfigError(f"{name} follows the loss on held-out rows, but {HOLD_OUT}")
     if metric in LOSSES:
         return
     if metric not in training.metrics:
@@ -88,7 +88,7 @@ def value_of(summary: EpochSummary, metric: str) -> float:
         return _metric_of(summary, metric)
     value = summary.validation_loss if metric == "validation_loss" else summary.loss
     if value is None:
-        raise ConfigError(f"epoch {summary.epoch} has no loss on held-out rows, for {HOLD_OUT}")
+        raise ConfigError(f"epoch {summary.epoch} has no loss on held-out rows, because {HOLD_OUT}")
     return value
 
 

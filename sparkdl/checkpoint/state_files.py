@@ -38,7 +38,7 @@ def save_state(store: CheckpointStore, state: Mapping[str, Any]) -> None:
     if unsafe:
         raise ConfigError(
             f"a checkpoint cannot hold {', '.join(sorted(unsafe))}: reading it back would run "
-            "code. Give its state_dict(), or plain numbers and tensors"
+            "code. Pass its state_dict(), or plain numbers and tensors"
         )
     pending = store.begin()
     try:

@@ -15,7 +15,7 @@ from sparkdl.worker import Job
 MAX_NUMBERS = 10_000
 """The most per epoch: they are in the history, and so in every checkpoint."""
 HOLD_OUT = (
-    "metrics are measured on held-out rows, and there are none: set validationFraction, or name a "
+    "metrics are measured on held-out rows, but there are none: set validationFraction, or name a "
     "column that marks them (validationIndicatorCol)"
 )
 _BLOCK = 1 << 20
@@ -75,9 +75,9 @@ class Measuring:
         for name, value in values.items():
             if (numbers := _numbers(value)) > MAX_NUMBERS:
                 raise ConfigError(
-                    f"metric '{name}' came to {numbers} numbers after epoch {epoch}, but the "
-                    f"history takes at most {MAX_NUMBERS}. Curves have fewer with thresholds=200; "
-                    "or measure it once, with model.evaluate(df, metrics)"
+                    f"metric '{name}' has {numbers} values after epoch {epoch}, but the history "
+                    f"takes at most {MAX_NUMBERS}. Curves have fewer with thresholds=200; or "
+                    "measure it once, with model.evaluate(df, metrics)"
                 )
         if self._followed is not None and not isinstance(values[self._followed], float):
             raise ConfigError(

@@ -181,8 +181,8 @@ class RowExaminer:
         if repr(self._first.lasting()) != repr(statistics.lasting()):
             raise DataError(
                 f"the workers were restarted and read different rows ({statistics.rows} rows now, "
-                f"{self._first.rows} then, or others): the DataFrame is not the same each time it "
-                "is computed (rand() without a seed, a limit, a changing source?). Persist or "
-                "write it first"
+                f"{self._first.rows} then, or with other values): the DataFrame is not the same "
+                "each time it is computed (rand() without a seed, a limit, a changing source?). "
+                "Persist or write it first"
             )
         return False

@@ -101,9 +101,9 @@ class FittedModel(
         """
         if self._summary is None:
             raise ConfigError(
-                "only a model that fit() has returned has a summary, and this one was loaded or "
-                "made from a module. Its epochs are in model.history; "
-                "model.summary.save_report(path), after fit, keeps the rest"
+                "only a model returned by fit() has a summary, but this one was loaded or made "
+                "from a module. Its epochs are in model.history; model.summary.save_report(path), "
+                "after fit, keeps the rest"
             )
         return self._summary
 
@@ -244,8 +244,8 @@ class FittedModel(
         if weight is not None and set(measured.without_weights()) == set(measured.makers):
             raise ConfigError(
                 f"weightCol='{weightCol}' changes nothing: {', '.join(measured.makers)} count "
-                f"every row equally, because no update of theirs takes a '{WEIGHTS}'. Drop it, or "
-                "write a torchmetrics.Metric that takes one"
+                f"every row equally, because their update takes no '{WEIGHTS}'. Drop it, or write "
+                "a torchmetrics.Metric that takes one"
             )
         used: set[str] = set()
         octets, given = pickled(measured, used), [each.name for each in specs]

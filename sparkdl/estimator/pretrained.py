@@ -62,7 +62,7 @@ def named_features(example: Example, names: Sequence[str]) -> dict[str, Tensor]:
     if len(rows) != 1 or rows == {0}:
         shown = ", ".join(f"'{name}' {described(tensor)}" for name, tensor in found.items())
         raise ConfigError(
-            "an example is what the module takes for some rows, each tensor of shape (rows, ...); "
+            "an example is the module's input for a few rows, each tensor of shape (rows, ...); "
             f"this one is {shown or 'empty'}"
         )
     return found

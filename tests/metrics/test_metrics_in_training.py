@@ -277,7 +277,7 @@ def test_a_learning_rate_that_cannot_follow_is_refused() -> None:
 
 def test_metrics_without_held_out_rows_are_refused_in_words() -> None:
     job, _ = measured_job()
-    with pytest.raises(ConfigError, match="held-out rows, and there are none: set validationFrac"):
+    with pytest.raises(ConfigError, match="held-out rows, but there are none: set validationFrac"):
         run_world(replace(job, schema=schema()), classification(SIZES).shards())
 
 
@@ -305,5 +305,5 @@ def test_more_than_the_driver_takes_is_refused_with_what_to_do(
         run_world(job, shards)
     monkeypatch.undo()
     monkeypatch.setattr("sparkdl.driver.measuring.MAX_NUMBERS", 8)
-    with pytest.raises(ConfigError, match="'confusion' came to 9 numbers"):
+    with pytest.raises(ConfigError, match="'confusion' has 9 values"):
         run_world(job, shards)

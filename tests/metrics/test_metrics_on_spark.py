@@ -190,7 +190,7 @@ def test_a_module_from_elsewhere_is_evaluated_too(spark: SparkSession) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"metrics": METRICS}, ConfigError, "held-out rows, and there are none: set validationF"),
+        ({"metrics": METRICS}, ConfigError, "held-out rows, but there are none: set validationF"),
         (
             {"metrics": {"five": MulticlassAccuracy(5)}, "validationFraction": 0.3},
             ModelError,

@@ -121,8 +121,8 @@ class ClassParams(InputOutputParams, HasRawPredictionCol, HasProbabilityCol, Has
             )
         if len(found) != count or not min(found) >= 0 or found.count(0.0) > 1:
             raise ConfigError(
-                f"thresholds must be {count} numbers > 0, one for each class, of which at most one "
-                f"may be 0, got {found}"
+                f"thresholds must be {count} numbers > 0, one per class (at most one may be 0), "
+                f"got {found}"
             )
         return found
 
