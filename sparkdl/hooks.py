@@ -30,7 +30,7 @@ class Hooks:
         if len(kinds) > 1:
             raise TypeError(
                 f"{cls.__name__} is called in the driver and on workers, which have copies of it: "
-                "they would share no attribute. Write a class for each"
+                "they would not share attributes. Write one class for each"
             )
         for name, value in vars(cls).items():
             seems_called = name.startswith(("on_", "before_", "after_"))

@@ -64,12 +64,12 @@ def pick(outputs: Any, key: OutputKey | None, rows: int) -> Tensor:
     name = "" if key is None else f" as its output {key!r}"
     if not isinstance(found, Tensor):
         raise ModelError(
-            f"the model returns {described(found)}{name}, which is no tensor and so cannot become "
+            f"the model returns {described(found)}{name}, which is not a tensor and cannot become "
             "a column"
         )
     if found.is_complex():
         raise ModelError(
-            f"the model returns {described(found)}{name}, and columns hold real numbers. Return "
+            f"the model returns {described(found)}{name}, but columns hold real numbers. Return "
             "its absolute value, or torch.view_as_real of it"
         )
     if found.dim() == 0 or len(found) != rows:
@@ -89,7 +89,7 @@ def _part(outputs: Any, key: OutputKey | None) -> Any:
     if isinstance(outputs, Tensor):
         raise ModelError(
             f"outputCols asks for output {key!r}, but the model returns one tensor, "
-            f"{described(outputs)}. Leave outputCols out; predictionCol names its column"
+            f"{described(outputs)}. Drop outputCols; predictionCol names its column"
         )
     if not parts:
         raise ModelError(

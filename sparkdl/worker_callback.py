@@ -96,9 +96,9 @@ class StepCalls:
         """
         if self._under_way:
             raise TrainingError(
-                "the strategy begins a step without having ended the previous one: "
-                "callbacks on workers would miss it. Use run.train(batch), or call run.end_step() "
-                "after each optimizer step"
+                "the strategy begins a step before ending the previous one: callbacks on workers "
+                "would miss it. Use run.train(batch), or call run.end_step() after each optimizer "
+                "step"
             )
         self._under_way = True
         self._step = WorkerStep(

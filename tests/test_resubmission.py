@@ -347,9 +347,9 @@ def test_other_rows_than_before_are_refused(tmp_path: Path) -> None:
         _processes(job, classification([12, 8]).shards(), tmp_path),
         _processes(job, classification([12, 9]).shards(), tmp_path),
     )
-    with pytest.raises(DataError, match=r"before \(21 rows now, 20 then") as caught:
+    with pytest.raises(DataError, match=r"read different rows \(21 rows now, 20 then") as caught:
         run(job, 2, launch)
-    assert "all workers were started again: rank 1" in caught.value.__notes__[0]
+    assert "all workers were restarted: rank 1" in caught.value.__notes__[0]
 
 
 def test_workers_that_cannot_start_again_say_why_they_had_to(tmp_path: Path) -> None:
@@ -360,5 +360,5 @@ def test_workers_that_cannot_start_again_say_why_they_had_to(tmp_path: Path) -> 
     launch = another_way_the_second_time(
         _processes(job, classification([12, 8]).shards(), tmp_path), refuse
     )
-    with pytest.raises(WorkerLostError, match=r"rank 1 .*could not be started again: .* 1 slot"):
+    with pytest.raises(WorkerLostError, match=r"rank 1 .*could not be restarted: .* 1 slot"):
         run(job, 2, launch)

@@ -263,7 +263,7 @@ def test_who_waits_for_rows_in_the_first_epoch_is_no_straggler(
     shards: list[Any] = classification([20, 70]).shards()
     outcome = run_world(streamed(max_failures=5), [shards[0], slow(shards[1])])
     assert [row.examples for row in outcome.history] == [90] * 3
-    assert "going on with the others" not in caplog.text
+    assert "continuing with the others" not in caplog.text
 
 
 @pytest.mark.parametrize(

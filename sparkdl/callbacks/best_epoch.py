@@ -37,7 +37,7 @@ def require_metric(metric: object, mode: object) -> None:
     if mode is not None and mode not in get_args(Mode):
         raise ConfigError(f"mode must be 'min', 'max' or None, got {mode!r}")
     if metric in LOSSES and mode == "max":
-        raise ConfigError(f"mode='max' would follow the largest {metric}: leave mode out")
+        raise ConfigError(f"mode='max' would look for the largest {metric}: leave mode out")
 
 
 def require_measured(
@@ -56,13 +56,13 @@ def require_measured(
         ConfigError: one of the two will not be known.
     """
     if metric == "validation_loss" and statistics.complete and not statistics.held_out:
-        raise ConfigError(f"{name} follows the loss on held-out rows, and {HOLD_OUT}")
+        raise ConfigError(f"{name} follows the loss on held-out rows, but {HOLD_OUT}")
     if metric in LOSSES:
         return
     if metric not in training.metrics:
         measured = ", ".join((*LOSSES, *training.metrics))
         raise ConfigError(
-            f"{name} follows '{metric}', which nobody measures; there are {measured}. Add it: "
+            f"{name} follows '{metric}', which is not measured; there are {measured}. Add it: "
             f"metrics={{'{metric}': ...}}"
         )
     higher = training.metrics[metric]
@@ -88,7 +88,7 @@ def value_of(summary: EpochSummary, metric: str) -> float:
         return _metric_of(summary, metric)
     value = summary.validation_loss if metric == "validation_loss" else summary.loss
     if value is None:
-        raise ConfigError(f"epoch {summary.epoch} has no loss on held-out rows, for {HOLD_OUT}")
+        raise ConfigError(f"epoch {summary.epoch} has no loss on held-out rows, because {HOLD_OUT}")
     return value
 
 
@@ -102,8 +102,8 @@ def _metric_of(summary: EpochSummary, metric: str) -> float:
     value = summary.metrics[metric]
     if not isinstance(value, (int, float)):
         raise ConfigError(
-            f"'{metric}' came to {value!r:.80} in epoch {summary.epoch}; only a metric that is one "
-            "number can be followed, for example one with average='macro'"
+            f"'{metric}' came to {value!r:.80} in epoch {summary.epoch}; only a metric with a "
+            "single value can be followed, for example one with average='macro'"
         )
     return value
 
@@ -138,7 +138,7 @@ def warn_if_lost(training: Training, best: EpochSummary | None) -> None:
     """Warn if the best epoch's model is not in the checkpoint that the fit resumes from."""
     if best is not None and (training.kept_epoch or 0) < best.epoch:
         logger.warning(
-            "of the epochs before the checkpoint epoch %d was the best, whose model is not in it, "
-            "because nothing kept it then: the fit returns that of a better one, or of the last",
+            "epoch %d was the best before the checkpoint, but its model was not kept: the fit "
+            "returns that of a better epoch, or of the last",
             best.epoch,
         )

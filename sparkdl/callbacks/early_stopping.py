@@ -52,7 +52,7 @@ class EarlyStopping(Callback):
         require_metric(self.metric, self.mode)
         if type(self.patience) is not int or self.patience < 1:
             raise ConfigError(
-                f"patience must be a whole number >= 1 of epochs, got {self.patience!r}"
+                f"patience must be a whole number of epochs >= 1, got {self.patience!r}"
             )
         if not isinstance(self.min_delta, (int, float)) or not 0 <= self.min_delta < math.inf:
             raise ConfigError(f"min_delta must be a number >= 0, got {self.min_delta!r}")

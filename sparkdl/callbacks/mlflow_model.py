@@ -89,8 +89,8 @@ class OfColumns(nn.Module):
         }
         if not parts:
             raise ModelError(
-                f"the model returns a {type(outputs).__name__}, in which no tensor was found: it "
-                "cannot be logged"
+                f"the model returns a {type(outputs).__name__} without any tensor: it cannot be "
+                "logged"
             )
         return parts
 
@@ -227,7 +227,7 @@ class _Function:
             An array of shape (rows, ...), or several in a dict by name.
         """
         if params:
-            raise ValueError(f"the model takes no parameters, and was given {sorted(params)}")
+            raise ValueError(f"the model takes no parameters, but was given {sorted(params)}")
         columns = [self._column(data, each) for each in self._inputs]
         with torch.no_grad():
             outputs = self._model(*columns)

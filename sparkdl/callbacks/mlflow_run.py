@@ -64,11 +64,11 @@ class MLflow(Callback):
         for name in ("experiment", "run_name", "tracking_uri", "registered_model_name"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise ConfigError(f"{name} must be None or a text, got {value!r}")
+                raise ConfigError(f"{name} must be None or a string, got {value!r}")
         if not isinstance(self.log_model, bool):
             raise ConfigError(f"log_model must be a bool, got {self.log_model!r}")
         if self.registered_model_name is not None and not self.log_model:
-            raise ConfigError("registered_model_name is that of a logged model: log_model is False")
+            raise ConfigError("registered_model_name needs a logged model, but log_model is False")
 
     def on_start(self, training: Training, statistics: DataStatistics) -> None:
         """Start or continue the run, and log what is trained."""
@@ -207,7 +207,7 @@ class _Run:
         if not found:
             logger.warning(
                 "the fit resumes from a checkpoint, but MLflow has no run of the previous fit; a "
-                "new one begins with epoch %d",
+                "new run starts at epoch %d",
                 len(training.history) + 1,
             )
             return None

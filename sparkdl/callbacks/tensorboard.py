@@ -40,7 +40,7 @@ class TensorBoard(Callback):
 
     def __post_init__(self) -> None:
         if not isinstance(self.log_dir, str) or not self.log_dir:
-            raise ConfigError(f"log_dir must be that of a directory to write to: {self.log_dir!r}")
+            raise ConfigError(f"log_dir must be a directory to write to, got {self.log_dir!r}")
 
     def on_start(self, training: Training, statistics: DataStatistics) -> None:
         """Open the files, and hide what they hold for steps after the checkpoint."""

@@ -46,4 +46,4 @@ class TimeBudget(Callback):
 
     def _look(self, training: Training) -> None:
         if time.monotonic() >= training.began + self.seconds:
-            training.stop(f"the {self.seconds:g} s of its time budget are over")
+            training.stop(f"its time budget of {self.seconds:g} s is used up")

@@ -34,7 +34,7 @@ class TrainingReport(Callback):
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not self.path:
-            raise ConfigError(f"path must be that of a file to write, got {self.path!r}")
+            raise ConfigError(f"path must be a file to write, got {self.path!r}")
 
     def on_start(self, training: Training, statistics: DataStatistics) -> None:
         """Write the first one: a path that cannot be written to must not wait until the end."""

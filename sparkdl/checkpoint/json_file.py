@@ -24,7 +24,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             octets = file.read(LARGEST_BYTES + 1)
         if len(octets) > LARGEST_BYTES:
-            raise ConfigError(f"{path} has more than {LARGEST_BYTES >> 20} MiB: it is damaged")
+            raise ConfigError(f"{path} is larger than {LARGEST_BYTES >> 20} MiB: it is damaged")
         value = json.loads(octets)
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):

@@ -71,7 +71,7 @@ class Lease:
             CheckpointError: the lease has ended, or was taken over.
         """
         if self._ended.is_set():
-            raise CheckpointError("the training to which it belongs has ended")
+            raise CheckpointError("the training it belongs to has ended")
         with self._lock:
             found = self.read()
         if found and found["id"] not in ("", self._holder["id"]):
@@ -189,7 +189,7 @@ def _wait_for_its_end(lease: Lease, root: str, is_locked: bool) -> None:
             return
         if now != found:
             raise _in_use(root, found)
-    logger.warning("%s was in use by %s, which has gone", root, _describe(found))
+    logger.warning("%s was in use by %s, which is gone", root, _describe(found))
 
 
 def _lock(root: str, locks: contextlib.ExitStack) -> bool | None:
@@ -205,7 +205,7 @@ def _lock(root: str, locks: contextlib.ExitStack) -> bool | None:
                 return None
             time.sleep(GRACE_S / 50)
         except OSError as error:
-            logger.info("%s has no locks (%s)", root, error)
+            logger.info("%s does not support locks (%s)", root, error)
             return False
         else:
             # Unlocked, because a process forked meanwhile would keep the lock otherwise.
@@ -235,7 +235,7 @@ def _describe(holder: Holder) -> str:
 def _in_use(root: str, holder: Holder | None) -> InUseError:
     who = _describe(holder) if holder and holder["id"] else "another process"
     return InUseError(
-        f"checkpointPath '{root}' is in use by {who}. Two trainings would number and delete each "
-        "other's checkpoints: wait for it to end, or give another checkpointPath",
+        f"checkpointPath '{root}' is in use by {who}. Two trainings would mix up and delete each "
+        "other's checkpoints: wait for it to end, or use another checkpointPath",
         who,
     )

@@ -134,13 +134,15 @@ def _build_module(builder: Any) -> nn.Module:
     except Exception as error:  # a constructor may raise anything
         raise ConfigError(f"model cannot be built as it was saved: {error!r}") from error
     if not isinstance(module, nn.Module):
-        raise ConfigError(f"model was saved as what builds {type(module)}, not an nn.Module")
+        raise ConfigError(
+            f"model was saved as something that builds {type(module)}, not an nn.Module"
+        )
     return module
 
 
 def _put_weights(module: nn.Module, path: Path) -> None:
     if not path.is_file():
-        raise ConfigError(f"the weights in {path} are missing, or that is not a plain file")
+        raise ConfigError(f"the weights in {path} are missing, or it is not a plain file")
     try:
         state = load_file(path)
     except Exception as error:  # safetensors, torch and the file system raise errors of any kind
@@ -157,8 +159,8 @@ def _put_weights(module: nn.Module, path: Path) -> None:
         module.load_state_dict(state)
     except Exception as error:  # modules may load their state in their own ways
         raise ConfigError(
-            f"the weights in {path} belong to another architecture than the model builds now: "
-            f"{error}"
+            f"the weights in {path} belong to a different architecture from the one the model "
+            f"builds now: {error}"
         ) from error
 
 
@@ -176,7 +178,7 @@ def _read_description(path: Path) -> dict[str, Any]:
             "version of sparkdl-torch reads. Upgrade it"
         )
     if written not in range(1, FORMAT + 1) or not isinstance(description.get("head"), str):
-        raise ConfigError(f"{path} is damaged or no saved model")
+        raise ConfigError(f"{path} is damaged or not a saved model")
     if written == 1:  # before models could have several outputs
         description["outputs"] = [{"key": None, "width": description.get("output_width", "none")}]
     if written != FORMAT:  # before models could be evaluated
@@ -191,7 +193,7 @@ def _entries(path: Path, description: dict[str, Any], name: str, read: Any) -> l
     try:
         return [read(**entry) for entry in entries]
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path} is damaged: an entry of {name} is none: {error}") from error
+        raise ConfigError(f"{path} is damaged: an entry of {name} is invalid: {error}") from error
 
 
 def _column_fields(column: ColumnSpec) -> dict[str, Any]:
@@ -247,7 +249,7 @@ def _epoch(**fields: Any) -> EpochSummary:
 
 def _output(key: Any, width: Any) -> tuple[OutputKey | None, int | None]:
     if key is not None and not names_output(key):
-        raise ValueError(f"{key!r} names no output")
+        raise ValueError(f"{key!r} does not name an output")
     if not (width is None or _is_count(width)):
         raise ValueError(f"output {key!r} cannot have width {width!r}")
     return key, width

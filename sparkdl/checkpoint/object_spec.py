@@ -127,7 +127,9 @@ def load_object(
     trusted = Trust.of(trust)
     spec = saved.get(KEY) if isinstance(saved, dict) else None
     if not isinstance(spec, dict) or not spec:
-        raise ConfigError(f"{name} was saved as {_shortened.repr(saved)}, which is no object spec")
+        raise ConfigError(
+            f"{name} was saved as {_shortened.repr(saved)}, which is not an object spec"
+        )
     described = {key: value for key, value in spec.items() if key != "pickle"}
     if described:
         try:
@@ -150,7 +152,7 @@ def _find_all(spec: dict[str, Any], name: str, expected: Expected, trust: Trust)
     except NotFoundError as error:
         raise ConfigError(
             f"{name} was saved as {_shortened.repr(spec)}, which cannot be imported here: "
-            f"{error}. Install the package that has it, put its folder on sys.path, or add it with "
+            f"{error}. Install its package, put its folder on sys.path, or add it with "
             "spark.submit.pyFiles"
         ) from error
 
@@ -185,9 +187,9 @@ def _require_trust(paths: list[str], trust: Trust, name: str) -> None:
     names = ", ".join(path for path in paths if path.partition(":")[0] in unknown)
     shown = _shortened.repr(unknown)
     raise ConfigError(
-        f"{name} was saved as {_shortened.repr(names)}, which is not torch's own: to load it is to "
-        f"import {shown} and to call what is named there, with arguments that the file says. Only "
-        f"if that is your model's own code, load with trust={shown} (TorchModel.load(path, "
+        f"{name} was saved as {_shortened.repr(names)}, which is not torch's own: loading it "
+        f"imports {shown} and calls what is named there with arguments from the file. Only if "
+        f"that is your model's own code, load with trust={shown} (TorchModel.load(path, "
         "trust=...)), or inside `with sparkdl.trusted_modules(...):`"
     )
 
@@ -195,10 +197,10 @@ def _require_trust(paths: list[str], trust: Trust, name: str) -> None:
 def _load_pickle(file: Any, directory: Path, name: str, trust: Trust) -> Any:
     if not trust.everything:
         raise ConfigError(
-            f"{name} was saved as a pickle, because it is an instance or was defined in a notebook "
-            "or script, not in a module that can be imported. A pickle runs code of its author's "
-            "choice. If you trust the file, load with trust=True (TorchModel.load(path, "
-            "trust=True)) or inside `with sparkdl.trusted_pickles():`; to do without, give "
+            f"{name} was saved as a pickle, because it is an instance or was defined in a "
+            "notebook or script, not in a module that can be imported. A pickle runs any code its "
+            "author chose. If you trust the file, load with trust=True (TorchModel.load(path, "
+            "trust=True)) or inside `with sparkdl.trusted_pickles():`; to avoid this, give "
             f"{name} as a class or function of an importable module"
         )
     if file != _pickle_of(name):
@@ -212,7 +214,7 @@ def _load_pickle(file: Any, directory: Path, name: str, trust: Trust) -> Any:
     real = path.resolve()
     if real.parent != directory.resolve():
         raise ConfigError(
-            f"{path} is a link to {real}, outside of what you trust. Copy the file itself"
+            f"{path} is a link to {real}, outside what you trust. Copy the file itself"
         )
     try:
         with real.open("rb") as opened:
@@ -348,7 +350,7 @@ def _build(spec: Any, found: dict[str, Any]) -> Any:
     if "new" in spec:
         kind = _build(spec["new"], found)
         if not isinstance(kind, type):
-            raise TypeError(f"{kind!r} is no class")
+            raise TypeError(f"{kind!r} is not a class")
         return kind(**arguments)
     positional = [_build(item, found) for item in spec["args"]]
     return functools.partial(_build(spec["partial"], found), *positional, **arguments)

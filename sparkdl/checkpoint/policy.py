@@ -59,15 +59,15 @@ def require_same(directory: str, saved: Mapping[str, Any], present: Mapping[str,
     unknown = [key for key in present if key not in saved]
     if unknown:
         raise ConfigError(
-            f"{directory} was written by an earlier version of sparkdl-torch, which did not record "
-            f"{', '.join(unknown)}: whether it belongs to this training is unknown. Let that "
-            "version finish it, give another checkpointPath, or start over with resume='never'"
+            f"{directory} was written by an earlier version of sparkdl-torch, which did not "
+            f"record {', '.join(unknown)}: whether it belongs to this training is unknown. Let "
+            "that version finish it, use another checkpointPath, or start over with resume='never'"
         )
     try:
         found = list(differences(saved, present))
     except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{directory} does not say what training it is of: {error!r}"
+            f"{directory} does not say what training it belongs to: {error!r}"
         ) from error
     refuse(directory, found)
 
@@ -89,8 +89,8 @@ def refuse(directory: str, found: Sequence[str], advice: str = "") -> None:
     if len(found) > SHOWN:
         lines += f"\n  and {len(found) - SHOWN} more"
     raise OtherTrainingError(
-        f"{directory} is a checkpoint of another training:{lines}\nTrain as before to resume it "
-        "or to get its model back. For a separate training give another checkpointPath, or "
+        f"{directory} is a checkpoint of a different training:{lines}\nTrain as before to resume "
+        "it or to get its model back. For a separate training use another checkpointPath, or "
         f"start over in this one with resume='never'.{advice and f' {advice}'}"
     )
 
@@ -141,7 +141,7 @@ def _object_difference(
     names = before["parts"].keys() | now["parts"].keys()
     changed = sorted(k for k in names if before["parts"].get(k) != now["parts"].get(k))
     what = _shown(", ".join(changed))
-    yield f"{key}: {_shown(now['is'])} is not what it was; what has changed is its {what}"
+    yield f"{key}: {_shown(now['is'])} differs in its {what}"
 
 
 def _unlike(before: str, now: str) -> str:

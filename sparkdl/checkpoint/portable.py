@@ -67,7 +67,7 @@ def _dump(
             pickler(file).dump(_Built(module, builder))
         except Exception:
             raise ModelError(
-                "the model cannot be sent to the executors once it is built, as transform has to: "
+                "once built, the model cannot be sent to the executors, which transform requires: "
                 f"{type(error).__name__}: {error}. Leave out what cannot be pickled with "
                 "__getstate__, or create it on first use"
             ) from error

@@ -38,7 +38,7 @@ def save_state(store: CheckpointStore, state: Mapping[str, Any]) -> None:
     if unsafe:
         raise ConfigError(
             f"a checkpoint cannot hold {', '.join(sorted(unsafe))}: reading it back would run "
-            "code. Give its state_dict(), or plain numbers and tensors"
+            "code. Pass its state_dict(), or plain numbers and tensors"
         )
     pending = store.begin()
     try:
@@ -71,8 +71,8 @@ def load_state(path: str, *, open_elsewhere: OpenElsewhere | None = None) -> dic
         return None
     if not saved.has(STATE_FILE):
         raise ConfigError(
-            f"{saved.directory} is no checkpoint of a training function: it says it is of "
-            f"{saved.description}"
+            f"{saved.directory} is not a checkpoint of a training function: it describes itself "
+            f"as {saved.description}"
         )
     with saved.open(STATE_FILE) as file:
         octets = io.BytesIO(file.read())

@@ -121,7 +121,7 @@ class CheckpointStore:
             self._files.create_dir(directory, recursive=False)
         except (CheckpointError, *_STORAGE_ERRORS) as error:
             self._pending.discard(directory)
-            raise CheckpointError(f"{directory} cannot be made: {error}") from error
+            raise CheckpointError(f"{directory} cannot be created: {error}") from error
         return PendingCheckpoint(self._files, directory, lease, self._pending.discard)
 
     def newest(self) -> SavedCheckpoint | None:
@@ -153,7 +153,7 @@ class CheckpointStore:
             _check(self._lease)
             directories = self._directories()
         except (CheckpointError, *_STORAGE_ERRORS) as error:
-            logger.warning("what is old in %s stays there: %s", self.path, error)
+            logger.warning("old checkpoints in %s were not deleted: %s", self.path, error)
             return
         for directory in directories:
             if directory in self._pending:
@@ -167,8 +167,8 @@ class CheckpointStore:
 
     def _useless(self, error: Exception) -> ConfigError:
         return ConfigError(
-            f"checkpointPath '{self.path}' cannot be used: {error}. Give a directory on this "
-            "machine, or a URI that pyarrow.fs or Spark takes, for example s3://bucket/directory"
+            f"checkpointPath '{self.path}' cannot be used: {error}. Use a directory on this "
+            "machine, or a URI that pyarrow.fs or Spark accepts, for example s3://bucket/directory"
         )
 
     def _newest_number(self) -> int:
@@ -250,8 +250,8 @@ class PendingCheckpoint:
         path = posixpath.join(self.directory, MANIFEST)
         if len(text) > MAX_MANIFEST_BYTES:
             raise CheckpointError(
-                f"{path} would have {len(text)} bytes, more than the {MAX_MANIFEST_BYTES} that are "
-                "read: it describes each window of the epoch. Make windows longer"
+                f"{path} would have {len(text)} bytes, over the limit of {MAX_MANIFEST_BYTES}: it "
+                "describes each window of the epoch. Make windows longer"
             )
         try:
             _check(self._lease)
@@ -388,7 +388,7 @@ def _verified(files: fs.FileSystem, directory: str) -> SavedCheckpoint:
             found = f"{count} bytes" if count < entry["bytes"] else "more"
             raise _Damaged(f"{name} had {entry['bytes']} bytes when it was written and has {found}")
         if sha256.hexdigest() != entry["sha256"]:
-            raise _Damaged(f"{name} has another checksum than when it was written")
+            raise _Damaged(f"{name} has a different checksum from when it was written")
     return SavedCheckpoint(files, directory, manifest)
 
 
@@ -406,9 +406,9 @@ def _read_manifest(files: fs.FileSystem, path: str) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _Damaged(f"{MANIFEST} is not readable: {error!r}") from error
     if not intact:
-        raise _Damaged(f"{MANIFEST} has another checksum than when it was written")
+        raise _Damaged(f"{MANIFEST} has a different checksum from when it was written")
     if not _is_manifest(manifest):
-        raise _Damaged(f"{MANIFEST} does not say what a manifest says")
+        raise _Damaged(f"{MANIFEST} does not have the fields of a manifest")
     return manifest
 
 

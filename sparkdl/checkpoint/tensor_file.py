@@ -58,7 +58,7 @@ def write_tensors(
     offset = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES:
-            raise CheckpointError(f"tensor '{name}' is {tensor.dtype}, which is not saved")
+            raise CheckpointError(f"tensor '{name}' is {tensor.dtype}, which cannot be saved")
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": _NAMES[tensor.dtype],
@@ -95,7 +95,7 @@ def read_tensors(file: BinaryIO) -> tuple[dict[str, Tensor], dict[str, str]]:
         start, end = entry["data_offsets"]
         shape, dtype = entry["shape"], _DTYPES[entry["dtype"]]
         if start != offset or end - start != math.prod(shape) * dtype.itemsize:
-            raise CheckpointError(f"tensor '{name}' has other bytes than its shape says")
+            raise CheckpointError(f"tensor '{name}' has a size that does not match its shape")
         tensor = _empty(name, shape, dtype)
         _read_into(file, _octets(tensor))
         tensors[name], offset = tensor, end
@@ -132,7 +132,7 @@ def _empty(name: str, shape: list[int], dtype: torch.dtype) -> Tensor:
     try:
         return torch.empty(shape, dtype=dtype)
     except (RuntimeError, TypeError) as error:  # too many dimensions, or too large
-        raise CheckpointError(f"tensor '{name}' has a shape that none can have: {error}") from error
+        raise CheckpointError(f"tensor '{name}' has an impossible shape: {error}") from error
 
 
 def _read_into(file: BinaryIO, target: memoryview) -> None:

@@ -130,7 +130,7 @@ def find(path: str, trust: Trust, harmless: dict[str, Any]) -> Any:
             home = getattr(found, "__module__", None)
             # Through what a module has imported, one could reach any other.
             if not isinstance(home, str) or not trust.covers(home):
-                raise AttributeError(f"{part} is of {home}, which trust does not name")
+                raise AttributeError(f"{part} belongs to {home}, which trust does not name")
     except Exception as error:  # importing runs the module, which may raise anything
         raise NotFoundError(str(error)) from error
     return found

@@ -80,7 +80,7 @@ def _require_plain(values: Mapping[str, Any], whose: str) -> None:
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"{whose} keeps state that cannot be saved without pickle: {error}. Leave out "
-            "checkpointPath, or have it keep only tensors, numbers and text"
+            "checkpointPath, or have it keep only tensors, numbers and strings"
         ) from error
 
 

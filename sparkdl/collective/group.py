@@ -84,7 +84,7 @@ class Collective:
             parts: the ranks of each part; every member is in exactly one.
         """
         own = self
-        with self.guarded("the forming of groups of workers"):
+        with self.guarded("forming groups"):
             for members in parts:
                 group = dist.new_group(list(members), timedelta(seconds=self.deadline_s))
                 if self.rank in members:
@@ -93,7 +93,7 @@ class Collective:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Overwrite a tensor with the sum of all ranks' tensors and return it."""
-        with self.guarded("a sum over all workers"), self.clock.phase(EXCHANGE):
+        with self.guarded("an all-reduce"), self.clock.phase(EXCHANGE):
             dist.all_reduce(tensor, group=self._group)
         return tensor
 
@@ -102,7 +102,7 @@ class Collective:
 
         Every rank has to begin, and to wait, in the same order.
         """
-        what = "a sum over all workers"
+        what = "an all-reduce"
         with self.guarded(what):
             work = dist.all_reduce(tensor, group=self._group, async_op=True)
 
@@ -121,7 +121,7 @@ class Collective:
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every member's tensor, by index; all must have the same size and dtype."""
         gathered = [torch.empty_like(tensor) for _ in self.members]
-        with self.guarded("an exchange of all workers with all"), self.clock.phase(EXCHANGE):
+        with self.guarded("an all-gather"), self.clock.phase(EXCHANGE):
             dist.all_gather(gathered, tensor, group=self._group)
         return gathered
 
@@ -132,7 +132,7 @@ class Collective:
             tensor: what this one has for each, shape (members, ...), the same shape on all.
         """
         received = torch.empty_like(tensor)
-        with self.guarded("an exchange of all workers with all"), self.clock.phase(EXCHANGE):
+        with self.guarded("an all-to-all exchange"), self.clock.phase(EXCHANGE):
             dist.all_to_all_single(received, tensor, group=self._group)
         return received
 
@@ -245,9 +245,9 @@ def _form_group(met: Meeting, device: torch.device, timeout: timedelta) -> Store
             raise
         raise CollectiveError(
             f"rank {met.rank} on {met.hosts[met.rank]} ({met.address}) cannot form a group with "
-            f"rank 0 at {met.master[0]}:{met.master[1]}: {_first_line(error)}. Unless a worker has "
-            "failed meanwhile, a firewall may be in the way: workers must reach each other; "
-            "collectiveInterface (spark.sparkdl.collective.interface) chooses the network"
+            f"rank 0 at {met.master[0]}:{met.master[1]}: {_first_line(error)}. Unless a worker "
+            "has failed in the meantime, a firewall may be in the way: workers must reach each "
+            "other; collectiveInterface (spark.sparkdl.collective.interface) chooses the network"
         ) from error
     return store
 
@@ -285,7 +285,9 @@ def leave_group() -> None:
 
 def _leave_group_of_others() -> None:
     if dist.is_initialized():
-        logger.warning("an earlier task left a process group behind in this process; it is ended")
+        logger.warning(
+            "an earlier task left a process group behind in this process; shutting it down"
+        )
         dist.destroy_process_group()
 
 

@@ -91,7 +91,7 @@ def interface_of(address: str) -> str:
     known = ", ".join(f"{name} ({mine})" for name, mine in addresses.items())
     raise ConfigError(
         f"no network interface of {socket.gethostname()} has {address} as its address; they are "
-        f"{known}. Choose one by collectiveInterface (spark.sparkdl.collective.interface)"
+        f"{known}. Choose one with collectiveInterface (spark.sparkdl.collective.interface)"
     )
 
 

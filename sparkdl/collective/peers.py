@@ -111,7 +111,7 @@ class Peers:
             away_s = max(AWAY_S, AWAY_TIMES * (now - began))
             self._away_until[rank] = now + away_s
             logger.info(
-                "rank %d does without rank %d for %.0f s: %s", self.rank, rank, away_s, error
+                "rank %d continues without rank %d for %.0f s: %s", self.rank, rank, away_s, error
             )
             return None
 

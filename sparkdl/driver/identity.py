@@ -182,8 +182,8 @@ def require_same_rows(
     refuse(
         saved.directory,
         found,
-        "If the rows are recomputed each time and are not quite the same (rand() without a "
-        "seed, sums of fractions in another order, a changing source), write them first.",
+        "If the rows are recomputed each time and come out slightly different (rand() without a "
+        "seed, floating-point sums in another order, a changing source), write them first.",
     )
 
 
@@ -202,12 +202,12 @@ def require_progress(resumed: Resumed, epochs: int, world_size: int) -> None:
     progress = resumed.progress
     if len(progress.positions) != world_size:
         raise CheckpointError(
-            f"{resumed.saved.directory} says how far {len(progress.positions)} workers had come, "
-            f"and that there were {world_size}"
+            f"{resumed.saved.directory} records the progress of {len(progress.positions)} "
+            f"workers, but says that there were {world_size}"
         )
     trained = progress.epoch if progress.rounds else progress.epoch - 1
     if trained > epochs:
-        line = f"epochs: {trained} were begun, now {epochs} are wanted"
+        line = f"epochs: {trained} were started, but only {epochs} are wanted now"
         refuse(resumed.saved.directory, [line])
 
 
@@ -220,18 +220,18 @@ def _other_rows(
             zip(saved["openings"], present["openings"], strict=True)
         ):
             if before != now:
-                yield f"the first rows of worker {rank} have other values"
+                yield f"the first rows of worker {rank} have different values"
         return
-    counts = {"shard_rows": "rows of each worker", "held_out": "rows to validate with"}
+    counts = {"shard_rows": "rows of each worker", "held_out": "held-out rows"}
     for key, what in counts.items():
         yield from difference(what, saved[key], present[key])
     prints = {
-        "fingerprint": "the rows to train on",
-        "held_out_fingerprint": "the rows to validate with",
+        "fingerprint": "the training rows",
+        "held_out_fingerprint": "the held-out rows",
     }
     other = [what for key, what in prints.items() if saved[key] != present[key]]
     for what in other:
-        yield f"{what} have other values"
+        yield f"{what} have different values"
     if other:
         for spec, before, now in zip(columns, saved["columns"], present["columns"], strict=True):
             for fact in now:

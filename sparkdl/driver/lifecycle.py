@@ -118,8 +118,8 @@ def run(
         if checkpoints is not None:
             if not job.strategy.needs.checkpointable:
                 raise ConfigError(
-                    f"{job.strategy} keeps state on its workers that no checkpoint holds. Leave "
-                    "out checkpointPath, or shard_optimizer"
+                    f"{job.strategy} keeps state on its workers that checkpoints do not include. "
+                    "Leave out checkpointPath, or shard_optimizer"
                 )
             config = identity(job, world_size, replica, layout, warm_start)
             plan = plan_of(checkpoints, job.epochs, config)
@@ -206,11 +206,11 @@ def run(
 
 def _which_optimizer(error: Exception, module: nn.Module) -> str:
     if "closure" in str(error):
-        return ". It has to be one that steps without a closure, such as SGD or Adam"
+        return ". Use one that steps without a closure, such as SGD or Adam"
     if any(getattr(layer, "sparse", False) for layer in module.modules()):
         return (
-            ". One for sparse gradients alone has to leave each replica its own state, of which "
-            "then no zero is needed: ParameterAveraging(average_optimizer_state=False)"
+            ". An optimizer for sparse gradients only has to keep its state on each replica: "
+            "ParameterAveraging(average_optimizer_state=False)"
         )
     return ""
 
@@ -243,17 +243,17 @@ def _finished(
         if not losses:
             raise
         raise WorkerLostError(
-            f"{losses[-1]}; and the workers could not be started again: {error}"
+            f"{losses[-1]}; and the workers could not be restarted: {error}"
         ) from error
     except SparkDLError as error:
         if losses:
-            error.add_note(f"Before this all workers were started again: {'; '.join(losses)}")
+            error.add_note(f"Before this, all workers were restarted: {'; '.join(losses)}")
         raise
     serve.tell(WorkersRestarted(losses[-1], lost))
     if serve.calls.training.stopped is not None:
         return True
     logger.warning(
-        "%s; all workers are started again and go on from epoch %d, step %d",
+        "%s; restarting all workers from epoch %d, step %d",
         losses[-1],
         averager.progress.epoch,
         max(position.step for position in averager.progress.positions),

@@ -15,7 +15,7 @@ from sparkdl.worker import Job
 MAX_NUMBERS = 10_000
 """The most per epoch: they are in the history, and so in every checkpoint."""
 HOLD_OUT = (
-    "metrics are measured on held-out rows, and there are none: set validationFraction, or name a "
+    "metrics are measured on held-out rows, but there are none: set validationFraction, or name a "
     "column that marks them (validationIndicatorCol)"
 )
 _BLOCK = 1 << 20
@@ -75,14 +75,14 @@ class Measuring:
         for name, value in values.items():
             if (numbers := _numbers(value)) > MAX_NUMBERS:
                 raise ConfigError(
-                    f"metric '{name}' came to {numbers} numbers after epoch {epoch}, and the "
-                    f"history takes {MAX_NUMBERS}. Curves have fewer with thresholds=200; or "
-                    "measure it once, by model.evaluate(df, metrics)"
+                    f"metric '{name}' has {numbers} values after epoch {epoch}, but the history "
+                    f"takes at most {MAX_NUMBERS}. Curves have fewer with thresholds=200; or "
+                    "measure it once, with model.evaluate(df, metrics)"
                 )
         if self._followed is not None and not isinstance(values[self._followed], float):
             raise ConfigError(
                 f"schedulerMetric='{self._followed}' came to {values[self._followed]!r:.80} after "
-                f"epoch {epoch}; a learning rate can follow a metric that is one number"
+                f"epoch {epoch}; the scheduler can follow only a metric with a single value"
             )
         return values
 
@@ -100,7 +100,7 @@ def _require_followed(name: str, known: Mapping[str, bool | None], mode: str | N
     """
     if name not in known:
         raise ConfigError(
-            f"schedulerMetric is {name!r}, which is none of the metrics "
+            f"schedulerMetric is {name!r}, which is not one of the metrics "
             f"({', '.join(known) or 'there are none: set metrics'})"
         )
     if mode is None:
@@ -120,7 +120,7 @@ def _require_followed(name: str, known: Mapping[str, bool | None], mode: str | N
 
 def _octets(rank: int, kept: WorkerState | None) -> bytes:
     if kept is None:
-        raise TrainingError(f"rank {rank} has not sent what its metrics have counted")
+        raise TrainingError(f"rank {rank} has not sent its metrics' states")
     return b"".join(kept.blocks(_BLOCK))
 
 

@@ -81,7 +81,7 @@ def saved_on_sigterm(averager: Averager, plan: CheckpointPlan | None) -> Iterato
             logger.warning("received SIGTERM; the training can resume from %s", plan.store.path)
         else:
             logger.warning(
-                "received SIGTERM; what was trained since the last checkpoint in %s is lost, as no "
+                "received SIGTERM; progress since the last checkpoint in %s is lost, because no "
                 "other could be written there",
                 plan.store.path,
             )

@@ -170,8 +170,8 @@ class RowExaminer:
                 require_same_rows(self._resumed, statistics.lasting(), self._columns)
                 if has_ended(self._resumed, self._epochs):
                     logger.warning(
-                        "the training in %s has ended with epoch %d: its model is returned as it "
-                        "is, without another step. To train again give another checkpointPath, or "
+                        "the training in %s already ended with epoch %d: its model is returned "
+                        "without another step. To train again use another checkpointPath, or "
                         "start over with resume='never'",
                         self._resumed.saved.directory,
                         self._epochs,
@@ -180,9 +180,9 @@ class RowExaminer:
             return True
         if repr(self._first.lasting()) != repr(statistics.lasting()):
             raise DataError(
-                "the workers were started again and read other rows than before "
-                f"({statistics.rows} rows now, {self._first.rows} then, or others): the DataFrame "
-                "is not the same each time it is computed (rand() without a seed, a limit, a "
-                "changing source?). Persist or write it first"
+                f"the workers were restarted and read different rows ({statistics.rows} rows now, "
+                f"{self._first.rows} then, or with other values): the DataFrame is not the same "
+                "each time it is computed (rand() without a seed, a limit, a changing source?). "
+                "Persist or write it first"
             )
         return False

@@ -36,7 +36,7 @@ def announced_sizes(octets: memoryview) -> Iterator[Size]:
         elif head.startswith(b"RIFF") and head.endswith(b"WEBP"):
             yield _webp_size(octets)
     except (struct.error, IndexError) as error:
-        raise ValueError(f"its header ends after {len(octets)} bytes, before its pixels") from error
+        raise ValueError(f"its header is cut off after {len(octets)} bytes") from error
 
 
 def _png_sizes(octets: memoryview) -> Iterator[Size]:

@@ -68,7 +68,7 @@ class Images(OfPixels):
                     octets = np.frombuffer(pixels.tobytes(), np.uint8)
                     decoded[row] = octets.reshape(height, width, channels)
             except Exception as error:  # Pillow raises almost anything for bytes that are no image
-                reason = reason or f"is no such image: {type(error).__name__}: {error}"
+                reason = reason or f"is not a valid image: {type(error).__name__}: {error}"
                 wrong[row] = True
         broken = broken_where(wrong, reason)
         return channels_first(decoded if broken is None else decoded[~wrong]), broken
@@ -89,7 +89,7 @@ def _opened(library: Any, octets: pa.Buffer, wanted: Size) -> Any:
     try:
         image = library.open(io.BytesIO(octets), formats=FORMATS)
     except library.UnidentifiedImageError as error:
-        raise ValueError(f"it is none of {', '.join(FORMATS)}, or damaged") from error
+        raise ValueError(f"it is not one of {', '.join(FORMATS)}, or it is damaged") from error
     if image.size != wanted:
         raise ValueError(_other_size(image.size, wanted))
     return image

@@ -26,7 +26,7 @@ def register(encoding: Encoding) -> None:
     earlier = _known.get(encoding.name, encoding)
     # Running a notebook cell again defines the class again.
     if _definition(earlier) != _definition(encoding):
-        raise ValueError(f"there is another encoding of the name '{encoding.name}'")
+        raise ValueError(f"there is already another encoding named '{encoding.name}'")
     _known[encoding.name] = encoding
 
 
@@ -37,7 +37,7 @@ def named(name: object) -> Encoding:
         ValueError: there is none, or the value is not a name.
     """
     if not isinstance(name, str) or name not in _known:
-        raise ValueError(f"{name!r} is no encoding: there are {', '.join(_known)}")
+        raise ValueError(f"{name!r} is not an encoding: there are {', '.join(_known)}")
     return _known[name]
 
 

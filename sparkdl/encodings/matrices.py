@@ -47,11 +47,11 @@ class Matrices(Encoding):
         if wrong.any():
             first = int(np.flatnonzero(wrong)[0])
             found = (heights[first].as_py(), widths[first].as_py())
-            reason = f"is a matrix of shape {found}, the declared shape is {shape}"
+            reason = f"is a matrix of shape {found}, but the declared shape is {shape}"
         else:
             reason = (
-                f"is no matrix of shape {shape}: its values, row indices and column pointers "
-                "do not belong together"
+                f"is not a valid matrix of shape {shape}: its values, row indices and column "
+                "pointers do not match"
             )
         kinds = numpy_of(kind.fill_null(-1))
         by_rows = numpy_of(transposed.fill_null(False)).astype(bool)

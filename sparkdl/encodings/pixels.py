@@ -63,7 +63,7 @@ class Pixels(OfPixels):
         if wrong.any():
             first = int(np.flatnonzero(wrong)[0])
             found = ", ".join(f"{name} {fields[name][first].as_py()}" for name in wanted)
-            reason = f"is an image of {found}, the declared shape {shape} takes " + ", ".join(
+            reason = f"is an image of {found}, but the declared shape {shape} takes " + ", ".join(
                 f"{name} {number}" for name, number in wanted.items()
             )
             kept = values.filter(pa.array(~wrong))

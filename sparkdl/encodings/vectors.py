@@ -63,7 +63,7 @@ class Vectors(Encoding):
         if wrong.any():
             row = values[int(np.flatnonzero(wrong)[0])]
             reason = (
-                f"is no vector: its type is {row['type']} (1 is dense, 0 sparse), its size "
+                f"is not a vector: its type is {row['type']} (1 is dense, 0 sparse), its size "
                 f"{row['size']} (at most {MAX_SIZE}), it has {_count(row['indices'])} indices "
                 f"(each below the size) and {_count(row['values'])} values"
             )

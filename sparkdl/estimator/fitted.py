@@ -101,9 +101,9 @@ class FittedModel(
         """
         if self._summary is None:
             raise ConfigError(
-                "only a model that fit() has returned has a summary, and this one was loaded or "
-                "made of a module. Its epochs are in model.history; "
-                "model.summary.save_report(path), after fit, keeps the rest"
+                "only a model returned by fit() has a summary, but this one was loaded or made "
+                "from a module. Its epochs are in model.history; model.summary.save_report(path), "
+                "after fit, keeps the rest"
             )
         return self._summary
 
@@ -122,7 +122,7 @@ class FittedModel(
         """
         spark = current_session()
         if spark is None:
-            raise ConfigError("udf() sends the model to executors: start a Spark session before")
+            raise ConfigError("udf() sends the model to executors: start a Spark session first")
         outputs = self.predicted_columns(self._head, self._widths)
         predictor = self._predictor(outputs, [each.name for each in self._features], spark)
         return predict_function(predictor, self._features)
@@ -188,13 +188,12 @@ class FittedModel(
         if self._loss is None:
             raise ConfigError(
                 f"scoreCol='{self.getScoreCol()}' needs the loss, which the model does not have: "
-                "it is saved with a model whose scoreCol is set when it is saved, and given to "
-                "from_module as loss=..."
+                "set scoreCol before saving a model, or pass loss=... to from_module"
             )
         if isinstance(self._loss, ModelLoss):
             raise ConfigError(
-                "scoreCol does not go with loss='model': a model that computes its own loss gives "
-                "no value per row. Leave one of the two out"
+                "scoreCol cannot be combined with loss='model': a model that computes its own "
+                "loss gives no value per row. Drop one of the two"
             )
         return self._loss
 
@@ -244,9 +243,9 @@ class FittedModel(
         weight = None if weights is None else weights.spec(torch.float32)
         if weight is not None and set(measured.without_weights()) == set(measured.makers):
             raise ConfigError(
-                f"weightCol='{weightCol}' changes nothing: every row counts alike for "
-                f"{', '.join(measured.makers)}, because no update of theirs takes a "
-                f"'{WEIGHTS}'. Leave it out, or write a torchmetrics.Metric that takes one"
+                f"weightCol='{weightCol}' changes nothing: {', '.join(measured.makers)} count "
+                f"every row equally, because their update takes no '{WEIGHTS}'. Drop it, or write "
+                "a torchmetrics.Metric that takes one"
             )
         used: set[str] = set()
         octets, given = pickled(measured, used), [each.name for each in specs]
@@ -309,7 +308,9 @@ class FittedModel(
     @classmethod
     def _from_saved(cls, saved: SavedModule) -> Self:
         if saved.head not in [head.value for head in Head]:
-            raise ConfigError(f"the saved model's outputs are said to mean {saved.head!r}")
+            raise ConfigError(
+                f"the saved model declares an unknown meaning of its outputs: {saved.head!r}"
+            )
         return cls(
             saved.module,
             saved.features,

@@ -80,7 +80,7 @@ class Head(Enum):
             positive = _single(outputs)
         else:
             raise ConfigError(
-                "outputType='probability' needs a loss that says what the outputs mean "
+                "outputType='probability' needs a loss that defines what the outputs mean "
                 f"({', '.join(cls.__name__ for cls in _BY_CLASS)}). Use outputType='raw' and turn "
                 "the outputs into probabilities yourself"
             )
@@ -136,8 +136,8 @@ def output_function(
     """
     if width == 0:
         raise ConfigError(
-            "the model returns tensors without any number a row, of which no column can be made: "
-            "one of their dimensions is 0. Return one number a row or more, or choose another "
+            "the model returns tensors with no numbers per row, which cannot become a column: one "
+            "of their dimensions is 0. Return at least one number per row, or choose another "
             "output with outputCols"
         )
     if output_type == "auto":
@@ -161,7 +161,7 @@ def _single(outputs: Tensor) -> Tensor:
         return outputs[:, 0]
     if outputs.dim() != 1:
         raise ConfigError(
-            f"the loss is one for a single output a row, but the model gives "
-            f"{tuple(outputs.shape)}. Use outputType='raw', or CrossEntropyLoss for many classes"
+            f"the loss takes a single output per row, but the model gives {tuple(outputs.shape)}. "
+            "Use outputType='raw', or CrossEntropyLoss for many classes"
         )
     return outputs

@@ -38,9 +38,9 @@ def label_tensors(
     padded = [known.name for known in trained if known.padding is not None]
     if padded:
         raise ConfigError(
-            f"the model was trained with padded labels ('{padded[0]}'), by which rows are neither "
-            "measured nor scored: what their padding counts for, only the loss knows. Compute it "
-            "from the columns that transform adds"
+            f"the model was trained with padded labels ('{padded[0]}'), so rows can be neither "
+            "measured nor scored: only the loss knows how to treat their padding. Compute it from "
+            "the columns that transform adds"
         )
     if trained:
         return [column.as_trained(known) for column, known in zip(columns, trained, strict=True)]

@@ -42,9 +42,8 @@ class MetricInputs:
         keys, prediction = params.output_keys(), params.getPredictionCol()
         if prediction not in keys:
             raise ConfigError(
-                f"metrics measure the output that predictionCol is of, but outputCols "
-                f"({', '.join(keys)}) has no column '{prediction}'. Set predictionCol to one of "
-                "them"
+                f"metrics measure the output of predictionCol, but outputCols ({', '.join(keys)}) "
+                f"has no column '{prediction}'. Set predictionCol to one of them"
             )
         return cls(head, keys[prediction])
 

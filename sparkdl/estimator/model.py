@@ -91,8 +91,8 @@ class TorchModel(FittedModel, OutputParams):
         taking._set(**params)
         if isinstance(example, Mapping) and not taking.features_by_name():
             raise ConfigError(
-                "the example has names: say with featuresAsDict or featuresAsKwargs how the module "
-                "takes them"
+                "the example has names: set featuresAsDict or featuresAsKwargs to say how the "
+                "module takes them"
             )
         features = named_features(example, taking.feature_columns())
         overrides = ColumnOverrides(None, None, None, paddings(padCols), pad_inputs(padInputs))

@@ -147,7 +147,9 @@ class EstimatorReader(MLReader[Any]):
             saved = read_json_object(directory / OBJECTS)
             saved_plainly = {"loss"} & metadata["paramMap"].keys()
             if not {"model", "loss", "optimizer"} <= {*saved, *saved_plainly} <= EXPECTED.keys():
-                raise ConfigError(f"{directory / OBJECTS} is damaged: it has {[*saved]!r:.200}")
+                raise ConfigError(
+                    f"{directory / OBJECTS} is damaged: it contains {[*saved]!r:.200}"
+                )
             objects = {
                 name: load_object(spec, directory, name, expected=EXPECTED[name], trust=self._trust)
                 for name, spec in saved.items()
@@ -213,5 +215,5 @@ def restore_params(instance: Any, metadata: dict[str, Any]) -> Any:
     except SparkDLError:
         raise
     except Exception as error:  # pyspark's converters may raise anything
-        raise ConfigError(f"the saved stage has a Param of a wrong value: {error}") from error
+        raise ConfigError(f"the saved stage has a Param with an invalid value: {error}") from error
     return instance

@@ -31,7 +31,7 @@ def predicted_columns(
     """
     if prediction not in keys and output_type in ("class", "probability"):
         raise ConfigError(
-            f"outputType='{output_type}' is that of predictionCol, but outputCols "
+            f"outputType='{output_type}' applies to predictionCol, but outputCols "
             f"({', '.join(keys)}) has no column '{prediction}'. Set predictionCol to one of them"
         )
     columns = []
@@ -39,11 +39,11 @@ def predicted_columns(
         if key not in widths:
             known = ", ".join(repr(each) for each in widths if each is not None)
             raise ConfigError(
-                f"column '{name}' has no output {key!r} to come from: the model's outputs are "
-                f"{known}. Choose with outputCols={{'{name}': ...}}"
+                f"column '{name}' asks for output {key!r}, but the model's outputs are {known}. "
+                f"Choose one with outputCols={{'{name}': ...}}"
                 if known
-                else f"outputCols has column '{name}', but the model has one output only. Leave "
-                "outputCols out; predictionCol names its column"
+                else f"outputCols has column '{name}', but the model has only one output. Drop "
+                "outputCols; predictionCol names its column"
             )
         function, wide = output_function(
             output_type if name == prediction else "raw", head, widths[key]
@@ -67,9 +67,8 @@ def require_any_length(widths: Widths, shorter: Widths, keys: Sequence[OutputKey
         if key in widths and widths[key] != shorter.get(key):
             name = "" if key is None else f" as its output {key!r}"
             raise ModelError(
-                f"the model returns {widths[key]} numbers a row{name} where it returns "
-                f"{shorter.get(key)} for shorter rows: as many as the longest row of a minibatch "
-                "has items. A column of predictions holds one number a row, or as many in each: "
-                "return a mean over the items, or what belongs to one, or choose another output "
-                "with outputCols"
+                f"the model returns {widths[key]} numbers per row{name} but {shorter.get(key)} "
+                "for shorter rows: as many as the longest row of a minibatch has items. A "
+                "prediction column needs the same number in every row: return a mean over the "
+                "items, or the output of one item, or choose another output with outputCols"
             )

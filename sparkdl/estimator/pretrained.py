@@ -52,7 +52,7 @@ def named_features(example: Example, names: Sequence[str]) -> dict[str, Tensor]:
         if len(tensors) != len(names):
             raise ConfigError(
                 f"the example has {len(tensors)} tensors, but {len(names)} feature columns are "
-                f"named: {', '.join(names)}. Name one for each: featuresCols=[...]"
+                f"named: {', '.join(names)}. Name one per tensor: featuresCols=[...]"
             )
         found = dict(zip(names, tensors, strict=True))
     rows = {
@@ -62,7 +62,7 @@ def named_features(example: Example, names: Sequence[str]) -> dict[str, Tensor]:
     if len(rows) != 1 or rows == {0}:
         shown = ", ".join(f"'{name}' {described(tensor)}" for name, tensor in found.items())
         raise ConfigError(
-            "an example is what the module takes for some rows, each tensor of shape (rows, ...); "
+            "an example is the module's input for a few rows, each tensor of shape (rows, ...); "
             f"this one is {shown or 'empty'}"
         )
     return found
@@ -98,7 +98,7 @@ def _spec_of(name: str, tensor: Tensor, image: bool, padding: Padding | None) ->
         return ColumnSpec(name, tensor.dtype, shape, IMAGE if image else NUMBERS)
     if image or len(shape) not in (1, 2) or shape[0] < 2:
         raise ConfigError(
-            f"padCols pads rows of numbers or of items, and the example has '{name}' of "
+            f"padCols pads rows of numbers or of items, but the example has '{name}' of "
             f"{described(tensor)}: give it rows of two items or more, shape (rows, items) or "
             "(rows, items, width)"
         )
@@ -129,9 +129,9 @@ def output_widths(
     elsewhere = {str(each.device) for each in (*module.parameters(), *module.buffers())} - {"cpu"}
     if elsewhere:
         raise ConfigError(
-            f"the module is on {', '.join(sorted(elsewhere))}, from where it cannot be sent to "
-            "executors, which may have no such device: give module.cpu(). predictDevice says where "
-            "it predicts"
+            f"the module is on {', '.join(sorted(elsewhere))}, and cannot be sent from there to "
+            "executors, which may have no such device: give module.cpu(). predictDevice says "
+            "where it predicts"
         )
     rows = torch.arange(_ROWS)
     columns = {name: tensor[rows % len(tensor)] for name, tensor in features.items()}
@@ -163,8 +163,8 @@ def _to_evaluation(module: nn.Module) -> None:
         module.eval()
     except NotImplementedError as error:
         raise ModelError(
-            f"the module cannot be put into evaluation mode: {error} Of what torch.export has "
-            "made, give the program itself, not its module()"
+            f"the module cannot be put into evaluation mode: {error} For a torch.export result, "
+            "give the program itself, not its module()"
         ) from error
 
 
@@ -196,8 +196,8 @@ def _widths(
     widths = widths_of(returned, _ROWS)
     if not widths:
         raise ModelError(
-            f"the module returns {described(returned)} for {_ROWS} rows: nothing with one value, "
-            "or several, a row. Wrap it in a module that returns such tensors"
+            f"the module returns {described(returned)} for {_ROWS} rows: nothing with one or more "
+            "values per row. Wrap it in a module that returns such tensors"
         )
     return widths
 

@@ -79,7 +79,7 @@ class ProgressBar:
         elif isinstance(event, EpochSummary):
             self._start_epoch(event.epoch + 1)
         elif isinstance(event, WorkersRestarted):
-            self._bar.set_postfix_str("all workers are started again")
+            self._bar.set_postfix_str("restarting all workers")
 
     def _note_rows(self, statistics: DataStatistics) -> None:
         total = statistics.rows * self._epochs if statistics.complete else None

@@ -114,14 +114,14 @@ def _require_paddable(params: EstimatorParams, schema: FeedSchema) -> None:
     if named:
         raise ConfigError(
             f"padInputs names the label column '{min(named)}', but a model is not given labels: "
-            "name a feature column, or leave it out"
+            "name a feature column, or drop it"
         )
     padded = [spec.name for spec in schema.labels if spec.padding is not None]
     if padded and schema.weight is not None:
         raise ConfigError(
-            f"weightCol does not go with the padded label column '{padded[0]}': the loss of a row "
-            "would be the mean over its padding too. Leave one of the two out, or weight rows in a "
-            "loss of your own"
+            f"weightCol cannot be combined with the padded label column '{padded[0]}': the loss "
+            "of a row would be the mean over its padding too. Drop one of the two, or weight rows "
+            "in a loss of your own"
         )
     if params.getGroupByLength() and not params.getPadCols():
         raise ConfigError(GROUPS_WITHOUT_PADDING)

@@ -292,7 +292,7 @@ def test_the_best_model_of_before_a_checkpoint_is_returned_after_it(
         each.validation_loss for each in straight.history
     ]
     assert same(resumed.module, straight.module)
-    assert "whose model is not in it" not in caplog.text
+    assert "its model was not kept" not in caplog.text
 
 
 def test_a_fit_that_was_ended_within_an_epoch_still_has_the_best_model(tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def test_a_best_epoch_that_nobody_kept_is_told_of(
     policy = CheckpointPolicy(path=str(tmp_path))
     run_world(job, shards, checkpoints=policy)
     run_world(replace(job, epochs=5), shards, checkpoints=policy, callbacks=[ModelCheckpoint()])
-    assert "was the best, whose model is not in it" in caplog.text
+    assert "was the best before the checkpoint, but its model was not kept" in caplog.text
 
 
 def test_a_model_checkpoint_follows_a_loss_that_there_is() -> None:
@@ -411,7 +411,7 @@ def test_early_stopping_needs_the_rows_that_it_follows() -> None:
 def test_a_time_budget_ends_the_training_at_a_round() -> None:
     job, shards = with_held_out_rows(epochs=100_000)
     outcome = run_world(job, shards, callbacks=[TimeBudget(0.5)])
-    assert outcome.stopped == "the 0.5 s of its time budget are over"
+    assert outcome.stopped == "its time budget of 0.5 s is used up"
     assert len(outcome.history) < 100_000
 
 

@@ -100,7 +100,7 @@ def test_a_time_budget_ends_an_epoch_in_its_middle_with_all_that_was_trained(
         ranks_as="processes",
         callbacks=[TimeBudget(0.1), counts],
     )
-    assert outcome.stopped == "the 0.1 s of its time budget are over"
+    assert outcome.stopped == "its time budget of 0.1 s is used up"
     assert outcome.history == []
     assert counts.rounds == 1
     assert counts.rows == 2 * 4 * counts.steps

@@ -24,7 +24,7 @@ from sparkdl.errors import CheckpointError, ConfigError
 def test_a_checkpoint_that_says_nothing_of_its_training_is_refused_in_words(
     loss: dict[str, Any],
 ) -> None:
-    with pytest.raises(CheckpointError, match="here does not say what training it is of"):
+    with pytest.raises(CheckpointError, match="here does not say what training it belongs to"):
         require_same("here", {"loss": loss}, {"loss": describe(nn.MSELoss())})
 
 

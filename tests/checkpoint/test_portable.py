@@ -98,7 +98,7 @@ class KeepsALock(nn.Linear):
 
 def test_what_cannot_travel_at_all_is_refused() -> None:
     for check in (require_portable, pickled_module):
-        with pytest.raises(ModelError, match=r"as transform has to: TypeError.*lock"):
+        with pytest.raises(ModelError, match=r"which transform requires: TypeError.*lock"):
             check(KeepsALock(), KeepsALock)
 
 

@@ -65,11 +65,14 @@ def test_a_loss_of_one_s_own_needs_trust(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"labels": None}, "it has no list of labels"),
-        ({"labels": [{"name": "y"}]}, "an entry of labels is none"),
-        ({"labels": [{"name": "y", "dtype": "os", "row_shape": []}]}, "an entry of labels is none"),
+        ({"labels": [{"name": "y"}]}, "an entry of labels is invalid"),
+        (
+            {"labels": [{"name": "y", "dtype": "os", "row_shape": []}]},
+            "an entry of labels is invalid",
+        ),
         ({"loss": {"recipe": {"import": "os:system"}}}, "not torch's own"),
         ({"loss": {"recipe": {"import": "torch.optim.sgd:SGD"}}}, "loss must be an nn.Module or"),
-        ({"loss": []}, "which is no object spec"),
+        ({"loss": []}, "which is not an object spec"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:

@@ -54,5 +54,5 @@ def test_padding_that_nobody_saves_is_refused(tmp_path: Path, changes: dict[str,
     description = json.loads(path.read_text())
     description["features"][0] |= changes
     path.write_text(json.dumps(description))
-    with pytest.raises(ConfigError, match="an entry of features is none"):
+    with pytest.raises(ConfigError, match="an entry of features is invalid"):
         read_module(tmp_path, trust=True)

@@ -80,7 +80,7 @@ def test_a_state_that_somebody_else_wrote_is_refused_in_words(
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
     pending = CheckpointStore(str(tmp_path), keep_last=1).begin()
     pending.publish({"kind": "other"})
-    with pytest.raises(ConfigError, match=r"no checkpoint of a training function.*other"):
+    with pytest.raises(ConfigError, match=r"not a checkpoint of a training function.*other"):
         load_state(str(tmp_path))
 
 

@@ -156,7 +156,7 @@ def test_any_damage_to_the_newest_is_noticed_and_the_one_before_is_used(
     [
         (b"weightscenter and more", "center had 13 bytes when it was written and has more"),
         (b"weights", "center had 13 bytes when it was written and has 7 bytes"),
-        (b"weightsCenter", "center has another checksum than when it was written"),
+        (b"weightsCenter", "center has a different checksum from when it was written"),
     ],
 )
 def test_sizes_and_checksums_are_compared_and_what_differs_is_said(

@@ -178,7 +178,7 @@ def test_every_type_arrives_as_declared_in_fit_and_in_transform(
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("photo", "unhex('00ff')", "no such image"),
+        ("photo", "unhex('00ff')", "not a valid image"),
         ("nested", "array(array(1S, 2S))", "not an array of shape (2, 3)"),
         ("raw", "unhex('00')", "has 1 bytes, but float16 of shape (3,) takes 6"),
         ("square", "array(1f)", "has 1 elements"),
@@ -266,7 +266,7 @@ def test_a_minibatch_that_no_worker_can_fill_is_refused_by_what_each_will_have(
     fitted = estimator(dropLast=True, batchSize=most, shuffleRows=spreads).fit(rows)
     assert fitted.history[0].examples == most
     with pytest.raises(
-        DataError, match=f"have {most} rows at most, and a minibatch has {most + 1}"
+        DataError, match=f"have at most {most} rows, but a minibatch has {most + 1}"
     ):
         estimator(dropLast=True, batchSize=most + 1, shuffleRows=spreads).fit(rows)
 

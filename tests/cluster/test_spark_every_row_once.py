@@ -197,7 +197,7 @@ def test_rows_that_are_to_stay_where_they_are_do(
     stay = [range(5), range(5, 11), range(11, 51), range(51, 54)]
     for part in map(set, stay):
         assert sum(part <= shard for shard in shards(ids).values()) == 1
-    assert "the others wait for the worker with the most. With shuffleRows='ex" in caplog.text
+    assert "the other workers wait for the one with the most. With shuffleRows='ex" in caplog.text
 
 
 def test_rows_that_are_to_stay_where_barrier_mode_refuses_them_are_refused(

@@ -62,5 +62,7 @@ def test_an_executor_with_another_backbone_is_named_with_its_host(spark: SparkSe
             backbone.weight[2, 2] += task_rank() == 1
         return nn.Sequential(backbone, nn.Tanh(), nn.Linear(16, CLASSES)).double()
 
-    with pytest.raises(ModelError, match=r"rank 1 on \S+ has built the model with other parameter"):
+    with pytest.raises(
+        ModelError, match=r"rank 1 on \S+ built the model with different frozen parameter"
+    ):
         estimator(model=build, epochs=1, numWorkers=3).fit(frame(spark, rows=30, partitions=3))

@@ -252,7 +252,7 @@ def test_narrow_parameters_have_a_center_in_float32() -> None:
 
 def test_an_optimizer_that_needs_a_closure_is_refused_with_others_to_take() -> None:
     job = make_job(mlp(), optimizer=torch.optim.LBFGS)
-    with pytest.raises(ModelError, match=r"'closure'\. It has to be one that steps without a clos"):
+    with pytest.raises(ModelError, match=r"'closure'\. Use one that steps without a clos"):
         run_world(job, classification([8]).shards())
 
 
@@ -267,5 +267,7 @@ def test_an_optimizer_of_sparse_gradients_for_a_model_that_has_them_is_told_what
         sparse = True  # as torch's embeddings say it
 
     job = make_job(nn.Sequential(Sparse(6, 3)).double(), optimizer=torch.optim.SparseAdam)
-    with pytest.raises(ModelError, match=r"instead\. One for .*average_optimizer_state=False\)$"):
+    with pytest.raises(
+        ModelError, match=r"instead\. An optimizer for .*average_optimizer_state=False\)$"
+    ):
         run_world(job, classification([8]).shards())

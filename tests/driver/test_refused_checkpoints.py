@@ -89,7 +89,7 @@ def test_an_unreadable_directory_ends_the_run_before_it_starts(
 
 def test_a_checkpoint_of_another_kind_is_refused_in_words(tmp_path: Path) -> None:
     save_state(CheckpointStore(str(tmp_path / "c"), keep_last=1), {"epoch": 3})
-    with pytest.raises(CheckpointError, match=r"no checkpoint of a fit: .*training function"):
+    with pytest.raises(CheckpointError, match=r"not a checkpoint of a fit: .*training function"):
         run_world(make_job(mlp()), classification([6]).shards(), checkpoints=policy(tmp_path / "c"))
 
 
@@ -99,7 +99,9 @@ def test_a_checkpoint_of_other_workers_than_it_says_is_refused_in_words(tmp_path
     saved = CheckpointStore(str(tmp_path / "c"), keep_last=1).newest()
     assert saved is not None
     saved.description["progress"]["positions"].pop()
-    with pytest.raises(CheckpointError, match="how far 1 workers had come, and that there were 2"):
+    with pytest.raises(
+        CheckpointError, match="the progress of 1 workers, but says that there were 2"
+    ):
         require_progress(Resumed.of(saved), 2, 2)
 
 

@@ -89,7 +89,7 @@ def test_a_disk_that_is_full_costs_the_checkpoint_and_not_the_training(
         outcome = run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
     assert same_bits(outcome, whole)
     assert caplog.text.count("No space left on device") == 4  # of each epoch, and at the end
-    assert "Training goes on" in caplog.text
+    assert "Training continues" in caplog.text
     assert list((tmp_path / "c").iterdir()) == []
 
 
@@ -134,7 +134,7 @@ def test_on_sigterm_with_a_full_disk_the_center_is_tried_once_more_and_the_log_s
     saved = CheckpointStore(str(tmp_path / "c"), keep_last=2).newest()
     assert (saved is None) is for_good
     assert ("the training can resume" in caplog.text) is not for_good
-    assert ("is lost, as no other could be written" in caplog.text) is for_good
+    assert ("is lost, because no other could be written" in caplog.text) is for_good
 
 
 def _full_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,9 @@ def test_an_optimizer_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
 
 def test_state_that_no_checkpoint_holds_is_refused(tmp_path: Path) -> None:
     job = make_job(mlp(), strategy=GradientAllReduce(shard_optimizer=True))
-    with pytest.raises(ConfigError, match="keeps state on its workers that no checkpoint holds"):
+    with pytest.raises(
+        ConfigError, match="keeps state on its workers that checkpoints do not include"
+    ):
         run_world(job, classification([8]).shards(), checkpoints=policy(tmp_path / "c"))
 
 

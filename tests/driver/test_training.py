@@ -88,7 +88,9 @@ def refusal(path: Path, job: Job, shards: Any) -> list[str]:
         run_world(job, shards, checkpoints=policy(path), on_event=windows.append)
     assert not any(isinstance(event, WindowReport) for event in windows)
     first, *lines, last = str(refused.value).splitlines()
-    assert first == f"{path}/checkpoint-00000{EPOCHS_OF[path]} is a checkpoint of another training:"
+    assert first == (
+        f"{path}/checkpoint-00000{EPOCHS_OF[path]} is a checkpoint of a different training:"
+    )
     assert "another checkpointPath, or start over in this one with resume='never'" in last
     return [line.strip() for line in lines]
 
@@ -120,7 +122,7 @@ def louder() -> nn.Module:
     return Louder(*mlp()).double()
 
 
-CHANGED = "is not what it was; what has changed is its"
+CHANGED = "differs in its"
 OTHERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "loss": (
         {"loss": nn.CrossEntropyLoss()},
@@ -209,7 +211,7 @@ def all_turned(features: np.ndarray, targets: np.ndarray) -> None:
 def test_other_values_in_as_many_rows_are_refused(saved: tuple[Path, ...], change: Any) -> None:
     for path in saved:
         found = refusal(path, job(), with_rows(change))
-        assert found == ["the rows to train on have other values"]
+        assert found == ["the training rows have different values"]
 
 
 def test_a_fact_about_a_column_that_has_changed_is_told(saved: tuple[Path, ...]) -> None:
@@ -217,7 +219,7 @@ def test_a_fact_about_a_column_that_has_changed_is_told(saved: tuple[Path, ...])
         targets[targets == 2] = 1
 
     assert refusal(saved[1], job(), with_rows(relabelled)) == [
-        "the rows to train on have other values",
+        "the training rows have different values",
         "largest of column 'label': was 2, is now 1",
     ]
 
@@ -238,7 +240,7 @@ def test_the_same_training_goes_on_and_once_it_has_ended_gives_its_model_and_say
     assert same_bits(resumed, expected)
     assert same_bits(again, expected)
     assert again.history == resumed.history
-    assert f"{tmp_path}/c/checkpoint-000002 has ended with epoch 2: its model is" in caplog.text
+    assert f"{tmp_path}/c/checkpoint-000002 already ended with epoch 2: its model is" in caplog.text
     assert "resume='never'" in caplog.text
 
 
@@ -252,7 +254,7 @@ def test_what_changes_no_step_may_differ(saved: tuple[Path, ...]) -> None:
 
 def test_a_model_of_more_epochs_is_not_given_for_fewer(saved: tuple[Path, ...]) -> None:
     found = refusal(saved[1], job(epochs=1), classification(SIZES).shards())
-    assert found == ["epochs: 2 were begun, now 1 are wanted"]
+    assert found == ["epochs: 2 were started, but only 1 are wanted now"]
 
 
 @pytest.mark.parametrize("column", ["weight", "held"])
@@ -278,9 +280,9 @@ def test_other_weights_and_other_rows_to_validate_with_are_refused(
     half(path, weighted, shards(values))
     EPOCHS_OF[path] = 1
     found = refusal(path, weighted, shards(swapped))
-    assert found[0] == "the rows to train on have other values"
+    assert found[0] == "the training rows have different values"
     if column == "held":
-        assert found[1] == "the rows to validate with have other values"
+        assert found[1] == "the held-out rows have different values"
     name = "weight" if column == "weight" else "validation indicator"
     with pytest.raises(ConfigError, match=f"{name}: was {column}"):
         run_world(job(loss=nn.CrossEntropyLoss()), data.shards(), checkpoints=policy(path))
@@ -313,9 +315,9 @@ def test_a_first_epoch_that_is_streamed_goes_on_with_the_same_rows_only(
     others = classification([70, 43, 21])
     others.features[2, 2] += 1
     expected = (
-        "the first rows of worker 0 have other values"
+        "the first rows of worker 0 have different values"
         if windows == 3
-        else "the rows to train on have other values"
+        else "the training rows have different values"
     )
     seen = []
     with pytest.raises(ConfigError, match=expected):

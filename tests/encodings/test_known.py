@@ -25,7 +25,7 @@ def test_a_name_in_a_saved_model_stays_what_it_is(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["vectors", "", None, 3, ["numbers"]])
 def test_other_names_are_refused_with_those_that_there_are(name: Any) -> None:
-    with pytest.raises(ValueError, match=f"is no encoding: there are {', '.join(NAMES)}"):
+    with pytest.raises(ValueError, match=f"is not an encoding: there are {', '.join(NAMES)}"):
         named(name)
 
 
@@ -46,7 +46,7 @@ def test_no_encoding_takes_the_name_of_another() -> None:
         def decode(self, values: pa.Array, shape: Any, dtype: torch.dtype) -> Any:
             raise NotImplementedError
 
-    with pytest.raises(ValueError, match="another encoding of the name 'vector'"):
+    with pytest.raises(ValueError, match="another encoding named 'vector'"):
         register(Others())
     register(named("vector"))
     assert type(named("vector")) is not Others

@@ -117,7 +117,7 @@ def test_a_saved_model_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     write_module(SavedModule(module, module, (DAY,), "unknown", {None: 1}, []), tmp_path)
     assert read_module(tmp_path, trust=True).features == (DAY,)
     monkeypatch.undo()
-    with pytest.raises(ConfigError, match="'days' is no encoding: there are numbers, vector"):
+    with pytest.raises(ConfigError, match="'days' is not an encoding: there are numbers, vector"):
         read_module(tmp_path, trust=True)
 
 

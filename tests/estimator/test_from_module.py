@@ -265,8 +265,8 @@ def test_an_exported_program_predicts_and_is_saved_as_the_module_it_was_made_of(
         ({"x": torch.zeros(1, WIDTH)}, {}, "featuresAsDict or featuresAsKwargs"),
         (torch.zeros(1, WIDTH), {"feturesCol": "x"}, "no parameter 'feturesCol'"),
         (torch.zeros(1, WIDTH), {"imageCols": ["photo"]}, "imageCols names 'photo'"),
-        (torch.zeros(1, WIDTH), {"outputType": "probability"}, "needs a loss that says"),
-        (torch.zeros(1, WIDTH), {"outputCols": {"a": "b"}}, "has one output only"),
+        (torch.zeros(1, WIDTH), {"outputType": "probability"}, "needs a loss that defines"),
+        (torch.zeros(1, WIDTH), {"outputCols": {"a": "b"}}, "has only one output"),
         (torch.zeros(1, WIDTH), {"predictDevice": "tpu"}, "predictDevice must be auto"),
         (torch.zeros(1, WIDTH), {"predictBatchSize": 0}, "predictBatchSize"),
     ],
@@ -286,7 +286,7 @@ def test_a_module_on_another_device_or_without_rows_in_its_output_is_refused() -
         def forward(self, features: Tensor) -> Tensor:
             return features.sum()
 
-    with pytest.raises(ModelError, match="nothing with one value, or several, a row"):
+    with pytest.raises(ModelError, match="nothing with one or more values per row"):
         TorchModel.from_module(Whole(), torch.zeros(1, 2))
 
 

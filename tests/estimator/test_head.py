@@ -141,5 +141,5 @@ def test_what_targets_a_head_takes() -> None:
 
 @pytest.mark.parametrize("output_type", ["auto", "class", "probability", "raw"])
 def test_outputs_without_any_number_a_row_are_refused(output_type: str) -> None:
-    with pytest.raises(ConfigError, match="without any number a row"):
+    with pytest.raises(ConfigError, match="with no numbers per row"):
         output_function(output_type, Head.LOGITS, 0)

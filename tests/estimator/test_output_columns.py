@@ -98,7 +98,7 @@ def test_other_outputs_may_be_chosen_of_a_fitted_model(fitted: TorchModel, rows:
     other = fitted.copy().setOutputCols({"scores": "logits"}).setOutputType("raw")
     assert np.allclose(column(other.transform(rows), "scores"), logits.numpy(), atol=1e-6)
     with pytest.raises(
-        ConfigError, match=r"'p' has no output 'logit' .* outputs are 'logits', 'poo"
+        ConfigError, match=r"'p' asks for output 'logit' .* outputs are 'logits', 'poo"
     ):
         fitted.copy().setOutputCols({"p": "logit"}).setPredictionCol("p").transform(rows)
     with pytest.raises(ConfigError, match="the model's outputs are 'logits', 'pooled'"):
@@ -182,10 +182,10 @@ def test_an_autoencoders_label_may_be_its_feature(rows: DataFrame) -> None:
     [
         ({"outputCols": None}, ModelError, ["several outputs", "'pooled' float32 (5, 5)"]),
         ({"outputCols": {"p": "logit"}, "outputType": "auto"}, ModelError, ["'logits' float32"]),
-        ({"outputCols": {"p": "layers"}, "outputType": "auto"}, ModelError, ["no tensor"]),
+        ({"outputCols": {"p": "layers"}, "outputType": "auto"}, ModelError, ["not a tensor"]),
         ({"predictionCol": "p"}, ConfigError, ["outputType='class'", "no column 'p'"]),
-        ({"featuresAsDict": True}, ConfigError, ["leave one of the two out"]),
-        ({"weightCol": "scale"}, ConfigError, ["weightCol does not go with loss='model'"]),
+        ({"featuresAsDict": True}, ConfigError, ["drop one of the two"]),
+        ({"weightCol": "scale"}, ConfigError, ["weightCol cannot be combined with loss='model'"]),
         ({"featuresCols": ["labels", "features"]}, ConfigError, ["'labels' twice"]),
     ],
 )
@@ -202,5 +202,5 @@ def test_a_model_of_one_output_has_no_other(spark: SparkSession) -> None:
     model = TorchModel(
         nn.Linear(4, 3), [], builder=None, head=Head.UNKNOWN, widths={None: 3}, history=[]
     )
-    with pytest.raises(ConfigError, match="has one output only"):
+    with pytest.raises(ConfigError, match="has only one output"):
         model.setOutputCols({"p": 0}).transform(frame(spark))

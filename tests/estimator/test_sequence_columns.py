@@ -111,7 +111,7 @@ def test_a_pretrained_module_takes_hugging_faces_names(rows: DataFrame) -> None:
     )
     named = rows.withColumnRenamed("tokens", "input_ids")
     assert np.allclose(predicted(model.transform(named)), answers(module.bag), atol=1e-6)
-    with pytest.raises(ModelError, match=r"5 numbers a row .* 4 for shorter rows"):
+    with pytest.raises(ModelError, match=r"5 numbers per row .*4 for shorter rows"):
         TorchModel.from_module(
             EachItem(),
             torch.ones(2, 5, dtype=torch.int64),

@@ -75,14 +75,14 @@ def test_every_way_to_load_refuses_a_command(
         ("metadata/part-00000", {**METADATA, "paramMap": {"model": "os:system"}}, "model must be"),
         ("metadata/part-00000", {"uid": "stage"}, "it has no paramMap"),
         ("metadata/part-00000", [METADATA], "no JSON object"),
-        ("objects.json", {}, r"it has \[\]"),
+        ("objects.json", {}, r"it contains \[\]"),
         ("objects.json", {**OBJECTS, "uid": OBJECTS["model"]}, "'uid'"),
         (
             "objects.json",
             {**OBJECTS, "loss": None},
-            "loss was saved as None, which is no object spec",
+            "loss was saved as None, which is not an object spec",
         ),
-        ("objects.json", {**OBJECTS, "loss": {"recipe": {}}}, "which is no object spec"),
+        ("objects.json", {**OBJECTS, "loss": {"recipe": {}}}, "which is not an object spec"),
         (
             "objects.json",
             {**OBJECTS, "loss": {"recipe": {"new": 3}}},
@@ -102,5 +102,5 @@ def test_a_model_whose_outputs_mean_nothing_known_is_refused(tmp_path: Path) -> 
     saved_model(tmp_path, named(RELU))
     description = (tmp_path / "module.json").read_text()
     (tmp_path / "module.json").write_text(description.replace('"logits"', '"os.system"'))
-    with pytest.raises(ConfigError, match=r"outputs are said to mean 'os\.system'"):
+    with pytest.raises(ConfigError, match=r"unknown meaning of its outputs: 'os\.system'"):
         TorchModel.load(path)

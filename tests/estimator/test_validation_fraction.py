@@ -118,7 +118,7 @@ def test_equal_rows_are_on_one_side_which_is_said(
     rows = frame(spark, rows=8).crossJoin(spark.range(50).select(F.lit(1).alias("one")))
     fitted = estimator(validationFraction=0.4).fit(rows)
     assert (fitted.history[0].validation_examples or 0) % 50 == 0
-    assert "rows of the same content are on the same side" in caplog.text
+    assert "rows with the same content are on the same side" in caplog.text
 
 
 def test_what_makes_no_sense_is_refused(spark: SparkSession) -> None:
@@ -129,7 +129,7 @@ def test_what_makes_no_sense_is_refused(spark: SparkSession) -> None:
     both = "validationFraction=0.2 and validationIndicatorCol='held' both say which rows"
     with pytest.raises(ConfigError, match=both):
         estimator(validationFraction=0.2, validationIndicatorCol="held").fit(rows)
-    with pytest.raises(DataError, match=r"validationFraction=1e-09 holds none of 60 rows out"):
+    with pytest.raises(DataError, match=r"validationFraction=1e-09 holds out none of 60 rows"):
         estimator(validationFraction=1e-9).fit(rows)
 
 

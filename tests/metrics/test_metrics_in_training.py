@@ -252,10 +252,10 @@ def _tenth_at_the_fourth(optimizer: Any) -> Any:
 @pytest.mark.parametrize(
     ("callback", "words"),
     [
-        (EarlyStopping("auroc"), "follows 'auroc', which nobody measures; there are validation_l"),
+        (EarlyStopping("auroc"), "follows 'auroc', which is not measured; there are validation_l"),
         (EarlyStopping("accuracy", mode="min"), "a larger 'accuracy' is better: leave mode out"),
         (ModelCheckpoint("confusion"), "does not say whether a larger value is better"),
-        (ModelCheckpoint("confusion", mode="max"), "came to .* in epoch 1; only a metric that is"),
+        (ModelCheckpoint("confusion", mode="max"), "came to .* in epoch 1; only a metric with a"),
     ],
 )
 def test_what_cannot_be_followed_is_refused(callback: Any, words: str) -> None:
@@ -267,9 +267,9 @@ def test_what_cannot_be_followed_is_refused(callback: Any, words: str) -> None:
 
 def test_a_learning_rate_that_cannot_follow_is_refused() -> None:
     job, shards = measured_job(scheduler=partial(ReduceLROnPlateau, mode="max"))
-    with pytest.raises(ConfigError, match="'lost', which is none of the metrics"):
+    with pytest.raises(ConfigError, match="'lost', which is not one of the metrics"):
         run_world(replace(job, scheduler_metric="lost"), shards)
-    with pytest.raises(ConfigError, match="can follow a metric that is one number"):
+    with pytest.raises(ConfigError, match="can follow only a metric with a single value"):
         run_world(replace(job, scheduler_metric="confusion"), shards)
     with pytest.raises(ConfigError, match="but the scheduler follows no metric"):
         run_world(replace(job, scheduler_metric="auroc", scheduler=_tenth_at_the_fourth), shards)
@@ -277,7 +277,7 @@ def test_a_learning_rate_that_cannot_follow_is_refused() -> None:
 
 def test_metrics_without_held_out_rows_are_refused_in_words() -> None:
     job, _ = measured_job()
-    with pytest.raises(ConfigError, match="held-out rows, and there are none: set validationFrac"):
+    with pytest.raises(ConfigError, match="held-out rows, but there are none: set validationFrac"):
         run_world(replace(job, schema=schema()), classification(SIZES).shards())
 
 
@@ -299,9 +299,11 @@ def test_more_than_the_driver_takes_is_refused_with_what_to_do(
 ) -> None:
     monkeypatch.setattr("sparkdl.averager.messages.headers.MAX_STATES_BYTES", 300)
     job, shards = measured_job()
-    with pytest.raises(WorkerError, match=r"each of 3 may send 100 .* thresholds=200"):
+    with pytest.raises(
+        WorkerError, match=r"each of 3 workers may send the driver at most 100\. .* thresholds=200"
+    ):
         run_world(job, shards)
     monkeypatch.undo()
     monkeypatch.setattr("sparkdl.driver.measuring.MAX_NUMBERS", 8)
-    with pytest.raises(ConfigError, match="'confusion' came to 9 numbers"):
+    with pytest.raises(ConfigError, match="'confusion' has 9 values"):
         run_world(job, shards)

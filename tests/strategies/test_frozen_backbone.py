@@ -219,7 +219,9 @@ def test_a_worker_with_another_backbone_ends_the_run_before_it_trains() -> None:
         return module
 
     windows: list[object] = []
-    with pytest.raises(ModelError, match=r"rank 1 on \S+ has built the model with other param"):
+    with pytest.raises(
+        ModelError, match=r"rank 1 on \S+ built the model with different frozen param"
+    ):
         run_world(
             make_job(build, max_failures=3),
             classification([8, 8]).shards(),

@@ -298,7 +298,7 @@ def test_a_rank_outside_the_world_ends_the_run() -> None:
 def test_a_rank_that_joins_twice_ends_the_run() -> None:
     job = make_job(mlp(), deadline_s=10)
     shards = classification([4, 4]).shards()
-    with pytest.raises(TrainingError, match=r"rank 0 joined from .* a second time"):
+    with pytest.raises(TrainingError, match=r"rank 0 joined from .* started the task twice"):
         run(job, 2, ranks(job, shards, {0: 0, 1: 0}))
 
 

@@ -267,7 +267,7 @@ class AveragerClient:
                     committed = True
                 except _Again:
                     # Only before the reply's first chunk, so the state is unchanged.
-                    logger.info("rank %d contributes once more: another worker was lost", self.rank)
+                    logger.info("rank %d is contributing again: another worker was lost", self.rank)
             self._committed(window)
 
     def begin_exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
@@ -376,7 +376,7 @@ class AveragerClient:
         self._channel.send_header({"finish": True, **self._times.header()})
         header = self._channel.receive_header()
         if "finished" not in header:
-            raise TrainingError(f"rank {self.rank} was sent {header} when it had finished")
+            raise TrainingError(f"rank {self.rank} received {header} after it had finished")
 
     def report_failure(self, error: WorkerError | CollectiveError) -> None:
         """End the run for everyone, with this worker's error as the reason."""
@@ -438,7 +438,7 @@ class AveragerClient:
         if "again" in header:
             raise _Again
         if "checkpoint" not in header:
-            raise TrainingError(f"rank {self.rank} was sent {header} where values were due")
+            raise TrainingError(f"rank {self.rank} received {header} instead of values")
         if "now" in header:
             self._send_worker_state()
         else:

@@ -127,9 +127,7 @@ class WorkerChannel:
                 f"rank {self._rank} received nothing from the averager for {self._deadline_s:g} s"
             ) from error
         except ConnectionLostError as error:
-            raise DisconnectedError(
-                f"rank {self._rank} was left by the averager: {error}"
-            ) from error
+            raise DisconnectedError(f"rank {self._rank} lost the averager: {error}") from error
 
 
 class Entry:

@@ -78,7 +78,7 @@ class Arrivals:
         """
         rank = event.member.rank
         if not self._members.reads(rank):
-            raise TrainingError(f"rank {rank} said a second time what its rows are")
+            raise TrainingError(f"rank {rank} reported its rows twice")
         self._note(rank, event.shard)
         self.shown[rank] = event.member
         self._decide(do.Report(NewRows(rank, event.shard)))

@@ -130,7 +130,7 @@ class Checkpointing:
             return
         why = "Is the storage of checkpointPath slow or gone?"
         if self.awaited:
-            why = f"It still waits for the worker state of {members.name(self.awaited)}"
+            why = f"It is still waiting for the worker state of {members.name(self.awaited)}"
         raise DeadlineError(
             f"the checkpoint of epoch {self._committed.epoch} was not written within "
             f"{members.deadline_s:g} s. {why}"

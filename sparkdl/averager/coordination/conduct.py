@@ -15,7 +15,7 @@ from sparkdl.averager.coordination.round import Round
 from sparkdl.errors import ModelError, TrainingError
 
 ONE_LAST_WINDOW = (
-    "A strategy has to exchange exactly one window with last=True in each epoch, on every rank"
+    "A strategy must exchange exactly one window with last=True in each epoch, on every rank"
 )
 
 
@@ -55,11 +55,11 @@ class Conduct:
         """
         if member.frozen != self._frozen:
             raise ModelError(
-                f"{member} has built the model with other parameters that require no "
-                "gradient than the driver has, or with other values in them. They are never sent, "
-                "so all have to build the same: does the function given as model read a file that "
-                "differs on that host, or draw random numbers that do not follow from torch's "
-                "seed? A module given as model is sent to all as it is"
+                f"{member} built the model with different frozen parameters (no gradient) from "
+                "the driver's, or with different values in them. They are never sent, so all must "
+                "build the same: does the function given as model read a file that differs on "
+                "that host, or draw random numbers that torch's seed does not control? A module "
+                "given as model is sent to all as it is"
             )
 
     def require_admitted(self, member: Member) -> None:
@@ -69,7 +69,7 @@ class Conduct:
             TrainingError: it has not been.
         """
         if member.rank not in self._round.admitted:
-            raise TrainingError(f"{member} acts as if it had been let start, and it has not")
+            raise TrainingError(f"{member} behaves as if it had been told to start, but it has not")
 
     def require_everyone(self, member: Member, what: str) -> None:
         """Check that nobody whom a worker would wait for has left for good.
@@ -83,8 +83,8 @@ class Conduct:
         """
         if self._done:
             raise TrainingError(
-                f"{member} {what}, but {self._members.name(self._done)} left the run before: each "
-                "worker has to train as many epochs as the others"
+                f"{member} {what}, but {self._members.name(self._done)} had already left the run: "
+                "all workers must train the same number of epochs"
             )
 
     def require_window_order(self, window: WindowClosed) -> None:
@@ -119,9 +119,9 @@ class Conduct:
         this = self._round
         under_way = this.entered or this.held or this.through
         if self._gathers.present is not None:
-            what = "while others wait for it in what the workers exchange among themselves"
+            what = "while others wait for it in an exchange among the workers"
         elif under_way or self._committed.has_windows:
-            what = f"in epoch {self._committed.epoch}, which is not over. {ONE_LAST_WINDOW}"
+            what = f"before the end of epoch {self._committed.epoch}. {ONE_LAST_WINDOW}"
         else:
             return
-        raise TrainingError(f"{member} has left the run {what}")
+        raise TrainingError(f"{member} left the run {what}")

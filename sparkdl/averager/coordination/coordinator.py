@@ -231,7 +231,7 @@ class Coordinator:
 
     def _joined(self, event: on.Joined) -> None:
         if event.member.rank in self._done:
-            raise FencedError(f"rank {event.member.rank} has finished its last epoch already")
+            raise FencedError(f"rank {event.member.rank} has already finished its last epoch")
         before = self.members.join(event.member, self._now)
         if before is not None:
             self._lose(before, "was replaced before its connection was known to be lost")
@@ -254,7 +254,7 @@ class Coordinator:
 
     def _gave(self, event: on.Gave) -> None:
         self._conduct.require_admitted(event.member)
-        what = "takes part in what the workers exchange among themselves"
+        what = "takes part in an exchange among the workers"
         self._conduct.require_everyone(event.member, what)
         commit = self.committed.commit_wanted
         told = self._gathers.give(event.member, event.value, commit=commit)
@@ -327,7 +327,9 @@ class Coordinator:
         if error is not None:
             self._fail(error)
             return
-        logger.warning("%s; going on with the others until it comes back", self.members.losses[-1])
+        logger.warning(
+            "%s; continuing with the others until it comes back", self.members.losses[-1]
+        )
         self._tell_callbacks(WorkerLost(rank, why))
         self._arrivals.lose(rank)
         self._gathers.withdraw(rank)

@@ -87,8 +87,8 @@ class EpochLosses:
         ended = self._committed.epoch - 1
         if event.epochs > ended:
             raise TrainingError(
-                f"{event.member} asked for the losses of {event.epochs} epochs, and {ended} have "
-                "ended"
+                f"{event.member} asked for the losses of {event.epochs} epochs, but only {ended} "
+                "have ended"
             )
         self.wanted[event.member.rank] = event
         return self._answers()

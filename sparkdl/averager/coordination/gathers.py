@@ -34,7 +34,9 @@ class Gathers:
             TrainingError: it gave twice before all others had given once.
         """
         if member.rank in self.waiting:
-            raise TrainingError(f"{member} gave twice before all others had given once")
+            raise TrainingError(
+                f"{member} contributed twice to a gather before all others had contributed once"
+            )
         self.waiting[member.rank] = member
         self._given[member.rank] = value
         if len(self._given) < self._world_size:

@@ -106,16 +106,16 @@ class Lateness:
         if not ranks <= joined:
             return (
                 f"did not start ({len(joined)} of {members.world_size} workers did, and they need "
-                "a gang-scheduled start: are other jobs using the cluster? An executor that cannot "
-                "reach the driver says so in its log)"
+                "a gang-scheduled start: are other jobs using the cluster? An executor that "
+                "cannot reach the driver says so in its log)"
             )
         if not ranks & members.there:
             reasons = "; ".join(members.last_loss(rank) for rank in sorted(ranks))
-            return f"did not come back ({reasons}; is there a slot to start it again?)"
+            return f"did not come back ({reasons}; is there a free slot to restart it?)"
         if not started:
             return "did not receive more of its rows"
         if self._gathers.present is not None:
-            return "did not take part in what the workers exchange among themselves"
+            return "did not take part in an exchange among the workers"
         epoch, rounds = self._committed.epoch, self._committed.round
         if self._wanting:
             return f"did not report the loss on its held-out rows after epoch {epoch - 1}"

@@ -108,8 +108,8 @@ class Membership:
         before = self._members.get(rank)
         if before is not None and not self.tolerance.max_failures:
             raise TrainingError(
-                f"rank {rank} joined from {host}, but it has joined from {before.host} "
-                "before: Spark started the task a second time"
+                f"rank {rank} joined from {host}, but it had already joined from {before.host}: "
+                "Spark started the task twice"
             )
         if before is not None and member.attempt < before.attempt:
             raise FencedError(

@@ -66,7 +66,7 @@ class Shards:
         if self._columns is None:
             self._columns = len(shard.columns)
         if self._columns != len(shard.columns):
-            raise TrainingError(f"rank {rank} has {len(shard.columns)} columns, others do not")
+            raise TrainingError(f"rank {rank} has {len(shard.columns)} columns, unlike the others")
         before = self._found.get(rank)
         if before is not None and before.complete:
             if not shard.complete:
@@ -87,7 +87,7 @@ def _require_same(rank: int, before: ShardStatistics, now: ShardStatistics) -> N
     # As text, because NaN differs from itself.
     if repr(before) != repr(now):
         raise DataError(
-            f"rank {rank} was started again and read other rows than before ({now.rows} rows "
-            f"now, {before.rows} then): the DataFrame is not the same each time it is computed "
-            "(rand() without a seed, a limit, a changing source?). Persist or write it first"
+            f"rank {rank} was restarted and read different rows ({now.rows} rows now, "
+            f"{before.rows} then): the DataFrame is not the same each time it is computed (rand() "
+            "without a seed, a limit, a changing source?). Persist or write it first"
         )

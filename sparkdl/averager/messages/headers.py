@@ -127,8 +127,8 @@ def shard_header(shard: ShardStatistics) -> dict[str, Any]:
     columns = len(shard.columns)
     if columns > SAFE_COLUMNS and (size := len(json.dumps(header))) > MAX_HEADER_BYTES:
         raise DataError(
-            f"what was found in {columns} columns takes {size} bytes, and a worker can send the "
-            f"driver {MAX_HEADER_BYTES}, which is enough for about "
+            f"the statistics of {columns} columns take {size} bytes, but a worker can send the "
+            f"driver at most {MAX_HEADER_BYTES}, enough for about "
             f"{columns * MAX_HEADER_BYTES // size}. Put columns that belong together into one "
             "array column first, for example with F.array(...) or VectorAssembler"
         )
@@ -155,7 +155,7 @@ def read_statistics(header: dict[str, Any]) -> DataStatistics:
     """
     everything, rows = read_shard(header, None), header.get("shard_rows")
     if not isinstance(rows, list) or not all(type(count) is int and count >= 0 for count in rows):
-        raise TrainingError(f"the driver sent {rows!r} where the workers' rows belong")
+        raise TrainingError(f"the driver sent {rows!r} instead of the workers' row counts")
     return DataStatistics(tuple(rows), everything.columns, everything.held_out, everything.weight)
 
 
@@ -177,7 +177,7 @@ def read_join(header: dict[str, Any]) -> tuple[int, str, int, int, str]:
     numbers = all(type(each) is int and each in _INTEGERS for each in (rank, attempt, task))
     if not numbers or not isinstance(host, str) or not isinstance(frozen, str):
         shown = _quoted(header)
-        raise TrainingError(f"an exchange starts with a rank and a host, not with {shown}")
+        raise TrainingError(f"a connection starts with a rank and a host, not with {shown}")
     return cast(int, rank), host, attempt, cast(int, task), frozen
 
 
@@ -192,7 +192,7 @@ def read_shard(header: dict[str, Any], rank: int | None) -> ShardStatistics:
     counts = [column[name] for column in columns for name in COUNTS]
     if min([fields["rows"], fields["held_out"], *counts]) < 0:
         shown = _quoted(fields)
-        raise TrainingError(f"rank {rank} counted less than nothing in its rows: {shown}")
+        raise TrainingError(f"rank {rank} reported negative counts for its rows: {shown}")
     for column in columns:
         column["places"] = {k: _place(place, rank) for k, place in column["places"].items()}
     fields["columns"] = tuple(ColumnStatistics(**column) for column in columns)
@@ -208,7 +208,9 @@ def read_row_server(header: dict[str, Any], rank: int) -> object:
     """
     address = header.get("row_server")
     if address is not None and len(json.dumps(address)) > ADDRESS_BYTES:
-        raise TrainingError(f"rank {rank} says that it serves its rows at {_quoted(address)}")
+        raise TrainingError(
+            f"rank {rank} sent {_quoted(address)} as the address of its rows, which is too long"
+        )
     return address
 
 
@@ -222,9 +224,9 @@ def read_gather(header: dict[str, Any], rank: int, world_size: int) -> Any:
     share = (MAX_HEADER_BYTES - len('{"gathered": []}')) // world_size - len(", ")
     if size > share:
         raise TrainingError(
-            f"rank {rank} wants all {world_size} workers to know {size} bytes, and of so many each "
-            f"may tell {share}, because everyone is sent what all have told. Use fewer workers, or "
-            "fewer columns: put those that belong together into one array column"
+            f"rank {rank} would share {size} bytes with all {world_size} workers, but each may "
+            f"share {share}, because everyone receives what all have shared. Use fewer workers, "
+            "or fewer columns: put those that belong together into one array column"
         )
     return header["gather"]
 
@@ -238,7 +240,9 @@ def read_window(header: dict[str, Any], rank: int) -> WindowReport:
     fields = _checked(header.get("window"), _WINDOW_TYPES, rank)
     counts = fields["examples"], fields["stands_for"] or 0
     if min(counts) < 0 or fields["rank"] != rank or not are_measured(fields["measured"]):
-        raise TrainingError(f"rank {rank} sent a window that cannot be its own: {fields}")
+        raise TrainingError(
+            f"rank {rank} sent the report of a window that cannot be its own: {fields}"
+        )
     return WindowReport(**fields)
 
 
@@ -264,9 +268,7 @@ def read_phases(header: dict[str, Any], rank: int) -> PhaseTimes | None:
         or min(fields["sent"], fields["received"], fields["uncertainty"], *seconds) < 0
         or fields["ended"] < fields["began"]
     ):
-        raise TrainingError(
-            f"rank {rank} sent times that no clock shows: {_quoted(header['phases'])}"
-        )
+        raise TrainingError(f"rank {rank} sent impossible times: {_quoted(header['phases'])}")
     return PhaseTimes(seconds=tuple(map(float, seconds)), **fields)
 
 
@@ -278,7 +280,7 @@ def read_worker_state(header: dict[str, Any], rank: int, limit: int) -> int:
     """
     size = header.get("worker_state")
     if type(size) is not int or not 0 <= size <= limit:
-        raise TrainingError(f"rank {rank} sent {_quoted(header)} where its worker state was due")
+        raise TrainingError(f"rank {rank} sent {_quoted(header)} instead of its worker state")
     return size
 
 
@@ -306,10 +308,10 @@ def require_share_of_states(size: int, report: ValidationReport, world_size: int
     most = MAX_STATES_BYTES // world_size
     if size > most:
         raise DataError(
-            f"the metrics have counted {size} bytes on the {report.examples} held-out rows of this "
-            f"worker, and each of {world_size} may send {most} to the driver. Metrics that keep "
-            "every score (AUROC, average precision) take a fixed size with thresholds=200; or hold "
-            "fewer rows out"
+            f"the metrics accumulated {size} bytes on this worker's {report.examples} held-out "
+            f"rows, but each of {world_size} workers may send the driver at most {most}. Metrics "
+            "that keep every score (AUROC, average precision) take a fixed size with "
+            "thresholds=200; or hold out fewer rows"
         )
 
 
@@ -321,9 +323,7 @@ def read_states_size(header: dict[str, Any], rank: int, world_size: int) -> int:
     """
     size = header.get("states", 0)
     if type(size) is not int or not 0 <= size <= MAX_STATES_BYTES // world_size:
-        raise TrainingError(
-            f"rank {rank} sent {_quoted(header)} where its metrics' states were due"
-        )
+        raise TrainingError(f"rank {rank} sent {_quoted(header)} instead of its metrics' states")
     return size
 
 
@@ -335,7 +335,9 @@ def read_validation(header: dict[str, Any], rank: int) -> ValidationReport:
     """
     fields = _checked(header.get("validation"), _VALIDATION_TYPES, rank)
     if fields["examples"] < 0 or fields["rank"] != rank:
-        raise TrainingError(f"rank {rank} sent a validation that cannot be its own: {fields}")
+        raise TrainingError(
+            f"rank {rank} sent a validation report that cannot be its own: {fields}"
+        )
     return ValidationReport(**fields)
 
 
@@ -347,7 +349,7 @@ def read_epoch_losses(header: dict[str, Any], rank: int) -> tuple[int, int]:
     """
     known, epochs = header.get("known"), header.get("epoch_losses")
     if type(known) is not int or type(epochs) is not int or not 0 <= known < epochs:
-        raise TrainingError(f"rank {rank} wants to know the losses of {_quoted(header)}")
+        raise TrainingError(f"rank {rank} sent an invalid request for losses: {_quoted(header)}")
     return known, epochs
 
 
@@ -378,7 +380,7 @@ def _place(place: Any, rank: int | None) -> RowLocation:
         or not all(number in _INTEGERS for number in place)
     ):
         shown = _quoted(place)
-        raise TrainingError(f"rank {rank} sent {shown} where a partition and a row belong")
+        raise TrainingError(f"rank {rank} sent {shown} instead of a partition and a row")
     return place[0], place[1]
 
 

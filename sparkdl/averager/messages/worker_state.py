@@ -34,9 +34,9 @@ class WorkerState:
             self._file.write(block)
         except OSError as error:
             raise TrainingError(
-                "the driver could not keep what it needs to know to restart a worker "
-                f"({self.size} bytes and more), in {tempfile.gettempdir()}: {error}. Set "
-                "TMPDIR to a folder with more room"
+                f"the driver could not store the state for restarting a worker ({self.size} bytes "
+                f"or more) in {tempfile.gettempdir()}: {error}. Set TMPDIR to a folder with more "
+                "space"
             ) from error
         self.size += len(block)
 

@@ -327,7 +327,7 @@ class Worker:
     def left(self, error: LeftError) -> None:
         """Take note that it has left."""
         if self.member is None:
-            logger.info("a worker left before it had joined: %s", error)
+            logger.info("a worker disconnected before joining: %s", error)
             return
         why = f"ended its connection in the middle of training ({error}). The executor's log "
         self._edge.tell(on.Lost(self.member, why + "says why"))

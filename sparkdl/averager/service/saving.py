@@ -181,10 +181,10 @@ class Saving:
             if not self.failed:
                 self.failed = True
                 logger.warning(
-                    "no checkpoint at epoch %d: %s. %she checkpoint before this one stays",
+                    "no checkpoint at epoch %d: %s. %she previous checkpoint is kept",
                     self._progress.epoch,
                     error,
-                    "Training goes on; t" if self._goes_on else "T",
+                    "Training continues; t" if self._goes_on else "T",
                 )
 
 
@@ -250,14 +250,14 @@ class Resumed:
                 pass
             case other:
                 raise CheckpointError(
-                    f"{saved.directory} is no checkpoint of a fit: it says it is of {other}. Give "
-                    "another checkpointPath, or set resume='never'"
+                    f"{saved.directory} is not a checkpoint of a fit: it describes itself as "
+                    f"{other}. Use another checkpointPath, or set resume='never'"
                 )
         try:
             return cls(saved=saved, progress=Progress.from_json(progress))
         except (AttributeError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{saved.directory} does not say how far its training had come: {error!r}"
+                f"{saved.directory} does not say how far its training had progressed: {error!r}"
             ) from error
 
     def read_center(
@@ -281,7 +281,7 @@ class Resumed:
         due = named(layout, values, memory)
         if found != {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in due.items()}:
             raise CheckpointError(
-                f"{self.saved.directory}/{CENTER} is of another model: it holds {found}"
+                f"{self.saved.directory}/{CENTER} belongs to a different model: it holds {found}"
             )
         read = {id(empty): tensors[name] for name, empty in due.items()}
         return (
@@ -308,8 +308,8 @@ class Resumed:
         epoch = said.get("epoch", "")
         if found != due or not re.fullmatch("[0-9]{1,9}", epoch):
             raise CheckpointError(
-                f"{self.saved.directory}/{KEPT_MODEL} is of another model: it holds {found} of "
-                f"epoch {epoch!r:.20}"
+                f"{self.saved.directory}/{KEPT_MODEL} belongs to a different model: it holds "
+                f"{found} of epoch {epoch!r:.20}"
             )
         return KeptModel(int(epoch), [tensors[name] for name in due], saved=True)
 

@@ -113,20 +113,20 @@ class Averager:
         )
         if wire_format.replies_changes and policy is not None and not policy.in_step:
             raise ConfigError(
-                f"wire format {wire_format.name!r} sends workers how the center has moved, which "
-                "is of use only to those who have followed each of its moves; with "
+                f"wire format {wire_format.name!r} sends workers only the changes of the center, "
+                "which they can apply only if they have received every one; with "
                 f"{type(policy).__name__} they have not. Use FullPrecision, or Changes"
             )
         if fragments > 1 and policy is not None and not policy.in_step:
             raise ConfigError(
-                f"rounds of one of {fragments} fragments each need workers that stay in step, and "
-                f"{type(policy).__name__} lets them get out of step. Use All, or one fragment"
+                f"averaging in {fragments} fragments needs workers that stay in step, but "
+                f"{type(policy).__name__} lets them drift apart. Use All, or one fragment"
             )
         largest = max((segment.numel for segment in layout), default=0)
         if fragments > 1 and fragments > largest:
             raise ConfigError(
-                f"{fragments} fragments are more than the model has values of any one kind "
-                f"({largest}): use fewer"
+                f"{fragments} fragments are too many for the model, which has at most {largest} "
+                "values of any one kind: use fewer"
             )
         self._plan = plan
         self._center = Center(

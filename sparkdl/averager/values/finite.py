@@ -73,7 +73,7 @@ def require_finite(values: Tensor, window: WindowReport) -> None:
     if bad:
         who = f"rank {window.rank}"
         if window.weight > window.examples:
-            who += ", which speaks for all who have formed a mean together,"
+            who += ", which reports for all workers averaged with it,"
         raise NonFiniteError(
             f"{who} has {bad} NaN or infinite values among its parameters, "
             f"buffers or optimizer state after epoch {window.epoch}, step {window.step} "

@@ -80,7 +80,7 @@ class Sparse:
             TrainingError: there are more than 2,147,483,648 values.
         """
         if len(values) > MOST:
-            raise TrainingError(f"{len(values)} values are more than a message can be of, {MOST}")
+            raise TrainingError(f"{len(values)} values are more than fit into a message ({MOST})")
         numbers = values.detach().to(self.of).numpy()
         places = _places(numbers, most=len(numbers) // 16)
         if places is not None:
@@ -148,7 +148,7 @@ class Sparse:
         }
         if lengths.get(form) != len(body):
             raise TrainingError(
-                f"a message of {len(message)} bytes in form {form} cannot be of {size} values"
+                f"a message of {len(message)} bytes in form {form} cannot hold {size} values"
             )
         if form == WHOLE:
             into += _weighed(body.view(into.dtype), weight)
@@ -230,7 +230,9 @@ class _Bits:
 
 def _read_header(message: np.ndarray) -> tuple[int, float]:
     if len(message) < HEADER_BYTES:
-        raise TrainingError(f"a message of {len(message)} bytes has no header of {HEADER_BYTES}")
+        raise TrainingError(
+            f"a message of {len(message)} bytes is shorter than its {HEADER_BYTES}-byte header"
+        )
     form, number = message[:HEADER_BYTES].view(_HEADER)[0]
     return int(form), float(number)
 
@@ -242,7 +244,7 @@ def _within(places: np.ndarray, size: int) -> np.ndarray:
         TrainingError: they do not ascend, or one is out of range.
     """
     if len(places) and (places[-1] >= size or not (places[1:] > places[:-1]).all()):
-        raise TrainingError(f"a message of {size} values has places that are not in order in them")
+        raise TrainingError(f"a message of {size} values has indices out of order or out of range")
     return places
 
 

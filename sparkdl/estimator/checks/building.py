@@ -83,9 +83,9 @@ def _require_nothing_to_train(loss: LossFunction) -> None:
     trained = [f"'{name}'" for name, each in own if each.requires_grad]
     if trained:
         raise ModelError(
-            f"the loss {type(loss).__name__} has parameters of its own, {', '.join(trained)}, and "
-            "only the model's are trained. Make the loss a part of the model (loss='model'), or "
-            "set requires_grad=False on them to have them stay as they are"
+            f"the loss {type(loss).__name__} has parameters of its own, {', '.join(trained)}, but "
+            "only the model's are trained. Make the loss part of the model (loss='model'), or "
+            "freeze them with requires_grad=False"
         )
 
 

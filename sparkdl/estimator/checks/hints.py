@@ -33,11 +33,11 @@ def how_to_build(error: Exception) -> str:
     if "uninitialized parameter" in text:
         return f". {SHOW_ZEROS}"
     if "deepcopy protocol" in text:
-        return ". Give a function as model that builds it, instead of one that is built already"
+        return ". Give a function as model that builds it, instead of an instance"
     if "process group" in text:
         return (
-            ". The strategy has the replicas agree: leave DistributedDataParallel and what is like "
-            "it out of the model"
+            ". The strategy synchronizes the replicas: remove DistributedDataParallel and similar "
+            "wrappers from the model"
         )
     return ""
 
@@ -61,8 +61,8 @@ def how_called(replica: Replica, batch: Batch, error: Exception, *, with_labels:
     else:
         given = [f"{{{', '.join(f'{name!r}: ...' for name in features)}}}"]
         advice = (
-            ". Leave featuresAsDict out to give it the features as separate arguments, or set "
-            "featuresAsKwargs instead to give them by name"
+            ". Drop featuresAsDict to pass the features as separate arguments, or set "
+            "featuresAsKwargs instead to pass them by name"
         )
     if with_labels and isinstance(replica.loss, ModelLoss):
         given += [f"{name}=..." for name in replica.loss.keywords]
@@ -87,7 +87,7 @@ def which_param_helps(
     flat = [s.name for s in features if len(s.row_shape) == 1 and s.padding is None]
     if flat and _OF_SHAPE.search(str(error)):
         return (
-            f". Rows of '{flat[0]}' are flat; to give them a shape, as images have it: "
+            f". Rows of '{flat[0]}' are flat; to give them a shape, as for images: "
             f"columnShapes={{'{flat[0]}': [channels, height, width]}}"
         )
     zero_or_one = [
@@ -113,7 +113,7 @@ def what_padding_adds(error: Exception, features: Sequence[ColumnSpec]) -> str:
         return ""
     return (
         f". The last of them, {', '.join(added)}, say where rows are padded: padInputs chooses "
-        "what, and padInputs={} leaves it out"
+        "them, padInputs={} drops them"
     )
 
 

@@ -204,7 +204,7 @@ class Preflight:
         weight, alike = self._params.optional_column("weightCol"), metrics.without_weights()
         if weight is not None and alike:
             logger.warning(
-                "weightCol='%s' weighs the losses; for the metrics %s every row counts alike, "
+                "weightCol='%s' weights the losses; the metrics %s count every row equally, "
                 "because their update takes no '%s'",
                 weight,
                 ", ".join(alike),
@@ -216,14 +216,14 @@ class Preflight:
         """Refuse settings that need all rows to be known before the first is trained on."""
         if self.job.strategy.needs.equal_steps:
             raise ConfigError(
-                f"streamFirstEpoch does not go with {_name(self.job.strategy)} among executors, "
-                "whose workers agree on the number of steps before the first. Leave it out, or use "
-                "ParameterAveraging(aggregation='driver')"
+                f"streamFirstEpoch cannot be combined with {_name(self.job.strategy)} among "
+                "executors, whose workers agree on the number of steps before the first. Drop it, "
+                "or use ParameterAveraging(aggregation='driver')"
             )
         if self.job.schema.weight is not None:
             raise ConfigError(
-                "streamFirstEpoch does not go with weightCol: weights are divided by their mean, "
-                "which is known only once all rows are read. Leave one of the two out"
+                "streamFirstEpoch cannot be combined with weightCol: weights are divided by their "
+                "mean, which is known only once all rows are read. Drop one of the two"
             )
 
     def _set_feed(self, **changes: Any) -> None:
@@ -239,14 +239,13 @@ class Preflight:
         partitions = known_partitions(frame)
         reason = None
         if self.workers.ranks_a_task > 1:
-            reason = "the GPUs of a task share its rows, and could wait for each other's"
+            reason = "the GPUs of a task share its rows and could end up waiting for each other"
         elif partitions is None or not has_stable_order(frame):
             reason = "they do not come straight from files. Write them to files first"
         elif partitions < tasks:
             reason = (
-                f"the DataFrame has {partitions} partitions for {tasks} workers, so that some "
-                "would begin with none. Lower spark.sql.files.maxPartitionBytes, or write more "
-                "files"
+                f"the DataFrame has {partitions} partitions for {tasks} workers, so some would "
+                "start with none. Lower spark.sql.files.maxPartitionBytes, or write more files"
             )
         if reason is not None:
             logger.warning("streamFirstEpoch: the rows are read before the first epoch: %s", reason)
@@ -289,8 +288,8 @@ class Preflight:
             most = math.ceil(statistics.rows / len(statistics.shard_rows))
         if feed.drop_last and most < batch_size:
             raise DataError(
-                f"dropLast leaves nothing: the workers have {most} rows at most, "
-                f"and a minibatch has {batch_size}"
+                f"dropLast leaves nothing: the workers have at most {most} rows, but a minibatch "
+                f"has {batch_size}"
             )
 
     def _task_rows(self, statistics: DataStatistics) -> list[int]:
@@ -314,10 +313,10 @@ class Preflight:
             raise UnbalancedError(found)
         if statistics.complete:
             logger.warning(
-                "%s: at the end of %s the others wait for the worker with the most. %s",
+                "%s: at the end of %s the other workers wait for the one with the most. %s",
                 found,
                 "the first epoch" if delivery.exchanged else "each epoch",
-                "With shuffleRows='exchange' all would have as many"
+                "With shuffleRows='exchange' all would have the same number"
                 if stay
                 else "Without streamFirstEpoch they would be spread evenly",
             )

@@ -200,9 +200,9 @@ def _require_as_built(module: nn.Module, built: dict[str, tuple[int, ...]]) -> N
     if changed:
         raise ModelError(
             f"the model's forward pass changes its parameters or buffers: {', '.join(changed)}. "
-            "The optimizer and the other workers know of those that there are when it is built. "
-            "Make them all in __init__, in their last shapes, or give a function as model that "
-            "builds it and calls it on a batch"
+            "The optimizer and the other workers only know those that exist when it is built. "
+            "Create them all in __init__, with their final shapes, or give a function as model "
+            "that builds it and calls it on a batch"
         )
 
 
@@ -236,7 +236,7 @@ def _outputs(
 def _loss(replica: Replica, outputs: Any, batch: Batch, labels: Sequence[ColumnSpec]) -> Tensor:
     """The loss of what the model returned."""
     both = _both(outputs, batch)
-    mode = "" if replica.module.training else " in evaluation mode, which validation is done in,"
+    mode = "" if replica.module.training else " in evaluation mode, which validation uses,"
     try:
         with warnings.catch_warnings():
             # torch only warns before it broadcasts (2, 2) outputs against (2,) targets.
@@ -257,7 +257,7 @@ def _loss(replica: Replica, outputs: Any, batch: Batch, labels: Sequence[ColumnS
         )
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ModelError(f"the loss of {both} must be a scalar tensor, the mean; it is {shape}")
+        raise ModelError(f"the loss of {both} must be a scalar tensor (the mean), not {shape}")
     return loss
 
 

@@ -54,7 +54,7 @@ def require_steps(
         raise ModelError(
             f"{type(built).__name__} ends after total_steps={most}, but this training takes "
             f"{steps} of its steps, those of the worker with the most rows. Set it to {steps}, or "
-            "see what schedulerEvery counts"
+            "check schedulerEvery"
         )
 
 

@@ -86,14 +86,14 @@ def check_held_out(by: str | float | None, held_out: int, trained: int) -> None:
         return
     if not held_out:
         raise DataError(
-            f"validationFraction={by:g} holds none of {rows} rows out: there is nothing to "
+            f"validationFraction={by:g} holds out none of {rows} rows: there is nothing to "
             "validate with. Raise it, or choose another seed"
         )
     # Were all rows different, the odds of so few, or so many, would be below one in a million.
     if abs(held_out - by * rows) > 5 * math.sqrt(rows * by * (1 - by)) + 1:
         logger.warning(
-            "validationFraction=%g holds %d of %d rows out: rows of the same content are on the "
-            "same side, and there are few different ones. To choose among equal rows, mark them in "
+            "validationFraction=%g holds out %d of %d rows: rows with the same content are on the "
+            "same side, and there are few distinct ones. To choose among equal rows, mark them in "
             "a column (validationIndicatorCol)",
             by,
             held_out,

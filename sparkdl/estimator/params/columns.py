@@ -80,7 +80,7 @@ class FeatureParams(HasFeaturesCol):
         if self.getFeaturesAsDict() and self.getFeaturesAsKwargs():
             raise ConfigError(
                 "featuresAsDict gives the model one dict, featuresAsKwargs keyword arguments: "
-                "leave one of the two out"
+                "drop one of the two"
             )
         return self.getFeaturesAsDict() or self.getFeaturesAsKwargs()
 

@@ -40,14 +40,14 @@ class EstimatorParams(
             return loss
         if self.optional_column("weightCol") is not None:
             raise ConfigError(
-                "weightCol does not go with loss='model': a model that computes its own loss "
-                "gives no value per row to weight. Leave one of the two out"
+                "weightCol cannot be combined with loss='model': a model that computes its own "
+                "loss gives no value per row to weight. Drop one of the two"
             )
         keywords = tuple(self.getLabelCols() or ["labels"])
         both = set(keywords) & set(self.feature_columns()) if self.getFeaturesAsKwargs() else set()
         if both:
             raise ConfigError(
                 f"the model would be given '{min(both)}' twice: as a feature (featuresAsKwargs) "
-                "and as a label (loss='model'). Leave it out of featuresCols"
+                "and as a label (loss='model'). Remove it from featuresCols"
             )
         return ModelLoss(keywords)

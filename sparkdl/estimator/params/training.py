@@ -11,8 +11,8 @@ from sparkdl.errors import ConfigError
 from sparkdl.spark.rows.converters import function, nonempty_text, one_of, optional, positive, whole
 
 SEVERAL_OPTIMIZERS = (
-    "A training with several optimizers, such as a GAN's, has a loop of its own: write it as a "
-    "function, and run that on the workers with sparkdl.run(function)"
+    "A training with several optimizers, such as a GAN's, needs a loop of its own: write it as a "
+    "function and run it on the workers with sparkdl.run(function)"
 )
 
 
@@ -26,7 +26,7 @@ def _loss(value: Any) -> Any:
 
 def _optimizer(value: Any) -> Any:
     if isinstance(value, (dict, list, tuple)):
-        raise ConfigError(f"optimizer must be one, got {len(value)}. {SEVERAL_OPTIMIZERS}")
+        raise ConfigError(f"optimizer must be a single one, got {len(value)}. {SEVERAL_OPTIMIZERS}")
     example = "for example partial(torch.optim.SGD, lr=0.1)"
     return function("optimizer", f"a function of the model's parameters, {example}")(value)
 

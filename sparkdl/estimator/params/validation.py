@@ -69,6 +69,6 @@ class ValidationParams(HasValidationIndicatorCol):
         if fraction is not None and named is not None:
             raise ConfigError(
                 f"validationFraction={fraction:g} and validationIndicatorCol='{named}' both say "
-                "which rows are held out: leave one of the two out"
+                "which rows are held out: drop one of the two"
             )
         return named if fraction is None else fraction

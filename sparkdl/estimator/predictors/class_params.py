@@ -67,14 +67,14 @@ class ClassParams(InputOutputParams, HasRawPredictionCol, HasProbabilityCol, Has
         if not head.is_classification:
             raise ConfigError(
                 "a classifier needs one of torch's losses for classes (CrossEntropyLoss, NLLLoss, "
-                "BCEWithLogitsLoss, BCELoss, MultiMarginLoss), which says what the outputs mean. "
-                "For another loss take TorchEstimator"
+                "BCEWithLogitsLoss, BCELoss, MultiMarginLoss), which defines what the outputs "
+                "mean. For another loss use TorchEstimator"
             )
         if None not in widths:
             raise ConfigError(
                 "a classifier's model returns one tensor, but there are outputs "
                 f"{', '.join(repr(key) for key in widths)}. Wrap it in a module that returns one, "
-                "or take TorchEstimator with outputCols"
+                "or use TorchEstimator with outputCols"
             )
         count = self._count(head, widths[None])
         function: Any = functools.partial(scores, head=head)
@@ -99,14 +99,14 @@ class ClassParams(InputOutputParams, HasRawPredictionCol, HasProbabilityCol, Has
         single = head in (Head.BINARY_LOGIT, Head.BINARY_PROBABILITY)
         count = width or 1
         if single != (count == 1):
-            wanted = "one output a row, for two classes" if single else "an output for each class"
-            raise ConfigError(f"the loss takes {wanted}, but the model gives {count} a row")
+            wanted = "one output per row, for two classes" if single else "one output per class"
+            raise ConfigError(f"the loss takes {wanted}, but the model gives {count} per row")
         count = 2 if single else count
         named = self.getLabels()
         if named is not None and len(named) != count:
             raise ConfigError(
-                f"the model tells {count} classes apart, but there are {len(named)} labels "
-                f"({', '.join(map(repr, named[:20]))}). Give it an output for each"
+                f"the model distinguishes {count} classes, but there are {len(named)} labels "
+                f"({', '.join(map(repr, named[:20]))}). Give it one output per label"
             )
         return count
 
@@ -116,13 +116,13 @@ class ClassParams(InputOutputParams, HasRawPredictionCol, HasProbabilityCol, Has
         found = self.getThresholds()
         if head is Head.SCORES:
             raise ConfigError(
-                "thresholds are of probabilities, which MultiMarginLoss does not give. Leave them "
-                "out, or take CrossEntropyLoss"
+                "thresholds apply to probabilities, which MultiMarginLoss does not give. Drop "
+                "them, or use CrossEntropyLoss"
             )
         if len(found) != count or not min(found) >= 0 or found.count(0.0) > 1:
             raise ConfigError(
-                f"thresholds must be {count} numbers > 0, one for each class, of which at most one "
-                f"may be 0, got {found}"
+                f"thresholds must be {count} numbers > 0, one per class (at most one may be 0), "
+                f"got {found}"
             )
         return found
 

@@ -21,8 +21,8 @@ from sparkdl.spark.rows.columns import quoted
 Label = str | int | float | bool
 _TEXT = "sparkdl: text of the label"
 _INSTANTS = (
-    "their text depends on the session's time zone. Use a date or a text of your own as the label, "
-    "for example F.to_date(...) or F.date_format(...)"
+    "their text depends on the session's time zone. Use a date or a string of your own as the "
+    "label, for example F.to_date(...) or F.date_format(...)"
 )
 MAX_CLASSES = 10_000
 """The most in a column of texts whose labels nobody has named: more are not classes."""
@@ -42,13 +42,13 @@ def labels(value: Any) -> list[Label] | None:
         return None
     found = list(value) if isinstance(value, (list, tuple)) else []
     if any(isinstance(each, datetime.datetime) for each in found):
-        raise ConfigError(f"labels are points in time, {found[0]!r:.100} first: {_INSTANTS}")
+        raise ConfigError(f"labels are timestamps, starting with {found[0]!r:.100}: {_INSTANTS}")
     found = [_plain(each) for each in found]
     kinds = [(str,), (bool,), (int, float)]
     alike = any(all(type(each) in kind for each in found) for kind in kinds)
     if len(found) < 2 or not alike or len(set(map(_in_tensor, found))) != len(found):
         raise ConfigError(
-            "labels must be two or more different texts, or numbers, booleans or dates, in the "
+            "labels must be two or more different strings, or numbers, booleans or dates, in the "
             f"order of the model's outputs, got {value!r:.200}"
         )
     return found
@@ -79,7 +79,7 @@ def labels_of(dataset: DataFrame, column: str) -> list[Label] | None:
     if field is None:
         return None
     if isinstance(field.dataType, T.TimestampType | T.TimestampNTZType):
-        raise DataError(f"label column '{column}' holds points in time: {_INSTANTS}")
+        raise DataError(f"label column '{column}' holds timestamps: {_INSTANTS}")
     named = field.metadata.get("ml_attr", {}).get("vals")
     if not _is_text(field):
         return list(named) if named else None
@@ -87,9 +87,9 @@ def labels_of(dataset: DataFrame, column: str) -> list[Label] | None:
     found = sorted(row["label"] for row in rows.limit(MAX_CLASSES + 1).collect())
     if not 2 <= len(found) <= MAX_CLASSES:
         count = f"more than {MAX_CLASSES}" if len(found) > MAX_CLASSES else len(found)
-        what = "texts" if isinstance(field.dataType, T.StringType) else "dates"
+        what = "strings" if isinstance(field.dataType, T.StringType) else "dates"
         raise ConfigError(
-            f"label column '{column}' holds {count} different {what}, and a classifier takes 2 to "
+            f"label column '{column}' holds {count} different {what}, but a classifier takes 2 to "
             f"{MAX_CLASSES} classes. Choose another labelCol"
         )
     return found
@@ -112,14 +112,14 @@ def indexed(dataset: DataFrame, column: str, classes: list[Label] | None) -> tup
     texts = _is_text(field)
     if isinstance(field.dataType, T.BooleanType) and isinstance(classes[0], str):
         raise ConfigError(
-            f"label column '{column}' holds booleans, and labels are texts: {classes!r:.200}. Give "
-            "labels=[False, True] or [True, False], in the order of the model's outputs, or none "
-            "for the first of these"
+            f"label column '{column}' holds booleans, but labels are strings: {classes!r:.200}. "
+            "Set labels=[False, True] or [True, False], in the order of the model's outputs, or "
+            "drop labels for the first of these"
         )
     if not texts and isinstance(classes[0], str):
         return dataset, column  # StringIndexer's own numbers
     # Errors about the column's values quote its name; an exception in the JVM no one would see.
-    name = f"{column} (index among the labels; {len(classes)} is none of them)"
+    name = f"{column} (index into the labels; {len(classes)} is not one of them)"
     wanted = quoted(column) if texts else quoted(column).cast("double")
     names = [str(each) for each in classes]
     if not texts:  # written as Spark does, not as Python does

@@ -102,8 +102,8 @@ class TorchClassifier(BaseEstimator[TorchClassificationModel], ClassParams):
         """Called by ``fit``; see the class."""
         if self.getLabelCols() is not None:
             raise ConfigError(
-                f"a classifier has one label column, and labelCols names "
-                f"{', '.join(self.getLabelCols() or [])}. Set labelCol, or take TorchEstimator"
+                "a classifier has one label column, but labelCols names "
+                f"{', '.join(self.getLabelCols() or [])}. Set labelCol, or use TorchEstimator"
             )
         column = self.getLabelCol()
         labels = self.getLabels() or labels_of(dataset, column)

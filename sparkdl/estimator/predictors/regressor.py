@@ -23,14 +23,14 @@ class NumberParams(InputOutputParams):
         """The column that the model adds; see ``InputOutputParams``."""
         if head.is_classification:
             raise ConfigError(
-                "the loss is one for classes: take TorchClassifier, or a loss for numbers, for "
+                "the loss is for classification: use TorchClassifier, or a regression loss, for "
                 "example MSELoss"
             )
         if widths.get(None, 0) not in (None, 1):
             shown = widths.get(None)
             raise ConfigError(
-                f"a regressor's model gives one number a row, but this one gives "
-                f"{'several outputs' if shown is None else shown}. Take TorchEstimator, whose "
+                "a regressor's model gives one number per row, but this one gives "
+                f"{'several outputs' if shown is None else shown}. Use TorchEstimator, whose "
                 "predictionCol holds vectors and whose outputCols name several outputs"
             )
         function, _ = output_function("raw", head, None)

@@ -149,7 +149,7 @@ def _require_numbers(values: pa.Array, spec: ColumnSpec) -> None:
     if values.null_count:
         raise DataError(
             f"column '{spec.name}' has {values.null_count} null values in a batch of "
-            f"{len(values)} rows. Make empty arrays of them: F.coalesce(col, F.array())"
+            f"{len(values)} rows. Turn them into empty arrays: F.coalesce(col, F.array())"
         )
     if flat.null_count:
         raise DataError(

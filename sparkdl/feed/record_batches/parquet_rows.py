@@ -164,9 +164,8 @@ class _Reader:
             names = ", ".join(column.field for column in self._columns.values())
             raise DataError(
                 f"the columns {names} could not be read from {path}: "
-                f"{error or 'it ends too soon'}. If the file is whole and Spark can read it, have "
-                "Spark do that: "
-                "df.withColumn(name, F.expr(name))"
+                f"{error or 'it ends too soon'}. If the file is intact and Spark can read it, let "
+                "Spark do so: df.withColumn(name, F.expr(name))"
             ) from error
 
     def _open(self, path: str) -> None:
@@ -186,7 +185,7 @@ class _Reader:
         assert self._file is not None
         group = int(np.searchsorted(self._group_ends, row, side="right"))
         if group >= len(self._group_ends):
-            raise OSError(f"row {row} is beyond its last one: it was rewritten meanwhile")
+            raise OSError(f"row {row} is past its last one: the file was rewritten in the meantime")
         if group != self._group:
             told = self._file.metadata.row_group(group)
             self._group, self._stop = group, int(self._group_ends[group]) - told.num_rows

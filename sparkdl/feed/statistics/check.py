@@ -29,7 +29,7 @@ def check_statistics(statistics: DataStatistics, columns: Sequence[ColumnSpec]) 
         raise DataError(NO_ROWS)
     if len(statistics.columns) != len(columns):
         raise TrainingError(
-            f"the workers tell of {len(statistics.columns)} columns, but the training has "
+            f"the workers reported {len(statistics.columns)} columns, but the training has "
             f"{len(columns)}; all must run the same version of sparkdl"
         )
     for found, spec in zip(statistics.columns, columns, strict=True):
@@ -51,7 +51,9 @@ def _check_column(found: ColumnStatistics, spec: ColumnSpec, statistics: DataSta
         return f" (the first is {where})" if where else ""
 
     if found.nulls:
-        empty = f", or make empty arrays of them: F.coalesce('{name}', F.array())" if padded else ""
+        empty = (
+            f", or turn them into empty arrays: F.coalesce('{name}', F.array())" if padded else ""
+        )
         raise DataError(
             f"column '{name}' has {found.nulls} null values in {rows} rows{first('nulls')}. Drop "
             f"or fill them first: df.na.drop(subset=[...]) / df.na.fill({{...}}){empty}"
@@ -66,7 +68,7 @@ def _check_column(found: ColumnStatistics, spec: ColumnSpec, statistics: DataSta
         raise DataError(
             f"column '{name}' has {found.broken} rows of {rows} that cannot become tensors: "
             f"{found.where('broken') or 'the first'} {found.reason}. Filter them out first, or "
-            "declare what they are with columnShapes and columnDtypes"
+            "declare their type with columnShapes and columnDtypes"
         )
     if found.shortest != found.longest and not padded:
         places = found.where("shortest"), found.where("longest")

@@ -146,7 +146,9 @@ def _scan_arrays(values: pa.Array, spec: ColumnSpec, found: _Finder) -> None:
     as_arrived = spec.encoding.is_decoded(values.type) and spec.elements is not None
     if as_arrived and (lengths != spec.elements).any():
         wrong = np.flatnonzero(lengths != spec.elements)
-        found.reason = f"has {lengths[wrong[0]]} elements, the declared {spec.row_shape}"
+        found.reason = (
+            f"has {lengths[wrong[0]]} elements, but the declared shape is {spec.row_shape}"
+        )
         found.count("broken", wrong)
     for name, row in (("shortest", lengths.argmin()), ("longest", lengths.argmax())):
         found.extreme(name, int(lengths[row]), int(row))

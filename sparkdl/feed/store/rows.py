@@ -134,9 +134,9 @@ class StoredRows:
         system = os.statvfs(self._directory)
         return TrainingError(
             f"a worker's rows do not fit into {self._directory} on {socket.gethostname()}: "
-            f"{os.fstat(self._file.fileno()).st_size >> 20} MiB of them are there, {missing} bytes "
-            f"could not be written, {system.f_bavail * system.f_frsize >> 20} MiB are free "
-            f"({error.strerror}). Give it more room, use more hosts, or change storeIn"
+            f"{os.fstat(self._file.fileno()).st_size >> 20} MiB of them are stored, {missing} "
+            f"bytes could not be written, {system.f_bavail * system.f_frsize >> 20} MiB are free "
+            f"({error.strerror}). Give it more space, use more hosts, or change storeIn"
         )
 
     def take(self, rows: Tensor, stored: int, pages: int | None, *, pinned: bool) -> Tensor:

@@ -194,7 +194,7 @@ class TestWaiting:
         run.finish(0)
         assert run.lose(0) == []
         (refused,) = only(do.Refuse, run.join(0, attempt=1))
-        assert "has finished its last epoch already" in refused.reason
+        assert "has already finished its last epoch" in refused.reason
         assert written(run)[-1] == do.End(None)
 
     def test_whoever_waits_to_leave_is_not_late(self) -> None:

@@ -204,14 +204,14 @@ class TestComingBack:
         run.lose(0)
         run.join(0, attempt=1)
         decisions = run.read(0, shard(7))
-        words = r"read other rows than before \(7 rows now, 1 then\)"
+        words = r"read different rows \(7 rows now, 1 then\)"
         expect_failure(run, decisions, DataError, words)
 
     def test_for_a_rank_that_has_finished_nobody_joins(self) -> None:
         run = started(2)
         run.round(last=True)
         run.finish(0)
-        reason = "rank 0 has finished its last epoch already"
+        reason = "rank 0 has already finished its last epoch"
         assert run.join(0, attempt=1) == [do.Refuse(run.members[0], reason)]
         assert run.finish(1)[-1] == do.End(None)
 

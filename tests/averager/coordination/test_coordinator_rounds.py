@@ -158,8 +158,8 @@ class TestOutOfTurn:
         run.round(last=True)
         assert run.finish(0) == [do.Dismiss(run.members[0])]
         words = (
-            "rank 1 on host-1 contributed a window of epoch 2, but rank 0 on host-0 left the run "
-            "before: each worker has to train as many epochs as the others"
+            "rank 1 on host-1 contributed a window of epoch 2, but rank 0 on host-0 had already "
+            "left the run: all workers must train the same number of epochs"
         )
         expect_failure(run, run.close(1, epoch=2), TrainingError, words)
 
@@ -174,7 +174,7 @@ class TestOutOfTurn:
             run.contribute(1)
         else:
             run.contribute(1, last=True)
-        words = "rank 0 on host-0 has left the run in epoch 1, which is not over. .*last=True"
+        words = "rank 0 on host-0 left the run before the end of epoch 1. .*last=True"
         expect_failure(run, run.finish(0), TrainingError, words)
 
     def test_nobody_needs_to_train_at_all(self) -> None:
@@ -286,13 +286,15 @@ class TestGather:
     def test_giving_twice_ends_the_run(self) -> None:
         run = started(2)
         self.give(run, 0, 1)
-        words = "rank 0 on host-0 gave twice before all others had given once"
+        words = (
+            "rank 0 on host-0 contributed twice to a gather before all others had contributed once"
+        )
         expect_failure(run, self.give(run, 0, 2), TrainingError, words)
 
     def test_a_rank_that_stays_away_is_named(self) -> None:
         run = started(2, deadline_s=10)
         self.give(run, 0, "here")
-        words = "^rank 1 on host-1 did not take part in what the workers exchange.* within 10 s"
+        words = "^rank 1 on host-1 did not take part in an exchange among the workers within 10 s"
         expect_failure(run, run.wait(10), DeadlineError, words)
 
     def test_who_waits_for_the_others_is_told_that_the_run_goes_on(self) -> None:

@@ -35,7 +35,7 @@ def test_nobody_is_let_start_before_the_driver_says_so() -> None:
 def test_who_has_built_other_frozen_parameters_than_the_driver_ends_the_run(of_driver: str) -> None:
     run = Run(2, frozen=of_driver)
     assert run.join(0, frozen=of_driver) == []
-    expect_failure(run, run.join(1, frozen="f2"), ModelError, "rank 1 on host-1 has built")
+    expect_failure(run, run.join(1, frozen="f2"), ModelError, "rank 1 on host-1 built")
 
 
 def test_a_second_start_starts_nothing() -> None:
@@ -90,7 +90,7 @@ def test_rows_that_arrive_while_a_rank_trains_are_shown_to_the_driver_first() ->
 
 def test_rows_that_were_read_are_not_said_a_second_time() -> None:
     run = started(1)
-    expect_failure(run, run.read(0), TrainingError, "rank 0 said a second time what its rows are")
+    expect_failure(run, run.read(0), TrainingError, "rank 0 reported its rows twice")
 
 
 @pytest.mark.parametrize("rank", [2, -1])
@@ -113,7 +113,7 @@ def test_ranks_that_see_different_columns_end_the_run() -> None:
     run = joined(2)
     run.read(0)
     decisions = run.read(1, ShardStatistics(3, (ColumnStatistics(), ColumnStatistics())))
-    expect_failure(run, decisions, TrainingError, "rank 1 has 2 columns, others do not")
+    expect_failure(run, decisions, TrainingError, "rank 1 has 2 columns, unlike the others")
 
 
 class TestActingBeforeBeingLetStart:
@@ -138,7 +138,7 @@ class TestActingBeforeBeingLetStart:
             run.lose(0)
             run.join(0, attempt=1, host="host-0")
         decisions = run.tell(act(run.members[0]))  # type: ignore[operator]
-        words = "rank 0 on host-0 acts as if it had been let start, and it has not"
+        words = "rank 0 on host-0 behaves as if it had been told to start, but it has not"
         expect_failure(run, decisions, TrainingError, words)
 
 

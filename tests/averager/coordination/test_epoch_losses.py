@@ -89,7 +89,7 @@ def test_who_does_not_validate_is_named() -> None:
 def test_who_waits_for_an_epoch_that_has_not_ended_is_refused() -> None:
     run = started(2)
     expect_failure(
-        run, ask(run, 0), TrainingError, "asked for the losses of 1 epochs, and 0 have ended"
+        run, ask(run, 0), TrainingError, "asked for the losses of 1 epochs, but only 0 have ended"
     )
 
 
@@ -105,5 +105,5 @@ def test_who_waits_for_an_epoch_that_has_not_ended_is_refused() -> None:
     ],
 )
 def test_a_question_that_makes_no_sense_is_refused(header: dict[str, Any]) -> None:
-    with pytest.raises(TrainingError, match="rank 3 wants to know"):
+    with pytest.raises(TrainingError, match="rank 3 sent an invalid request for losses"):
         read_epoch_losses(header, 3)

@@ -63,5 +63,5 @@ def test_all_are_asked_for_a_commit_by_what_the_last_brings() -> None:
 def test_nobody_gives_twice_before_all_have_given() -> None:
     gathers = Gathers(2)
     gathers.give(MEMBERS[0], "first")
-    with pytest.raises(TrainingError, match="rank 0 on host-0 gave twice"):
+    with pytest.raises(TrainingError, match="rank 0 on host-0 contributed twice"):
         gathers.give(MEMBERS[0], "second")

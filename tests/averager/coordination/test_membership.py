@@ -31,7 +31,9 @@ def test_a_rank_of_the_run_joins_once() -> None:
     assert members.join(first, 1.0) is None
     assert members.of(0) is first
     assert (members.there, members.ever_joined, members.joined) == ({0}, {0}, 1)
-    with pytest.raises(TrainingError, match="rank 0 joined from b, but it has joined from a"):
+    with pytest.raises(
+        TrainingError, match="rank 0 joined from b, but it had already joined from a"
+    ):
         members.join(Member(0, "b", attempt=1), 2.0)
 
 

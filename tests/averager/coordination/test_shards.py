@@ -49,12 +49,12 @@ def test_rows_with_nan_are_the_same_when_they_are_read_again() -> None:
 def test_other_rows_than_before_are_refused() -> None:
     shards = Shards(1)
     shards.note(0, shard(7))
-    with pytest.raises(DataError, match=r"rank 0 .* other rows .*\(6 rows now, 7 then\)"):
+    with pytest.raises(DataError, match=r"rank 0 .* different rows \(6 rows now, 7 then\)"):
         shards.note(0, shard(6))
 
 
 def test_other_columns_than_the_others_have_are_refused() -> None:
     shards = Shards(2)
     shards.note(0, shard(7))
-    with pytest.raises(TrainingError, match="rank 1 has 2 columns, others do not"):
+    with pytest.raises(TrainingError, match="rank 1 has 2 columns, unlike the others"):
         shards.note(1, shard(7, columns=2))

@@ -50,7 +50,9 @@ def test_what_a_window_has_measured_is_a_few_numbers_that_floats_hold(number: An
     header = window_header(replace(WINDOW, measured={"noise": 2.0}))
     assert read_window(header, 0).measured == {"noise": 2.0}
     header["window"]["measured"]["noise"] = number
-    with pytest.raises(TrainingError, match="rank 0 sent a window that cannot be its own"):
+    with pytest.raises(
+        TrainingError, match="rank 0 sent the report of a window that cannot be its own"
+    ):
         read_window(header, 0)
 
 

@@ -103,5 +103,5 @@ def test_of_an_epoch_that_is_long_over_nothing_is_kept() -> None:
 def test_more_than_a_workers_share_or_no_number_of_bytes_is_refused(size: Any) -> None:
     assert read_states_size({"states": MAX_STATES_BYTES // 4}, 0, 4) == MAX_STATES_BYTES // 4
     assert read_states_size({}, 0, 4) == 0
-    with pytest.raises(TrainingError, match="where its metrics' states were due"):
+    with pytest.raises(TrainingError, match="instead of its metrics' states"):
         read_states_size({"states": size}, 0, 4)

@@ -86,11 +86,11 @@ def close_an_epoch_twice(workers: Crew) -> Future[Any]:
 
 
 DEEDS: dict[Deed, str] = {
-    leave_in_the_middle: "rank 1 on .* has left the run in epoch 1",
-    leave_before_the_first_window: "rank 1 on .* has left the run in epoch 1",
+    leave_in_the_middle: "rank 1 on .* left the run before the end of epoch 1",
+    leave_before_the_first_window: "rank 1 on .* left the run before the end of epoch 1",
     leave_an_epoch_early: "rank 0 on .* epoch 2, .*rank 1 on .* left the run",
-    leave_after_a_window_that_was_not_the_last: "rank 1 on .* has left the run in epoch 1",
-    leave_while_the_other_gathers: "rank 1 on .* has left the run .*exchange among themselves",
+    leave_after_a_window_that_was_not_the_last: "rank 1 on .* before the end of epoch 1",
+    leave_while_the_other_gathers: "rank 1 on .* left the run .*exchange among the workers",
     gather_after_the_other_has_left: "rank 0 on .* exchange.*, .*rank 1 on .* left the run",
     go_on_to_the_next_epoch: "rank 1 on .* window of epoch 2, but the run is in epoch 1",
     close_an_epoch_twice: "rank 1 on .* window of epoch 1, but the run is in epoch 2",
@@ -119,7 +119,7 @@ def test_who_exchanges_something_in_an_epoch_that_the_other_has_ended_does_not_w
         workers.exchange(window(0)).result(WAIT_S)
         workers.call(workers.client(0).gather, {})
         error = workers.outcome.exception(WAIT_S)
-    with pytest.raises(DeadlineError, match=r"rank 1 .*in what the workers exchange among them"):
+    with pytest.raises(DeadlineError, match=r"rank 1 .*in an exchange among the workers"):
         raise error or AssertionError("it goes on")
 
 

@@ -59,7 +59,7 @@ def test_a_center_of_another_model_is_refused_in_words(tmp_path: Path) -> None:
     pending.publish({"config": {}, "data": None, "progress": Progress.start(1).as_json()})
     saved = CheckpointStore(str(tmp_path), keep_last=1).newest()
     assert saved is not None
-    with pytest.raises(CheckpointError, match="is of another model"):
+    with pytest.raises(CheckpointError, match="belongs to a different model"):
         Resumed.of(saved).read_center((Segment("parameters", torch.float32, 3),))
 
 
@@ -75,5 +75,5 @@ def test_a_kept_model_of_another_training_is_refused_in_words(
     pending.publish({"config": {}, "data": None, "progress": Progress.start(1).as_json()})
     saved = CheckpointStore(str(tmp_path), keep_last=1).newest()
     assert saved is not None
-    with pytest.raises(CheckpointError, match="is of another model"):
+    with pytest.raises(CheckpointError, match="belongs to a different model"):
         Resumed.of(saved).read_kept_model((Segment("parameters", torch.float32, 3),))

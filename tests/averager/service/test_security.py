@@ -314,7 +314,7 @@ def test_a_wrong_message_before_training_ends_the_run_at_once(
 def test_a_second_shard_where_a_window_is_due_ends_the_run(averager: Averager) -> None:
     with Intruder(averager) as intruder:
         intruder.train(shard())
-        with pytest.raises(TrainingError, match="rank 0 said a second time what its rows are"):
+        with pytest.raises(TrainingError, match="rank 0 reported its rows twice"):
             list(intruder.events)
 
 

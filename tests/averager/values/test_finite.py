@@ -65,5 +65,5 @@ def test_what_one_has_is_told_from_what_all_have_agreed_on() -> None:
     agreed = WindowReport(
         rank=0, epoch=2, step=7, examples=4, loss_sum=8.0, last=True, stands_for=12
     )
-    with pytest.raises(NonFiniteError, match=r"^rank 0, which speaks for all who have formed"):
+    with pytest.raises(NonFiniteError, match=r"^rank 0, which reports for all workers averaged"):
         require_finite(values, agreed)

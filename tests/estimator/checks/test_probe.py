@@ -89,7 +89,7 @@ def test_a_dict_given_to_a_model_of_arguments_is_refused_with_what_to_set() -> N
     message = str(refused.value)
     assert "called as model({'features': ..., 'scale': ...}, labels=...)" in message
     assert "its forward takes (features, scale, labels)" in message
-    assert "Leave featuresAsDict out" in message
+    assert "Drop featuresAsDict" in message
     assert "featuresAsKwargs instead" in message
 
 
@@ -170,7 +170,7 @@ def test_a_loss_that_fails_on_what_validation_gives_it_is_refused_where_there_is
 ):
     modes = Returns(lambda logits, training, labels: (logits, logits) if training else (logits,))
     tried(modes, of_two)
-    with pytest.raises(ModelError, match="evaluation mode, which validation is done in, on outp"):
+    with pytest.raises(ModelError, match="evaluation mode, which validation uses, on outp"):
         tried(modes, of_two, validated=True)
 
 
@@ -237,7 +237,7 @@ def test_a_model_whose_buffers_follow_its_batches_is_refused(
 
 def test_complex_outputs_are_refused_as_columns() -> None:
     model = Returns(lambda logits, training, labels: torch.complex(logits, logits))
-    with pytest.raises(ModelError, match=r"complex64 \(2, 3\), and columns hold real numbers"):
+    with pytest.raises(ModelError, match=r"complex64 \(2, 3\), but columns hold real numbers"):
         tried(model, lambda outputs, targets: functional.cross_entropy(outputs.abs(), targets))
 
 
@@ -279,7 +279,9 @@ def test_a_model_that_cannot_be_copied_is_wanted_as_a_function() -> None:
 
 
 def test_a_model_that_wants_a_process_group_is_told_that_the_strategy_has_one() -> None:
-    with pytest.raises(ModelError, match=r"init_process_group\. The strategy .* leave Distributed"):
+    with pytest.raises(
+        ModelError, match=r"init_process_group\. The strategy .* remove Distributed"
+    ):
         built_by(lambda: nn.parallel.DistributedDataParallel(nn.Linear(4, 3)))
 
 

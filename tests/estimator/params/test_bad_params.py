@@ -56,7 +56,7 @@ def test_more_workers_than_slots_are_refused_with_both_numbers(
     [
         ({"strategy": GradientAllReduce()}, "agree on the number of steps before the first"),
         ({"strategy": ParameterAveraging(aggregation="executors")}, "aggregation='driver'"),
-        ({"weightCol": "label"}, "does not go with weightCol"),
+        ({"weightCol": "label"}, "cannot be combined with weightCol"),
     ],
     ids=["all-reduce", "executors", "weights"],
 )
@@ -66,7 +66,7 @@ def test_streaming_is_refused_where_all_rows_have_to_be_known_first(
     refuse(
         frame(spark),
         ConfigError,
-        "streamFirstEpoch does not go with",
+        "streamFirstEpoch cannot be combined with",
         message,
         streamFirstEpoch=True,
         **changes,

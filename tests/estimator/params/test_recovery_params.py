@@ -101,7 +101,7 @@ def test_a_fit_that_has_ended_gives_its_model_for_the_same_training_only(
     first = estimator(checkpointPath=path).fit(frame(spark))
     again = estimator(checkpointPath=path, timeout=50.0).fit(frame(spark))
     assert same_bits(again, first)
-    assert "has ended with epoch 1: its model is returned as it is" in caplog.text
+    assert "already ended with epoch 1: its model is returned without another step" in caplog.text
 
     others: dict[str, dict[str, Any]] = {
         "loss: was CrossEntropyLoss(), is now smooth_loss": {"loss": smooth_loss},
@@ -116,7 +116,7 @@ def test_a_fit_that_has_ended_gives_its_model_for_the_same_training_only(
         with pytest.raises(ConfigError, match=re.escape(line)):
             estimator(checkpointPath=path, **changes).fit(frame(spark))
     turned = F.when(F.col("id") == 41, F.reverse("features")).otherwise(F.col("features"))
-    with pytest.raises(ConfigError, match="the rows to train on have other values"):
+    with pytest.raises(ConfigError, match="the training rows have different values"):
         estimator(checkpointPath=path).fit(frame(spark).withColumn("features", turned))
     assert lines(tmp_path / "trace") == []
 

@@ -99,9 +99,14 @@ def test_an_empty_name_leaves_a_column_out() -> None:
     [
         (Head.UNKNOWN, {None: 3}, {}, "needs one of torch's losses for classes"),
         (Head.LOGITS, {"a": 3, "b": 2}, {}, "there are outputs 'a', 'b'"),
-        (Head.LOGITS, {None: 1}, {}, "an output for each class, but the model gives 1 a row"),
-        (Head.BINARY_LOGIT, {None: 3}, {}, "one output a row, for two classes, but the model g"),
-        (Head.LOGITS, {None: 3}, {"labels": ["a", "b"]}, "tells 3 classes apart, but there are 2"),
+        (Head.LOGITS, {None: 1}, {}, "one output per class, but the model gives 1 per row"),
+        (Head.BINARY_LOGIT, {None: 3}, {}, "one output per row, for two classes, but the model g"),
+        (
+            Head.LOGITS,
+            {None: 3},
+            {"labels": ["a", "b"]},
+            "distinguishes 3 classes, but there are 2",
+        ),
         (Head.LOGITS, {None: 3}, {"thresholds": [1.0, 1.0]}, "thresholds must be 3 numbers > 0"),
         (Head.LOGITS, {None: 3}, {"thresholds": [0.0, 0.0, 1.0]}, "at most one may be 0"),
         (Head.LOGITS, {None: 3}, {"thresholds": [-1.0, 1.0, 1.0]}, "thresholds must be 3"),
@@ -134,7 +139,9 @@ def test_what_is_no_classifier_is_refused(
     ],
 )
 def test_what_are_no_labels_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match="labels must be two or more different texts, or numbers"):
+    with pytest.raises(
+        ConfigError, match="labels must be two or more different strings, or numbers"
+    ):
         classifier(labels=value)
 
 
@@ -158,7 +165,7 @@ def test_a_regressor_predicts_one_number() -> None:
     (column,) = regressor.predicted_columns(Head.UNKNOWN, {None: 1})
     assert (column.name, column.wide) == ("prediction", False)
     assert column.function(torch.tensor([[1.5], [2.0]])).tolist() == [1.5, 2.0]
-    with pytest.raises(ConfigError, match="take TorchClassifier"):
+    with pytest.raises(ConfigError, match="use TorchClassifier"):
         regressor.predicted_columns(Head.LOGITS, {None: 3})
     for widths, words in (({None: 4}, "this one gives 4"), ({"a": 1, "b": 1}, "several outputs")):
         with pytest.raises(ConfigError, match=words):

@@ -131,7 +131,7 @@ def test_numbers_are_classes_by_their_labels_and_evaluators_compare_those(
     assert evaluator.evaluate(added) == pytest.approx(expected)
     metrics = {"a": MulticlassAccuracy(CLASSES, average="micro")}
     assert model.evaluate(rows, metrics)["a"] == pytest.approx(expected)
-    with pytest.raises(DataError, match=r"among the labels; 3 is none of them\)' holds 0 to 3"):
+    with pytest.raises(DataError, match=r"into the labels; 3 is not one of them\)' holds 0 to 3"):
         classifier.setLabels([10.5, 20.0, 31.0]).fit(rows)
 
 
@@ -249,20 +249,20 @@ def test_one_versus_rest_takes_the_classifier(spark: SparkSession) -> None:
 def test_what_is_no_label_column_of_classes_is_refused(spark: SparkSession) -> None:
     classifier = TorchClassifier(model=network(), **SETTINGS)
     one = frame(spark).withColumn("label", F.lit("only"))
-    with pytest.raises(ConfigError, match="'label' holds 1 different texts"):
+    with pytest.raises(ConfigError, match="'label' holds 1 different strings"):
         classifier.fit(one)
     two = classifier.copy().setLabelCols(["label", "id"])
-    with pytest.raises(ConfigError, match="one label column, and labelCols names label, id"):
+    with pytest.raises(ConfigError, match="one label column, but labelCols names label, id"):
         two.fit(frame(spark))
     flags = frame(spark).withColumn("label", F.col("label") > 0)
-    with pytest.raises(ConfigError, match="'label' holds booleans, and labels are texts"):
+    with pytest.raises(ConfigError, match="'label' holds booleans, but labels are strings"):
         classifier.copy().setLabels(["true", "false"]).fit(flags)
     instants = frame(spark).withColumn("label", F.current_timestamp())
-    with pytest.raises(DataError, match=r"'label' holds points in time: .*session's time zone"):
+    with pytest.raises(DataError, match=r"'label' holds timestamps: .*session's time zone"):
         classifier.fit(instants)
     with pytest.raises(DataError, match="labelCol names the column 'nowhere', which"):
         classifier.copy().setLabelCol("nowhere").fit(frame(spark))
-    with pytest.raises(ConfigError, match="tells 3 classes apart, but there are 2 labels"):
+    with pytest.raises(ConfigError, match="distinguishes 3 classes, but there are 2 labels"):
         classifier.fit(named(frame(spark)).where("label != 'cat'"))
 
 

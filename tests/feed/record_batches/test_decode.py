@@ -188,7 +188,7 @@ BROKEN: dict[str, tuple[pa.Array, ColumnSpec, list[int], str]] = {
         pa.array([PNG, PNG[:40], b"no image", None, PNG]),
         ColumnSpec("x", torch.uint8, (3, 2, 2), encodings.IMAGE),
         [1, 2],
-        "no such image",
+        "not a valid image",
     ),
     "an image of another size": (
         pa.array([PNG, SMALL]),
@@ -229,9 +229,9 @@ BROKEN: dict[str, tuple[pa.Array, ColumnSpec, list[int], str]] = {
         ),
         ColumnSpec("x", torch.float32, (2,), encodings.VECTOR),
         [1, 2, 3, 4, 5, 6, 7, 8, 9],
-        "is no vector: its type is 0 (1 is dense, 0 sparse), its size 2",
+        "is not a vector: its type is 0 (1 is dense, 0 sparse), its size 2",
     ),
-    "matrices whose parts do not belong together": (
+    "matrices whose parts do not match": (
         pa.array(
             [
                 MATRIX_ROW,
@@ -252,7 +252,7 @@ BROKEN: dict[str, tuple[pa.Array, ColumnSpec, list[int], str]] = {
         ),
         ColumnSpec("x", torch.float32, (2, 2), encodings.MATRIX),
         list(range(1, 12)),
-        "do not belong together",
+        "column pointers do not match",
     ),
     "a matrix of another shape": (
         pa.array(

@@ -130,7 +130,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_a_file_that_was_written_anew_with_fewer_rows_is_named(tmp_path: Path) -> None:
     path = tmp_path / "table.parquet"
     pq.write_table(pa.table({"x": [[1.0]]}), path)
-    with pytest.raises(DataError, match="row 7 is beyond its last one"):
+    with pytest.raises(DataError, match="row 7 is past its last one"):
         read(named({"c0": LISTS}, [uri(path)], [7]))
 
 

@@ -332,7 +332,7 @@ def test_no_rows_at_all_are_refused_as_an_empty_dataframe(shard_rows: tuple[int,
 
 @pytest.mark.parametrize("told", [0, 1, 3])
 def test_workers_that_tell_of_other_columns_are_refused_with_both_numbers(told: int) -> None:
-    with pytest.raises(TrainingError, match=f"tell of {told} columns, but the training has 2"):
+    with pytest.raises(TrainingError, match=f"reported {told} columns, but the training has 2"):
         check_statistics(DataStatistics((9,), (GOOD,) * told), [WHOLE, REAL])
 
 

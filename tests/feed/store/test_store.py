@@ -81,7 +81,7 @@ def test_rows_for_which_there_is_no_room_are_refused_with_numbers(
     def refused(missing: int) -> Any:
         return pytest.raises(
             TrainingError,
-            match=rf"do not fit into {tmp_path} on .*: 4 MiB of them are there, {missing} bytes "
+            match=rf"do not fit into {tmp_path} on .*: 4 MiB of them are stored, {missing} bytes "
             r"could not be written, \d+ MiB are free \(No space left on device\).*storeIn",
         )
 

@@ -96,7 +96,7 @@ def test_more_than_all_may_tell_each_other_is_refused_in_words(
     monkeypatch.setattr(headers, "MAX_HEADER_BYTES", 1000)
     with RunClient(run.address, 1) as client, pytest.raises(StoppedError):
         client.gather({"text": "x" * 500})
-    assert "rank 1 wants all 2 workers to know 512 bytes, and of so many each may tell 490" in str(
+    assert "rank 1 would share 512 bytes with all 2 workers, but each may share 490" in str(
         failure_of(run)
     )
 

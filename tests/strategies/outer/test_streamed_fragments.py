@@ -425,5 +425,5 @@ def test_arguments_that_make_no_sense_are_refused(arguments: Any, message: str) 
 
 def test_more_fragments_than_values_are_refused() -> None:
     strategy = OuterOptimizer(10_000, fragments=len(vector_of(mlp())) + 1)
-    with pytest.raises(ConfigError, match=r"fragments are more than the model has values"):
+    with pytest.raises(ConfigError, match=r"fragments are too many for the model"):
         run_world(job(strategy=strategy), DATA.shards())
