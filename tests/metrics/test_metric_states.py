@@ -191,7 +191,7 @@ def test_a_metric_of_the_user_s_stays_as_it_is_and_is_given_no_random_numbers() 
     [
         ({}, "a dict of torchmetrics by name"),
         ([BinaryAccuracy()], "a dict of torchmetrics by name"),
-        ({"loss": BinaryAccuracy()}, "none of epoch, loss,"),
+        ({"loss": BinaryAccuracy()}, "not one of epoch, loss,"),
         ({"": BinaryAccuracy()}, "must be a string"),
         ({"a": 3}, "metric 'a' must be a torchmetrics.Metric, or a function"),
         ({"a": torch.nn.ReLU}, "makes a ReLU"),

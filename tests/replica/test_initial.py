@@ -171,7 +171,7 @@ def test_a_process_that_dies_is_told_of(deed: Callable[[], None]) -> None:
             deed()
         return mlp()
 
-    with pytest.raises(ModelError, match="the process ended"):
+    with pytest.raises(ModelError, match="the process exited"):
         state_of(build)
 
 

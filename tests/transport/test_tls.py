@@ -61,7 +61,7 @@ def test_a_worker_does_not_talk_to_a_man_in_the_middle_with_a_certificate_of_his
         middle = Port("127.0.0.1", averager.address.token, listen, encrypted=True)
         try:
             uri = f"tcp://127.0.0.1:{middle.number}"
-            with pytest.raises(DisconnectedError, match=r"rank 0 cannot reach .* in between"):
+            with pytest.raises(DisconnectedError, match=r"rank 0 cannot reach .* intercepting"):
                 AveragerClient(replace(averager.address, uri=uri), 0, FullPrecision())
         finally:
             middle.close()

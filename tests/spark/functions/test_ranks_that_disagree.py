@@ -72,7 +72,9 @@ def test_a_rank_that_waits_to_save_with_one_that_has_returned_is_an_error(
         if sparkdl.current_worker().rank != early:
             sparkdl.current_worker().save_checkpoint(str(tmp_path), {"epoch": 1})
 
-    with pytest.raises(TrainingError, match=f"rank {1 - early} waits .* but rank {early} has ret"):
+    with pytest.raises(
+        TrainingError, match=f"rank {1 - early} would wait .* but rank {early} already returned"
+    ):
         sparkdl.run(train, num_workers=2)
 
 

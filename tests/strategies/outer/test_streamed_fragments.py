@@ -404,14 +404,14 @@ def test_with_other_fragments_a_checkpoint_is_refused(tmp_path: Path) -> None:
         ({"overlap": True}, r"overlap must be a whole number of steps >= 0, got True"),
         ({"merge": 1}, r"merge must be a number >= 0 and < 1, got 1"),
         ({"merge": "0.5"}, r"merge must be a number >= 0 and < 1, got '0.5'"),
-        ({"period": 4, "overlap": 4}, r"there are 4 steps between two rounds, .* overlap=4"),
+        ({"period": 4, "overlap": 4}, r"there are 4 steps between two rounds; .* overlap=4"),
         (
             {"period": 4, "fragments": 3, "overlap": 1},
-            r"there are 1 steps between two rounds, .* overlap=1",
+            r"there are 1 steps between two rounds; .* overlap=1",
         ),
         (
             {"period": ((1, 9), (2, 3)), "fragments": 4},
-            r"there are 0 steps between two rounds, .* overlap=0",
+            r"there are 0 steps between two rounds; .* overlap=0",
         ),
         ({"fragments": 2, "inner_state": "reset"}, r"inner_state='reset' needs blocking rounds"),
         ({"overlap": 2, "inner_state": "average"}, r"inner_state='average' needs blocking rounds"),
