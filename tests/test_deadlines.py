@@ -65,6 +65,7 @@ def test_start_up_and_the_first_window_have_the_deadline_each() -> None:
     assert outcome.history[0].examples == 8
 
 
+@pytest.mark.slow
 def test_a_worker_without_rows_waits_for_a_long_epoch_of_the_others() -> None:
     """Progress is being made all the time, so no deadline is missed."""
 
@@ -84,6 +85,7 @@ def slow_rows(shard: list[pa.RecordBatch], seconds: float) -> Iterator[pa.Record
         yield batch
 
 
+@pytest.mark.slow
 def test_a_worker_that_reads_slowly_is_not_overdue_while_rows_arrive() -> None:
     """Its 10 record batches take 4 s, more than twice the deadline."""
     quick, slow = classification([4, 20]).shards(rows_a_batch=2)
@@ -121,6 +123,7 @@ def test_a_worker_whose_rows_do_not_arrive_is_named_within_the_deadline(rows_bef
     assert time.monotonic() - started < 9
 
 
+@pytest.mark.slow
 def test_a_slow_upload_does_not_make_its_sender_look_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 sends for 1.2 s of a deadline of 1.5 s; it is rank 1 who stays away."""
     send_values = Connection.send_values

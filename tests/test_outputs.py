@@ -66,7 +66,7 @@ def test_the_only_output_needs_no_name(outputs: Any) -> None:
         ((LOGITS, HIDDEN), "logits", "output 'logits', but the model returns a tuple of 0"),
         (BY_NAME["ModelOutput"], 0, "output 0, but the model returns a ModelOutput of 'logits'"),
         ((LOGITS, HIDDEN), None, r"several outputs: .*outputCols=\{'prediction': 0\}"),
-        (LOGITS, 0, r"output 0, but the model returns one tensor, float32 \(5, 3\)\. Leave"),
+        (LOGITS, 0, r"output 0, but the model returns one tensor, float32 \(5, 3\)\. Drop"),
         ("text", None, r"returns a str; it must return a tensor of shape \(rows, \.\.\.\)"),
         ((), None, "returns a tuple; it must return a tensor"),
         ({"layers": (LOGITS, HIDDEN)}, "layers", "1 float32.* as its output 'layers', which is no"),

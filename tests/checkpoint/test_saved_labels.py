@@ -90,5 +90,5 @@ def test_metrics_that_are_no_numbers_are_refused(tmp_path: Path, value: Any) -> 
     description = json.loads(path.read_text())
     description["history"][0]["metrics"] = value
     path.write_text(json.dumps(description))
-    with pytest.raises(ConfigError, match="an entry of history is none: metrics cannot be"):
+    with pytest.raises(ConfigError, match="an entry of history is invalid: metrics cannot be"):
         read_module(tmp_path, trust=["models"])

@@ -68,7 +68,7 @@ def test_a_module_beside_the_script_is_not_imported(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"import \['planted'\].*trust=\['planted'\]"):
+        with pytest.raises(ConfigError, match=r"imports \['planted'\].*trust=\['planted'\]"):
             load_module(saved_model(tmp_path / "model", named("planted:Net")))
     assert not (tmp_path / "imported").exists()
     assert "planted" not in sys.modules
@@ -135,7 +135,7 @@ def test_a_package_stands_for_its_modules_but_not_for_its_program(
     directory = saved_model(tmp_path / "model", named("planted_package.nets:Net"))
     assert type(load_module(directory, trust=trust)).__name__ == "Net"
     directory = saved_model(tmp_path / "model", named("planted_packages:Net"))
-    with pytest.raises(ConfigError, match=r"Net is of planted_package\.nets, which trust"):
+    with pytest.raises(ConfigError, match=r"Net belongs to planted_package\.nets, which trust"):
         load_module(directory, trust=["planted_packages"])
 
 

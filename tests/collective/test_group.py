@@ -236,6 +236,7 @@ def test_rank_0_listens_in_the_range_of_ports_that_it_is_given() -> None:
             listen("127.0.0.1", (port, port))
 
 
+@pytest.mark.slow
 def test_groups_with_a_ddp_model_end_without_waiting_for_pythons_lock() -> None:
     """Unless the model lets go of the group first, one in a few hundred hangs on a busy machine."""
 

@@ -98,7 +98,7 @@ def test_other_outputs_may_be_chosen_of_a_fitted_model(fitted: TorchModel, rows:
     other = fitted.copy().setOutputCols({"scores": "logits"}).setOutputType("raw")
     assert np.allclose(column(other.transform(rows), "scores"), logits.numpy(), atol=1e-6)
     with pytest.raises(
-        ConfigError, match=r"'p' asks for output 'logit' .* outputs are 'logits', 'poo"
+        ConfigError, match=r"'p' asks for output 'logit', .* outputs are 'logits', 'pooled'"
     ):
         fitted.copy().setOutputCols({"p": "logit"}).setPredictionCol("p").transform(rows)
     with pytest.raises(ConfigError, match="the model's outputs are 'logits', 'pooled'"):

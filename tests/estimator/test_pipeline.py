@@ -87,6 +87,7 @@ def test_a_cross_validator_tries_batch_sizes_and_strategies(
     assert best.transform(rows).count() == 60
 
 
+@pytest.mark.slow
 def test_two_candidates_are_trained_at_once_on_slots_of_their_own(rows: DataFrame) -> None:
     stage = estimator(numWorkers=1)
     split = TrainValidationSplit(

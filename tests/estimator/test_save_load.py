@@ -168,6 +168,7 @@ def test_a_model_loads_without_java_and_gives_identical_outputs(
     assert answer == {"outputs": expected, "again": expected, "epochs": 2, "jvm": False}
 
 
+@pytest.mark.slow
 def test_a_pipeline_model_is_saved_and_loaded(rows: DataFrame, tmp_path: Path) -> None:
     model = pipeline(Net).fit(columns(rows))
     path = str(tmp_path / "pipeline")

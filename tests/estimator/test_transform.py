@@ -132,6 +132,7 @@ def test_several_outputs_of_a_regression_are_a_vector(rows: DataFrame) -> None:
     assert close(predict(model, rows, "auto"), outputs_of(model))
 
 
+@pytest.mark.slow
 def test_rows_columns_and_their_order_within_partitions_are_unchanged(
     spark: SparkSession, classifier: TorchModel
 ) -> None:
@@ -207,6 +208,7 @@ def test_sparse_vectors_train_like_the_dense_arrays_they_stand_for(spark: SparkS
     assert torch.allclose(model.module.weight, network.weight, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_vectors_in_columnar_files_predict_what_doubles_do(
     spark: SparkSession, classifier: TorchModel, rows: DataFrame, tmp_path: Path
 ) -> None:
@@ -444,6 +446,7 @@ def test_a_model_that_cannot_be_pickled_predicts_if_a_function_builds_it(
     assert np.array_equal(column_of(loaded.transform(rows)), column_of(first.transform(rows)))
 
 
+@pytest.mark.slow
 def test_lazy_layers_take_their_shapes_from_the_rows(rows: DataFrame, tmp_path: Path) -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Linear(8, 3))

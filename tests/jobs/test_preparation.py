@@ -54,6 +54,7 @@ def test_only_the_training_part_is_learnt_from(flights):
     assert learnt.vocabularies == {"carrier": ("a", "b"), "origin": ("JFK",), "dest": ("LAX",)}
 
 
+@pytest.mark.slow
 def test_what_is_learnt_does_not_depend_on_the_order_of_the_sums(flights):
     root = F.array_repeat(F.sqrt("flight").cast("float"), WIDTH)
     roots = flights.withColumn("known", root).persist()

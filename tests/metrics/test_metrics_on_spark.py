@@ -140,6 +140,7 @@ class WeightedError(Metric):
         return self.sums[0] / self.sums[1]
 
 
+@pytest.mark.slow
 def test_a_model_is_evaluated_on_weighted_rows(spark: SparkSession) -> None:
     torch.manual_seed(4)
     model = TorchModel.from_module(nn.Linear(WIDTH, 1), torch.zeros(1, WIDTH))

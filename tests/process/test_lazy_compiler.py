@@ -61,6 +61,7 @@ def in_a_process(code: str, *, start: str = START) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_nothing_stands_in_for_it_in_the_driver() -> None:
     in_a_process("""
         from sparkdl import ParameterAveraging, TorchEstimator
@@ -255,6 +256,7 @@ def test_looking_over_the_loaded_modules_does_not_import_the_compiler() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_a_compiler_that_is_there_already_is_left_alone() -> None:
     in_a_process("""
         import torch._dynamo

@@ -83,6 +83,7 @@ def train_on_ids(
     first=st.booleans(),
     streamed=st.booleans(),
 )
+@pytest.mark.slow
 def test_every_row_is_trained_on_once_an_epoch_with_and_without_exchange(
     sizes: list[int], every: int, first: bool, streamed: bool
 ) -> None:

@@ -132,6 +132,7 @@ def test_asynchronously_a_resumed_training_of_one_worker_is_plain_sgd(tmp_path: 
     ],
     ids=["outer momentum", "asynchronous"],
 )
+@pytest.mark.slow_variants
 def test_every_schedule_ends_with_the_center_that_its_commits_give(simulated: Simulated) -> None:
     ended = [simulated.run(seed) for seed in range(1000)]
     assert sum(outcome.failure is None for outcome in ended) > 500

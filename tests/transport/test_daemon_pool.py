@@ -48,6 +48,7 @@ def printed_by(program: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_job_that_hangs_does_not_keep_the_process_from_ending() -> None:
     assert printed_by(HANGING) == "ended\n"
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 
+import pytest
 import torch
 from crew import WAIT_S, window
 from toys import drive
@@ -27,6 +28,7 @@ AHEAD = 11
 WINDOW_S = 0.4
 
 
+@pytest.mark.slow
 def test_it_is_not_lost_though_others_take_longer_than_twice_the_deadline() -> None:
     # Of a send that has begun the kernel waits once for room, and once more for what is left.
     assert AHEAD * WINDOW_S > 2 * 2 * DEADLINE_S

@@ -173,6 +173,7 @@ def clients() -> Iterator[tuple[Averager, list[AveragerClient]]]:
         )
 
 
+@pytest.mark.slow
 def test_others_may_train_longer_than_who_waits_could_go_on_sending(
     clients: tuple[Averager, list[AveragerClient]],
 ) -> None:

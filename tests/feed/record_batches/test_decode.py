@@ -264,7 +264,7 @@ BROKEN: dict[str, tuple[pa.Array, ColumnSpec, list[int], str]] = {
         ),
         ColumnSpec("x", torch.float32, (1, 2), encodings.MATRIX),
         [1],
-        "shape (2, 1), the declared shape is (1, 2)",
+        "shape (2, 1), but the declared shape is (1, 2)",
     ),
 }
 

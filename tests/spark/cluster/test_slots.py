@@ -145,6 +145,7 @@ def test_cores_max_is_what_spark_gives_and_nothing_more_is_waited_for(
     assert f"chosen {slots} True" in told.stdout
 
 
+@pytest.mark.slow
 def test_a_fit_without_num_workers_trains_on_every_slot(spark: SparkSession) -> None:
     model = estimator(numWorkers=None, batchSize=10).fit(frame(spark, rows=60))
     assert description_of_last_fit(spark).startswith("sparkdl: train Sequential on 3 workers")

@@ -100,6 +100,7 @@ def signal_soon(path: Path) -> threading.Thread:
     return thread
 
 
+@pytest.mark.slow
 def test_at_sigusr1_the_driver_writes_where_the_workers_of_a_fit_are(
     spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -100,6 +100,7 @@ def test_a_run_finds_nothing_of_the_run_before(spark: SparkSession) -> None:
     assert first[0]["gradients"]
 
 
+@pytest.mark.slow
 def test_random_numbers_are_not_those_of_the_run_before(spark: SparkSession) -> None:
     """But for torch's, which begin at the same one in every process."""
 

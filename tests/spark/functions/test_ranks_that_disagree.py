@@ -24,6 +24,7 @@ KEPT: list[object] = []
 
 
 @pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.slow_variants
 def test_a_rank_that_takes_fewer_steps_ends_the_exchanges_of_the_others(
     spark: SparkSession, early: int
 ) -> None:
@@ -65,6 +66,7 @@ def test_a_rank_that_still_runs_after_the_others_have_returned_is_named_with_its
 
 
 @pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.slow_variants
 def test_a_rank_that_waits_to_save_with_one_that_has_returned_is_an_error(
     spark: SparkSession, tmp_path: Path, early: int
 ) -> None:

@@ -73,6 +73,7 @@ def test_a_fit_is_one_spark_job_in_a_group_of_its_own(spark: SparkSession) -> No
     assert first.group != second.group
 
 
+@pytest.mark.slow
 def test_a_fit_computes_what_is_upstream_once(spark: SparkSession, tmp_path: Path) -> None:
     rows = read_through(frame(spark, partitions=3), tmp_path / "computed")
     estimator(numWorkers=3, epochs=3).fit(rows)

@@ -45,6 +45,7 @@ def test_more_partitions_are_put_together_each_group_in_the_order_of_their_numbe
     assert sorted(chain(*parts)) == list(range(40))
 
 
+@pytest.mark.slow
 def test_each_row_is_found_where_it_was_before(spark: SparkSession) -> None:
     rows = spark.range(0, 40, 1, 8)  # five in each partition
     few, many = grouped(rows.where("id % 5 < 3 or id < 20"), 3), grouped(rows, 9)

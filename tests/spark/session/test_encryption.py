@@ -132,6 +132,7 @@ def test_an_all_reduce_is_refused_where_spark_authenticates_and_a_round_of_the_d
     estimator().fit(frame(spark))
 
 
+@pytest.mark.slow
 def test_functions_of_ones_own_are_refused_where_spark_has_to_encrypt_or_authenticate(
     spark: SparkSession, setting: Setting
 ) -> None:

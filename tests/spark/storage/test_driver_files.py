@@ -71,7 +71,7 @@ def test_what_the_driver_cannot_do_is_an_error_in_its_words(wire: Wire) -> None:
     store = CheckpointStore(URI, keep_last=1, open_elsewhere=open_through(wire))
     wire.root.rename(wire.root.parent / "away")
     wire.root.touch()
-    with pytest.raises(CheckpointError, match="cannot be made"):
+    with pytest.raises(CheckpointError, match="cannot be created"):
         store.begin()
 
 
