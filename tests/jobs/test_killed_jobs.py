@@ -63,7 +63,8 @@ def weights(folder: Path) -> dict[str, Any]:
 
 def predictions(folder: Path) -> dict[str, Any]:
     table = pq.read_table(folder / "predictions").sort_by("id")
-    return {name: table[name].to_numpy() for name in ("id", "prediction")}
+    # A prediction is an array here: the loss does not say what the outputs mean.
+    return {name: np.array(table[name].to_pylist()) for name in ("id", "prediction")}
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
