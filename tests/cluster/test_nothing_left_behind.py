@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from frames import CLASSES, WIDTH, estimator, frame, frame_of_sizes, same_bits
 from models import Saboteur, Traced, lines
+from open_files import open_files, unnamed_files
 from pyspark.sql import SparkSession
 from torch import nn
 
@@ -72,25 +73,8 @@ def is_python(pid: int) -> bool:
         return False
 
 
-def links(pid: int) -> list[str]:
-    found = []
-    try:
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                found.append(os.readlink(entry))
-            except OSError:  # closed in between
-                continue
-    except OSError:
-        return []
-    return found
-
-
-def unnamed_files(pid: int) -> list[str]:
-    return [link for link in links(pid) if link.endswith("(deleted)")]
-
-
 def listening_ports(pid: int) -> list[int]:
-    sockets = {link[8:-1] for link in links(pid) if link.startswith("socket:[")}
+    sockets = {link[8:-1] for link in open_files(pid) if link.startswith("socket:[")}
     ports = []
     for table in ("tcp", "tcp6"):
         path = Path(f"/proc/{pid}/net/{table}")

@@ -14,6 +14,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from open_files import open_files
 from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -66,11 +67,7 @@ def test_every_rank_knows_its_place() -> None:
 def test_it_listens_on_the_chosen_interface_only() -> None:
     def listening() -> set[str]:
         rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-        mine = {
-            os.readlink(link)
-            for link in Path("/proc/self/fd").iterdir()
-            if os.path.lexists(link) and link.is_symlink()
-        }
+        mine = set(open_files())
         return {r[1].split(":")[0] for r in rows if r[3] == "0A" and f"socket:[{r[9]}]" in mine}
 
     def body(collective: Collective, _: Any) -> Any:
@@ -149,15 +146,7 @@ def threads_of_this_process() -> int:
 
 
 def open_sockets() -> int:
-    names = (os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd)
-    count = 0
-    while True:
-        try:
-            count += next(names).startswith("socket:")
-        except FileNotFoundError:
-            continue
-        except StopIteration:
-            return count
+    return sum(file.startswith("socket:") for file in open_files())
 
 
 def test_a_connection_that_breaks_while_a_group_forms_is_told_of_in_words(

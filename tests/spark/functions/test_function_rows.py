@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from frames import features_of, frame, frame_of_sizes, labels_of
+from open_files import unnamed_files
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
@@ -159,7 +160,7 @@ def test_the_shuffle_seed_changes_only_the_order_of_rows_that_stay_where_they_ar
 def test_rows_are_kept_where_the_user_wants_them(spark: SparkSession) -> None:
     def look() -> list[str]:
         assert sum(len(b["id"]) for b in sparkdl.current_worker().batches(4)) == 30
-        return open_files()
+        return unnamed_files()
 
     def kept_in(**settings: Any) -> set[bool]:
         results = sparkdl.run(look, num_workers=2, df=frame_of_sizes(spark, [30, 30]), **settings)
@@ -345,17 +346,10 @@ def test_rows_that_take_longer_than_workers_to_start_are_waited_for(
 def test_nothing_of_the_rows_is_left_on_the_workers_disks(spark: SparkSession) -> None:
     def look() -> list[str]:
         sparkdl.current_worker().batches(4)
-        return open_files()
+        return unnamed_files()
 
     during = sparkdl.run(look, num_workers=3, df=frame(spark))
     assert all(during)
     with pytest.raises(WorkerError, match="called in spite"):
         sparkdl.run(_never, num_workers=3, df=frame(spark))
-    assert sparkdl.run(open_files, num_workers=3) == [[], [], []]
-
-
-def open_files() -> list[str]:
-    """Files of a partition store that this process holds open: they have no name."""
-    numbers = Path("/proc/self/fd").iterdir()
-    targets = [str(number.readlink()) for number in numbers if number.is_symlink()]
-    return [target for target in targets if target.endswith("(deleted)")]
+    assert sparkdl.run(unnamed_files, num_workers=3) == [[], [], []]

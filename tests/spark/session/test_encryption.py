@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import cloudpickle
 import pytest
 from frames import estimator, frame, same_bits
 from models import append_line, lines, task_rank
+from open_files import unnamed_files
 from pyspark.sql import SparkSession
 from torch import Tensor, nn
 
@@ -90,7 +90,7 @@ def test_a_host_without_a_file_system_in_memory_is_named(
 
 
 class Watches(nn.Module):
-    """Writes down which files its process has open."""
+    """Writes down which files without a name its process has open."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -99,9 +99,8 @@ class Watches(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         if task_rank() >= 0:
-            for name in os.listdir("/proc/self/fd"):
-                if Path(f"/proc/self/fd/{name}").is_symlink():
-                    append_line(self.path, os.readlink(f"/proc/self/fd/{name}"))
+            for file in unnamed_files():
+                append_line(self.path, file)
         return self.layer(features)
 
 
@@ -150,8 +149,8 @@ def test_rows_stay_in_memory_where_the_user_or_spark_wants_no_plain_disks(
     def rows_are_in(**changes: Any) -> set[str]:
         trace = tmp_path / f"files-{len(list(tmp_path.iterdir()))}"
         estimator(model=Watches(str(trace)), **changes).fit(frame(spark))
-        deleted = (Path(line) for line in lines(trace) if line.endswith("(deleted)"))
-        return {"memory" if scratch.MEMORY in path.parents else "disk" for path in deleted}
+        files = map(Path, lines(trace))
+        return {"memory" if scratch.MEMORY in file.parents else "disk" for file in files}
 
     assert "disk" in rows_are_in()
     assert rows_are_in(storeIn="memory") == {"memory"}
