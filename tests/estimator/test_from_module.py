@@ -290,6 +290,7 @@ def test_a_module_on_another_device_or_without_rows_in_its_output_is_refused() -
         TorchModel.from_module(Whole(), torch.zeros(1, 2))
 
 
+@pytest.mark.slow
 def test_a_stream_of_files_is_predicted_once_also_by_a_query_that_is_started_again(
     rows: DataFrame, spark: SparkSession, tmp_path: Path
 ) -> None:

@@ -318,6 +318,7 @@ def test_pyspark_ml_evaluators_accept_the_predictions(
     assert auc == pytest.approx(wanted, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_the_regression_evaluator_accepts_raw_outputs(rows: DataFrame) -> None:
     model = estimator(model=Single(), loss=nn.MSELoss()).fit(rows)
     rmse = RegressionEvaluator(metricName="rmse").evaluate(model.transform(rows))

@@ -107,6 +107,7 @@ def test_no_optimizer_of_torch_imports_the_compiler_and_all_step_as_with_it() ->
     """)
 
 
+@pytest.mark.slow
 def test_without_the_deferral_an_optimizer_does_import_the_compiler() -> None:
     """Guards the tests here: if torch mends this, sparkdl.process.lazy_compiler can go."""
     in_a_process("""

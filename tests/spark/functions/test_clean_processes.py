@@ -127,6 +127,7 @@ def test_logging_that_is_set_up_by_every_run_is_shown_in_every_run(
         assert shown(capsys) == ["[rank 0] said"]
 
 
+@pytest.mark.slow
 def test_what_a_program_does_at_its_end_is_done_and_shown(
     spark: SparkSession, capsys: pytest.CaptureFixture[str]
 ) -> None:

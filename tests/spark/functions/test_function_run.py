@@ -95,6 +95,7 @@ def train_alone(steps: int, ranks: int) -> list[float]:
     return model.weight.flatten().tolist()
 
 
+@pytest.mark.slow
 def test_a_ddp_function_gives_what_one_process_on_all_rows_gives(spark: SparkSession) -> None:
     results = sparkdl.run(train_with_ddp, 20, num_workers=3, lr=0.1)
     assert results[0] == results[1] == results[2] == pytest.approx(train_alone(20, 3), rel=1e-5)

@@ -54,6 +54,7 @@ def labels_and_ids() -> list[tuple[int, int]]:
     ]
 
 
+@pytest.mark.slow
 def test_workers_of_a_function_get_rows_of_each_class_from_files_sorted_by_it(
     files: DataFrame,
 ) -> None:

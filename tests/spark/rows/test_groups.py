@@ -33,6 +33,7 @@ def test_each_group_gets_one_if_there_are_as_many() -> None:
     assert balanced([1, 0, 100], 3) == [[2], [0], [1]]
 
 
+@pytest.mark.slow
 def test_more_partitions_are_put_together_each_group_in_the_order_of_their_numbers(
     spark: SparkSession,
 ) -> None:
