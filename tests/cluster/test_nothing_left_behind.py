@@ -109,6 +109,18 @@ def eventually(found: Callable[[], Traces], wanted: Callable[[Traces], bool]) ->
     return traces
 
 
+def traces_at_rest() -> Traces:
+    """What is there once whatever is still ending, such as idle threads, has ended."""
+    earlier = [take_traces()]
+
+    def unchanged(traces: Traces) -> bool:
+        earlier.append(traces)
+        return traces == earlier[-2]
+
+    time.sleep(0.5)
+    return eventually(take_traces, unchanged)
+
+
 def assert_no_more_than(before: Traces) -> None:
     def settled(traces: Traces) -> bool:
         return (
@@ -152,14 +164,14 @@ def warm(spark: SparkSession, tmp_path: Path) -> Traces:
     for changes in ({}, {"model": partial(nn.Linear, WIDTH, CLASSES)}, {"model": harmless}):
         estimator(numWorkers=3, **changes).fit(frame(spark))
     sparkdl.run(os.getpid, num_workers=3)
-    return take_traces()
+    return traces_at_rest()
 
 
 def test_the_traces_that_are_looked_for_would_be_seen(spark: SparkSession, tmp_path: Path) -> None:
     """Guards the tests below, which would pass if nothing could be found."""
     import socket
 
-    before = take_traces()
+    before = traces_at_rest()
     with socket.create_server(("127.0.0.1", 0)) as server, tempfile.TemporaryFile(dir=tmp_path):
         done = threading.Event()
         thread = threading.Thread(target=done.wait, args=(60,), name="sparkdl-forgotten")
@@ -232,7 +244,7 @@ def test_fits_in_which_workers_exchange_among_themselves_leave_nothing_behind(
 ) -> None:
     rows, ports = frame(spark), ports_of_executors()
     estimator(strategy=GradientAllReduce(), numWorkers=3).fit(rows)
-    after_one = take_traces()
+    after_one = traces_at_rest()
     for seed in range(8):
         estimator(strategy=GradientAllReduce(), numWorkers=3, epochs=2, seed=seed).fit(rows)
     assert_no_more_than(after_one)
