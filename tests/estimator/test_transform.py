@@ -326,6 +326,7 @@ def test_the_regression_evaluator_accepts_raw_outputs(rows: DataFrame) -> None:
     assert rmse == pytest.approx(float(np.sqrt((errors**2).mean())), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_model_is_unpickled_once_in_each_python_process_over_several_jobs(
     rows: DataFrame, tmp_path: Path
 ) -> None:

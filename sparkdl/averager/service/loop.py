@@ -49,7 +49,7 @@ class Loop(Service):
         encrypted: see ``Service``.
 
     Attributes:
-        reports: what the driver is told; None once the run has ended.
+        reports: what the driver is told, some events at a time; None once the run has ended.
         lock: held while the coordinator decides; to be taken by whoever reads its state.
         saving: the checkpoint being put together.
         kept_model: the kept copy of the center; part of each checkpoint begun from then on.
@@ -74,13 +74,14 @@ class Loop(Service):
         self.resumed = resumed
         self.kept_model = kept_model
         self.cut_short: TrainingError | None = None
-        self.reports: queue.SimpleQueue[RunEvent | None] = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[tuple[RunEvent, ...] | None] = queue.SimpleQueue()
         self.lock = threading.RLock()
         self._plan = plan
         self._workers: set[Worker] = set()
         self._by_member: dict[Member, Worker] = {}
         self._await_turn: dict[int, tuple[Worker, int]] = {}
         self._events: deque[Event] = deque()
+        self._unreported: list[RunEvent] = []
         self._wakes: deque[Worker] = deque()
         self._writer: threading.Thread | None = None
         self._told_end = False
@@ -121,7 +122,7 @@ class Loop(Service):
 
     def report(self, event: RunEvent) -> None:
         """Tell the driver something that has no consequences for the run."""
-        self.reports.put(event)
+        self._unreported.append(event)
 
     def begins(self, worker: Worker) -> bool:
         """Take note of a worker that has sent its first header; returns whether to listen to it."""
@@ -184,6 +185,7 @@ class Loop(Service):
     def follow_up(self) -> bool:
         """Wake workers whose turn has come, and decide on what has happened."""
         if not (self._wakes or self._events):
+            self._publish()  # workers have been sent their replies, so they need not wait for it
             return False
         while self._wakes or self._events:
             if self._wakes:
@@ -205,7 +207,7 @@ class Loop(Service):
         finally:
             if not self._told_end:
                 self.cut_short = failure
-                self.reports.put(None)
+                self._tell_end()
 
     # Decisions.
 
@@ -234,7 +236,7 @@ class Loop(Service):
             case do.Report(event):
                 if isinstance(event, EpochSummary):
                     self.center.start_epoch()
-                self.reports.put(event)
+                self.report(event)
             case do.Welcome(member):
                 self._do(member, Worker.welcome)
             case do.ReadOn(member):
@@ -320,4 +322,14 @@ class Loop(Service):
             for worker in list(self._workers):
                 self.part(worker.channel, farewell)
         self._told_end = True
+        self._tell_end()
+
+    def _publish(self) -> None:
+        """Hand the driver's thread what it is told, which takes turns at Python's lock."""
+        if self._unreported:
+            self.reports.put(tuple(self._unreported))
+            self._unreported = []
+
+    def _tell_end(self) -> None:
+        self._publish()
         self.reports.put(None)

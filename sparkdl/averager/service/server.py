@@ -318,11 +318,11 @@ class Averager:
                 next_look = time.monotonic() + look_s
                 yield TimePassed()
             try:
-                event = self._loop.reports.get(timeout=min(1.0, look_s))
+                events = self._loop.reports.get(timeout=min(1.0, look_s))
             except queue.Empty:
                 continue
-            if event is not None:
-                yield event
+            if events is not None:
+                yield from events
             elif failure := self._coordinator.failure or self._loop.cut_short:
                 raise failure
             else:

@@ -115,6 +115,7 @@ def test_random_numbers_are_not_those_of_the_run_before(spark: SparkSession) -> 
     assert len({value for pair in drawn for value in pair}) == 8
 
 
+@pytest.mark.slow
 def test_logging_that_is_set_up_by_every_run_is_shown_in_every_run(
     spark: SparkSession, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,14 +73,14 @@ def train_alone(seen_by_rank: list[Ids]) -> list[float]:
 
 
 UNEQUAL = {
-    "equal": [20, 20, 20],
     "skewed": [41, 7, 12],
+    "equal": [20, 20, 20],
     "fewer rows than steps": [54, 3, 3],
     "an empty one": [30, 0, 30],
 }
 
 
-@pytest.mark.slow_variants(fast=2)
+@pytest.mark.slow_variants
 @pytest.mark.parametrize("sizes", UNEQUAL.values(), ids=UNEQUAL)
 def test_a_ddp_loop_on_unequal_partitions_is_single_process_training_on_every_row_once(
     spark: SparkSession, sizes: list[int]

@@ -66,6 +66,7 @@ def read_through(rows: DataFrame, trace: Path) -> DataFrame:
     return rows.mapInArrow(note, rows.schema)
 
 
+@pytest.mark.slow
 def test_a_fit_is_one_spark_job_in_a_group_of_its_own(spark: SparkSession) -> None:
     (first,) = jobs_during_fit(frame(spark, partitions=2), epochs=3)
     (second,) = jobs_during_fit(frame(spark, partitions=2))

@@ -60,6 +60,7 @@ def test_each_row_is_found_where_it_was_before(spark: SparkSession) -> None:
         few.origin(0, 40)
 
 
+@pytest.mark.slow
 def test_fewer_partitions_leave_the_last_groups_empty(spark: SparkSession) -> None:
     found = grouped(spark.range(0, 4, 1, 2), 5)
     assert found.members == ((0,), (1,), (), (), ())
