@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import torch
 from toys import Data
 
 from sparkdl.averager import Averager
+from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination import events as on
+from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Outcome, run
 from sparkdl.errors import TrainingError
@@ -44,17 +48,39 @@ def same_bits(first: Outcome, second: Outcome) -> bool:
     return all(torch.equal(mine, other) for mine, other in zip(*states, strict=True))
 
 
-def dying_after(windows: int) -> Callable[[object], None]:
-    """What the driver calls with its events, and dies of once so many windows were committed."""
-    seen = 0
+@contextmanager
+def dying_after(windows: int) -> Iterator[Callable[[object], None]]:
+    """What the driver calls with its events, and dies of once so many windows were committed.
+
+    From then on, nothing else is decided than that the run fails: workers cannot get further while
+    the driver has yet to hear of it, so what is left to train does not depend on whose turn it is.
+    """
+    handle = Coordinator.handle
+    committed = heard = 0
+
+    def handle_until_then(self: Coordinator, event: on.Event, now: float) -> list[do.Decision]:
+        nonlocal committed
+        if committed > windows and not isinstance(event, on.Failed):
+            return []
+        decisions = handle(self, event, now)
+        committed += sum(map(tells_of_a_window, decisions))
+        return decisions
 
     def on_event(event: object) -> None:
-        nonlocal seen
-        seen += isinstance(event, WindowReport)
-        if seen > windows:
+        nonlocal heard
+        heard += isinstance(event, WindowReport)
+        if heard > windows:
             raise Interrupted
 
-    return on_event
+    Coordinator.handle = handle_until_then  # type: ignore[method-assign]
+    try:
+        yield on_event
+    finally:
+        Coordinator.handle = handle  # type: ignore[method-assign]
+
+
+def tells_of_a_window(decision: do.Decision) -> bool:
+    return isinstance(decision, do.Report) and isinstance(decision.event, WindowReport)
 
 
 def die_after(
@@ -62,16 +88,12 @@ def die_after(
 ) -> bool:
     """Run until so many windows were committed; returns whether it came that far."""
     shards = data.shards()
-    try:
-        run(
-            job,
-            len(shards),
-            launch(job, shards, path.parent),
-            checkpoints=policy(path, **changes),
-            on_event=dying_after(windows),
-        )
-    except Interrupted:
-        return True
+    start = launch(job, shards, path.parent)
+    with dying_after(windows) as on_event:
+        try:
+            run(job, len(shards), start, checkpoints=policy(path, **changes), on_event=on_event)
+        except Interrupted:
+            return True
     return False
 
 

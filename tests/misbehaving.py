@@ -108,8 +108,8 @@ def die_after(
     windows: int, job: Job, shards: Any, policy: CheckpointPolicy, ranks_as: Any = "threads"
 ) -> None:
     """Run until so many windows were committed, and no further."""
-    with pytest.raises(Interrupted):
-        run_world(job, shards, ranks_as=ranks_as, checkpoints=policy, on_event=dying_after(windows))
+    with pytest.raises(Interrupted), dying_after(windows) as on_event:
+        run_world(job, shards, ranks_as=ranks_as, checkpoints=policy, on_event=on_event)
 
 
 def resume_after(
