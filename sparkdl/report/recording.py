@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sparkdl.averager.messages.run_events import (
     EpochValidated,
@@ -26,6 +27,9 @@ from sparkdl.report.time_bins import TimeBins
 
 LANES = 32
 """The most lanes for workers' time; if there are more workers, several share a lane."""
+AT_ONCE = 256
+"""How many windows are added up at once: one by one, they would take as long as the rest of what
+the driver's thread does for a round."""
 FAILURES = 100
 """How many failures are kept in full; all of them are counted."""
 BUSY = [DECODE, COMPUTE]
@@ -96,8 +100,6 @@ class Recording:
         epochs_before: how many of them were trained before.
         started_at: when the recording began, in seconds since 1970.
         hosts: by rank; empty until the worker has been heard from.
-        rows: trained on, by rank.
-        windows: rounds that each rank took part in.
         shard_rows: each worker's rows as it read them.
         held_out_rows: of all workers.
         seconds: by rank and phase, shape (world_size, len(PHASES)).
@@ -107,7 +109,6 @@ class Recording:
         uncertainty_s: how far off workers' times may be, in seconds.
         lanes: seconds by time, lane and phase.
         ranks_a_lane: how many workers share a lane.
-        trained: rows, loss sum, bytes and windows by time.
         failures: the first of them.
         num_failures: how many there were in total.
         launched_s: when the first worker began; None before that.
@@ -125,8 +126,6 @@ class Recording:
         self.started_at = time.time()
         self.world_size = world_size
         self.hosts = [""] * world_size
-        self.rows = np.zeros(world_size, dtype=np.int64)
-        self.windows = np.zeros(world_size, dtype=np.int64)
         self.shard_rows: tuple[int, ...] = ()
         self.held_out_rows = 0
         self.seconds = np.zeros((world_size, len(PHASES)))
@@ -136,14 +135,35 @@ class Recording:
         self.uncertainty_s = 0.0
         self.ranks_a_lane = math.ceil(world_size / LANES)
         self.lanes = TimeBins(math.ceil(world_size / self.ranks_a_lane), len(PHASES))
-        self.trained = TimeBins(4)
         self.failures: list[Failure] = []
         self.num_failures = 0
         self.launched_s: float | None = None
         self.outcome: str | None = None
         self.error: str | None = None
+        self._rows = np.zeros(world_size, dtype=np.int64)
+        self._windows = np.zeros(world_size, dtype=np.int64)
+        self._trained = TimeBins(4)
+        self._fresh: list[tuple[float, int, int, float]] = []  # time, rank, examples, loss sum
         self._began = time.monotonic()
         self._ended: float | None = None
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """Rows trained on, by rank."""
+        self._add_up()
+        return self._rows
+
+    @property
+    def windows(self) -> NDArray[np.int64]:
+        """Rounds that each rank took part in."""
+        self._add_up()
+        return self._windows
+
+    @property
+    def trained(self) -> TimeBins:
+        """Rows, loss sum, bytes and windows by time."""
+        self._add_up()
+        return self._trained
 
     @property
     def duration_s(self) -> float:
@@ -200,15 +220,24 @@ class Recording:
         self.received[rank] += times.received
         self.uncertainty_s = max(self.uncertainty_s, times.uncertainty)
         self.lanes.add(began, ended, seconds, rank // self.ranks_a_lane)
-        self.trained.add(ended, ended, times.sent + times.received, 2)
+        self._trained.add(ended, ended, times.sent + times.received, 2)
 
     def _note_window(self, event: WindowReport) -> None:
         now = time.monotonic() - self._began
-        self.rows[event.rank] += event.examples
-        self.windows[event.rank] += 1
-        if math.isfinite(event.loss_sum):
-            values = np.array([event.examples, event.loss_sum, 0.0, 1.0])
-            self.trained.add(now, now, values)
+        self._fresh.append((now, event.rank, event.examples, event.loss_sum))
+        if len(self._fresh) == AT_ONCE:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        if not self._fresh:
+            return
+        times, ranks, examples, losses = map(np.asarray, zip(*self._fresh, strict=True))
+        self._fresh.clear()
+        np.add.at(self._rows, ranks, examples)
+        np.add.at(self._windows, ranks, 1)
+        finite = np.isfinite(losses)
+        values = np.stack([examples, losses, np.zeros(len(times)), np.ones(len(times))], axis=1)
+        self._trained.add_moments(times[finite], values[finite])
 
     def _note_failure(self, rank: int | None, why: str) -> None:
         self.num_failures += 1

@@ -45,9 +45,7 @@ class TimeBins:
             values: their total over that stretch.
             at: the index in the shape to add them at; None for all of it.
         """
-        while ended > BINS * self.width_s:
-            self._widen()
-        self.ended = max(self.ended, ended)
+        self._reach(ended)
         first = min(int(began / self.width_s), BINS - 1)
         last = min(int(ended / self.width_s), BINS - 1)
         sums = self.sums if at is None else self.sums[:, at]
@@ -58,6 +56,23 @@ class TimeBins:
         edges[0], edges[-1] = began, ended
         shares = np.diff(edges) / (ended - began)
         sums[first : last + 1] += np.multiply.outer(shares, values)
+
+    def add_moments(self, times: NDArray[np.float64], values: NDArray[np.float64]) -> None:
+        """Add values, each at a moment of its own.
+
+        Args:
+            times: shape (n,), seconds from the beginning, >= 0.
+            values: shape (n, *shape), what is added at each of them.
+        """
+        if len(times):
+            self._reach(float(times.max()))
+            bins = np.minimum((times / self.width_s).astype(np.intp), BINS - 1)
+            np.add.at(self.sums, bins, values)
+
+    def _reach(self, ended: float) -> None:
+        while ended > BINS * self.width_s:
+            self._widen()
+        self.ended = max(self.ended, ended)
 
     def _widen(self) -> None:
         pairs = self.sums.reshape(BINS // 2, 2, *self.sums.shape[1:]).sum(axis=1)
