@@ -127,8 +127,13 @@ class Connection:
         with self._sending:
             self._send(message)
 
-    def send_values(self, values: Tensor) -> None:
+    def send_values(self, values: Tensor, header: Mapping[str, Any] | None = None) -> None:
         """Send a contiguous 1-D tensor on the CPU, as it lies in memory.
+
+        Args:
+            values: the tensor.
+            header: a JSON object to send first, in the same message of the system: so the other end
+                wakes up once and not twice.
 
         Raises:
             ConnectionLostError: the other end is gone.
@@ -136,6 +141,8 @@ class Connection:
         """
         octets = octets_of(values)
         prefix = values_prefix(octets.nbytes)
+        if header is not None:
+            prefix = memoryview(header_message(header) + prefix)
         try:
             sent = self._socket.sendmsg([prefix, octets])
         except OSError as error:

@@ -154,7 +154,8 @@ class Encrypted:
     def sendmsg(self, parts: list[Any]) -> int:
         """Send the first record's worth of a prefix and what follows; returns how many bytes."""
         prefix, octets = parts
-        record = bytes(prefix) + bytes(memoryview(octets)[: RECORD_BYTES - len(prefix)])
+        room = max(0, RECORD_BYTES - len(prefix))
+        record = bytes(prefix) + bytes(memoryview(octets)[:room])
         self.sendall(record)
         return len(record)
 

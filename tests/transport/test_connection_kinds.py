@@ -83,6 +83,30 @@ def test_values_survive_the_wire_bit_for_bit(
     assert torch.equal(received, values)
 
 
+@pytest.mark.parametrize("said", [1, 20_000, 3_000_000])
+@pytest.mark.parametrize("numel", [0, 37, 1_000_003])
+def test_a_header_sent_along_with_values_arrives_before_them(
+    connected: Connect, numel: int, said: int
+) -> None:
+    values, received, header = torch.randn(numel), torch.zeros(numel), {"said": "x" * said}
+
+    def receive() -> tuple[dict[str, Any], dict[str, Any] | None]:
+        return right.receive_header(), right.receive_values(received)
+
+    with connected() as (left, right):
+        _, came = both(lambda: left.send_values(values, header), receive)
+    assert came == (header, None)
+    assert torch.equal(received, values)
+
+
+@pytest.mark.parametrize("said", [1, 9_000])
+def test_a_header_and_short_values_wake_the_other_end_once(said: int) -> None:
+    left, right = local()
+    with left, right:
+        Connection(left, SILENCE_S).send_values(torch.ones(4_000), {"said": "x" * said})
+        assert len(right.recv(1 << 20, socket.MSG_DONTWAIT)) > 16_000 + said
+
+
 def test_both_ends_may_send_and_receive_at_the_same_time(connected: Connect) -> None:
     values = torch.randn(1_000_000)
     received = [torch.zeros(1_000_000), torch.zeros(1_000_000)]

@@ -386,14 +386,18 @@ class AveragerClient:
         self, chunks: Sequence[ReplicaChunk], window: WindowReport, *, takes_reply: bool
     ) -> None:
         header, kept = self._header_of(window, takes_reply=takes_reply)
-        self._channel.send_header(header)
-        self._channel.send_octets(kept, self._codec.chunk_bytes)
+        unsent: dict[str, Any] | None = header
+        if kept or self._entry.due or not (window.weight and chunks):
+            self._channel.send_header(header)
+            self._channel.send_octets(kept, self._codec.chunk_bytes)
+            unsent = None
         if window.weight:
             with self._clock.phase(WAIT):
                 self._entry.wait(self._channel, self._note_checkpoint)
             for chunk in chunks:
                 packed = chunk.contribution(window)
-                self._channel.send_values(packed.to("cpu"))
+                self._channel.send_values(packed.to("cpu"), unsent)
+                unsent = None
                 self._clock.sent += packed.nbytes
 
     def _header_of(

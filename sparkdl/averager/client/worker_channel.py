@@ -46,10 +46,10 @@ class WorkerChannel:
         with self._named():
             self._connection.send_header(fields)
 
-    def send_values(self, values: Tensor) -> None:
-        """Send a contiguous 1-D tensor on the CPU."""
+    def send_values(self, values: Tensor, header: Mapping[str, Any] | None = None) -> None:
+        """Send a contiguous 1-D tensor on the CPU, behind a header if there is one."""
         with self._named():
-            self._connection.send_values(values)
+            self._connection.send_values(values, header)
 
     def send_octets(self, octets: bytes, block_bytes: int) -> None:
         """Send bytes other than values, in messages of at most ``block_bytes``."""
@@ -135,6 +135,11 @@ class Entry:
 
     def __init__(self) -> None:
         self._due = self._each = False
+
+    @property
+    def due(self) -> bool:
+        """Whether the worker has to wait before its next contribution."""
+        return self._due
 
     def begin(self, *, first: bool, each: bool) -> None:
         """Take note of what the averager says about it.
