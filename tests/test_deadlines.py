@@ -128,8 +128,12 @@ def test_a_slow_upload_does_not_make_its_sender_look_lost(monkeypatch: pytest.Mo
     """Rank 0 sends for 1.2 s of a deadline of 1.5 s; it is rank 1 who stays away."""
     send_values = Connection.send_values
 
-    def slowly(connection: Connection, values: Tensor) -> None:
+    def slowly(
+        connection: Connection, values: Tensor, header: dict[str, Any] | None = None
+    ) -> None:
         if threading.current_thread().name.startswith("sparkdl-rank"):
+            if header is not None:
+                connection.send_header(header)
             time.sleep(1.2)
         send_values(connection, values)
 

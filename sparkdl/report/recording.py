@@ -231,8 +231,8 @@ class Recording:
     def _add_up(self) -> None:
         if not self._fresh:
             return
-        times, ranks, examples, losses = map(np.asarray, zip(*self._fresh, strict=True))
-        self._fresh.clear()
+        fresh, self._fresh = self._fresh, []
+        times, ranks, examples, losses = map(np.asarray, zip(*fresh, strict=True))
         np.add.at(self._rows, ranks, examples)
         np.add.at(self._windows, ranks, 1)
         finite = np.isfinite(losses)

@@ -161,10 +161,10 @@ def contributions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     send_values = Connection.send_values
 
-    def counted(connection: Connection, values: Tensor) -> None:
+    def counted(connection: Connection, values: Tensor, *header: Any) -> None:
         if threading.current_thread().name.startswith("sparkdl-rank"):
             sizes.append(values.nbytes)
-        send_values(connection, values)
+        send_values(connection, values, *header)
 
     monkeypatch.setattr(Connection, "send_values", counted)
     return sizes

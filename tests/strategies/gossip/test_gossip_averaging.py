@@ -61,13 +61,13 @@ class Visits:
             connection.is_of_visitor = True  # type: ignore[attr-defined]
             return talk(shown, connection, mode)
 
-        def sending(connection: Connection, values: Tensor) -> None:
+        def sending(connection: Connection, values: Tensor, *header: Any) -> None:
             # The driver's connections are of another kind but on the workers' side.
             if is_of_visit(connection):
                 counted.octets["visitors" if hasattr(connection, "is_of_visitor") else "hosts"] += (
                     values.nbytes
                 )
-            send(connection, values)
+            send(connection, values, *header)
 
         monkeypatch.setattr(Peers, "visit", counting)
         monkeypatch.setattr(Shown, "visit", talking)

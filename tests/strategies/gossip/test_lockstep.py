@@ -296,10 +296,10 @@ def test_each_neighbour_costs_a_copy_of_the_parameters_a_turn(
     octets = [0]
     send = Connection.send_values
 
-    def counting(connection: Connection, values: torch.Tensor) -> None:
+    def counting(connection: Connection, values: torch.Tensor, *header: Any) -> None:
         if threading.current_thread().name == "sparkdl-port-connection":
             octets[0] += values.nbytes
-        send(connection, values)
+        send(connection, values, *header)
 
     monkeypatch.setattr(Connection, "send_values", counting)
     outcome = run_world(job(epochs=1), classification([24] * 4).shards())
