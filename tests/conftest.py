@@ -40,15 +40,16 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow all but the first variants of what is marked with ``slow_variants``."""
+    """Marks as slow all but the first, or every nth, variants of a ``slow_variants`` test."""
     met = Counter[str]()
     for item in items:
         mark = item.get_closest_marker("slow_variants")
         if mark is None:
             continue
         name = item.nodeid.partition("[")[0]
-        met[name] += 1
-        if met[name] > mark.kwargs.get("fast", 1):
+        place, met[name] = met[name], met[name] + 1
+        every = mark.kwargs.get("every")
+        if place % every if every else place >= mark.kwargs.get("fast", 1):
             item.add_marker(pytest.mark.slow)
 
 

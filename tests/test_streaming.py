@@ -293,6 +293,7 @@ def test_a_worker_killed_in_the_first_epoch_comes_back_and_no_row_is_lost(
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
 
 
+@pytest.mark.slow_variants(every=3)
 @pytest.mark.parametrize("stop", [die_after, save_and_stop])
 @pytest.mark.parametrize("windows", [3, 9, 16, 30])
 def test_a_resumed_training_ends_in_the_same_bits(tmp_path: Path, stop: Any, windows: int) -> None:

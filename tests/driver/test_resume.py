@@ -31,6 +31,7 @@ SIZES = [22, 14, 5]
 """Of batches of 4 in windows of 2, so 3, 2 and 1 windows an epoch."""
 
 
+@pytest.mark.slow_variants(every=5)
 @pytest.mark.parametrize("stop", [die_after, save_and_stop])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("average_optimizer_state", [True, False])

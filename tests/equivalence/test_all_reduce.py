@@ -71,6 +71,7 @@ def all_reduce(data: Data, model: nn.Module, strategy: Strategy, **changes: Any)
     return run_world(job, data.shards(), ranks_as="processes")
 
 
+@pytest.mark.slow_variants(every=4)
 @pytest.mark.parametrize(
     "sizes",
     [[12, 12], [13, 6], [11, 0], [0, 9], [7, 12, 1]],

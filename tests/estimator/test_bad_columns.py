@@ -72,6 +72,7 @@ def test_nulls_are_counted_and_their_column_named(
     refuse(rows, DataError, f"'{name}'", "3 null values in 60 rows", "na.drop")
 
 
+@pytest.mark.slow_variants(every=4)
 @pytest.mark.parametrize(
     ("where", "count"),
     [("id in (43, 57)", 2), ("id >= 40", 20), ("id in (3, 20, 39, 59)", 4)],

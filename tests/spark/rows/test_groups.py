@@ -72,6 +72,7 @@ def test_what_is_found_to_be_empty_has_as_many_partitions_too(spark: SparkSessio
     assert parts_of(found.frame) == [[], [], []]
 
 
+@pytest.mark.slow_variants(every=4)
 @pytest.mark.parametrize(
     "change",
     [

@@ -76,6 +76,7 @@ def error_of(data: Data, model: nn.Module, **strategy: Any) -> NonFiniteError:
     return caught.value
 
 
+@pytest.mark.slow_variants(every=5)
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
 @pytest.mark.parametrize("loss_too", [False, True], ids=["gradient", "loss"])

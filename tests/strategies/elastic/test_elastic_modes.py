@@ -139,6 +139,7 @@ def test_a_killed_worker_comes_back_to_the_center(
     assert relative_error(trained, as_decided(decisions, by_hand(strategy))) < 1e-11
 
 
+@pytest.mark.slow_variants(every=4)
 @pytest.mark.parametrize("windows", [3, 5, 6, 9])
 @pytest.mark.parametrize("changes", [{}, {"period": 1}, {"period": 3, "momentum": 0.5}], ids=str)
 def test_hogwild_and_alone_it_resumes_in_the_same_bits(

@@ -206,6 +206,7 @@ class AsDecided(ByHand):
                 self.sent[window.rank] = self.workers[window.rank].send(answer)
 
 
+@pytest.mark.slow_variants(every=2)
 @pytest.mark.parametrize("inner", [SGD, MOMENTUM, ADAM], ids=named)
 @pytest.mark.parametrize("strategy", STREAMS, ids=described)
 def test_it_is_the_algorithm_by_hand_on_unequal_shards(
@@ -327,6 +328,7 @@ def test_an_error_in_training_while_a_round_is_under_way_ends_the_run(tmp_path: 
 # Losses and checkpoints
 
 
+@pytest.mark.slow_variants(every=3)
 @pytest.mark.parametrize(
     ("strategy", "windows", "inner"),
     [
