@@ -192,16 +192,17 @@ BANDS = {
         AsynchronousOuterOptimizer(DelayedNesterov(WORKERS, 0.7, 0.5), PERIOD),
         (nesterov, 0.7, 0.5),
     ),
-    # Of rounds of three there are four for three of everyone.
+    # From rounds of everyone to five rounds of three of them and then five of the fourth alone, who
+    # was left out of all five: each moves the center as far.
     "cutoff=1": Band(
         ParameterAveraging(PERIOD, average_optimizer_state=False, cutoff=1),
         (mean, 1.0),
-        (mean, 4 / 3),
+        (mean, 2.0),
     ),
     "cutoff=1, outer": Band(
         OuterOptimizer(PERIOD, OUTER, cutoff=1),
         (heavy_ball, 0.7, 0.5),
-        (heavy_ball, 0.7 * 4 / 3, 0.5),
+        (heavy_ball, 0.7 * 2, 0.5),
     ),
     # From rounds of everyone to rounds of two.
     "predicted": Band(

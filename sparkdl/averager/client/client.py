@@ -387,7 +387,8 @@ class AveragerClient:
     ) -> None:
         header, kept = self._header_of(window, takes_reply=takes_reply)
         unsent: dict[str, Any] | None = header
-        if kept or self._entry.due or not (window.weight and chunks):
+        # If rounds go on without some, it counts who announces a window first.
+        if kept or not (self._entry.in_step and window.weight and chunks):
             self._channel.send_header(header)
             self._channel.send_octets(kept, self._codec.chunk_bytes)
             unsent = None

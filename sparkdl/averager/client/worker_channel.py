@@ -131,15 +131,15 @@ class WorkerChannel:
 
 
 class Entry:
-    """Whether this worker must wait before it may contribute: its first window, each, or none."""
+    """Whether this worker must wait before it may contribute: its first window, each, or none.
+
+    Attributes:
+        in_step: whether rounds are of everyone, so that it never has to.
+    """
 
     def __init__(self) -> None:
+        self.in_step = True
         self._due = self._each = False
-
-    @property
-    def due(self) -> bool:
-        """Whether the worker has to wait before its next contribution."""
-        return self._due
 
     def begin(self, *, first: bool, each: bool) -> None:
         """Take note of what the averager says about it.
@@ -148,6 +148,7 @@ class Entry:
             first: whether others may hold up this worker's first window.
             each: whether they may hold up any window.
         """
+        self.in_step = not (first or each)
         self._due, self._each = first or each, each
 
     def wait(self, channel: WorkerChannel, note: Callable[[dict[str, Any]], None]) -> None:

@@ -97,6 +97,8 @@ class RoundDecisions:
 
     def complete(self, rank: int, now: float) -> None:
         """Take note that a contribution is complete."""
+        if rank not in self._round.entered:
+            return  # its last bytes arrived along with the loss that made everyone start over
         self._round.finish(rank)
         # Those waiting for their turn to add could not send anything.
         self._members.pass_turn(now)

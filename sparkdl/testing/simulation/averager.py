@@ -104,6 +104,7 @@ class Averager:
         self._conversations: dict[Member, Conversation] = {}
         self._waiting: dict[int, Conversation] = {}
         self._events: deque[on.Event] = deque()
+        self._busy = False
         self._arrived: deque[tuple[Conversation, Message]] = deque()
         self._paused_until = 0.0
         self._saving: Progress | None = None
@@ -152,11 +153,14 @@ class Averager:
             self._clock.at(self._paused_until, lambda: self.tell(event))
             return
         self._events.append(event)
-        if len(self._events) > 1:
-            return  # the call that is deciding on an earlier event goes on with this one
+        if not self._busy:
+            self._decide_on_all()
+
+    def _decide_on_all(self) -> None:
+        self._busy = True  # what is told meanwhile is decided on here
         while self._events and not self.ended:
-            self._decide(self._events[0])
-            self._events.popleft()
+            self._decide(self._events.popleft())
+        self._busy = False
 
     def _decide(self, event: on.Event) -> None:
         self._observer.before(event)
@@ -214,11 +218,16 @@ class Averager:
         if self._clock.now < self._paused_until:
             self._clock.at(self._paused_until, self._look_at_what_arrived)
             return
+        # As in the service's thread: first, everyone is listened to; then it is decided on it all.
+        was_busy, self._busy = self._busy, True
         while self._arrived:
             conversation, message = self._arrived[0]
             conversation.inbox.append(message)
             self._listen(conversation)
             self._arrived.popleft()
+        self._busy = was_busy
+        if not self._busy:
+            self._decide_on_all()
 
     def _listen(self, conversation: Conversation) -> None:
         while conversation.inbox and not conversation.pauses and not conversation.closed:

@@ -63,6 +63,19 @@ class TestRounds:
         assert do.StartOver((run.members[0], run.members[1])) in run.lose(2)
         assert only(do.Commit, run.round(0, 1, 3)) == [commit(run, 1, 1, 1)]
 
+    def test_a_contribution_that_became_whole_as_the_sum_was_started_over_does_not_count(
+        self,
+    ) -> None:
+        """Its last bytes and the loss of another worker can arrive at the same time."""
+        run = started(3)
+        run.close(0)
+        run.close(1)
+        assert do.StartOver((run.members[0],)) in run.lose(1)
+        assert run.add(0) == []
+        run.lose(0)
+        assert only(do.Commit, run.contribute(2)) == [commit(run, 1)]
+        assert run.positions() == [0, 0, 1]
+
     def test_a_whole_contribution_counts_although_its_sender_is_lost(self) -> None:
         run = started(2)
         run.contribute(0)
