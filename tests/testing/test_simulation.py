@@ -155,6 +155,15 @@ class CountsHalfAContribution(Coordinator):
         super()._lose(member, why)
 
 
+class CountsWhatWasStartedOver(RoundDecisions):
+    """Takes a contribution for complete that became whole as its sum was forgotten."""
+
+    def complete(self, rank: int, now: float) -> None:
+        self._round.finish(rank)
+        self._members.pass_turn(now)
+        self.commit_if_complete(now)
+
+
 class EndsAnEpochWithoutTheLost(Coordinator):
     """Takes who is lost for through with the epoch."""
 
@@ -242,6 +251,7 @@ PUT_BACK = {
     "acts in a successor's name": (ActsInASuccessorsName, HearsTheDropped),
     "judges by its own pause": (JudgesByItsOwnPause, LooksAtTheClockFirst),
     "counts half a contribution": (CountsHalfAContribution, Averager),
+    "counts what was started over": (decided_by(CountsWhatWasStartedOver), Averager),
     "ends an epoch without the lost": (EndsAnEpochWithoutTheLost, Averager),
     "asks twice for one state": (decided_by(AsksTwiceForOneState), Averager),
     "counts a failed checkpoint": (CountsAFailedCheckpoint, Averager),

@@ -78,6 +78,7 @@ class Averager:
         coordinator: the decisions.
         center: the center that the rounds change.
         chunks: the number of messages that make up a contribution.
+        pass_s: how long it takes for what it found at one look, in seconds.
         clock: the run's clock.
         observer: checks what happens.
 
@@ -91,6 +92,7 @@ class Averager:
         coordinator: Coordinator,
         center: Center,
         chunks: int,
+        pass_s: float,
         clock: Clock,
         observer: Observer,
     ) -> None:
@@ -98,7 +100,7 @@ class Averager:
         self.center = center
         self.ended = False
         self.failure: SparkDLError | None = None
-        self._chunks = chunks
+        self._chunks, self._pass_s = chunks, pass_s
         self._clock = clock
         self._observer = observer
         self._conversations: dict[Member, Conversation] = {}
@@ -228,6 +230,7 @@ class Averager:
         self._busy = was_busy
         if not self._busy:
             self._decide_on_all()
+            self.pause(self._pass_s)
 
     def _listen(self, conversation: Conversation) -> None:
         while conversation.inbox and not conversation.pauses and not conversation.closed:

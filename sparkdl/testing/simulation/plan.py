@@ -59,6 +59,8 @@ class Plan:
         resubmissions: how often all workers are restarted after a loss has failed the run.
         window_s: seconds that a window takes, on average.
         delay_s: the longest that a message is in flight, in seconds.
+        pass_s: how long the averager takes for what it found at one look, in seconds; what arrives
+            meanwhile is found at the next, all at once.
         faults: what goes wrong.
     """
 
@@ -76,6 +78,7 @@ class Plan:
     resubmissions: int = 0
     window_s: float = 1.0
     delay_s: float = 0.5
+    pass_s: float = 0.0
     faults: tuple[Fault, ...] = ()
 
 
@@ -118,11 +121,11 @@ def random_plan(seed: int, *, times: int = 1) -> Plan:
         validates=draw.random() < 0.3,
         exchanges_rows=draw.random() < 0.3,
     )
-    if not saves or draw.random() < 0.7:
-        return plan
-    failing = Fault(
-        Kind.FAILING_STORAGE,
-        after=draw.randrange(1, 30 * workers),
-        seconds=draw.choice((0.1, 2.0, 20.0)),
-    )
-    return replace(plan, faults=(*faults, failing))
+    if saves and draw.random() >= 0.7:
+        failing = Fault(
+            Kind.FAILING_STORAGE,
+            after=draw.randrange(1, 30 * workers),
+            seconds=draw.choice((0.1, 2.0, 20.0)),
+        )
+        plan = replace(plan, faults=(*faults, failing))
+    return replace(plan, pass_s=draw.choice((0.0, 0.0, plan.delay_s / 2)))

@@ -202,7 +202,9 @@ class _Simulation:
             kept=kept,
             checkpoints=_Schedule(plan) if plan.saves else None,
         )
-        averager = self._make_averager(coordinator, self._center, plan.chunks, self._clock, self)
+        averager = self._make_averager(
+            coordinator, self._center, plan.chunks, plan.pass_s, self._clock, self
+        )
         self._averager = averager
         # Ranks whose last window of the epoch is committed; ranks training since they were let in.
         self._through: set[int] = set()
@@ -274,6 +276,9 @@ class _Simulation:
             raise Violation(
                 f"{innocent} were dropped for silence, though nothing was wrong with them"
             )
+        this = self._averager.coordinator.round
+        if early := this.complete - this.entered.keys():
+            raise Violation(f"{early} count as complete in a round that they have not entered")
         remembered = self._averager.remembered
         if remembered > 16 * world_size + 16:
             raise Violation(f"{remembered} things are remembered about {world_size} workers")
