@@ -23,14 +23,16 @@ class FlatGroup:
 
     Args:
         kind: ``parameters``, ``buffers`` or ``optimizer``.
-        tensors: the tensors to move into the flat buffer; same dtype and device.
+        tensors: the tensors to move into the flat buffer; same dtype.
+        device: where the flat buffer is; None for the first tensor's.
     """
 
-    def __init__(self, kind: str, tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, kind: str, tensors: Sequence[Tensor], device: torch.device | None = None
+    ) -> None:
         self.kind = kind
-        self.flat = torch.empty(
-            sum(t.numel() for t in tensors), dtype=tensors[0].dtype, device=tensors[0].device
-        )
+        first, numel = tensors[0], sum(t.numel() for t in tensors)
+        self.flat = torch.empty(numel, dtype=first.dtype, device=device or first.device)
         self.views: list[Tensor] = []
         start = 0
         for tensor in tensors:

@@ -1,8 +1,14 @@
-"""An optimizer's floating-point state in a few flat buffers, as replicas exchange it."""
+"""An optimizer's floating-point state in a few flat buffers, as replicas exchange it.
+
+torch's optimizers count the steps of a parameter on the CPU, also if it is on a GPU. The driver has
+everything on the CPU and knows no difference, so such a count has its place among the moments; a
+GPU's flat tensor has a copy of it there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +21,29 @@ StateEntry = tuple[dict[str, Tensor], str]
 """Where an optimizer keeps one tensor: (a parameter's state, the key in it)."""
 
 
+@dataclass(frozen=True)
+class Mirror:
+    """State that an optimizer keeps on another device than its parameters.
+
+    Attributes:
+        values: 1-D, on that device; the optimizer's tensors are views of it.
+        flat: what replicas exchange.
+        places: where those values are in ``flat``, shape of ``values``, int64, on its device.
+    """
+
+    values: Tensor
+    flat: Tensor
+    places: Tensor
+
+    def show(self) -> None:
+        """Copy the optimizer's values to where they are exchanged."""
+        self.flat.index_copy_(0, self.places, self.values.to(self.flat.device))
+
+    def take(self) -> None:
+        """Copy what may have come of them back."""
+        self.values.copy_(self.flat.index_select(0, self.places))
+
+
 class OptimizerState:
     """Keeps one optimizer's state in flat tensors, even for parameters it has not stepped yet.
 
@@ -24,12 +53,16 @@ class OptimizerState:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+        self._device = optimizer.param_groups[0]["params"][0].device
         self._groups: list[FlatGroup] = []
+        self._homes: list[Tensor] = []
+        """Where each tensor of the optimizer's is: a view of a flat tensor or of a mirror."""
+        self._mirrors: list[Mirror] = []
         self._reserved: dict[Tensor, dict[str, Any]] = {}
         """The state that parameters without a gradient so far will have, all zero."""
         self._stateless: set[Tensor] = set()
         self._lent = False
-        """Whether others may have written to the reserved state since the last step."""
+        """Whether others may have written to the flat tensors since the last step."""
         self._counted: dict[str, int] | None = None
         """How many values of each kind of state there are; None until someone asks."""
 
@@ -45,26 +78,43 @@ class OptimizerState:
         """
         self.take_over()
         self._reserve_missing()
-        self._lent = bool(self._reserved)
-        families: dict[tuple[torch.dtype, torch.device], list[StateEntry]] = {}
+        families: dict[torch.dtype, list[StateEntry]] = {}
         for state, key in self._tensors():
-            tensor = state[key]
-            families.setdefault((tensor.dtype, tensor.device), []).append((state, key))
+            families.setdefault(state[key].dtype, []).append((state, key))
         entries = [entry for family in families.values() for entry in family]
-        views = [view for group in self._groups for view in group.views]
-        unmoved = len(entries) == len(views) and all(
-            state[key] is view for (state, key), view in zip(entries, views, strict=True)
+        unmoved = len(entries) == len(self._homes) and all(
+            state[key] is home for (state, key), home in zip(entries, self._homes, strict=True)
         )
-        if unmoved and self._counted is not None:
-            return self._groups
-        self._require_as_counted(entries)
-        self._groups = []
-        for family in families.values():
-            group = FlatGroup("optimizer", [state[key] for state, key in family])
-            for (state, key), view in zip(family, group.views, strict=True):
-                state[key] = view
-            self._groups.append(group)
+        if not unmoved or self._counted is None:
+            self._require_as_counted(entries)
+            self._groups, self._mirrors, self._homes = [], [], []
+            for family in families.values():
+                self._move(family)
+        for mirror in self._mirrors:
+            mirror.show()
+        self._lent = bool(self._reserved or self._mirrors)
         return self._groups
+
+    def _move(self, family: Sequence[StateEntry]) -> None:
+        """Move state of one dtype into a flat tensor, or into mirrors of its other devices."""
+        tensors = [state[key] for state, key in family]
+        group = FlatGroup("optimizer", tensors, self._device)
+        homes, away = list(group.views), dict[torch.device, list[int]]()
+        for index, tensor in enumerate(tensors):
+            if is_away(tensor, self._device):
+                away.setdefault(tensor.device, []).append(index)
+        for indices in away.values():
+            members = FlatGroup("optimizer", [tensors[index] for index in indices])
+            places = []
+            for index, view in zip(indices, members.views, strict=True):
+                start = int(group.views[index].storage_offset())
+                places.append(torch.arange(start, start + view.numel(), device=self._device))
+                homes[index] = view
+            self._mirrors.append(Mirror(members.flat, group.flat, torch.cat(places)))
+        for (state, key), home in zip(family, homes, strict=True):
+            state[key] = home
+        self._groups.append(group)
+        self._homes += homes
 
     def take_over(self) -> None:
         """Give the optimizer the segments' state of parameters that it has not stepped.
@@ -74,6 +124,9 @@ class OptimizerState:
         itself: with a step counter of 0, or with momentum initialized from the gradient.
         """
         lent, self._lent = self._lent, False
+        if lent:
+            for mirror in self._mirrors:
+                mirror.take()
         for parameter, state in list(self._reserved.items()):
             # The optimizer's own, or the part of a checkpoint that is not in the segments.
             known = self._optimizer.state.get(parameter, {})
@@ -143,6 +196,11 @@ class OptimizerState:
             for state in [self._optimizer.state.get(parameter) or self._reserved.get(parameter, {})]
             for key in sorted(_floats(state), key=str)
         ]
+
+
+def is_away(tensor: Tensor, device: torch.device) -> bool:
+    """Whether an optimizer's tensor is not on the device of its parameters."""
+    return tensor.device != device
 
 
 def _floats(state: dict[str, Any]) -> dict[str, Tensor]:

@@ -173,7 +173,7 @@ class FiniteSum:
             loss = self._own_loss(batch)
             gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
             bad += sum(count_non_finite(each.to_dense()) for each in gradients if each is not None)
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
         mine = {"bad": bad, "loss": repr(sum(losses) / len(losses))}
         told = self._run.averager.gather(mine)
         epoch, step = self._run.epoch, self._run.step

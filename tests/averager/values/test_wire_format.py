@@ -100,7 +100,7 @@ def test_bfloat16_does_not_lose_small_changes_of_large_values() -> None:
 @pytest.mark.parametrize("wire_format", [FullPrecision(), BFloat16Changes()], ids=lambda c: c.name)
 def test_replies_arrive_on_the_cpu_also_for_replicas_on_a_gpu(wire_format: WireFormat) -> None:
     base, values = torch.ones(4, device="cuda"), torch.ones(4, device="cuda")
-    reply = torch.full((4,), 2.0).to(wire_format.wire_dtype(FLOATS))
+    reply = torch.full((4,), 2.0).to(wire_format.reply(FLOATS).dtype)
     wire_format.decode(reply, values, base if wire_format.sends_changes(FLOATS) else None, FLOATS)
     assert values.tolist() == [3.0 if wire_format.replies_changes else 2.0] * 4
 
