@@ -266,7 +266,7 @@ def test_without_the_worker_states_the_center_is_saved_all_the_same(tmp_path: Pa
         return start(averager)
 
     def on_event(event: object) -> None:
-        if isinstance(event, WindowReport) and (event.epoch, event.step) == (3, 8):
+        if isinstance(event, WindowReport) and (event.epoch, event.step) == (2, 5):
             averagers[0].fail(AskedToStop())
 
     with pytest.raises(AskedToStop):
@@ -274,7 +274,9 @@ def test_without_the_worker_states_the_center_is_saved_all_the_same(tmp_path: Pa
     averagers[0].save_center()
     saved = CheckpointStore(str(tmp_path / "c"), keep_last=2).newest()
     assert saved is not None
-    assert saved.description["progress"]["rounds"] >= 2
+    progress = saved.description["progress"]
+    # Workers may have gone on while the driver was told.
+    assert (progress["epoch"], progress["rounds"]) >= (2, 2)
     assert not saved.has("rank-00000.safetensors")
     assert same_bits(run_world(job, data.shards(), checkpoints=policy(tmp_path / "c")), whole)
 
