@@ -181,7 +181,7 @@ def cost_of_a_switch() -> float:
 
 def main() -> None:
     """Measures, prints and judges."""
-    options = harness.arguments(__doc__, repeats=30, quick_repeats=2)
+    options = harness.arguments(__doc__, repeats=100, quick_repeats=2)
     draws = np.random.default_rng(0)
     shards = [
         batches_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
@@ -12,6 +13,8 @@ import torch
 
 from sparkdl.errors import ConfigError
 from sparkdl.spark.cluster.gpus import VISIBLE
+
+logger = logging.getLogger(__name__)
 
 
 def device_name(param: str) -> Callable[[Any], str]:
@@ -39,7 +42,8 @@ def choose_device(device: str, gpu: str | None, number: int) -> str:
         number: the number of the rank or partition.
 
     Returns:
-        A device string such as ``cpu`` or ``cuda:0``.
+        A device string such as ``cpu`` or ``cuda:0``; with ``auto``, a warning says if Spark
+        assigned a GPU that torch cannot use.
 
     Raises:
         ConfigError: a GPU is asked for, but torch sees none, or not the one that Spark assigned.
@@ -50,6 +54,14 @@ def choose_device(device: str, gpu: str | None, number: int) -> str:
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if not torch.cuda.is_available():
         if device == "auto":
+            if gpu is not None:
+                logger.warning(
+                    "Spark assigned GPU %s on %s, but torch sees no GPU there: this task uses the "
+                    "CPU. Install a CUDA build of torch on the executors, or set device='cpu' if "
+                    "this is intended",
+                    gpu,
+                    socket.gethostname(),
+                )
             return "cpu"
         raise ConfigError(
             f"device='{device}', but torch sees no GPU on this executor. Use device='auto', or run "

@@ -165,6 +165,18 @@ def test_what_a_worker_cannot_use_is_refused_in_words() -> None:
         choose_device("auto", "2", 0)
 
 
+def test_a_gpu_that_torch_cannot_use_is_warned_of_once_it_was_assigned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert [choose_device("cpu", "1", 0), choose_device("auto", None, 0)] == ["cpu", "cpu"]
+    assert not caplog.messages
+    assert choose_device("auto", "MIG-77", 0) == "cpu"
+    (message,) = caplog.messages
+    assert "assigned GPU MIG-77" in message
+    assert "a CUDA build of torch" in message
+
+
 def test_two_ranks_on_one_gpu_are_an_error_that_names_them() -> None:
     places = [("a", "cuda:0", "w"), ("a", "cuda:1", "x"), ("b", "cuda:0", "y")]
     require_distinct_gpus(places)
