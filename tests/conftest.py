@@ -53,6 +53,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Spares later collections of garbage what all tests share: imported modules, and the tests."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     """Three executors of one core each, in processes of their own."""
