@@ -53,7 +53,7 @@ class OptimizerState:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._device = optimizer.param_groups[0]["params"][0].device
+        self._device = next(p.device for group in optimizer.param_groups for p in group["params"])
         self._groups: list[FlatGroup] = []
         self._homes: list[Tensor] = []
         """Where each tensor of the optimizer's is: a view of a flat tensor or of a mirror."""

@@ -125,3 +125,13 @@ def test_a_parameter_that_gets_its_first_gradient_late_takes_over_the_counter_of
     flat.fill_(4.0)
     replica.step(batch(0))
     assert {float(state["step"]) for state in replica.optimizer.state.values()} == {5.0}
+
+
+def test_a_group_of_parameters_may_be_empty() -> None:
+    def grouped(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        groups: list[dict[str, Any]] = [{"params": []}, {"params": parameters}]
+        return torch.optim.Adam(groups, lr=0.01)
+
+    replicas = replica_of(Scaled(), grouped), replica_of(Scaled(), optimizer("Adam"))
+    layouts = [replica.layout(with_optimizer=True) for replica in replicas]
+    assert layouts[0] == layouts[1]
