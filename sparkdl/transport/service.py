@@ -202,6 +202,10 @@ class Service:
 
     # For peers, in the service's thread.
 
+    def unintroduced(self) -> list[Channel]:
+        """The channels whose other end has yet to say who it is."""
+        return [channel for channel, peer in self._peers.items() if peer is None]
+
     def part(self, channel: Channel, farewell: dict[str, Any] | None = None) -> None:
         """Send a last header, if any, and close once the other end has read it.
 

@@ -198,6 +198,9 @@ class Loop(Service):
     def tick(self) -> float:
         """Have the coordinator check the time."""
         self.tell(on.Tick())
+        if self.coordinator.ended:  # whoever is still silent then would otherwise not hear of it
+            for channel in self.unintroduced():
+                self.part(channel, {"stopped": self.coordinator.farewell})
         return self.coordinator.members.tick_s
 
     def broke(self, failure: TrainingError) -> None:

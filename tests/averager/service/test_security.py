@@ -23,6 +23,7 @@ from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 from sparkdl.protocols import Segment
 from sparkdl.transport.acceptor import MAX_STRANGERS
 from sparkdl.transport.connection import Connection, ConnectionLostError
+from sparkdl.transport.framing import header_message
 from sparkdl.transport.handshake import HELLO_BYTES, REFUSAL
 
 LAYOUT = (Segment("parameters", torch.float32, 5),)
@@ -390,6 +391,23 @@ def test_messages_beyond_the_plan_never_reach_the_center(averager: Averager) -> 
         with pytest.raises(TrainingError):
             list(intruder.events)
     assert averager.center[0].tolist() == [2.0] * 5
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before the end", "after it"])
+def test_a_first_header_that_never_becomes_whole_is_told_that_the_run_has_ended(
+    averager: Averager, *, early: bool
+) -> None:
+    connection = dial(averager)
+    for step in ("call", "end") if early else ("end", "call"):
+        if step == "end":
+            averager.fail(TrainingError("over"))
+            with pytest.raises(TrainingError, match="over"):
+                drive(averager)
+        else:
+            assert connection.introduce(averager.address.token)
+            connection._send(header_message(JOIN)[:12])
+    assert connection.receive_header() == {"stopped": "the run ended: over"}
+    connection.close()
 
 
 def test_half_a_contribution_never_reaches_the_center(averager: Averager) -> None:
