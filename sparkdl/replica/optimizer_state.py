@@ -117,11 +117,13 @@ class OptimizerState:
         self._homes += homes
 
     def take_over(self) -> None:
-        """Give the optimizer the segments' state of parameters that it has not stepped.
+        """Give the optimizer what came of state in the segments that it does not use from there.
 
-        Other replicas, or the training that this one resumes, may have had gradients for them.
-        Where nobody had any, the segments hold zeros, and the optimizer begins as it would by
-        itself: with a step counter of 0, or with momentum initialized from the gradient.
+        Counts that it keeps on another device are copied back. Parameters that it has not stepped
+        get the segments' state: other replicas, or the training that this one resumes, may have had
+        gradients for them. Where nobody had any, the segments hold zeros, and the optimizer begins
+        as it would by itself: with a step counter of 0, or with momentum initialized from the
+        gradient.
         """
         lent, self._lent = self._lent, False
         if lent:

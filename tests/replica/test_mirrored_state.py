@@ -6,6 +6,7 @@ sizes matter; where values do, whatever is a single number counts as being on an
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -135,3 +136,20 @@ def test_a_group_of_parameters_may_be_empty() -> None:
     replicas = replica_of(Scaled(), grouped), replica_of(Scaled(), optimizer("Adam"))
     layouts = [replica.layout(with_optimizer=True) for replica in replicas]
     assert layouts[0] == layouts[1]
+
+
+class Replacing(torch.optim.Adam):
+    """Makes a new counter in each step, in place of writing to the one it has."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for state in self.state.values():
+            state["step"] = state["step"].clone()
+
+
+def test_counters_that_are_replaced_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    adam = job_of(ParameterAveraging(2), "Adam")
+    expected = run_world(adam, DATA.shards())
+    job = replace(adam, optimizer=partial(Replacing, lr=0.01))
+    keep_counters_elsewhere(monkeypatch)
+    assert same_bits(run_world(job, DATA.shards()), expected)
