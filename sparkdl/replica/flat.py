@@ -38,7 +38,9 @@ class FlatGroup:
         for tensor in tensors:
             # These are the tensor's own strides, if it has no gaps or overlaps.
             strides = torch.empty_like(tensor, device="meta").stride()
-            view = self.flat.as_strided(tensor.shape, strides, start)
+            # By ``data`` each has a version counter of its own: a model may write to one buffer in
+            # its forward pass after autograd has saved another.
+            view = self.flat.as_strided(tensor.shape, strides, start).data
             view.copy_(tensor.detach())
             self.views.append(view)
             start += tensor.numel()

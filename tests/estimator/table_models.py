@@ -202,6 +202,14 @@ MODELS = [
         how="given as a function",
     ),
     Case(
+        name="`spectral_norm` behind `BatchNorm1d`",
+        model=lambda: nn.Sequential(
+            body(), nn.BatchNorm1d(8), parametrizations.spectral_norm(head())
+        ),
+        as_function=True,
+        how="given as a function",
+    ),
+    Case(
         name="`orthogonal`",
         model=lambda: nn.Sequential(parametrizations.orthogonal(body()), head()),
         as_function=True,

@@ -98,6 +98,37 @@ def test_writing_to_the_segments_moves_the_model() -> None:
     )
 
 
+class WritesInForward(nn.Module):
+    """Writes to a buffer and a parameter after autograd has saved others of the same dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.BatchNorm1d(6)
+        self.scaled = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4))
+        self.clipped = nn.Linear(4, 3)
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = self.scaled(self.norm(features))
+        with torch.no_grad():
+            self.clipped.weight.clamp_(-0.2, 0.2)
+        outputs: Tensor = self.clipped(hidden)
+        return outputs
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_model_that_writes_in_its_forward_pass_trains_as_in_plain_torch(name: str) -> None:
+    replica, oracle = replica_of(WritesInForward(), OPTIMIZERS[name]), WritesInForward()
+    optimizer = OPTIMIZERS[name](oracle.parameters())
+    features, targets = torch.randn(5, 6), torch.arange(5) % 3
+    for _ in range(3):
+        replica.step(Batch((features,), targets, last=False))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(oracle(features), targets).backward()
+        optimizer.step()
+    torch.testing.assert_close(replica.module.state_dict(), oracle.state_dict())
+
+
 class Reassigns(nn.Module):
     """Assigns its buffer again in every forward instead of writing to it."""
 
