@@ -6,11 +6,14 @@ is gathered or scattered per round.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
+from sparkdl.errors import ModelError, TrainingError
 from sparkdl.protocols import Segment
 
 
@@ -54,9 +57,41 @@ class FlatGroup:
 
 
 def flatten(module: nn.Module) -> list[FlatGroup]:
-    """Move a module's trained parameters and its buffers into flat tensors."""
+    """Move a module's trained parameters and its buffers into flat tensors.
+
+    Raises:
+        ModelError: one is not dense, or of a type that cannot be sent.
+    """
+    _require_plain(module)
     trained = [each for each in module.parameters() if each.requires_grad]
     return [*_flatten_parameters(trained), *_flatten_buffers(module)]
+
+
+def _require_plain(module: nn.Module) -> None:
+    kinds = {"parameter": module.named_parameters(), "buffer": module.named_buffers()}
+    for kind, tensors in kinds.items():
+        for name, tensor in tensors:
+            if tensor.layout is not torch.strided:
+                raise ModelError(
+                    f"the {kind} '{name}' has the layout {tensor.layout}; only dense tensors are "
+                    "sent, averaged and saved. Register it dense and convert it in forward, or "
+                    "keep it as a plain attribute if it never changes"
+                )
+            if not _can_be_pickled(tensor.dtype):
+                raise ModelError(
+                    f"the {kind} '{name}' is of {tensor.dtype}, and torch cannot load pickled "
+                    "tensors of that type, so no executor could load the model. Register its "
+                    "bytes, tensor.view(torch.uint8), and view them as that type in forward"
+                )
+
+
+@cache
+def _can_be_pickled(dtype: torch.dtype) -> bool:
+    try:
+        pickle.loads(pickle.dumps(torch.empty(0, dtype=dtype)))
+    except (AttributeError, RuntimeError):  # it has no storage class of its own
+        return False
+    return True
 
 
 def _flatten_parameters(parameters: Sequence[nn.Parameter]) -> list[FlatGroup]:
@@ -89,15 +124,59 @@ def rebind_buffers(module: nn.Module, views: dict[int, Tensor]) -> None:
                 owner._buffers[name] = views[id(buffer)]
 
 
-def reclaim_buffers(module: nn.Module, group: FlatGroup) -> None:
-    """Copy back buffers that the model reassigned instead of writing to (``self.b = ...``)."""
-    current = [b for b in module.buffers() if b.dtype == group.flat.dtype]
-    if all(mine is view for mine, view in zip(current, group.views, strict=True)):
-        return
-    for mine, view in zip(current, group.views, strict=True):
-        if mine is not view:
-            view.copy_(mine)
-    rebind_buffers(module, dict(zip(map(id, current), group.views, strict=True)))
+def reclaim_buffers(module: nn.Module, homes: Mapping[str, Tensor]) -> None:
+    """Copy back buffers that the model reassigned instead of writing to (``self.b = ...``).
+
+    Args:
+        module: the module.
+        homes: what its buffers were when it was flattened, by name; tensors that have several names
+            under each of them.
+
+    Raises:
+        TrainingError: a buffer has another shape or dtype now, or was added or removed.
+    """
+    present = dict(module.named_buffers(remove_duplicate=False))
+    moved: dict[str, Tensor] = {}
+    holders: dict[int, Tensor | None] = {}
+    for name, home in homes.items():
+        mine = present.pop(name, None)
+        if holders.setdefault(id(home), mine) is not mine:
+            raise _changed(name, "the same tensor as another buffer", "a tensor of its own")
+        if mine is home:
+            continue
+        if mine is None or (mine.shape, mine.dtype) != (home.shape, home.dtype):
+            raise _changed(name, _described(home), _described(mine))
+        moved[name] = apart_from(home, mine)
+    for name, added in present.items():
+        raise _changed(name, _described(None), _described(added))
+    for name, values in moved.items():
+        homes[name].copy_(values)
+        owner, _, own_name = name.rpartition(".")
+        module.get_submodule(owner)._buffers[own_name] = homes[name]
+
+
+def apart_from(home: Tensor, values: Tensor) -> Tensor:
+    """The values, copied if they lie in the same flat tensor: two members may swap their places.
+
+    Args:
+        home: a member's place in a flat tensor.
+        values: what the member now is.
+    """
+    in_flat = values.untyped_storage().data_ptr() == home.untyped_storage().data_ptr()
+    return values.clone() if in_flat else values
+
+
+def _changed(name: str, before: str, now: str) -> TrainingError:
+    return TrainingError(
+        f"the buffer '{name}' was {before} when the model was built, and is {now} now. Buffers "
+        "are averaged like parameters, so each keeps its shape and dtype. Give it its final ones "
+        "in __init__, or keep it as an attribute without register_buffer if each replica may have "
+        "its own"
+    )
+
+
+def _described(buffer: Tensor | None) -> str:
+    return "missing" if buffer is None else f"{str(buffer.dtype)[6:]} {tuple(buffer.shape)}"
 
 
 def _in_order(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:

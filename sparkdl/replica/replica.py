@@ -25,7 +25,7 @@ from sparkdl.protocols import (
     Targets,
 )
 from sparkdl.replica.calling import align_targets, forward
-from sparkdl.replica.flat import flatten, rebind_buffers, reclaim_buffers
+from sparkdl.replica.flat import apart_from, flatten, rebind_buffers, reclaim_buffers
 from sparkdl.replica.frozen import FrozenParameters
 from sparkdl.replica.losses import ModelLoss, loss_of_rows, weighted_mean
 from sparkdl.replica.optimizer_state import OptimizerState
@@ -88,8 +88,9 @@ class Replica:
                 f"{type(module).__name__} has no parameter that requires a gradient: there is "
                 "nothing to train"
             )
-        self.take_as_frozen()
         self._module_groups = flatten(module)
+        self.take_as_frozen()
+        self._buffers = dict(module.named_buffers(remove_duplicate=False))
         self._homes = [parameter.data for parameter in self._trainable]
         self._build_optimizer = optimizer
         self.optimizer = build_optimizer(optimizer, self._named)
@@ -261,9 +262,7 @@ class Replica:
         """
         self.frozen.glance()
         self._reclaim_parameters()
-        for group in self._module_groups:
-            if group.kind == "buffers":
-                reclaim_buffers(self.module, group)
+        reclaim_buffers(self.module, self._buffers)
         groups = list(self._module_groups)
         if with_optimizer:
             groups += self._optimizer_state.flatten()
@@ -289,10 +288,8 @@ class Replica:
 
         Otherwise every parameter, as a view, would be pickled along with its whole flat buffer.
         """
-        for group in self._module_groups:
-            if group.kind == "buffers":
-                reclaim_buffers(self.module, group)
-                rebind_buffers(self.module, {id(view): view.clone() for view in group.views})
+        reclaim_buffers(self.module, self._buffers)
+        rebind_buffers(self.module, {id(home): home.clone() for home in self._buffers.values()})
         for parameter in self.module.parameters():
             parameter.data = parameter.data.clone()
             parameter.grad = None
@@ -304,7 +301,11 @@ class Replica:
 
     def _reclaim_parameters(self) -> None:
         """Copy back parameters that were reassigned to other memory (``parameter.data = ...``)."""
-        for parameter, home in zip(self._trainable, self._homes, strict=True):
-            if parameter.data_ptr() != home.data_ptr():
-                home.copy_(parameter.data)
-                parameter.data = home
+        moved = [
+            (parameter, home, apart_from(home, parameter.data))
+            for parameter, home in zip(self._trainable, self._homes, strict=True)
+            if parameter.data_ptr() != home.data_ptr()
+        ]
+        for parameter, home, values in moved:
+            home.copy_(values)
+            parameter.data = home

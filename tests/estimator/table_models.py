@@ -23,7 +23,9 @@ from table_networks import (
     Model,
     Outputs,
     Pair,
+    Quantizes,
     Rotates,
+    Spreads,
     attends,
     auxiliary,
     auxiliary_loss,
@@ -279,6 +281,8 @@ MODELS = [
     Case(name="a buffer that is None until the first forward pass", model=FillsBuffer),
     Case(name="a buffer that grows with the batches", model=Caches),
     Case(name="complex and boolean buffers", model=Rotates),
+    Case(name="a buffer of 8-bit floats", model=Quantizes, as_function=True),
+    Case(name="a sparse buffer", model=Spreads),
     Case(
         name="complex parameters",
         model=lambda: Model(

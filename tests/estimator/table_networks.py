@@ -261,6 +261,30 @@ class Rotates(nn.Module):
         return self.layer(turned.masked_fill(self.mask, 0.0))
 
 
+class Quantizes(nn.Module):
+    """Keeps a fixed layer's weights in a buffer of eight bits each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.eye(WIDTH).to(torch.float8_e4m3fn))
+        self.layer = head(WIDTH)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.layer(features @ self.weight.to(features.dtype))
+
+
+class Spreads(nn.Module):
+    """Multiplies by a fixed sparse matrix, as graph networks do by their graph's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("adjacency", torch.eye(WIDTH).to_sparse())
+        self.layer = head(WIDTH)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.layer((self.adjacency @ features.T).T)
+
+
 def forces(self: Any, features: Tensor) -> dict[str, Tensor]:
     with torch.enable_grad():
         places = features.requires_grad_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from replicas import OPTIMIZERS, SGD, batch, batch_norm_net, replica_of, views_o
 from torch import Tensor, nn
 from toys import mlp
 
-from sparkdl.errors import TrainingError
+from sparkdl.errors import ModelError, TrainingError
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
 
@@ -158,6 +159,133 @@ def test_a_buffer_that_the_model_assigns_anew_is_taken_back_into_the_flat_buffer
         assert views_of([module.seen, module.mean], segments)
 
 
+class Changes(nn.Module):
+    """Does something to its buffers in every forward.
+
+    Args:
+        change: what, given the module.
+    """
+
+    def __init__(self, change: Callable[[nn.Module], None]) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.change = change
+        self.register_buffer("table", torch.zeros(2, 6))
+        self.register_buffer("twin", self.get_buffer("table"))
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.change(self)
+        outputs: Tensor = self.net(features)
+        return outputs
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            lambda module: module.register_buffer("table", torch.zeros(5, 6)),
+            r"'table' was float32 \(2, 6\) .*, and is float32 \(5, 6\) now",
+        ),
+        (
+            lambda module: module.register_buffer("table", torch.zeros(2, 6).double()),
+            r"'table' was float32 \(2, 6\) .*, and is float64 \(2, 6\) now",
+        ),
+        (lambda module: module.register_buffer("table", None), r"'table' .*, and is missing now"),
+        (
+            lambda module: module.register_buffer("late", torch.zeros(3)),
+            r"'late' was missing .*, and is float32 \(3,\) now",
+        ),
+        (
+            lambda module: module.register_buffer("table", torch.ones(2, 6)),
+            r"'twin' was the same tensor as another buffer .*, and is a tensor of its own now",
+        ),
+    ],
+    ids=["grown", "another dtype", "removed", "added", "no longer shared"],
+)
+def test_a_buffer_that_cannot_be_averaged_any_more_is_named(
+    change: Callable[[nn.Module], None], named: str
+) -> None:
+    replica = replica_of(Changes(change))
+    replica.step(batch())
+    with pytest.raises(TrainingError, match=named):
+        replica.segments(with_optimizer=False)
+
+
+def test_buffers_that_are_one_tensor_may_be_replaced_by_one() -> None:
+    def replace(module: nn.Module) -> None:
+        new = torch.ones(2, 6)
+        module.register_buffer("table", new)
+        module.register_buffer("twin", new)
+
+    replica = replica_of(Changes(replace))
+    replica.step(batch())
+    buffers = replica.segments(with_optimizer=False)[1]
+    assert buffers.tolist() == [1.0] * 12
+    assert replica.module.get_buffer("table") is replica.module.get_buffer("twin")
+
+
+class Remembers(nn.Module):
+    """Buffers that take each other's places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        for index, name in enumerate(("now", "before", "even", "odd", "one", "other")):
+            self.register_buffer(name, torch.full((6,), float(index)))
+        self.now: Tensor
+        self.before: Tensor
+        self.even: Tensor
+        self.odd: Tensor
+        self.one: Tensor
+        self.other: Tensor
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.before, self.now = self.now, features.mean(dim=0).float()
+        self.even, self.odd = self.odd, self.even
+        self.one = self.other = features.amax(dim=0).float()
+        outputs: Tensor = self.net(features)
+        return outputs
+
+
+def test_buffers_may_take_each_others_places_as_in_plain_torch() -> None:
+    replica, oracle = replica_of(Remembers()), Remembers()
+    for seed in range(3):
+        replica.step(batch(seed))
+        oracle(*batch(seed).features)
+        segments = replica.segments(with_optimizer=False)
+        expected = dict(oracle.named_buffers(remove_duplicate=False))
+        torch.testing.assert_close(dict(replica.module.named_buffers()), expected)
+        assert segments[1].tolist() == torch.cat(list(expected.values())).tolist()
+
+
+@pytest.mark.parametrize("kind", ["buffer", "parameter"])
+def test_a_sparse_tensor_is_refused_by_its_name(kind: str) -> None:
+    module = mlp()
+    adjacency = torch.eye(3).to_sparse()
+    if kind == "buffer":
+        module.register_buffer("adjacency", adjacency)
+    else:
+        frozen = nn.Parameter(adjacency, requires_grad=False)
+        module.register_parameter("adjacency", frozen)
+    with pytest.raises(ModelError, match=f"the {kind} 'adjacency' has the layout .*sparse_coo"):
+        replica_of(module)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.uint64])
+def test_a_tensor_that_torch_cannot_unpickle_is_refused_by_its_name(dtype: torch.dtype) -> None:
+    module = mlp()
+    module.register_buffer("codes", torch.zeros(3).to(dtype))
+    with pytest.raises(ModelError, match=f"the buffer 'codes' is of {dtype}, and torch"):
+        replica_of(module)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64, torch.int8, torch.bool])
+def test_other_tensors_are_not_refused(dtype: torch.dtype) -> None:
+    module = mlp()
+    module.register_buffer("codes", torch.zeros(3).to(dtype))
+    assert replica_of(module).layout(with_optimizer=False)[-1].dtype == dtype
+
+
 class GivesOtherMemory(torch.optim.SGD):
     """Steps as many a tutorial does."""
 
@@ -180,6 +308,35 @@ def test_parameters_that_were_given_other_memory_are_taken_back_into_the_flat_bu
             for parameter in plain.parameters():
                 parameter -= 0.1 * parameter.grad
         assert torch.equal(flat, nn.utils.parameters_to_vector(plain.parameters()))
+        assert views_of([*replica.module.parameters()], [flat])
+
+
+class Swaps(nn.Module):
+    """Has two layers change places in each forward by exchanging their memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first = nn.Linear(6, 6, bias=False).double()
+        self.second = nn.Linear(6, 6, bias=False).double()
+
+    def forward(self, features: Tensor) -> Tensor:
+        first, second = self.first.weight, self.second.weight
+        first.data, second.data = second.data, first.data
+        outputs: Tensor = self.second(self.first(features))
+        return outputs
+
+
+def test_parameters_may_take_each_others_places_as_in_plain_torch() -> None:
+    replica, plain = replica_of(Swaps()), Swaps()
+    optimizer = SGD(plain.parameters())
+    for seed in range(3):
+        replica.step(batch(seed))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(*batch(seed).features), batch(seed).targets).backward()
+        optimizer.step()
+        (flat,) = replica.segments(with_optimizer=False)
+        torch.testing.assert_close(flat, nn.utils.parameters_to_vector(plain.parameters()))
         assert views_of([*replica.module.parameters()], [flat])
 
 
