@@ -54,7 +54,7 @@ def _from_rows(dataset: DataFrame, column: InputColumn, head: Head) -> ColumnSpe
     spec = column.spec(dtype)
     if spec.row_shape != (UNKNOWN,):
         return spec
-    first = dataset.select(column.expression()).dropna().first()
+    first = dataset.select(column.expression().alias("label")).dropna().first()
     if first is None:
         raise DataError(f"label column '{column.name}' has no value in any row")
     return replace(spec, row_shape=(len(first[0]),))

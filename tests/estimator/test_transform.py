@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -419,12 +420,13 @@ def test_a_models_forward_runs_without_gradients_and_in_evaluation_mode(rows: Da
     assert not predict(model, rows, "raw").any()
 
 
-def test_columns_may_have_any_name(rows: DataFrame) -> None:
+@pytest.mark.parametrize("model", [lambda: nn.Linear(4, 3), lambda: nn.LazyLinear(3)])
+def test_columns_may_have_any_name(rows: DataFrame, model: Callable[[], nn.Module]) -> None:
     given = rows.withColumnsRenamed({"features": "my.own `features`", "label": "the label"})
     names = {"featuresCol": "my.own `features`", "labelCol": "the label", "predictionCol": "a.b"}
-    model = estimator(outputType="raw", **names).fit(given)
-    found = model.transform(given).orderBy("id").select("`a.b`").collect()
-    assert close(np.array([row[0].toArray() for row in found]), outputs_of(model))
+    fitted = estimator(model=model, outputType="raw", **names).fit(given)
+    found = fitted.transform(given).orderBy("id").select("`a.b`").collect()
+    assert close(np.array([row[0].toArray() for row in found]), outputs_of(fitted))
 
 
 @pytest.mark.slow

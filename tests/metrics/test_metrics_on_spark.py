@@ -181,8 +181,9 @@ def test_a_module_from_elsewhere_is_evaluated_too(spark: SparkSession) -> None:
     assert model.evaluate(rows, {"auroc": BinaryAUROC}) == {
         "auroc": pytest.approx(expected, rel=1e-6)
     }
-    several = TorchModel.from_module(nn.Linear(WIDTH, 2), torch.zeros(1, WIDTH))
-    pairs = frame(spark).withColumn("label", F.array(F.lit(1.0), F.lit(2.0)))
+    example = torch.zeros(1, WIDTH)
+    several = TorchModel.from_module(nn.Linear(WIDTH, 2), example, labelCol="two `labels`")
+    pairs = frame(spark).withColumn("two `labels`", F.array(F.lit(1.0), F.lit(2.0)))
     with torch.no_grad():
         outputs = several.module(torch.tensor(features_of(range(60)), dtype=torch.float32)).numpy()
     wanted = sk.mean_squared_error(np.tile([1.0, 2.0], (60, 1)), outputs)

@@ -133,7 +133,9 @@ def build_whole(
     except LazyModelError as lazy:
         fractions = parameter_dtype(lazy.module)
         fed = fed_columns(params, frame, loss, head_of(loss), fractions, params.getSeed())
-    row = frame.select([column.expression() for column in fed.columns]).dropna().first()
+    # Without their own names: ``dropna`` parses them, and they may hold a backtick.
+    values_only = [each.expression().alias(f"{at}") for at, each in enumerate(fed.columns)]
+    row = frame.select(values_only).dropna().first()
     values = [None] * len(fed.columns) if row is None else list(row)
     lengths = [
         len(value) if spec.row_shape == (UNKNOWN,) and value is not None else None
