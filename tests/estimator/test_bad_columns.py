@@ -211,6 +211,11 @@ def test_labels_with_fractions_are_refused_for_a_loss_of_class_indices(
     refuse(rows, DataError, "'label'", "double", "5 numbers that are not whole", "CrossEntropyLoss")
 
 
+def test_a_stream_is_refused(spark: SparkSession, refuse: Refuse) -> None:
+    rows = spark.readStream.format("rate").load()
+    refuse(rows, DataError, "is a stream", "foreachBatch")
+
+
 def test_a_name_with_dots_and_spaces_is_taken_as_it_is(spark: SparkSession, refuse: Refuse) -> None:
     rows = frame(spark).withColumn("my.own col", F.lit("text"))
     refuse(rows, DataError, "'my.own col'", "string", featuresCol="my.own col")

@@ -93,6 +93,12 @@ class Preflight:
         self, params: EstimatorParams, frame: DataFrame, warm_start: nn.Module | None = None
     ) -> None:
         require_classic_session(frame)
+        if frame.isStreaming:
+            raise DataError(
+                "the DataFrame is a stream, which has no last row, so no epoch would end. Fit the "
+                "batches that foreachBatch hands out, or a table that the stream is written to; "
+                "transform takes streams"
+            )
         self._params = params
         for name in ("model", "loss", "optimizer", "scheduler", "strategy", "batchTransform"):
             require_picklable(name, params.getOrDefault(name))
