@@ -10,10 +10,10 @@ import pytest
 import torch
 from frames import estimator, frame, same_bits
 from models import Net, decayed
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
-from sparkdl import TorchEstimator
+from sparkdl import TorchEstimator, TorchModel
 from sparkdl.errors import ConfigError, ModelError
 
 
@@ -45,6 +45,31 @@ def test_a_fit_goes_on_from_a_model_that_fits_and_trains_what_is_not_frozen(
     going_on.setModel(nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 3)))
     with pytest.raises(ModelError, match=r"'0.weight' is float32 \[9, 4\] in the model to train"):
         going_on.fit(rows, warm_start=begun)
+
+
+@pytest.mark.slow
+def test_the_batches_of_a_stream_are_trained_on_one_after_another(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    rows = frame(spark)
+    rows.coalesce(2).write.parquet(str(tmp_path / "rows"))
+    stream = spark.readStream.schema(rows.schema).option("maxFilesPerTrigger", 1)
+    fitted: list[TorchModel] = []
+
+    def fit(batch: DataFrame, number: int) -> None:
+        fitted.append(estimator().fit(batch, warm_start=fitted[-1] if fitted else None))
+
+    query = (
+        stream.parquet(str(tmp_path / "rows"))
+        .writeStream.foreachBatch(fit)
+        .option("checkpointLocation", str(tmp_path / "query"))
+        .trigger(availableNow=True)
+        .start()
+    )
+    assert query.awaitTermination(120)
+    first, second = fitted
+    assert first.history[-1].examples + second.history[-1].examples == rows.count()
+    assert second.history[0].loss < first.history[0].loss
 
 
 def test_an_optimizer_that_takes_names_is_saved_with_the_estimator(tmp_path: Path) -> None:
