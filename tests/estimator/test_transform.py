@@ -420,7 +420,8 @@ def test_a_models_forward_runs_without_gradients_and_in_evaluation_mode(rows: Da
     assert not predict(model, rows, "raw").any()
 
 
-@pytest.mark.parametrize("model", [lambda: nn.Linear(4, 3), lambda: nn.LazyLinear(3)])
+@pytest.mark.slow_variants
+@pytest.mark.parametrize("model", [lambda: nn.LazyLinear(3), lambda: nn.Linear(4, 3)])
 def test_columns_may_have_any_name(rows: DataFrame, model: Callable[[], nn.Module]) -> None:
     given = rows.withColumnsRenamed({"features": "my.own `features`", "label": "the label"})
     names = {"featuresCol": "my.own `features`", "labelCol": "the label", "predictionCol": "a.b"}
