@@ -90,5 +90,11 @@ def _build_again(builder: Any, state: dict[str, Any], others: dict[str, Tensor])
         module: nn.Module = builder if isinstance(builder, nn.Module) else builder()
     module.load_state_dict(state, assign=True)  # keeps the state's dtypes
     for name, values in others.items():
-        module.get_buffer(name).data = values
+        path, _, own_name = name.rpartition(".")
+        owner = module.get_submodule(path)
+        # Not replaced: it may have several names.
+        if (built := getattr(owner, own_name, None)) is not None:
+            built.data = values
+        else:
+            setattr(owner, own_name, values)
     return module

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sparkdl.errors import ModelError
 from sparkdl.protocols import ModelBuilder
+from sparkdl.replica.flat import is_cache
 
 
 class WarmStart:
@@ -39,7 +40,11 @@ class WarmStart:
         """
         wanted = {name: _kind(each) for name, each in _tensors(module)}
         given = {name: _kind(each) for name, each in self._values.items()}
-        other = [name for name in wanted | given if wanted.get(name) != given.get(name)]
+        other = [
+            name
+            for name in wanted | given
+            if wanted.get(name) != given.get(name) and not is_cache(module, name)
+        ]
         if other:
             first = other[0]
             raise ModelError(
@@ -68,8 +73,11 @@ class WarmStart:
         """Overwrite the part of a model that is sent: trained parameters and buffers."""
         with torch.no_grad():
             for name, each in _tensors(module):
-                if each.requires_grad or not isinstance(each, nn.Parameter):
-                    each.copy_(self._values[name])
+                if isinstance(each, nn.Parameter) and not each.requires_grad:
+                    continue
+                values = self._values.get(name)
+                if values is not None and _kind(values) == _kind(each):  # caches may differ
+                    each.copy_(values)
 
     def describe(self) -> str:
         """A description, to compare with a checkpoint's."""

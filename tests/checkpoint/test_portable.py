@@ -61,6 +61,33 @@ def test_a_module_that_cannot_be_pickled_is_built_again_with_its_values(
     assert torch.equal(arrived(features), module(features))
 
 
+class DrawsOnce(nn.Module):
+    """Draws a cache in its first forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.weight_norm(nn.Linear(6, 3))
+        self.register_buffer("shift", None, persistent=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        if self.shift is None:
+            self.shift = torch.rand(1)
+        return self.layer(features) + self.shift
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_cache_that_is_made_later_arrives_as_it_is(used: bool) -> None:
+    module, features = DrawsOnce(), torch.randn(4, 6)
+    if used:
+        module(features)
+    arrived = cloudpickle.loads(pickled_module(module, DrawsOnce))
+    if used:
+        assert torch.equal(arrived(features), module(features))
+    else:
+        assert arrived.shift is None
+    assert arrived.state_dict().keys() == module.state_dict().keys()
+
+
 def test_the_same_module_is_the_same_pickle() -> None:
     build = BUILDERS["weight_norm"]
     module = build()

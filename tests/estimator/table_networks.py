@@ -233,6 +233,20 @@ class FillsBuffer(nn.Module):
         return self.layer(features - self.shift)
 
 
+class FillsCache(nn.Module):
+    """Makes a mask on its first batch, and registers it then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = head(WIDTH)
+        self.register_buffer("mask", None, persistent=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        if self.mask is None:
+            self.register_buffer("mask", torch.arange(WIDTH) % 2 == 0, persistent=False)
+        return self.layer(features.masked_fill(self.mask, 0.0))
+
+
 class Caches(nn.Module):
     """Keeps a table as long as the longest batch so far."""
 

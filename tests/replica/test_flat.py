@@ -211,6 +211,46 @@ def test_a_buffer_that_cannot_be_averaged_any_more_is_named(
         replica.segments(with_optimizer=False)
 
 
+class KeepsCaches(nn.Module):
+    """Has buffers that no state dict has: two that it changes, and one that keeps its shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("table", torch.zeros(1, 6), persistent=False)
+        self.register_buffer("mask", None, persistent=False)
+        self.register_buffer("dropped", torch.zeros(3), persistent=False)
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.seen: Tensor
+
+    def forward(self, features: Tensor) -> Tensor:
+        rows = len(self.get_buffer("table")) + 1
+        self.register_buffer("table", torch.ones(rows, 6), persistent=False)
+        self.register_buffer("mask", torch.ones(6, dtype=torch.bool), persistent=False)
+        self.register_buffer("dropped", None, persistent=False)
+        self.seen = self.seen + 1
+        outputs: Tensor = self.net(features)
+        return outputs
+
+
+def test_caches_that_change_are_left_to_each_replica() -> None:
+    replica = replica_of(KeepsCaches())
+    layout = replica.layout(with_optimizer=False)
+    for steps in range(1, 4):
+        replica.step(batch(steps))
+        segments = replica.segments(with_optimizer=False)
+        assert replica.layout(with_optimizer=False) == layout
+        assert segments[1].tolist() == [0.0] * 6 + [0.0] * 3 + [steps]
+    released = replica.release()
+    caches = dict(released.named_buffers())
+    assert {name: tuple(each.shape) for name, each in caches.items()} == {
+        "table": (4, 6),
+        "mask": (6,),
+        "seen": (),
+    }
+    assert caches["seen"] == 3
+
+
 def test_buffers_that_are_one_tensor_may_be_replaced_by_one() -> None:
     def replace(module: nn.Module) -> None:
         new = torch.ones(2, 6)

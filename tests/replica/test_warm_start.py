@@ -138,3 +138,21 @@ def test_another_model_is_refused_with_the_first_tensor_that_differs(
     change(other)
     with pytest.raises(ModelError, match=words):
         WarmStart(other).require_fits(mlp())
+
+
+def with_cache(rows: int) -> nn.Module:
+    model = mlp()
+    model.register_buffer("table", torch.full((rows, 6), float(rows)), persistent=False)
+    model.register_buffer("mask", torch.ones(6) if rows > 1 else None, persistent=False)
+    return model
+
+
+def test_caches_of_other_sizes_stay_as_they_were_built() -> None:
+    warm_start, model = WarmStart(with_cache(4)), with_cache(1)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    warm_start.require_fits(model)
+    warm_start.apply(model)
+    assert torch.equal(model[0].weight, mlp()[0].weight)
+    assert model.table.tolist() == [[1.0] * 6]
+    assert model.mask is None

@@ -27,6 +27,7 @@ from sparkdl.outputs import Widths, described, pick, widths_of
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import Batch, ColumnSpec, Features, LossFunction, Targets
 from sparkdl.replica import Replica, align_targets
+from sparkdl.replica.flat import is_cache
 from sparkdl.replica.losses import ModelLoss
 
 PREDICTED_ROWS = (0, 1, 0, 1, 0)
@@ -195,14 +196,15 @@ def _require_as_built(module: nn.Module, built: dict[str, tuple[int, ...]]) -> N
     changed = [
         f"'{name}' from {built.get(name, 'nothing')} to {now.get(name, 'nothing')}"
         for name in built | now
-        if built.get(name) != now.get(name)
+        if built.get(name) != now.get(name) and not is_cache(module, name)
     ]
     if changed:
         raise ModelError(
             f"the model's forward pass changes its parameters or buffers: {', '.join(changed)}. "
             "The optimizer and the other workers only know those that exist when it is built. "
             "Create them all in __init__, with their final shapes, or give a function as model "
-            "that builds it and calls it on a batch"
+            "that builds it and calls it on a batch. Buffers that are caches may be registered "
+            "with persistent=False"
         )
 
 
