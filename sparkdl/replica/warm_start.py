@@ -28,9 +28,10 @@ class WarmStart:
 
     def __init__(self, module: nn.Module) -> None:
         self._values = {name: each.detach().cpu().clone() for name, each in _tensors(module)}
+        self._caches = {name for name in self._values if is_cache(module, name)}
 
     def require_fits(self, module: nn.Module) -> None:
-        """Check that a model has tensors of the same names, shapes and dtypes.
+        """Check that a model has tensors of the same names, shapes and dtypes, except for caches.
 
         Args:
             module: the model as built for the training.
@@ -43,7 +44,8 @@ class WarmStart:
         other = [
             name
             for name in wanted | given
-            if wanted.get(name) != given.get(name) and not is_cache(module, name)
+            if wanted.get(name) != given.get(name)
+            and not (name in self._caches or is_cache(module, name))
         ]
         if other:
             first = other[0]

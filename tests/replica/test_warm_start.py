@@ -144,6 +144,8 @@ def with_cache(rows: int) -> nn.Module:
     model = mlp()
     model.register_buffer("table", torch.full((rows, 6), float(rows)), persistent=False)
     model.register_buffer("mask", torch.ones(6) if rows > 1 else None, persistent=False)
+    if rows > 1:  # as a forward pass would
+        model.register_buffer("late", torch.ones(6), persistent=False)
     return model
 
 
@@ -156,3 +158,4 @@ def test_caches_of_other_sizes_stay_as_they_were_built() -> None:
     assert torch.equal(model[0].weight, mlp()[0].weight)
     assert model.table.tolist() == [[1.0] * 6]
     assert model.mask is None
+    assert not hasattr(model, "late")
