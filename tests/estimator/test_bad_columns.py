@@ -64,6 +64,7 @@ def null_where(column: Column, condition: Column) -> Column:
     return F.when(~condition, column)
 
 
+@pytest.mark.slow_variants
 @pytest.mark.parametrize("name", ["features", "label"])
 def test_nulls_are_counted_and_their_column_named(
     spark: SparkSession, refuse: Refuse, name: str
@@ -95,6 +96,7 @@ def test_nulls_in_the_one_big_partition_of_a_skewed_frame_are_counted(
     refuse(rows, DataError, "'label'", "5 null values in 60 rows", numWorkers=3)
 
 
+@pytest.mark.slow
 def test_nulls_of_a_vector_column_are_counted(spark: SparkSession, refuse: Refuse) -> None:
     vectors = null_where(array_to_vector("features"), F.col("id") < 2)
     rows = frame(spark).withColumn("features", vectors)
@@ -127,6 +129,7 @@ def test_arrays_of_a_length_of_their_own_in_each_partition_are_refused_with_the_
     refuse(rows, DataError, "'features'", "arrays of 2 to 4 elements", numWorkers=3)
 
 
+@pytest.mark.slow
 def test_vectors_of_unequal_length_are_refused_with_the_extremes(
     spark: SparkSession, refuse: Refuse
 ) -> None:

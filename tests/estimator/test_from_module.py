@@ -114,6 +114,7 @@ class CountsSpared(nn.Module):
         return torch.full((len(features),), gc.get_freeze_count(), dtype=torch.float64)
 
 
+@pytest.mark.slow
 def test_later_collections_spare_what_a_process_keeps_until_another_model_comes(
     rows: DataFrame,
 ) -> None:

@@ -90,6 +90,7 @@ def test_probabilities_are_pyspark_ml_vectors(classifier: TorchModel, rows: Data
     assert predicted.schema["prediction"].dataType.simpleString() == "vector"
 
 
+@pytest.mark.slow
 def test_log_probabilities_become_classes_and_probabilities(rows: DataFrame) -> None:
     network = nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(dim=1))
     model = estimator(model=network, loss=nn.NLLLoss()).fit(rows)
@@ -109,6 +110,7 @@ def test_a_binary_logit_becomes_class_and_two_probabilities(rows: DataFrame, squ
     assert close(predict(model, rows, "raw"), logits)
 
 
+@pytest.mark.slow
 def test_a_binary_probability_becomes_class_and_two_probabilities(rows: DataFrame) -> None:
     model = estimator(model=Single(sigmoid=True), loss=nn.BCELoss()).fit(binary(rows))
     positive = outputs_of(model).reshape(-1)
@@ -171,6 +173,7 @@ def test_empty_partitions_are_no_obstacle(spark: SparkSession, classifier: Torch
     assert close(found, outputs_of(classifier))
 
 
+@pytest.mark.slow_variants
 @pytest.mark.parametrize("kind", ["array<float>", "vector", "sparse"])
 def test_arrays_of_floats_and_vectors_predict_what_doubles_do(
     spark: SparkSession, classifier: TorchModel, rows: DataFrame, kind: str
@@ -278,6 +281,7 @@ def test_a_missing_features_column_is_refused_by_name(
         classifier.transform(rows.drop("features"))
 
 
+@pytest.mark.slow
 def test_arrays_of_another_length_are_refused_with_both_lengths(
     classifier: TorchModel, rows: DataFrame
 ) -> None:

@@ -142,6 +142,7 @@ def test_speculation_is_refused_with_the_setting_to_change(
         conf.set("spark.speculation", before or "false")
 
 
+@pytest.mark.slow_variants
 @pytest.mark.parametrize("output_type", ["class", "probability"])
 def test_an_output_type_that_the_loss_cannot_give_is_refused(
     spark: SparkSession, refuse: Refuse, output_type: str

@@ -137,6 +137,7 @@ def test_rows_are_spread_evenly_and_fed_in_another_order_each_epoch(
     assert ids[0] != ids[1] != sorted(ids[1])
 
 
+@pytest.mark.slow
 def test_the_shuffle_seed_changes_only_the_order_of_rows_that_stay_where_they_are(
     spark: SparkSession,
 ) -> None:

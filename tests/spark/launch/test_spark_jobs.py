@@ -108,6 +108,7 @@ def test_data_that_are_refused_were_computed_once(spark: SparkSession, tmp_path:
     assert Counter(lines(tmp_path / "computed")) == {"0": 1, "1": 1, "2": 1}
 
 
+@pytest.mark.slow
 def test_the_description_says_model_workers_and_strategy(spark: SparkSession) -> None:
     (job,) = training_jobs(
         jobs_during_fit(

@@ -171,6 +171,7 @@ def test_training_on_files_gives_the_bits_of_the_rows_that_spark_reads(files: Da
     assert 0 < ours.history[0].examples < 60
 
 
+@pytest.mark.slow
 def test_vectors_are_read_from_files(spark: SparkSession, tmp_path: Path) -> None:
     rows: list[Any] = [
         (k, Vectors.sparse(3, {1: float(k)}) if k % 2 else Vectors.dense(k, 0.0, 1.0))

@@ -136,6 +136,7 @@ def test_workers_of_unequal_rows_and_steps_of_several_minibatches_are_weighed_as
     assert outcome.history[0].measured["adascale_steps"] == pytest.approx(worth, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_it_is_the_same_where_parameters_may_be_unused_and_the_optimizer_is_sharded() -> None:
     shards = classification([22, 13]).shards()
     modules = [
