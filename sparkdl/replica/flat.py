@@ -7,13 +7,13 @@ is gathered or scattered per round.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor, nn
 
-from sparkdl.errors import ModelError, TrainingError
+from sparkdl.errors import ModelError
 from sparkdl.protocols import Segment
 
 
@@ -124,52 +124,6 @@ def rebind_buffers(module: nn.Module, views: dict[int, Tensor]) -> None:
                 owner._buffers[name] = views[id(buffer)]
 
 
-def reclaim_buffers(module: nn.Module, homes: Mapping[str, Tensor]) -> None:
-    """Copy back buffers that the model reassigned instead of writing to (``self.b = ...``).
-
-    Caches that no longer fit are left alone: each replica has its own from then on.
-
-    Args:
-        module: the module.
-        homes: what its buffers were when it was flattened, by name; tensors that have several names
-            under each of them.
-
-    Raises:
-        TrainingError: a buffer that is no cache has another shape or dtype now, or was added or
-            removed.
-    """
-    present = dict(module.named_buffers(remove_duplicate=False))
-    moved: dict[str, Tensor] = {}
-    holders: dict[int, Tensor | None] = {}
-    for name, home in homes.items():
-        mine = present.pop(name, None)
-        together = holders.setdefault(id(home), mine) is mine
-        if together and mine is home:
-            continue
-        if together and mine is not None and _described(mine) == _described(home):
-            moved[name] = apart_from(home, mine)
-        elif not is_cache(module, name):
-            if not together:
-                raise _changed(name, "the same tensor as another buffer", "a tensor of its own")
-            raise _changed(name, _described(home), _described(mine))
-    for name, added in present.items():
-        if not is_cache(module, name):
-            raise _changed(name, _described(None), _described(added))
-    for name, values in moved.items():
-        homes[name].copy_(values)
-        owner, _, own_name = name.rpartition(".")
-        module.get_submodule(owner)._buffers[own_name] = homes[name]
-
-
-def is_cache(module: nn.Module, name: str) -> bool:
-    """Whether a module's buffer is one that no ``state_dict`` has: ``persistent=False``."""
-    owner, _, own_name = name.rpartition(".")
-    try:
-        return own_name in module.get_submodule(owner)._non_persistent_buffers_set
-    except AttributeError:  # the submodule is gone
-        return False
-
-
 def apart_from(home: Tensor, values: Tensor) -> Tensor:
     """The values, copied if they lie in the same flat tensor: two members may swap their places.
 
@@ -179,18 +133,6 @@ def apart_from(home: Tensor, values: Tensor) -> Tensor:
     """
     in_flat = values.untyped_storage().data_ptr() == home.untyped_storage().data_ptr()
     return values.clone() if in_flat else values
-
-
-def _changed(name: str, before: str, now: str) -> TrainingError:
-    return TrainingError(
-        f"the buffer '{name}' was {before} when the model was built, and is {now} now. Buffers "
-        "are averaged like parameters, so each keeps its shape and dtype. Give it its final ones "
-        "in __init__, or register it with persistent=False if each replica may have its own"
-    )
-
-
-def _described(buffer: Tensor | None) -> str:
-    return "missing" if buffer is None else f"{str(buffer.dtype)[6:]} {tuple(buffer.shape)}"
 
 
 def _in_order(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:

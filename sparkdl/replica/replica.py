@@ -24,8 +24,9 @@ from sparkdl.protocols import (
     SchedulerBuilder,
     Targets,
 )
+from sparkdl.replica.buffers import Buffers
 from sparkdl.replica.calling import align_targets, forward
-from sparkdl.replica.flat import apart_from, flatten, rebind_buffers, reclaim_buffers
+from sparkdl.replica.flat import apart_from, flatten
 from sparkdl.replica.frozen import FrozenParameters
 from sparkdl.replica.losses import ModelLoss, loss_of_rows, weighted_mean
 from sparkdl.replica.optimizer_state import OptimizerState
@@ -90,7 +91,7 @@ class Replica:
             )
         self._module_groups = flatten(module)
         self.take_as_frozen()
-        self._buffers = dict(module.named_buffers(remove_duplicate=False))
+        self._buffers = Buffers(module)
         self._homes = [parameter.data for parameter in self._trainable]
         self._build_optimizer = optimizer
         self.optimizer = build_optimizer(optimizer, self._named)
@@ -262,7 +263,7 @@ class Replica:
         """
         self.frozen.glance()
         self._reclaim_parameters()
-        reclaim_buffers(self.module, self._buffers)
+        self._buffers.reclaim()
         groups = list(self._module_groups)
         if with_optimizer:
             groups += self._optimizer_state.flatten()
@@ -288,8 +289,7 @@ class Replica:
 
         Otherwise every parameter, as a view, would be pickled along with its whole flat buffer.
         """
-        reclaim_buffers(self.module, self._buffers)
-        rebind_buffers(self.module, {id(home): home.clone() for home in self._buffers.values()})
+        self._buffers.release()
         for parameter in self.module.parameters():
             parameter.data = parameter.data.clone()
             parameter.grad = None

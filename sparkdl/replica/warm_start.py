@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sparkdl.errors import ModelError
 from sparkdl.protocols import ModelBuilder
-from sparkdl.replica.flat import is_cache
+from sparkdl.replica.buffers import is_cache
 
 
 class WarmStart:

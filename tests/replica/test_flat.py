@@ -196,11 +196,15 @@ class Changes(nn.Module):
             r"'late' was missing .*, and is float32 \(3,\) now",
         ),
         (
+            lambda module: setattr(module, "norm", nn.BatchNorm1d(6)),
+            r"'norm.running_mean' was missing .*, and is float32 \(6,\) now",
+        ),
+        (
             lambda module: module.register_buffer("table", torch.ones(2, 6)),
             r"'twin' was the same tensor as another buffer .*, and is a tensor of its own now",
         ),
     ],
-    ids=["grown", "another dtype", "removed", "added", "no longer shared"],
+    ids=["grown", "another dtype", "removed", "added", "layer added", "no longer shared"],
 )
 def test_a_buffer_that_cannot_be_averaged_any_more_is_named(
     change: Callable[[nn.Module], None], named: str

@@ -27,7 +27,7 @@ from sparkdl.outputs import Widths, described, pick, widths_of
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import Batch, ColumnSpec, Features, LossFunction, Targets
 from sparkdl.replica import Replica, align_targets
-from sparkdl.replica.flat import is_cache
+from sparkdl.replica.buffers import is_cache
 from sparkdl.replica.losses import ModelLoss
 
 PREDICTED_ROWS = (0, 1, 0, 1, 0)
