@@ -48,14 +48,18 @@ class Buffers:
 
     def _look(self) -> None:
         """Note what the module and its parts hold."""
-        owners = self._module.modules()
-        self._tables: list[dict[str, Any]] = [t for m in owners for t in (m._buffers, m._modules)]
-        self._held = list(chain.from_iterable(table.values() for table in self._tables))
+        tables: list[dict[str, Any]] = []
+        for owner in self._module.modules():
+            tables += (owner._buffers, owner._modules)
+        self._filled = [table for table in tables if table]
+        self._empty = [table for table in tables if not table]
+        self._held = list(chain.from_iterable(table.values() for table in self._filled))
 
     def _as_left(self) -> bool:
-        """Whether they still hold the same; with names it would take three times as long."""
-        held = [each for table in self._tables for each in table.values()]
-        return len(held) == len(self._held) and all(map(is_, held, self._held))
+        """Whether they still hold the same; to ask for names would take several times as long."""
+        held = [each for table in self._filled for each in table.values()]
+        same = len(held) == len(self._held) and all(map(is_, held, self._held))
+        return same and not any(self._empty)
 
     def _moved(self) -> dict[str, Tensor]:
         """What to copy back, by name."""
