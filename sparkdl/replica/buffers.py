@@ -6,6 +6,7 @@ from itertools import chain
 from operator import is_
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sparkdl.errors import TrainingError
@@ -72,7 +73,7 @@ class Buffers:
             together = holders.setdefault(id(home), mine) is mine
             if together and mine is home:
                 continue
-            if together and mine is not None and _described(mine) == _described(home):
+            if together and mine is not None and _kind(mine) == _kind(home):
                 moved[name] = apart_from(home, mine)
             elif not is_cache(module, name):
                 if not together:
@@ -99,6 +100,10 @@ def _changed(name: str, before: str, now: str) -> TrainingError:
         "are averaged like parameters, so each keeps its shape and dtype. Give it its final ones "
         "in __init__, or register it with persistent=False if each replica may have its own"
     )
+
+
+def _kind(buffer: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return buffer.shape, buffer.dtype
 
 
 def _described(buffer: Tensor | None) -> str:
