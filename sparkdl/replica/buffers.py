@@ -1,4 +1,4 @@
-"""A module's buffers, which stay in their flat tensors whatever the model does with them."""
+"""Persistent buffers, which stay in their flat tensors whatever the model does with them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from sparkdl.errors import TrainingError
-from sparkdl.replica.flat import apart_from, rebind_buffers
+from sparkdl.replica.flat import apart_from, persistent_buffers, rebind_buffers
 
 
 class Buffers:
-    """The buffers of a module, each with its place in a flat tensor.
+    """The persistent buffers of a module, each with its place in a flat tensor.
 
     Args:
         module: the module; it has been flattened.
@@ -23,17 +23,14 @@ class Buffers:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         # A tensor that has several names is under each of them.
-        self._homes = dict(module.named_buffers(remove_duplicate=False))
+        self._homes = persistent_buffers(module)
         self._look()
 
     def reclaim(self) -> None:
         """Copy back buffers that the model reassigned instead of writing to (``self.b = ...``).
 
-        Caches that no longer fit are left alone: each replica has its own from then on.
-
         Raises:
-            TrainingError: a buffer that is no cache has another shape or dtype now, or was added or
-                removed.
+            TrainingError: a buffer has another shape or dtype now, or was added or removed.
         """
         if not self._as_left():
             for name, values in self._moved().items():
@@ -64,8 +61,7 @@ class Buffers:
 
     def _moved(self) -> dict[str, Tensor]:
         """What to copy back, by name."""
-        module = self._module
-        present = dict(module.named_buffers(remove_duplicate=False))
+        present = persistent_buffers(self._module)
         moved: dict[str, Tensor] = {}
         holders: dict[int, Tensor | None] = {}
         for name, home in self._homes.items():
@@ -75,23 +71,13 @@ class Buffers:
                 continue
             if together and mine is not None and _kind(mine) == _kind(home):
                 moved[name] = apart_from(home, mine)
-            elif not is_cache(module, name):
-                if not together:
-                    raise _changed(name, "the same tensor as another buffer", "a tensor of its own")
+            elif not together:
+                raise _changed(name, "the same tensor as another buffer", "a tensor of its own")
+            else:
                 raise _changed(name, _described(home), _described(mine))
         for name, added in present.items():
-            if not is_cache(module, name):
-                raise _changed(name, _described(None), _described(added))
+            raise _changed(name, _described(None), _described(added))
         return moved
-
-
-def is_cache(module: nn.Module, name: str) -> bool:
-    """Whether a module's buffer is one that no ``state_dict`` has: ``persistent=False``."""
-    owner, _, own_name = name.rpartition(".")
-    try:
-        return own_name in module.get_submodule(owner)._non_persistent_buffers_set
-    except AttributeError:  # the submodule is gone
-        return False
 
 
 def _changed(name: str, before: str, now: str) -> TrainingError:

@@ -57,7 +57,7 @@ class FlatGroup:
 
 
 def flatten(module: nn.Module) -> list[FlatGroup]:
-    """Move a module's trained parameters and its buffers into flat tensors.
+    """Move a module's trained parameters and its persistent buffers into flat tensors.
 
     Raises:
         ModelError: one is not dense, or of a type that cannot be sent.
@@ -106,7 +106,7 @@ def _flatten_parameters(parameters: Sequence[nn.Parameter]) -> list[FlatGroup]:
 
 
 def _flatten_buffers(module: nn.Module) -> list[FlatGroup]:
-    buffers = list(module.buffers())
+    buffers = list({id(b): b for b in persistent_buffers(module).values()}.values())
     groups = []
     for dtype in _in_order(b.dtype for b in buffers):
         members = [b for b in buffers if b.dtype == dtype]
@@ -114,6 +114,20 @@ def _flatten_buffers(module: nn.Module) -> list[FlatGroup]:
         rebind_buffers(module, dict(zip(map(id, members), group.views, strict=True)))
         groups.append(group)
     return groups
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that are part of a module's state, under each of their names.
+
+    The others, registered with ``persistent=False``, are caches: what they hold depends on what a
+    replica has seen, so a mean of them may be worth nothing.
+    """
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, owner in module.named_modules(remove_duplicate=False)
+        for name, buffer in owner._buffers.items()
+        if buffer is not None and name not in owner._non_persistent_buffers_set
+    }
 
 
 def rebind_buffers(module: nn.Module, views: dict[int, Tensor]) -> None:

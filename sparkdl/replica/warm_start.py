@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sparkdl.errors import ModelError
 from sparkdl.protocols import ModelBuilder
-from sparkdl.replica.buffers import is_cache
+from sparkdl.replica.flat import persistent_buffers
 
 
 class WarmStart:
@@ -28,10 +28,9 @@ class WarmStart:
 
     def __init__(self, module: nn.Module) -> None:
         self._values = {name: each.detach().cpu().clone() for name, each in _tensors(module)}
-        self._caches = {name for name in self._values if is_cache(module, name)}
 
     def require_fits(self, module: nn.Module) -> None:
-        """Check that a model has tensors of the same names, shapes and dtypes, except for caches.
+        """Check that a model has tensors of the same names, shapes and dtypes.
 
         Args:
             module: the model as built for the training.
@@ -41,12 +40,7 @@ class WarmStart:
         """
         wanted = {name: _kind(each) for name, each in _tensors(module)}
         given = {name: _kind(each) for name, each in self._values.items()}
-        other = [
-            name
-            for name in wanted | given
-            if wanted.get(name) != given.get(name)
-            and not (name in self._caches or is_cache(module, name))
-        ]
+        other = [name for name in wanted | given if wanted.get(name) != given.get(name)]
         if other:
             first = other[0]
             raise ModelError(
@@ -75,11 +69,8 @@ class WarmStart:
         """Overwrite the part of a model that is sent: trained parameters and buffers."""
         with torch.no_grad():
             for name, each in _tensors(module):
-                if isinstance(each, nn.Parameter) and not each.requires_grad:
-                    continue
-                values = self._values.get(name)
-                if values is not None and _kind(values) == _kind(each):  # caches may differ
-                    each.copy_(values)
+                if each.requires_grad or not isinstance(each, nn.Parameter):
+                    each.copy_(self._values[name])
 
     def describe(self) -> str:
         """A description, to compare with a checkpoint's."""
@@ -114,7 +105,7 @@ class WithFrozenValues:
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
+    yield from persistent_buffers(module).items()
 
 
 def _kind(tensor: Tensor) -> str:

@@ -149,7 +149,7 @@ def with_cache(rows: int) -> nn.Module:
     return model
 
 
-def test_caches_of_other_sizes_stay_as_they_were_built() -> None:
+def test_caches_stay_as_they_were_built() -> None:
     warm_start, model = WarmStart(with_cache(4)), with_cache(1)
     with torch.no_grad():
         model[0].weight.zero_()

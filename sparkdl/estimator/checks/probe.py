@@ -27,7 +27,7 @@ from sparkdl.outputs import Widths, described, pick, widths_of
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import Batch, ColumnSpec, Features, LossFunction, Targets
 from sparkdl.replica import Replica, align_targets
-from sparkdl.replica.buffers import is_cache
+from sparkdl.replica.flat import persistent_buffers
 from sparkdl.replica.losses import ModelLoss
 
 PREDICTED_ROWS = (0, 1, 0, 1, 0)
@@ -186,8 +186,8 @@ def _predict(
 
 def _shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors that are trained or averaged, by name."""
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    return {name: tuple(each.shape) for name, each in tensors}
+    tensors = {**dict(module.named_parameters()), **persistent_buffers(module)}
+    return {name: tuple(each.shape) for name, each in tensors.items()}
 
 
 def _require_as_built(module: nn.Module, built: dict[str, tuple[int, ...]]) -> None:
@@ -196,7 +196,7 @@ def _require_as_built(module: nn.Module, built: dict[str, tuple[int, ...]]) -> N
     changed = [
         f"'{name}' from {built.get(name, 'nothing')} to {now.get(name, 'nothing')}"
         for name in built | now
-        if built.get(name) != now.get(name) and not is_cache(module, name)
+        if built.get(name) != now.get(name)
     ]
     if changed:
         raise ModelError(
