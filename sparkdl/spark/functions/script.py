@@ -8,8 +8,8 @@ import runpy
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,12 +58,20 @@ def run_script(script: Script, arguments: Sequence[str]) -> None:
         sys.argv = [str(path), *arguments]
         sys.path.insert(0, str(path.parent))
         try:
-            runpy.run_path(str(path), run_name="__main__")
-        except SystemExit as leaving:
-            if leaving.code not in (None, 0):
-                raise
+            with leaving_with_zero():
+                runpy.run_path(str(path), run_name="__main__")
         finally:
             sys.argv, sys.path[:] = before
+
+
+@contextmanager
+def leaving_with_zero() -> Iterator[None]:
+    """End what it encloses at ``sys.exit(0)`` as at its last line; other codes are errors."""
+    try:
+        yield
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            raise
 
 
 def _is_in_place(script: Script) -> bool:

@@ -38,7 +38,7 @@ from sparkdl.spark.diagnostics.output import Output
 from sparkdl.spark.diagnostics.run_client import JOIN_S, RunClient
 from sparkdl.spark.diagnostics.stacks import write_threads_on_signal
 from sparkdl.spark.functions.directory import Directory, enter
-from sparkdl.spark.functions.script import Script, run_script
+from sparkdl.spark.functions.script import Script, leaving_with_zero, run_script
 from sparkdl.spark.functions.worker import FedRows, FunctionWorker, working_as
 from sparkdl.spark.launch.assignment import Assignment
 from sparkdl.spark.rows.scratch import row_directory
@@ -346,4 +346,6 @@ def _call(call: Call) -> Any:
     if isinstance(call.function, Script):
         run_script(call.function, [str(argument) for argument in call.args])
         return None
-    return call.function(*call.args, **call.kwargs)
+    with leaving_with_zero():
+        return call.function(*call.args, **call.kwargs)
+    return None

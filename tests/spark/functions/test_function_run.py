@@ -109,6 +109,18 @@ def test_results_come_back_in_the_order_of_the_ranks(spark: SparkSession) -> Non
     assert sparkdl.run(place, num_workers=3, device="cpu") == [(r, 3, r, 3) for r in range(3)]
 
 
+def test_a_function_that_exits_with_zero_returns_none_and_other_codes_are_errors(
+    spark: SparkSession,
+) -> None:
+    def leave(codes: list[Any]) -> str:
+        sys.exit(codes[sparkdl.current_worker().rank])
+
+    assert sparkdl.run(leave, [0, None], num_workers=2) == [None, None]
+    for code in (3, "out of data"):
+        with pytest.raises(WorkerError, match=f"rank 1 .*SystemExit: {code}"):
+            sparkdl.run(leave, [0, code], num_workers=2)
+
+
 def test_a_thread_of_pythons_own_runs_in_the_applications_session(spark: SparkSession) -> None:
     """No session is active there."""
     with ThreadPoolExecutor(1) as pool:
