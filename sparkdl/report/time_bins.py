@@ -31,7 +31,7 @@ class TimeBins:
 
     @property
     def used(self) -> int:
-        """How many bins anything may have been added to."""
+        """How many bins there are until the latest time for which anything was added."""
         return min(BINS, int(np.ceil(self.ended / self.width_s)))
 
     def add(
@@ -46,8 +46,7 @@ class TimeBins:
             at: the index in the shape to add them at; None for all of it.
         """
         self._reach(ended)
-        first = min(int(began / self.width_s), BINS - 1)
-        last = min(int(ended / self.width_s), BINS - 1)
+        first, last = int(began / self.width_s), int(ended / self.width_s)
         sums = self.sums if at is None else self.sums[:, at]
         if first == last:
             sums[first] += values
@@ -66,11 +65,12 @@ class TimeBins:
         """
         if len(times):
             self._reach(float(times.max()))
-            bins = np.minimum((times / self.width_s).astype(np.intp), BINS - 1)
-            np.add.at(self.sums, bins, values)
+            np.add.at(self.sums, (times / self.width_s).astype(np.intp), values)
 
     def _reach(self, ended: float) -> None:
-        while ended > BINS * self.width_s:
+        # The end itself belongs to the bin that begins there: into the last one of now, it would
+        # be in the wrong one of those that are twice as wide.
+        while ended >= BINS * self.width_s:
             self._widen()
         self.ended = max(self.ended, ended)
 

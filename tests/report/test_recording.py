@@ -6,7 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from recordings import Play, busy_world
 
@@ -42,6 +42,7 @@ def test_bins_hold_what_was_added_however_wide_they_become(
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e5), st.floats(-100, 100)), max_size=40))
+@example([(4.0, 1.0), (5.0, 0.0)])  # 4 s is where the first bins end, and 5 s widens them
 def test_moments_added_at_once_lie_where_they_lie_one_by_one(
     moments: list[tuple[float, float]],
 ) -> None:
