@@ -14,7 +14,10 @@ from torch import Tensor
 from sparkdl.errors import NonFiniteError
 from sparkdl.events import WindowReport
 
-ADVICE = "Lower the learning rate, clip gradients, or look for bad values in the features"
+ADVICE = (
+    "Lower the learning rate, clip gradients (clipNorm) if the strategy can, or look for bad values "
+    "in the features"
+)
 
 WHOLE = 1 << 20
 """Tensors of at most this many values are checked completely, in a tenth of a millisecond."""

@@ -9,10 +9,16 @@ the j-th. The last line is torch's Adam with v as it was after T steps: the pape
 corrections, which are 1 once T is large enough. For a parameter that was not used in all steps, T
 and t count those in which it was. Both errors are a worker's own. They are errors of the momentum
 before v scales it, and would not cancel if v changed: that is why v is frozen.
+
+The bound B is not in the paper. It is that of Adam's own steps (Kingma & Ba 2015, "Adam: A Method
+for Stochastic Optimization", section 2.1), whose v has seen every gradient that m has. A frozen v
+has not, and S is the same for a whole chunk: an entry that hardly had gradients in the warm-up, as
+behind a ReLU, would move by lr S / sqrt(v), however far that is.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -46,7 +52,8 @@ class OneBitAdam(Compression):
             server j    a  <-  mean of the workers' chunk j + E_j      S  <-  |a| / sqrt(n)
                         send S and the signs of a              E_j  <-  a - S sign(a)
             all         m  <-  S sign(a) of all chunks
-                        x  <-  x - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^T)) + eps)
+                        u  <-  m / (1 - b1^t) / (sqrt(v / (1 - b2^T)) + eps)
+                        x  <-  x - lr min(max(u, -B), B)      B = max(1, (1 - b1) / sqrt(1 - b2))
 
     Phases:
         1. For ``start_after`` steps, all-reduced Adam.
@@ -61,7 +68,8 @@ class OneBitAdam(Compression):
 
     When not:
         For short fits, most of which is warm-up; nor where entries rarely have gradients
-        (embeddings of rare words), as the warm-up does not find their variance.
+        (embeddings of rare words): the warm-up does not find their variance, and they then move by
+        the bound or not at all.
 
     Args:
         start_after: T, the steps of the warm-up, >= 1. No fewer than the learning rate's warm-up
@@ -216,7 +224,9 @@ class _Momentum(Compressor):
             step = momentum / variance.sqrt().add_(group["eps"])
             # Where the whole warm-up had no gradient, a sign would be a huge step.
             step.masked_fill_(variance == 0, 0.0)
-            parameter.sub_(step, alpha=rate / (1 - beta1 ** float(state["step"])))
+            correction = 1 - beta1 ** float(state["step"])
+            limit = correction * longest_step(beta1, beta2)
+            parameter.sub_(step.clamp_(-limit, limit), alpha=rate / correction)
             parameter.grad = None
         self._agreed.clear()
 
@@ -243,6 +253,11 @@ class _Momentum(Compressor):
         # A parameter that nobody has used yet may not be used now either.
         momentum: Tensor = state["exp_avg"] if state else torch.zeros_like(gradient)
         return momentum.lerp(gradient, 1 - group["betas"][0])
+
+
+def longest_step(beta1: float, beta2: float) -> float:
+    """How many learning rates an entry may move in a step of Adam's (Kingma & Ba 2015, 2.1)."""
+    return max(1.0, (1 - beta1) / math.sqrt(1 - beta2))
 
 
 def octets_of(entries: int, workers: int) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,6 +120,9 @@ class ByHand:
         if decoupled:
             self.x = self.x * (1 - self.options["lr"] * decay)
         step = self.m / (1 - b1**self.steps) / (np.sqrt(variance) + 1e-8)
+        if self.steps > self.warm_up:
+            bound = max(1.0, (1 - b1) / math.sqrt(1 - b2))
+            step = np.clip(step, -bound, bound)
         self.x = self.x - self.options["lr"] * step
 
 
@@ -166,6 +171,75 @@ def test_it_is_the_papers_rule_in_numpy(kind: type[torch.optim.Adam], decay: flo
             assert torch.equal(values[place], found[0][0][place])
             np.testing.assert_allclose(values[place].numpy().ravel(), oracle.x, rtol=1e-9)
             assert counted[place] == steps
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.9)], ids=str)
+def test_an_entry_with_hardly_any_variance_moves_by_no_more_than_adams_bound(
+    betas: tuple[float, float],
+) -> None:
+    """Of one chunk: half of the entries have had gradients in the warm-up, and half 1e-9 of that."""
+    rate, steps = 0.01, 3
+    bound = max(1.0, (1 - betas[0]) / math.sqrt(1 - betas[1]))
+
+    def body(member: Any) -> list[Tensor]:
+        parameters = [nn.Parameter(torch.zeros(16, dtype=torch.float64))]
+        optimizer = torch.optim.Adam(parameters, lr=rate, betas=betas)
+        compressor = OneBitAdam(1).compressor(member, of_parameters(optimizer, parameters))
+        parameters[0].grad = torch.tensor([1.0, 1e-9] * 8, dtype=torch.float64)
+        optimizer.step()
+        been = [parameters[0].detach().clone()]
+        for _ in range(steps):
+            parameters[0].grad = torch.ones(16, dtype=torch.float64)
+            compressor.average({0: parameters[0].grad})
+            compressor.before_update()
+            been.append(parameters[0].detach().clone())
+        return been
+
+    for been in of_all(2, body):
+        for before, after in pairwise(been[1:]):
+            longest = (after - before).abs().max()
+            torch.testing.assert_close(longest, torch.tensor(rate * bound).double())
+
+
+def test_a_net_of_relus_ends_near_adam() -> None:
+    """A feature that is rare in the warm-up: it diverges without a bound."""
+    workers, warm_up, steps, rows = 3, 40, 120, 8
+    torch.manual_seed(1)
+    initial = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).double()
+
+    def minibatch(member: int, step: int) -> tuple[Tensor, Tensor]:
+        generator = np.random.default_rng([member, step])
+        features = generator.normal(size=(rows, 6))
+        targets = (features @ np.random.default_rng(0).normal(size=(6, 3))).argmax(axis=1)
+        features[:, 5] *= 1e-6 if step < warm_up else 1.0
+        return torch.from_numpy(features), torch.from_numpy(targets)
+
+    def trained(member: Any, compressed: bool) -> float:
+        model = copy.deepcopy(initial)
+        parameters = list(model.parameters())
+        optimizer = torch.optim.Adam(parameters, lr=0.01)
+        compressor = OneBitAdam(warm_up).compressor(member, of_parameters(optimizer, parameters))
+        for step in range(steps):
+            features, targets = minibatch(member.index, step)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(features), targets).backward()
+            gradients = {place: p.grad for place, p in enumerate(parameters) if p.grad is not None}
+            if compressed and step >= warm_up:
+                compressor.average(gradients)
+            else:
+                for gradient in gradients.values():
+                    member.all_reduce(gradient).div_(workers)
+            compressor.before_update()
+            optimizer.step()
+        seen = [minibatch(workers, warm_up + step) for step in range(20)]
+        with torch.no_grad():
+            return float(sum(nn.functional.cross_entropy(model(x), y) for x, y in seen)) / 20
+
+    def both(member: Any) -> tuple[float, float]:
+        return trained(member, compressed=False), trained(member, compressed=True)
+
+    for adam, one_bit in of_all(workers, both):
+        assert one_bit < 1.5 * adam
 
 
 def test_what_was_sent_and_what_is_left_are_what_was_to_be_sent_on_both_sides() -> None:
