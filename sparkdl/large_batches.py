@@ -3,12 +3,13 @@
 With one rate for all, the layer whose gradients are largest relative to its weights diverges first.
 For a weight matrix (or kernel) w with gradient g, weight decay b and learning rate e:
 
-    LARS    rate  <-  trust * |w| / (|g| + b |w|)        m <- momentum * m + rate * (g + b w)
-            w <- w - e * m
+    LARS    rate  <-  trust * |w| / (|g| + b |w|)        m <- momentum * m + e * rate * (g + b w)
+            w <- w - m
     LAMB    m, v  <-  Adam's moments, corrected          u <- m / (sqrt(v) + eps) + b w
             w <- w - e * |w| / |u| * u
 
-where the ratio of norms is 1 if one is 0. You, Gitman, Ginsburg 2017, "Large Batch Training of
+where the ratio of norms is 1 if one is 0. LARS keeps its learning rate in the momentum, as in the
+paper and unlike torch's SGD, so a warm-up's small steps stay small. You, Gitman, Ginsburg 2017, "Large Batch Training of
 Convolutional Networks" (arXiv 1708.03888); You et al. 2020, "Large Batch Optimization for Deep
 Learning: Training BERT in 76 minutes" (arXiv 1904.00962). One-dimensional parameters (biases and
 normalization layers) neither decay nor have a ratio of their own, as in the authors' code.
@@ -90,12 +91,12 @@ class LARS(_Layerwise):
             state["momentum_buffer"] = torch.zeros_like(weights)
         velocity = state["momentum_buffer"].mul_(group["momentum"])
         if weights.dim() < 2:
-            velocity.add_(gradient)
+            velocity.add_(gradient, alpha=group["lr"])
         else:
             decay, norm = group["weight_decay"], weights.norm()
             rate = _ratio(group["trust"] * norm, gradient.norm() + decay * norm)
-            velocity.add_(gradient.add(weights, alpha=decay).mul_(rate))
-        weights.add_(velocity, alpha=-group["lr"])
+            velocity.add_(gradient.add(weights, alpha=decay).mul_(rate), alpha=group["lr"])
+        weights.sub_(velocity)
 
 
 class LAMB(_Layerwise):

@@ -22,46 +22,59 @@ FAST = partial(LARS, lr=0.5, weight_decay=1e-2, trust=0.02)
 ADAPTIVE = partial(LAMB, lr=0.02, weight_decay=1e-2)
 
 
-def lars(w: np.ndarray, g: np.ndarray, kept: dict[str, np.ndarray], step: int) -> np.ndarray:
+def lars(
+    w: np.ndarray, g: np.ndarray, kept: dict[str, np.ndarray], step: int, lr: float
+) -> np.ndarray:
     """You, Gitman, Ginsburg 2017, algorithm 1, with the settings above."""
     if w.ndim == 1:
-        kept["m"] = 0.9 * kept["m"] + g
-        return w - 0.5 * kept["m"]
+        kept["m"] = 0.9 * kept["m"] + lr * g
+        return w - kept["m"]
     norm, other = np.linalg.norm(w), np.linalg.norm(g)
     rate = 0.02 * norm / (other + 1e-2 * norm) if norm and other + 1e-2 * norm else 1.0
-    kept["m"] = 0.9 * kept["m"] + rate * (g + 1e-2 * w)
-    return w - 0.5 * kept["m"]
+    kept["m"] = 0.9 * kept["m"] + lr * rate * (g + 1e-2 * w)
+    return w - kept["m"]
 
 
-def lamb(w: np.ndarray, g: np.ndarray, kept: dict[str, np.ndarray], step: int) -> np.ndarray:
+def lamb(
+    w: np.ndarray, g: np.ndarray, kept: dict[str, np.ndarray], step: int, lr: float
+) -> np.ndarray:
     """You et al. 2020, algorithm 2."""
     kept["m"] = 0.9 * kept["m"] + 0.1 * g
     kept["v"] = 0.999 * kept["v"] + 0.001 * g**2
     mean, square = kept["m"] / (1 - 0.9**step), kept["v"] / (1 - 0.999**step)
     update = mean / (np.sqrt(square) + 1e-6)
     if w.ndim == 1:
-        return w - 0.02 * update
+        return w - lr * update
     update = update + 1e-2 * w
     norm, other = np.linalg.norm(w), np.linalg.norm(update)
-    return w - 0.02 * (norm / other if norm and other else 1.0) * update
+    return w - lr * (norm / other if norm and other else 1.0) * update
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (2, 3, 3, 2), (5,)], ids=str)
 @pytest.mark.parametrize("scale", [1.0, 0.0])
 @pytest.mark.parametrize(("build", "rule"), [(FAST, lars), (ADAPTIVE, lamb)], ids=["lars", "lamb"])
-def test_a_step_is_the_papers(build: Any, rule: Any, shape: Any, scale: float) -> None:
+def test_a_step_is_the_papers_at_a_constant_rate_and_in_a_warm_up(
+    build: Any, rule: Any, shape: Any, scale: float
+) -> None:
+    for of_rate in ([1.0] * 5, [0.0, 0.1, 0.4, 0.7, 1.0]):
+        _require_steps(build, rule, shape, scale, of_rate)
+
+
+def _require_steps(build: Any, rule: Any, shape: Any, scale: float, of_rate: list[float]) -> None:
     generator = np.random.default_rng(0)
     expected = scale * generator.normal(size=shape)
     weight = torch.nn.Parameter(torch.from_numpy(expected.copy()))
     optimizer = build([weight])
     kept = {"m": np.zeros(shape), "v": np.zeros(shape)}
-    for step in range(1, 6):
+    full = optimizer.param_groups[0]["lr"]
+    for step, part in enumerate(of_rate, 1):
+        optimizer.param_groups[0]["lr"] = full * part
         gradient = (
             scale * generator.normal(size=shape) if step == 2 else generator.normal(size=shape)
         )
         weight.grad = torch.from_numpy(gradient.copy())
         optimizer.step()
-        expected = rule(expected, gradient, kept, step)
+        expected = rule(expected, gradient, kept, step, full * part)
         np.testing.assert_allclose(weight.detach().numpy(), expected, rtol=1e-9)
 
 
