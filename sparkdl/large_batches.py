@@ -9,10 +9,11 @@ For a weight matrix (or kernel) w with gradient g, weight decay b and learning r
             w <- w - e * |w| / |u| * u
 
 where the ratio of norms is 1 if one is 0. LARS keeps its learning rate in the momentum, as in the
-paper and unlike torch's SGD, so a warm-up's small steps stay small. You, Gitman, Ginsburg 2017, "Large Batch Training of
-Convolutional Networks" (arXiv 1708.03888); You et al. 2020, "Large Batch Optimization for Deep
-Learning: Training BERT in 76 minutes" (arXiv 1904.00962). One-dimensional parameters (biases and
-normalization layers) neither decay nor have a ratio of their own, as in the authors' code.
+paper and unlike torch's SGD, so a warm-up's small steps stay small. One-dimensional parameters
+(biases and normalization layers) neither decay nor have a ratio of their own, as in the authors'
+code. You, Gitman, Ginsburg 2017, "Large Batch Training of Convolutional Networks" (arXiv
+1708.03888); You et al. 2020, "Large Batch Optimization for Deep Learning: Training BERT in 76
+minutes" (arXiv 1904.00962).
 
 Written here because pytorch_optimizer 4.1, the best-maintained library that has both, divides
 LAMB's step by Adam's first-moment correction: ten times the learning rate in the first step.

@@ -15,8 +15,8 @@ from sparkdl.errors import NonFiniteError
 from sparkdl.events import WindowReport
 
 ADVICE = (
-    "Lower the learning rate, clip gradients (clipNorm) if the strategy can, or look for bad values "
-    "in the features"
+    "Lower the learning rate, clip gradients (clipNorm) if the strategy can, or look for bad "
+    "values in the features"
 )
 
 WHOLE = 1 << 20

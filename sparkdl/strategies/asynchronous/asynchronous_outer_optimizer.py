@@ -3,7 +3,8 @@
 Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling" (arXiv 2401.09135). If
 momentum stepped with every contribution, it would step once per worker instead of once per round,
 each time on the change of one worker. Delayed Nesterov lets it step at every N-th only. With one
-worker and N = 1 this is DiLoCo. The paper's c is 0: no momentum between two of its steps.
+worker and N = 1 this is DiLoCo. The paper's c is 0: no momentum between two of its steps. Its other
+half is left out: dynamic local updates (DyLU), which give slow workers shorter windows.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from torch import Tensor
 from sparkdl.averager.policies.round_policy import Nobody, RoundPolicy
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions
 from sparkdl.errors import ConfigError
+from sparkdl.replica import Replica
 from sparkdl.strategies.asynchronous.base import ContributesChanges
 from sparkdl.strategies.base import require_fraction, require_period, require_positive
+from sparkdl.strategies.inner_momentum import warn_of_inner_momentum
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,9 @@ class DelayedNesterov(CenterUpdate):
     Args:
         buffer: N, >= 1; the number of workers in the paper.
         learning_rate: > 0; 0.7 as in DiLoCo.
-        momentum: in [0, 1); 0.9 as in DiLoCo. Use 0.5 for short fits, whose windows move far
-            compared with changes that are a round old.
+        momentum: in [0, 1). The paper has DiLoCo's 0.9, for windows that are a small part of a long
+            training; 0.5 is for fits whose windows move far compared with changes that are a round
+            old.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -36,7 +40,7 @@ class DelayedNesterov(CenterUpdate):
 
     buffer: int
     learning_rate: float = 0.7
-    momentum: float = 0.9
+    momentum: float = 0.5
     keeps = ("velocity", "gathered")
 
     def __post_init__(self) -> None:
@@ -112,6 +116,12 @@ class AsynchronousOuterOptimizer(ContributesChanges):
         if not isinstance(self.outer, DelayedNesterov):
             raise ConfigError(f"outer must be a DelayedNesterov(buffer), got {self.outer!r}")
         require_period(self.period)
+
+    def require_fits(self, replica: Replica) -> None:
+        """Warn if outer momentum is multiplied by the workers' own."""
+        outer = self.outer
+        remedy = "Use an outer momentum of at most 0.5"
+        warn_of_inner_momentum(replica, outer.learning_rate, outer.momentum, remedy)
 
     @property
     def center_update(self) -> CenterUpdate:

@@ -37,8 +37,10 @@ from sparkdl.averager.values.center_update import CenterUpdate, Contributions
 from sparkdl.averager.values.wire_format import NARROW_FORMATS, ParameterChanges, WireFormat
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, Segment
+from sparkdl.replica import Replica
 from sparkdl.strategies.base import Needs, Run, Strategy, require_fraction, require_positive
 from sparkdl.strategies.cutoff import Cutoff, cutoff_policy, require_cutoff
+from sparkdl.strategies.inner_momentum import warn_of_inner_momentum
 from sparkdl.strategies.outer.streaming import Stream
 
 INNER_STATES = ("keep", "average", "reset")
@@ -144,9 +146,9 @@ class OuterOptimizer(Strategy["Stream | None"]):
         workers the plain mean learns too little in an epoch.
 
     When not:
-        Where windows are a few steps and the inner optimizer has momentum of its own, unless you
-        have tried a lower outer momentum: the two multiply. Nor where an epoch, or the whole fit,
-        has few rounds.
+        Where windows are a few steps and the inner optimizer has momentum of its own, unless with
+        ``inner_state="reset"`` or an outer momentum of at most 0.5: the two multiply, of which the
+        driver warns. Nor where an epoch, or the whole fit, has few rounds.
 
     Parameters take outer steps. Floating-point buffers (BatchNorm's statistics) become the workers'
     mean, of where they were and not of where the center goes, and integers the first worker's.
@@ -179,8 +181,7 @@ class OuterOptimizer(Strategy["Stream | None"]):
             what was trained while the round was under way.
         cutoff: which workers rounds do without, as in ``ParameterAveraging``: ``none`` waits for
             everyone, a number for all but that many, ``predicted`` for as many as pay off. The
-            others take part in the next outer step. As this makes more outer steps, lower the
-            momentum, if there is any, or the outer learning rate.
+            others take part in the next outer step.
 
     Raises:
         ConfigError: an argument is out of range, or fragments, overlap or merge are given with an
@@ -270,6 +271,16 @@ class OuterOptimizer(Strategy["Stream | None"]):
     def center_update(self) -> CenterUpdate:
         """The outer optimizer."""
         return self.outer
+
+    def require_fits(self, replica: Replica) -> None:
+        """Warn if outer momentum is multiplied by the workers' own."""
+        if isinstance(self.outer, OuterSGD) and self.inner_state == "keep":
+            warn_of_inner_momentum(
+                replica,
+                self.outer.learning_rate,
+                self.outer.momentum,
+                "Set inner_state='reset', or an outer momentum of at most 0.5",
+            )
 
     def period_in(self, epoch: int) -> int:
         """Steps between two rounds in an epoch, counted from 1."""

@@ -177,7 +177,7 @@ def test_it_is_the_papers_rule_in_numpy(kind: type[torch.optim.Adam], decay: flo
 def test_an_entry_with_hardly_any_variance_moves_by_no_more_than_adams_bound(
     betas: tuple[float, float],
 ) -> None:
-    """Of one chunk: half of the entries have had gradients in the warm-up, and half 1e-9 of that."""
+    """In the warm-up, half of a chunk's entries have had gradients, and the others 1e-9 of that."""
     rate, steps = 0.01, 3
     bound = max(1.0, (1 - betas[0]) / math.sqrt(1 - betas[1]))
 

@@ -7,24 +7,27 @@ import math
 import pickle
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from interruptions import same_bits
-from outer import (
-    DATA,
-    job,
-)
-from torch import Tensor
+from outer import DATA, job, named
+from torch import Tensor, nn
 
 from sparkdl import strategies
 from sparkdl.checkpoint.identity import text_of
 from sparkdl.checkpoint.object_spec import load_object, save_object
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.persistence import EXPECTED
+from sparkdl.large_batches import LARS
 from sparkdl.protocols import Batch
+from sparkdl.replica import Replica
 from sparkdl.strategies import (
+    AsynchronousOuterOptimizer,
+    DelayedNesterov,
     OuterOptimizer,
     OuterSGD,
     Strategy,
@@ -123,3 +126,38 @@ def documented() -> type[Strategy[Any]]:
 def test_the_documented_example_of_a_strategy_does_as_this_one() -> None:
     shown = documented()(period=2, momentum=0.6, rate=0.7)  # type: ignore[call-arg]
     assert same_bits(run_world(job(strategy=shown), DATA.shards()), run_world(job(), DATA.shards()))
+
+
+def sgd(momentum: float) -> partial[torch.optim.Optimizer]:
+    return partial(torch.optim.SGD, lr=0.1, momentum=momentum)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "remedy"),
+    [
+        (OuterOptimizer(5), sgd(0.9), "inner_state='reset', or an outer momentum of at most 0.5"),
+        (OuterOptimizer(5), partial(LARS, lr=0.1), "inner_state='reset'"),
+        (OuterOptimizer(5, OuterSGD(1, 0.6)), sgd(0.1), "times the workers' change"),
+        (OuterOptimizer(5, cutoff=1), sgd(0.9), "inner_state='reset'"),
+        (AsynchronousOuterOptimizer(DelayedNesterov(4, 0.7, 0.9)), sgd(0.9), "at most 0.5"),
+        (OuterOptimizer(5, inner_state="reset"), sgd(0.9), None),
+        (OuterOptimizer(5, OuterSGD(1, 0.5)), sgd(0.9), None),
+        (OuterOptimizer(5), sgd(0.0), None),
+        (OuterOptimizer(5), partial(torch.optim.Adam, lr=0.1), None),
+        (AsynchronousOuterOptimizer(DelayedNesterov(4)), sgd(0.9), None),
+        (AsynchronousOuterOptimizer(DelayedNesterov(4, 0.7, 0.9)), sgd(0.0), None),
+    ],
+    ids=lambda value: named(value) if isinstance(value, partial) else str(value)[:60],
+)
+def test_outer_momentum_on_inner_momentum_is_warned_of_with_the_remedy(
+    strategy: Strategy[Any],
+    optimizer: Any,
+    remedy: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    strategy.require_fits(Replica(nn.Linear(2, 1), optimizer, nn.MSELoss()))
+    if remedy is None:
+        assert not caplog.records
+    else:
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert remedy in caplog.text
