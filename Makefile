@@ -1,6 +1,7 @@
 # make quickstart   train on every 2013 flight from New York, on a Spark cluster of two processes
 # make test         the tests, but for the long ones
 # make test-all     all of them
+# make test-nightly those that take minutes, and what hypothesis draws, with new examples
 # make test-guests  programs written for Lightning, accelerate and Transformers, which it installs
 # make models-table write the tables of docs/models.md anew, by fitting every row
 # make notebooks    run the notebooks of examples/, and store what they show
@@ -15,7 +16,7 @@ MASTER ?= local-cluster[2,1,2048]
 # Two processes, each with a Spark session of its own, share the files of tests; PARALLEL= is for one.
 PARALLEL ?= -n 2 --dist loadfile
 
-.PHONY: quickstart test test-all test-guests models-table notebooks lint docs wheel-test java clean
+.PHONY: quickstart test test-all test-nightly test-guests models-table notebooks lint docs wheel-test java clean
 
 quickstart: java $(VENV)/installed-jobs
 	$(BIN)/python jobs/train.py --config conf/flights.yaml --session.master '$(MASTER)'
@@ -25,6 +26,9 @@ test: java $(VENV)/installed-test
 
 test-all: java $(VENV)/installed-test
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+
+test-nightly: java $(VENV)/installed-test
+	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile=nightly -m "nightly or hypothesis" $(ARGS)
 
 test-guests: java $(VENV)/installed-guests
 	$(BIN)/python -m pytest --timeout=600 tests/guests $(ARGS)

@@ -11,16 +11,33 @@ from collections.abc import Generator, Iterator
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 from pyspark.sql import SparkSession
 from toys import sparkdl_threads
 
 from sparkdl import create_session
 
 torch.set_num_threads(1)
-# A busy machine must not fail a test.
-settings.register_profile("sparkdl", deadline=None)
+# A busy machine must not fail a test, nor examples that nobody has seen before: `make
+# test-nightly` draws those.
+patient = settings(
+    deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.register_profile("sparkdl", patient, derandomize=True)
+settings.register_profile("nightly", patient, derandomize=False)
 settings.load_profile("sparkdl")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure() -> None:
+    """Has hypothesis draw the same examples whatever modules of ours are loaded.
+
+    It also tries numbers that it finds in them, so that a test's examples would depend on the tests
+    that ran before it in the same process.
+    """
+    if settings.default.derandomize:
+        providers._get_local_constants = lambda: providers._local_constants
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
