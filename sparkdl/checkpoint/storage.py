@@ -245,7 +245,8 @@ class PendingCheckpoint:
         Raises:
             CheckpointError: the file system refuses, or another process is writing there now.
         """
-        manifest = {"format": FORMAT, "files": self._entries, "description": description}
+        entries = dict(self._entries)  # a worker that has left may still have its file open
+        manifest = {"format": FORMAT, "files": entries, "description": description}
         text = json.dumps({"sha256": _digest(manifest), "manifest": manifest}, indent=1).encode()
         path = posixpath.join(self.directory, MANIFEST)
         if len(text) > MAX_MANIFEST_BYTES:
@@ -258,7 +259,7 @@ class PendingCheckpoint:
             with self._files.open_output_stream(f"{path}.partial") as stream:
                 stream.write(text)
             # Here rather than when each file is closed, because workers wait for that.
-            self._synchronize(*self._entries, f"{MANIFEST}.partial")
+            self._synchronize(*entries, f"{MANIFEST}.partial")
             _check(self._lease)
             self._files.move(f"{path}.partial", path)
             self._published = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,10 @@ from interruptions import OPTIMIZERS, die_after, policy, same_bits, save_and_sto
 from torch import Tensor, nn
 from toys import classification, make_job, mlp
 
+from sparkdl.averager import AveragerClient
+from sparkdl.averager.values import chunks
 from sparkdl.checkpoint.storage import CheckpointStore
+from sparkdl.errors import DisconnectedError
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import run_world
@@ -184,6 +188,36 @@ def test_batch_norm_goes_on_from_its_statistics(tmp_path: Path) -> None:
     whole = run_world(job, data.shards())
     assert die_after(job, data, tmp_path / "c", 8)
     assert same_bits(run_world(job, data.shards(), checkpoints=policy(tmp_path / "c")), whole)
+
+
+def test_a_training_goes_on_behind_a_checkpoint_during_which_a_worker_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had sent of its state until then is no state to go on from."""
+    monkeypatch.setattr(chunks, "MAX_CHUNK_BYTES", 1 << 10)  # a state of several blocks
+    send, lost = AveragerClient._send_worker_state, list[int]()
+
+    def send_or_die(self: AveragerClient) -> None:
+        if self.rank == 0 or lost:
+            send(self)
+            return
+        octets = self._worker_state()
+        lost.append(len(octets) // self._codec.chunk_bytes)
+        self._channel.send_header({"worker_state": len(octets)})
+        self._channel.send_octets(octets[: self._codec.chunk_bytes], self._codec.chunk_bytes)
+        self._close()
+        raise DisconnectedError("it dies")
+
+    strategy = ParameterAveraging(period=2, average_optimizer_state=False)
+    job = make_job(mlp(), optimizer=OPTIMIZERS["Adam"], strategy=strategy, epochs=2)
+    job = replace(job, max_failures=1)
+    data = classification([16, 16])
+    monkeypatch.setattr(AveragerClient, "_send_worker_state", send_or_die)
+    assert die_after(job, data, tmp_path / "c", 6, keep_last=1)
+    assert lost
+    assert lost[0] > 1
+    outcome = run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
+    assert [epoch.examples for epoch in outcome.history] == [32, 32]
 
 
 def test_a_damaged_checkpoint_is_skipped_and_the_bits_are_the_same(

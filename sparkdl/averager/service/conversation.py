@@ -405,8 +405,10 @@ class Worker:
                 yield block
                 edge.in_background(lambda block=block: file.write(block), self.channel.wake)  # type: ignore[misc]
                 yield PAUSE
-        finally:
-            edge.in_background(file.close, self.channel.wake)
+        except BaseException:  # it has left: what it has sent is not its state
+            edge.in_background(file.discard, self.channel.wake)
+            raise
+        edge.in_background(file.close, self.channel.wake)
         yield PAUSE
         edge.tell(on.WorkerStateWritten(member))
 

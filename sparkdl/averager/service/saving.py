@@ -210,9 +210,15 @@ class WorkerStateFile:
                 file.write(block)
 
     def close(self) -> None:
-        """Finish the file."""
+        """Finish the file: it is whole, and part of the checkpoint from now on."""
         with self._lock, self._saving.giving_up(), self._open():
             self._stack.close()
+
+    def discard(self) -> None:
+        """Leave the file out of the checkpoint: the rest of it will not come."""
+        with self._lock, self._saving.giving_up():
+            left = CheckpointError("the worker has left")
+            self._stack.__exit__(type(left), left, None)
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[BinaryIO]:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from crew import WAIT_S, Crew, crew, eventually, window
 
+from sparkdl.averager.client.worker_channel import blocks as blocks_of
 from sparkdl.averager.service.saving import CheckpointPlan, worker_state_file
+from sparkdl.averager.values import chunks
 from sparkdl.checkpoint.storage import CheckpointStore
 
 
@@ -36,6 +38,31 @@ def saved_ranks(path: Path) -> dict[tuple[int, ...], list[int]]:
         found[steps] = [rank for rank in range(3) if saved.has(worker_state_file(rank))]
         (Path(saved.directory) / "manifest.json").unlink()
     return found
+
+
+@pytest.mark.parametrize("blocks", range(4))
+def test_a_state_that_ends_early_is_not_in_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int
+) -> None:
+    monkeypatch.setattr(chunks, "MAX_CHUNK_BYTES", 16)
+    state = bytes(range(40))
+    options = {"worker_state": lambda: state}
+    with crew(2, plan=plan(tmp_path, 1), options=options) as workers:
+        channel = workers.client(1)._own_channel
+
+        def send_only_some(octets: bytes, block_bytes: int) -> None:
+            for block in blocks_of(octets, block_bytes)[:blocks]:
+                channel.send_values(block)
+            if blocks < 3:
+                workers.client(1).__exit__(None, None, None)
+                raise ConnectionError
+
+        monkeypatch.setattr(channel, "send_octets", send_only_some)
+        rounds = [workers.exchange(window(rank)) for rank in (0, 1)]
+        rounds[0].result(WAIT_S)
+        assert (rounds[1].exception(WAIT_S) is None) is (blocks == 3)
+        assert eventually(lambda: any(tmp_path.glob("*/manifest.json")))
+        assert saved_ranks(tmp_path) == {(1, 1): [0, 1] if blocks == 3 else [0]}
 
 
 @pytest.mark.parametrize("every_rounds", [1, 2])
