@@ -15,6 +15,8 @@ BIN := $(VENV)/bin
 MASTER ?= local-cluster[2,1,2048]
 # Two processes, each with a Spark session of its own, share the files of tests; PARALLEL= is for one.
 PARALLEL ?= -n 2 --dist loadfile
+# What python runs the tests with; .ci/run has one that runs again what failed.
+PYTEST ?= -m pytest
 
 .PHONY: quickstart test test-all test-nightly test-guests models-table notebooks lint docs wheel-test java clean
 
@@ -22,16 +24,16 @@ quickstart: java $(VENV)/installed-jobs
 	$(BIN)/python jobs/train.py --config conf/flights.yaml --session.master '$(MASTER)'
 
 test: java $(VENV)/installed-test
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not guests" $(ARGS)
+	$(BIN)/python $(PYTEST) $(PARALLEL) -m "not slow and not guests" $(ARGS)
 
 test-all: java $(VENV)/installed-test
-	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+	$(BIN)/python $(PYTEST) $(PARALLEL) $(ARGS)
 
 test-nightly: java $(VENV)/installed-test
 	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile=nightly -m "nightly or hypothesis" $(ARGS)
 
 test-guests: java $(VENV)/installed-guests
-	$(BIN)/python -m pytest --timeout=600 tests/guests $(ARGS)
+	$(BIN)/python $(PYTEST) --timeout=600 tests/guests $(ARGS)
 
 models-table: java $(VENV)/installed-test
 	REWRITE_MODELS_TABLE=1 $(BIN)/python -m pytest tests/estimator/test_table.py $(ARGS)
