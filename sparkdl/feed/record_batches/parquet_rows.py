@@ -175,8 +175,7 @@ class _Reader:
         self._group_ends = np.cumsum([file.metadata.row_group(k).num_rows for k in groups])
         self._group, self._first, self._stop = -1, 0, 0
         self._fields = {
-            name: _field_of(column, file.schema_arrow.names)
-            for name, column in self._columns.items()
+            name: _field_of(column, file.schema_arrow) for name, column in self._columns.items()
         }
         self._path, self._file = path, file
 
@@ -216,14 +215,58 @@ class _Reader:
         return {name: each.take(pa.array(rows)) for name, each in self._found.items()}
 
 
-def _field_of(column: FileColumn, names: list[str]) -> str | None:
-    """The name of a column in a file; None if it has none, for Spark a column of nulls."""
-    if column.field in names:
-        return column.field
-    if column.exactly:
+def _field_of(column: FileColumn, schema: pa.Schema) -> str | None:
+    """The name of a column in a file; None if it has none, for Spark a column of nulls.
+
+    Raises:
+        ArrowException: Spark would find several, or read its type in a way of its own.
+    """
+    names: list[str] = schema.names
+    same = names if column.exactly else [name.lower() for name in names]
+    wanted = column.field if column.exactly else column.field.lower()
+    found = [name for name, each in zip(names, same, strict=True) if each == wanted]
+    if len(found) > 1:
+        raise pa.ArrowInvalid(f"it has several columns of that name: {', '.join(found)}")
+    if not found:
         return None
-    wanted = column.field.lower()
-    return next((name for name in names if name.lower() == wanted), None)
+    kind = schema.field(found[0]).type
+    if not _is_readable(kind, column.type):
+        raise pa.ArrowInvalid(f"it holds {kind} in the column {found[0]}, not {column.type}")
+    return found[0]
+
+
+_READ_AS: Mapping[pa.DataType, tuple[pa.DataType, ...]] = {
+    pa.int16(): (pa.int8(), pa.uint8()),
+    pa.int32(): (pa.int8(), pa.int16(), pa.uint8(), pa.uint16()),
+    pa.int64(): (pa.int8(), pa.int16(), pa.int32(), pa.uint32()),
+    pa.float64(): (pa.float32(), pa.int8(), pa.int16(), pa.int32()),
+    pa.binary(): (pa.string(), pa.large_string(), pa.large_binary()),
+}
+"""What may be in a file, by what Spark reads it as without changing a value."""
+
+
+def _is_readable(found: pa.DataType, kind: pa.DataType) -> bool:
+    """Whether Spark reads what a file says that it holds as the same values of another type."""
+    if isinstance(found, pa.BaseExtensionType):
+        found = found.storage_type
+    if pa.types.is_dictionary(found):
+        found = found.value_type
+    if pa.types.is_list(kind):
+        lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+        return any(is_a(found) for is_a in lists) and _is_readable(
+            found.value_type, kind.value_type
+        )
+    if pa.types.is_struct(kind):
+        return (
+            pa.types.is_struct(found)
+            and [each.name for each in found] == [each.name for each in kind]
+            and all(
+                _is_readable(one.type, other.type) for one, other in zip(found, kind, strict=True)
+            )
+        )
+    if pa.types.is_binary(kind) and pa.types.is_fixed_size_binary(found):
+        return True
+    return bool(found.equals(kind)) or found in _READ_AS.get(kind, ())
 
 
 def _as(kind: pa.DataType, values: pa.Array) -> pa.Array:

@@ -12,17 +12,13 @@ from pyspark.sql import types as T
 
 from sparkdl.encodings import VECTOR
 from sparkdl.feed.record_batches.parquet_rows import KINDS, PATH, ROW, FileColumn, name_of_columns
+from sparkdl.spark.rows.parquet_settings import read_as_usual
 
 _PARQUET = "org.apache.spark.sql.execution.datasources.parquet.ParquetFileFormat"
 """Exactly this class; formats built on it, such as Delta's, may interpret a file differently."""
 _ROW_BY_ROW = {"Project", "Filter", "SubqueryAlias"}
 """Nodes of a logical plan that keep the order of a file's rows."""
-_OTHERWISE_READ = (
-    "spark.sql.files.ignoreCorruptFiles",
-    "spark.sql.files.ignoreMissingFiles",
-)
 _METADATA = "_metadata"
-_KEYS = "parquet.crypto.factory.class"
 
 
 def columns_in_files(frame: DataFrame, names: Mapping[str, str]) -> dict[str, FileColumn]:
@@ -30,7 +26,8 @@ def columns_in_files(frame: DataFrame, names: Mapping[str, str]) -> dict[str, Fi
 
     These are columns of arrays, vectors or bytes in a DataFrame that is read from Parquet files,
     and at most filtered or coalesced, on a file system mounted on the executors (``file:``). A
-    column computed by any expression does not qualify.
+    column computed by any expression does not qualify, nor any of a table whose fields, options or
+    settings may tell Spark to show something else than what the file has under that name.
 
     Args:
         frame: any DataFrame.
@@ -46,24 +43,30 @@ def columns_in_files(frame: DataFrame, names: Mapping[str, str]) -> dict[str, Fi
     execution = frame._jdf.queryExecution()
     plan = execution.analyzed()
     relation = _scan_of(plan)
-    if relation is None or not _is_plain(relation.relation(), frame):
+    if relation is None or not _is_plain(relation.relation()):
+        return {}
+    if not read_as_usual(relation.relation(), frame.sparkSession):
         return {}
     if _scan_of(execution.withCachedData()) is None:
         return {}  # cached rows stay as they were, whatever happens to the files
+    optimized = _scan_of(execution.optimizedPlan())
+    if optimized is None:
+        return {}
+    kept = {each.exprId().id() for each in _items(optimized.output())}
     if _METADATA not in {each.name() for each in _items(plan.metadataOutput())}:
         return {}  # a view hides it, or the user has a column of that name
-    partitioned = set(relation.relation().partitionSchema().fieldNames())
+    partitioned = {each.lower() for each in relation.relation().partitionSchema().fieldNames()}
     of_files = {
         each.exprId().id(): each.name()
         for each in _items(relation.output())
-        if each.name() not in partitioned
+        if each.exprId().id() in kept and each.name().lower() not in partitioned
     }
     fields = {
         each.name(): of_files[each.exprId().id()]
         for each in _items(plan.output())
         if each.exprId().id() in of_files
     }
-    exactly = _setting(frame, "spark.sql.caseSensitive") == "true"
+    exactly = str(frame.sparkSession.conf.get("spark.sql.caseSensitive")).lower() == "true"
     return {
         name: FileColumn(fields[names[name]], kind, dimensions, exactly)
         for name, (kind, dimensions) in wide.items()
@@ -110,24 +113,16 @@ def _coalesces(plan: Any, name: str) -> bool:
     return name == "Repartition" and not plan.shuffle()
 
 
-def _is_plain(relation: Any, frame: DataFrame) -> bool:
+def _is_plain(relation: Any) -> bool:
     if relation.getClass().getSimpleName() != "HadoopFsRelation":
         return False
     if relation.fileFormat().getClass().getName() != _PARQUET:
         return False
-    schemes = {path.toUri().getScheme() for path in _items(relation.location().rootPaths())}
-    encrypted = frame._jdf.sparkSession().sessionState().newHadoopConf().get(_KEYS)
-    return (
-        schemes == {"file"}
-        and not encrypted
-        and not relation.options().contains("ignoreCorruptFiles")
-        and not relation.options().contains("ignoreMissingFiles")
-        and all(_setting(frame, name) != "true" for name in _OTHERWISE_READ)
-    )
-
-
-def _setting(frame: DataFrame, name: str) -> str:
-    return str(frame.sparkSession.conf.get(name)).lower()
+    # The partitions of a catalog's index may lie anywhere, whatever its root is.
+    location = relation.location()
+    if location.getClass().getSimpleName() != "InMemoryFileIndex":
+        return False
+    return {path.toUri().getScheme() for path in _items(location.rootPaths())} == {"file"}
 
 
 def _items(sequence: Any) -> Iterable[Any]:

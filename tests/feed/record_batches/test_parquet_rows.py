@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,7 +71,8 @@ def test_rows_in_any_order_are_those_that_were_written(data: st.DataObject) -> N
 
 def test_what_comes_with_the_place_belongs_to_the_same_row(tmp_path: Path) -> None:
     path = tmp_path / "table.parquet"
-    pq.write_table(pa.table({"x": [[float(k)] for k in range(10)]}), path, row_group_size=4)
+    values = pa.array([[float(k)] for k in range(10)], LISTS.type)
+    pq.write_table(pa.table({"x": values}), path, row_group_size=4)
     rows = [1, 3, 4, 9]
     batch = named({"c1": LISTS}, [uri(path)] * 4, rows)
     batch = batch.append_column("c0", pa.array([10 * row for row in rows]))
@@ -118,6 +120,60 @@ def test_values_come_as_spark_would_read_them(
     assert batch.to_pylist() == [{"c0": expected}]
 
 
+@pytest.mark.parametrize(
+    ("found", "values", "kind"),
+    [
+        (pa.timestamp("us"), [1], "bigint"),
+        (pa.date32(), [1], "int"),
+        (pa.int32(), [300], "tinyint"),
+        (pa.int64(), [1], "int"),
+        (pa.uint32(), [1], "int"),
+        (pa.decimal128(5, 2), [1], "int"),
+        (pa.decimal128(5, 2), [1], "double"),
+        (pa.float64(), [0.1], "float"),
+        (pa.bool_(), [True], "int"),
+        (pa.int32(), [1], "float"),
+        (pa.string(), ["1"], "double"),
+        (pa.float16(), [np.float16(1)], "float"),
+    ],
+)
+def test_types_that_spark_reads_in_a_way_of_its_own_or_not_at_all_are_refused(
+    tmp_path: Path, found: pa.DataType, values: list[Any], kind: str
+) -> None:
+    path = tmp_path / "table.parquet"
+    for column, depth in ((pa.array(values, found), 0), (pa.array([values], pa.list_(found)), 1)):
+        pq.write_table(pa.table({"x": column}), path)
+        told = rf"it holds .*{re.escape(str(found))}.* in the column x, not .*withColumn"
+        with pytest.raises(DataError, match=told):
+            read(named({"c0": FileColumn("x", kind, depth, exactly=True)}, [uri(path)], [0]))
+
+
+def test_vectors_are_read_only_with_the_fields_that_they_have(tmp_path: Path) -> None:
+    path, column = tmp_path / "table.parquet", FileColumn("x", "vector", 0, exactly=True)
+    value = {"type": 1, "size": None, "indices": None, "values": [1.0]}
+    pq.write_table(pa.table({"x": pa.array([value], column.type)}), path)
+    assert read(named({"c0": column}, [uri(path)], [0])) == [{"c0": value}]
+    for fields in ([*column.type][:3], [each.with_name(each.name.upper()) for each in column.type]):
+        values = pa.array([dict.fromkeys(each.name for each in fields)], pa.struct(fields))
+        pq.write_table(pa.table({"x": values}), path)
+        with pytest.raises(DataError, match="it holds struct"):
+            read(named({"c0": column}, [uri(path)], [0]))
+
+
+@pytest.mark.parametrize("exactly", [False, True])
+def test_of_columns_that_differ_in_case_one_is_read_where_that_matters(
+    tmp_path: Path, exactly: bool
+) -> None:
+    path = tmp_path / "table.parquet"
+    pq.write_table(pa.table({"X": [[8.0]], "x": [[9.0]]}), path)
+    batch = named({"c0": FileColumn("x", "double", 1, exactly)}, [uri(path)], [0])
+    if exactly:
+        assert read(batch) == [{"c0": [9.0]}]
+    else:  # as Spark
+        with pytest.raises(DataError, match="several columns of that name: X, x"):
+            read(batch)
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "gone.parquet"
     with pytest.raises(DataError, match=r"columns x could not be read from file://.*gone\.parquet"):
@@ -129,7 +185,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_a_file_that_was_written_anew_with_fewer_rows_is_named(tmp_path: Path) -> None:
     path = tmp_path / "table.parquet"
-    pq.write_table(pa.table({"x": [[1.0]]}), path)
+    pq.write_table(pa.table({"x": pa.array([[1.0]], LISTS.type)}), path)
     with pytest.raises(DataError, match="row 7 is past its last one"):
         read(named({"c0": LISTS}, [uri(path)], [7]))
 
