@@ -28,6 +28,10 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 """The formats that are opened, by Pillow's names."""
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 """Pillow's mode for an image by its number of channels."""
+CONVERTED = frozenset({"1", "CMYK", "L", "LA", "P", "RGB", "RGBA"})
+"""The modes that Pillow converts to these; it clips the values of others, such as ``F``."""
+_DEEP = frozenset({"I", "I;16", "I;16B", "I;16L"})
+"""The modes in which versions of Pillow open a PNG with 16 bits of grey a pixel."""
 
 
 class Images(OfPixels):
@@ -63,8 +67,7 @@ class Images(OfPixels):
         for row, encoded in enumerate(values):
             try:
                 with _opened(library, encoded.as_buffer(), (width, height)) as image:
-                    # Converting copies, even to the mode that it already has; so would numpy.
-                    pixels = image if image.mode == mode else image.convert(mode)
+                    pixels = _converted(library, image, mode)
                     octets = np.frombuffer(pixels.tobytes(), np.uint8)
                     decoded[row] = octets.reshape(height, width, channels)
             except Exception as error:  # Pillow raises almost anything for bytes that are no image
@@ -93,6 +96,31 @@ def _opened(library: Any, octets: pa.Buffer, wanted: Size) -> Any:
     if image.size != wanted:
         raise ValueError(_other_size(image.size, wanted))
     return image
+
+
+def _converted(library: Any, image: Any, mode: str) -> Any:
+    """An image in another mode.
+
+    Raises:
+        ValueError: its values cannot be kept.
+    """
+    if mode == "RGBA" and image.format == "PNG" and "transparency" in image.info:
+        # Pillow looks for the transparent colour, which has as many bits as the file's pixels,
+        # among pixels that it has brought to 8 bits.
+        stored = str(image.tile[0][3])
+        if ";" in stored and image.mode != "P":
+            raise ValueError(
+                f"its transparent colour is one of pixels of other than 8 bits a channel ({stored})"
+            )
+    if image.mode in _DEEP and image.format == "PNG":
+        deep = np.asarray(image).astype(np.uint32)
+        image = library.fromarray(((deep + 128) // 257).astype(np.uint8))
+    elif image.mode not in CONVERTED:
+        raise ValueError(f"its pixels, of Pillow's mode {image.mode}, cannot become 8 bits each")
+    if mode != "RGBA":
+        image.info.pop("transparency", None)  # Pillow would warn that it gets lost
+    # Converting copies, even to the mode that it already has; so would numpy.
+    return image if image.mode == mode else image.convert(mode)
 
 
 def _other_size(found: Size, wanted: Size) -> str:
