@@ -68,4 +68,4 @@ def _same(before: Any, value: Any) -> bool:
         return before.keys() == value.keys() and all(_same(before[k], value[k]) for k in before)
     if isinstance(before, list):
         return len(before) == len(value) and all(map(_same, before, value))
-    return bool(before == value) or bool(before != before)  # NaN stays what it is
+    return bool(before == value) or bool(before != before)  # noqa: PLR0124 - NaN stays what it is

@@ -96,4 +96,4 @@ def _extreme(choose: Callable[[T, T], T], a: T | None, b: T | None) -> T | None:
     """One of two numbers; NaN if either is, which ``min`` and ``max`` see only in first place."""
     if a is None or b is None:
         return b if a is None else a
-    return choose(b, a) if b != b else choose(a, b)
+    return choose(b, a) if b != b else choose(a, b)  # noqa: PLR0124 - is it NaN?

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from toys import drive, sparkdl_threads
+from toys import drive
 
 from sparkdl.averager import Averager, AveragerClient, ServiceAddress
 from sparkdl.averager.values.wire_format import FullPrecision
 from sparkdl.errors import SparkDLError, StoppedError, TrainingError
 from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 from sparkdl.protocols import Segment
+from sparkdl.transport import acceptor
 from sparkdl.transport.acceptor import MAX_STRANGERS
 from sparkdl.transport.connection import Connection, ConnectionLostError
 from sparkdl.transport.framing import header_message
@@ -141,13 +142,24 @@ def test_strangers_who_say_nothing_do_not_keep_workers_out(averager: Averager) -
             stranger.close()
 
 
-def test_no_more_strangers_than_the_limit_are_listened_to(averager: Averager) -> None:
+def test_no_more_strangers_than_the_limit_are_listened_to(
+    averager: Averager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One more than may stay closes the connection that came first."""
+    monkeypatch.setattr(acceptor, "MAX_STRANGERS", 20)
+    monkeypatch.setattr(acceptor, "HANDSHAKE_S", 1e6)
     with contextlib.ExitStack() as stack:
-        for _ in range(MAX_STRANGERS + 40):
-            address = averager.address.host_and_port
-            stack.enter_context(socket.create_connection(address, timeout=5))
-        time.sleep(0.3)
-        assert len(sparkdl_threads()) <= MAX_STRANGERS + 2
+        strangers = [
+            stack.enter_context(socket.create_connection(averager.address.host_and_port, 30))
+            for _ in range(30)
+        ]
+        for stranger in strangers:  # each was let in, and greeted
+            assert len(stranger.recv(HELLO_BYTES, socket.MSG_WAITALL)) == HELLO_BYTES
+        assert [stranger.recv(1) for stranger in strangers[:10]] == [b""] * 10
+        for stranger in strangers[10:]:
+            stranger.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                stranger.recv(1)
 
 
 def test_a_refused_connection_does_not_end_the_run(averager: Averager) -> None:
