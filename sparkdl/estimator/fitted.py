@@ -240,7 +240,7 @@ class FittedModel(
         columns, specs = self._inputs(dataset)
         rows, label_columns, labels = self._labelled(dataset)
         weights = scalar_column(rows, weightCol, "weightCol")
-        weight = None if weights is None else weights.spec(torch.float32)
+        weight = None if weights is None else weights.spec(torch.float64)
         if weight is not None and set(measured.without_weights()) == set(measured.makers):
             raise ConfigError(
                 f"weightCol='{weightCol}' changes nothing: {', '.join(measured.makers)} count "

@@ -93,7 +93,7 @@ def fed_columns(
     schema = FeedSchema(
         tuple(overrides.spec(c, c.default_dtype(fractions)) for c in features),
         label_specs if several else label_specs[0],
-        weight=None if weight is None else weight.spec(torch.float32),
+        weight=None if weight is None else weight.spec(torch.float64),
         validation=None if indicator is None else indicator.spec(torch.bool),
         by_name=params.features_by_name(),
     )

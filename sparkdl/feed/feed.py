@@ -139,7 +139,7 @@ class Feed:
         self._orders: dict[PartitionStore, Tensor | None] = {}
         self._exchanged_before = 0
         self._held_out_exchanged = False
-        self._weight_scale = 1.0
+        self._mean_weight = 1.0
 
     def __enter__(self) -> Feed:
         keep_freed_memory()
@@ -243,7 +243,7 @@ class Feed:
         Args:
             mean: of the rows to train on.
         """
-        self._weight_scale = 1 / mean
+        self._mean_weight = mean
 
     def reshuffle(self, epoch: int, exchange: RowExchange) -> None:
         """Exchange the rows to train on with the other workers.
@@ -420,7 +420,8 @@ class Feed:
         if self._schema.weight is not None:
             weights = columns[-1]
             assert isinstance(weights, Tensor)
-            columns[-1] = weights * self._weight_scale
+            # Weights that float32 cannot hold are of the right size once they are scaled.
+            columns[-1] = (weights.double() / self._mean_weight).float()
         cuts = (cut(column, sizes) for column in columns)
         for number, piece in enumerate(zip(*cuts, strict=True), start=1):
             yield self._schema.batch(piece, last=last and number == len(sizes))

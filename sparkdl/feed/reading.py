@@ -15,7 +15,7 @@ from sparkdl.feed.record_batches.decode import Decoded, decode, to_column, to_te
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN
 from sparkdl.feed.statistics.column import ColumnStatistics
 from sparkdl.feed.statistics.fingerprint import MODULUS, row_hashes
-from sparkdl.feed.statistics.scan import adds_nothing, scan
+from sparkdl.feed.statistics.scan import adds_nothing, scan, scan_least
 from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import ColumnSpec
@@ -92,7 +92,7 @@ class Reading:
         """
         held_out = self._held_out.rows
         # Sorted, because a shuffle delivers the rows in any order and sums depend on it.
-        weights = torch.cat(self._weights).double().sort().values if self._weights else None
+        weights = torch.cat(self._weights).sort().values if self._weights else None
         weight = 0.0 if weights is None else weights.sum().item()
         return ShardStatistics(
             self.rows - held_out,
@@ -111,6 +111,11 @@ class Reading:
             known if adds_nothing(column, spec, known) else known + scan(column, spec, place)
             for known, column, spec in columns
         )
+        if self._schema.weight is not None:
+            index = len(self._schema.stored) - 1
+            found = list(self.statistics)
+            found[index] += scan_least(decoded[index], place)
+            self.statistics = tuple(found)
 
     def _store(self, decoded: list[Decoded], keys: pa.Array | None) -> list[Column]:
         """Append a part's rows; returns those to train on."""

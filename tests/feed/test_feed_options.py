@@ -90,12 +90,15 @@ def test_steps_are_known_before_an_epoch(tmp_path: Path, count: int, steps: int)
         assert feed.steps == steps == len(list(feed.epoch(1)))
 
 
-def test_weights_have_a_mean_of_one_over_all_workers(tmp_path: Path) -> None:
-    schema = replace(PLAIN, weight=ColumnSpec("w", torch.float32))
+@pytest.mark.parametrize("unit", [1.0, 1e-46, 1e-300, 1e300])
+def test_weights_have_a_mean_of_one_over_all_workers(tmp_path: Path, unit: float) -> None:
+    schema = replace(PLAIN, weight=ColumnSpec("w", torch.float64))
     weights = np.array([3.0, 1.0, 0.0, 2.0, 2.0])
     with open_feed(tmp_path, schema) as feed:
-        assert feed.fill(rows(5, w=weights)).weight == 8.0
-        feed.scale_weights(24 / 8)
+        shard = feed.fill(rows(5, w=weights * unit))
+        assert shard.weight == pytest.approx(8 * unit)
+        assert (shard.columns[-1].least, shard.columns[-1].places["least"]) == (unit, (1, 1))
+        feed.scale_weights(24 / 8 * unit)
         found = {
             int(i): float(w)
             for batch in feed.epoch(2)

@@ -63,6 +63,7 @@ _COLUMN_TYPES: _Types = {
     "longest": _OPTIONAL_COUNT,
     "smallest": _OPTIONAL_NUMBER,
     "largest": _OPTIONAL_NUMBER,
+    "least": _OPTIONAL_NUMBER,
     "reason": (str, type(None)),
     "places": (dict,),
 }

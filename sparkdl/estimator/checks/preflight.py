@@ -29,6 +29,7 @@ from sparkdl.estimator.checks.values import (
     check_held_out,
     check_label,
     check_weight,
+    require_holdable,
 )
 from sparkdl.estimator.head import head_of
 from sparkdl.estimator.metric_inputs import MetricInputs
@@ -279,12 +280,16 @@ class Preflight:
                     f"{found.where('not_finite')}). Fill them first (df.na.fill), or feed them as "
                     "they are with handleInvalid='keep'"
                 )
+            require_holdable(spec, found)
         for column, found in zip(
             self.workers.columns[labels], statistics.columns[labels], strict=True
         ):
             check_label(column, self.job.loss, found)
+        for spec, found in zip(schema.labels, statistics.columns[labels], strict=True):
+            require_holdable(spec, found)
         if schema.weight is not None:
-            check_weight(schema.weight.name, statistics.columns[labels.stop])
+            weights = statistics.columns[labels.stop]
+            check_weight(schema.weight.name, weights, statistics.weight, statistics.rows)
         if not statistics.complete:
             return
         if schema.validation is not None:

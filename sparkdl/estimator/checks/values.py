@@ -6,9 +6,11 @@ import logging
 import math
 from collections.abc import Sequence
 
+import torch
+
 from sparkdl.errors import DataError
 from sparkdl.feed.statistics.column import ColumnStatistics
-from sparkdl.protocols import LossFunction
+from sparkdl.protocols import ColumnSpec, LossFunction
 from sparkdl.spark.rows.columns import InputColumn
 
 logger = logging.getLogger(__name__)
@@ -27,13 +29,20 @@ def check_label(label: InputColumn, loss: LossFunction, statistics: ColumnStatis
         statistics: of what the workers read.
 
     Raises:
-        DataError: it has NaN, or fractions where the loss takes class indices.
+        DataError: it has NaN, infinity, or fractions where the loss takes class indices.
     """
-    if statistics.largest is not None and math.isnan(statistics.largest):
+    low, high = statistics.smallest or 0.0, statistics.largest or 0.0
+    if math.isnan(high):
         raise DataError(
             f"label column '{label.name}' holds NaN (not a number), the first in "
             f"{statistics.where('not_finite')}, which no loss can learn from. Drop those rows "
             f"first: df.where(~F.isnan('{label.name}'))"
+        )
+    if math.isinf(low) or math.isinf(high):
+        raise DataError(
+            f"label column '{label.name}' holds infinity, the first in "
+            f"{statistics.where('not_finite')}, which no loss can learn from. Drop those rows "
+            f"first: df.where(F.abs('{label.name}') < float('inf'))"
         )
     if statistics.fractions:
         raise DataError(
@@ -44,12 +53,33 @@ def check_label(label: InputColumn, loss: LossFunction, statistics: ColumnStatis
         )
 
 
-def check_weight(name: str, statistics: ColumnStatistics) -> None:
-    """Check that a column holds weights: none below 0, and not all of them 0.
+def require_holdable(spec: ColumnSpec, statistics: ColumnStatistics) -> None:
+    """Refuse NaN and infinity in a column that becomes integers, which have neither.
+
+    Args:
+        spec: what the column becomes.
+        statistics: of what the workers read.
+
+    Raises:
+        DataError: there are some.
+    """
+    if statistics.not_finite and not spec.dtype.is_floating_point:
+        dtype = str(spec.dtype).removeprefix("torch.")
+        raise DataError(
+            f"column '{spec.name}' holds NaN or infinity in {statistics.not_finite} rows (the "
+            f"first is {statistics.where('not_finite')}), which {dtype} cannot hold. Fill them "
+            "first (df.na.fill), or ask for a floating-point dtype with columnDtypes"
+        )
+
+
+def check_weight(name: str, statistics: ColumnStatistics, total: float, rows: int) -> None:
+    """Check that a column holds weights: none below 0, not all of them 0, none too small to count.
 
     Args:
         name: the column's.
         statistics: of what the workers read.
+        total: the sum of the weights of the rows to train on.
+        rows: how many those are.
 
     Raises:
         DataError: it does not.
@@ -61,8 +91,24 @@ def check_weight(name: str, statistics: ColumnStatistics) -> None:
             f"weight column '{name}' holds {low:g} in {statistics.where(what)}; weights are "
             "numbers >= 0"
         )
-    if high == 0:
-        raise DataError(f"weight column '{name}' is 0 in every row: there is nothing to train on")
+    if total == 0:
+        where = "every row" if high == 0 else "every row to train on"
+        raise DataError(f"weight column '{name}' is 0 in {where}: there is nothing to train on")
+    mean = total / rows
+    if not 0 < mean < math.inf:
+        largest = f"up to {high:g} ({statistics.where('largest')})"
+        raise DataError(
+            f"weight column '{name}' holds numbers {largest}, and the mean of {rows} rows is "
+            f"{'0' if mean == 0 else 'infinite'} in float64. Scale the weights first; only their "
+            "ratios count"
+        )
+    least = statistics.least
+    if least is not None and not torch.tensor(least / mean, dtype=torch.float32):
+        raise DataError(
+            f"weight column '{name}' holds {least:g} in {statistics.where('least')}, which is "
+            f"{least / mean:g} of the mean weight, {mean:g}, and so 0 in float32. Set it to 0 to "
+            "leave the row out of the loss, or make the weights less unequal"
+        )
 
 
 def check_held_out(by: str | float | None, held_out: int, trained: int) -> None:

@@ -139,8 +139,24 @@ def tensors_of(columns: Iterable[pa.Array], specs: Iterable[ColumnSpec]) -> list
             )
         if spec.padding is not None:
             _require_numbers(decoded.values, spec)
+        _require_holdable(decoded.values, spec)
         converted.append(to_column(decoded.values, spec))
     return converted
+
+
+def _require_holdable(values: pa.Array, spec: ColumnSpec) -> None:
+    """Refuse NaN and infinity where they would become some integer."""
+    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+        return
+    numbers = values.flatten() if spec.is_array and hasattr(values, "flatten") else values
+    if not pa.types.is_floating(numbers.type):
+        return
+    if not np.isfinite(numpy_of(numbers.drop_null())).all():
+        dtype = str(spec.dtype).removeprefix("torch.")
+        raise DataError(
+            f"column '{spec.name}' holds NaN or infinity, which {dtype} cannot hold. Fill them "
+            "first (df.na.fill)"
+        )
 
 
 def _require_numbers(values: pa.Array, spec: ColumnSpec) -> None:

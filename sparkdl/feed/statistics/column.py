@@ -17,6 +17,7 @@ EXTREMES: dict[str, Callable[..., float]] = {
     "longest": max,
     "smallest": min,
     "largest": max,
+    "least": min,
 }
 
 
@@ -36,6 +37,7 @@ class ColumnStatistics:
         smallest: the smallest number, NaN if there is one; None for arrays of anything but
             integers, whose range is not looked for.
         largest: the largest number, NaN and None as above.
+        least: the smallest number above 0, looked for among weights only; None if there is none.
         reason: what is wrong with the first broken row.
         places: by the name of a count its first row, by the name of an extreme a row that has it.
     """
@@ -50,6 +52,7 @@ class ColumnStatistics:
     longest: int | None = None
     smallest: float | None = None
     largest: float | None = None
+    least: float | None = None
     reason: str | None = field(default=None, compare=False, repr=False)
     places: Mapping[str, RowLocation] = field(default_factory=dict, compare=False, repr=False)
 

@@ -46,6 +46,23 @@ def scan(
     return ColumnStatistics(**found.statistics, reason=reason, places=found.places)
 
 
+def scan_least(column: Decoded, at: RowLocation = (0, 0)) -> ColumnStatistics:
+    """Look for the smallest number above 0 in one column of one record batch.
+
+    Args:
+        column: numbers.
+        at: the place of the record batch's first row.
+    """
+    numbers = numpy_of(column.values.fill_null(0))
+    above = np.flatnonzero(numbers > 0)
+    if not len(above):
+        return ColumnStatistics()
+    found = _Finder(at, column.rows)
+    row = int(above[numbers[above].argmin()])
+    found.extreme("least", numbers[row].item(), row)
+    return ColumnStatistics(**found.statistics, places=found.places)
+
+
 def adds_nothing(column: Decoded, spec: ColumnSpec, known: ColumnStatistics) -> bool:
     """Whether a look at one column of one record batch would surely change nothing that is known.
 

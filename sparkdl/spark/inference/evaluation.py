@@ -71,13 +71,24 @@ class Evaluation:
 
 
 def _weights(column: pa.Array, spec: ColumnSpec) -> Tensor:
-    """How much each row counts, shape (n,), float32."""
+    """How much each row counts, shape (n,), float32.
+
+    Raises:
+        DataError: it is below 0, or out of the range of float32.
+    """
     (weights,) = tensors_of([column], [spec])
     assert isinstance(weights, Tensor)
     wrong = weights[~(weights >= 0) | weights.isinf()]
     if len(wrong):
         raise DataError(f"weight column '{spec.name}' holds {wrong[0]:g}; weights are numbers >= 0")
-    return weights
+    narrow = weights.float()
+    lost = weights[narrow.isinf() | ((narrow == 0) & (weights > 0))]
+    if len(lost):
+        raise DataError(
+            f"weight column '{spec.name}' holds {lost[0]:g}, which is out of the range of float32, "
+            "in which metrics take weights. Scale the weights first"
+        )
+    return narrow
 
 
 def _row(partition: int, states: bytes, rows: int) -> pa.RecordBatch:

@@ -44,9 +44,10 @@ class Labels:
         # Padded ones have been refused before.
         found = [each for each in tensors_of(columns, wide) if isinstance(each, Tensor)]
         for spec, label, index in zip(self.specs, found, indices, strict=True):
-            if index and not bool((label == label.round()).all()):
+            whole = (label == label.round()) & label.isfinite() if index else None
+            if whole is not None and not bool(whole.all()):
                 raise DataError(
-                    f"label column '{spec.name}' holds {label[label != label.round()][0]:g}, "
+                    f"label column '{spec.name}' holds {label[~whole][0]:g}, "
                     "but the model has classes 0, 1, ...: index the labels like those it was "
                     "trained on"
                 )
