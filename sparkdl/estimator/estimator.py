@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Generic, Literal, Self, TypeVar, overload
 
+import torch
 from pyspark.ml import Estimator
 from pyspark.ml.param import Param
 from pyspark.ml.util import MLReadable, MLWritable
@@ -143,6 +144,11 @@ class BaseEstimator(
 
     def _fit(self, dataset: DataFrame, warm_start: FittedModel | None = None) -> M:
         """Called by ``fit``; see the class."""
+        # What is made in the caller's inference mode could not be trained.
+        with torch.inference_mode(False):
+            return self._trained(dataset, warm_start)
+
+    def _trained(self, dataset: DataFrame, warm_start: FittedModel | None) -> M:
         ready = Preflight(self, dataset, None if warm_start is None else warm_start.module)
         spark, workers = dataset.sparkSession, ready.workers
         with (

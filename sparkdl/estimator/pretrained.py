@@ -183,7 +183,8 @@ def _widths(
     ]
     given = model_inputs(rows, specs, by_name=by_name)
     try:
-        with borrowed_random_numbers(), torch.no_grad():
+        # What the module keeps of this must not be of its caller's inference mode.
+        with borrowed_random_numbers(), torch.inference_mode(False), torch.no_grad():
             returned: Any = forward(module, given, as_kwargs=as_kwargs)
     except Exception as error:  # the user's forward may raise anything
         named = zip(

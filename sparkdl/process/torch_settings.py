@@ -38,7 +38,7 @@ class TorchSettings:
         before = TorchSettings.here()
         self._set()
         try:
-            with torch.enable_grad():
+            with torch.inference_mode(False), torch.enable_grad():
                 yield
         finally:
             before._set()

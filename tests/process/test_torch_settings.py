@@ -35,6 +35,12 @@ def left_by_another_program() -> Iterator[tuple[Any, ...]]:
     torch.set_grad_enabled(True)
 
 
+def test_gradients_are_there_within_the_callers_inference_mode() -> None:
+    with torch.inference_mode(), TorchSettings.here().hold():
+        assert not torch.zeros(1).is_inference()
+        assert (torch.ones(1, requires_grad=True) * 2).requires_grad
+
+
 def test_settings_hold_for_a_while_with_gradients_and_are_put_back(
     request: pytest.FixtureRequest,
 ) -> None:
