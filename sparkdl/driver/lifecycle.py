@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ def run(
     callbacks: Sequence[Callback] = (),
     warm_start: WarmStart | None = None,
     settings: Mapping[str, object] | None = None,
+    now: Callable[[], float] = time.monotonic,
 ) -> Outcome:
     """Serve the rounds of one run from the initial center to the trained module.
 
@@ -87,6 +89,7 @@ def run(
         warm_start: values to begin with, which fit the model; by default those that the model is
             built with. ``job`` has to take care of the frozen ones.
         settings: other settings of the training, by name, to be shown to callbacks and in reports.
+        now: reads the time, in seconds, by which workers are late.
 
     Raises:
         ConfigError: the newest checkpoint belongs to another training or other rows, another
@@ -163,6 +166,7 @@ def run(
                 measures=measuring is not None,
                 metric=job.scheduler_metric,
                 kept_model=kept_model,
+                now=now,
             )
 
         progress = None if resumed is None else resumed.progress

@@ -65,6 +65,7 @@ class Acceptor:
             proof that has to be sent on it before anything else. It must not block. If it raises,
             the connection is closed, and the other end may try again.
         certificate: encrypts the connections; None for no encryption.
+        now: reads the time, in seconds, by which a stranger has too long.
     """
 
     def __init__(
@@ -73,10 +74,12 @@ class Acceptor:
         token: str,
         admit: Admit,
         certificate: Certificate | None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._token = token
         self._admit = admit
         self._certificate = certificate
+        self._now = now
         self._closed = False
         self._strangers = Strangers()
         with contextlib.ExitStack() as on_failure:
@@ -87,7 +90,7 @@ class Acceptor:
             self._selector.register(woken, selectors.EVENT_READ)
             for listener in listeners:
                 listener.setblocking(False)
-                allowance = Allowance(MAX_STRANGERS, STRANGERS_PER_S)
+                allowance = Allowance(MAX_STRANGERS, STRANGERS_PER_S, now)
                 channel = TLS if certificate is not None else channel_of(listener)
                 door = _Door(listener, allowance, listener.family, channel)
                 self._selector.register(listener, selectors.EVENT_READ, door)
@@ -121,7 +124,7 @@ class Acceptor:
     def _pass(self) -> bool:
         """Do what can be done now; returns whether more are coming than are let in."""
         oldest = self._strangers.oldest
-        left = None if oldest is None else max(0.0, oldest.until - time.monotonic())
+        left = None if oldest is None else max(0.0, oldest.until - self._now())
         ready = [key for key, _ in self._selector.select(left)]
         try:
             # Those that have answered go before newcomers, for which they make room.
@@ -137,7 +140,7 @@ class Acceptor:
         return pressed
 
     def _dismiss_overdue(self) -> None:
-        now = time.monotonic()
+        now = self._now()
         while (oldest := self._strangers.oldest) is not None and oldest.until <= now:
             self._dismiss(oldest)
 
@@ -176,7 +179,7 @@ class Acceptor:
             end,
             source_of(door.family, address),
             Challenge(self._token, door.channel),
-            time.monotonic() + HANDSHAKE_S,
+            self._now() + HANDSHAKE_S,
             door.allowance,
         )
         self._selector.register(end, selectors.EVENT_READ, stranger)

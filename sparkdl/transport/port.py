@@ -33,6 +33,7 @@ class Listener:
         admit: called with each connection that has proved itself, see ``Acceptor``.
         advertised_host: the name under which others know it; ``host`` by default.
         encrypted: whether connections are encrypted, with the port's own certificate.
+        now: see ``Acceptor``.
 
     Raises:
         ConfigError: encryption was asked for, and the package that it needs is missing.
@@ -50,6 +51,7 @@ class Listener:
         *,
         advertised_host: str | None = None,
         encrypted: bool = False,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         certificate = Certificate() if encrypted else None
         self.fingerprint = None if certificate is None else certificate.fingerprint
@@ -59,7 +61,7 @@ class Listener:
         known_as = advertised_host or host
         if not encrypted and (beside := local.listen(known_as, self.number, token, BACKLOG)):
             listeners.append(beside)
-        self._acceptor = Acceptor(listeners, token, admit, certificate)
+        self._acceptor = Acceptor(listeners, token, admit, certificate, now)
 
     def close(self) -> None:
         """Stop listening, and end every connection that has not proved itself."""
@@ -75,6 +77,7 @@ class Port:
         serve: called with each connection that has proved itself; it is closed afterwards.
         advertised_host: the name under which others know it; ``host`` by default.
         encrypted: whether connections are encrypted, with the port's own certificate.
+        now: see ``Acceptor``.
 
     Raises:
         ConfigError: encryption was asked for, and the package that it needs is missing.
@@ -92,12 +95,18 @@ class Port:
         *,
         advertised_host: str | None = None,
         encrypted: bool = False,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._serve = serve
         self._lock = threading.Lock()
         self._open: dict[threading.Thread, Connection] = {}
         self._listener = Listener(
-            host, token, self._admit, advertised_host=advertised_host, encrypted=encrypted
+            host,
+            token,
+            self._admit,
+            advertised_host=advertised_host,
+            encrypted=encrypted,
+            now=now,
         )
         self.number = self._listener.number
         self.fingerprint = self._listener.fingerprint

@@ -84,6 +84,7 @@ class Service:
         advertised_host: the name under which others reach it; ``host`` by default.
         encrypted: whether connections are encrypted, with the port's own certificate.
         name: the thread's name.
+        now: reads the time, in seconds, by which others are late; tests let it pass.
 
     Raises:
         ConfigError: encryption was asked for, and the package that it needs is missing.
@@ -91,6 +92,7 @@ class Service:
     Attributes:
         address: where to connect.
         handlers: as given.
+        now: as given.
         failure: the error with which a bug of ours ended the thread; None if none did.
     """
 
@@ -102,7 +104,9 @@ class Service:
         advertised_host: str | None = None,
         encrypted: bool = False,
         name: str = "sparkdl-service",
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.now = now
         self.handlers: dict[str, Handler] = dict(handlers or {})
         self.failure: TrainingError | None = None
         self._on_break: list[Callable[[TrainingError], None]] = []
@@ -117,11 +121,11 @@ class Service:
         self._ringing = threading.RLock()
         self._closing = self._closed = False
         self._files = DaemonPool(FILE_THREADS, "sparkdl-files")
-        self._tick_at = time.monotonic()
+        self._tick_at = now()
         # Nobody can get in before this has returned: nobody else knows the token.
         token, known_as = secrets.token_urlsafe(32), advertised_host or host
         self._port = Listener(
-            host, token, self._admit, advertised_host=known_as, encrypted=encrypted
+            host, token, self._admit, advertised_host=known_as, encrypted=encrypted, now=now
         )
         known_as = f"[{known_as}]" if ":" in known_as else known_as
         uri = f"tcp://{known_as}:{self._port.number}"
@@ -215,7 +219,7 @@ class Service:
         """
         if channel in self._leaving:
             return
-        self._leaving[channel] = time.monotonic() + FAREWELL_S
+        self._leaving[channel] = self.now() + FAREWELL_S
         channel.end_conversation()
         frames = [] if farewell is None else [memoryview(header_message(farewell))]
         channel.send(frames, then=channel.end_sending)
@@ -343,7 +347,7 @@ class Service:
 
     def _iterate(self) -> None:
         """Run one iteration of the event loop."""
-        timeout_s = 0.0 if self._touched else max(0.0, self._tick_at - time.monotonic())
+        timeout_s = 0.0 if self._touched else max(0.0, self._tick_at - self.now())
         for key, mask in self._selector.select(timeout_s):
             if key.data is None:
                 self._rung.recv(1 << 12)
@@ -352,7 +356,7 @@ class Service:
         self._do_posted()
         self._settle()
         # Only after the sockets have been checked.
-        if (now := time.monotonic()) >= self._tick_at:
+        if (now := self.now()) >= self._tick_at:
             self._tick_at = now + self.tick()
             for channel in [each for each, until in self._leaving.items() if now >= until]:
                 self.close_channel(channel)

@@ -10,6 +10,7 @@ import selectors
 import socket
 import ssl
 import time
+from collections.abc import Callable
 from typing import Any
 
 from sparkdl.transport.handshake import ANSWER_BYTES, Challenge
@@ -23,17 +24,21 @@ class Allowance:
     Args:
         at_once: the most that may come at once.
         per_s: how many more may come each second.
+        now: reads the time, in seconds.
     """
 
-    def __init__(self, at_once: int, per_s: float) -> None:
+    def __init__(
+        self, at_once: int, per_s: float, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._at_once = at_once
         self._per_s = per_s
         self._left = float(at_once)
-        self._counted = time.monotonic()
+        self._now = now
+        self._counted = now()
 
     def take(self) -> bool:
         """Count one that comes; returns whether it may come in."""
-        now = time.monotonic()
+        now = self._now()
         self._left = min(self._left + (now - self._counted) * self._per_s, self._at_once)
         self._counted = now
         if self._left < 1:
@@ -57,7 +62,7 @@ class Stranger:
         connected: a non-blocking socket, owned from here on.
         source: where it comes from, as returned by ``source_of``.
         challenge: what it has to answer.
-        until: when it must have proved itself, on the monotonic clock.
+        until: when it must have proved itself, on the port's clock.
         allowance: the allowance that it was counted against.
 
     Attributes:

@@ -1,15 +1,19 @@
-"""Workers at an averager, each a client over a connection of its own; what they call runs aside."""
+"""Workers at an averager, each a client over a connection of its own; what they call runs aside.
+
+Time passes for the averager only when the test lets it.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import pytest
 import torch
 from toys import drive
+from virtual_time import WAIT_S, Heard, VirtualClock, eventually
 
 from sparkdl.averager import Averager, AveragerClient
 from sparkdl.averager.coordination.membership import Tolerance
@@ -18,10 +22,11 @@ from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
 from sparkdl.events import WindowReport
 from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.protocols import Segment
+from sparkdl.transport.connection import Connection
 
 LAYOUT = (Segment("parameters", torch.float32, 3),)
-WAIT_S = 20.0
-"""The longest that a test waits for anything."""
+SILENCE_S = 120.0
+"""The deadline by which a worker counts its averager as gone; it is real, and never passes."""
 
 
 def window(rank: int, step: int = 1, **fields: Any) -> WindowReport:
@@ -35,13 +40,16 @@ class Crew:
 
     Attributes:
         averager: theirs.
+        clock: the averager's, and by default the workers' own.
+        heard: what the averager has decided on.
         outcome: of the driver, which lets them start and then waits for the end of the run.
     """
 
-    def __init__(self, averager: Averager, wire_format: WireFormat, deadline_s: float) -> None:
+    def __init__(self, averager: Averager, wire_format: WireFormat, clock: VirtualClock) -> None:
         self.averager = averager
+        self.clock = clock
+        self.heard = Heard(averager)
         self._wire_format = wire_format
-        self._deadline_s = deadline_s
         self._clients: dict[int, AveragerClient] = {}
         self._left: list[AveragerClient] = []
         self._pool = ThreadPoolExecutor(16)
@@ -50,7 +58,11 @@ class Crew:
     def join(self, rank: int, **options: Any) -> Future[Any]:
         """A worker joins, for the first time or again, and waits for the center."""
         client = AveragerClient(
-            self.averager.address, rank, self._wire_format, deadline_s=self._deadline_s, **options
+            self.averager.address,
+            rank,
+            self._wire_format,
+            deadline_s=SILENCE_S,
+            **{"now": self.clock, **options},
         )
         if rank in self._clients:
             self._left.append(self._clients[rank])
@@ -70,6 +82,14 @@ class Crew:
         before = len(self.averager.losses)
         self._clients[rank].__exit__(None, None, None)
         assert eventually(lambda: len(self.averager.losses) > before)
+
+    def wait_for(self, kind: type[Any], rank: int, times: int = 1) -> None:
+        """Wait until the averager has decided on what a worker does."""
+        assert eventually(lambda: self.heard(kind, rank, times))
+
+    def wait(self, seconds: float) -> None:
+        """Time passes at the averager, which looks at its clock meanwhile."""
+        self.clock.run(self.averager.service, seconds)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Call in a thread of its own."""
@@ -94,7 +114,7 @@ def crew(
     *,
     wire_format: WireFormat | None = None,
     center: float = 0.0,
-    deadline_s: float = 10.0,
+    deadline_s: float = 60.0,
     max_failures: int = 5,
     options: dict[str, Any] | None = None,
     **settings: Any,
@@ -105,12 +125,13 @@ def crew(
         world_size: how many.
         wire_format: how values travel.
         center: each of its numbers.
-        deadline_s: the averager's and the workers'.
+        deadline_s: the averager's.
         max_failures: losses that the run survives.
         options: more arguments of the workers' clients.
         settings: more arguments of the averager.
     """
     wire_format = wire_format or FullPrecision()
+    clock = VirtualClock()
     with ExitStack() as stack:
         averager = Averager(
             LAYOUT,
@@ -119,9 +140,10 @@ def crew(
             wire_format,
             deadline_s=deadline_s,
             tolerance=Tolerance(max_failures),
+            now=clock,
             **settings,
         )
-        workers = Crew(averager, wire_format, deadline_s)
+        workers = Crew(averager, wire_format, clock)
         stack.callback(workers.close)
         stack.enter_context(averager)
         for started in [workers.join(rank, **(options or {})) for rank in range(world_size)]:
@@ -129,9 +151,14 @@ def crew(
         yield workers
 
 
-def eventually(question: Callable[[], bool]) -> bool:
-    """Whether something becomes true."""
-    deadline = time.monotonic() + WAIT_S
-    while not question() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return question()
+def sent_values(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many values each message has that workers have sent, from now on."""
+    sent: list[int] = []
+    send = Connection.send_values
+
+    def send_values(connection: Connection, values: torch.Tensor, header: Any = None) -> None:
+        sent.append(len(values))
+        send(connection, values, header)
+
+    monkeypatch.setattr(Connection, "send_values", send_values)
+    return sent

@@ -191,10 +191,9 @@ def test_an_address_is_a_source_and_in_ipv6_its_network_is() -> None:
     assert six("fe80::1%eth0") == six("fe80::2")
 
 
-def test_an_allowance_grows_with_time_but_not_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_allowance_grows_with_time_but_not_without_end() -> None:
     now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    allowance = Allowance(3, per_s=8.0)
+    allowance = Allowance(3, per_s=8.0, now=lambda: now[0])
     assert [allowance.take() for _ in range(4)] == [True, True, True, False]
     now[0] += 0.125
     assert [allowance.take() for _ in range(2)] == [True, False]

@@ -60,6 +60,7 @@ class AveragerClient:
         fragments: how many parts of the state the rounds exchange in turn, as on the averager.
         clock: counts where this worker's time goes, to be reported to the driver; None for no
             reports.
+        now: reads the time, in seconds, by which a heartbeat is due.
 
     Attributes:
         closed_epoch: the last epoch whose last window this worker has exchanged; 0 if none.
@@ -85,6 +86,7 @@ class AveragerClient:
         frozen: str = "",
         fragments: int = 1,
         clock: PhaseClock | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank = rank
         self.closed_epoch = 0
@@ -99,7 +101,8 @@ class AveragerClient:
         self._worker_state_bytes: int | None = None
         self._checkpoint_due = False
         self._entry = Entry()
-        self._reported_reading = time.monotonic()
+        self._now = now
+        self._reported_reading = now()
         self._epoch_losses: list[float] = []
         self._address = address
         self._deadline_s = deadline_s
@@ -158,7 +161,7 @@ class AveragerClient:
         self._say_now_and_then({"alive": True})
 
     def _say_now_and_then(self, header: dict[str, Any]) -> None:
-        now = time.monotonic()
+        now = self._now()
         if now - self._reported_reading >= READING_S:
             self._reported_reading = now
             self._channel.send_header(header)

@@ -139,6 +139,7 @@ class Edge(Protocol):
     center: Center
     saving: Saving | None
     resumed: Resumed | None
+    now: Callable[[], float]
 
     def tell(self, event: on.Event) -> None:
         """Have the coordinator decide on an event, once this conversation has paused."""
@@ -322,7 +323,7 @@ class Worker:
     def note_heartbeat(self) -> None:
         """Take note that it is alive."""
         if self.member is not None:
-            self._edge.coordinator.heartbeat(self.member, time.monotonic())
+            self._edge.coordinator.heartbeat(self.member, self._edge.now())
 
     def left(self, error: LeftError) -> None:
         """Take note that it has left."""

@@ -47,6 +47,7 @@ class Loop(Service):
         host: see ``Service``.
         advertised_host: see ``Service``.
         encrypted: see ``Service``.
+        now: see ``Service``.
 
     Attributes:
         reports: what the driver is told, some events at a time; None once the run has ended.
@@ -67,6 +68,7 @@ class Loop(Service):
         host: str,
         advertised_host: str | None = None,
         encrypted: bool = False,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.coordinator = coordinator
         self.center = center
@@ -91,6 +93,7 @@ class Loop(Service):
             advertised_host=advertised_host,
             encrypted=encrypted,
             name="sparkdl-averager",
+            now=now,
         )
 
     # Called by other threads.
@@ -218,7 +221,7 @@ class Loop(Service):
         if isinstance(event, on.CheckpointWritten | on.CheckpointGivenUp):
             self.saving = None
         with self.lock:
-            decisions = self.coordinator.handle(event, time.monotonic())
+            decisions = self.coordinator.handle(event, self.now())
             for decision in decisions:
                 self._carry_out(decision)
 

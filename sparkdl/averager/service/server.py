@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import queue
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -58,6 +58,7 @@ class Averager:
             their values; such a run is ``followed``.
         metric: the metric that workers want to know for each epoch, instead of the loss.
         kept_model: the copy of the center kept before; by default none.
+        now: reads the time, in seconds, by which workers are late.
 
     Attributes:
         service: accepts the workers' connections, and others if given handlers for them.
@@ -94,11 +95,12 @@ class Averager:
         measures: bool = False,
         metric: str | None = None,
         kept_model: KeptModel | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._coordinator = Coordinator(
             world_size,
             deadline_s,
-            time.monotonic(),
+            now(),
             tolerance=tolerance,
             progress=progress,
             kept=kept,
@@ -149,6 +151,7 @@ class Averager:
             host=host,
             advertised_host=advertised_host,
             encrypted=tls,
+            now=now,
         )
         self.service: Service = self._loop
         self.address = self._loop.address

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 from crew import WAIT_S, Crew, crew, eventually, window
 
 from sparkdl.averager.client.worker_channel import blocks as blocks_of
+from sparkdl.averager.coordination import events as on
 from sparkdl.averager.service.saving import CheckpointPlan, worker_state_file
 from sparkdl.averager.values import chunks
 from sparkdl.checkpoint.storage import CheckpointStore
@@ -70,14 +70,15 @@ def test_who_is_let_in_behind_a_commit_is_not_asked_for_its_state(
     tmp_path: Path, every_rounds: int
 ) -> None:
     """Its next round may be due for a checkpoint too, which would wait for the one before."""
-    with crew(3, deadline_s=3.0, plan=plan(tmp_path, every_rounds)) as workers:
+    with crew(3, plan=plan(tmp_path, every_rounds)) as workers:
         for step in range(1, every_rounds):
             exchanged(workers, [0, 1, 2], step)
         workers.lose(1)
         first = workers.exchange(window(0, every_rounds))
-        time.sleep(0.3)  # for it to arrive
+        workers.wait_for(on.Contributed, 0, every_rounds)
         back = workers.join(1, attempt=1)
-        time.sleep(0.3)  # for it to knock, in the middle of the round; it is let in at its end
+        # It knocks in the middle of the round, and is let in at its end.
+        workers.wait_for(on.RowsFound, 1, 2)
         exchanged(workers, [2], every_rounds)
         first.result(WAIT_S)
         position = back.result(WAIT_S)
@@ -95,13 +96,14 @@ def test_who_is_let_in_behind_a_commit_is_not_asked_for_its_state(
 
 def test_who_was_lost_behind_its_contribution_and_came_back_is_not_asked(tmp_path: Path) -> None:
     """Its contribution counts, but what its process knew at that commit is lost."""
-    with crew(3, deadline_s=3.0, plan=plan(tmp_path, 1)) as workers:
+    with crew(3, plan=plan(tmp_path, 1)) as workers:
         first = workers.exchange(window(0))
         lost = workers.exchange(window(1))
-        time.sleep(0.3)  # for both to arrive whole
+        workers.wait_for(on.Contributed, 0)
+        workers.wait_for(on.Contributed, 1)
         back = workers.join(1, attempt=1)
         assert lost.exception(WAIT_S) is not None
-        time.sleep(0.3)  # for it to knock
+        workers.wait_for(on.RowsFound, 1, 2)
         exchanged(workers, [2], 1)
         first.result(WAIT_S)
         assert back.result(WAIT_S).step == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -13,6 +12,8 @@ import torch
 from crew import LAYOUT, WAIT_S, Crew, crew, eventually, window
 
 from sparkdl.averager import Averager
+from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination import events as on
 from sparkdl.averager.values.wire_format import FullPrecision
 from sparkdl.errors import DeadlineError, StoppedError, TrainingError
 from sparkdl.transport.connecting import dial
@@ -37,7 +38,7 @@ def leave_in_the_middle(workers: Crew) -> Future[Any]:
 
 def leave_before_the_first_window(workers: Crew) -> Future[Any]:
     waiting = workers.exchange(window(0))
-    time.sleep(0.3)  # for it to arrive
+    workers.wait_for(on.Contributed, 0)
     finish(workers, 1)
     return waiting
 
@@ -59,7 +60,7 @@ def leave_after_a_window_that_was_not_the_last(workers: Crew) -> Future[Any]:
 
 def leave_while_the_other_gathers(workers: Crew) -> Future[Any]:
     waiting = workers.call(workers.client(0).gather, {})
-    time.sleep(0.3)  # for it to arrive
+    workers.wait_for(on.Gave, 0)
     finish(workers, 1)
     return waiting
 
@@ -100,7 +101,7 @@ DEEDS: dict[Deed, str] = {
 @pytest.mark.parametrize("max_failures", [0, 5])
 @pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: deed.__name__)
 def test_the_run_ends_at_once_and_says_why(deed: Deed, max_failures: int) -> None:
-    with crew(2, deadline_s=60.0, max_failures=max_failures) as workers:
+    with crew(2, max_failures=max_failures) as workers:
         waiting = deed(workers)
         error = workers.outcome.exception(WAIT_S)
         assert isinstance(error, TrainingError)
@@ -114,10 +115,16 @@ def test_who_exchanges_something_in_an_epoch_that_the_other_has_ended_does_not_w
     None
 ):
     """Each waits for the other, and is told now and then that it still has to."""
-    with crew(2, deadline_s=1.0) as workers:
+    with crew(2, deadline_s=60.0) as workers:
         workers.exchange(window(1, last=True))
         workers.exchange(window(0)).result(WAIT_S)
         workers.call(workers.client(0).gather, {})
+        workers.wait_for(on.Gave, 0)
+        workers.wait(59.0)
+        assert not workers.outcome.done()
+        told = [each for each in workers.heard.decisions if isinstance(each, do.SayWaiting)]
+        assert [[member.rank for member in each.members] for each in told] == [[0, 1]] * 3
+        workers.wait(62.0)  # it is dropped, and does not come back
         error = workers.outcome.exception(WAIT_S)
     with pytest.raises(DeadlineError, match=r"rank 1 .*in an exchange among the workers"):
         raise error or AssertionError("it goes on")
@@ -129,7 +136,7 @@ def test_who_has_finished_may_leave_before_the_others_have() -> None:
         for one in rounds:
             one.result(WAIT_S)
         finish(workers, 1)
-        time.sleep(0.1)
+        workers.wait(30.0)
         assert not workers.outcome.done()
         finish(workers, 0)
         assert eventually(workers.outcome.done)

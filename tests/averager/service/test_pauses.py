@@ -6,158 +6,149 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from multiprocessing.connection import Connection as Pipe
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
-from crew import LAYOUT, WAIT_S, crew, window
+from crew import LAYOUT, SILENCE_S, WAIT_S, Crew, crew, window
 from toys import drive
 
 from sparkdl.averager import Averager, AveragerClient
-from sparkdl.averager.coordination import membership
+from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.membership import Tolerance
 from sparkdl.averager.service.saving import CheckpointPlan
 from sparkdl.averager.values.wire_format import FullPrecision
 from sparkdl.checkpoint.storage import CheckpointStore
-from sparkdl.errors import SparkDLError
+from sparkdl.errors import DeadlineError, StoppedError
 from sparkdl.feed.statistics.shards import ShardStatistics
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["sparkdl.testing"])
-DEADLINE_S = 1.2
-PAUSE_S = 1.7
+
+def exchange(workers: Crew, step: int, last: bool = False) -> None:
+    for done in [workers.exchange(window(rank, step, last=last)) for rank in range(2)]:
+        done.result(WAIT_S)
 
 
-def serve(told: Pipe, max_failures: int) -> None:
-    """A driver of two workers; says at the end whom it took for lost, or why the run failed."""
+def pause(workers: Crew, seconds: float) -> None:
+    workers.clock.step(workers.averager.service, seconds)
+
+
+@pytest.mark.parametrize("max_failures", [0, 5])
+def test_workers_survive_a_pause_of_the_driver(max_failures: int) -> None:
+    with crew(2, deadline_s=60.0, max_failures=max_failures) as workers:
+        exchange(workers, step=1)
+        early = workers.exchange(window(0, 2))
+        workers.wait_for(on.Contributed, 0, 2)
+        pause(workers, 85.0)
+        workers.wait(2.0)  # longer than the driver takes to look at its clock
+        workers.exchange(window(1, 2)).result(WAIT_S)
+        early.result(WAIT_S)
+        exchange(workers, step=3, last=True)
+        for rank in range(2):
+            workers.client(rank).finish()
+        workers.outcome.result(WAIT_S)
+        assert workers.averager.losses == []
+
+
+def test_who_stays_silent_after_a_pause_is_still_found_out() -> None:
+    with crew(2, deadline_s=60.0, max_failures=0) as workers:
+        exchange(workers, step=1)
+        early = workers.exchange(window(0, 2))
+        workers.wait_for(on.Contributed, 0, 2)
+        pause(workers, 85.0)
+        workers.wait(59.0)
+        assert not workers.outcome.done()
+        workers.wait(2.0)
+        error = workers.outcome.exception(WAIT_S)
+        assert isinstance(error, DeadlineError)
+        assert "did not contribute to round 2 (epoch 1) within 60 s" in str(error)
+        assert isinstance(early.exception(WAIT_S), StoppedError)
+
+
+def test_a_pause_is_no_long_window_by_which_patience_is_measured() -> None:
+    with crew(2, deadline_s=600.0) as workers:
+        workers.wait(1.0)
+        exchange(workers, step=1)
+        pause(workers, 40.0)
+        exchange(workers, step=2)
+        goes_on = workers.exchange(window(0, 3))
+        workers.wait_for(on.Contributed, 0, 3)
+        workers.wait(14.0)
+        assert workers.averager.dropped == []
+        workers.wait(2.0)
+        goes_on.result(WAIT_S)
+        assert workers.averager.dropped == [1]
+
+
+def test_a_pause_is_not_the_storages_fault(tmp_path: Path) -> None:
+    def worker_state() -> bytes:
+        pause(workers, 100.0)
+        workers.wait(2.0)
+        return b"state"
+
+    store = CheckpointStore(str(tmp_path), keep_last=1)
+    plan = CheckpointPlan(store=store, every_epochs=1, every_rounds=None, last_epoch=1, config={})
+    with crew(1, plan=plan, options={"worker_state": worker_state}) as workers:
+        workers.exchange(window(0, last=True)).result(WAIT_S)
+        workers.client(0).finish()
+        workers.outcome.result(WAIT_S)
+    assert store.newest() is not None
+
+
+DEADLINE_S = 20.0
+
+
+def serve(told: Pipe) -> None:
+    """A driver of two workers; says at the end whom it took for lost."""
     averager = Averager(
         LAYOUT,
         [torch.zeros(3)],
         2,
         FullPrecision(),
         deadline_s=DEADLINE_S,
-        tolerance=Tolerance(max_failures),
+        tolerance=Tolerance(5),
     )
     with averager:
         told.send(averager.address)
-        try:
-            drive(averager)
-            told.send(averager.losses)
-        except SparkDLError as error:
-            told.send(str(error))
+        drive(averager)
+        told.send(averager.losses)
 
 
-@contextmanager
-def driver(max_failures: int) -> Iterator[tuple[BaseProcess, Pipe, list[AveragerClient]]]:
-    """A driver in a process of its own, and two workers here that have exchanged once."""
-    ours, theirs = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=serve, args=(theirs, max_failures))
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_driver_whose_process_was_stopped_takes_nobody_for_lost() -> None:
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs,))
     process.start()
     theirs.close()
-    try:
-        with ExitStack() as stack:
-            assert ours.poll(WAIT_S)
-            address = ours.recv()
-            clients = [
-                stack.enter_context(AveragerClient(address, rank, FullPrecision()))
-                for rank in range(2)
-            ]
-            pool = stack.enter_context(ThreadPoolExecutor(2))
-            starts = [
-                pool.submit(client.start, ShardStatistics(2, ()), [torch.zeros(3)], LAYOUT)
-                for client in clients
-            ]
-            for start in starts:
-                start.result(WAIT_S)
-            exchange(clients, step=1)
-            yield process, ours, clients
-    finally:
-        process.kill()
-        process.join(WAIT_S)
-        ours.close()
-
-
-def exchange(clients: list[AveragerClient], step: int, last: bool = False) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        for done in [
-            pool.submit(client.exchange, [torch.ones(3)], window(rank, step, last=last))
-            for rank, client in enumerate(clients)
-        ]:
-            done.result(WAIT_S)
-
-
-def pause(process: BaseProcess) -> None:
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
-    time.sleep(PAUSE_S)
-    os.kill(process.pid, signal.SIGCONT)
-
-
-def said(pipe: Pipe) -> object:
-    assert pipe.poll(WAIT_S)
-    return pipe.recv()
-
-
-@pytest.mark.slow_variants
-@pytest.mark.parametrize("max_failures", [0, 5])
-def test_workers_survive_a_pause_of_the_driver(max_failures: int) -> None:
-    with driver(max_failures) as (process, pipe, clients), ThreadPoolExecutor(1) as pool:
-        early = pool.submit(clients[0].exchange, [torch.ones(3)], window(0, 2))
-        pause(process)
-        time.sleep(0.2)  # longer than the driver takes to look at its clock
-        clients[1].exchange([torch.ones(3)], window(1, 2))
+    with ExitStack() as stack:
+        stack.callback(ours.close)
+        stack.callback(process.join, WAIT_S)
+        stack.callback(process.kill)
+        assert ours.poll(WAIT_S)
+        address = ours.recv()
+        clients = [
+            stack.enter_context(
+                AveragerClient(address, rank, FullPrecision(), deadline_s=SILENCE_S)
+            )
+            for rank in range(2)
+        ]
+        pool = stack.enter_context(ThreadPoolExecutor(2))
+        shard, state = ShardStatistics(2, ()), [torch.zeros(3)]
+        for started in [pool.submit(each.start, shard, state, LAYOUT) for each in clients]:
+            started.result(WAIT_S)
+        early = pool.submit(clients[0].exchange, [torch.ones(3)], window(0, last=True))
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(1.5 * DEADLINE_S)
+        os.kill(process.pid, signal.SIGCONT)
+        time.sleep(2.0)  # longer than the driver takes to look at its clock
+        clients[1].exchange([torch.ones(3)], window(1, last=True))
         early.result(WAIT_S)
-        exchange(clients, step=3, last=True)
         for client in clients:
             client.finish()
-        assert said(pipe) == []
-
-
-def test_who_stays_silent_after_a_pause_is_still_found_out() -> None:
-    with driver(0) as (process, pipe, clients), ThreadPoolExecutor(1) as pool:
-        early = pool.submit(clients[0].exchange, [torch.ones(3)], window(0, 2))
-        pause(process)
-        assert "did not contribute to round 2 (epoch 1) within 1.2 s" in str(said(pipe))
-        assert isinstance(early.exception(WAIT_S), SparkDLError)
-
-
-@pytest.fixture
-def passed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds by which the clock is ahead, to be set."""
-    monotonic, ahead = time.monotonic, [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + ahead[0])
-    return ahead
-
-
-def test_a_pause_is_no_long_window_by_which_patience_is_measured(
-    passed: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(membership, "STRAGGLER_S", 0.5)
-    with crew(2, deadline_s=60.0) as workers:
-        first = [workers.exchange(window(rank)) for rank in range(2)]
-        assert [reply.result(WAIT_S) for reply in first] == [[1.0] * 3] * 2
-        passed[0] = 40.0
-        later = [workers.exchange(window(rank, 2)) for rank in range(2)]
-        assert [reply.result(WAIT_S) for reply in later] == [[1.0] * 3] * 2
-        workers.exchange(window(0, 3)).result(WAIT_S)
-        assert workers.averager.dropped == [1]
-
-
-def test_a_pause_is_not_the_storages_fault(passed: list[float], tmp_path: Path) -> None:
-    def worker_state() -> bytes:
-        passed[0] = 100.0
-        time.sleep(0.8)  # longer than the driver takes to look at its clock
-        return b"state"
-
-    store = CheckpointStore(str(tmp_path), keep_last=1)
-    plan = CheckpointPlan(store=store, every_epochs=1, every_rounds=None, last_epoch=1, config={})
-    with crew(1, deadline_s=2.0, plan=plan, options={"worker_state": worker_state}) as workers:
-        workers.exchange(window(0, last=True)).result(WAIT_S)
-        workers.client(0).finish()
-        workers.outcome.result(WAIT_S)
-    assert store.newest() is not None
+        assert ours.poll(WAIT_S)
+        assert ours.recv() == []

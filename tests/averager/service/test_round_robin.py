@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from crew import WAIT_S, window
+from crew import WAIT_S, crew, sent_values, window
 from decisions import Every, Run, only, report, started
-from toys import drive
 
-from sparkdl.averager import Averager, AveragerClient
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
-from sparkdl.averager.coordination.membership import Tolerance
-from sparkdl.averager.messages.progress import Position, Progress
+from sparkdl.averager.messages.progress import Position
 from sparkdl.averager.policies.round_policy import RoundRobin
 from sparkdl.averager.values.wire_format import Changes
-from sparkdl.feed.statistics.shards import ShardStatistics
-from sparkdl.protocols import Segment
 
 
 def run_of(world_size: int, **options: Any) -> Run:
@@ -141,73 +131,25 @@ def test_a_turn_that_has_come_waits_for_a_checkpoint_and_comes_behind_it() -> No
     assert received(run.tell(on.CheckpointWritten())) == [1]
 
 
-VALUES = 4 << 20
-"""Of a contribution, more than connections take that nobody reads."""
-LAYOUT = (Segment("parameters", torch.float32, VALUES),)
-DEADLINE_S = 0.8
-TRAINS_S = 3.6
-
-
-@pytest.fixture
-def clients() -> Iterator[tuple[Averager, list[AveragerClient]]]:
-    with ExitStack() as stack:
-        averager = Averager(
-            LAYOUT,
-            [torch.zeros(VALUES)],
-            2,
-            Changes(),
-            deadline_s=DEADLINE_S,
-            tolerance=Tolerance(1),
-            policy=RoundRobin(1),
-            progress=Progress.start(2),
-        )
-        stack.enter_context(averager)
-        yield (
-            averager,
-            [
-                stack.enter_context(
-                    AveragerClient(averager.address, rank, Changes(), deadline_s=DEADLINE_S)
-                )
-                for rank in range(2)
-            ],
-        )
-
-
-@pytest.mark.slow
 def test_others_may_train_longer_than_who_waits_could_go_on_sending(
-    clients: tuple[Averager, list[AveragerClient]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In every window, not only in the first, for which late comers wait anyway."""
-    averager, (first, second) = clients
-    # Of a send that has begun the kernel waits once for room, and once more for what is left.
-    assert TRAINS_S > 2 * 2 * DEADLINE_S
-    with ThreadPoolExecutor(4) as pool:
-        outcome = pool.submit(drive, averager)
-        states = [torch.zeros(VALUES), torch.zeros(VALUES)]
-        for started_ in [
-            pool.submit(client.start, ShardStatistics(2, ()), [state], LAYOUT)
-            for client, state in zip((first, second), states, strict=True)
-        ]:
-            started_.result(WAIT_S)
-        states[1] += 1
-        waits = pool.submit(second.exchange, [states[1]], window(1))
-        first.exchange([states[0]], window(0))
-        waits.result(WAIT_S)
-        states[1] += 1
-        waits = pool.submit(second.exchange, [states[1]], window(1, 2))
-        until = time.monotonic() + TRAINS_S
-        while time.monotonic() < until:
-            time.sleep(0.1)
-            first.heartbeat()
+    """In every window, not only in the first, for which late comers wait anyway.
+
+    So whoever waits for its turn sends no values, which nobody would read.
+    """
+    sent = sent_values(monkeypatch)
+    with crew(
+        2, policy=RoundRobin(1), wire_format=Changes(), deadline_s=60.0, max_failures=1
+    ) as workers:
+        for step in (1, 2):
+            waits = workers.exchange(window(1, step))
+            workers.wait_for(on.WindowClosed, 1, step)
+            for _ in range(250 * (step - 1)):
+                workers.client(0).heartbeat()
+                workers.wait(1.0)
             assert not waits.done()
-        first.exchange([states[0]], window(0, 2))
-        waits.result(WAIT_S)
-        assert float(states[0][0]) == 1.0
-        through = pool.submit(second.exchange, [states[1]], window(1, 3, last=True))
-        first.exchange([states[0]], window(0, 3, last=True))
-        through.result(WAIT_S)
-        for client in (first, second):
-            client.finish()
-        outcome.result(WAIT_S)
-    assert averager.losses == []
-    assert torch.equal(states[0], torch.full_like(states[0], 2.0))
+            assert len(sent) == 2 * (step - 1)
+            workers.exchange(window(0, step)).result(WAIT_S)
+            waits.result(WAIT_S)
+        assert workers.averager.losses == []

@@ -1,0 +1,114 @@
+"""Time that passes only when a test says so, and what an averager has decided on until then."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from sparkdl.averager import Averager
+from sparkdl.averager.coordination.coordinator import Coordinator
+from sparkdl.averager.coordination.decisions import Decision
+from sparkdl.averager.coordination.events import Event
+from sparkdl.transport.service import Service
+
+WAIT_S = 30.0
+"""The longest that a test waits for anything; it never lasts so long, however busy the machine."""
+
+T = TypeVar("T")
+
+
+class VirtualClock:
+    """A clock that stands still until it is moved on.
+
+    Attributes:
+        passed: how many seconds have passed on it.
+    """
+
+    def __init__(self) -> None:
+        self.passed = 0.0
+
+    def __call__(self) -> float:
+        return 1000.0 + self.passed
+
+    def step(self, service: Service, seconds: float = 1.0) -> None:
+        """Let time pass at once, between what had arrived before and what follows from it."""
+        settle(service)
+        self.passed += seconds
+        settle(service)
+
+    def run(self, service: Service, seconds: float) -> None:
+        """Let time pass second by second, as it does for a service that never stands still."""
+        for _ in range(round(seconds)):
+            self.step(service)
+
+    @contextmanager
+    def running_once(self, averager: Averager, question: Callable[[], bool]) -> Iterator[None]:
+        """Let time pass, from when something is true until the averager's run has ended."""
+        coordinator, left = coordinator_of(averager), threading.Event()
+
+        def pass_time() -> None:
+            while not (question() or left.is_set()):
+                time.sleep(0.005)
+            while not (coordinator.ended or left.is_set()):
+                self.step(averager.service)
+
+        thread = threading.Thread(target=pass_time)
+        thread.start()
+        try:
+            yield
+        finally:
+            left.set()
+            thread.join(WAIT_S)
+
+
+def settle(service: Service) -> None:
+    """Wait until a service has handled all that had arrived, and looked at its clock."""
+    # One iteration of its loop may be under way; the next one asks all sockets, and has decided on
+    # what they had before the one after it begins.
+    for _ in range(3):
+        done = threading.Event()
+        service.post(done.set)
+        assert done.wait(WAIT_S)
+
+
+def eventually(question: Callable[[], bool]) -> bool:
+    """Whether something becomes true."""
+    until = time.monotonic() + WAIT_S
+    while not question() and time.monotonic() < until:
+        time.sleep(0.005)
+    return question()
+
+
+class Heard:
+    """What an averager has decided on.
+
+    Attributes:
+        decisions: what it has decided, in order.
+    """
+
+    def __init__(self, averager: Averager) -> None:
+        self.decisions: list[Decision] = []
+        self._events: list[Event] = []
+        coordinator = coordinator_of(averager)
+
+        def heard(event: Event, now: float) -> list[Decision]:
+            decisions = Coordinator.handle(coordinator, event, now)
+            self.decisions += decisions
+            self._events.append(event)
+            return decisions
+
+        coordinator.handle = heard  # type: ignore[method-assign]
+
+    def __call__(self, kind: type[Any], rank: int, times: int = 1) -> bool:
+        """Whether a worker has done something so many times."""
+        events = [event for event in list(self._events) if isinstance(event, kind)]
+        return sum(event.member.rank == rank for event in events) >= times
+
+
+def coordinator_of(averager: Averager) -> Coordinator:
+    """What decides for an averager."""
+    coordinator: Coordinator = averager.service.coordinator  # type: ignore[attr-defined]
+    return coordinator
