@@ -21,6 +21,8 @@ SparkDLError
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class SparkDLError(Exception):
     """Base of every exception that sparkdl raises on purpose."""
@@ -58,7 +60,14 @@ class CheckpointError(SparkDLError):
 
 
 class CallbackError(SparkDLError):
-    """A callback failed, and with it the fit; the message names the callback and its method."""
+    """A callback failed, and with it the fit; the message names the callback and its method.
+
+    Attributes:
+        model: what ``fit`` would have returned, if it was the callback's ``on_end`` that failed
+            after a training that succeeded; else None.
+    """
+
+    model: Any = None
 
 
 class SetupError(SparkDLError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -31,6 +31,9 @@ from sparkdl.hooks import Hooks
 from sparkdl.report.recording import Recording
 
 logger = logging.getLogger(__name__)
+
+QUICK_S = 1.0
+"""An observer whose error took longer than this many seconds is not tried again before the end."""
 
 
 class Training:
@@ -110,11 +113,17 @@ class Training:
 class Callback(Hooks):
     """Called in the driver during a fit; override the methods of interest.
 
-    An error in a method ends the fit and names the method. A method that looks like a hook but is
+    An error in a method ends the fit and names the method; if the fit had succeeded and ``on_end``
+    fails, the error has the model (``CallbackError.model``). A method that looks like a hook but is
     not one of these is refused.
+
+    Attributes:
+        observer: whether the training must not depend on it, as with reports and trackers: an error
+            in any method but ``on_start`` is then a warning.
     """
 
     kind = "callbacks in the driver"
+    observer: ClassVar[bool] = False
     methods = (
         "on_start",
         "on_tick",
@@ -186,12 +195,22 @@ class Calls:
     Args:
         callbacks: in the order in which they are called.
         training: what they see.
+        clock: the time in seconds.
     """
 
-    def __init__(self, callbacks: Sequence[Callback], training: Training) -> None:
+    def __init__(
+        self,
+        callbacks: Sequence[Callback],
+        training: Training,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._callbacks = callbacks
         self.training = training
+        self._clock = clock
         self._started = False
+        # Observers that have failed, and those among them that are left out until the end.
+        self._failing: set[int] = set()
+        self._left_out: set[int] = set()
 
     def __call__(self, event: RunEvent) -> None:
         """Tell the callbacks what has happened, if it concerns them.
@@ -240,8 +259,10 @@ class Calls:
         for failure in failures:
             if failure is not raised:
                 logger.warning("%s", failure)
-        if raised is not None:
+        if isinstance(raised, CallbackError):
             raise raised
+        if raised is not None:
+            raise CallbackError(f"a callback failed in on_end: {raised}") from raised
 
     def _tell_of_loss(self, rank: int | None, why: str) -> None:
         self._each("on_worker_lost", lambda each: each.on_worker_lost(self.training, rank, why))
@@ -251,12 +272,32 @@ class Calls:
             self._call(callback, hook, call)
 
     def _call(self, callback: Callback, hook: str, call: Callable[[Callback], None]) -> None:
+        if id(callback) in self._left_out and hook != "on_end":
+            return
+        began = self._clock()
         try:
             call(callback)
-        except SparkDLError:
-            raise
         except Exception as error:  # the user's code may raise anything
+            if callback.observer and hook != "on_start":
+                self._warn(callback, hook, error, self._clock() - began)
+                return
+            if isinstance(error, SparkDLError):
+                raise
             raise CallbackError(
                 f"callback {type(callback).__name__} failed in {hook}: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+    def _warn(self, callback: Callback, hook: str, error: Exception, seconds: float) -> None:
+        """Say once, and again at the end, that an observer fails; the training goes on."""
+        if id(callback) not in self._failing or hook == "on_end":
+            logger.warning(
+                "%s failed in %s, and the training goes on without it: %s: %s",
+                type(callback).__name__,
+                hook,
+                type(error).__name__,
+                error,
+            )
+        self._failing.add(id(callback))
+        if seconds > QUICK_S:  # a server that cannot be reached: workers wait meanwhile
+            self._left_out.add(id(callback))

@@ -54,6 +54,8 @@ class MLflow(Callback):
         SetupError: MLflow is not installed in the driver's Python.
     """
 
+    observer = True
+
     experiment: str | None = None
     run_name: str | None = None
     tracking_uri: str | None = None

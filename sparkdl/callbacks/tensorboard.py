@@ -36,6 +36,8 @@ class TensorBoard(Callback):
         SetupError: tensorboard is not installed in the driver's Python.
     """
 
+    observer = True
+
     log_dir: str
 
     def __post_init__(self) -> None:

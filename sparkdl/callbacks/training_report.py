@@ -30,6 +30,8 @@ class TrainingReport(Callback):
         ConfigError: the path is not one.
     """
 
+    observer = True
+
     path: str
 
     def __post_init__(self) -> None:

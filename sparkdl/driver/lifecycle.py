@@ -27,7 +27,14 @@ from sparkdl.driver.measuring import Measuring
 from sparkdl.driver.observed import setup_of, training_of
 from sparkdl.driver.resuming import newest_checkpoint, plan_of, saved_on_sigterm
 from sparkdl.driver.serving import RowExaminer, Serving
-from sparkdl.errors import CollectiveError, ConfigError, ModelError, SparkDLError, WorkerLostError
+from sparkdl.errors import (
+    CallbackError,
+    CollectiveError,
+    ConfigError,
+    ModelError,
+    SparkDLError,
+    WorkerLostError,
+)
 from sparkdl.events import EpochSummary
 from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.replica.warm_start import WarmStart
@@ -99,7 +106,7 @@ def run(
         ModelError: the optimizer cannot take a step, a worker built different frozen parameters
             than the driver, or as in ``first_replica``.
         DataError: the rows cannot be trained on.
-        CallbackError: a callback failed.
+        CallbackError: a callback failed; if that was at the end, ``model`` is the outcome.
         TrainingError: the run could not be finished; see ``errors``.
         SystemExit: the process received SIGTERM, and a checkpoint has been written.
     """
@@ -204,8 +211,13 @@ def run(
             raise
         stopped = training.stopped
         training.recording.end(f"stopped: {stopped}" if stopped else "finished", averager.history)
-        serve.calls.end(None)
-        return Outcome(training.model, averager.history, training.recording, stopped)
+        outcome = Outcome(training.model, averager.history, training.recording, stopped)
+        try:
+            serve.calls.end(None)
+        except CallbackError as error:
+            error.model = outcome
+            raise
+        return outcome
 
 
 def _which_optimizer(error: Exception, module: nn.Module) -> str:

@@ -16,8 +16,8 @@ from torch import nn
 from sparkdl.callbacks import Callback, WorkerCallback
 from sparkdl.checkpoint.policy import OtherTrainingError
 from sparkdl.checkpoint.trust import TrustArgument
-from sparkdl.driver import run
-from sparkdl.errors import ConfigError
+from sparkdl.driver import Outcome, run
+from sparkdl.errors import CallbackError, ConfigError
 from sparkdl.estimator.checks.preflight import Preflight
 from sparkdl.estimator.checks.values import UnbalancedError
 from sparkdl.estimator.fitted import FittedModel
@@ -180,19 +180,27 @@ class BaseEstimator(
     def _train(self, ready: Preflight, progress: ProgressBar) -> M:
         spark = ready.workers.frame.sparkSession
         host, advertised_host = driver_hosts(spark)
-        outcome = run(
-            ready.job,
-            ready.workers.num_workers,
-            launch(ready.workers, ready.job),
-            host=host,
-            advertised_host=advertised_host,
-            checkpoints=self.checkpoint_policy(spark.sparkContext.applicationId),
-            check=ready.check,
-            on_event=progress,
-            callbacks=self.driver_callbacks(),
-            warm_start=ready.warm_start,
-            settings=settings_of(self),
-        )
+        try:
+            outcome = run(
+                ready.job,
+                ready.workers.num_workers,
+                launch(ready.workers, ready.job),
+                host=host,
+                advertised_host=advertised_host,
+                checkpoints=self.checkpoint_policy(spark.sparkContext.applicationId),
+                check=ready.check,
+                on_event=progress,
+                callbacks=self.driver_callbacks(),
+                warm_start=ready.warm_start,
+                settings=settings_of(self),
+            )
+        except CallbackError as error:
+            if isinstance(error.model, Outcome):
+                error.model = self._copyValues(self._fitted(ready, error.model))
+            raise
+        return self._fitted(ready, outcome)
+
+    def _fitted(self, ready: Preflight, outcome: Outcome) -> M:
         return self._model(
             outcome.module,
             ready.checked.features,

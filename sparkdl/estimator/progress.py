@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from tqdm import TqdmWarning
@@ -20,6 +23,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
 
+logger = logging.getLogger(__name__)
+
 DOING = dict(
     zip(PHASES, ("reading", "decoding", "computing", "waiting", "exchanging", "idle"), strict=True)
 )
@@ -35,7 +40,8 @@ class ProgressBar:
     It is one line, or a widget in notebooks where ipywidgets is installed: rows and rows per second
     by tqdm; the epoch; the mean loss of its rows so far; the phase that the workers have mostly
     been in of late; and who takes longer than the others for its part of the rounds. A fit that
-    fails before it trains leaves no line.
+    fails before it trains leaves no line. A bar that cannot be shown, because standard error is
+    closed or its reader is gone, is left out with a warning.
 
     Args:
         epochs: passes over the data.
@@ -48,23 +54,42 @@ class ProgressBar:
         self._examples = 0
         self._reading = True
         self._workers = _Workers()
-        self._bar = tqdm(
-            desc="reading rows", unit=" rows", unit_scale=True, disable=not visible, leave=True
-        )
+        self._bar = tqdm(disable=True)
+        with self._left_out_if_it_fails():
+            self._bar = tqdm(
+                desc="reading rows", unit=" rows", unit_scale=True, disable=not visible, leave=True
+            )
 
     def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
-        if error is not None and self._reading:
-            self._bar.leave = False
-        self._bar.close()
-        if self._widget is not None and self._bar.leave:
-            # tqdm judges by the rows, and a training that was stopped has fewer.
-            self._widget.bar_style = "success" if error is None else "danger"
+        with self._left_out_if_it_fails():
+            if error is not None and self._reading:
+                self._bar.leave = False
+            self._bar.close()
+            if self._widget is not None and self._bar.leave:
+                # tqdm judges by the rows, and a training that was stopped has fewer.
+                self._widget.bar_style = "success" if error is None else "danger"
 
     def __call__(self, event: Event) -> None:
         """Note what has happened."""
+        with self._left_out_if_it_fails():
+            self._show(event)
+
+    @contextlib.contextmanager
+    def _left_out_if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a stream, a terminal or a widget may fail in any way
+            self._bar.disable = True
+            logger.warning(
+                "the progress bar is left out, the training goes on: %s: %s",
+                type(error).__name__,
+                error,
+            )
+
+    def _show(self, event: Event) -> None:
         if isinstance(event, DataStatistics):
             self._note_rows(event)
         elif isinstance(event, WorkerTimes):

@@ -91,10 +91,20 @@ def run_command(job: JobName, work: Callable[[Work], Found], arguments: list[str
             code = code or exit_of(error)
             _tell(job, code, error)
     if settings.log_format == "json":
-        print(json.dumps(finite(result)), flush=True)
+        _print(json.dumps(finite(result)))
     elif words:
-        print(words, flush=True)
+        _print(words)
     return int(code)
+
+
+def _print(words: str) -> None:
+    """Write to standard output; nobody reading it changes nothing about what was done."""
+    try:
+        print(words, flush=True)
+    except (OSError, ValueError) as error:
+        logger.warning("standard output cannot be written to (%s); it was to get: %s", error, words)
+        # Python's exit code would be 120 if it could not write this then either.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _leave_refusal(

@@ -87,6 +87,8 @@ class _Words(logging.Formatter):
 class EpochLines(Callback):
     """Logs each epoch's figures where no progress bar shows them."""
 
+    observer = True
+
     def on_epoch(self, training: Training, summary: EpochSummary) -> None:
         """Called by the fit."""
         context = {

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import sys
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from frames import estimator, frame
 from pyspark.sql import SparkSession
@@ -181,3 +186,41 @@ def test_a_bar_that_nobody_sees_counts_nothing() -> None:
         bar(rows_known(10))
         bar(times(0, compute=1.0))
         assert not bar._workers._busy
+
+
+class Broken(io.StringIO):
+    """A stream whose reader is gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+def closed_stream() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("stream", [Broken, lambda: None, closed_stream])
+def test_a_bar_that_cannot_be_shown_is_left_out_with_one_warning(
+    stream: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream())
+    with ProgressBar(1, visible=True) as bar:
+        bar(rows_known(10, 20))
+        for rank in (0, 1):
+            bar(window(rank, 10, 2.0))
+    assert len([each for each in caplog.records if "progress bar" in each.getMessage()]) == 1
+
+
+def test_a_reader_that_leaves_in_the_middle_only_costs_the_bar(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with ProgressBar(1, visible=True) as bar:
+        bar(rows_known(10, 20))
+        monkeypatch.setattr(stream, "write", Broken().write)
+        bar(rows_known(10, 20))
+        bar(window(0, 10, 2.0))
+    assert "BrokenPipeError" in caplog.text

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,3 +164,15 @@ def test_each_kind_of_error_has_its_code(error: BaseException, code: int) -> Non
 def test_what_is_no_number_is_null_in_json() -> None:
     said = {"loss": float("nan"), "all": [1.5, float("inf"), {"n": np.inf}]}
     assert command.finite(said) == {"loss": None, "all": [1.5, None, {"n": None}]}
+
+
+def test_last_words_that_nobody_reads_do_not_change_the_exit_code() -> None:
+    program = "import sys; from sparkdl.jobs.command import _print; _print('done'); sys.exit(0)"
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as nobody:
+        done = subprocess.run(
+            [sys.executable, "-c", program], stdout=nobody, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 0, done.stderr
+    assert "it was to get: done" in done.stderr

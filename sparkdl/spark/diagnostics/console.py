@@ -15,6 +15,7 @@ for its turn to contribute, and one that was dropped or dismissed can no longer 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -47,17 +48,41 @@ Show = Callable[[int, Sequence[str], int], None]
 _showing = threading.Lock()
 
 
-def show(rank: int, lines: Sequence[str], left_out: int) -> None:
-    """Write lines to the driver's standard output, each prefixed with its rank."""
-    shown = [f"[rank {rank}] {line}\n" for line in lines]
-    if left_out:
-        shown.append(f"[rank {rank}] ({left_out} lines left out; the executor's log has them)\n")
-    encoding = sys.stdout.encoding or "utf-8"
-    # A character that the driver cannot show, such as an accent under LANG=C, must not end the run.
-    text = "".join(shown).encode(encoding, "backslashreplace").decode(encoding)
-    with _showing:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+class Display:
+    """Writes what workers print to the driver's standard output, each line with its rank.
+
+    What cannot be written leads to one warning, and nothing else.
+
+    Args:
+        log: where the lines are that are left out, for example "the executor's log".
+    """
+
+    def __init__(self, log: str) -> None:
+        self._log = log
+        self._failed = False
+
+    def __call__(self, rank: int, lines: Sequence[str], left_out: int) -> None:
+        """Show a rank's lines, and how many were left out after them."""
+        shown = [f"[rank {rank}] {line}\n" for line in lines]
+        if left_out:
+            shown.append(f"[rank {rank}] ({left_out} lines left out; {self._log} has them)\n")
+        try:
+            encoding = sys.stdout.encoding or "utf-8"
+            # A character that the driver cannot show, such as an accent under LANG=C, is no error.
+            text = "".join(shown).encode(encoding, "backslashreplace").decode(encoding)
+            with _showing:
+                sys.stdout.write(text)
+                sys.stdout.flush()
+        except Exception as error:  # a full disk, a reader that is gone, a closed or replaced file
+            if not self._failed:
+                self._failed = True
+                logger.warning(
+                    "what the workers print cannot be shown on the driver's standard output: %s: "
+                    "%s; %s has it",
+                    type(error).__name__,
+                    error,
+                    self._log,
+                )
 
 
 def driver_hosts(spark: SparkSession) -> tuple[str, str]:
@@ -69,7 +94,12 @@ def driver_hosts(spark: SparkSession) -> tuple[str, str]:
 
 def echoes(spark: SparkSession) -> bool:
     """Whether workers have logs of their own; with a local master they share the driver's."""
-    return not (spark.sparkContext.master or "").startswith("local[")
+    return not re.fullmatch(r"local(\[.*\])?", spark.sparkContext.master or "")
+
+
+def display(spark: SparkSession) -> Display:
+    """What shows the lines of a session's workers."""
+    return Display("the executor's log" if echoes(spark) else "the driver's standard error")
 
 
 class Console:
@@ -81,6 +111,7 @@ class Console:
         service: accepts their connections.
         on_lines: called with what arrives, in a thread of its own: a slow reader of the output
             may delay that thread and the workers whose lines it has not taken, but nobody else.
+            By default it goes to standard output.
 
     Attributes:
         address: the service's address.
@@ -89,7 +120,7 @@ class Console:
             conversation, and the worker is not listened to until that has ended.
     """
 
-    def __init__(self, service: Service, on_lines: Show = show) -> None:
+    def __init__(self, service: Service, on_lines: Show | None = None) -> None:
         self.address: ServiceAddress = service.address
         self.stacks = Stacks()
         self.handlers: dict[str, Callable[[Attendee, Mapping[str, Any]], Conversation | None]] = {
@@ -97,7 +128,7 @@ class Console:
             "stacks": self._note_stacks,
         }
         self._service = service
-        self._on_lines = on_lines
+        self._on_lines = on_lines or Display("the executor's log")
         self._showing = DaemonPool(1, "sparkdl-console")
         self._attendees: set[Attendee] = set()
         service.handlers["attend"] = partial(Attendee, self, service)

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 MAX_LINES_A_SECOND = 200
-"""The most that one worker sends; what it prints beyond that is only in the executor's log."""
+"""The most that one worker sends: of a burst the first and the last lines, so many of each. What is
+left out is in the worker's own log, which is the driver's standard error with a local master."""
 MAX_LINE = 2_000
 """The most characters of a line that are sent."""
 INTERVAL_S = 0.1
@@ -24,6 +25,7 @@ LAST_LINES_S = 10.0
 
 Send = Callable[[list[str], int], None]
 """Sends some lines, and the number of lines left out after them; may block."""
+_Line = tuple[str, Callable[[str], None] | None]
 
 
 class Output:
@@ -35,7 +37,9 @@ class Output:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._lines: collections.deque[str] = collections.deque()
+        # What is next, and what a burst ended with: the lines left out were between the two.
+        self._first: collections.deque[_Line] = collections.deque()
+        self._last: collections.deque[_Line] = collections.deque()
         self._left_out = 0
         self._lock = threading.RLock()  # finalizers and signal handlers may print while it is held
         self._ended = threading.Event()
@@ -49,13 +53,24 @@ class Output:
         self._ended.set()
         self._thread.join(LAST_LINES_S)
 
-    def add(self, line: str) -> None:
-        """Take a line; returns at once."""
+    def add(self, line: str, log: Callable[[str], None] | None = None) -> None:
+        """Take a line; returns at once.
+
+        Args:
+            line: the line.
+            log: called with a line that is not sent, or not all of it; None if it is logged anyway.
+        """
+        left_out = None
         with self._lock:
-            if len(self._lines) < MAX_LINES_A_SECOND:
-                self._lines.append(line if len(line) <= MAX_LINE else line[:MAX_LINE] + " ...")
+            if not self._last and len(self._first) < MAX_LINES_A_SECOND:
+                self._first.append((line, log))
             else:
-                self._left_out += 1
+                self._last.append((line, log))
+                if len(self._last) > MAX_LINES_A_SECOND:
+                    left_out = self._last.popleft()
+                    self._left_out += 1
+        if left_out is not None and left_out[1] is not None:
+            left_out[1](left_out[0])
 
     @contextlib.contextmanager
     def capture(self, *, echo: bool = True) -> Iterator[None]:
@@ -84,23 +99,32 @@ class Output:
             now = time.monotonic()
             may_send = min(MAX_LINES_A_SECOND, may_send + (now - last) * MAX_LINES_A_SECOND)
             last = now
-            lines, left_out = self._take(MAX_LINES_A_SECOND if ended else int(may_send))
-            may_send -= len(lines)
-            if lines or left_out:
+            while any(told := self._take(MAX_LINES_A_SECOND if ended else int(may_send))):
+                may_send -= len(told[0])
                 try:
-                    self._send(lines, left_out)
+                    self._send(*told)
                 except OSError:
                     return  # the driver is gone, so nobody would read this
             if ended:
                 return
 
     def _take(self, most: int) -> tuple[list[str], int]:
+        """The next lines, and how many were left out after them."""
         with self._lock:
-            lines = [self._lines.popleft() for _ in range(min(most, len(self._lines)))]
+            taken = [self._first.popleft() for _ in range(min(most, len(self._first)))]
             left_out = 0
-            if not self._lines:
+            if not self._first:
                 left_out, self._left_out = self._left_out, 0
-            return lines, left_out
+                self._first, self._last = self._last, collections.deque()
+        return [_cut(*line) for line in taken], left_out
+
+
+def _cut(line: str, log: Callable[[str], None] | None) -> str:
+    if len(line) <= MAX_LINE:
+        return line
+    if log is not None:
+        log(line)
+    return line[:MAX_LINE] + " ..."
 
 
 class _Copy(io.TextIOWrapper):
@@ -109,7 +133,7 @@ class _Copy(io.TextIOWrapper):
     It has bytes below its text, because scripts use everything that standard output offers.
     """
 
-    def __init__(self, original: TextIO, take: Callable[[str], None], echo: bool) -> None:
+    def __init__(self, original: TextIO, take: Callable[..., None], echo: bool) -> None:
         encoding = getattr(original, "encoding", None) or "utf-8"
         self._copied = _CopiedBytes(original, encoding, take, echo)
         super().__init__(
@@ -132,7 +156,7 @@ class _CopiedBytes(io.BufferedIOBase):
     """The bytes below a ``_Copy``."""
 
     def __init__(
-        self, original: TextIO, encoding: str, take: Callable[[str], None], echo: bool
+        self, original: TextIO, encoding: str, take: Callable[..., None], echo: bool
     ) -> None:
         self._original = original
         self._echo = echo
@@ -161,7 +185,7 @@ class _CopiedBytes(io.BufferedIOBase):
             # A progress bar overwrites its line without ever ending it.
             self._started = rest.rpartition("\r")[2][: 2 * MAX_LINE]
             for line in lines:
-                self._take(line.rpartition("\r")[2])
+                self._pass_on(line.rpartition("\r")[2])
         return len(copied)
 
     def flush(self) -> None:
@@ -170,8 +194,20 @@ class _CopiedBytes(io.BufferedIOBase):
     def finish(self) -> None:
         """Pass on a last line without a line break."""
         if last := self._started + self._decoder.decode(b"", final=True):
-            self._take(last)
+            self._pass_on(last)
         self._started = ""
+
+    def _pass_on(self, line: str) -> None:
+        if self._echo:
+            self._take(line)
+        else:
+            self._take(line, self._log)
+
+    def _log(self, line: str) -> None:
+        """Write a line that is not sent where the whole stream would have gone."""
+        with contextlib.suppress(OSError, ValueError):  # closed; it must not end what it reports on
+            self._original.write(line + "\n")
+            self._original.flush()
 
     def _echo_there(self, octets: bytes, text: str) -> None:
         below = getattr(self._original, "buffer", None)

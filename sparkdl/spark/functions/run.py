@@ -18,7 +18,7 @@ from sparkdl.spark.cluster.slots import (
     require_free_slots,
     require_static_allocation,
 )
-from sparkdl.spark.diagnostics.console import driver_hosts, echoes
+from sparkdl.spark.diagnostics.console import display, driver_hosts, echoes
 from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.diagnostics.watchdog import stacks_on_signal
 from sparkdl.spark.functions.directory import Directory
@@ -26,7 +26,7 @@ from sparkdl.spark.functions.job import Job
 from sparkdl.spark.functions.rows import Keeping, Rows, rows_of
 from sparkdl.spark.functions.script import function_of
 from sparkdl.spark.functions.task import Call, Placement
-from sparkdl.spark.functions.watch import OnReport, show_report, watch
+from sparkdl.spark.functions.watch import OnReport, watch
 from sparkdl.spark.launch.launcher import LEAVE_S
 from sparkdl.spark.rows.column_overrides import (
     GROUPS_WITHOUT_PADDING,
@@ -200,7 +200,7 @@ def run_call(
         job = Job(spark, service, call, placement, rows, ship_modules)
         try:
             with stacks_on_signal(service.stacks):
-                watch(service, job, on_report or show_report)
+                watch(service, job, display(spark), on_report)
         except SparkDLError as error:
             lost = isinstance(error, WorkerLostError)
             job.end(patience_s=REASON_S if lost else LEAVE_S)

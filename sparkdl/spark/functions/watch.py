@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from sparkdl.errors import DeadlineError
-from sparkdl.spark.diagnostics.console import show
+from sparkdl.spark.diagnostics.console import Display
 from sparkdl.spark.diagnostics.run_client import JOIN_S
 from sparkdl.spark.diagnostics.run_headers import Lines, Report, named
 from sparkdl.spark.diagnostics.run_service import RunService
@@ -25,13 +25,16 @@ OnReport = Callable[[int, Mapping[str, float]], None]
 """(rank, numbers by name)."""
 
 
-def watch(service: RunService, job: Job, on_report: OnReport) -> None:
+def watch(
+    service: RunService, job: Job, display: Display, on_report: OnReport | None = None
+) -> None:
     """Show what the workers print and report until all have finished, or one has failed.
 
     Args:
         service: the one that the workers are connected to.
         job: the one that runs them.
-        on_report: called with what they report.
+        display: shows what they print.
+        on_report: called with what they report; by default that is shown too.
 
     Raises:
         DeadlineError: workers did not start, or what they returned did not arrive.
@@ -46,9 +49,13 @@ def watch(service: RunService, job: Job, on_report: OnReport) -> None:
         except queue.Empty:
             event = None
         if isinstance(event, Lines):
-            show(event.rank, event.lines, event.left_out)
+            display(event.rank, event.lines, event.left_out)
         elif isinstance(event, Report):
-            on_report(event.rank, event.metrics)
+            if on_report is not None:
+                on_report(event.rank, event.metrics)
+            else:
+                shown = ", ".join(f"{name} {value:g}" for name, value in event.metrics.items())
+                display(event.rank, [shown], 0)
         elif tell_of_returned and (behind := _left_behind(service)):
             logger.warning("%s", behind)
             tell_of_returned = False
@@ -84,13 +91,3 @@ def _left_behind(service: RunService) -> str:
         return ""
     where = "; ".join(f"{named([rank])} is still running, in {top}" for rank, top in tops.items())
     return f"{named(returned)} already returned; {where}"
-
-
-def show_report(rank: int, metrics: Mapping[str, float]) -> None:
-    """Print what a worker has reported.
-
-    Args:
-        rank: the worker's.
-        metrics: numbers by name.
-    """
-    show(rank, [", ".join(f"{name} {value:g}" for name, value in metrics.items())], 0)

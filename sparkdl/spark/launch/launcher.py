@@ -28,7 +28,7 @@ from sparkdl.feed.statistics.check import NO_ROWS
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.cluster.slots import require_free_slots
-from sparkdl.spark.diagnostics.console import Console, echoes
+from sparkdl.spark.diagnostics.console import Console, display, echoes
 from sparkdl.spark.diagnostics.task_failures import is_loss, memory_advice, with_sparks_reason
 from sparkdl.spark.diagnostics.watchdog import watched
 from sparkdl.spark.launch import bootstrap
@@ -89,7 +89,7 @@ def launch(workers: Workers, job: Job) -> Launch:
     @contextmanager
     def start(averager: Averager) -> Iterator[None]:
         with (
-            Console(averager.service) as console,
+            Console(averager.service, display(spark)) as console,
             run_workers(averager),
             watched(averager, console.stacks, context, jobs, workers.num_tasks),
         ):

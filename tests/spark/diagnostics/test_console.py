@@ -19,7 +19,7 @@ from pyspark.sql import SparkSession
 from services import console_of
 from torch import Tensor
 
-from sparkdl.spark.diagnostics.console import show
+from sparkdl.spark.diagnostics.console import Display
 from sparkdl.spark.diagnostics.run_client import RunClient, forwarded
 from sparkdl.transport.connection import Connection, ConnectionLostError
 
@@ -79,7 +79,7 @@ def test_without_an_echo_nothing_is_written_twice(capsys: pytest.CaptureFixture[
 def test_a_console_that_cannot_be_reached_costs_the_output_only(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    with console_of(show) as console:
+    with console_of(Display("its log")) as console:
         closed = console.address
     with forwarded(closed, 2, echo=False):
         (tmp_path / "went on").touch()
@@ -130,8 +130,26 @@ def test_what_the_driver_cannot_encode_is_shown_in_another_way(
 ) -> None:
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
-    show(1, ["caf\u00e9 \ud800"], 0)
+    Display("its log")(1, ["caf\u00e9 \ud800"], 0)
     assert written.getvalue() == b"[rank 1] caf\\xe9 \\ud800\n"
+
+
+@pytest.mark.parametrize("broken", ["full disk", "closed", "none"])
+def test_a_standard_output_that_cannot_be_written_to_leads_to_one_warning(
+    broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = {"full disk": open("/dev/full", "w"), "closed": io.StringIO(), "none": None}[broken]  # noqa: SIM115
+    if broken == "closed":
+        assert stream is not None
+        stream.close()
+    monkeypatch.setattr(sys, "stdout", stream)
+    display = Display("the executor's log")
+    for _ in range(3):
+        display(0, ["line"], 0)
+    monkeypatch.undo()
+    (warning,) = [each.getMessage() for each in caplog.records]
+    assert "cannot be shown" in warning
+    assert "the executor's log has it" in warning
 
 
 def test_a_standard_output_that_nobody_reads_keeps_no_other_worker_of_the_service_waiting() -> None:

@@ -61,15 +61,29 @@ def test_of_a_progress_bar_only_what_stays_is_sent() -> None:
     assert sent.lines == ["done"]
 
 
-def test_a_flood_is_cut_and_what_is_left_out_is_counted(
+def test_of_a_flood_the_first_and_the_last_lines_are_sent_and_the_others_counted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    sent = Sent()
+    sent, many = Sent(), 100 * MAX_LINES_A_SECOND
     with Output(sent) as output, output.capture():
-        for number in range(10 * MAX_LINES_A_SECOND):
-            print(number)
-    assert 0 < len(sent.lines) <= 4 * MAX_LINES_A_SECOND
-    assert len(sent.lines) + sent.left_out == 10 * MAX_LINES_A_SECOND
+        print("\n".join(map(str, range(many))))
+    assert sent.lines[0] == "0"
+    assert sent.lines[-MAX_LINES_A_SECOND:] == list(map(str, range(many)))[-MAX_LINES_A_SECOND:]
+    assert sent.left_out > 0
+    assert len(sent.lines) + sent.left_out == many
+
+
+def test_each_line_is_sent_or_logged_where_the_worker_has_no_log_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sent, many = Sent(), 100 * MAX_LINES_A_SECOND
+    with Output(sent) as output, output.capture(echo=False):
+        print("\n".join(map(str, range(many))))
+        print("x" * (MAX_LINE + 1))
+    logged = capsys.readouterr().out.splitlines()
+    assert logged[-1] == "x" * (MAX_LINE + 1)
+    assert len(logged) - 1 == sent.left_out > 0
+    assert sorted(map(int, [*logged[:-1], *sent.lines[:-1]])) == list(range(many))
 
 
 def test_a_line_without_end_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +104,7 @@ def test_printing_does_not_wait_for_a_driver_that_takes_nothing() -> None:
         time.sleep(0.3)
         for number in range(10_000):
             output.add(str(number))
-        assert output._left_out == 10_000 - MAX_LINES_A_SECOND
+        assert output._left_out == 10_000 - 2 * MAX_LINES_A_SECOND
         waits.set()
 
 

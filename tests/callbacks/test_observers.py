@@ -1,0 +1,136 @@
+"""What only watches a training never ends it, and no callback costs a model that is trained."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from frames import estimator, frame
+from pyspark.sql import SparkSession
+from toys import classification, make_job, mlp
+
+from sparkdl.averager.messages.run_events import CheckpointSaved
+from sparkdl.callbacks import Callback, MLflow, TensorBoard, Training, TrainingReport
+from sparkdl.callbacks.base import QUICK_S, Calls
+from sparkdl.driver import Outcome
+from sparkdl.errors import CallbackError
+from sparkdl.estimator.model import TorchModel
+from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.jobs.logs import EpochLines
+from sparkdl.testing import run_world
+
+
+def fail(*_arguments: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    records = [each for each in caplog.records if each.name == "sparkdl.callbacks.base"]
+    return [each.getMessage() for each in records if each.levelno == logging.WARNING]
+
+
+def trained(callbacks: Sequence[Callback], epochs: int = 3) -> Outcome:
+    job = make_job(mlp(), epochs=epochs)
+    return run_world(job, classification([16, 16]).shards(), callbacks=callbacks)
+
+
+def test_whatever_fails_in_an_observer_the_model_is_the_one_without_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hooks = dict.fromkeys(["on_round", "on_epoch", "on_end"], fail)
+    watched = trained([type("Watcher", (Callback,), {"observer": True, **hooks})()])
+    alone = trained([])
+    assert len(watched.history) == 3
+    assert all(map(torch.equal, watched.module.parameters(), alone.module.parameters()))
+    first, last = warnings_in(caplog)
+    assert "Watcher failed in on_round" in first
+    assert "Watcher failed in on_end" in last
+    assert "No space left on device" in first
+
+
+def test_an_observer_that_fails_at_the_start_ends_the_fit() -> None:
+    watcher = type("Watcher", (Callback,), {"observer": True, "on_start": fail})()
+    with pytest.raises(CallbackError, match="Watcher failed in on_start"):
+        trained([watcher])
+
+
+def test_an_observer_is_tried_again_unless_that_took_long_and_always_at_the_end() -> None:
+    now, calls = [0.0], list[str]()
+
+    class Watcher(Callback):
+        observer = True
+
+        def __init__(self, name: str, seconds: float) -> None:
+            self.name, self.seconds = name, seconds
+
+        def on_checkpoint(self, training: Training) -> None:
+            calls.append(self.name)
+            now[0] += self.seconds
+            fail()
+
+        def on_end(self, training: Training, error: BaseException | None) -> None:
+            calls.append(f"{self.name} ends")
+
+    watchers = [Watcher("quick", QUICK_S / 2), Watcher("slow", 2 * QUICK_S)]
+    told = Calls(watchers, Training(1), clock=lambda: now[0])
+    for _ in range(3):
+        told(CheckpointSaved())
+    told.end(None)
+    assert calls == ["quick", "slow", "quick", "quick", "quick ends", "slow ends"]
+
+
+def test_reports_trackers_and_log_lines_are_observers() -> None:
+    assert all(each.observer for each in (TrainingReport, TensorBoard, MLflow, EpochLines))
+    assert not Callback.observer
+
+
+def test_a_report_whose_path_becomes_a_directory_costs_nothing_but_the_report(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "report.html"
+
+    class InTheWay(Callback):
+        def on_round(self, training: Training, reports: Sequence[WindowReport]) -> None:
+            if path.is_file():
+                path.unlink()
+                (path / "x").mkdir(parents=True)
+
+    assert len(trained([TrainingReport(str(path)), InTheWay()]).history) == 3
+    assert "TrainingReport failed in on_end" in warnings_in(caplog)[-1]
+
+
+def test_curves_that_cannot_be_written_any_more_cost_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Closes(Callback):
+        def on_epoch(self, training: Training, summary: EpochSummary) -> None:
+            for curves in training.kept.values():
+                writer = curves.writer.file_writer.event_writer
+                writer.add_event = fail
+
+    assert len(trained([Closes(), TensorBoard(str(tmp_path))]).history) == 3
+    assert "TensorBoard failed in on_epoch" in warnings_in(caplog)[0]
+
+
+def test_what_a_callback_does_at_the_end_does_not_cost_the_model() -> None:
+    broken = type("Broken", (Callback,), {"on_end": fail})()
+    with pytest.raises(CallbackError, match="Broken failed in on_end") as caught:
+        trained([broken])
+    outcome, alone = caught.value.model, trained([])
+    assert all(map(torch.equal, outcome.module.parameters(), alone.module.parameters()))
+    assert len(outcome.history) == 3
+
+
+def test_a_fit_attaches_the_fitted_model_to_an_error_at_its_end(spark: SparkSession) -> None:
+    rows = frame(spark)
+    broken = type("Broken", (Callback,), {"on_end": fail})()
+    with pytest.raises(CallbackError) as caught:
+        estimator(callbacks=[broken], epochs=2, predictionCol="mine").fit(rows)
+    model = caught.value.model
+    assert isinstance(model, TorchModel)
+    assert len(model.history) == 2
+    assert len(model.transform(rows).select("mine").collect()) == rows.count()
