@@ -188,11 +188,15 @@ def test_a_bar_that_nobody_sees_counts_nothing() -> None:
         assert not bar._workers._busy
 
 
-class Broken(io.StringIO):
-    """A stream whose reader is gone."""
+class Pipe(io.StringIO):
+    """A stream whose reader leaves, or was never there."""
+
+    broken = True
 
     def write(self, text: str) -> int:
-        raise BrokenPipeError(32, "Broken pipe")
+        if self.broken:
+            raise BrokenPipeError(32, "Broken pipe")
+        return super().write(text)
 
 
 def closed_stream() -> io.StringIO:
@@ -201,8 +205,8 @@ def closed_stream() -> io.StringIO:
     return stream
 
 
-@pytest.mark.parametrize("stream", [Broken, lambda: None, closed_stream])
-def test_a_bar_that_cannot_be_shown_is_left_out_with_one_warning(
+@pytest.mark.parametrize("stream", [Pipe, lambda: None, closed_stream])
+def test_a_bar_that_cannot_be_shown_is_left_out_with_one_warning_at_most(
     stream: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stream())
@@ -210,17 +214,20 @@ def test_a_bar_that_cannot_be_shown_is_left_out_with_one_warning(
         bar(rows_known(10, 20))
         for rank in (0, 1):
             bar(window(rank, 10, 2.0))
-    assert len([each for each in caplog.records if "progress bar" in each.getMessage()]) == 1
+    # tqdm itself takes a closed stream for one that is not to be written to.
+    expected = 0 if stream is closed_stream else 1
+    assert len([each for each in caplog.records if "progress bar" in each.getMessage()]) == expected
 
 
-def test_a_reader_that_leaves_in_the_middle_only_costs_the_bar(
+def test_a_reader_that_leaves_in_the_middle_costs_only_the_bar(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stream = io.StringIO()
+    stream = Pipe()
+    stream.broken = False
     monkeypatch.setattr(sys, "stderr", stream)
     with ProgressBar(1, visible=True) as bar:
         bar(rows_known(10, 20))
-        monkeypatch.setattr(stream, "write", Broken().write)
+        stream.broken = True
         bar(rows_known(10, 20))
         bar(window(0, 10, 2.0))
     assert "BrokenPipeError" in caplog.text
