@@ -427,27 +427,31 @@ def test_a_disk_that_fills_up_at_any_byte_never_publishes_half_a_checkpoint(
     assert newest_epoch(tmp_path) == (2 if error is None else 1)
 
 
-def write_for_ever(path: str) -> None:
+def write_for_ever(path: str, saved: multiprocessing.synchronize.Event) -> None:
     store = CheckpointStore(path, keep_last=2)
     for epoch in range(1, 10**6):
         save(store, epoch, b"w" * 100_000)
+        saved.set()
         store.prune()
 
 
-def test_a_writer_killed_at_any_instant_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("after_one", [False, True])
+def test_a_writer_killed_at_any_instant_leaves_a_complete_checkpoint(
+    tmp_path: Path, after_one: bool
+) -> None:
+    """From its beginning, or from the end of its first one."""
     save(CheckpointStore(str(tmp_path), keep_last=2), 0)
-    last = 0
-    for turn in range(8):
-        writer = multiprocessing.get_context("fork").Process(
-            target=write_for_ever, args=(str(tmp_path),)
-        )
+    context = multiprocessing.get_context("fork")
+    for turn in range(4):
+        saved = context.Event()
+        writer = context.Process(target=write_for_ever, args=(str(tmp_path), saved))
         writer.start()
-        time.sleep(0.02 + 0.013 * turn)
+        assert not after_one or saved.wait(60)
+        time.sleep(0.02 + 0.025 * turn)
         os.kill(writer.pid or 0, signal.SIGKILL)
-        writer.join(10)
-        saved = CheckpointStore(str(tmp_path), keep_last=2).newest()
-        assert saved is not None
-        if saved.description["epoch"]:
-            assert content(saved) == b"w" * 100_000 + b"center"
-            last += 1
-    assert last
+        writer.join(60)
+        newest = CheckpointStore(str(tmp_path), keep_last=2).newest()
+        assert newest is not None
+        assert newest.description["epoch"] or not after_one
+        if newest.description["epoch"]:
+            assert content(newest) == b"w" * 100_000 + b"center"

@@ -97,16 +97,21 @@ def test_what_the_configuration_promises_is_never_more_than_cores_max(
 def test_where_nothing_is_promised_executors_are_waited_for_while_they_register(
     monkeypatch: pytest.MonkeyPatch, wanted: int | None, waited: int
 ) -> None:
-    """One of one core every 0.2 s, three in all, of at most eight."""
-    started = time.monotonic()
+    """One of one core every few seconds, three in all, of at most eight."""
+    passed, every_s = 0.0, 0.75 * slots.LAST_EXECUTOR_S
+
+    def sleep(seconds: float) -> None:
+        nonlocal passed
+        passed += seconds
 
     def registered(*_: object) -> int:
-        return min(3, int((time.monotonic() - started) / 0.2))
+        return min(3, int(passed / every_s))
 
     def since_last(_: object) -> float:
-        return time.monotonic() - started - 0.2 * registered() if registered() else 0.0
+        return passed - every_s * registered() if registered() else 0.0
 
-    monkeypatch.setattr(slots, "LAST_EXECUTOR_S", 0.4)
+    time = SimpleNamespace(monotonic=lambda: passed, sleep=sleep)
+    monkeypatch.setattr(slots, "time", time)
     monkeypatch.setattr(slots, "count_slots", registered)
     monkeypatch.setattr(slots, "_seconds_since_last_executor", since_last)
     context = SimpleNamespace(master="spark://h:7077", getConf=lambda: {"spark.cores.max": "8"})

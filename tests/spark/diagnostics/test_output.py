@@ -94,14 +94,15 @@ def test_a_line_without_end_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_printing_does_not_wait_for_a_driver_that_takes_nothing() -> None:
-    waits = threading.Event()
+    takes, waits = threading.Event(), threading.Event()
 
     def never(lines: list[str], left_out: int) -> None:
-        waits.wait(30)
+        takes.set()
+        waits.wait(120)
 
     with Output(never) as output:
         output.add("first")
-        time.sleep(0.3)
+        assert takes.wait(30)
         for number in range(10_000):
             output.add(str(number))
         assert output._left_out == 10_000 - 2 * MAX_LINES_A_SECOND
@@ -114,7 +115,8 @@ def test_a_driver_that_is_gone_ends_the_copying_only(capsys: pytest.CaptureFixtu
 
     with Output(gone) as output, output.capture():
         print("one")
-        time.sleep(0.3)
+        output._thread.join(30)
+        assert not output._thread.is_alive()
         print("two")
     assert capsys.readouterr().out == "one\ntwo\n"
 
