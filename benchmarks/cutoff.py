@@ -289,7 +289,9 @@ class _Run(VirtualRun):
             self.rounds += 1
             self.contributions += len(reports)
             self.fresh += sum(not report.staleness for report in reports)
-            self.center = self.center + np.mean([self._change(r.rank) for r in reports], axis=0)
+            (commit,) = (each for each in decisions if isinstance(each, do.Commit))
+            change = np.mean([self._change(report.rank) for report in reports], axis=0)
+            self.center = self.center + commit.contributions.share * change
 
     def begun(self, rank: int) -> float:
         self._begun[rank] = self.center

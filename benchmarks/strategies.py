@@ -92,7 +92,7 @@ def always(strategy: Strategy[Any], **settings: bool) -> Contender:
 
 def barred(barrier: Barrier) -> Contender:
     """Asynchronous SGD in which one change of every worker moves the center by their mean."""
-    return Contender(lambda n: AsynchronousSGD(PERIOD, 1 / n, False, barrier))
+    return always(AsynchronousSGD(PERIOD, barrier=barrier))
 
 
 STREAMING = OuterOptimizer(
@@ -116,12 +116,14 @@ CONTENDERS: dict[str, Contender] = {
     "elastic, round robin": always(ElasticAveraging(PERIOD, mode="round_robin")),
     "elastic, executors": always(ElasticAveraging(PERIOD, aggregation="executors")),
     "ASP": barred(ASP()),
-    "ASP, scaled by staleness": always(AsynchronousSGD(PERIOD)),
+    "ASP, scaled by staleness": always(AsynchronousSGD(PERIOD, scale_by_staleness=True)),
     "SSP": barred(SSP(2)),
     "PBSP": barred(PBSP(1)),
     "PSSP": barred(PSSP(1, 2)),
     "BSP": always(AsynchronousSGD(PERIOD, barrier=BSP())),
-    "softsync": Contender(lambda n: AsynchronousSGD(PERIOD, barrier=Softsync(max(1, n // 2)))),
+    "softsync": Contender(
+        lambda n: AsynchronousSGD(PERIOD, scale_by_staleness=True, barrier=Softsync(max(1, n // 2)))
+    ),
     "threshold": always(ThresholdGradientSharing()),
     "threshold, executors": always(ThresholdGradientSharing(aggregation="executors")),
     "post-local SGD": always(OuterOptimizer(((1, 1), (2, PERIOD)), OuterSGD(1, 0))),

@@ -5,6 +5,10 @@ workers is over when R - k of those that began with its center have contributed.
 gradients are thrown away, which loses nothing where each worker draws from all rows. Here every
 worker has its own rows, and each row must be trained on once per epoch: a late contribution joins
 the next round, as a change from the center that it began with. How late it is, is its staleness.
+A round moves the center by the share of a full round's rows that it has, so that each row weighs as
+much as any other, as in both papers; were it the mean of whoever is in it, a slow worker's last
+windows of an epoch, which are rounds of its own, would count several times. Buffers and optimizer
+state move that part of the way to their mean.
 
 ``predicted`` chooses k again in each round, after Teng & Wood 2018, "High Throughput Synchronous
 Distributed Stochastic Gradient Descent": by a model of how long workers take

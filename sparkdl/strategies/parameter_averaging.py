@@ -39,7 +39,9 @@ class ParameterAveraging(Strategy["Aggregation"]):
             w_h     <-  sum_(r on h) n_r * w_r / n_h
             center  <-  sum_h n_h * w_h / sum_h n_h
 
-            center  <-  center + sum_r n_r * (w_r - c_r) / sum_r n_r
+            center  <-  center + sum_r n_r * (w_r - c_r) / N
+
+        with N the examples of a full round, of everyone's windows.
 
     Phases:
         1. Each worker trains for ``period`` steps by itself, or for those left in its epoch.
@@ -83,8 +85,9 @@ class ParameterAveraging(Strategy["Aggregation"]):
             slowest of each round (Chen et al. 2016 took 4 of 100), whose contributions join the
             next. ``predicted`` chooses k in each round, from how long workers took before. Use it
             where different workers are slow at different times. One that is always slow sets the
-            length of an epoch all the same, as every row is trained on; nor is there much to gain
-            with few workers, where each is a large part of a round.
+            length of an epoch all the same, as every row is trained on, and ends it with rounds of
+            its own, which are what the center has seen last; nor is there much to gain with few
+            workers, where each is a large part of a round.
 
     Raises:
         ConfigError: an argument is out of range, or some do not go together.

@@ -45,9 +45,9 @@ def only(kind: type[T], decisions: list[Decision]) -> list[T]:
     return [decision for decision in decisions if isinstance(decision, kind)]
 
 
-def commit(run: Run, *weights: int) -> do.Commit:
+def commit(run: Run, *weights: int, staleness: int = 0, share: float = 1.0) -> do.Commit:
     """The decision to commit what ranks with so many rows have contributed."""
-    return do.Commit(Contributions(weights, len(run.ranks)))
+    return do.Commit(Contributions(weights, len(run.ranks), staleness, share=share))
 
 
 class Every:

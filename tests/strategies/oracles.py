@@ -78,12 +78,13 @@ def mean_of_sent(
 def mean_change(
     center: float, contributions: Contributions, values: Values, begun: Values
 ) -> float:
-    """Rounds with a cut-off: each counts from the center that it began with."""
-    return center + weighted(contributions, [value - begun[r] for r, value in values.items()])
+    """Rounds with a cut-off: each counts from the center that it began with, by its share."""
+    changes = [value - begun[rank] for rank, value in values.items()]
+    return center + contributions.share * weighted(contributions, changes)
 
 
 def scaled(rate: float, *, by_staleness: bool) -> Oracle:
-    """Asynchronous SGD: of the mean change, in which stale ones count less, a part."""
+    """Asynchronous SGD: of the mean change, in which stale ones may count less, a part."""
     centers: list[float] = []
 
     def move(center: float, contributions: Contributions, values: Values, begun: Values) -> float:
@@ -95,7 +96,8 @@ def scaled(rate: float, *, by_staleness: bool) -> Oracle:
             (value - begun[rank]) / (1 + stale[rank] * by_staleness)
             for rank, value in values.items()
         ]
-        return center + rate * weighted(contributions, moved)
+        part = rate if by_staleness else rate * contributions.share
+        return center + part * weighted(contributions, moved)
 
     return move
 
@@ -106,8 +108,7 @@ def delayed_nesterov() -> Oracle:
 
     def move(center: float, contributions: Contributions, values: Values, begun: Values) -> float:
         nonlocal velocity, gathered
-        ((rank, value),) = values.items()
-        change = (value - begun[rank]) / 3
+        change = sum(value - begun[rank] for rank, value in values.items()) / 3
         gathered += change
         if contributions.round % 3:
             return center + 0.7 * change
@@ -171,7 +172,7 @@ def behind(barrier: Barrier, most_ahead: int | None = None) -> Simulated:
     """Asynchronous SGD with a barrier."""
     return Simulated(
         AsynchronousSGD(1, 0.8, barrier=barrier),
-        partial(scaled, 0.8, by_staleness=True),
+        partial(scaled, 0.8, by_staleness=False),
         most_ahead,
     )
 
@@ -179,8 +180,8 @@ def behind(barrier: Barrier, most_ahead: int | None = None) -> Simulated:
 HEAVY_BALL, NESTEROV = OuterSGD(0.7, 0.5, nesterov=False), OuterSGD(0.7, 0.5)
 ORACLES = {
     "AsynchronousSGD, ASP": behind(ASP()),
-    "AsynchronousSGD, ASP, unscaled": Simulated(
-        AsynchronousSGD(1, 0.8, scale_by_staleness=False), partial(scaled, 0.8, by_staleness=False)
+    "AsynchronousSGD, ASP, by staleness": Simulated(
+        AsynchronousSGD(1, 0.8, scale_by_staleness=True), partial(scaled, 0.8, by_staleness=True)
     ),
     "AsynchronousSGD, BSP": behind(BSP()),
     "AsynchronousSGD, SSP(0)": behind(SSP(0), 0),

@@ -32,6 +32,7 @@ class StaleCountLess(CenterUpdate):
     """The center moves by part of each change, the smaller the staler it is."""
 
     rate: float
+    by_share = False  # staleness says how much a change counts
 
     def updates(self, segment: Segment) -> bool:
         """Buffers too: whole changes of each worker would add up to more than any of them saw."""

@@ -16,6 +16,7 @@ class Replay:
     Attributes:
         module: of the parameters with which a window is trained, and at last of the center's.
         center: as it is now.
+        share: what part of a full round the last commit was said to be.
     """
 
     def __init__(self, data: Data) -> None:
@@ -24,6 +25,7 @@ class Replay:
         self.center = [p.detach().clone() for p in self.module.parameters()]
         self._steps = dict.fromkeys(range(len(data.sizes)), 0)
         self._round: list[WindowReport] = []
+        self.share = 1.0
 
     def follow(self, decisions: list[do.Decision]) -> nn.Module:
         for decision in decisions:
@@ -32,6 +34,8 @@ class Replay:
                 continue
             windows, self._round = self._round, []
             self.commit(windows)
+            if isinstance(decision, do.Commit):
+                self.share = decision.contributions.share
             if isinstance(decision, (do.Welcome, do.Reply)):
                 self.send_center(decision.member.rank, joins=isinstance(decision, do.Welcome))
         self.put(self.center)
@@ -68,11 +72,21 @@ class ByHand(Replay):
         data: of the run.
         rate: part of the mean that it moves by.
         scale_by_staleness: whether changes are divided by how many updates there were.
+        by_share: whether a round that is not a full one moves it by less; by default if staleness
+            has no influence.
     """
 
-    def __init__(self, data: Data, rate: float = 1.0, *, scale_by_staleness: bool = False) -> None:
+    def __init__(
+        self,
+        data: Data,
+        rate: float = 1.0,
+        *,
+        scale_by_staleness: bool = False,
+        by_share: bool | None = None,
+    ) -> None:
         super().__init__(data)
         self._rate = rate
+        self._by_share = not scale_by_staleness if by_share is None else by_share
         self._scale_by_staleness = scale_by_staleness
         self._updates = 0
         self._rounds = 0
@@ -91,12 +105,19 @@ class ByHand(Replay):
             stale = 1 + self._updates - since if self._scale_by_staleness else 1
             for move, start, mine in zip(moves, began, self.module.parameters(), strict=True):
                 share = window.examples / total if total else 0
+                share *= self.share if self._by_share else 1
                 move += (mine.detach() - start) * (share * self._rate / stale)
         if windows:
             self._rounds += 1
-        for values, move in zip(self.center, self.moved(moves) if total else moves, strict=True):
+        if total or (windows and self.moves_alone()):
+            moves = self.moved(moves)
+        for values, move in zip(self.center, moves, strict=True):
             values += move
         self._updates += bool(total)
+
+    def moves_alone(self) -> bool:
+        """Whether the center moves without a change."""
+        return False
 
     def moved(self, change: list[Tensor]) -> list[Tensor]:
         """How the center moves in a round of a mean change."""
@@ -130,10 +151,14 @@ class Delayed(ByHand):
     """
 
     def __init__(self, data: Data, buffer: int, rate: float, momentum: float) -> None:
-        super().__init__(data, 1 / buffer)
+        super().__init__(data, 1 / buffer, by_share=False)
         self._buffer, self._outer_rate, self._momentum = buffer, rate, momentum
         self._velocity = [torch.zeros_like(values) for values in self.center]
         self._gathered = [torch.zeros_like(values) for values in self.center]
+
+    def moves_alone(self) -> bool:
+        """Where momentum is due."""
+        return self._rounds % self._buffer == 0
 
     def moved(self, change: list[Tensor]) -> list[Tensor]:
         """A part of the change at once, and momentum when it is due."""

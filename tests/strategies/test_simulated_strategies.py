@@ -32,8 +32,8 @@ def test_every_schedule_ends_with_the_center_that_its_commits_give(name: str) ->
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"oracle": partial(scaled, 0.8, by_staleness=False)}, AssertionError, "and the oracle's"),
-        ({"oracle": partial(scaled, 0.7, by_staleness=True)}, AssertionError, "and the oracle's"),
+        ({"oracle": partial(scaled, 0.8, by_staleness=True)}, AssertionError, "and the oracle's"),
+        ({"oracle": partial(scaled, 0.7, by_staleness=False)}, AssertionError, "and the oracle's"),
         ({"most_ahead": 2}, Violation, r"continues after \d windows, but the slowest has \d"),
     ],
     ids=["staleness", "rate", "bound"],

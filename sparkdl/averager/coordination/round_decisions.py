@@ -21,6 +21,7 @@ from sparkdl.averager.coordination.arrivals import Arrivals
 from sparkdl.averager.coordination.checkpointing import Checkpointing
 from sparkdl.averager.coordination.committed import CommittedProgress
 from sparkdl.averager.coordination.epoch_losses import EpochLosses
+from sparkdl.averager.coordination.full_round import FullRound
 from sparkdl.averager.coordination.membership import Membership
 from sparkdl.averager.coordination.round import Loss, Round
 from sparkdl.averager.coordination.shards import Shards
@@ -68,6 +69,7 @@ class RoundDecisions:
         self._decide = decide
         # How often the center has been updated, in all and before each rank was sent it.
         self._updates = 0
+        self._full_round = FullRound(members.world_size, committed.progress().reports)
         self._sent: dict[int, int] = {}
 
     # Contributing.
@@ -144,7 +146,10 @@ class RoundDecisions:
         weighted = [report for report in reports if report.weight]
         weights = tuple(report.weight for report in weighted)
         staleness = max((report.staleness for report in weighted), default=0)
-        self._decide(do.Commit(Contributions(weights, self._members.world_size, staleness)))
+        in_step = self._round.policy.in_step
+        share = 1.0 if in_step else self._full_round.share(reports)
+        world_size = self._members.world_size
+        self._decide(do.Commit(Contributions(weights, world_size, staleness, share=share)))
         self._updates += bool(weights)
         self._committed.commit(
             reports,
@@ -162,6 +167,7 @@ class RoundDecisions:
     def _end_epoch(self, now: float) -> list[on.WindowClosed]:
         """Go on to the next epoch; returns the windows of those waiting for the final center."""
         summary = self._committed.end_epoch(now)
+        self._full_round.end_epoch()
         self._decide(do.Report(summary))
         self._checkpoints.end_epoch(summary.epoch)
         for decision in self._epoch_losses.news():

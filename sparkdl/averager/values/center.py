@@ -146,7 +146,7 @@ class Center:
         return self.sum
 
     def commit(self, contributions: Contributions) -> None:
-        """Let the sum change the center; without contributions it is unchanged.
+        """Let the sum change the center; without contributions only the update may.
 
         Args:
             contributions: what the sum consists of.
@@ -156,12 +156,12 @@ class Center:
         self.rounds_of_epoch += 1
         self._rounds += 1
         self._reply = {}
+        contributions = replace(contributions, round=self._rounds)
         if contributions.weights:
             self.sum.finish()
-            self._take_over(fragment, replace(contributions, round=self._rounds))
-        elif self._wire_format.replies_changes:
-            for chunk in fragment:
-                chunk.of(self._spare).zero_()
+            self._take_over(fragment, contributions)
+        else:
+            self._go_on(fragment, contributions)
         self.sum = None
         self._frames = {}
         for chunk in fragment:
@@ -176,22 +176,43 @@ class Center:
 
     def _take_over(self, fragment: Sequence[Chunk], contributions: Contributions) -> None:
         """Let the mean of the contributions change the center."""
+        share = contributions.share if self._update.by_share else 1.0
         for chunk in fragment:
             if self._moves[chunk.segment]:
-                self._move(chunk, contributions)
-            elif len(self._fragments) > 1:
+                self._move(chunk, contributions, share)
+                continue
+            if share != 1.0 and self.layout[chunk.segment].averaged:
+                chunk.of(self._spare).lerp_(chunk.of(self.values), 1 - share)
+            if len(self._fragments) > 1:
                 chunk.of(self.values).copy_(chunk.of(self._spare))
         if len(self._fragments) == 1:
             for index, moves in enumerate(self._moves):
                 if not moves:
                     self.values[index], self._spare[index] = self._spare[index], self.values[index]
 
-    def _move(self, chunk: Chunk, contributions: Contributions) -> None:
-        """Add a change to the center while both are in the cache."""
+    def _go_on(self, fragment: Sequence[Chunk], contributions: Contributions) -> None:
+        """Let a round without contributions change the center."""
+        moves_alone = self._update.moves_alone(contributions.round)
+        for chunk in fragment:
+            segment = self.layout[chunk.segment]
+            if moves_alone and segment.averaged and self._update.updates(segment):
+                change = chunk.of(self._spare).zero_()
+                if not self._comes_as_change[chunk.segment]:
+                    change.copy_(chunk.of(self.values))
+                self._move(chunk, contributions, 1.0)
+            elif self._wire_format.replies_changes:
+                chunk.of(self._spare).zero_()
+
+    def _move(self, chunk: Chunk, contributions: Contributions, share: float) -> None:
+        """Add a share of a change to the center while both are in the cache."""
         center, change = chunk.of(self.values), chunk.of(self._spare)
         if not self._comes_as_change[chunk.segment]:
             change.sub_(center)
-        if self._update.updates(self.layout[chunk.segment]):
+        steps = self._update.updates(self.layout[chunk.segment])
+        if share != 1.0 and (steps or self._wire_format.replies_changes):
+            change.mul_(share)
+            share = 1.0
+        if steps:
             kept = {
                 name: tensor[chunk.start : chunk.stop]
                 for name, tensor in self.memory[chunk.segment].items()
@@ -200,7 +221,7 @@ class Center:
         if self._wire_format.replies_changes:
             packed = self._pack(chunk)  # as the workers will see it
             change.copy_(self._replies[chunk.segment].unpack(packed, len(change)))
-        center.add_(change)
+        center.add_(change, alpha=share)
 
     def reply(self) -> Frames:
         """The result of the last round, as it travels."""

@@ -32,12 +32,15 @@ class Contributions:
         staleness: how often the center has been updated since a contributor received it; the
             largest over the contributors.
         round: the round's number in the training, counted from 1; filled in by the center.
+        share: what part of a full round's weight they have, in (0, 1]; 1 where everyone takes part
+            in every round.
     """
 
     weights: tuple[int, ...]
     world_size: int
     staleness: int = 0
     round: int = 0
+    share: float = 1.0
 
 
 class CenterUpdate(ABC):
@@ -55,6 +58,15 @@ class CenterUpdate(ABC):
         """
         return segment.kind == "parameters"
 
+    @property
+    def by_share(self) -> bool:
+        """Whether a round moves the center by its ``share``, by which changes are then multiplied.
+
+        Otherwise a round of one worker moves it as far as a round of all. Unlike ``step``, this
+        also concerns the segments that become the mean: they move that part of the way.
+        """
+        return True
+
     def scale(self, staleness: int) -> float:
         """The factor on a change, > 0, before it is averaged with others.
 
@@ -65,6 +77,16 @@ class CenterUpdate(ABC):
             staleness: how often the center has been updated since the worker received it.
         """
         return 1.0
+
+    def moves_alone(self, round: int) -> bool:
+        """Whether the center also moves in a round without contributions, as by momentum.
+
+        ``step`` is then called with a change of zero.
+
+        Args:
+            round: the round's number in the training, counted from 1.
+        """
+        return False
 
     @abstractmethod
     def step(
@@ -78,7 +100,8 @@ class CenterUpdate(ABC):
 
         Args:
             center: a stretch of the last center, of ``center_dtype``; not to be written to.
-            change: how the workers have moved away from it; to be overwritten with how it moves.
+            change: how the workers have moved away from it, times ``share`` if it goes by that; to
+                be overwritten with how it moves.
             memory: the same stretch of each tensor in ``keeps``, to be updated.
             contributions: what the change was formed from.
         """

@@ -42,6 +42,7 @@ class DelayedNesterov(CenterUpdate):
     learning_rate: float = 0.7
     momentum: float = 0.5
     keeps = ("velocity", "gathered")
+    by_share = False
 
     def __post_init__(self) -> None:
         if type(self.buffer) is not int or self.buffer < 1:
@@ -54,6 +55,10 @@ class DelayedNesterov(CenterUpdate):
     def scale(self, staleness: int) -> float:
         """One over N, however stale; for buffers too, whose change every worker sends."""
         return 1 / self.buffer
+
+    def moves_alone(self, round: int) -> bool:
+        """Where momentum is due; a contribution without rows counts, as one of zero."""
+        return round % self.buffer == 0
 
     def step(
         self,
@@ -84,7 +89,7 @@ class AsynchronousOuterOptimizer(ContributesChanges):
             if N divides k:  v  <-  momentum * v + g    c  <-  c + learning_rate * momentum * v
                              g  <-  0
 
-        where one without rows counts and changes nothing.
+        where one without rows counts as d = 0. Every contribution counts 1/N, whatever its rows.
 
     Phases:
         1. A worker trains for ``period`` steps by itself, or for those left in its epoch.

@@ -1,9 +1,11 @@
 """Asynchronous SGD: each worker adds what it has learned to the center while others train.
 
-DOWNPOUR (Dean et al. 2012, "Large Scale Distributed Deep Networks") with steps scaled by staleness
-(Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep Learning", arXiv 1511.05950).
-The paper counts staleness from 1, including the update itself: its lambda / tau. ``barriers`` says
-who is waited for.
+DOWNPOUR (Dean et al. 2012, "Large Scale Distributed Deep Networks"), in which each change counts by
+the part of a full round's rows that it was trained on: those of everyone add up to their mean, and
+each row counts as much as any other. ``scale_by_staleness`` is the rule of Zhang et al. 2016
+("Staleness-aware Async-SGD for Distributed Deep Learning", arXiv 1511.05950) in place of that. The
+paper counts staleness from 1, including the update itself: its lambda / tau. ``barriers`` says who
+is waited for.
 
 With ``BSP()`` and ``rate=1`` this is ``ParameterAveraging(period, average_optimizer_state=False)``
 except for rounding: here changes are added to the center, there values are averaged.
@@ -27,15 +29,21 @@ from sparkdl.strategies.base import require_period, require_positive
 
 @dataclass(frozen=True)
 class ScaledChange(CenterUpdate):
-    """The center moves by part of the mean change, in which stale changes count less.
+    """The center moves by part of the mean change.
 
     Args:
         rate: the part.
-        by_staleness: whether stale changes count less.
+        by_staleness: whether stale changes count less, in place of each by its share of a full
+            round.
     """
 
     rate: float
     by_staleness: bool
+
+    @property
+    def by_share(self) -> bool:
+        """Unless staleness says how much a change counts."""
+        return not self.by_staleness
 
     def updates(self, segment: Segment) -> bool:
         """Buffers too: the workers' whole changes would add up to more than any of them saw."""
@@ -64,11 +72,12 @@ class AsynchronousSGD(ContributesChanges):
         With x_r the parameters of worker r after a window of p steps on n_r examples, which began
         with the center c_r, and s_r how often the center c has been updated since::
 
-            c  <-  c + rate * sum_r n_r * (x_r - c_r) / (1 + s_r) / sum_r n_r
+            c  <-  c + rate * sum_r n_r * (x_r - c_r) / N
+            c  <-  c + rate * sum_r n_r * (x_r - c_r) / (1 + s_r) / sum_r n_r      by staleness
             x_r <- c
 
-        where the sum is over one worker, or with the barrier ``BSP`` over all of them, and with
-        ``Softsync`` over the first n.
+        where the sums are over one worker, or with the barrier ``BSP`` over all of them, and with
+        ``Softsync`` over the first n; N is the examples that a window of each worker has.
 
     Phases:
         1. A worker trains for ``period`` steps by itself, or for those left in its epoch.
@@ -79,7 +88,9 @@ class AsynchronousSGD(ContributesChanges):
 
     When:
         Where workers differ in speed, or are lost and come back often, and waiting for the slowest
-        in each round costs more than stale changes do.
+        in each round costs more than stale changes do. Each row weighs the same however slow its
+        worker is. What the slowest trains alone at the end of an epoch is what the center has seen
+        last, though: lower the learning rate towards the end of the fit, or use ``SSP``.
 
     When not:
         For accuracy at equal rows, where synchronous averaging is better, nor if a fit must give
@@ -91,12 +102,15 @@ class AsynchronousSGD(ContributesChanges):
         period: local minibatches between two exchanges, >= 1; tau in DOWNPOUR. 1 is the classic
             algorithm; 5 as in ``ParameterAveraging`` saves traffic. DOWNPOUR gets worse from 16 to
             64 (Zhang, Choromanska & LeCun 2015), where averaging does not.
-        rate: how much of a change moves the center, > 0. 1 with ``scale_by_staleness`` or ``BSP``;
-            without these 1 / number of workers, which is parameter averaging if all are equally
-            fast, and then learns more: n changes that meet the center one after another are
-            otherwise divided by 1, 2, ..., n, and add up to more than their mean.
-        scale_by_staleness: whether a change is divided by 1 + how often others have updated the
-            center since (Zhang et al. 2016); without it, ``ASP`` is naive asynchronous SGD.
+        rate: how much of a change moves the center, > 0. With 1, a change from every worker moves
+            it by their mean, as in parameter averaging; the number of workers makes it DOWNPOUR,
+            where each moves it by the whole change.
+        scale_by_staleness: whether an update moves the center by the mean of the changes in it,
+            each divided by 1 + how often others have updated the center since, however few rows
+            there are in it (Zhang et al. 2016). Not where some workers are slower than others, as
+            the last windows of the slowest, alone and never stale, then count several times; and n
+            changes that meet the center one after another are divided by 1, 2, ..., n, which adds
+            up to more than their mean.
         barrier: who is waited for: with ``ASP()`` nobody; with ``SSP(s)`` the slowest, if it is
             more than s windows behind; with ``PBSP(beta)`` and ``PSSP(beta, s)`` the slowest of a
             random sample; with ``Softsync(n)`` n contributions; with ``BSP()`` everyone.
@@ -107,7 +121,7 @@ class AsynchronousSGD(ContributesChanges):
 
     period: int = 5
     rate: float = 1.0
-    scale_by_staleness: bool = True
+    scale_by_staleness: bool = False
     barrier: Barrier = field(default_factory=ASP)
 
     def __post_init__(self) -> None:

@@ -280,7 +280,7 @@ class ElasticAveraging(Strategy[Spring]):
 
 @dataclass(frozen=True)
 class ElasticPull(CenterUpdate):
-    """The replicas pull the center towards them.
+    """The replicas pull the center towards them, as often as they exchange (Zhang et al. 2015).
 
     Attributes:
         moving_rate: as in ``ElasticAveraging``.
@@ -289,6 +289,7 @@ class ElasticPull(CenterUpdate):
 
     moving_rate: float | None
     buffers: bool
+    by_share = False  # the springs' two ends have to move alike
 
     def updates(self, segment: Segment) -> bool:
         """Parameters; and buffers, if they would otherwise become those of one replica."""

@@ -181,7 +181,8 @@ class OuterOptimizer(Strategy["Stream | None"]):
             what was trained while the round was under way.
         cutoff: which workers rounds do without, as in ``ParameterAveraging``: ``none`` waits for
             everyone, a number for all but that many, ``predicted`` for as many as pay off. The
-            others take part in the next outer step.
+            others take part in the next outer step. d is then divided by the examples of a full
+            round.
 
     Raises:
         ConfigError: an argument is out of range, or fragments, overlap or merge are given with an

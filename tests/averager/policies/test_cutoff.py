@@ -162,7 +162,7 @@ class TestOneBackupWorker:
 def test_one_contribution_is_waited_for_in_any_case() -> None:
     run = started(3, policy=BackupWorkers(99))
     decisions = run.contribute(1)
-    assert only(do.Commit, decisions) == [commit(run, 1)]
+    assert only(do.Commit, decisions) == [commit(run, 1, share=1 / 3)]
     assert left_out(decisions) == [0, 2]
 
 

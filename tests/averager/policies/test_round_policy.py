@@ -45,7 +45,7 @@ class TestNobody:
         run = self.run(3)
         assert run.close(1) == [do.OpenSum((1,)), do.Receive(run.members[1], 1)]
         assert run.add(1) == [
-            commit(run, 1),
+            commit(run, 1, share=1 / 3),
             do.Report(report(1)),
             do.Reply(run.members[1], final=False, values=True, worker_state=False),
         ]
@@ -78,7 +78,7 @@ class TestNobody:
             run.take(rank)
             told += [decision.contributions for decision in only(do.Commit, decisions)]
         assert [each.staleness for each in told] == [0, 0, 2, 0, 0, 2]
-        assert told[-1] == Contributions((1,), 3, 2)
+        assert told[-1] == Contributions((1,), 3, 2, share=1 / 3)
 
     def test_an_epoch_ends_when_all_are_through(self) -> None:
         run = self.run(2)
@@ -94,7 +94,11 @@ class TestNobody:
         assert run.close(1, examples=0, last=True) == []
         assert run.close(2, examples=0, last=True) == []
         decisions = run.add(0) + run.take(0)
-        assert only(do.Commit, decisions) == [commit(run, 1), commit(run), commit(run)]
+        assert only(do.Commit, decisions) == [
+            commit(run, 1, share=1 / 3),
+            commit(run),
+            commit(run),
+        ]
 
     def test_half_a_contribution_costs_nobody_else_anything(self) -> None:
         run = self.run(2, max_failures=1)
@@ -197,12 +201,11 @@ def test_a_straggler_contributes_to_the_next_round() -> None:
     run.contribute(0)
     assert run.close(2) == [do.Receive(run.members[2], 1), do.Skip(1)]
     assert run.close(1) == []
-    assert only(do.Commit, run.add(2)) == [commit(run, 1, 1)]
+    assert only(do.Commit, run.add(2)) == [commit(run, 1, 1, share=2 / 3)]
     run.take(0, 2)
     assert run.close(2, step=2) == [do.Receive(run.members[2], 1), do.Skip(0)]
     run.add(1)
-    late = Contributions((1, 1), 3, staleness=1)
-    assert only(do.Commit, run.add(2)) == [do.Commit(late)]
+    assert only(do.Commit, run.add(2)) == [commit(run, 1, 1, staleness=1, share=2 / 3)]
 
 
 @pytest.mark.usefixtures("quiet")

@@ -16,7 +16,6 @@ from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.messages.progress import Position, Progress
 from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy
-from sparkdl.averager.values.center_update import Contributions
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.strategies import ASP, BSP, PBSP, PSSP, SSP, Barrier, Softsync
@@ -69,7 +68,7 @@ class TestOneBound:
     def test_a_contribution_changes_the_center_at_once(self, steps: Steps) -> None:
         for number in (1, 2):
             decisions = contribute(steps.run, 0, steps=number, step=number)
-            assert only(do.Commit, decisions) == [commit(steps.run, 1)]
+            assert only(do.Commit, decisions) == [commit(steps.run, 1, share=1 / 2)]
             steps.run.take(0)
         assert steps.run.positions() == [2, 0]
 
@@ -212,12 +211,12 @@ class TestSoftsync:
         run = run_of(3, Softsync(2))
         run.contribute(2)
         assert run.close(0) == [do.Receive(run.members[0], 1), do.Skip(1)]
-        assert only(do.Commit, run.add(0)) == [commit(run, 1, 1)]
+        assert only(do.Commit, run.add(0)) == [commit(run, 1, 1, share=2 / 3)]
         run.take(0, 2)
         assert run.close(1) == [do.OpenSum((0, 1, 2)), do.Receive(run.members[1], 1, 1)]
         run.add(1)
         decisions = run.contribute(2, step=2)
-        assert only(do.Commit, decisions) == [do.Commit(Contributions((1, 1), 3, 1))]
+        assert only(do.Commit, decisions) == [commit(run, 1, 1, staleness=1, share=2 / 3)]
         told = [d.event for d in only(do.Report, decisions) if isinstance(d.event, WindowReport)]
         assert [(window.rank, window.staleness) for window in told] == [(1, 1), (2, 0)]
 

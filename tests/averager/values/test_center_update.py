@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 
 from sparkdl.averager.values.center import Center
-from sparkdl.averager.values.center_update import CenterUpdate, Contributions
-from sparkdl.averager.values.wire_format import BFloat16Changes, Changes, FullPrecision, WireFormat
+from sparkdl.averager.values.center_update import CenterUpdate, Contributions, ReplaceByMean
+from sparkdl.averager.values.wire_format import (
+    BFloat16Changes,
+    Changes,
+    FullPrecision,
+    ParameterChanges,
+    WireFormat,
+)
 from sparkdl.protocols import Layout, Segment
 
 FORMATS = [FullPrecision(), Changes(), BFloat16Changes()]
@@ -53,7 +59,7 @@ def layout_of(*kinds: str) -> Layout:
     return tuple(Segment(kind, torch.float32, SIZE) for kind in kinds)
 
 
-def contribute(center: Center, wire_format: WireFormat, *values: float) -> None:
+def contribute(center: Center, wire_format: WireFormat, *values: float, share: float = 1.0) -> None:
     """A round of one worker, which holds the center and then has so many in each segment."""
     total = center.open_sum([0])
     total.declare(0, 1)
@@ -64,7 +70,7 @@ def contribute(center: Center, wire_format: WireFormat, *values: float) -> None:
         packing = wire_format.contribution(segment)
         sent = packing.pack(wire_format.encode(mine, base, segment))
         total.add(0, index, packing.unpack(sent, len(mine)))
-    center.commit(Contributions((1,), 4, 2))
+    center.commit(Contributions((1,), 4, 2, share=share))
 
 
 def replied(center: Center, wire_format: WireFormat, before: Tensor) -> Tensor:
@@ -95,6 +101,66 @@ def test_what_is_no_parameter_becomes_the_mean(wire_format: WireFormat) -> None:
     center = Center(layout, [torch.zeros(SIZE) for _ in layout], 4, wire_format, Told())
     contribute(center, wire_format, 1.0, 3.0, 5.0)
     assert [values[-1].item() for values in center.values] == [142.0, 3.0, 5.0]
+
+
+class InFull(ReplaceByMean):
+    """A round of one counts as much as a round of all."""
+
+    by_share = False
+
+
+class Doubles(CenterUpdate):
+    """Moves twice as far."""
+
+    def step(
+        self,
+        center: Tensor,
+        change: Tensor,
+        memory: Mapping[str, Tensor],
+        contributions: Contributions,
+    ) -> None:
+        change.mul_(2)
+
+
+@pytest.mark.parametrize("wire_format", [*FORMATS, ParameterChanges()], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    ("update", "parameters", "others"),
+    [(ReplaceByMean(), 3.0, 4.5), (Doubles(), 5.0, 4.5), (InFull(), 9.0, 17.0)],
+    ids=["mean", "step", "in full"],
+)
+def test_a_round_moves_all_that_is_averaged_by_its_share_of_a_full_one(
+    wire_format: WireFormat, update: CenterUpdate, parameters: float, others: float
+) -> None:
+    """From 1 towards 9, and from 1/3 towards 17; whole numbers are the contributor's."""
+    layout = (*layout_of("parameters", "buffers", "optimizer"), Segment("buffers", torch.int64, 5))
+    initial = [torch.full((each.numel,), 1.0).to(each.center_dtype) for each in layout]
+    for values in initial[1:3]:
+        values.fill_(1 / 3)
+    center = Center(layout, initial, 4, wire_format, update)
+    contribute(center, wire_format, 9.0, 17.0, 17.0, 7.0, share=0.25)
+    assert center.values[0].unique().tolist() == [parameters]
+    for values in center.values[1:3]:
+        assert values.unique().numel() == 1
+        assert values[0].item() == pytest.approx(others, rel=1e-2)
+    assert center.values[3].unique().tolist() == [7]
+
+
+@pytest.mark.parametrize("wire_format", FORMATS, ids=lambda each: each.name)
+def test_an_update_may_move_the_center_in_a_round_without_weight(wire_format: WireFormat) -> None:
+    class Coasts(Momentum):
+        def moves_alone(self, round: int) -> bool:
+            return round == 2
+
+    layout = (*layout_of("parameters", "buffers"), Segment("buffers", torch.int64, 5))
+    initial = [torch.zeros(each.numel, dtype=each.center_dtype) for each in layout]
+    center = Center(layout, initial, 4, wire_format, Coasts())
+    contribute(center, wire_format, 1.0, 3.0, 7.0)
+    for expected in (1.5, 1.5):
+        before = center.values[0].clone()
+        center.open_sum([0]).declare(0, 0)
+        center.commit(Contributions((), 4))
+        assert [values.unique().item() for values in center.values] == [expected, 3.0, 7]
+        assert torch.equal(replied(center, wire_format, before), center.values[0])
 
 
 class Halves(Told):

@@ -19,6 +19,7 @@ from recorded import recorded_decisions
 from replayed import Delayed
 from toys import classification, relative_error
 
+from sparkdl.averager.values.center import Center
 from sparkdl.averager.values.center_update import new_memory
 from sparkdl.checkpoint.object_spec import load_object, save_object
 from sparkdl.errors import ConfigError
@@ -27,6 +28,7 @@ from sparkdl.protocols import Segment
 from sparkdl.strategies import (
     AsynchronousOuterOptimizer,
     AsynchronousSGD,
+    Changes,
     Contributions,
     DelayedNesterov,
     OuterOptimizer,
@@ -67,6 +69,26 @@ def test_it_is_the_papers_algorithm(
         update.step(center, moved, memory, Contributions((1,), 3, 7, number))
         center += moved
         np.testing.assert_allclose(center.item(), theta, rtol=1e-9, atol=1e-9)
+
+
+def test_momentum_also_steps_where_the_nth_contribution_has_no_rows() -> None:
+    update = DelayedNesterov(3, 0.7, 0.5)
+    layout = (Segment("parameters", torch.float64, 1),)
+    center = Center(layout, [torch.zeros(1).double()], 3, Changes(), update)
+    expected = velocity = gathered = 0.0
+    for number, change in enumerate([1.0, 2.0, None, 3.0, None, 4.0, None, None, None], 1):
+        total = center.open_sum([0])
+        total.declare(0, 0 if change is None else 5, update.scale(0))
+        if change is not None:
+            total.add(0, 0, torch.tensor([change]).double())
+        center.commit(Contributions(() if change is None else (5,), 3))
+        moved = (change or 0.0) / 3
+        gathered += moved
+        if number % 3 == 0:
+            velocity, gathered = 0.5 * velocity + gathered, 0.0
+            moved += 0.5 * velocity
+        expected += 0.7 * moved
+        assert center.values[0].item() == pytest.approx(expected, rel=1e-12)
 
 
 def grows_by(reach: float, workers: int, momentum: float) -> float:

@@ -93,7 +93,7 @@ def test_with_everyone_in_each_update_it_is_parameter_averaging() -> None:
 def test_where_everyone_waits_for_everyone_the_changes_of_equal_workers_add_up_to_their_mean(
     barrier: Any,
 ) -> None:
-    strategy = AsynchronousSGD(2, rate=1 / 3, scale_by_staleness=False, barrier=barrier)
+    strategy = AsynchronousSGD(2, barrier=barrier)
     outcome = run_world(job(strategy=strategy), EQUAL.shards())
     average = run_world(job(strategy=AVERAGING), EQUAL.shards())
     assert relative_error(outcome.module, average.module) < 1e-12
@@ -155,7 +155,7 @@ def test_with_another_barrier_a_checkpoint_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("barrier", [ASP(), BSP(), SSP(2), PBSP(3), PSSP(3, 2), Softsync(2)])
 def test_it_is_saved_and_loaded_without_trust(tmp_path: Path, barrier: Any) -> None:
-    strategy = AsynchronousSGD(3, 0.5, False, barrier)
+    strategy = AsynchronousSGD(3, 0.5, True, barrier)
     spec = save_object(strategy, tmp_path, "strategy")
     expected = EXPECTED["strategy"]
     assert load_object(spec, tmp_path, "strategy", expected=expected, trust=False) == strategy
