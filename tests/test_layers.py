@@ -31,7 +31,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("outputs",),
     ("protocols",),
     ("encodings", "events", "hooks", "phases"),
-    ("process", "user_code"),
+    ("durable", "process", "user_code"),
     ("errors",),
     ("version",),
 ]

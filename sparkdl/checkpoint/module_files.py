@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sparkdl.checkpoint.json_file import read_json_object
-from sparkdl.checkpoint.local_files import whole_directory
 from sparkdl.checkpoint.object_spec import LOSS, MODEL, load_object, save_object
 from sparkdl.checkpoint.trust import TrustArgument
+from sparkdl.durable.publishing import whole_directory
 from sparkdl.encodings import NUMBERS, named
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, are_measured, are_metrics

@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import posixpath
 import re
 import threading
@@ -28,8 +29,9 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 from pyarrow import fs
 
-from sparkdl.checkpoint.lease import Lease, held
-from sparkdl.checkpoint.local_files import LocalFiles, synchronize
+from sparkdl.durable.lease import Lease, held
+from sparkdl.durable.local_files import Files, LocalFiles
+from sparkdl.durable.publishing import BLOCK_BYTES, put_file
 from sparkdl.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -37,13 +39,13 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 FORMAT = 1
 """Version of the files' format; a reader refuses a newer one."""
-BLOCK_BYTES = 4 << 20
-"""How much is read at once for checking."""
 MAX_MANIFEST_BYTES = 256 << 20
 """Enough for the reports of a million windows in an epoch; more is neither written nor read."""
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
-_NAME = re.compile(r"checkpoint-([0-9]{6,18})")
+_NAME = re.compile(r"checkpoint-([0-9]{6,12})")
+_END = 10**12
+"""Above the numbers of checkpoints."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _STORAGE_ERRORS = (OSError, pa.ArrowException)
@@ -111,18 +113,32 @@ class CheckpointStore:
             CheckpointError: its directory cannot be made, or another process is writing there now.
         """
         lease = self._lease
-        with self._lock:
-            directory = posixpath.join(self._root, f"checkpoint-{self._next:06d}")
-            self._next += 1
-            self._pending.add(directory)
+        directory = self._root
         try:
             _check(lease)
             self._files.create_dir(self._root, recursive=True)
-            self._files.create_dir(directory, recursive=False)
+            directory = self._new_directory()
+            files = LocalFiles(directory) if isinstance(self._files, LocalFiles) else self._files
         except (CheckpointError, *_STORAGE_ERRORS) as error:
             self._pending.discard(directory)
             raise CheckpointError(f"{directory} cannot be created: {error}") from error
-        return PendingCheckpoint(self._files, directory, lease, self._pending.discard)
+        return PendingCheckpoint(files, directory, lease, self._pending.discard)
+
+    def _new_directory(self) -> str:
+        while True:
+            with self._lock:
+                if self._next >= _END:
+                    raise CheckpointError(f"there are no numbers from {_END} on. Delete the last")
+                directory = posixpath.join(self._root, f"checkpoint-{self._next:06d}")
+                self._next += 1
+                self._pending.add(directory)
+            try:
+                self._files.create_dir(directory, recursive=False)
+                return directory
+            except BaseException as error:
+                self._pending.discard(directory)
+                if not isinstance(error, FileExistsError):  # then it is no checkpoint
+                    raise
 
     def newest(self) -> SavedCheckpoint | None:
         """The newest checkpoint that is complete and undamaged; warns of newer ones that are not.
@@ -172,18 +188,19 @@ class CheckpointStore:
         )
 
     def _newest_number(self) -> int:
-        return max((number for number, _ in self._named()), default=0)
+        return max(self._numbered(), default=0)
 
     def _directories(self) -> list[str]:
         """The directories of checkpoints, newest first."""
-        found = [(n, info) for n, info in self._named() if info.type == fs.FileType.Directory]
-        return [info.path for _, info in sorted(found, key=lambda one: one[0], reverse=True)]
+        found = self._numbered()
+        return [found[number] for number in sorted(found, reverse=True)]
 
-    def _named(self) -> list[tuple[int, fs.FileInfo]]:
-        """Everything that is named like a checkpoint, whatever it is, with its number."""
+    def _numbered(self) -> dict[int, str]:
+        """The directories that are named like a checkpoint, by number."""
         found = self._files.get_file_info(fs.FileSelector(self._root, allow_not_found=True))
-        matches = ((_NAME.fullmatch(info.base_name), info) for info in found)
-        return [(int(match[1]), info) for match, info in matches if match]
+        directories = [info for info in found if info.type == fs.FileType.Directory]
+        matches = ((_NAME.fullmatch(info.base_name), info.path) for info in directories)
+        return {int(match[1]): path for match, path in matches if match}
 
     def _is_finished(self, directory: str) -> bool:
         info = self._files.get_file_info(posixpath.join(directory, MANIFEST))
@@ -202,7 +219,7 @@ class PendingCheckpoint:
 
     def __init__(
         self,
-        files: fs.FileSystem,
+        files: Files,
         directory: str,
         lease: Lease | None,
         on_end: Callable[[str], None],
@@ -256,14 +273,15 @@ class PendingCheckpoint:
             )
         try:
             _check(self._lease)
-            with self._files.open_output_stream(f"{path}.partial") as stream:
-                stream.write(text)
             # Here rather than when each file is closed, because workers wait for that.
-            self._synchronize(*entries, f"{MANIFEST}.partial")
+            self._synchronize(*entries)
             _check(self._lease)
-            self._files.move(f"{path}.partial", path)
+            put_file(self._files, path, text)
             self._published = True
-            self._synchronize("", "..")
+            if isinstance(self._files, LocalFiles):
+                self._files.synchronize(posixpath.dirname(self.directory))
+                if not self._files.is_in_place():
+                    raise OSError("its directory was moved or replaced meanwhile")
         except _STORAGE_ERRORS as error:
             raise CheckpointError(f"{path} could not be written: {error}") from error
         self._on_end(self.directory)
@@ -282,7 +300,7 @@ class PendingCheckpoint:
     def _synchronize(self, *names: str) -> None:
         if isinstance(self._files, LocalFiles):
             for name in names:
-                synchronize(posixpath.join(self.directory, name))
+                self._files.synchronize(posixpath.join(self.directory, name))
 
 
 class SavedCheckpoint:
@@ -293,7 +311,7 @@ class SavedCheckpoint:
         description: what the checkpoint is, as given to ``publish``.
     """
 
-    def __init__(self, files: fs.FileSystem, directory: str, manifest: dict[str, Any]) -> None:
+    def __init__(self, files: Files, directory: str, manifest: dict[str, Any]) -> None:
         self.directory = directory
         self.description: dict[str, Any] = manifest["description"]
         self._files = files
@@ -356,14 +374,14 @@ def _check(lease: Lease | None) -> None:
         lease.check()
 
 
-def _resolve(path: str, open_elsewhere: OpenElsewhere | None) -> tuple[fs.FileSystem, str]:
+def _resolve(path: str, open_elsewhere: OpenElsewhere | None) -> tuple[Files, str]:
     if not _URI.match(path):
-        return LocalFiles(), str(Path(path).expanduser().absolute())
+        return LocalFiles(), os.path.realpath(Path(path).expanduser())
     try:
         # Hadoop's names for the same store.
         files, root = fs.FileSystem.from_uri(re.sub(r"^s3[an]://", "s3://", path))
         if isinstance(files, fs.LocalFileSystem):
-            files = LocalFiles()
+            return LocalFiles(), os.path.realpath(root)
     except (*_STORAGE_ERRORS, ValueError) as error:
         if open_elsewhere is None:
             raise
@@ -372,7 +390,7 @@ def _resolve(path: str, open_elsewhere: OpenElsewhere | None) -> tuple[fs.FileSy
     return files, root.rstrip("/")
 
 
-def _verified(files: fs.FileSystem, directory: str) -> SavedCheckpoint:
+def _verified(files: Files, directory: str) -> SavedCheckpoint:
     manifest = _read_manifest(files, posixpath.join(directory, MANIFEST))
     if manifest["format"] > FORMAT:
         raise CheckpointError(
@@ -393,7 +411,7 @@ def _verified(files: fs.FileSystem, directory: str) -> SavedCheckpoint:
     return SavedCheckpoint(files, directory, manifest)
 
 
-def _read_manifest(files: fs.FileSystem, path: str) -> dict[str, Any]:
+def _read_manifest(files: Files, path: str) -> dict[str, Any]:
     if files.get_file_info(path).type == fs.FileType.NotFound:
         raise _Unfinished
     with files.open_input_stream(path) as stream:
@@ -434,9 +452,15 @@ def _digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _delete(files: fs.FileSystem, directory: str) -> None:
+def _delete(files: Files, directory: str) -> None:
     """Delete a checkpoint, its manifest first, after which it no longer counts as one."""
     manifest = posixpath.join(directory, MANIFEST)
     if files.get_file_info(manifest).type != fs.FileType.NotFound:
         files.delete_file(manifest)
-    files.delete_dir(directory)
+    if not isinstance(files, LocalFiles):
+        files.delete_dir(directory)
+        return
+    for info in files.get_file_info(fs.FileSelector(directory)):
+        if info.type != fs.FileType.Directory:  # no checkpoint holds any
+            files.delete_file(info.path)
+    files.delete_empty_dir(directory)

@@ -15,10 +15,10 @@ from power_loss import cuts, recorded
 from pyspark import SparkContext
 from torch import nn
 
-from sparkdl.checkpoint.local_files import aside
 from sparkdl.checkpoint.module_files import SavedModule, load_module, write_module
 from sparkdl.checkpoint.state_files import load_state, save_state
 from sparkdl.checkpoint.storage import CheckpointStore
+from sparkdl.durable.publishing import ASIDE
 from sparkdl.spark.storage.files import fetch, publish
 
 
@@ -142,11 +142,11 @@ def test_a_save_killed_between_its_renames_leaves_the_old_model_to_be_found(
     publish(made(memory / "1", 1), str(memory / "m"), overwrite=False)
     rename, renamed = os.rename, []
 
-    def dying(source: Path, target: Path) -> None:
+    def dying(source: str, target: str, **at: int) -> None:
         if renamed:
             os._exit(9)
-        renamed.append(target)
-        rename(source, target)
+        renamed.extend([target] * source.startswith("m"))
+        rename(source, target, **at)
 
     child = os.fork()
     if not child:
@@ -160,7 +160,7 @@ def test_a_save_killed_between_its_renames_leaves_the_old_model_to_be_found(
 @pytest.mark.usefixtures("without_spark")
 def test_a_module_is_found_without_spark_where_a_save_was_interrupted(memory: Path) -> None:
     """As the test before leaves it: the old one aside, the new one not yet there."""
-    (there := aside(memory / "m")).mkdir()
+    (there := memory / f"m{ASIDE}").mkdir()
     module = nn.Linear(2, 1)
     write_module(
         SavedModule(

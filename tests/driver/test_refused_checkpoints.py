@@ -16,11 +16,11 @@ from toys import classification, cnn, make_job, mlp, schema
 
 from sparkdl.averager.messages.progress import Progress
 from sparkdl.averager.service.saving import Resumed
-from sparkdl.checkpoint.local_files import LocalFiles
 from sparkdl.checkpoint.state_files import save_state
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.driver import as_builder
 from sparkdl.driver.identity import require_progress, require_same_rows
+from sparkdl.durable.local_files import LocalFiles
 from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.strategies import ParameterAveraging

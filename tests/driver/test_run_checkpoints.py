@@ -284,7 +284,7 @@ def test_without_the_worker_states_the_center_is_saved_all_the_same(tmp_path: Pa
 def test_a_second_training_on_the_same_path_is_refused_and_the_first_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparkdl.checkpoint.lease.GRACE_S", 0.05)
+    monkeypatch.setattr("sparkdl.durable.lease.GRACE_S", 0.05)
     job, data = make_job(mlp(), epochs=2), classification([12])
     refused: list[str] = []
 

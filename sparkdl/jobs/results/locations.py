@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from sparkdl.checkpoint.local_files import LocalFiles
+from sparkdl.durable.local_files import LocalFiles
 from sparkdl.errors import ConfigError
 from sparkdl.jobs.results.output import Location
 from sparkdl.spark.storage.files import hadoop_files, java_errors

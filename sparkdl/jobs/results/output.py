@@ -25,9 +25,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import posixpath
-import uuid
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +34,9 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
-from sparkdl.checkpoint.lease import LEASE, Lease, held
-from sparkdl.checkpoint.local_files import ASIDE, LocalFiles, synchronize
+from sparkdl.durable.lease import Lease, belongs_to_lease, held
+from sparkdl.durable.local_files import Files, LocalFiles
+from sparkdl.durable.publishing import ASIDE, delete, put_file, replace_directory
 from sparkdl.errors import CheckpointError, ConfigError, InUseError
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Location:
         renames: whether the file system renames a directory atomically, rather than copying it.
     """
 
-    files: fs.FileSystem
+    files: Files
     path: str
     renames: bool
 
@@ -116,7 +116,7 @@ class Output:
         self._run = run
         self._work = location.path + WORK
         self._lease: Lease | None = None
-        self.staged = f"{location.path}{STAGED}{uuid.uuid4().hex[:8]}"
+        self.staged = f"{location.path}{STAGED}{secrets.token_hex(8)}"
         self.checkpoints = None if run.run_id is None else f"{self._work}/{CHECKPOINTS}"
 
     @contextlib.contextmanager
@@ -198,7 +198,7 @@ class Output:
         for path in self._staged():
             self._discard(path)
         if self._exists(self._path):
-            self._delete(self._path + ASIDE)
+            delete(self._files, self._path + ASIDE)
         if done is None:
             self._require_replaceable()
             self._keep_work_of_this_run()
@@ -253,13 +253,7 @@ class Output:
         if self._lease is not None:
             self._lease.check()
         if self._renames:
-            old = self._path + ASIDE
-            if self._exists(self._path):
-                self._delete(old)
-                self._files.move(self._path, old)
-            self._files.move(staged, self._path)
-            self._synchronize(posixpath.dirname(self._path))
-            self._delete(old)
+            replace_directory(self._files, staged, self._path)
         else:
             self._move_files(staged, result)
 
@@ -348,14 +342,14 @@ class Output:
         """Delete all but the lease."""
         if self._exists(self._work):
             for info in self._list(self._work):
-                if info.base_name != LEASE:
-                    self._delete(posixpath.join(self._work, info.base_name))
+                if not belongs_to_lease(info.base_name):
+                    delete(self._files, posixpath.join(self._work, info.base_name))
 
     def _remove_work(self) -> None:
         """Delete the directory if it is empty; the lease has been released."""
         if isinstance(self._files, LocalFiles):
             with contextlib.suppress(OSError):  # not empty: to be resumed, or in use again
-                os.rmdir(self._work)
+                self._files.delete_empty_dir(self._work)
         elif self._exists(self._work) and not self._list(self._work):
             self._files.delete_dir(self._work)
 
@@ -379,14 +373,7 @@ class Output:
                 return
             self._files.delete_file(marker)
             self._synchronize(staged)
-        self._delete(staged)
-
-    def _delete(self, path: str) -> None:
-        kind = self._files.get_file_info(path).type
-        if kind == fs.FileType.Directory:
-            self._files.delete_dir(path)
-        elif kind != fs.FileType.NotFound:
-            self._files.delete_file(path)
+        delete(self._files, staged)
 
     def _exists(self, path: str) -> bool:
         return bool(self._files.get_file_info(path).type != fs.FileType.NotFound)
@@ -402,7 +389,7 @@ class Output:
             if info.type == fs.FileType.Directory:
                 yield from self._walk(directory, f"{name}/")
             elif name not in (MARKER, f"{MARKER}.partial"):
-                yield name, int(info.size)
+                yield name, -1 if info.size is None else int(info.size)
 
     def _result_at(self, directory: str) -> Result | None:
         """What a marker says; None if there is none, or it cannot be read."""
@@ -422,23 +409,19 @@ class Output:
 
     def _put(self, directory: str, name: str, said: Result) -> None:
         """Write a small file, all of it or nothing."""
-        path = posixpath.join(directory, name)
-        with self._files.open_output_stream(f"{path}.partial") as stream:
-            stream.write(json.dumps(said, indent=1, allow_nan=False).encode())
-        self._synchronize(f"{path}.partial")
-        if not isinstance(self._files, LocalFiles) and self._exists(path):
-            self._files.delete_file(path)
-        self._files.move(f"{path}.partial", path)
-        self._synchronize(directory)
+        octets = json.dumps(said, indent=1, allow_nan=False).encode()
+        put_file(self._files, posixpath.join(directory, name), octets)
 
     def _synchronize(self, path: str) -> None:
         if isinstance(self._files, LocalFiles):
-            synchronize(path)
+            self._files.synchronize(path)
 
     def _synchronize_tree(self, directory: str, names: dict[str, int]) -> None:
-        if not isinstance(self._files, LocalFiles):
-            return
-        for name in names:
-            synchronize(posixpath.join(directory, name))
-        for at, _, _ in os.walk(directory, topdown=False):
-            synchronize(at)
+        above = {part for name in names for part in _directories_of(name)}
+        for name in [*names, *sorted(above, key=len, reverse=True), ""]:
+            self._synchronize(f"{directory}/{name}".rstrip("/"))
+
+
+def _directories_of(name: str) -> Iterator[str]:
+    while name := posixpath.dirname(name):
+        yield name

@@ -14,7 +14,10 @@ from typing import Any
 
 import pyspark
 import torch
+from pyarrow import fs
 
+from sparkdl.durable.local_files import LocalFiles
+from sparkdl.durable.publishing import put_file
 from sparkdl.errors import CheckpointError
 from sparkdl.jobs.exits import Exit
 from sparkdl.version import __version__
@@ -66,10 +69,9 @@ def clear_result(path: str) -> None:
     Raises:
         CheckpointError: no result file can be written there.
     """
-    target = Path(path).expanduser().absolute()
-    with _written(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)
+    with _written(path) as (files, target):
+        if files.get_file_info(target).type != fs.FileType.NotFound:
+            files.delete_file(target)
 
 
 def write_result(path: str, result: dict[str, Any]) -> None:
@@ -78,20 +80,23 @@ def write_result(path: str, result: dict[str, Any]) -> None:
     Raises:
         CheckpointError: it cannot be written.
     """
-    target = Path(path).expanduser().absolute()
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    with _written(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(finite(result), indent=1) + "\n")
-        os.replace(partial, target)
+    with _written(path) as (files, target):
+        put_file(files, target, (json.dumps(finite(result), indent=1) + "\n").encode())
 
 
 @contextlib.contextmanager
-def _written(target: Path) -> Iterator[None]:
+def _written(path: str) -> Iterator[tuple[LocalFiles, str]]:
+    given = Path(path).expanduser().absolute()
     try:
-        yield
+        target = f"{os.path.realpath(given.parent)}/{given.name}"
+        files = LocalFiles()
+        files.create_dir(os.path.dirname(target))
+        kind = files.get_file_info(target).type
+        if kind not in (fs.FileType.File, fs.FileType.NotFound) and not os.path.islink(target):
+            raise OSError("what is there is no file")
+        yield files, target
     except OSError as error:
         raise CheckpointError(
-            f"the result file {target} cannot be written: {error}. Set a different result_file, "
+            f"the result file {given} cannot be written: {error}. Set a different result_file, "
             "or omit it"
         ) from error

@@ -15,7 +15,7 @@ from py4j.protocol import Py4JError
 from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
-from sparkdl.checkpoint.local_files import ASIDE, put_directory, whole_directory
+from sparkdl.durable.publishing import ASIDE, put_directory, whole_directory
 from sparkdl.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ import pytest
 from object_store import Killed, ObjectStore
 from power_loss import cuts, recorded
 
-from sparkdl.checkpoint import lease
-from sparkdl.checkpoint.local_files import LocalFiles
+from sparkdl.durable import lease
+from sparkdl.durable.local_files import LocalFiles
 from sparkdl.errors import CheckpointError, ConfigError, InUseError
 from sparkdl.jobs.results.output import MARKER, Location, Output, Run
 

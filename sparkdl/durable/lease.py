@@ -3,8 +3,9 @@
 Two would number and delete each other's. The writer holds a lease: a file that names it and is
 renewed while the process lives. What counts about an existing lease is whether it changes, so no
 two clocks are compared: one that is not renewed for a while is taken over, and its former holder
-stops writing. Where the file system has locks, a lock beside it says at once whether a process on
-this machine is still alive.
+stops writing. Where the file system has locks, a lock beside it says at once whether a process of
+this user on this machine is still alive. It is on a file that nobody else can open: whoever may
+only read the directory cannot keep others out of it.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from pathlib import Path
 import pyarrow as pa
 from pyarrow import fs
 
-from sparkdl.checkpoint.local_files import LocalFiles
+from sparkdl.durable.local_files import Files, LocalFiles
 from sparkdl.errors import CheckpointError, InUseError, StoppedError
 
 logger = logging.getLogger(__name__)
 
 LEASE = "in-use.json"
+LOCK = "in-use.lock"
 RENEWED_EVERY_S = 5.0
 EXPIRES_S = 20.0
 """A process that is stopped for this long may lose its lease."""
@@ -54,11 +56,14 @@ class Lease:
         files: the directory's file system.
         root: the directory.
         holder: what it says about its holder.
+
+    Attributes:
+        path: where the lease is.
     """
 
-    def __init__(self, files: fs.FileSystem, root: str, holder: Holder) -> None:
+    def __init__(self, files: Files, root: str, holder: Holder) -> None:
         self._files = files
-        self._path = posixpath.join(root, LEASE)
+        self.path = posixpath.join(root, LEASE)
         self._holder = holder
         self._renewals = 0
         self._lock = threading.Lock()  # so that no half-written lease is read
@@ -82,10 +87,10 @@ class Lease:
 
     def read(self) -> Holder | None:
         """What it says about its holder, empty strings if unreadable; None if there is no lease."""
-        if self._files.get_file_info(self._path).type != fs.FileType.File:
+        if self._files.get_file_info(self.path).type != fs.FileType.File:
             return None
         try:
-            with self._files.open_input_stream(self._path) as stream:
+            with self._files.open_input_stream(self.path) as stream:
                 octets = stream.read(MAX_BYTES)
         except FileNotFoundError:
             return None  # it was given back meanwhile
@@ -102,7 +107,7 @@ class Lease:
                 return
             self._renewals += 1
             text = json.dumps({**self._holder, "renewals": str(self._renewals)})
-            with self._files.open_output_stream(self._path) as stream:
+            with self._files.open_output_stream(self.path) as stream:
                 stream.write(text.encode())
 
     def keep(self) -> None:
@@ -113,12 +118,12 @@ class Lease:
                 self.write()
             except CheckpointError as error:
                 if not self._ended.is_set():
-                    logger.error("no more checkpoints in %s: %s", self._path, error)
+                    logger.error("no more checkpoints in %s: %s", self.path, error)
                 return
             except StoppedError:
                 return  # the run has ended, and with it the way to the files
             except _STORAGE_ERRORS as error:
-                logger.warning("%s could not be renewed: %s", self._path, error)
+                logger.warning("%s could not be renewed: %s", self.path, error)
 
     def end(self) -> None:
         """Give the lease back."""
@@ -127,13 +132,13 @@ class Lease:
             with self._lock:
                 found = self.read()
                 if found and found["id"] == self._holder["id"]:
-                    self._files.delete_file(self._path)
+                    self._files.delete_file(self.path)
         except (StoppedError, *_STORAGE_ERRORS) as error:
-            logger.warning("%s could not be deleted: %s", self._path, error)
+            logger.warning("%s could not be deleted: %s", self.path, error)
 
 
 @contextlib.contextmanager
-def held(files: fs.FileSystem, root: str, application: str | None = None) -> Iterator[Lease]:
+def held(files: Files, root: str, application: str | None = None) -> Iterator[Lease]:
     """Hold a directory's lease inside a ``with`` block.
 
     On local file systems, a live process of this machine is known at once, and given ``GRACE_S`` to
@@ -153,10 +158,12 @@ def held(files: fs.FileSystem, root: str, application: str | None = None) -> Ite
     """
     lease = Lease(files, root, _this_process(application))
     with contextlib.ExitStack() as locks:
-        is_locked = isinstance(files, LocalFiles) and _lock(root, locks)
+        is_locked = isinstance(files, LocalFiles) and _lock(files, root, locks)
         if is_locked is None:
             raise _in_use(root, lease.read())
         _wait_for_its_end(lease, root, is_locked)
+        if isinstance(files, LocalFiles):
+            files.delete_partial_files(lease.path)
         lease.write()
         found = lease.read()
         if found and found["id"] != lease._holder["id"]:
@@ -168,6 +175,14 @@ def held(files: fs.FileSystem, root: str, application: str | None = None) -> Ite
         finally:
             lease.end()
             keeper.join(RENEWED_EVERY_S)
+            if is_locked is False and isinstance(files, LocalFiles):  # nobody has the lock either
+                with contextlib.suppress(OSError):
+                    files.delete_file(posixpath.join(root, LOCK))
+
+
+def belongs_to_lease(name: str) -> bool:
+    """Whether a file in a directory that is held has to do with its lease."""
+    return name.lstrip(".").startswith((LEASE, LOCK))
 
 
 def _wait_for_its_end(lease: Lease, root: str, is_locked: bool) -> None:
@@ -192,25 +207,41 @@ def _wait_for_its_end(lease: Lease, root: str, is_locked: bool) -> None:
     logger.warning("%s was in use by %s, which is gone", root, _describe(found))
 
 
-def _lock(root: str, locks: contextlib.ExitStack) -> bool | None:
-    """Lock a directory; returns whether locks work there, None if somebody else has the lock."""
-    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-    locks.callback(os.close, descriptor)
+def _lock(files: LocalFiles, root: str, locks: contextlib.ExitStack) -> bool | None:
+    """Lock a directory; returns whether that is possible, None if somebody else has the lock."""
+    path = posixpath.join(root, LOCK)
     deadline = time.monotonic() + GRACE_S
     while True:
+        descriptor = None
         try:
+            descriptor = files.open_private(path)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if files.is_at(descriptor, path):  # and not deleted by whoever had the lock before
+                locks.callback(_unlock, files, path, descriptor)
+                return True
+            os.close(descriptor)
         except BlockingIOError:
+            os.close(descriptor)  # type: ignore[arg-type]
             if time.monotonic() > deadline:
                 return None
             time.sleep(GRACE_S / 50)
         except OSError as error:
-            logger.info("%s does not support locks (%s)", root, error)
+            logger.info("%s cannot be locked (%s)", root, error)
+            if descriptor is not None:
+                os.close(descriptor)
             return False
-        else:
-            # Unlocked, because a process forked meanwhile would keep the lock otherwise.
-            locks.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
-            return True
+
+
+def _unlock(files: LocalFiles, path: str, descriptor: int) -> None:
+    try:
+        if files.is_at(descriptor, path):
+            files.delete_file(path)
+        # Unlocked, because a process forked meanwhile would keep the lock otherwise.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    except OSError as error:
+        logger.warning("%s could not be deleted: %s", path, error)
+    finally:
+        os.close(descriptor)
 
 
 def _this_process(application: str | None) -> Holder:

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 from pyarrow import fs
 
-from sparkdl.checkpoint import lease, storage
+from sparkdl.checkpoint import storage
 from sparkdl.checkpoint.storage import CheckpointStore
+from sparkdl.durable import lease
 from sparkdl.errors import CheckpointError, ConfigError, StoppedError
 
 
@@ -169,7 +170,7 @@ def test_a_machine_that_shares_no_locks_is_seen_by_its_renewals(
 ) -> None:
     with ExitStack() as elsewhere:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lease, "_lock", lambda root, locks: True)
+            patch.setattr(lease, "_lock", lambda files, root, locks: True)
             patch.setattr(lease, "_BOOT_ID", tmp_path / "none")
             elsewhere.enter_context(store_at(tmp_path).held("elsewhere"))
         with pytest.raises(ConfigError, match="elsewhere"), store_at(tmp_path).held():

@@ -1,0 +1,263 @@
+"""Whoever may write to a directory of ours gains no other file of ours by it, and stops nobody."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from sparkdl.checkpoint.storage import CheckpointStore, PendingCheckpoint
+from sparkdl.durable import lease
+from sparkdl.durable.local_files import LocalFiles
+from sparkdl.durable.publishing import put_directory
+from sparkdl.errors import CheckpointError, ConfigError
+from sparkdl.jobs.results.output import Location, Output, Run
+from sparkdl.jobs.results.result import clear_result, write_result
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def a_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+ATTACKS: dict[str, Callable[[Path, Path], None]] = {
+    "link to a file": lambda path, home: path.symlink_to(home / "precious"),
+    "link to nothing": lambda path, home: path.symlink_to(home / "new"),
+    "link to a directory": lambda path, home: path.symlink_to(home),
+    "link to itself": lambda path, home: path.symlink_to(path.name),
+    "link to a device": lambda path, home: path.symlink_to("/dev/zero"),
+    "hard link": lambda path, home: path.hardlink_to(home / "precious"),
+    "pipe": lambda path, home: os.mkfifo(path),
+    "socket": lambda path, home: a_socket(path),
+    "directory": lambda path, home: path.mkdir(),
+    "full directory": lambda path, home: shutil.copytree(home, path, symlinks=True) and None,
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    """A directory that nobody but its owner may change, and in the end nobody has."""
+    (home := tmp_path / "home").mkdir()
+    for name in ("precious", "center", "manifest.json", "in-use.json", "run.json", "_result.json"):
+        (home / name).write_text("mine")
+    (home / "below").mkdir()
+    (home / "below" / "precious").write_text("mine")
+    before = contents(home)
+    yield home
+    assert contents(home) == before
+
+
+def contents(directory: Path) -> dict[str, str]:
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return {str(path.relative_to(directory)): path.read_text() for path in files}
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "GRACE_S", 0.05)
+    monkeypatch.setattr(lease, "EXPIRES_S", 0.3)
+
+
+def write(pending: PendingCheckpoint, epoch: int) -> None:
+    with pending.create("center") as file:
+        file.write(b"weights")
+    pending.publish({"epoch": epoch})
+
+
+def newest(path: Path) -> int | None:
+    saved = CheckpointStore(str(path), keep_last=1).newest()
+    return None if saved is None else int(saved.description["epoch"])
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_whatever_is_in_the_place_of_a_file_of_ours_no_file_elsewhere_changes(
+    tmp_path: Path, home: Path, attack: str
+) -> None:
+    """A checkpoint is written, or it is refused in words."""
+    for number, name in enumerate([lease.LEASE, lease.LOCK, "checkpoint-000001"]):
+        (root := tmp_path / f"{number}").mkdir()
+        ATTACKS[attack](root / name, home)
+        store = CheckpointStore(str(root), keep_last=1)
+        try:
+            with store.held():
+                for epoch in (1, 2):
+                    write(store.begin(), epoch)
+                store.prune()
+        except ConfigError:  # any kind of file is no hindrance
+            assert (name, attack) in [(lease.LEASE, "directory"), (lease.LEASE, "full directory")]
+        else:
+            assert newest(root) == 2
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_checkpoint_is_written_where_it_was_begun_whatever_takes_its_place(
+    tmp_path: Path, home: Path, attack: str
+) -> None:
+    for at, ends in product(("begun", "being written", "written"), ("publish", "abandon")):
+        (root := tmp_path / f"{at}, {ends}").mkdir()
+        store = CheckpointStore(str(root), keep_last=1)
+        with store.held():
+            write(store.begin(), 1)
+            pending = store.begin()
+            place = Path(pending.directory)
+            if at == "written":
+                with pending.create("center") as file:
+                    file.write(b"weights")
+            if at == "being written":
+                with suppress(CheckpointError), pending.create("center") as file:
+                    file.write(b"weights")
+                    place.rename(root / "away")
+                    ATTACKS[attack](place, home)
+            else:
+                place.rename(root / "away")
+                ATTACKS[attack](place, home)
+            with pending.create("rank-0") as file:
+                file.write(b"state")
+            assert (root / "away" / "rank-0").read_bytes() == b"state"
+            if ends == "publish":
+                with pytest.raises(CheckpointError, match="moved or replaced"):
+                    pending.publish({"epoch": 2})
+            pending.abandon()
+        assert newest(root) == 1
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_what_is_in_the_place_of_an_old_checkpoint_is_not_deleted_through(
+    tmp_path: Path, home: Path, attack: str
+) -> None:
+    (root := tmp_path / "checkpoints").mkdir()
+    store = CheckpointStore(str(root), keep_last=1)
+    for epoch in (1, 2):
+        write(store.begin(), epoch)
+    shutil.rmtree(root / "checkpoint-000001")
+    ATTACKS[attack](root / "checkpoint-000001", home)
+    store.prune()
+    assert newest(root) == 2
+    if attack == "full directory":  # no checkpoint has a directory in it
+        assert (root / "checkpoint-000001" / "below" / "precious").exists()
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_job_is_refused_or_leaves_its_output_and_no_file_elsewhere_changes(
+    tmp_path: Path, home: Path, attack: str
+) -> None:
+    names = ["out", "out.sparkdl-job", "out.sparkdl-replaced", "out.sparkdl-staged-0"]
+    for number, name in enumerate([*names, f"out.sparkdl-job/{lease.LEASE}"]):
+        place = tmp_path / f"{number}" / name
+        place.parent.mkdir(parents=True)
+        ATTACKS[attack](place, home)
+        location = Location(files=LocalFiles(), path=f"{tmp_path}/{number}/out", renames=True)
+        output = Output(location, Run(job="train", run_id="a", configuration="c"))
+        try:
+            with output.claimed() as done:
+                assert done is None
+                Path(output.staged).mkdir()
+                output.commit({})
+        except (CheckpointError, ConfigError):
+            continue
+        assert json.loads((tmp_path / f"{number}" / "out" / "_result.json").read_text())
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_result_file_and_a_saved_model_take_a_name_and_not_what_has_it(
+    tmp_path: Path, home: Path, attack: str
+) -> None:
+    ATTACKS[attack](tmp_path / "result.json", home)
+    for write_it in (lambda: write_result(f"{tmp_path}/result.json", {"a": 1}), lambda: None):
+        with suppress(CheckpointError):
+            clear_result(f"{tmp_path}/result.json")
+            write_it()
+    ATTACKS[attack](tmp_path / "model.sparkdl-replaced", home)
+    (made := tmp_path / "made").mkdir()
+    (made / "weights").write_text("new")
+    for _ in range(2):
+        put_directory(made, tmp_path / "model")
+        assert contents(tmp_path / "model") == {"weights": "new"}
+
+
+def test_a_device_stays_where_it_is() -> None:
+    for write_it in (clear_result, lambda path: write_result(path, {})):
+        with pytest.raises(CheckpointError, match="no file"):
+            write_it("/dev/null")
+
+
+def test_whoever_may_only_read_a_directory_keeps_nobody_out(tmp_path: Path) -> None:
+    """A shared lock on all that a reader can open."""
+    held = [os.open(tmp_path, os.O_RDONLY)]
+    fcntl.flock(held[0], fcntl.LOCK_SH)
+    with CheckpointStore(str(tmp_path), keep_last=1).held():
+        private = (tmp_path / lease.LOCK).stat()
+        assert private.st_mode & 0o777 == 0o600
+    os.close(held[0])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o660, 0o606])
+def test_a_lock_that_others_could_take_too_is_none(tmp_path: Path, mode: int) -> None:
+    (file := tmp_path / lease.LOCK).touch()
+    file.chmod(mode)
+    descriptor = os.open(file, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with CheckpointStore(str(tmp_path), keep_last=1).held():
+        pass
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("name", ["checkpoint-999999999999999999", "checkpoint-" + "9" * 200])
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch])
+def test_a_number_that_leaves_no_room_does_not_hide_the_others(
+    tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / name)
+    for epoch in (1, 2):
+        with (store := CheckpointStore(str(tmp_path), keep_last=1)).held():
+            assert newest(tmp_path) == (None if epoch == 1 else 1)
+            write(store.begin(), epoch)
+            store.prune()
+    assert newest(tmp_path) == 2
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-000002", name]
+
+
+def test_the_last_number_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-999999999999").mkdir()
+    store = CheckpointStore(str(tmp_path), keep_last=1)
+    with pytest.raises(CheckpointError, match=r"no numbers from 1000000000000 on. Delete"):
+        store.begin()
+
+
+def test_entries_that_are_no_directories_have_no_numbers(tmp_path: Path) -> None:
+    for name in ("checkpoint-000001", "checkpoint-000003"):
+        (tmp_path / name).write_text("the user's own")
+    store = CheckpointStore(str(tmp_path), keep_last=9)
+    for epoch in (1, 2):
+        write(store.begin(), epoch)
+    assert newest(tmp_path) == 2
+    assert len(os.listdir(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("name", ["checkpoint-000009\n", "new\nline", os.fsdecode(b"\xff\xfe")])
+def test_a_name_of_any_bytes_is_nobodys(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with (store := CheckpointStore(str(tmp_path), keep_last=1)).held():
+        write(store.begin(), 1)
+        store.prune()
+    assert newest(tmp_path) == 1
+    assert (tmp_path / name).is_dir()
+
+
+def test_a_checkpoint_path_may_be_a_link_of_the_users_own(tmp_path: Path) -> None:
+    (real := tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(real)
+    with (store := CheckpointStore(f"{tmp_path}/link/checkpoints", keep_last=1)).held():
+        write(store.begin(), 1)
+    assert newest(real / "checkpoints") == 1
