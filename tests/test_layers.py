@@ -48,7 +48,7 @@ ROOMS: dict[str, list[tuple[str, ...]]] = {
         ("functions", "inference"),
         ("launch",),
         ("diagnostics", "modules"),
-        ("cluster", "rows", "session", "storage"),
+        ("closures", "cluster", "rows", "session", "storage"),
     ],
     "strategies": [
         ("all_reduce", "asynchronous", "elastic", "gossip", "outer", "threshold"),

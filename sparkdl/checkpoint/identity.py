@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from sparkdl.checkpoint.moved import former_name
+from sparkdl.user_code.stand_ins import stand_in
 
 Parts = dict[str, bytes]
 """The digest of each part, by name."""
@@ -179,6 +180,7 @@ class _Teller:
 
     def parts(self, value: object) -> Parts:
         """What an object consists of."""
+        value = stand_in(value)
         name = _import_name(value)
         if name is not None:
             return {"name": _hash(name)}

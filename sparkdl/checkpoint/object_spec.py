@@ -22,12 +22,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 
 from sparkdl.checkpoint.moved import present_name
 from sparkdl.checkpoint.trust import NotFoundError, Trust, TrustArgument, find, torchs_own
 from sparkdl.errors import ConfigError
+from sparkdl.user_code.stand_ins import pickled_apart
 
 KEY = "recipe"
 """The key of a spec in files: what it was called when the first were written."""
@@ -101,7 +101,7 @@ def save_object(value: Any, directory: Path, name: str) -> dict[str, Any]:
         spec = {}
     if not spec or _needs_main(spec):
         file = _pickle_of(name)
-        (directory / file).write_bytes(cloudpickle.dumps(value))
+        (directory / file).write_bytes(pickled_apart(value))
         spec = {**spec, "pickle": file}
     return {KEY: spec}
 

@@ -15,24 +15,25 @@ from torch import Tensor, nn
 
 from sparkdl.errors import ModelError
 from sparkdl.process.randomness import borrowed_random_numbers
-from sparkdl.user_code.references import ReferencePickler
 
 
-def pickled_module(module: nn.Module, builder: Any, names: set[str] | None = None) -> bytes:
+def pickled_module(
+    module: nn.Module,
+    builder: Any,
+    pickler: Callable[[io.BytesIO], cloudpickle.Pickler] = cloudpickle.Pickler,
+) -> bytes:
     """Pickle a module such that unpickling restores it.
 
     Args:
         module: the module in its present state.
         builder: the function that built it, or the module that it is a trained copy of.
-        names: a set to add the names to that are looked up when it is loaded and called; see
-            ``references``.
+        pickler: what pickles it into a file.
 
     Raises:
         ModelError: neither can be pickled.
     """
     file = io.BytesIO()
-    noted = set() if names is None else names
-    _dump(module, builder, lambda file: ReferencePickler(file, noted), file)
+    _dump(module, builder, pickler, file)
     return file.getvalue()
 
 

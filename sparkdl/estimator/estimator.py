@@ -37,6 +37,7 @@ from sparkdl.protocols import (
     SequenceInput,
 )
 from sparkdl.report import TrainingSummary
+from sparkdl.spark.closures.accumulators import uncounted
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.slot_queue import queued
 from sparkdl.spark.diagnostics.console import driver_hosts
@@ -149,7 +150,8 @@ class BaseEstimator(
             return self._trained(dataset, warm_start)
 
     def _trained(self, dataset: DataFrame, warm_start: FittedModel | None) -> M:
-        ready = Preflight(self, dataset, None if warm_start is None else warm_start.module)
+        with uncounted():
+            ready = Preflight(self, dataset, None if warm_start is None else warm_start.module)
         spark, workers = dataset.sparkSession, ready.workers
         with (
             queued(spark, workers.num_tasks, gpu_profile(spark, workers.device)),
@@ -188,7 +190,7 @@ class BaseEstimator(
                 host=host,
                 advertised_host=advertised_host,
                 checkpoints=self.checkpoint_policy(spark.sparkContext.applicationId),
-                check=ready.check,
+                check=uncounted()(ready.check),
                 on_event=progress,
                 callbacks=self.driver_callbacks(),
                 warm_start=ready.warm_start,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -31,6 +31,7 @@ from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.protocols import ColumnSpec, LossFunction
 from sparkdl.replica.losses import ModelLoss
 from sparkdl.report import TrainingSummary
+from sparkdl.spark.closures.pickling import References, pickled
 from sparkdl.spark.inference.columns import prediction_columns, readable
 from sparkdl.spark.inference.evaluation import Evaluation, evaluate
 from sparkdl.spark.inference.function import predict_function
@@ -39,7 +40,6 @@ from sparkdl.spark.inference.scores import Labels, Score, not_of_one_output
 from sparkdl.spark.inference.shared_model import ModelSharing
 from sparkdl.spark.rows.columns import InputColumn, input_column
 from sparkdl.spark.session.session import current_session
-from sparkdl.user_code.references import pickled
 
 
 class FittedModel(
@@ -133,16 +133,17 @@ class FittedModel(
         names: Sequence[str],
         spark: SparkSession,
         *,
-        also: Iterable[str] = (),
+        used: References | None = None,
         score: bytes | None = None,
     ) -> Predictor:
+        used = References() if used is None else used
         return Predictor(
             model=self._sharing.share(
                 self.module,
                 self._builder,
                 spark.sparkContext,
                 ship_modules=self.getShipModules(),
-                also=also,
+                used=used,
             ),
             outputs=outputs,
             names=names if self.features_by_name() else None,
@@ -150,6 +151,7 @@ class FittedModel(
             manner=self.manner(),
             settings=TorchSettings.here(),
             score=score,
+            broadcasts=used.broadcasts,
         )
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
@@ -175,9 +177,9 @@ class FittedModel(
                 prediction_columns(predictor, dataset, columns, specs)
             )
         rows, label_columns, labels = self._labelled(dataset)
-        used: set[str] = set()
+        used = References()
         octets = pickled(Score(self._loss_of_rows(), labels), used)
-        predictor = self._predictor(outputs, given, spark, also=used, score=octets)
+        predictor = self._predictor(outputs, given, spark, used=used, score=octets)
         both = [*columns, *label_columns]
         added = readable(rows, columns[0]).withColumns(
             prediction_columns(predictor, rows, both, [*specs, *labels.specs])
@@ -247,9 +249,9 @@ class FittedModel(
                 f"every row equally, because their update takes no '{WEIGHTS}'. Drop it, or write "
                 "a torchmetrics.Metric that takes one"
             )
-        used: set[str] = set()
+        used = References()
         octets, given = pickled(measured, used), [each.name for each in specs]
-        predictor = self._predictor((), given, dataset.sparkSession, also=used)
+        predictor = self._predictor((), given, dataset.sparkSession, used=used)
         evaluation = Evaluation(predictor, octets, specs, labels, weight)
         weighted = [] if weights is None else [weights]
         return evaluate(evaluation, measured, rows, [*columns, *label_columns, *weighted])

@@ -39,6 +39,7 @@ from sparkdl.replica import Replica, flatten, forward
 from sparkdl.replica.frozen import frozen_values
 from sparkdl.replica.warm_start import WithFrozenValues
 from sparkdl.transport.framing import octets_of
+from sparkdl.user_code.stand_ins import pickled_apart
 
 _START = """
 import pickle, sys
@@ -152,13 +153,12 @@ def serve(control: int) -> None:
 
 def _pickled(model: ModelBuilder) -> bytes:
     try:
-        payload: bytes = cloudpickle.dumps(model)
+        return pickled_apart(model)
     except Exception as error:  # any __reduce__ may raise anything
         raise ModelError(
             "the function that builds the model cannot be sent to another process, as it must "
             f"be to each worker: {type(error).__name__}: {error}"
         ) from error
-    return payload
 
 
 def _leave_with(connected: socket.socket) -> None:

@@ -32,16 +32,17 @@ logger = logging.getLogger(__name__)
 
 def train(
     job: Job, placement: Placement, address: ServiceAddress, batches: Iterable[pa.RecordBatch]
-) -> None:
+) -> bool:
     """Train one replica from the first epoch to the last.
-
-    Returns normally even if the run was ended elsewhere; the averager then knows why.
 
     Args:
         job: what to train.
         placement: where this worker runs.
         address: the driver's averager's.
         batches: the worker's rows, once; exhausted before the first epoch, or in it.
+
+    Returns:
+        Whether it was trained to the end; if not, the averager knows why.
 
     Raises:
         DisconnectedError: the averager could never be reached, and so does not know this worker; or
@@ -54,8 +55,8 @@ def train(
             replica = _build_replica(job, placement)
         except Exception as error:  # whatever the user's code raises must reach the driver
             report_failure(address, placement.rank, error)
-            return
-        _join_and_train(job, placement, replica, address, batches)
+            return False
+        return _join_and_train(job, placement, replica, address, batches)
 
 
 def _build_replica(job: Job, placement: Placement) -> Replica:
@@ -80,7 +81,7 @@ def _join_and_train(
     replica: Replica,
     address: ServiceAddress,
     batches: Iterable[pa.RecordBatch],
-) -> None:
+) -> bool:
     clock, rank = PhaseClock(), placement.rank
     strategy = OnWorker(job.strategy)
     joined = False
@@ -109,6 +110,7 @@ def _join_and_train(
             try:
                 neighbours = Neighbours(job, placement, averager, address.token)
                 TrainingLoop(job, placement, run, strategy, averager, neighbours).train(batches)
+                return True
             except (StoppedError, DeadlineError):
                 raise
             except CollectiveError as error:
@@ -121,3 +123,4 @@ def _join_and_train(
             raise
         # The averager ended the run and knows why, or is gone; raising would make Spark retry.
         logger.info("rank %d leaves: %s", rank, error)
+    return False

@@ -95,7 +95,7 @@ def test_predictions_are_those_of_a_cpu(
         partitionId=lambda: 0, taskAttemptId=lambda: 0, cpus=lambda: 1, resources=lambda: gpus
     )
     monkeypatch.setattr(predictor_module.TaskContext, "get", lambda: task)
-    pickled: Any = SimpleNamespace(value=pickled_module(module, None, set()))
+    pickled: Any = SimpleNamespace(value=pickled_module(module, None))
     predictor = Predictor(
         SharedModel(f"test {dtype} {compiled}", pickled, None),
         [OutputColumn("prediction", None, lambda outputs: outputs, wide=True)],

@@ -22,7 +22,6 @@ from sparkdl.estimator.checks.probe import (
     widths_of_shorter_rows,
 )
 from sparkdl.estimator.checks.rehearsal import require_schedule, require_steady_state, require_steps
-from sparkdl.estimator.checks.shipping import require_picklable
 from sparkdl.estimator.checks.values import (
     UnbalancedError,
     balanced,
@@ -47,6 +46,7 @@ from sparkdl.replica import Precision
 from sparkdl.replica.initial import prepare
 from sparkdl.replica.schedule import Unit
 from sparkdl.replica.warm_start import WarmStart
+from sparkdl.spark.closures.checks import require_picklable
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.cluster.slots import choose_num_workers, require_static_allocation

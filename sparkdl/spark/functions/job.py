@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import astuple
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 from pyspark.sql import SparkSession
 
-from sparkdl.errors import DataError, SparkDLError, TrainingError, WorkerLostError
+from sparkdl.errors import ConfigError, DataError, SparkDLError, TrainingError, WorkerLostError
 from sparkdl.feed.statistics.check import NO_ROWS
+from sparkdl.spark.closures.checks import pickled_or_refused
+from sparkdl.spark.closures.pickling import References
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.diagnostics.run_service import RunService
@@ -21,7 +25,6 @@ from sparkdl.spark.functions.task import OUTPUT_DDL, Call, Placement
 from sparkdl.spark.launch.launcher import JOB_END_S, as_training_error, rank_task
 from sparkdl.spark.launch.worker_rows import names_others, run_on_rows, with_original_places
 from sparkdl.spark.modules.shipping import ship
-from sparkdl.user_code.references import pickled
 
 
 class Job:
@@ -50,19 +53,20 @@ class Job:
         # The call is pickled separately: a worker may lack what it imports, which the user must be
         # told.
         feeding = None if rows is None else rows.feeding
-        names: set[str] = set()
-        payload = cloudpickle.dumps((placement, feeding, pickled(call, names)))
+        used = References()
+        payload = cloudpickle.dumps((placement, feeding, _pickled(call, name, used)))
         shipment = None
         if ship_modules:
             script = call.function if isinstance(call.function, Script) else None
-            names |= set() if script is None else script.imports()
+            used.names |= set() if script is None else script.imports()
             first = [] if script is None else [str(Path(script.path).parent)]
-            shipment = ship(names, spark.sparkContext, first)
+            shipment = ship(used.names, spark.sparkContext, first)
         self._task = rank_task(
             "sparkdl.spark.functions.task:run_function_task",
             (payload, astuple(service.address)),
             ranks,
             shipment,
+            used,
             apart=True,
         )
         self._thread = self._jobs.start(self._run)
@@ -137,3 +141,19 @@ class Job:
         except Exception as error:  # whatever ends the Spark job ends the run
             self._error = as_training_error(error)
             self._service.fail(self._error)
+
+
+def _pickled(call: Call, name: str, used: References) -> bytes:
+    """Pickle what every worker runs.
+
+    Raises:
+        ConfigError: it cannot be pickled; the message names the variable or argument at fault.
+    """
+    parts = {name: call.function}
+    with suppress(TypeError, ValueError):  # its arguments do not fit, or nobody knows them
+        if not isinstance(call.function, Script):
+            bound = signature(call.function).bind(*call.args, **call.kwargs)
+            parts |= {f"the argument '{each}'": value for each, value in bound.arguments.items()}
+    parts |= {f"the argument {index}": each for index, each in enumerate(call.args, 1)}
+    parts |= {f"the argument '{each}'": value for each, value in call.kwargs.items()}
+    return pickled_or_refused(call, parts, used, ConfigError)

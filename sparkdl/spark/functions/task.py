@@ -32,6 +32,7 @@ from sparkdl.feed.statistics.check import check_statistics
 from sparkdl.process.lazy_compiler import defer_compiler
 from sparkdl.reshuffle import RowExchange, RowServer
 from sparkdl.reshuffle.exchange import Everyone
+from sparkdl.spark.closures.accumulators import discard_added
 from sparkdl.spark.cluster.devices import choose_device
 from sparkdl.spark.cluster.gpus import VISIBLE
 from sparkdl.spark.diagnostics.output import Output
@@ -137,6 +138,8 @@ def run_function_task(
         raise  # the driver knows nothing of this worker; Spark can tell it
     except StoppedError as error:
         logger.info("rank %d leaves: %s", rank, error)
+    if result is None:
+        discard_added()
     yield pa.record_batch([pa.array([rank]), pa.array([result], pa.binary())], OUTPUT_SCHEMA)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
 import pyarrow as pa
 import torch
-from pyspark import TaskContext
+from pyspark import Broadcast, TaskContext
 from torch import Tensor, nn
 
 from sparkdl.feed.columns.lengths import order_by_length
@@ -79,6 +79,7 @@ class Predictor:
         settings: the driver's torch settings, which apply here too.
         score: a pickled ``Score`` for the last of ``outputs``, which is each row's loss; the rows
             then have labels after their features. None for none.
+        broadcasts: the broadcast variables that the model and ``score`` refer to, by number.
     """
 
     model: SharedModel
@@ -88,6 +89,7 @@ class Predictor:
     manner: Manner
     settings: TorchSettings
     score: bytes | None = None
+    broadcasts: dict[int, Broadcast[Any]] = field(default_factory=dict)
 
     @property
     def fields(self) -> list[str]:

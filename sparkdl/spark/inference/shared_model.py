@@ -5,19 +5,21 @@ from __future__ import annotations
 import gc
 import hashlib
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
-from pyspark import Broadcast, SparkContext
+from pyspark import Accumulator, Broadcast, SparkContext
 from torch import nn
 
 from sparkdl.checkpoint.portable import pickled_module
 from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.replica.module_state import ModuleState, tensors_of
+from sparkdl.spark.closures.accumulators import accumulators_here, count_again
+from sparkdl.spark.closures.pickling import ClosurePickler, References
 from sparkdl.spark.modules.arrival import arrive, importable
 from sparkdl.spark.modules.shipment import Shipment
 from sparkdl.spark.modules.shipping import ship
@@ -52,7 +54,7 @@ class ModelSharing:
         context: SparkContext,
         *,
         ship_modules: bool,
-        also: Iterable[str] = (),
+        used: References,
     ) -> SharedModel:
         """Send a model as it is now, unless this application's executors already have it.
 
@@ -61,15 +63,14 @@ class ModelSharing:
             builder: what built it.
             context: of the application, which may differ from the last one.
             ship_modules: whether the user's own modules are sent with it.
-            also: names that anything sent alongside needs; see ``references``.
+            used: what is sent alongside refers to; what the model does is added.
 
         Raises:
             ModelError: it cannot be pickled.
             ConfigError: a module's text has changed since it was imported.
         """
-        names: set[str] = set(also)
-        pickled = pickled_module(module, builder, names)
-        shipment = ship(names, context) if ship_modules else None
+        pickled = pickled_module(module, builder, lambda file: ClosurePickler(file, used))
+        shipment = ship(used.names, context) if ship_modules else None
         digest = hashlib.sha256(pickled)
         digest.update(b"" if shipment is None else shipment.digest.encode())
         key = digest.hexdigest()
@@ -89,6 +90,7 @@ class _Loaded(NamedTuple):
     module: nn.Module
     state: ModuleState
     imported: dict[str, types.ModuleType]
+    accumulators: dict[int, Accumulator[Any]]
 
 
 _last: _Loaded | None = None
@@ -126,11 +128,14 @@ def loaded(
             if _last is None or not known:
                 gc.unfreeze()
                 _last = None  # never two of them
+                others = accumulators_here()
                 module = _unpickled(model, settings).to(device=device, dtype=dtype).eval()
                 if compiled:
                     module.compile(dynamic=True)
-                _last = _Loaded(key, module, ModuleState(module), imported)
+                own = {n: each for n, each in accumulators_here().items() if n not in others}
+                _last = _Loaded(key, module, ModuleState(module), imported, own)
             else:
+                count_again(_last.accumulators)
                 _last.state.put_back(lambda: tensors_of(_unpickled(model, settings)))
             yield _last.module
         except ModuleNotFoundError as error:

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
-from pyspark import BarrierTaskContext, SparkFiles, TaskContext
+from pyspark import BarrierTaskContext, Broadcast, SparkFiles, TaskContext
 
 from sparkdl.feed.record_batches.parquet_rows import unpacked_rows
+from sparkdl.spark.closures.accumulators import added_here, counted
+from sparkdl.spark.closures.pickling import put_broadcasts, stored_broadcasts
 from sparkdl.spark.cluster.gpus import VISIBLE
 from sparkdl.spark.launch.bootstrap import require
 from sparkdl.spark.launch.forked import fork_server
@@ -91,6 +93,7 @@ def run_ranks(
     ranks: int,
     apart: bool,
     shipment: tuple[Any, ...] | None,
+    broadcasts: dict[int, Broadcast[Any]],
     versions: dict[str, str],
     batches: Iterator[pa.RecordBatch],
 ) -> Iterator[pa.RecordBatch]:
@@ -103,6 +106,7 @@ def run_ranks(
         ranks: ranks per task.
         apart: whether the only rank of a task gets a process of its own too.
         shipment: the user's own modules, as ``Shipment.plain`` gives them.
+        broadcasts: the broadcast variables that the arguments refer to, by number.
         versions: the versions of the packages that a rank needs; see ``bootstrap.require``.
         batches: the task's rows, packed.
 
@@ -119,8 +123,8 @@ def run_ranks(
         with importable(arrived):
             yield from _function(entry)(*arguments, assigned[0], batches)
         return
-    surroundings = Surroundings.of(context)
-    yield from host_ranks(
+    surroundings = Surroundings.of(context, broadcasts)
+    yielded = host_ranks(
         [
             RankCall(
                 rank=each.rank,
@@ -133,6 +137,8 @@ def run_ranks(
         batches,
         fork_server([__name__, entry.partition(":")[0]], versions),
     )
+    with importable(arrived):  # a class of the user's may say how an accumulator adds
+        yield from counted(yielded)
 
 
 @dataclass(frozen=True)
@@ -143,19 +149,21 @@ class Surroundings:
         files: where Spark keeps the files that the user has added to the session.
         context: the task's context.
         barrier: how the task reaches its barrier, if it has one.
+        broadcasts: the task's broadcast variables; see ``stored_broadcasts``.
     """
 
     files: str
     context: TaskContext
     barrier: dict[str, Any] = field(repr=False)  # contains a secret
+    broadcasts: dict[int, str | bytes] = field(repr=False)  # may contain the values
 
     @classmethod
-    def of(cls, context: TaskContext) -> Surroundings:
+    def of(cls, context: TaskContext, broadcasts: dict[int, Broadcast[Any]]) -> Surroundings:
         """The surroundings of the calling task."""
         barrier = {
             name: value for name, value in vars(BarrierTaskContext).items() if name in _OF_BARRIERS
         }
-        return cls(SparkFiles.getRootDirectory(), context, barrier)
+        return cls(SparkFiles.getRootDirectory(), context, barrier, stored_broadcasts(broadcasts))
 
     def restore(self) -> None:
         """Put them where PySpark looks for them in this process."""
@@ -185,11 +193,13 @@ def run_rank(
         batches: the rank's rows.
 
     Yields:
-        What the function yields.
+        What the function yields, then what it has added to accumulators.
     """
     surroundings.restore()
     with importable(arrived):
+        put_broadcasts(surroundings.broadcasts)
         yield from _function(entry)(*arguments, assigned, batches)
+        yield from added_here()
 
 
 def _function(entry: str) -> Callable[..., Iterator[pa.RecordBatch]]:

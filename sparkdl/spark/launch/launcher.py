@@ -25,6 +25,7 @@ from sparkdl.errors import (
     WorkerLostError,
 )
 from sparkdl.feed.statistics.check import NO_ROWS
+from sparkdl.spark.closures.pickling import References, pickled
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.cluster.slots import require_free_slots
@@ -43,7 +44,6 @@ from sparkdl.spark.launch.worker_rows import (
 from sparkdl.spark.modules.shipment import Shipment
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.spark.session.encryption import keeps_rows_in_memory
-from sparkdl.user_code.references import pickled
 from sparkdl.version import __version__
 from sparkdl.worker import Job
 
@@ -81,10 +81,10 @@ def launch(workers: Workers, job: Job) -> Launch:
     context = spark.sparkContext
     jobs = RunJobs(context, workers.description)
     barrier = job.strategy.needs.gang_start
-    names: set[str] = set()
-    payload = pickled((job, workers.network, keeps_rows_in_memory(spark, workers.store_in)), names)
+    used = References()
+    payload = pickled((job, workers.network, keeps_rows_in_memory(spark, workers.store_in)), used)
     # The driver builds the initial model in a process of its own, which imports the files.
-    shipment = ship(names, context, refuse_edited=True) if workers.ship_modules else None
+    shipment = ship(used.names, context, refuse_edited=True) if workers.ship_modules else None
 
     @contextmanager
     def start(averager: Averager) -> Iterator[None]:
@@ -99,7 +99,11 @@ def launch(workers: Workers, job: Job) -> Launch:
     def run_workers(averager: Averager) -> Iterator[None]:
         arguments = (payload, astuple(averager.address), workers.device, echoes(spark))
         task = rank_task(
-            "sparkdl.spark.launch.task:run_worker_task", arguments, workers.ranks_a_task, shipment
+            "sparkdl.spark.launch.task:run_worker_task",
+            arguments,
+            workers.ranks_a_task,
+            shipment,
+            used,
         )
         if barrier:
             profile = gpu_profile(spark, workers.device)
@@ -160,6 +164,7 @@ def rank_task(
     arguments: tuple[Any, ...],
     ranks_a_task: int,
     shipment: Shipment | None,
+    used: References,
     *,
     apart: bool = False,
 ) -> Task:
@@ -170,13 +175,22 @@ def rank_task(
         arguments: plain values.
         ranks_a_task: ranks per task.
         shipment: the user's own modules that the function needs.
+        used: what the pickles among the arguments refer to.
         apart: whether the only rank of a task gets a process of its own too.
     """
     # A plain str: torch's own version type cannot be unpickled where torch is missing.
     versions = {"torch": str(torch.__version__)}
     return bootstrap.make_task(
         "sparkdl.spark.launch.assignment:run_ranks",
-        (entry, arguments, ranks_a_task, apart, shipment and shipment.plain(), versions),
+        (
+            entry,
+            arguments,
+            ranks_a_task,
+            apart,
+            shipment and shipment.plain(),
+            used.broadcasts,
+            versions,
+        ),
         {"sparkdl": __version__},
     )
 

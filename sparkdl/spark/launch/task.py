@@ -10,6 +10,7 @@ import pyarrow as pa
 from sparkdl.collective import Network
 from sparkdl.process.lazy_compiler import defer_compiler
 from sparkdl.process.randomness import streams_put_back
+from sparkdl.spark.closures.accumulators import discard_added
 from sparkdl.spark.cluster.devices import choose_device
 from sparkdl.spark.diagnostics.run_client import forwarded
 from sparkdl.spark.diagnostics.stacks import write_threads_on_signal
@@ -47,6 +48,7 @@ def run_worker_task(
     write_threads_on_signal()
     defer_compiler()
     rank, averager = assigned.rank, ServiceAddress(*address)
+    trained = False
     try:
         job: Job
         network: Network
@@ -66,5 +68,7 @@ def run_worker_task(
     else:
         # Spark will use this process for the user's other jobs.
         with streams_put_back(), forwarded(averager, rank, echo=echo):
-            train(job, placement, averager, batches)
+            trained = train(job, placement, averager, batches)
+    if not trained:
+        discard_added()
     yield pa.record_batch([pa.array([rank])], schema=OUTPUT_SCHEMA)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ModelError
-from sparkdl.estimator.checks.shipping import require_picklable
+from sparkdl.spark.closures.checks import require_picklable
 
 
 class Net(nn.Module):
@@ -140,3 +140,48 @@ def test_a_variable_without_a_value_yet_hides_no_culprit() -> None:
 
     assert "(its variable 'lock') is a lock" in message(model)
     later = None
+
+
+LOCK = threading.Lock()
+
+
+class Helper:
+    __slots__ = ("lock",)
+
+    def __init__(self, lock: Any) -> None:
+        self.lock = lock
+
+    def call(self) -> Any:
+        return self.lock
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Helper, (self.lock,)
+
+
+def test_whatever_a_function_can_refer_to_is_named() -> None:
+    def uses_global() -> Any:
+        return uses_global, [LOCK for _ in range(1)]
+
+    def has_default(guard: Any = LOCK) -> Any:
+        return guard
+
+    class Uses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.guard = LOCK
+
+        @staticmethod
+        def shared() -> Any:
+            return LOCK
+
+    found = {
+        r"model \(its global variable 'LOCK'\)": uses_global,
+        "a default of its arguments": has_default,
+        "__init__ .its global variable 'LOCK'": Uses,
+        r"model\.__self__\.lock is": Helper(LOCK).call,
+        r"model\.lock is": Helper(LOCK),
+        r"element .*\.lock is": {Helper(LOCK)},
+    }
+    for named, value in found.items():
+        with pytest.raises(ModelError, match=f"{named}.* a lock"):
+            require_picklable("model", value)
