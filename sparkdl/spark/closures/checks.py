@@ -62,17 +62,22 @@ def pickled_or_refused(
 
 def _refusal(name: str, value: Any, error: Exception, advice: str) -> str:
     path, culprit, reason = _find_culprit(name, value, error)
-    what = f"{name} cannot be sent to the executors: {path} is a {type(culprit).__name__} that"
+    kind = type(culprit).__name__
     if isinstance(culprit, Broadcast):
-        return f"{what} cannot be used any more: {reason}. Broadcast its value again"
+        return (
+            f"{name} cannot be sent to the executors: {path} is a {kind} that cannot be used any "
+            f"more: {reason}. Broadcast its value again"
+        )
     if _is_sparks(culprit):
         return (
-            f"{what} exists only in the driver. Take what the function needs from it before, for "
-            "example with collect() or toPandas()"
+            f"{name} cannot be sent to the executors: {path} is a {kind} that exists only in the "
+            "driver. Take what the function needs from it before, for example with collect() or "
+            "toPandas()"
         )
     return (
-        f"{what} cannot be pickled ({reason}). Create it inside the model on first use, leave it "
-        f"out with __getstate__, or {advice}"
+        f"{name} cannot be sent to the executors: {path} is a {kind} that cannot be pickled "
+        f"({reason}). Create it inside the model on first use, leave it out with __getstate__, or "
+        f"{advice}"
     )
 
 
