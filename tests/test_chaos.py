@@ -67,7 +67,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch, nobody_stays: None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(900)
 def test_averaging_under_ten_random_faults_ends_with_what_its_commits_give() -> None:
     chaos = stormy(ParameterAveraging(period=2))
     with recorded_commits() as commits:
@@ -79,7 +79,7 @@ def test_averaging_under_ten_random_faults_ends_with_what_its_commits_give() -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(900)
 def test_all_reduce_under_ten_random_faults_ends_with_what_a_calm_run_does() -> None:
     chaos = stormy(GradientAllReduce())
     outcome = chaos.run()

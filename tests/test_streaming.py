@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -21,8 +20,10 @@ from interruptions import die_after, policy, same_bits, save_and_stop
 from test_lost_workers import Misbehaves, kill, run_with_breaks
 from torch import Tensor, nn
 from toys import Data, classification, make_job, mlp, schema
+from virtual_time import VirtualClock, coordinator_of, eventually
 
-from sparkdl.averager.coordination import membership
+from sparkdl.averager import Averager
+from sparkdl.averager.coordination.membership import STRAGGLER_S
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.driver import run
 from sparkdl.errors import ConfigError, DataError, WorkerError
@@ -77,7 +78,7 @@ def test_workers_train_and_average_before_their_last_rows_are_there() -> None:
     def patient(shard: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for index, batch in enumerate(shard):
             if index == 4:
-                assert committed.wait(20), "no window was committed"
+                assert committed.wait(60), "no window was committed"
             yield batch
 
     def note(event: object) -> None:
@@ -232,7 +233,7 @@ def test_an_error_in_the_middle_of_it_is_told_though_the_source_is_stuck_and_lea
     def stuck(shard: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for index, batch in enumerate(shard):
             if index == 6:
-                in_time.append(told.wait(20))
+                in_time.append(told.wait(60))
             yield batch
 
     shards: list[Any] = [stuck(classification([70]).shards()[0])]
@@ -244,24 +245,38 @@ def test_an_error_in_the_middle_of_it_is_told_though_the_source_is_stuck_and_lea
     finally:
         told.set()
     assert list(tmp_path.iterdir()) == []
-    until = time.monotonic() + 10
-    while not in_time and time.monotonic() < until:
-        time.sleep(0.01)
+    assert eventually(lambda: bool(in_time))
     assert in_time == [True], "the error waited for the source"
 
 
 def test_who_waits_for_rows_in_the_first_epoch_is_no_straggler(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(membership, "STRAGGLER_S", 0.2)
+    """Rank 1's rows stay away for four times as long as anybody else may be silent."""
+    clock, averagers = VirtualClock(), list[Averager]()
+
+    def stay_away(averager: Averager) -> None:
+        coordinator = coordinator_of(averager)
+        assert eventually(lambda: set(coordinator.round.waiting) == {0})
+        coordinator.members._longest_window = 1.0  # nobody is late before a window has been seen
+        clock.run(averager.service, 4 * STRAGGLER_S)
 
     def slow(shard: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for index, batch in enumerate(shard):
-            time.sleep(1.5 if index == 6 else 0)
+            if index == 6:
+                stay_away(averagers[0])
             yield batch
 
     shards: list[Any] = classification([20, 70]).shards()
-    outcome = run_world(streamed(max_failures=5), [shards[0], slow(shards[1])])
+    job = streamed(max_failures=5, deadline_s=1000.0)
+    start = _threads(job, [shards[0], slow(shards[1])], tmp_path)
+
+    def launch(averager: Averager) -> Any:
+        averagers.append(averager)
+        return start(averager)
+
+    outcome = run(job, 2, launch, now=clock)
+    assert clock.passed == 4 * STRAGGLER_S
     assert [row.examples for row in outcome.history] == [90] * 3
     assert "continuing with the others" not in caplog.text
 

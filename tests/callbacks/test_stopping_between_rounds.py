@@ -5,13 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partialmethod
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from toys import classification, make_job, mlp
+from virtual_time import coordinator_of, eventually
 
+from sparkdl.averager import Averager
 from sparkdl.callbacks import Callback, TimeBudget, Training
 from sparkdl.driver import as_builder
 from sparkdl.events import WindowReport
@@ -26,22 +30,26 @@ from sparkdl.testing import run_world
 
 SIZES = [20_000, 16_000]
 """Of minibatches of 4; at a fiftieth of a second each, an epoch takes a minute and a half."""
-PAUSE_S = 4.0
-"""In which the driver hears of a round, and stops the training there."""
+WAIT_S = 60.0
+"""The longest that a test waits for anything."""
 
 
 class Unhurried(nn.Module):
-    """Takes its time for each minibatch, or pauses behind some of them."""
+    """Takes its time for each minibatch, or waits behind some of them for a file."""
 
-    def __init__(self, seconds: float, pause_behind: int | None = None) -> None:
+    def __init__(self, seconds: float, behind: int | None = None, path: Path | None = None) -> None:
         super().__init__()
         self.net = mlp()
         self.seconds = seconds
-        self.pause_behind = pause_behind
+        self.behind, self.path = behind, path
         self.seen = 0
 
     def forward(self, features: Tensor) -> Tensor:
-        time.sleep(PAUSE_S if self.seen == self.pause_behind else self.seconds)
+        if self.path is not None and self.seen == self.behind:
+            until = time.monotonic() + WAIT_S
+            while not self.path.exists() and time.monotonic() < until:
+                time.sleep(0.01)
+        time.sleep(self.seconds)
         self.seen += 1
         return self.net(features)
 
@@ -59,6 +67,13 @@ class Counts(Callback):
         self.rounds += 1
         if training.step >= self.last:
             training.stop("that many steps are enough")
+
+
+def stopped(self: Averager, reason: str, *, stop: Any = Averager.stop, path: Path) -> None:
+    """Stop a run, and write a file once it has been stopped."""
+    stop(self, reason)
+    assert eventually(lambda: coordinator_of(self).stopped is not None)
+    path.touch()
 
 
 class StopsAtOnce(Callback):
@@ -90,7 +105,10 @@ def job_of(strategy: Strategy[Any], module: nn.Module) -> Any:
     ids=["all-reduce", "averaging", "sharing", "elastic"],
 )
 def test_a_time_budget_ends_an_epoch_in_its_middle_with_all_that_was_trained(
-    strategy: Strategy[Any], often: Strategy[Any] | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: Strategy[Any],
+    often: Strategy[Any] | None,
 ) -> None:
     shards = classification(SIZES).shards(rows_a_batch=5000)
     counts = Counts()
@@ -110,11 +128,13 @@ def test_a_time_budget_ends_an_epoch_in_its_middle_with_all_that_was_trained(
     assert not torch.equal(ended["0.weight"], start["0.weight"])
     if often is not None:
         # The same steps once more, whose last one is known from the start.
+        path = tmp_path / "stopped"
+        monkeypatch.setattr(Averager, "stop", partialmethod(stopped, path=path))
         again = run_world(
-            job_of(often, Unhurried(0.0, pause_behind=counts.steps)),
+            job_of(often, Unhurried(0.0, counts.steps, path)),
             shards,
             ranks_as="processes",
-            callbacks=[Counts(last=counts.steps)],
+            callbacks=[Counts(counts.steps)],
         )
         assert all(map(torch.equal, again.module.parameters(), outcome.module.parameters()))
 
