@@ -11,17 +11,19 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from toys import sparkdl_threads
+from virtual_time import WAIT_S, VirtualClock, eventually
 
 from sparkdl.errors import DisconnectedError
 from sparkdl.testing.flood import Flood
 from sparkdl.transport import acceptor, local
-from sparkdl.transport.acceptor import MAX_STRANGERS
+from sparkdl.transport.acceptor import HANDSHAKE_S, MAX_STRANGERS
 from sparkdl.transport.connecting import introduced, reach
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.handshake import HELLO_BYTES, Challenge
@@ -29,9 +31,8 @@ from sparkdl.transport.port import Port
 from sparkdl.transport.strangers import Allowance, Stranger, Strangers, source_of
 
 HOST, TOKEN = "127.0.0.1", "the job's secret"
-DEADLINE_S = 10.0
 JOINS_S = 4.0
-"""Twice what ``benchmarks/strangers.py`` holds it to: strangers and port share a process here."""
+"""Twice what ``benchmarks/strangers.py`` holds it to, of the time for which the port rests."""
 KINDS = ["tcp", "local", "encrypted"]
 HALF_A_TLS_HELLO = b"\x16\x03\x01\x02\x00\x01" + bytes(40)
 
@@ -40,9 +41,22 @@ def greet(connection: Connection) -> None:
     connection.send_header({"welcome": True})
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
+    """Time that passes while a port rests, and when the test says so."""
+    clock = VirtualClock()
+
+    def rest(seconds: float) -> None:
+        clock.passed += seconds
+        time.sleep(0.001)  # the others' turn
+
+    monkeypatch.setattr(acceptor, "time", SimpleNamespace(sleep=rest))
+    return clock
+
+
 @contextlib.contextmanager
-def listening(kind: str = "tcp") -> Iterator[Port]:
-    port = Port(HOST, TOKEN, greet, encrypted=kind == "encrypted")
+def listening(clock: VirtualClock, kind: str = "tcp") -> Iterator[Port]:
+    port = Port(HOST, TOKEN, greet, encrypted=kind == "encrypted", now=clock)
     try:
         yield port
     finally:
@@ -57,91 +71,105 @@ def address_of(port: Port, kind: str) -> tuple[str, int] | bytes:
     return name
 
 
-def join(port: Port) -> float:
-    """The seconds that a worker takes to be let in and greeted."""
-    started = time.monotonic()
+def join(port: Port, clock: VirtualClock) -> float:
+    """The seconds that pass until a worker is let in and greeted."""
+    began = clock.passed
     address = (HOST, port.number)
     connection = reach(
-        lambda: introduced(0, "the driver", address, TOKEN, port.fingerprint, DEADLINE_S),
-        DEADLINE_S,
+        lambda: introduced(0, "the driver", address, TOKEN, port.fingerprint, WAIT_S),
+        WAIT_S,
     )
     assert connection.receive_header() == {"welcome": True}
     connection.close()
-    return time.monotonic() - started
+    return clock.passed - began
 
 
 def stranger_at(port: Port, kind: str) -> socket.socket:
     address = address_of(port, kind)
     stranger = socket.socket(socket.AF_UNIX if kind == "local" else socket.AF_INET)
-    stranger.settimeout(DEADLINE_S)
+    stranger.settimeout(WAIT_S)
     stranger.connect(address)
     return stranger
+
+
+def let_in(port: Port, kind: str, stack: contextlib.ExitStack, there: int) -> socket.socket:
+    """Another stranger, who makes so many with those whose time is not up."""
+    stranger = stack.enter_context(stranger_at(port, kind))
+    assert eventually(lambda: len(port._listener._acceptor._strangers) == there)
+    return stranger
+
+
+def is_ended(stranger: socket.socket) -> bool:
+    """Whether nothing more comes from a port, once what it has sent has been read."""
+    with contextlib.suppress(ConnectionError):  # it was sent what it has not read
+        while stranger.recv(HELLO_BYTES):
+            pass
+    return True
 
 
 @pytest.mark.slow_variants
 @pytest.mark.parametrize("drip_s", [None, 0.1], ids=["silent", "dripping"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_thousand_strangers_that_come_back_at_once_keep_no_worker_out(
-    kind: str, drip_s: float | None
+    clock: VirtualClock, kind: str, drip_s: float | None
 ) -> None:
-    with listening(kind) as port, Flood(address_of(port, kind), 1000, drip_s=drip_s) as flood:
-        deadline = time.monotonic() + DEADLINE_S
-        while (flood.opened < 1000 or not flood.closed) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert flood.opened + flood.closed >= 1000
-        assert max(join(port) for _ in range(2)) < JOINS_S
+    with (
+        listening(clock, kind) as port,
+        Flood(address_of(port, kind), 1000, drip_s=drip_s) as flood,
+    ):
+        assert eventually(lambda: flood.opened >= 1000 and flood.closed)
+        assert max(join(port, clock) for _ in range(2)) < JOINS_S
 
 
 @pytest.mark.parametrize("said", [b"", HALF_A_TLS_HELLO], ids=["silent", "dripping"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stranger_has_so_long_and_not_longer_however_it_behaves(
-    kind: str, said: bytes, monkeypatch: pytest.MonkeyPatch
+    clock: VirtualClock, kind: str, said: bytes
 ) -> None:
-    monkeypatch.setattr(acceptor, "HANDSHAKE_S", 0.5)
-    with listening(kind) as port, stranger_at(port, kind) as stranger:
-        started = time.monotonic()
-        stranger.settimeout(0.05)
-        with contextlib.suppress(ConnectionError):
-            for index in range(400):
-                stranger.send(said[index : index + 1])
-                with contextlib.suppress(TimeoutError):
-                    if not stranger.recv(HELLO_BYTES):
-                        break
-        assert 0.4 < time.monotonic() - started < DEADLINE_S / 2
+    with listening(clock, kind) as port, contextlib.ExitStack() as stack:
+        stranger = let_in(port, kind, stack, there=1)
+        for index in range(49):
+            stranger.send(said[index : index + 1])
+            clock.passed += HANDSHAKE_S / 50
+        let_in(port, kind, stack, there=2)
+        clock.passed += HANDSHAKE_S / 25
+        let_in(port, kind, stack, there=2)
+        assert is_ended(stranger)
 
 
-def test_one_that_has_spoken_tls_has_no_more_time_than_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(acceptor, "HANDSHAKE_S", 0.5)
+def test_one_that_has_spoken_tls_has_no_more_time_than_others(clock: VirtualClock) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    with listening("encrypted") as port, stranger_at(port, "encrypted") as plain:
-        started = time.monotonic()
+    with listening(clock, "encrypted") as port, contextlib.ExitStack() as stack:
+        plain = let_in(port, "encrypted", stack, there=1)
+        clock.passed += HANDSHAKE_S / 2
         with context.wrap_socket(plain) as stranger:
             assert len(stranger.recv(HELLO_BYTES)) == HELLO_BYTES
-            with contextlib.suppress(OSError):
-                assert stranger.recv(1) == b""
-            assert 0.4 < time.monotonic() - started < DEADLINE_S / 2
+            clock.passed += HANDSHAKE_S / 2 - 0.1
+            let_in(port, "encrypted", stack, there=2)
+            clock.passed += 0.2
+            let_in(port, "encrypted", stack, there=2)
+            with contextlib.suppress(ssl.SSLError):
+                assert is_ended(stranger)
 
 
-def test_strangers_cost_no_threads() -> None:
+def test_strangers_cost_no_threads(clock: VirtualClock) -> None:
     before = len(sparkdl_threads())
-    with listening() as port, contextlib.ExitStack() as stack:
+    with listening(clock) as port, contextlib.ExitStack() as stack:
         for _ in range(50):
             stranger = stack.enter_context(stranger_at(port, "tcp"))
             assert len(stranger.recv(HELLO_BYTES, socket.MSG_WAITALL)) == HELLO_BYTES
         assert len(sparkdl_threads()) == before + 1
 
 
-def test_when_there_are_too_many_the_source_that_has_most_suffers() -> None:
-    with listening() as port, contextlib.ExitStack() as stack:
+def test_when_there_are_too_many_the_source_that_has_most_suffers(clock: VirtualClock) -> None:
+    with listening(clock) as port, contextlib.ExitStack() as stack:
 
         def come_from(source: str) -> socket.socket:
             address = (HOST, port.number)
             end = stack.enter_context(
-                socket.create_connection(address, DEADLINE_S, source_address=(source, 0))
+                socket.create_connection(address, WAIT_S, source_address=(source, 0))
             )
             assert len(end.recv(HELLO_BYTES, socket.MSG_WAITALL)) == HELLO_BYTES
             return end
@@ -209,7 +237,7 @@ def test_an_allowance_grows_with_time_but_not_without_end() -> None:
 
 
 def test_a_thread_that_cannot_be_started_keeps_nobody_else_out(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    clock: VirtualClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     failures = [1, 2, 3]
     start = threading.Thread.start
@@ -221,9 +249,9 @@ def test_a_thread_that_cannot_be_started_keeps_nobody_else_out(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_or_fail)
-    with listening() as port, caplog.at_level(logging.WARNING):
-        assert join(port) < DEADLINE_S
-        assert join(port) < JOINS_S
+    with listening(clock) as port, caplog.at_level(logging.WARNING):
+        assert join(port, clock) < JOINS_S
+        assert join(port, clock) < JOINS_S
     assert not failures
     assert "could not be served: can't start new thread" in caplog.text
 
@@ -250,7 +278,7 @@ def test_a_port_that_cannot_start_its_thread_leaves_nothing_open(
 
 
 def test_a_mistake_with_one_stranger_does_not_end_the_port(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    clock: VirtualClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     advance = Stranger.advance
     mistakes = [1]
@@ -262,34 +290,32 @@ def test_a_mistake_with_one_stranger_does_not_end_the_port(
         return advance(stranger)
 
     monkeypatch.setattr(Stranger, "advance", advance_or_fail)
-    with listening() as port, stranger_at(port, "tcp"):
-        assert join(port) < JOINS_S
+    with listening(clock) as port, stranger_at(port, "tcp"):
+        assert join(port, clock) < JOINS_S
     assert "a port continues after an error" in caplog.text
 
 
 def test_without_file_descriptors_a_port_waits_for_better_times(
-    caplog: pytest.LogCaptureFixture,
+    clock: VirtualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with listening() as port, contextlib.ExitStack() as stack:
+    with listening(clock) as port, contextlib.ExitStack() as stack:
         waiting = [stack.enter_context(socket.socket()) for _ in range(4)]
         lowest_free = max(socket.socket().detach(), waiting[-1].fileno())
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
             for each in waiting:
                 each.connect((HOST, port.number))
-            deadline = time.monotonic() + DEADLINE_S
-            while "could not be accepted" not in caplog.text and time.monotonic() < deadline:
-                time.sleep(0.01)
+            assert eventually(lambda: "could not be accepted" in caplog.text)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert "could not be accepted: [Errno 24]" in caplog.text
-        assert join(port) < JOINS_S
+        assert join(port, clock) < JOINS_S
 
 
-def test_a_closed_port_can_be_closed_again_and_refuses() -> None:
-    with listening() as port:
+def test_a_closed_port_can_be_closed_again_and_refuses(clock: VirtualClock) -> None:
+    with listening(clock) as port:
         pass
     port.close()
     with pytest.raises(DisconnectedError, match="refused"):
-        introduced(0, "the driver", (HOST, port.number), TOKEN, None, DEADLINE_S)
+        introduced(0, "the driver", (HOST, port.number), TOKEN, None, WAIT_S)

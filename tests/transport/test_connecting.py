@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
+from virtual_time import VirtualClock
 
 from sparkdl.averager.client.client import AveragerClient
 from sparkdl.averager.values.wire_format import FullPrecision
 from sparkdl.errors import DisconnectedError
+from sparkdl.transport import connecting
 from sparkdl.transport.address import ServiceAddress
-from sparkdl.transport.connecting import reach
+from sparkdl.transport.connecting import RETRY_S, reach
 from sparkdl.transport.connection import ConnectionLostError, SilenceError, StrangerError
 
 CLOSED = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
@@ -72,11 +75,18 @@ def test_what_will_not_pass_is_an_error_at_once(cause: Exception) -> None:
     assert len(made) == 1
 
 
-def test_patience_ends() -> None:
+def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = VirtualClock()
+
+    def sleep(seconds: float) -> None:
+        clock.passed += seconds
+
+    monkeypatch.setattr(connecting, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
     connect, made = failing(10_000, AWAY)
     with pytest.raises(DisconnectedError, match="No route to host"):
-        reach(connect, patience_s=0.6)
-    assert 2 <= len(made) <= 4
+        reach(connect, patience_s=60.0)
+    assert clock.passed == 60.0
+    assert len(made) == 60 / RETRY_S + 1
 
 
 def test_a_closed_port_is_named(free_port: int) -> None:

@@ -28,7 +28,9 @@ print("ended")
 """
 FINISHING = """
 import threading, time
+from sparkdl.transport import daemon_pool
 from sparkdl.transport.daemon_pool import DaemonPool
+daemon_pool.EXIT_S = 60.0
 started = threading.Event()
 def finish():
     started.set()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from virtual_time import WAIT_S, VirtualClock
 
 from sparkdl.transport import local
 from sparkdl.transport.connecting import dial
@@ -18,7 +19,6 @@ from sparkdl.transport.port import Port
 pytestmark = pytest.mark.skipif(not local.HAS_LOCAL_NAMES, reason="only Linux has local names")
 
 HOST, TOKEN = "127.0.0.1", "the job's secret"
-DEADLINE_S = 5.0
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def arrivals() -> queue.SimpleQueue[Connection]:
 
 @pytest.fixture
 def port(arrivals: queue.SimpleQueue[Connection]) -> Iterator[Port]:
-    port = Port(HOST, TOKEN, lambda connection: echo(connection, arrivals))
+    port = Port(HOST, TOKEN, lambda connection: echo(connection, arrivals), now=VirtualClock())
     yield port
     port.close()
 
@@ -47,7 +47,7 @@ def name_of(host: str, port: int) -> bytes:
 
 
 def connect(port: int, host: str = HOST, fingerprint: str | None = None) -> Connection:
-    return dial((host, port), TOKEN, fingerprint, DEADLINE_S, DEADLINE_S)
+    return dial((host, port), TOKEN, fingerprint, WAIT_S, WAIT_S)
 
 
 def family_of(port: Port, host: str = HOST) -> int:
@@ -117,9 +117,9 @@ def test_a_host_is_the_same_however_it_is_spelled() -> None:
 def test_who_knows_the_name_but_not_the_token_is_not_let_in(
     port: Port, arrivals: queue.SimpleQueue[Connection]
 ) -> None:
-    connected = local.connect((HOST, port.number), TOKEN, DEADLINE_S)
+    connected = local.connect((HOST, port.number), TOKEN, WAIT_S)
     assert connected is not None
-    stranger = Connection(connected, DEADLINE_S)
+    stranger = Connection(connected, WAIT_S)
     assert not stranger.introduce("guessed")
     stranger.close()
     assert arrivals.empty()
@@ -143,7 +143,7 @@ def test_who_listens_under_the_name_without_the_token_is_passed_over(
 
 def test_a_token_that_is_not_the_ports_is_told_as_such(port: Port) -> None:
     with pytest.raises(UnprovedError, match="does not have the job's token"):
-        dial((HOST, port.number), "another job's", None, DEADLINE_S, DEADLINE_S)
+        dial((HOST, port.number), "another job's", None, WAIT_S, WAIT_S)
 
 
 def test_an_encrypted_port_is_reached_by_no_other_way() -> None:
@@ -177,7 +177,7 @@ def test_a_name_at_which_nobody_is_let_in_is_passed_over() -> None:
     listener = local.listen(HOST, 1, TOKEN, backlog=0)
     assert listener is not None
     with listener:
-        while (connected := local.connect((HOST, 1), TOKEN, DEADLINE_S)) is not None:
+        while (connected := local.connect((HOST, 1), TOKEN, WAIT_S)) is not None:
             waiting.append(connected)
             assert len(waiting) < 10
         for connected in waiting:

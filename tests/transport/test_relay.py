@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from virtual_time import WAIT_S, VirtualClock
 
 from sparkdl.errors import DisconnectedError
 from sparkdl.transport import local
@@ -29,7 +30,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 HOST, TOKEN = "127.0.0.1", "the job's secret"
-DEADLINE_S = 5.0
 NOBODY = 65534
 CLONE_NEWNET = 0x40000000
 
@@ -104,22 +104,22 @@ def test_a_user_of_two_hosts_cannot_stand_between_them(elsewhere: ThreadPoolExec
         told.put(connection.receive_header())
         connection.send_header({"center": "1.0"})
 
-    port = Port(HOST, TOKEN, serve)
+    port = Port(HOST, TOKEN, serve, now=VirtualClock())
     here, there = socket.socketpair()
     relays = []
     try:
         name = name_of(port)
-        relays.append(elsewhere.submit(relay, name, "worker's", there).result(DEADLINE_S))
+        relays.append(elsewhere.submit(relay, name, "worker's", there).result(WAIT_S))
         relays.append(relay(name, "driver's", here))
 
         def work() -> object:
             address = (HOST, port.number)
-            connection = introduced(0, "the driver", address, TOKEN, None, DEADLINE_S)
+            connection = introduced(0, "the driver", address, TOKEN, None, WAIT_S)
             connection.send_header({"worker": "1.0"})
             return connection.receive_header()
 
         with pytest.raises(DisconnectedError, match="rank 0 cannot reach the driver"):
-            pytest.fail(f"the worker was told {elsewhere.submit(work).result(4 * DEADLINE_S)}")
+            pytest.fail(f"the worker was told {elsewhere.submit(work).result(4 * WAIT_S)}")
         assert told.empty()
     finally:
         for process in relays:
@@ -136,13 +136,13 @@ def test_another_user_who_listens_under_the_name_is_passed_over(
     """As one may who waits until the driver has died, for workers that come back."""
     with monkeypatch.context() as patched:
         patched.setattr(local, "listen", lambda *_: None)
-        port = Port(HOST, TOKEN, Connection.close)
+        port = Port(HOST, TOKEN, Connection.close, now=VirtualClock())
     name = local.name_of(HOST, port.number, TOKEN)
     assert name is not None
     here, there = socket.socketpair()
     impostor = relay(name, "worker's", there)
     try:
-        connection = introduced(0, "the driver", (HOST, port.number), TOKEN, None, DEADLINE_S)
+        connection = introduced(0, "the driver", (HOST, port.number), TOKEN, None, WAIT_S)
         connection.close()
         assert connection._socket.family == socket.AF_INET
         assert impostor.poll() is None
@@ -155,11 +155,11 @@ def test_another_user_who_listens_under_the_name_is_passed_over(
 
 
 def test_another_user_who_connects_to_the_name_is_not_even_challenged() -> None:
-    port = Port(HOST, TOKEN, Connection.close)
+    port = Port(HOST, TOKEN, Connection.close, now=VirtualClock())
     here, there = socket.socketpair()
     stranger = relay(name_of(port), "driver's", there)
     try:
-        here.settimeout(DEADLINE_S)
+        here.settimeout(WAIT_S)
         assert here.recv(1) == b""
     finally:
         stranger.kill()
