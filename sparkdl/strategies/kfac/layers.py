@@ -7,7 +7,9 @@ Linear layer on vectors, the pixels of a convolution's output, the items of a se
     G = E[sum_t g_t g_t^T] / T
 
 whose Kronecker product approximates the Fisher matrix of the layer's weights (Martens & Grosse
-2015; Grosse & Martens 2016). The expectation is over rows with their actual labels.
+2015; Grosse & Martens 2016, of whose KFC these are the sum and the mean over positions). Pauloski's
+code has A / T^2 and G T^2: the same product, but means that begin at the identity then differ for
+as long as that is felt. The expectation is over rows with their actual labels.
 """
 
 from __future__ import annotations

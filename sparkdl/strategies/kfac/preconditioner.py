@@ -27,6 +27,10 @@ from sparkdl.strategies.base import Run
 from sparkdl.strategies.kfac.grid import Grid, assign
 from sparkdl.strategies.kfac.layers import FactoredLayer, factored_layers
 
+EARLY_STEPS = 100
+"""First steps of a training, in which factors and decompositions are computed more often."""
+EARLY_DECOMPOSITIONS_EVERY = 10
+
 
 @dataclass(frozen=True)
 class KFACPreconditioner:
@@ -45,9 +49,10 @@ class KFACPreconditioner:
 
     Phases:
         1. The workers' gradients are added up, as without it.
-        2. Every ``factors_every`` steps, so are the factors A and G.
-        3. Every ``decompositions_every`` steps, each worker decomposes the factors assigned to it,
-           and the workers that hold a layer are sent its decompositions.
+        2. Every ``factors_every`` steps, so are the factors A and G; in each of the first 100.
+        3. Every ``decompositions_every`` steps, and at least every 10 of the first 100, each worker
+           decomposes the factors assigned to it, and the workers that hold a layer are sent its
+           decompositions.
         4. Gradients are preconditioned by those workers, sent on to the others if ``fraction`` is
            below 1, and scaled by nu. The optimizer takes its step on them.
 
@@ -59,13 +64,18 @@ class KFACPreconditioner:
         Where layers have many thousand inputs, as the cost of decompositions is cubic in those; nor
         on slow links or for few epochs, where untuned it may well be slower than SGD.
 
-    Learning rates are the optimizer's; the paper uses SGD with momentum 0.9.
+    Learning rates are the optimizer's; the paper uses SGD with momentum 0.9. It has the same
+    frequencies from the first step to the last. Factors that begin at the identity are mostly that
+    after a few updates (0.95^11 = 57 %), so for the first 100 steps they would precondition next to
+    nothing; its authors' later code (KAISA, Pauloski et al. 2021) takes schedules.
 
     Args:
         damping: > 0; 0.001 in the paper.
         decay: of the factors' means, in [0, 1); 0.95 in the paper.
-        factors_every: steps between two updates of the factors, >= 1; 10 in the paper, on ImageNet.
-        decompositions_every: steps between two decompositions, >= 1; 100 there, 10 on CIFAR-10.
+        factors_every: steps between two updates of the factors after the first 100, >= 1; 10 in
+            the paper, on ImageNet.
+        decompositions_every: steps between two decompositions after the first 100, >= 1; 100 there,
+            10 on CIFAR-10.
         kl_clip: > 0, how far a step may go; 0.001 in the paper. None for no limit.
         fraction: the fraction of workers, in (0, 1], that hold a layer's decompositions: 1 is
             COMM-OPT, which sends nothing between decompositions; below that each holds fewer, and
@@ -110,6 +120,17 @@ class KFACPreconditioner:
                 f"{type(replica.optimizer).__name__} has no learning rate named 'lr', which "
                 "K-FAC needs to clip the size of a step. Use SGD, or kl_clip=None"
             )
+
+    def updates_factors(self, step: int) -> bool:
+        """Whether the factors are updated in a step, counted from 0."""
+        return step < EARLY_STEPS or step % self.factors_every == 0
+
+    def decomposes(self, step: int) -> bool:
+        """Whether they are decomposed in a step, counted from 0."""
+        every = self.decompositions_every
+        if step < EARLY_STEPS:
+            every = min(every, EARLY_DECOMPOSITIONS_EVERY)
+        return step % every == 0
 
     def start(self, run: Run) -> Preconditioning:
         """Start collecting; every worker must do so at the same time.
@@ -180,7 +201,8 @@ class Preconditioning:
         self, name: str, module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor
     ) -> None:
         """Count the layer's minibatch as soon as the gradient of its outputs is known."""
-        if self.counts and output.requires_grad and self._steps % self._settings.factors_every == 0:
+        counts = self.counts and self._settings.updates_factors(self._steps)
+        if counts and output.requires_grad:
             inputs = given[0] if given else named["input"]
             count = partial(self._count, name, inputs.detach())
             output.register_hook(count)  # type: ignore[no-untyped-call]
@@ -200,9 +222,9 @@ class Preconditioning:
             rows: of all workers in the step.
             gain: the factor for the learning rates in this step.
         """
-        if self._steps % self._settings.factors_every == 0:
+        if self._settings.updates_factors(self._steps):
             self._update_factors(rows)
-        if self._steps % self._settings.decompositions_every == 0:
+        if self._settings.decomposes(self._steps):
             self._decompose()
         self._steps += 1
         gradients = {name: layer.gradient for name, layer in self.layers.items()}

@@ -92,13 +92,14 @@ def by_hand(module: nn.Module, data: Data, epochs: int, settings: KFACPreconditi
         for index in range(max(map(len, plans))):
             parts = [plan[index] for plan in plans if index < len(plan)]
             features, targets = (np.concatenate(each) for each in zip(*parts, strict=True))
-            if step % settings.factors_every == 0:
+            if step < 100 or step % settings.factors_every == 0:
                 for kept, now in zip(
                     factors, moments_by_hand(module, layers, features, targets), strict=True
                 ):
                     for k in range(2):
                         kept[k] = settings.decay * kept[k] + (1 - settings.decay) * now[k]
-            if step % settings.decompositions_every == 0:
+            every = settings.decompositions_every
+            if step % (min(10, every) if step < 100 else every) == 0:
                 inverses = [
                     np.linalg.inv(np.kron(a, g) + settings.damping * np.eye(len(a) * len(g)))
                     for a, g in factors
@@ -125,7 +126,9 @@ def by_hand(module: nn.Module, data: Data, epochs: int, settings: KFACPreconditi
     return module
 
 
-def trained(build: Any, data: Data, settings: KFACPreconditioner, **changes: Any) -> Outcome:
+def trained(
+    build: Any, data: Data, settings: KFACPreconditioner, epochs: int = 2, **changes: Any
+) -> Outcome:
     ranks = "threads" if len(data.sizes) == 1 else "processes"
     strategy = GradientAllReduce(preconditioner=settings, commit_every=2)
     width = data.features.shape[1]
@@ -134,7 +137,7 @@ def trained(build: Any, data: Data, settings: KFACPreconditioner, **changes: Any
         strategy=strategy,
         optimizer=SGD,
         schema=schema(width),
-        epochs=2,
+        epochs=epochs,
         max_failures=1,
         deadline_s=90.0,
     )
@@ -153,6 +156,18 @@ def test_gradients_are_multiplied_by_the_inverse_of_the_kronecker_product(
     settings = KFACPreconditioner(0.05, 0.9, 2, 3, kl_clip)
     outcome = trained(build, data, settings)
     assert relative_error(outcome.module, by_hand(build(), data, 2, settings)) < 1e-9
+
+
+def test_after_a_hundred_steps_it_is_as_often_as_asked_for_and_before_more_often() -> None:
+    settings = KFACPreconditioner(0.05, factors_every=3, decompositions_every=40, kl_clip=0.02)
+    steps = range(200)
+    factors = [step for step in steps if settings.updates_factors(step)]
+    assert factors == [*range(100), *range(102, 200, 3)]
+    decompositions = [step for step in steps if settings.decomposes(step)]
+    assert decompositions == [*range(0, 100, 10), 120, 160]
+    data = classification([14])
+    outcome = trained(mlp, data, settings, epochs=31)  # of 4 steps
+    assert relative_error(outcome.module, by_hand(mlp(), data, 31, settings)) < 1e-9
 
 
 @pytest.mark.parametrize(
@@ -248,8 +263,10 @@ def test_what_is_sent_is_what_the_papers_say(
         run
     )
     factors = [(4, 49 + 64 + 81 + 9)]  # of 6 inputs and a bias to 8, of 8 and a bias to 3
-    expected = [factors + decomposition, [], factors, decomposition, factors]
-    for messages in expected:
+    both = factors + decomposition
+    early, later = [both, factors, factors] * 34, [both, [], factors, decomposition, factors]
+    early[100:] = [factors, []]  # steps 100 and 101
+    for messages in early + later:
         module(torch.randn(4, 6, dtype=torch.float64)).sum().backward()
         found.precondition(run.replica, 16)
         assert sent == messages + gradient
