@@ -4,8 +4,8 @@ scikit-learn's 1,797 real digits of 8 x 8 pixels, 360 of them held out, on which
 reach 0.25 or less; below that, overfitting moves it as much as learning. Minibatches of 128 rows,
 SGD with momentum 0.9. Both get the best of five learning rates, found on two seeds that are not
 measured; K-FAC has its defaults, which are its paper's for ImageNet, with factors computed in every
-step and decompositions in every tenth for the first hundred steps. One worker, in a thread: more workers give
-the same values. The time of both is printed too.
+step and decompositions in every tenth for the first hundred steps. One worker, in a thread: more
+workers give the same values. The time of both is printed too.
 """
 
 import functools

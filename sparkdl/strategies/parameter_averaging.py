@@ -57,8 +57,9 @@ class ParameterAveraging(Strategy["Aggregation"]):
 
     When not:
         Where the link carries gradients in less time than a step, as ``GradientAllReduce`` then
-        learns more from each row; nor for windows of hundreds of steps, where the mean forgets too
-        much: ``OuterOptimizer`` is made for them.
+        learns more from each row, above all with Adam: at one learning rate, the mean of normalized
+        steps is shorter than a normalized step on the mean gradient. Nor for windows of hundreds of
+        steps, where the mean forgets too much: ``OuterOptimizer`` is made for them.
 
     Args:
         period: local minibatches between two rounds, >= 1; DL4J's averagingFrequency, whose 5 is

@@ -190,7 +190,8 @@ class Float8Changes(RoundedChanges):
 class Float4Changes(RoundedChanges):
     """A little more than half a byte per value up, and twice that down.
 
-    What 4 bits lose is averaged out over the workers; what they would lose of the mean is not.
+    What 4 bits lose is averaged out over the workers as far as their changes differ, as values are
+    rounded to the nearest; what they would lose of the mean is not.
     """
 
     name = "float4"

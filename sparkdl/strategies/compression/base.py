@@ -6,6 +6,9 @@ and e what it has left out so far, initially 0:
 
     M  <-  g + e          send what stands for M          e  <-  M - what was sent
 
+as in Vogels et al. 2019. Stich et al. 2018 keep the error of g times the learning rate: what was
+left out before a rate is lowered is applied at the higher rate there, and at the lower one here.
+
 DistributedDataParallel passes on each bucket of gradients as soon as backward has filled it, and
 takes back the workers' common result. Backward waits meanwhile: an exchange has several messages,
 which all workers must send in the same order.

@@ -45,7 +45,8 @@ class TopK(Compression):
 
     When not:
         For many workers, as what each receives grows with their number, unlike with ``PowerSGD``;
-        nor with much momentum, which late entries miss.
+        nor with much momentum, which late entries miss, as there is no momentum correction (Lin et
+        al. 2018, "Deep Gradient Compression").
 
     Args:
         fraction: the part of each parameter's entries that a worker sends, > 0 and <= 1; at least

@@ -12,8 +12,9 @@ it last called on a worker, as changed by visitors since; what it learns meanwhi
 ``shown`` has the exchange itself, ``lockstep`` that of ``symmetric``.
 
 At the end of an epoch the driver forms the mean of all replicas, weighted by rows, from which all
-begin the next one; this mean is validated and saved. Integer buffers are each worker's own until
-then; the optimizer's state stays with the workers.
+begin the next one; this mean is validated and saved. (In the papers there is none before the end of
+the training.) Integer buffers are each worker's own until then; the optimizer's state stays with
+the workers.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class GossipAveraging(Strategy["_Gossip"]):
         topology: whom a worker calls on. ``random`` draws anyone, and mixes fastest without a plan;
             ``ring`` takes the two neighbours in turn, which needs few connections, and mixes slowly
             beyond some ten workers; ``exponential`` takes workers 1, 2, 4, ... ranks further on
-            (Assran et al. 2019, "Stochastic Gradient Push"): log2(n) iterations mix n workers. In
+            (Assran et al. 2019, "Stochastic Gradient Push", where log2(n) iterations mix n workers
+            as all exchange at once; visits one at a time mix no better than ``random`` ones). In
             ``symmetric`` mode, being neighbours is mutual: two on a ``ring``, two on a ring redrawn
             in each iteration for ``random``, and all of them for ``exponential``.
 
