@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from sparkdl.errors import CallbackError, TrainingError
 from sparkdl.hooks import Hooks
+from sparkdl.process.interrupts import Interrupted
 from sparkdl.replica import Replica
+from sparkdl.user_code.tracebacks import message_of
 
 
 @dataclass
@@ -131,8 +133,9 @@ class StepCalls:
         for callback in self._callbacks:
             try:
                 getattr(callback, method)(self._step)
-            except Exception as error:  # the user's code may raise anything
+            except Interrupted:
+                raise
+            except BaseException as error:  # the user's code may raise anything
                 raise CallbackError(
-                    f"callback {type(callback).__name__} failed in {method}: "
-                    f"{type(error).__name__}: {error}"
+                    f"callback {type(callback).__name__} failed in {method}: {message_of(error)}"
                 ) from error

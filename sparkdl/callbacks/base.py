@@ -29,6 +29,7 @@ from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.hooks import Hooks
 from sparkdl.report.recording import Recording
+from sparkdl.user_code.tracebacks import message_of
 
 logger = logging.getLogger(__name__)
 
@@ -284,8 +285,7 @@ class Calls:
             if isinstance(error, SparkDLError):
                 raise
             raise CallbackError(
-                f"callback {type(callback).__name__} failed in {hook}: "
-                f"{type(error).__name__}: {error}"
+                f"callback {type(callback).__name__} failed in {hook}: {message_of(error)}"
             ) from error
 
     def _warn(self, callback: Callback, hook: str, error: Exception, seconds: float) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from sparkdl.errors import ModelError
 from sparkdl.outputs import parts_of
 from sparkdl.protocols import UNKNOWN, ColumnSpec
+from sparkdl.user_code.tracebacks import text_of
 from sparkdl.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -167,7 +168,7 @@ class Flavor:
                 "the model cannot be exported as a graph (%s: %s), so it is logged as a pickle, "
                 "which MLflow loads only where MLFLOW_ALLOW_PICKLE_DESERIALIZATION is 'true'",
                 type(error).__name__,
-                str(error).partition("\n")[0],
+                text_of(error).partition("\n")[0],
             )
             mlflow.pytorch.save_model(
                 model.module if alone else model,

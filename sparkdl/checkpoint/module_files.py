@@ -29,6 +29,7 @@ from sparkdl.events import EpochSummary, are_measured, are_metrics
 from sparkdl.outputs import OutputKey, Widths, names_output
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding, SequenceInput
+from sparkdl.user_code.tracebacks import message_of, text_of
 
 DESCRIPTION = "module.json"
 WEIGHTS = "module.safetensors"
@@ -132,7 +133,7 @@ def _build_module(builder: Any) -> nn.Module:
         with borrowed_random_numbers():
             module = builder if isinstance(builder, nn.Module) else builder()
     except Exception as error:  # a constructor may raise anything
-        raise ConfigError(f"model cannot be built as it was saved: {error!r}") from error
+        raise ConfigError(f"model cannot be built as it was saved: {message_of(error)}") from error
     if not isinstance(module, nn.Module):
         raise ConfigError(
             f"model was saved as something that builds {type(module)}, not an nn.Module"
@@ -146,7 +147,7 @@ def _put_weights(module: nn.Module, path: Path) -> None:
     try:
         state = load_file(path)
     except Exception as error:  # safetensors, torch and the file system raise errors of any kind
-        raise ConfigError(f"the weights in {path} are damaged: {error}") from error
+        raise ConfigError(f"the weights in {path} are damaged: {text_of(error)}") from error
     try:
         for name, tensor in module.state_dict().items():
             if name in state and tensor.dtype.is_complex and not state[name].is_complex():
@@ -160,7 +161,7 @@ def _put_weights(module: nn.Module, path: Path) -> None:
     except Exception as error:  # modules may load their state in their own ways
         raise ConfigError(
             f"the weights in {path} belong to a different architecture from the one the model "
-            f"builds now: {error}"
+            f"builds now: {text_of(error)}"
         ) from error
 
 

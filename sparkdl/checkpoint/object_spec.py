@@ -28,6 +28,7 @@ from sparkdl.checkpoint.moved import present_name
 from sparkdl.checkpoint.trust import NotFoundError, Trust, TrustArgument, find, torchs_own
 from sparkdl.errors import ConfigError
 from sparkdl.user_code.stand_ins import pickled_apart
+from sparkdl.user_code.tracebacks import message_of
 
 KEY = "recipe"
 """The key of a spec in files: what it was called when the first were written."""
@@ -163,7 +164,7 @@ def _built(
     try:
         value = _build(spec, found)
     except Exception as error:  # a constructor may raise anything
-        raise ConfigError(f"{name} cannot be built as it was saved: {error!r}") from error
+        raise ConfigError(f"{name} cannot be built as it was saved: {message_of(error)}") from error
     if trust.everything or expected.takes(value, trust):
         return value
     raise ConfigError(f"{name} must be {expected.what}, but {_shortened.repr(spec)} was saved")
@@ -220,7 +221,7 @@ def _load_pickle(file: Any, directory: Path, name: str, trust: Trust) -> Any:
         with real.open("rb") as opened:
             return _Unpickler(opened).load()
     except Exception as error:  # what a pickle runs may raise anything
-        raise ConfigError(f"the pickle {path} cannot be loaded: {error!r}") from error
+        raise ConfigError(f"the pickle {path} cannot be loaded: {message_of(error)}") from error
 
 
 class _Unpickler(pickle.Unpickler):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sparkdl.errors import ModelError
 from sparkdl.process.randomness import borrowed_random_numbers
+from sparkdl.user_code.tracebacks import message_of
 
 
 def pickled_module(
@@ -69,7 +70,7 @@ def _dump(
         except Exception:
             raise ModelError(
                 "once built, the model cannot be sent to the executors, which transform requires: "
-                f"{type(error).__name__}: {error}. Leave out what cannot be pickled with "
+                f"{message_of(error)}. Leave out what cannot be pickled with "
                 "__getstate__, or create it on first use"
             ) from error
 

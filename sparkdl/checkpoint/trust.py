@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from sparkdl.errors import ConfigError
+from sparkdl.user_code.tracebacks import text_of
 
 TrustArgument = bool | Collection[str]
 """What the user says: True for everything, pickles included, or names of modules and packages."""
@@ -132,7 +133,7 @@ def find(path: str, trust: Trust, harmless: dict[str, Any]) -> Any:
             if not isinstance(home, str) or not trust.covers(home):
                 raise AttributeError(f"{part} belongs to {home}, which trust does not name")
     except Exception as error:  # importing runs the module, which may raise anything
-        raise NotFoundError(str(error)) from error
+        raise NotFoundError(text_of(error)) from error
     return found
 
 

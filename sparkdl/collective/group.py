@@ -20,6 +20,7 @@ from sparkdl.collective.network import Network
 from sparkdl.collective.rendezvous import Gather, Meeting, interface_settings, meet
 from sparkdl.errors import CollectiveError
 from sparkdl.phases import EXCHANGE, PhaseClock
+from sparkdl.user_code.tracebacks import text_of
 
 logger = logging.getLogger(__name__)
 
@@ -293,8 +294,8 @@ def _leave_group_of_others() -> None:
 
 def is_of_backend(error: RuntimeError) -> bool:
     """Whether the backend failed, not the user's code; gloo raises plain RuntimeErrors."""
-    return isinstance(error, dist.DistError) or "gloo/" in str(error)
+    return isinstance(error, dist.DistError) or "gloo/" in text_of(error)
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+    return text_of(error).partition("\n")[0]

@@ -39,6 +39,7 @@ from sparkdl.events import EpochSummary
 from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.replica.warm_start import WarmStart
 from sparkdl.report import Recording
+from sparkdl.user_code.tracebacks import message_of, text_of
 from sparkdl.worker import Job
 
 logger = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ def run(
         )
     except Exception as error:  # the user's optimizer may raise anything
         raise ModelError(
-            f"the optimizer's step fails on zero gradients: {type(error).__name__}: {error}"
+            f"the optimizer's step fails on zero gradients: {message_of(error)}"
             f"{_which_optimizer(error, replica.module)}"
         ) from error
     plan, resumed = None, None
@@ -206,7 +207,7 @@ def run(
                 values.copy_(tensor)
             training.model = replica.release()
         except BaseException as error:
-            training.recording.end("failed", averager.history, f"{type(error).__name__}: {error}")
+            training.recording.end("failed", averager.history, message_of(error))
             serve.calls.end(error)
             raise
         stopped = training.stopped
@@ -221,7 +222,7 @@ def run(
 
 
 def _which_optimizer(error: Exception, module: nn.Module) -> str:
-    if "closure" in str(error):
+    if "closure" in text_of(error):
         return ". Use one that steps without a closure, such as SGD or Adam"
     if any(getattr(layer, "sparse", False) for layer in module.modules()):
         return (

@@ -20,6 +20,7 @@ from sparkdl.encodings.lists import broken_where
 from sparkdl.encodings.pixels import OfPixels, channels_first
 from sparkdl.encodings.raw_bytes import RawBytes
 from sparkdl.errors import SetupError
+from sparkdl.user_code.tracebacks import message_of
 
 if TYPE_CHECKING:  # the process that starts the ranks of a task has no torch
     import torch
@@ -71,7 +72,7 @@ class Images(OfPixels):
                     octets = np.frombuffer(pixels.tobytes(), np.uint8)
                     decoded[row] = octets.reshape(height, width, channels)
             except Exception as error:  # Pillow raises almost anything for bytes that are no image
-                reason = reason or f"is not a valid image: {type(error).__name__}: {error}"
+                reason = reason or f"is not a valid image: {message_of(error)}"
                 wrong[row] = True
         broken = broken_where(wrong, reason)
         return channels_first(decoded if broken is None else decoded[~wrong]), broken

@@ -12,7 +12,7 @@ from sparkdl.encodings import IMAGE, NUMBERS
 from sparkdl.errors import ConfigError, ModelError
 from sparkdl.estimator.predictions import require_any_length
 from sparkdl.feed.columns.ragged import Ragged
-from sparkdl.feed.columns.schema import input_names, model_inputs
+from sparkdl.feed.columns.schema import inputs_described, model_inputs
 from sparkdl.outputs import Widths, described, widths_of
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
@@ -20,6 +20,7 @@ from sparkdl.replica import forward
 from sparkdl.replica.initial import has_lazy_parameters
 from sparkdl.replica.module_state import ModuleState
 from sparkdl.spark.rows.column_overrides import ColumnOverrides
+from sparkdl.user_code.tracebacks import message_of
 
 _ROWS = 5
 """A number that few models have of layers or classes, so that an output's length tells whether it
@@ -187,12 +188,9 @@ def _widths(
         with borrowed_random_numbers(), torch.inference_mode(False), torch.no_grad():
             returned: Any = forward(module, given, as_kwargs=as_kwargs)
     except Exception as error:  # the user's forward may raise anything
-        named = zip(
-            input_names(specs), given.values() if isinstance(given, dict) else given, strict=True
-        )
-        shown = ", ".join(f"'{name}' {described(each)}" for name, each in named)
+        shown = inputs_described(given, specs)
         raise ModelError(
-            f"the module fails on the example ({shown}): {type(error).__name__}: {error}"
+            f"the module fails on the example ({shown}): {message_of(error)}"
         ) from error
     widths = widths_of(returned, _ROWS)
     if not widths:

@@ -23,6 +23,7 @@ from sparkdl.metrics.undeclared import Undeclared
 from sparkdl.outputs import described
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import Targets
+from sparkdl.user_code.tracebacks import message_of
 
 logger = logging.getLogger(__name__)
 
@@ -202,9 +203,7 @@ def _make(name: str, maker: Any) -> Any:
     try:
         metric = copy.deepcopy(maker) if isinstance(maker, kinds) else maker()
     except Exception as error:  # the user's function may raise anything
-        raise ConfigError(
-            f"metric '{name}' cannot be made: {type(error).__name__}: {error}"
-        ) from error
+        raise ConfigError(f"metric '{name}' cannot be made: {message_of(error)}") from error
     if not isinstance(metric, torchmetrics.Metric):
         advice = (
             ". Give the MetricCollection itself as metrics"
@@ -237,7 +236,7 @@ def _named(name: str, what: str) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:  # metrics may raise anything
-        raise ModelError(f"metric '{name}' {what}: {type(error).__name__}: {error}") from error
+        raise ModelError(f"metric '{name}' {what}: {message_of(error)}") from error
 
 
 def _plain(value: Any) -> MetricValue:

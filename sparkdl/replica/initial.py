@@ -40,6 +40,7 @@ from sparkdl.replica.frozen import frozen_values
 from sparkdl.replica.warm_start import WithFrozenValues
 from sparkdl.transport.framing import octets_of
 from sparkdl.user_code.stand_ins import pickled_apart
+from sparkdl.user_code.tracebacks import message_of
 
 _START = """
 import pickle, sys
@@ -157,7 +158,7 @@ def _pickled(model: ModelBuilder) -> bytes:
     except Exception as error:  # any __reduce__ may raise anything
         raise ModelError(
             "the function that builds the model cannot be sent to another process, as it must "
-            f"be to each worker: {type(error).__name__}: {error}"
+            f"be to each worker: {message_of(error)}"
         ) from error
 
 
@@ -181,8 +182,8 @@ def _build(connected: socket.socket) -> None:
         with settings.hold():
             module = model().cpu()
         state = [*(group.flat for group in flatten(module)), *frozen_values(module)]
-    except Exception as error:  # whatever the user's code raises
-        state, header = [], {"error": f"{type(error).__name__}: {error}"}
+    except BaseException as error:  # whatever the user's code raises
+        state, header = [], {"error": f"{message_of(error)}"}
     else:
         header = {"layout": _layout(state)}
     with suppress(BrokenPipeError), connected.makefile("wb") as reply:

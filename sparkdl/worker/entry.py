@@ -15,6 +15,7 @@ import torch
 from sparkdl.averager.client.client import AveragerClient
 from sparkdl.errors import CollectiveError, DeadlineError, DisconnectedError, StoppedError
 from sparkdl.phases import PhaseClock
+from sparkdl.process.interrupts import Interrupted
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Run
@@ -53,7 +54,9 @@ def train(
     with job.settings.hold():
         try:
             replica = _build_replica(job, placement)
-        except Exception as error:  # whatever the user's code raises must reach the driver
+        except Interrupted:
+            raise
+        except BaseException as error:  # whatever the user's code raises must reach the driver
             report_failure(address, placement.rank, error)
             return False
         return _join_and_train(job, placement, replica, address, batches)
@@ -111,12 +114,12 @@ def _join_and_train(
                 neighbours = Neighbours(job, placement, averager, address.token)
                 TrainingLoop(job, placement, run, strategy, averager, neighbours).train(batches)
                 return True
-            except (StoppedError, DeadlineError):
+            except (StoppedError, DeadlineError, Interrupted):
                 raise
             except CollectiveError as error:
                 told = f"{where_of(rank, run)}: {error}"
                 averager.report_failure(CollectiveError(told, ranks=error.ranks))
-            except Exception as error:  # as above
+            except BaseException as error:  # as above
                 averager.report_failure(as_worker_error(error, rank, run))
     except (StoppedError, DeadlineError) as error:
         if isinstance(error, DisconnectedError) and (job.survivable_losses or not joined):

@@ -20,7 +20,12 @@ from sparkdl.strategies.base import Run
 from sparkdl.transport.address import ServiceAddress
 from sparkdl.transport.connecting import reach
 from sparkdl.user_code.missing_modules import advice
-from sparkdl.user_code.tracebacks import traceback_of
+from sparkdl.user_code.tracebacks import (
+    TRACEBACK_CHARACTERS,
+    message_of,
+    text_of,
+    traceback_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +33,7 @@ START_FAILURE_S = 60.0
 """Seconds for which a worker that could not start tries to reach the averager, and waits for it."""
 
 
-def report_failure(address: ServiceAddress, rank: int, error: Exception) -> None:
+def report_failure(address: ServiceAddress, rank: int, error: BaseException) -> None:
     """End the run from a worker that could not even start.
 
     Args:
@@ -52,17 +57,18 @@ def report_failure(address: ServiceAddress, rank: int, error: Exception) -> None
         logger.info("rank %d leaves: %s", rank, answer)
 
 
-def as_worker_error(error: Exception, rank: int, run: Run | None) -> WorkerError:
+def as_worker_error(error: BaseException, rank: int, run: Run | None) -> WorkerError:
     """An error that says where it happened, with the worker's own traceback."""
     if isinstance(error, NonFiniteError):
         return error
     epoch, step = _when(run)
     where = where_of(rank, run)
     own = isinstance(error, TrainingError)
-    text = "" if own else traceback_of(error)
-    message = f"{where}: {error}" if own else f"{where}: {type(error).__name__}: {error}"
-    if not own:
-        message += f"{_advice(error)}\n\n{text}"
+    if own:
+        text, message = "", f"{where}: {text_of(error, TRACEBACK_CHARACTERS)}"
+    else:
+        text = traceback_of(error)
+        message = f"{where}: {message_of(error)}{_advice(error)}\n\n{text}"
     return WorkerError(message, rank=rank, epoch=epoch, step=step, worker_traceback=text)
 
 
@@ -76,14 +82,14 @@ def _when(run: Run | None) -> tuple[int, int]:
     return (run.epoch, run.step) if run is not None else (0, 0)
 
 
-def _advice(error: Exception) -> str:
+def _advice(error: BaseException) -> str:
     """What to do about a lack of memory or of a module; empty for other errors."""
     if isinstance(error, ModuleNotFoundError):
         return f"\n{advice(error)}"
     if isinstance(error, torch.OutOfMemoryError):
         return "\nThe GPU's memory is full: lower batchSize, or set precision='bf16'"
     # torch's CPU allocator has no error class of its own.
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+    if isinstance(error, MemoryError) or "can't allocate memory" in text_of(error):
         return (
             "\nThe worker ran out of memory: raise spark.executor.memoryOverhead (and "
             "spark.executor.pyspark.memory, which is the limit where it is set), or lower "

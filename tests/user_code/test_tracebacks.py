@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
-from sparkdl.user_code.tracebacks import traceback_of
+from sparkdl.user_code.tracebacks import message_of, shortened, text_of, traceback_of
 
 
 class Explodes(nn.Linear):
@@ -79,3 +80,89 @@ def test_what_caused_an_error_is_told_as_well() -> None:
 @pytest.mark.parametrize("error", [ValueError("x"), KeyError("y")])
 def test_an_error_that_was_never_raised_is_its_name(error: Exception) -> None:
     assert traceback_of(error) == "".join(f"{type(error).__name__}: {error}")
+
+
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class NoText(Exception):
+    def __str__(self) -> str:
+        return 5  # type: ignore[return-value]
+
+
+class NoNotes(Exception):
+    @property
+    def __notes__(self) -> list[str]:
+        raise ValueError("no notes")
+
+
+class NoException(BaseException):
+    pass
+
+
+def group_of(depth: int) -> BaseException:
+    error: Exception = ValueError("innermost")
+    for level in range(depth):
+        error = ExceptionGroup(f"level {level}", [error, *map(ValueError, range(1_000))])
+    return error
+
+
+def chain_of(length: int) -> BaseException:
+    error = ValueError("first")
+    for number in range(length):
+        following = ValueError(f"number {number}")
+        following.__cause__, error = error, following
+    return error
+
+
+def with_notes(note: str, count: int) -> BaseException:
+    error = ValueError("noted")
+    for _ in range(count):
+        error.add_note(note)
+    return error
+
+
+HOSTILE = {
+    "Silent: <exception str() failed>": Silent(),
+    "NoText: <exception str() failed>": NoText(),
+    "NoNotes: it has text": NoNotes("it has text"),
+    "NoException: base": NoException("base"),
+    "KeyboardInterrupt": KeyboardInterrupt(),
+    "SystemExit: 3": SystemExit(3),
+    "GeneratorExit": GeneratorExit(),
+    "ValueError: xx": ValueError("x" * 50_000_000),
+    "ValueError: half \\ud800": ValueError("half \ud800 a pair"),
+    "ValueError: noted": with_notes("n" * 1_000_000, 10),
+    "ValueError: number 9999": chain_of(10_000),
+    "ExceptionGroup: level 19": group_of(20),
+}
+
+
+@pytest.mark.parametrize("begins", HOSTILE)
+def test_whatever_is_raised_is_named_and_cut_to_size(begins: str) -> None:
+    try:
+        raise HOSTILE[begins]
+    except BaseException as error:
+        name, told, text = message_of(error), traceback_of(error), text_of(error)
+    assert begins in name
+    assert begins.partition(":")[0] in told
+    assert "test_tracebacks.py" in told
+    assert max(map(len, (name, told, text))) < 21_000
+    for each in (name, told, text):
+        each.encode()
+
+
+def test_what_is_cut_keeps_its_beginning_and_its_end() -> None:
+    text = shortened("a" * 1_000 + "b" * 1_000_000 + "c" * 1_000, 900)
+    assert text.startswith("a" * 600)
+    assert text.endswith("c" * 300)
+    assert "[1001100 characters left out]" in text
+    assert shortened("short", 900) == "short"
+
+
+def test_a_short_error_is_told_as_python_tells_it() -> None:
+    for error in (ValueError("no"), KeyError("x"), ValueError(), with_notes("see there", 1)):
+        expected = "".join(traceback.format_exception_only(error)).strip()
+        assert message_of(error) == expected

@@ -16,6 +16,7 @@ from sparkdl.feed.statistics.places import RowLocation
 from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 from sparkdl.phases import PHASES, PhaseTimes
 from sparkdl.transport.framing import MAX_HEADER_BYTES
+from sparkdl.user_code.tracebacks import shortened
 
 _Types = dict[str, tuple[type, ...]]
 
@@ -77,6 +78,8 @@ MAX_STATES_BYTES = 256 << 20
 memory. Scores and labels of 20 million held-out rows fit."""
 SAFE_COLUMNS = 1000
 """Statistics of this many columns fit into a header, whatever they are."""
+TEXT_CHARACTERS = 100_000
+"""The longest text of an error in a header, which has room for ten such, each character escaped."""
 _FAILURE_TYPES: _Types = {
     "message": (str,),
     "non_finite": (bool,),
@@ -90,17 +93,23 @@ _FAILURE_TYPES: _Types = {
 def failure_header(error: WorkerError | CollectiveError) -> dict[str, Any]:
     """What a worker sends when the user's code raised, or its exchange with others broke."""
     if isinstance(error, CollectiveError):
-        return {"broken": str(error), "missing": list(error.ranks)}
+        broken = shortened(str(error), TEXT_CHARACTERS)
+        return {"broken": broken, "missing": list(error.ranks)}
     return {
         "failure": {
-            "message": str(error),
+            "message": shortened(str(error), TEXT_CHARACTERS),
             "non_finite": isinstance(error, NonFiniteError),
             "rank": error.rank,
             "epoch": error.epoch,
             "step": error.step,
-            "worker_traceback": error.worker_traceback,
+            "worker_traceback": shortened(error.worker_traceback, TEXT_CHARACTERS),
         }
     }
+
+
+def stopped_header(reason: str) -> dict[str, Any]:
+    """What a worker is told at last, if the run has ended without it."""
+    return {"stopped": shortened(reason, TEXT_CHARACTERS)}
 
 
 def window_header(

@@ -19,6 +19,7 @@ from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.events import Event, Member
+from sparkdl.averager.messages.headers import stopped_header
 from sparkdl.averager.messages.run_events import RunEvent, WorkerLost
 from sparkdl.averager.service.conversation import Worker
 from sparkdl.averager.service.kept_model import KeptModel
@@ -130,7 +131,7 @@ class Loop(Service):
     def begins(self, worker: Worker) -> bool:
         """Take note of a worker that has sent its first header; returns whether to listen to it."""
         if self.coordinator.ended:  # nothing it could say would change that
-            self.part(worker.channel, {"stopped": self.coordinator.farewell})
+            self.part(worker.channel, stopped_header(self.coordinator.farewell))
             return False
         self._workers.add(worker)
         return True
@@ -152,7 +153,7 @@ class Loop(Service):
     def failed(self, worker: Worker, error: SparkDLError) -> None:
         """End the run because of what a worker sent, unless it has already ended."""
         if self.coordinator.ended:
-            farewell = {"stopped": str(self.coordinator.failure or error)}
+            farewell = stopped_header(str(self.coordinator.failure or error))
             self.part(worker.channel, farewell)
         self._workers.add(worker)  # it is told why, even if this was its first message
         self.tell(on.Failed(error))
@@ -203,7 +204,7 @@ class Loop(Service):
         self.tell(on.Tick())
         if self.coordinator.ended:  # whoever is still silent then would otherwise not hear of it
             for channel in self.unintroduced():
-                self.part(channel, {"stopped": self.coordinator.farewell})
+                self.part(channel, stopped_header(self.coordinator.farewell))
         return self.coordinator.members.tick_s
 
     def broke(self, failure: TrainingError) -> None:
@@ -266,7 +267,7 @@ class Loop(Service):
             case do.Dismiss(member):
                 self._do(member, lambda worker: self.part(worker.channel, {"finished": True}))
             case do.Refuse(member, reason):
-                self._do(member, lambda worker: self.part(worker.channel, {"stopped": reason}))
+                self._do(member, lambda worker: self.part(worker.channel, stopped_header(reason)))
             case do.BeginCheckpoint():
                 self._begin_checkpoint(decision)
             case do.WriteCheckpoint():
@@ -324,7 +325,7 @@ class Loop(Service):
     def _end(self, decision: do.End) -> None:
         if decision.failure is not None or decision.stopped is not None:
             self._await_turn.clear()
-            farewell = {"stopped": self.coordinator.farewell}
+            farewell = stopped_header(self.coordinator.farewell)
             for worker in list(self._workers):
                 self.part(worker.channel, farewell)
         self._told_end = True

@@ -15,6 +15,7 @@ from sparkdl.feed.statistics.column import ColumnStatistics
 from sparkdl.protocols import Batch, ColumnSpec
 from sparkdl.replica import Replica
 from sparkdl.replica.losses import ModelLoss
+from sparkdl.user_code.tracebacks import message_of, text_of
 
 SHOW_ZEROS = "Give a function as model that builds it and calls it on a batch of zeros"
 
@@ -28,7 +29,7 @@ def how_to_build(error: Exception) -> str:
     Args:
         error: what building them raised.
     """
-    text = str(error)
+    text = text_of(error)
     # Raised for an instance, since torch cannot copy every one.
     if "uninitialized parameter" in text:
         return f". {SHOW_ZEROS}"
@@ -85,7 +86,7 @@ def which_param_helps(
         statistics: what is known about each, and perhaps about further columns.
     """
     flat = [s.name for s in features if len(s.row_shape) == 1 and s.padding is None]
-    if flat and _OF_SHAPE.search(str(error)):
+    if flat and _OF_SHAPE.search(text_of(error)):
         return (
             f". Rows of '{flat[0]}' are flat; to give them a shape, as for images: "
             f"columnShapes={{'{flat[0]}': [channels, height, width]}}"
@@ -95,7 +96,7 @@ def which_param_helps(
         for spec, found in zip(features, statistics, strict=False)
         if spec.dtype == torch.int64 and (found.smallest, found.largest) in ((0, 0), (0, 1), (1, 1))
     ]
-    if zero_or_one and _OF_MASK.search(str(error)):
+    if zero_or_one and _OF_MASK.search(text_of(error)):
         masks = ", ".join(f"'{name}': 'bool'" for name in zero_or_one)
         return f". Booleans are fed as int64; to use them as masks: columnDtypes={{{masks}}}"
     return ""
@@ -128,5 +129,5 @@ def fail(what: str, error: Exception, advice: str = "") -> NoReturn:
     Raises:
         ModelError: always.
     """
-    text = str(error).removesuffix(".") if advice else error
-    raise ModelError(f"{what}: {type(error).__name__}: {text}{advice}") from error
+    text = message_of(error).removesuffix(".") if advice else message_of(error)
+    raise ModelError(f"{what}: {text}{advice}") from error

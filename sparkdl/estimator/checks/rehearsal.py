@@ -12,6 +12,7 @@ from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import OptimizerBuilder, SchedulerBuilder
 from sparkdl.replica import Replica
 from sparkdl.replica.schedule import Schedule, Unit
+from sparkdl.user_code.tracebacks import message_of, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +32,8 @@ def require_schedule(
         return Schedule(optimizer, scheduler, unit)
     except Exception as error:  # the user's function may raise anything
         own = isinstance(error, ConfigError)
-        kind = "" if own else f"the scheduler cannot be built: {type(error).__name__}: "
-        raise ModelError(f"{kind}{error}") from error
+        told = text_of(error) if own else f"the scheduler cannot be built: {message_of(error)}"
+        raise ModelError(told) from error
 
 
 def require_steps(

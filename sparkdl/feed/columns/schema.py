@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from sparkdl.feed.columns.ragged import Column, dense, inputs_of, sequence_names
+from sparkdl.outputs import described
 from sparkdl.protocols import Batch, ColumnSpec, Features
 
 BatchTransform = Callable[[Batch], Batch]
@@ -74,6 +75,13 @@ class FeedSchema:
 def input_names(features: Sequence[ColumnSpec]) -> list[str]:
     """Names of a model's inputs: the features, then the masks and lengths of padded ones."""
     return [*(spec.name for spec in features), *sequence_names(features)]
+
+
+def inputs_described(given: Features, features: Sequence[ColumnSpec]) -> str:
+    """The dtypes and shapes of what a model was given, by name, for messages."""
+    values = given.values() if isinstance(given, dict) else given
+    named = zip(input_names(features), values, strict=True)
+    return ", ".join(f"'{name}' {described(each)}" for name, each in named)
 
 
 def model_inputs(

@@ -20,6 +20,7 @@ from sparkdl.durable.local_files import LocalFiles
 from sparkdl.durable.publishing import put_file
 from sparkdl.errors import CheckpointError
 from sparkdl.jobs.exits import Exit
+from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, text_of
 from sparkdl.version import __version__
 
 
@@ -48,7 +49,11 @@ def failure(job: str, run_id: str | None, code: Exit, error: BaseException) -> d
         "run_id": run_id,
         "status": "failed",
         "exit_code": int(code),
-        "error": {"type": type(error).__name__, "message": str(error), "meaning": code.meaning},
+        "error": {
+            "type": type(error).__name__,
+            "message": text_of(error, TRACEBACK_CHARACTERS),
+            "meaning": code.meaning,
+        },
     }
 
 

@@ -14,6 +14,7 @@ from pyspark import Broadcast
 from sparkdl.errors import ModelError, SparkDLError
 from sparkdl.spark.closures.pickling import References, pickled
 from sparkdl.user_code.references import nested_code
+from sparkdl.user_code.tracebacks import text_of
 
 MAX_DEPTH = 8
 """How deep into attributes to look for the culprit."""
@@ -76,7 +77,7 @@ def _refusal(name: str, value: Any, error: Exception, advice: str) -> str:
         )
     return (
         f"{name} cannot be sent to the executors: {path} is a {kind} that cannot be pickled "
-        f"({reason}). Create it inside the model on first use, leave it out with __getstate__, or "
+        f"({text_of(reason)}). Create it inside the model on first use, leave it out with __getstate__, or "
         f"{advice}"
     )
 

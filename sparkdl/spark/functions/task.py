@@ -29,6 +29,7 @@ from sparkdl.errors import DataError, DisconnectedError, StoppedError
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed, FeedOptions
 from sparkdl.feed.statistics.check import check_statistics
+from sparkdl.process.interrupts import Interrupted, interrupted_by_signals_alone
 from sparkdl.process.lazy_compiler import defer_compiler
 from sparkdl.reshuffle import RowExchange, RowServer
 from sparkdl.reshuffle.exchange import Everyone
@@ -45,7 +46,7 @@ from sparkdl.spark.launch.assignment import Assignment
 from sparkdl.spark.rows.scratch import row_directory
 from sparkdl.transport.address import ServiceAddress
 from sparkdl.user_code.missing_modules import advice
-from sparkdl.user_code.tracebacks import traceback_of
+from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, message_of, text_of, traceback_of
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,10 @@ def run_function_task(
     torch.set_num_threads(assigned.cores)
     result: bytes | None = None
     try:
-        with RunClient(ServiceAddress(*address), rank, JOIN_S) as driver:
+        with (
+            interrupted_by_signals_alone(),
+            RunClient(ServiceAddress(*address), rank, JOIN_S) as driver,
+        ):
             result = _report_errors(
                 driver, rank, lambda: _serve(payload, driver, assigned, batches)
             )
@@ -228,19 +232,19 @@ def _rows(
 def _report_errors(driver: RunClient, rank: int, body: Callable[[], bytes]) -> bytes | None:
     try:
         return body()
-    except StoppedError:
+    except (StoppedError, Interrupted):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # the user's code may raise anything
         of_exchange = isinstance(error, RuntimeError) and is_of_backend(error)
         if of_exchange:
             # The worker that broke the exchange reports first if it can: its error says more.
             time.sleep(ROLL_CALL_S)
         text = traceback_of(error)
-        what = f"rank {rank} on {socket.gethostname()}: {type(error).__name__}: {error}"
+        what = f"rank {rank} on {socket.gethostname()}: {message_of(error)}"
         if isinstance(error, ModuleNotFoundError):
             what = f"{what}\n{advice(error)}"
         if isinstance(error, DataError):
-            driver.report_failure(str(error), text, of_data=True)
+            driver.report_failure(text_of(error, TRACEBACK_CHARACTERS), text, of_data=True)
         else:
             driver.report_failure(f"{what}\n\n{text}", text, of_exchange=of_exchange)
         _end_program()

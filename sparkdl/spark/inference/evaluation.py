@@ -18,6 +18,7 @@ from sparkdl.feed.record_batches.decode import tensors_of
 from sparkdl.feed.record_batches.packed import unpacked
 from sparkdl.metrics import Metrics
 from sparkdl.protocols import ColumnSpec
+from sparkdl.spark.inference.failures import told_in_driver
 from sparkdl.spark.inference.predictor import Predictor
 from sparkdl.spark.inference.scores import Labels
 from sparkdl.spark.rows.columns import InputColumn
@@ -115,8 +116,8 @@ def evaluate(
         columns: the features' columns, then the labels', then the weights' if there is one.
 
     Raises:
-        DataError: there is no row.
-        ModelError: a metric cannot be computed.
+        DataError: there is no row, or one cannot become part of a tensor.
+        ModelError: the model fails, or a metric cannot be computed.
     """
     sources = [
         Source(f"c{index}", column.expression(), dataset.schema[column.name].dataType)
@@ -125,7 +126,8 @@ def evaluate(
     packed = packed_columns(sources, dataset.sparkSession)
     # The stubs expect classic columns, which these are.
     selected: Any = dataset.select(*(column.alias(name) for name, column in packed.items()))
-    counted = selected.mapInArrow(evaluation, "partition int, states binary").collect()
+    with told_in_driver():
+        counted = selected.mapInArrow(evaluation, "partition int, states binary").collect()
     if not counted:
         raise DataError("the DataFrame has no rows to evaluate the model on")
     counted.sort(key=lambda row: row["partition"])

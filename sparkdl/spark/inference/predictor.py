@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from sparkdl.feed.columns.lengths import order_by_length
 from sparkdl.feed.columns.ragged import Column, Ragged, cut, picked
-from sparkdl.feed.columns.schema import model_inputs
+from sparkdl.feed.columns.schema import inputs_described, model_inputs
 from sparkdl.feed.record_batches.decode import tensors_of
 from sparkdl.outputs import OutputKey, pick
 from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.protocols import ColumnSpec
 from sparkdl.replica import forward
 from sparkdl.spark.cluster.devices import choose_device
+from sparkdl.spark.inference.failures import as_model_error
 from sparkdl.spark.inference.scores import Score
 from sparkdl.spark.inference.shared_model import SharedModel, loaded
 from sparkdl.spark.launch.assignment import first_gpu
@@ -217,7 +218,15 @@ class Running:
         for start, piece in zip(starts, pieces, strict=True):
             moved = [self._moved(column) for column in piece]
             given = model_inputs(moved, specs, by_name=predictor.names is not None)
-            yield start, forward(self.module, given, as_kwargs=predictor.as_kwargs)
+            try:
+                returned = forward(self.module, given, as_kwargs=predictor.as_kwargs)
+            except BaseException as error:  # the user's forward may raise anything
+                raise as_model_error(
+                    f"the model {type(self.module).__name__} fails on {len(moved[0])} rows "
+                    f"({inputs_described(given, specs)})",
+                    error,
+                ) from None
+            yield start, returned
 
     def _moved(self, column: Column) -> Column:
         values = column.values if isinstance(column, Ragged) else column

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from sparkdl.errors import DataError, ModelError
 from sparkdl.feed.record_batches.decode import tensors_of
+from sparkdl.outputs import described
 from sparkdl.protocols import ColumnSpec, LossFunction, Targets
 from sparkdl.replica import align_targets
 from sparkdl.replica.losses import loss_of_rows
+from sparkdl.spark.inference.failures import as_model_error
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,16 @@ class Score:
         """
         loss = self.loss.to(_device(targets)) if isinstance(self.loss, torch.nn.Module) else None
         by_row = loss_of_rows(self.loss if loss is None else loss)
-        values = by_row(outputs, align_targets(outputs, targets))
+        try:
+            values = by_row(outputs, align_targets(outputs, targets))
+        except ModelError:
+            raise
+        except BaseException as error:  # the user's loss may raise anything
+            raise as_model_error(
+                f"the loss, for scoreCol, fails on outputs {described(outputs)} and targets "
+                f"{described(targets)}",
+                error,
+            ) from None
         if not isinstance(values, Tensor) or values.dim() == 0 or len(values) != rows:
             shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise ModelError(

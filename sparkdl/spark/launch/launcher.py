@@ -44,6 +44,7 @@ from sparkdl.spark.launch.worker_rows import (
 from sparkdl.spark.modules.shipment import Shipment
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.spark.session.encryption import keeps_rows_in_memory
+from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, shortened
 from sparkdl.version import __version__
 from sparkdl.worker import Job
 
@@ -219,7 +220,7 @@ def as_training_error(error: Exception) -> SparkDLError:
             "chooses for each run: is spark.driver.host an address of this machine that they "
             "can reach, and is there a firewall in between?"
         )
-    message = f"the Spark job that runs the workers failed: {text}"
+    message = f"the Spark job that runs the workers failed: {shortened(text, TRACEBACK_CHARACTERS)}"
     if is_loss(text):
         advice = memory_advice(text)
         return WorkerLostError(f"{message}\n{advice}" if advice else message)

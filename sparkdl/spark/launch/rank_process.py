@@ -8,14 +8,15 @@ import pickle
 import random
 import socket
 import sys
-import traceback
 from collections.abc import Iterator
 from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
 
+from sparkdl.process.interrupts import Interrupted
 from sparkdl.spark.launch.rank_host import END, ROWS
+from sparkdl.user_code.tracebacks import traceback_of
 
 
 def serve(channel: socket.socket) -> None:
@@ -40,8 +41,10 @@ def _answer(source: BinaryIO) -> list[pa.RecordBatch] | str:
         module, name = entry.split(":")
         function = getattr(importlib.import_module(module), name)
         return list(function(*arguments, _rows(source)))
-    except Exception:  # the host has to know, whatever it is
-        return traceback.format_exc().rstrip()
+    except Interrupted:
+        raise
+    except BaseException as error:  # the host has to know, whatever it is
+        return traceback_of(error)
 
 
 def _rows(source: BinaryIO) -> Iterator[pa.RecordBatch]:

@@ -8,6 +8,7 @@ import cloudpickle
 import pyarrow as pa
 
 from sparkdl.collective import Network
+from sparkdl.process.interrupts import Interrupted, interrupted_by_signals_alone
 from sparkdl.process.lazy_compiler import defer_compiler
 from sparkdl.process.randomness import streams_put_back
 from sparkdl.spark.closures.accumulators import discard_added
@@ -47,8 +48,22 @@ def run_worker_task(
     """
     write_threads_on_signal()
     defer_compiler()
-    rank, averager = assigned.rank, ServiceAddress(*address)
-    trained = False
+    with interrupted_by_signals_alone():
+        if not _train(payload, ServiceAddress(*address), device, echo, assigned, batches):
+            discard_added()
+    yield pa.record_batch([pa.array([assigned.rank])], schema=OUTPUT_SCHEMA)
+
+
+def _train(
+    payload: bytes,
+    averager: ServiceAddress,
+    device: str,
+    echo: bool,
+    assigned: Assignment,
+    batches: Iterator[pa.RecordBatch],
+) -> bool:
+    """Train, unless the job cannot be unpacked; returns whether it went well."""
+    rank = assigned.rank
     try:
         job: Job
         network: Network
@@ -63,12 +78,11 @@ def run_worker_task(
             task=assigned.task,
             network=network,
         )
-    except Exception as error:  # the user has to see an import that this executor lacks
+    except Interrupted:
+        raise
+    except BaseException as error:  # the user has to see an import that this executor lacks
         report_failure(averager, rank, error)
-    else:
-        # Spark will use this process for the user's other jobs.
-        with streams_put_back(), forwarded(averager, rank, echo=echo):
-            trained = train(job, placement, averager, batches)
-    if not trained:
-        discard_added()
-    yield pa.record_batch([pa.array([rank])], schema=OUTPUT_SCHEMA)
+        return False
+    # Spark will use this process for the user's other jobs.
+    with streams_put_back(), forwarded(averager, rank, echo=echo):
+        return train(job, placement, averager, batches)
