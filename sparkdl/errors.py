@@ -17,6 +17,7 @@ SparkDLError
     DeadlineError    someone did not answer within the time allowed        (also TimeoutError)
     StoppedError     the averager ended the run; seen on workers only
       DisconnectedError  the connection to the averager broke; seen on workers only
+      RowsLostError      Spark no longer delivers a worker's rows; seen on workers only
 """
 
 from __future__ import annotations
@@ -152,3 +153,7 @@ class StoppedError(TrainingError):
 
 class DisconnectedError(StoppedError):
     """The connection to the averager broke; raised on workers, which may reconnect."""
+
+
+class RowsLostError(StoppedError):
+    """Spark no longer delivers a worker's rows; its task fails, and Spark's own error says why."""

@@ -13,7 +13,13 @@ import pyarrow as pa
 import torch
 
 from sparkdl.averager.client.client import AveragerClient
-from sparkdl.errors import CollectiveError, DeadlineError, DisconnectedError, StoppedError
+from sparkdl.errors import (
+    CollectiveError,
+    DeadlineError,
+    DisconnectedError,
+    RowsLostError,
+    StoppedError,
+)
 from sparkdl.phases import PhaseClock
 from sparkdl.process.interrupts import Interrupted
 from sparkdl.process.randomness import borrowed_random_numbers
@@ -49,6 +55,7 @@ def train(
         DisconnectedError: the averager could never be reached, and so does not know this worker; or
             it can no longer be reached, and the run survives that. Whatever started the worker
             should restart it, or report the error.
+        RowsLostError: as ``batches`` raises it; the averager sees the worker leave.
     """
     torch.set_num_threads(placement.threads)
     with job.settings.hold():
@@ -122,6 +129,8 @@ def _join_and_train(
             except BaseException as error:  # as above
                 averager.report_failure(as_worker_error(error, rank, run))
     except (StoppedError, DeadlineError) as error:
+        if isinstance(error, RowsLostError):
+            raise
         if isinstance(error, DisconnectedError) and (job.survivable_losses or not joined):
             raise
         # The averager ended the run and knows why, or is gone; raising would make Spark retry.

@@ -77,8 +77,8 @@ def _refusal(name: str, value: Any, error: Exception, advice: str) -> str:
         )
     return (
         f"{name} cannot be sent to the executors: {path} is a {kind} that cannot be pickled "
-        f"({text_of(reason)}). Create it inside the model on first use, leave it out with __getstate__, or "
-        f"{advice}"
+        f"({text_of(reason)}). Create it inside the model on first use, leave it out with "
+        f"__getstate__, or {advice}"
     )
 
 

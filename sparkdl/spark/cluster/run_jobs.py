@@ -1,13 +1,37 @@
-"""The Spark jobs of one run: started in a thread of their own, looked up, and cancelled."""
+"""The Spark jobs of one run: started in threads of their own, looked up, and ended."""
 
 from __future__ import annotations
 
+import logging
+import threading
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
+from py4j.protocol import Py4JError
 from pyspark import InheritableThread, SparkContext, SparkJobInfo
 
+logger = logging.getLogger(__name__)
+
+CANCEL_S = 0.2
+"""Seconds between two requests to Spark to cancel a run's jobs."""
+JOB_END_S = 30.0
+"""Seconds to wait for a Spark job to end once every worker has finished or was cancelled."""
+
 _GROUP = "spark.jobGroup.id"
+
+
+@dataclass
+class _Started:
+    """A function in a thread of its own.
+
+    Attributes:
+        begun: whether it has been called.
+        ended: set once it has returned, or will never be called.
+    """
+
+    begun: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
 
 
 class RunJobs:
@@ -29,23 +53,81 @@ class RunJobs:
         self.tag = f"sparkdl-{uuid.uuid4().hex[:12]}"
         self._context = context
         self._description = description
+        self._lock = threading.Lock()
+        self._started: list[_Started] = []
         self.group = context.getLocalProperty(_GROUP) or self.tag
 
-    def start(self, body: Callable[[], None]) -> InheritableThread:
-        """Run a function in a thread of its own; its Spark jobs belong to the run."""
+    def start(self, body: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+        """Run a function in a thread of its own; its Spark jobs belong to the run.
+
+        Args:
+            body: the function.
+            failed: called in that thread with what the function raises.
+        """
+        # Noted first: an interrupt may come as soon as the thread is there.
+        started = _Started()
+        self._started.append(started)
 
         def run() -> None:
-            self._context.setJobGroup(self.group, self._description, interruptOnCancel=True)
-            self._context.addJobTag(self.tag)
-            body()
+            with self._lock:
+                if started.ended.is_set():
+                    return
+                started.begun = True
+            try:
+                self._context.setJobGroup(self.group, self._description, interruptOnCancel=True)
+                self._context.addJobTag(self.tag)
+                body()
+            except Exception as error:  # whatever ends a Spark job
+                failed(error)
+            finally:
+                started.ended.set()
 
-        thread = InheritableThread(target=run, name=f"{self.tag}-job", daemon=True)
-        thread.start()
-        return thread
+        InheritableThread(target=run, name=f"{self.tag}-job", daemon=True).start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether everything that was started has ended."""
+        return all(each.ended.is_set() for each in self._started)
+
+    def wait(self, patience_s: float) -> bool:
+        """Wait until everything that was started has ended; returns whether it has.
+
+        Args:
+            patience_s: the longest wait for each, in seconds.
+        """
+        waited = [each.ended.wait(patience_s) for each in self._started]
+        return all(waited)
 
     def cancel(self) -> None:
-        """Have Spark cancel the run's jobs."""
-        self._context.cancelJobsWithTag(self.tag)
+        """Have Spark cancel the run's jobs, those too that it does not know yet.
+
+        A job may be planned for seconds before Spark knows it. So Spark is asked again until all
+        have ended, in a thread that no second interrupt of the caller reaches.
+        """
+        with self._lock:
+            for each in self._started:
+                if not each.begun:
+                    each.ended.set()
+            running = [each.ended for each in self._started if not each.ended.is_set()]
+        if running:
+            name = f"{self.tag}-cancel"
+            threading.Thread(target=self._cancel, args=(running,), name=name, daemon=True).start()
+
+    def end(self, patience_s: float = 0.0) -> None:
+        """Let the jobs end by themselves, then cancel what is left of them, and wait again.
+
+        Args:
+            patience_s: how long to let them, in seconds.
+        """
+        try:
+            self.wait(patience_s)
+        finally:
+            if not self.ended:
+                self.cancel()
+                if not self.wait(JOB_END_S):
+                    logger.warning(
+                        "Spark jobs with tag %s did not end within %.0f s", self.tag, JOB_END_S
+                    )
 
     def infos(self) -> list[SparkJobInfo]:
         """The run's jobs that Spark knows of."""
@@ -53,3 +135,14 @@ class RunJobs:
         known = self._context._jsc.sc().statusTracker().getJobIdsForTag(self.tag)
         found = [tracker.getJobInfo(job) for job in known]
         return [job for job in found if job is not None]
+
+    def _cancel(self, running: list[threading.Event]) -> None:
+        while not all(each.is_set() for each in running):
+            try:
+                self._context.cancelJobsWithTag(self.tag)
+            except (Py4JError, OSError, AttributeError) as error:
+                # The session was stopped or its JVM has ended, and the jobs with it.
+                logger.debug("Spark no longer cancels jobs: %s", error)
+                return
+            for each in running:
+                each.wait(CANCEL_S)

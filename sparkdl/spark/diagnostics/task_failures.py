@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 
+from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import WorkerLostError
+
+logger = logging.getLogger(__name__)
 
 _PYTHON_DIED = "Python worker exited unexpectedly"
 _EXECUTOR_DIED = "ExecutorLostFailure"
@@ -93,7 +97,15 @@ def with_sparks_reason(
     Returns:
         An error that says more; None if Spark knows nothing.
     """
-    failed = _failed_tasks(spark, group)
+    try:
+        failed = _failed_tasks(spark, group)
+    except (
+        Py4JError,
+        OSError,
+        AttributeError,
+    ) as unanswered:  # it was stopped, or its JVM has ended
+        logger.debug("Spark no longer answers: %s", unanswered)
+        return None
     if not failed:
         return None
     told = "; ".join(

@@ -116,7 +116,7 @@ def _watch(
                 now = progress(context, jobs)
                 if now != before or computes_upstream(context, now, tasks):
                     averager.postpone_deadline()
-            except Py4JError as error:
+            except (Py4JError, OSError) as error:
                 logger.debug("Spark no longer answers: %s", error)
                 return
             before = now

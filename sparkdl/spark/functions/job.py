@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from dataclasses import astuple
 from inspect import signature
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ConfigError, DataError, SparkDLError, TrainingError, WorkerLostError
@@ -22,9 +24,11 @@ from sparkdl.spark.diagnostics.task_failures import end_of_a_rank, with_sparks_r
 from sparkdl.spark.functions.rows import Rows
 from sparkdl.spark.functions.script import Script
 from sparkdl.spark.functions.task import OUTPUT_DDL, Call, Placement
-from sparkdl.spark.launch.launcher import JOB_END_S, as_training_error, rank_task
+from sparkdl.spark.launch.launcher import as_training_error, is_its_own, rank_task
 from sparkdl.spark.launch.worker_rows import names_others, run_on_rows, with_original_places
 from sparkdl.spark.modules.shipping import ship
+
+logger = logging.getLogger(__name__)
 
 
 class Job:
@@ -69,12 +73,15 @@ class Job:
             used,
             apart=True,
         )
-        self._thread = self._jobs.start(self._run)
+
+    def start(self) -> None:
+        """Have Spark run it."""
+        self._jobs.start(self._run, self._fail)
 
     @property
     def ended(self) -> bool:
         """Whether Spark has ended it."""
-        return not self._thread.is_alive()
+        return self._jobs.ended
 
     @property
     def makes_rows(self) -> bool:
@@ -82,16 +89,17 @@ class Job:
         if self._input is None:
             return False
         tracker = self._spark.sparkContext.statusTracker()
-        jobs = self._jobs.infos()
-        stages = [tracker.getStageInfo(stage) for job in jobs for stage in job.stageIds]
+        try:
+            jobs = self._jobs.infos()
+            stages = [tracker.getStageInfo(stage) for job in jobs for stage in job.stageIds]
+        except (Py4JError, OSError) as error:
+            logger.debug("Spark no longer answers: %s", error)
+            return False
         return not jobs or any(stage.numActiveTasks for stage in stages if stage)
 
     def end(self, *, patience_s: float) -> None:
         """Let the workers leave by themselves, then kill them."""
-        self._thread.join(patience_s)
-        if self._thread.is_alive():
-            self._jobs.cancel()
-            self._thread.join(JOB_END_S)
+        self._jobs.end(patience_s)
 
     def explained(self, error: SparkDLError) -> SparkDLError:
         """An error that ended the run, with what Spark knows about lost workers and rows."""
@@ -102,6 +110,8 @@ class Job:
             return error
         if not isinstance(error, WorkerLostError) or error is self._error:
             return error
+        if self._error is not None and is_its_own(self._error):
+            return self._error
         if end := end_of_a_rank(str(self._error)):
             return WorkerLostError(f"{error}: {end}")
         spark, group = self._spark, self._jobs.group
@@ -121,26 +131,27 @@ class Job:
         return [cloudpickle.loads(row.result) for row in sorted(self._rows, key=lambda r: r.rank)]
 
     def _run(self) -> None:
-        try:
-            if self._input is None:
-                tasks = self._spark.range(0, self._tasks, 1, self._tasks)
-                self._rows = tasks.mapInArrow(
-                    self._task, OUTPUT_DDL, barrier=True, profile=self._profile
-                ).collect()
-            else:
-                workers, seed = self._input.workers, self._input.feeding.seed
-                self._rows = run_on_rows(workers, seed, self._task, OUTPUT_DDL, barrier=True)
-                if not self._rows:
-                    # Spark starts no task for a DataFrame that it finds empty while planning.
-                    self._service.fail(DataError(NO_ROWS))
-            self._service.fail(
-                TrainingError(
-                    "the Spark job ended before its workers did: one exited without reporting why"
-                )
+        if self._input is None:
+            tasks = self._spark.range(0, self._tasks, 1, self._tasks)
+            self._rows = tasks.mapInArrow(
+                self._task, OUTPUT_DDL, barrier=True, profile=self._profile
+            ).collect()
+        else:
+            workers, seed = self._input.workers, self._input.feeding.seed
+            self._rows = run_on_rows(workers, seed, self._task, OUTPUT_DDL, barrier=True)
+            if not self._rows:
+                # Spark starts no task for a DataFrame that it finds empty while planning.
+                self._service.fail(DataError(NO_ROWS))
+        self._service.fail(
+            TrainingError(
+                "the Spark job ended before its workers did: one exited without reporting why"
             )
-        except Exception as error:  # whatever ends the Spark job ends the run
-            self._error = as_training_error(error)
-            self._service.fail(self._error)
+        )
+
+    def _fail(self, error: Exception) -> None:
+        """Whatever ends the Spark job ends the run."""
+        self._error = as_training_error(error)
+        self._service.fail(self._error)
 
 
 def _pickled(call: Call, name: str, used: References) -> bytes:

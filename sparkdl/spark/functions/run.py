@@ -27,7 +27,7 @@ from sparkdl.spark.functions.rows import Keeping, Rows, rows_of
 from sparkdl.spark.functions.script import function_of
 from sparkdl.spark.functions.task import Call, Placement
 from sparkdl.spark.functions.watch import OnReport, watch
-from sparkdl.spark.launch.launcher import LEAVE_S
+from sparkdl.spark.launch.launcher import LEAVE_S, REASON_S
 from sparkdl.spark.rows.column_overrides import (
     GROUPS_WITHOUT_PADDING,
     ColumnOverrides,
@@ -41,9 +41,6 @@ from sparkdl.spark.session.encryption import encrypts_connections, require_trust
 from sparkdl.spark.session.session import current_session, require_classic_session
 from sparkdl.spark.storage.hadoop_files import open_hadoop
 from sparkdl.transport.service import Service
-
-REASON_S = 10.0
-"""Seconds for Spark to say how a lost worker's process ended."""
 
 
 def run(
@@ -199,6 +196,7 @@ def run_call(
         require_free_slots(spark, num_workers // ranks, profile, ranks)
         job = Job(spark, service, call, placement, rows, ship_modules)
         try:
+            job.start()
             with stacks_on_signal(service.stacks):
                 watch(service, job, display(spark), on_report)
         except SparkDLError as error:
@@ -208,7 +206,6 @@ def run_call(
             if known is error:
                 raise
             raise known from error
-        except BaseException:
+        finally:
             job.end(patience_s=0.0)
-            raise
         return job.results()

@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 from pyspark import BarrierTaskContext, Broadcast, SparkFiles, TaskContext
 
+from sparkdl.errors import RowsLostError
 from sparkdl.feed.record_batches.parquet_rows import unpacked_rows
 from sparkdl.spark.closures.accumulators import added_here, counted
 from sparkdl.spark.closures.pickling import put_broadcasts, stored_broadcasts
@@ -25,6 +26,7 @@ from sparkdl.spark.launch.forked import fork_server
 from sparkdl.spark.launch.rank_host import RankCall, host_ranks
 from sparkdl.spark.modules.arrival import Arrived, arrive, importable
 from sparkdl.spark.modules.shipment import Shipment
+from sparkdl.user_code.tracebacks import message_of
 
 _OF_BARRIERS = ("_conn_info", "_port", "_secret")
 """PySpark's attributes, in its various versions, by which a task reaches the executor's barrier."""
@@ -113,7 +115,7 @@ def run_ranks(
     Yields:
         What the function yields for all ranks.
     """
-    batches = unpacked_rows(batches)
+    batches = unpacked_rows(_delivered(batches))
     context = TaskContext.get()
     assert context is not None
     assigned = assignments(context, ranks)
@@ -139,6 +141,19 @@ def run_ranks(
     )
     with importable(arrived):  # a class of the user's may say how an accumulator adds
         yield from counted(yielded)
+
+
+def _delivered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Rows from Spark.
+
+    Raises:
+        RowsLostError: they broke off. What computes them has failed, and Python only sees the end
+            of its input.
+    """
+    try:
+        yield from batches
+    except Exception as error:
+        raise RowsLostError(f"the rows from Spark broke off: {message_of(error)}") from error
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from sparkdl.errors import (
 from sparkdl.feed.statistics.check import NO_ROWS
 from sparkdl.spark.closures.pickling import References, pickled
 from sparkdl.spark.cluster.gpus import gpu_profile
-from sparkdl.spark.cluster.run_jobs import RunJobs
+from sparkdl.spark.cluster.run_jobs import JOB_END_S, RunJobs
 from sparkdl.spark.cluster.slots import require_free_slots
 from sparkdl.spark.diagnostics.console import Console, display, echoes
 from sparkdl.spark.diagnostics.task_failures import is_loss, memory_advice, with_sparks_reason
@@ -44,6 +44,7 @@ from sparkdl.spark.launch.worker_rows import (
 from sparkdl.spark.modules.shipment import Shipment
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.spark.session.encryption import keeps_rows_in_memory
+from sparkdl.spark.session.jvm import end_of_jvm
 from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, shortened
 from sparkdl.version import __version__
 from sparkdl.worker import Job
@@ -52,8 +53,8 @@ logger = logging.getLogger(__name__)
 
 LEAVE_S = 2.0
 """Seconds that workers have to leave on their own after a failure, before they are killed."""
-JOB_END_S = 30.0
-"""Seconds to wait for the Spark job to end once every worker has finished or was cancelled."""
+REASON_S = 10.0
+"""Seconds for Spark to say how a lost worker's process ended."""
 
 _NEEDED_BY_PYSPARK = re.compile(
     r"No module named '(?:pyarrow|pandas|numpy)'|(?:PyArrow|Pandas) >= [\d.]+ must be installed"
@@ -111,35 +112,40 @@ def launch(workers: Workers, job: Job) -> Launch:
             require_free_slots(spark, workers.num_tasks, profile, workers.ranks_a_task)
 
         def run_job() -> None:
-            try:
-                if not run_on_rows(workers, job.seed, task, OUTPUT_DDL, barrier=barrier):
-                    # Spark starts no task for what turns out empty while it plans or shuffles.
-                    averager.fail(DataError(NO_ROWS))
-                # Dropped if every worker has finished, as it should be.
-                averager.fail(
-                    TrainingError(
-                        "the Spark job ended before training did: a worker exited without "
-                        "reporting why, perhaps because it could not reach the driver at "
-                        f"{averager.address.uri}"
-                    )
+            if not run_on_rows(workers, job.seed, task, OUTPUT_DDL, barrier=barrier):
+                # Spark starts no task for what turns out empty while it plans or shuffles.
+                averager.fail(DataError(NO_ROWS))
+            # Dropped if every worker has finished, as it should be.
+            averager.fail(
+                TrainingError(
+                    "the Spark job ended before training did: a worker exited without "
+                    "reporting why, perhaps because it could not reach the driver at "
+                    f"{averager.address.uri}"
                 )
-            except Exception as error:  # whatever ends the Spark job ends the run
-                averager.fail(as_training_error(error))
+            )
 
-        thread = jobs.start(run_job)
+        def failed(error: Exception) -> None:
+            """Whatever ends the Spark job ends the run."""
+            ends.append(as_training_error(error))
+            averager.fail(ends[0])
+
+        ends: list[SparkDLError] = []
         try:
+            jobs.start(run_job, failed)
             yield
         except SparkDLError as error:
             # Workers that wait for a round learn of the failure and leave on their own; killing
             # them would cost the session its warm Python processes.
-            thread.join(LEAVE_S)
+            jobs.wait(LEAVE_S)
             if isinstance(error, DataError | ModelError) and names_others(str(error), workers):
-                if thread.is_alive():
-                    jobs.cancel()
-                    thread.join(JOB_END_S)
+                jobs.end()
                 error.args = (with_original_places(str(error), workers, job.seed, jobs),)
             if isinstance(error, WorkerLostError):
                 known = with_sparks_reason(error, spark, jobs.group, workers.ranks_a_task)
+                if known is not None:
+                    jobs.wait(REASON_S)  # a task has failed, so the job is about to
+                if ends and is_its_own(ends[0]):
+                    raise ends[0] from error
                 if known is not None:
                     raise known from error
             raise
@@ -147,15 +153,9 @@ def launch(workers: Workers, job: Job) -> Launch:
             jobs.cancel()
             raise
         else:
-            thread.join(JOB_END_S)
+            jobs.wait(JOB_END_S)
         finally:
-            if thread.is_alive():
-                jobs.cancel()
-                thread.join(JOB_END_S)
-            if thread.is_alive():
-                logger.warning(
-                    "Spark jobs with tag %s did not end within %.0f s", jobs.tag, JOB_END_S
-                )
+            jobs.end()
 
     return start
 
@@ -200,6 +200,8 @@ def as_training_error(error: Exception) -> SparkDLError:
     """Say why the Spark job failed, in our bootstrap's own words if the bootstrap refused."""
     if isinstance(error, SparkDLError):
         return error
+    if ended := end_of_jvm(error):
+        return TrainingError(ended)
     text = str(error)
     start = text.find(bootstrap.MARKER)
     if start >= 0:
@@ -225,6 +227,16 @@ def as_training_error(error: Exception) -> SparkDLError:
         advice = memory_advice(text)
         return WorkerLostError(f"{message}\n{advice}" if advice else message)
     return TrainingError(message)
+
+
+def is_its_own(error: SparkDLError) -> bool:
+    """Whether a Spark job failed by itself, so that workers were lost because of it.
+
+    Args:
+        error: from ``as_training_error``.
+    """
+    of_workers = isinstance(error, WorkerLostError) or DisconnectedError.__qualname__ in str(error)
+    return not of_workers
 
 
 def _no_python(path: str, why: str, host: str | None) -> str:

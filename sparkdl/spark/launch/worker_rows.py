@@ -187,14 +187,15 @@ def with_original_places(message: str, workers: Workers, seed: int, jobs: RunJob
         return workers.replanned or grouped(_with_order(workers, seed), workers.num_tasks)
 
     def translate() -> None:
-        try:
-            translated.append(with_places(message, lambda place: found().origin(*place)))
-        except Exception:  # anything can end a Spark job; the message matters more than its places
-            logger.warning("could not look for bad rows", exc_info=True)
+        translated.append(with_places(message, lambda place: found().origin(*place)))
 
-    thread = jobs.start(translate)
-    thread.join(COUNT_S)
-    if thread.is_alive():
+    def failed(error: Exception) -> None:  # the message matters more than its places
+        logger.warning("could not look for bad rows", exc_info=error)
+
+    try:
+        jobs.start(translate, failed)
+        jobs.wait(COUNT_S)
+    finally:
         jobs.cancel()
     if translated:
         return translated[0]

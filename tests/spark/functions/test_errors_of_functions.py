@@ -33,6 +33,7 @@ def interrupt_itself() -> None:
     time.sleep(60)
 
 
+@pytest.mark.slow
 def test_an_error_of_any_class_is_told_with_its_traceback(spark: SparkSession) -> None:
     for kind, times, told in (
         (Silent, 1, "Silent: <exception str"),

@@ -12,6 +12,7 @@ import cloudpickle
 import pytest
 
 from sparkdl.errors import DeadlineError, TrainingError
+from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.functions import watch as function_watch
 from sparkdl.spark.functions.job import Job
@@ -41,8 +42,10 @@ def job_that(rows: Callable[[], Any], service: RunService) -> Job:
         _rows=[],
         _error=None,
     )
-    job._thread = threading.Thread(target=job._run, daemon=True)  # type: ignore[assignment]
-    job._thread.start()
+    names = ("getLocalProperty", "setJobGroup", "addJobTag", "cancelJobsWithTag")
+    context: Any = SimpleNamespace(**{name: lambda *_, **__: None for name in names})
+    job._jobs = RunJobs(context, "a test")
+    job.start()
     return job
 
 

@@ -1,0 +1,180 @@
+"""How a fit or run ends if it is interrupted, if its rows break off, or if Spark itself ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from frames import estimator, frame
+from pyspark.sql import DataFrame, SparkSession
+from toys import classification, make_job, mlp
+
+import sparkdl
+from sparkdl.averager import Averager
+from sparkdl.driver import run
+from sparkdl.errors import (
+    DisconnectedError,
+    RowsLostError,
+    TrainingError,
+    WorkerLostError,
+)
+from sparkdl.spark.cluster.run_jobs import RunJobs
+from sparkdl.spark.functions import job as function_job
+from sparkdl.spark.launch import launcher
+from sparkdl.spark.launch.assignment import _delivered
+from sparkdl.spark.launch.launcher import is_its_own
+from sparkdl.worker import Placement, train
+
+PATIENCE_S = 60.0
+
+
+def fit(rows: DataFrame) -> None:
+    estimator(numWorkers=2).fit(rows)
+
+
+def run_on(rows: DataFrame) -> None:
+    sparkdl.run(lambda: time.sleep(PATIENCE_S), num_workers=2, df=rows)
+
+
+@pytest.mark.parametrize(("trains", "room"), [(fit, launcher), (run_on, function_job)])
+def test_an_interrupt_before_spark_has_the_job_leaves_none_running(
+    spark: SparkSession,
+    monkeypatch: pytest.MonkeyPatch,
+    trains: Callable[[DataFrame], None],
+    room: Any,
+) -> None:
+    """Ctrl-C while the job is planned: Spark gets it only after it was told to cancel it."""
+    planned: list[RunJobs] = []
+    start, submit = RunJobs.start, room.run_on_rows
+
+    def interrupted(jobs: RunJobs, *args: Any) -> None:
+        planned.append(jobs)
+        start(jobs, *args)
+        raise KeyboardInterrupt
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(1)
+        return submit(*args, **kwargs)
+
+    monkeypatch.setattr(RunJobs, "start", interrupted)
+    monkeypatch.setattr(room, "run_on_rows", slowly)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        trains(frame(spark, partitions=2))
+    assert time.monotonic() - began < 25  # not JOB_END_S
+    assert planned[0].ended
+    tracker = spark.sparkContext.statusTracker()
+    deadline = time.monotonic() + PATIENCE_S  # it hears of an end a little later
+    while tracker.getActiveJobsIds() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not tracker.getActiveJobsIds()
+
+
+@pytest.mark.slow
+def test_rows_that_spark_cannot_read_end_a_fit_or_run_with_sparks_own_error(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    for trains in (fit, run_on):
+        path = tmp_path / trains.__name__
+        frame(spark, partitions=2).write.parquet(str(path))
+        rows = spark.read.parquet(str(path))
+        # Before anybody's reader of files: the error is that of Spark's own tasks.
+        rows = rows.filter("rand() < 2")
+        next(path.glob("*.parquet")).unlink()
+        with pytest.raises(TrainingError, match=r"FILE_NOT_EXIST|does not exist") as caught:
+            trains(rows)
+        assert not isinstance(caught.value, WorkerLostError)
+        assert "ArrowInvalid" not in str(caught.value)
+
+
+def test_the_end_of_sparks_stream_is_no_error_of_the_users_code(tmp_path: Path) -> None:
+    def rows() -> Any:
+        yield from classification([4]).shards()[0]
+        raise pa.ArrowInvalid("Tried reading schema message, was null or length 0")
+
+    with pytest.raises(RowsLostError, match="ArrowInvalid: Tried"):
+        list(_delivered(rows()))
+
+    raised: list[RowsLostError] = []
+
+    @contextmanager
+    def launch(averager: Averager) -> Iterator[None]:
+        placement = Placement(rank=0, directory=tmp_path)
+        try:
+            train(job, placement, averager.address, _delivered(rows()))
+        except RowsLostError as error:
+            raised.append(error)
+        yield
+
+    job = make_job(mlp(), deadline_s=60.0)
+    with pytest.raises(WorkerLostError, match="rank 0"):
+        run(job, 1, launch)
+    assert raised
+
+
+def test_a_jobs_own_error_is_told_from_what_lost_workers_do_to_it() -> None:
+    own = TrainingError("the Spark job that runs the workers failed: [FAILED_READ_FILE] x")
+    gone = TrainingError(f"the Spark job failed: sparkdl.errors.{DisconnectedError.__name__}: rank")
+    assert is_its_own(own)
+    assert not is_its_own(gone)
+    assert not is_its_own(WorkerLostError("Python worker exited unexpectedly"))
+
+
+WITHOUT_JVM = """
+import json, os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from frames import estimator, frame
+from pyspark import SparkContext
+import sparkdl
+from sparkdl.callbacks import Callback
+
+seen = {}
+def kill():
+    seen["pid"] = SparkContext._gateway.proc.pid
+    os.kill(seen["pid"], signal.SIGKILL)
+
+class Kills(Callback):
+    def on_epoch(self, training, summary):
+        if summary.epoch == 2:
+            kill()
+    def on_end(self, training, error):
+        seen["on_end"] = type(error).__name__
+
+spark = sparkdl.create_session("without", master="local[2]", conf={"spark.ui.enabled": "false"})
+try:
+    estimator(numWorkers=2, epochs=10_000, callbacks=[Kills()], checkpointPath=sys.argv[2]).fit(
+        frame(spark, partitions=2)
+    )
+except Exception as error:
+    seen["error"] = [type(error).__name__, str(error)]
+print(json.dumps(seen))
+"""
+
+
+@pytest.mark.slow
+def test_the_end_of_the_jvm_is_told_as_such(tmp_path: Path) -> None:
+    tests = Path(__file__).parents[2]
+    ended = subprocess.run(
+        [sys.executable, "-c", WITHOUT_JVM, str(tests), str(tmp_path / "checkpoints")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert ended.stdout, ended.stderr
+    seen = json.loads(ended.stdout.splitlines()[-1])
+    kind, message = seen["error"]
+    assert kind == "TrainingError"
+    assert message.startswith(f"Spark's JVM (process {seen['pid']}) was ended by SIGKILL")
+    assert seen["on_end"] == "TrainingError"
+    assert list((tmp_path / "checkpoints").glob("checkpoint-*"))
