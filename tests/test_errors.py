@@ -19,6 +19,7 @@ from sparkdl.errors import (
     ModelError,
     NonFiniteError,
     PreemptedError,
+    RowsLostError,
     SetupError,
     SparkDLError,
     StoppedError,
@@ -40,11 +41,13 @@ PLAIN = [
     PreemptedError,
     StoppedError,
     DisconnectedError,
+    RowsLostError,
 ]
 
 
 def test_every_error_is_a_sparkdl_error_with_a_docstring() -> None:
-    classes = [c for _, c in inspect.getmembers(errors, inspect.isclass)]
+    found = inspect.getmembers(errors, inspect.isclass)
+    classes = [kind for _, kind in found if kind.__module__ == errors.__name__]
     assert len(classes) >= 11
     for kind in classes:
         assert issubclass(kind, SparkDLError)
