@@ -5,6 +5,7 @@
 # make test-guests  programs written for Lightning, accelerate and Transformers, which it installs
 # make models-table write the tables of docs/models.md anew, by fitting every row
 # make notebooks    run the notebooks of examples/, and store what they show
+# make bench-before BEFORE=<commit>   rounds, throughput, feed and start-up, beside those of a commit
 # make lint         ruff and mypy
 # make docs         the site, in build/site/index.html
 # make wheel-test   build a wheel, and train with it in an environment of its own
@@ -18,7 +19,7 @@ PARALLEL ?= -n 2 --dist loadfile
 # What python runs the tests with; .ci/run has one that runs again what failed.
 PYTEST ?= -m pytest
 
-.PHONY: quickstart test test-all test-nightly test-guests models-table notebooks lint docs wheel-test java clean
+.PHONY: quickstart test test-all test-nightly test-guests models-table notebooks bench-before lint docs wheel-test java clean
 
 quickstart: java $(VENV)/installed-jobs
 	$(BIN)/python jobs/train.py --config conf/flights.yaml --session.master '$(MASTER)'
@@ -40,6 +41,14 @@ models-table: java $(VENV)/installed-test
 
 notebooks: java $(VENV)/installed-test
 	REWRITE_NOTEBOOKS=1 $(BIN)/python -m pytest tests/docs/test_notebooks.py $(ARGS)
+
+# In one environment, both checkouts in turns; prints by how much each ratio to a peer is worse now.
+bench-before: java $(VENV)/installed-test
+	@test -n "$(BEFORE)" || { echo "say which commit: make bench-before BEFORE=<commit>"; exit 1; }
+	rm -rf build/before && git worktree prune && git worktree add --detach build/before $(BEFORE)
+	for each in averaging_round averager_scale throughput feed_overhead startup; do \
+	  $(BIN)/python benchmarks/side_by_side.py $(ARGS) --source build/before $$each || failed=1; \
+	done; test -z "$$failed"
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

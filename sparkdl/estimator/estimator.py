@@ -29,6 +29,7 @@ from sparkdl.estimator.params.settings import settings_of
 from sparkdl.estimator.persistence import EstimatorReader, EstimatorWriter
 from sparkdl.estimator.progress import ProgressBar
 from sparkdl.feed.columns.schema import BatchTransform
+from sparkdl.process.lazy_compiler import compiler_deferred
 from sparkdl.protocols import (
     LossFunction,
     ModelBuilder,
@@ -146,7 +147,7 @@ class BaseEstimator(
     def _fit(self, dataset: DataFrame, warm_start: FittedModel | None = None) -> M:
         """Called by ``fit``; see the class."""
         # What is made in the caller's inference mode could not be trained.
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), compiler_deferred():
             return self._trained(dataset, warm_start)
 
     def _trained(self, dataset: DataFrame, warm_start: FittedModel | None) -> M:

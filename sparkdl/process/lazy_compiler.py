@@ -4,8 +4,9 @@ The first step of a process's first optimizer makes torch import ``torch._dynamo
 that nothing is to be compiled there: 0.9 s of CPU in every worker. Until somebody wants more of the
 compiler than that, a stand-in takes its place.
 
-This happens only in workers' processes, never in the driver's, which is the user's own; and only
-for versions of torch whose use of the compiler is known. Other versions import it as usual.
+Workers' processes keep it. In the driver's process, which is the user's own, it is there during a
+``fit`` and gone afterwards. Only versions of torch whose use of the compiler is known get it; others
+import the compiler as usual.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -27,9 +30,19 @@ TESTED = ("2.13",)
 
 
 def defer_compiler() -> None:
-    """Unless the compiler is already imported, defer its import to its first use; workers only."""
+    """Unless the compiler is already imported, defer its import to its first use, for good."""
     if torch.__version__.startswith(tuple(f"{each}." for each in TESTED)):
-        sys.modules.setdefault(COMPILER, _CompilerToCome(COMPILER))
+        sys.modules.setdefault(COMPILER, _STAND_IN)
+
+
+@contextmanager
+def compiler_deferred() -> Iterator[None]:
+    """Defer the import of the compiler for some time, in a process that is the user's own."""
+    defer_compiler()
+    try:
+        yield
+    finally:
+        _STAND_IN.leave()
 
 
 class _CompilerToCome(ModuleType):
@@ -40,6 +53,7 @@ class _CompilerToCome(ModuleType):
         # What torch.distributed asks: nothing is cached yet, and all settings are the defaults.
         self.trace_rules = _PartToCome(self, "trace_rules", clear_lru_cache=lambda: None)
         self.utils = _PartToCome(self, "utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
+        self._leaving = threading.Lock()
 
     def graph_break(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: outside of compiled code there is no graph to break."""
@@ -68,9 +82,14 @@ class _CompilerToCome(ModuleType):
             sys.meta_path.insert(0, _ArrivedMeanwhile())
         return getattr(self._arrive(), name)
 
+    def leave(self) -> None:
+        """Step aside, so that the compiler is imported as usual from here on."""
+        with self._leaving:  # another thread may import the compiler itself meanwhile
+            if sys.modules.get(COMPILER) is self:
+                del sys.modules[COMPILER]
+
     def _arrive(self) -> ModuleType:
-        if sys.modules.get(COMPILER) is self:
-            del sys.modules[COMPILER]
+        self.leave()
         return importlib.import_module(COMPILER)
 
 
@@ -106,3 +125,7 @@ class _ArrivedMeanwhile(MetaPathFinder, Loader):
         """Called by importlib with a new module, which the one already there replaces."""
         assert module.__spec__ is not None
         sys.modules[module.__name__] = module.__spec__.loader_state
+
+
+_STAND_IN = _CompilerToCome(COMPILER)
+"""The only one: functions that torch has had it disable ask whether it still stands in."""

@@ -62,7 +62,48 @@ def in_a_process(code: str, *, start: str = START) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_stands_in_for_it_in_the_driver() -> None:
+def test_after_a_fit_nothing_stands_in_for_it_and_the_users_optimizers_import_it() -> None:
+    in_a_process("""
+        from sparkdl.process.lazy_compiler import compiler_deferred
+        before = []
+        for _ in range(2):
+            with compiler_deferred():
+                before.append(steps(torch.optim.Adam))
+                assert COMPILER in sys.modules
+            assert COMPILER not in sys.modules
+            assert not arrived()
+        after = steps(torch.optim.Adam)
+        assert arrived() and sys.modules[COMPILER].__file__
+        assert all(torch.equal(each, after) for each in before)
+        with compiler_deferred():
+            assert sys.modules[COMPILER].__file__
+        assert sys.modules[COMPILER].__file__
+        assert torch.equal(steps(torch.optim.Adam), after)
+    """)
+
+
+@pytest.mark.slow
+def test_a_thread_of_the_user_may_compile_while_a_fit_has_something_stand_in() -> None:
+    in_a_process("""
+        import threading
+        from sparkdl.process.lazy_compiler import compiler_deferred
+        made = []
+        def compiles():
+            graph = lambda graph, inputs: made.append(graph) or graph.forward
+            made.append(torch.compile(lambda x: x + 1, backend=graph)(torch.ones(2)))
+        with compiler_deferred():
+            steps(torch.optim.SGD)
+            thread = threading.Thread(target=compiles)
+            thread.start()
+        thread.join()
+        assert len(made) == 2 and made[1].tolist() == [2.0, 2.0]
+        assert sys.modules[COMPILER].__file__
+        steps(torch.optim.SGD)
+    """)
+
+
+@pytest.mark.slow
+def test_nothing_stands_in_for_it_in_the_driver_outside_of_a_fit() -> None:
     in_a_process("""
         from sparkdl import ParameterAveraging, TorchEstimator
         from sparkdl.driver import build_replica, initial_center
