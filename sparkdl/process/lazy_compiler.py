@@ -5,8 +5,8 @@ that nothing is to be compiled there: 0.9 s of CPU in every worker. Until somebo
 compiler than that, a stand-in takes its place.
 
 Workers' processes keep it. In the driver's process, which is the user's own, it is there during a
-``fit`` and gone afterwards. Only versions of torch whose use of the compiler is known get it; others
-import the compiler as usual.
+``fit`` and gone afterwards. Only versions of torch whose use of the compiler is known get it;
+others import the compiler as usual.
 """
 
 from __future__ import annotations
