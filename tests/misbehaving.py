@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,16 +63,6 @@ class Marked(nn.Module):
 class Raises(Marked):
     def at_mark(self) -> None:
         raise ZeroDivisionError("the user's own mistake")
-
-
-class Sleeps(Marked):
-    def at_mark(self) -> None:
-        time.sleep(4)
-
-
-class SleepsABit(Marked):
-    def at_mark(self) -> None:
-        time.sleep(0.9)
 
 
 class Kills(Marked):
@@ -152,18 +141,6 @@ def started(workers: list[threading.Thread], wait_s: float) -> Iterator[None]:
         for worker in workers:
             worker.join(wait_s)
         assert not any(worker.is_alive() for worker in workers)
-
-
-@contextmanager
-def late(workers: Any, seconds: float) -> Iterator[None]:
-    """Enter ``workers``, but only some time after the run has begun."""
-    timer = threading.Timer(seconds, workers.__enter__)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.join(10)
-        workers.__exit__(None, None, None)
 
 
 def ranks(

@@ -4,140 +4,285 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
 import pytest
-from misbehaving import (
-    Marked,
-    Sleeps,
-    SleepsABit,
-    late,
-    marked,
-    ranks,
-)
+from misbehaving import Marked, marked, ranks
 from torch import Tensor
 from toys import classification, make_job, mlp
+from virtual_time import WAIT_S, VirtualClock, coordinator_of
 
 from sparkdl.averager import Averager
+from sparkdl.averager.client import client
 from sparkdl.driver import run
-from sparkdl.errors import (
-    DeadlineError,
-)
-from sparkdl.testing import run_world
+from sparkdl.errors import DeadlineError
 from sparkdl.transport.connection import Connection
+from sparkdl.worker import Job
 
 pytestmark = pytest.mark.usefixtures("nobody_stays")
 
+DEADLINE_S = 60.0
 
-def test_a_rank_that_never_joins_is_named_within_the_deadline() -> None:
-    job = make_job(mlp(), deadline_s=1.0)
+
+class Acts(Marked):
+    """Does at the mark what the test has told its class."""
+
+    deed: Callable[[], object]
+
+    def at_mark(self) -> None:
+        type(self).deed()
+
+
+class Blocked:
+    """Somebody who gets no further until the run has ended.
+
+    Attributes:
+        there: set once somebody has come to this point.
+    """
+
+    def __init__(self) -> None:
+        self.there = threading.Event()
+        self._released = threading.Event()
+
+    def __call__(self) -> None:
+        self.there.set()
+        assert self._released.wait(10 * WAIT_S)
+
+    def release(self) -> None:
+        self._released.set()
+
+
+@pytest.fixture
+def blocked(monkeypatch: pytest.MonkeyPatch) -> Blocked:
+    """What happens at marked rows."""
+    blocked = Blocked()
+    monkeypatch.setattr(Acts, "deed", blocked, raising=False)
+    return blocked
+
+
+@pytest.fixture
+def clock() -> VirtualClock:
+    return VirtualClock()
+
+
+def with_time_passing(
+    job: Job,
+    shards: Any,
+    wanted: list[int],
+    clock: VirtualClock,
+    once: Callable[[Averager], bool],
+    release: Callable[[], None] = lambda: None,
+) -> Any:
+    """Launch these ranks, and let time pass once all but the late ones wait.
+
+    Args:
+        job: what they train.
+        shards: the rows of all ranks.
+        wanted: the ranks.
+        clock: the averager's.
+        once: whether it is time.
+        release: called when the run has ended.
+    """
+    start = ranks(job, shards, {rank: rank for rank in wanted})
+
+    @contextmanager
+    def launch(averager: Averager) -> Iterator[None]:
+        with start(averager):
+            try:
+                with clock.running_once(averager, lambda: once(averager)):
+                    yield
+            finally:
+                release()
+
+    return launch
+
+
+def wait_in_round(averager: Averager, waiting: set[int]) -> bool:
+    return set(coordinator_of(averager).round.waiting) == waiting
+
+
+def test_a_rank_that_never_joins_is_named_at_the_deadline(clock: VirtualClock) -> None:
+    job = make_job(mlp(), deadline_s=DEADLINE_S)
     shards = classification([4, 4, 4]).shards()
-    started = time.monotonic()
+
+    def others_are_ready(averager: Averager) -> bool:
+        return all(rank in coordinator_of(averager).shards for rank in (0, 2))
+
     with pytest.raises(DeadlineError, match="rank 1"):
-        run(job, 3, ranks(job, shards, {0: 0, 2: 2}))
-    assert time.monotonic() - started < 10
+        run(
+            job,
+            3,
+            with_time_passing(job, shards, [0, 2], clock, others_are_ready),
+            now=clock,
+        )
+    assert DEADLINE_S <= clock.passed <= DEADLINE_S + 2
 
 
-@pytest.mark.slow_variants(fast=2)
 @pytest.mark.parametrize("silent", [0, 1, 2])
-def test_a_rank_that_goes_silent_is_named_within_the_deadline(silent: int) -> None:
-    data = marked([8, 8, 8], 8 * silent + 6)  # in the second minibatch
-    job = make_job(Sleeps(), deadline_s=1.0)
-    started = time.monotonic()
+def test_a_rank_that_goes_silent_is_named_at_the_deadline(
+    clock: VirtualClock, blocked: Blocked, silent: int
+) -> None:
+    shards = marked([8, 8, 8], 8 * silent + 6).shards()  # in the second minibatch
+    job = make_job(Acts(), deadline_s=DEADLINE_S)
+
+    def others_wait(averager: Averager) -> bool:
+        return blocked.there.is_set() and wait_in_round(averager, {0, 1, 2} - {silent})
+
     with pytest.raises(DeadlineError, match=f"rank {silent}"):
-        run_world(job, data.shards())
-    assert time.monotonic() - started < 20
+        run(
+            job,
+            3,
+            with_time_passing(job, shards, [0, 1, 2], clock, others_wait, blocked.release),
+            now=clock,
+        )
+    assert DEADLINE_S <= clock.passed <= DEADLINE_S + 2
 
 
-def test_start_up_and_the_first_window_have_the_deadline_each() -> None:
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_rank_that_goes_silent_is_named_when_the_deadline_has_really_passed(
+    blocked: Blocked,
+) -> None:
+    job = make_job(Acts(), deadline_s=20.0)
+    start = ranks(job, marked([8, 8], 14).shards(), {0: 0, 1: 1})
+
+    @contextmanager
+    def launch(averager: Averager) -> Iterator[None]:
+        with start(averager):
+            try:
+                yield
+            finally:
+                blocked.release()
+
+    began = time.monotonic()
+    with pytest.raises(DeadlineError, match="rank 1"):
+        run(job, 2, launch)
+    assert time.monotonic() - began >= 20.0
+
+
+def test_start_up_and_the_first_window_have_the_deadline_each(
+    clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Workers that come late and then train for long are heard of in between: they join."""
-    job = make_job(SleepsABit(), deadline_s=1.5)
-    shards = marked([4, 4], 0, 4).shards()
-    plain = ranks(job, shards, {0: 0, 1: 1})
+    job = make_job(Acts(), deadline_s=DEADLINE_S)
+    start = ranks(job, marked([4, 4], 0, 4).shards(), {0: 0, 1: 1})
 
     def launch(averager: Averager) -> Any:
-        return late(plain(averager), 0.9)
+        both_train = threading.Barrier(
+            2, lambda: clock.run(averager.service, 0.9 * DEADLINE_S), timeout=WAIT_S
+        )
+        monkeypatch.setattr(Acts, "deed", both_train.wait, raising=False)
+        clock.run(averager.service, 0.9 * DEADLINE_S)
+        return start(averager)
 
-    outcome = run(job, 2, launch)
+    outcome = run(job, 2, launch, now=clock)
+    assert clock.passed == 2 * 0.9 * DEADLINE_S
     assert outcome.history[0].examples == 8
 
 
-@pytest.mark.slow
-def test_a_worker_without_rows_waits_for_a_long_epoch_of_the_others() -> None:
+def test_a_worker_without_rows_waits_for_a_long_epoch_of_the_others(clock: VirtualClock) -> None:
     """Progress is being made all the time, so no deadline is missed."""
+    averagers: list[Averager] = []
 
     class Slow(Marked):
         def forward(self, features: Tensor) -> Tensor:
-            time.sleep(0.4)
+            clock.run(averagers[0].service, DEADLINE_S / 4)
             return self.net(features)
 
-    data = classification([0, 40])  # 10 windows of 0.4 s
-    outcome = run_world(make_job(Slow(), deadline_s=1.5), data.shards())
+    job = make_job(Slow(), deadline_s=DEADLINE_S)
+    shards = classification([0, 40]).shards()  # 10 windows
+    outcome = run(job, 2, ranks(job, shards, {0: 0, 1: 1}, averagers), now=clock)
+    assert clock.passed == 2.5 * DEADLINE_S
     assert outcome.history[0].examples == 40
 
 
-def slow_rows(shard: list[pa.RecordBatch], seconds: float) -> Iterator[pa.RecordBatch]:
-    for batch in shard:
-        time.sleep(seconds)
-        yield batch
+def test_a_worker_that_reads_slowly_is_not_overdue_while_rows_arrive(
+    clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its 10 record batches take more than twice the deadline."""
+    monkeypatch.setattr(client, "READING_S", 0.0)
+    averagers: list[Averager] = []
 
+    def slowly(shard: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in shard:
+            clock.run(averagers[0].service, DEADLINE_S / 4)
+            yield batch
 
-@pytest.mark.slow
-def test_a_worker_that_reads_slowly_is_not_overdue_while_rows_arrive() -> None:
-    """Its 10 record batches take 4 s, more than twice the deadline."""
     quick, slow = classification([4, 20]).shards(rows_a_batch=2)
-    outcome = run_world(
-        make_job(mlp(), deadline_s=1.8),
-        [quick, slow_rows(slow, 0.4)],  # type: ignore[list-item]
-    )
+    job = make_job(mlp(), deadline_s=DEADLINE_S)
+    launch = ranks(job, [quick, slowly(slow)], {0: 0, 1: 1}, averagers)
+    outcome = run(job, 2, launch, now=clock)
+    assert clock.passed == 2.5 * DEADLINE_S
     assert outcome.history[0].examples == 24
 
 
 @pytest.mark.parametrize("rows_before", [0, 2])
-def test_a_worker_whose_rows_do_not_arrive_is_named_within_the_deadline(rows_before: int) -> None:
-    released = threading.Event()
-
-    def blocked(shard: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def test_a_worker_whose_rows_do_not_arrive_is_named_at_the_deadline(
+    clock: VirtualClock, blocked: Blocked, rows_before: int
+) -> None:
+    def stuck(shard: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield from shard[:rows_before]
-        released.wait(10)
+        blocked()
 
     quick, slow = classification([4, 4]).shards(rows_a_batch=1)
-    job = make_job(mlp(), deadline_s=1.0)
+    job = make_job(mlp(), deadline_s=DEADLINE_S)
+
+    def other_waits(averager: Averager) -> bool:
+        coordinator = coordinator_of(averager)
+        return (
+            blocked.there.is_set()
+            and 0 in coordinator.shards
+            and coordinator.members.there == {0, 1}
+        )
+
+    with pytest.raises(DeadlineError, match=r"^rank 1 on .* of its rows within 60 s"):
+        run(
+            job,
+            2,
+            with_time_passing(
+                job, [quick, stuck(slow)], [0, 1], clock, other_waits, blocked.release
+            ),
+            now=clock,
+        )
+    assert DEADLINE_S <= clock.passed <= DEADLINE_S + 2
+
+
+def test_a_slow_upload_does_not_make_its_sender_look_lost(
+    clock: VirtualClock, blocked: Blocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 sends for most of the deadline; it is rank 1 who stays away."""
     averagers: list[Averager] = []
-    workers = ranks(job, [quick, blocked(slow)], {0: 0, 1: 1}, averagers)
-
-    @contextmanager
-    def launch(averager: Averager) -> Iterator[None]:
-        with workers(averager):
-            try:
-                yield
-            finally:
-                released.set()
-
-    started = time.monotonic()
-    with pytest.raises(DeadlineError, match=r"^rank 1 on .* of its rows within 1 s"):
-        run(job, 2, launch)
-    assert time.monotonic() - started < 9
-
-
-@pytest.mark.slow
-def test_a_slow_upload_does_not_make_its_sender_look_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 sends for 1.2 s of a deadline of 1.5 s; it is rank 1 who stays away."""
+    sent = threading.Event()
     send_values = Connection.send_values
 
     def slowly(
         connection: Connection, values: Tensor, header: dict[str, Any] | None = None
     ) -> None:
-        if threading.current_thread().name.startswith("sparkdl-rank"):
+        if threading.current_thread().name == "sparkdl-rank-0" and not sent.is_set():
             if header is not None:
                 connection.send_header(header)
-            time.sleep(1.2)
-        send_values(connection, values)
+            assert blocked.there.wait(WAIT_S)
+            clock.run(averagers[0].service, 0.8 * DEADLINE_S)
+            sent.set()
+            header = None
+        send_values(connection, values, header)
 
     monkeypatch.setattr(Connection, "send_values", slowly)
-    job = make_job(Sleeps(), deadline_s=1.5)
+    job = make_job(Acts(), deadline_s=DEADLINE_S)
+    shards = marked([4, 4], 5).shards()
+
+    def has_sent(averager: Averager) -> bool:
+        averagers[:] = [averager]
+        return sent.is_set() and wait_in_round(averager, {0})
+
     with pytest.raises(DeadlineError, match="rank 1"):
-        run_world(job, marked([4, 4], 5).shards())
+        run(
+            job,
+            2,
+            with_time_passing(job, shards, [0, 1], clock, has_sent, blocked.release),
+            now=clock,
+        )
+    assert DEADLINE_S <= clock.passed <= DEADLINE_S + 2

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,9 +21,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from toys import classification, make_job, mlp
+from virtual_time import WAIT_S, VirtualClock, coordinator_of, eventually
 
 from sparkdl.averager import Averager
-from sparkdl.averager.coordination import membership
+from sparkdl.averager.coordination.membership import STRAGGLER_S
 from sparkdl.driver import Outcome, run
 from sparkdl.errors import DeadlineError, WorkerError, WorkerLostError
 from sparkdl.feed.feed import FeedOptions
@@ -69,6 +71,11 @@ def kill() -> None:
 
 def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def state_of(pid: int) -> str:
+    """The state of a process on Linux: T if it has been stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def explode() -> None:
@@ -218,30 +225,41 @@ def test_a_killed_process_is_started_again_and_no_row_is_lost(
 
 
 @pytest.mark.slow
-def test_a_stopped_process_is_dropped_and_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(membership, "STRAGGLER_S", 0.5)
+def test_a_stopped_process_is_dropped_and_comes_back(tmp_path: Path) -> None:
     job = make_job(Misbehaves(tmp_path, stop, after=5), epochs=3, max_failures=2)
     shards = classification(SIZES).shards()
     averagers: list[Averager] = []
     start = _processes(job, shards, tmp_path)
+    clock = VirtualClock()
 
-    def launch(averager: Averager) -> Any:
+    def be_late(averager: Averager) -> None:
+        """Let time pass while the process has stopped, and let it go on afterwards."""
+        coordinator = coordinator_of(averager)
+        pids: set[int] = set()
+
+        def stopped() -> bool:
+            pids.update(int(name.split("-")[1]) for name in os.listdir(tmp_path))
+            return bool(pids) and all(state_of(pid) == "T" for pid in pids)
+
+        assert eventually(stopped)
+        try:
+            assert eventually(lambda: set(coordinator.round.waiting) == {0, 2})
+            coordinator.members._longest_window = 1.0  # nobody is late before one has been seen
+            clock.run(averager.service, STRAGGLER_S + 1)
+            assert eventually(lambda: bool(averager.losses))
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+
+    @contextmanager
+    def launch(averager: Averager) -> Iterator[None]:
         averagers.append(averager)
-        return start(averager)
+        with start(averager), ThreadPoolExecutor(1) as pool:
+            late = pool.submit(be_late, averager)
+            yield
+            late.result(WAIT_S)
 
-    def resume_once_dropped() -> None:
-        deadline = time.monotonic() + 60
-        while not (averagers and averagers[0].losses) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        for name in os.listdir(tmp_path):
-            os.kill(int(name.split("-")[1]), signal.SIGCONT)
-
-    helper = threading.Thread(target=resume_once_dropped)
-    helper.start()
-    outcome = run(job, 3, launch)
-    helper.join(10)
+    outcome = run(job, 3, launch, now=clock)
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
     assert len(averagers[0].losses) == 1
     assert "rank 1" in averagers[0].losses[0]
@@ -264,16 +282,26 @@ def test_the_users_error_is_not_tried_again(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_never_comes_back_is_named_with_why_it_was_lost(tmp_path: Path) -> None:
-    job = make_job(mlp(), epochs=200, max_failures=9, deadline_s=3.0)
+    job = make_job(mlp(), epochs=10_000, max_failures=9, deadline_s=60.0)
     shards = classification(SIZES).shards()
     start = _threads(job, shards, tmp_path)
+    clock = VirtualClock()
 
     @contextmanager
     def launch(averager: Averager) -> Iterator[None]:
+        coordinator = coordinator_of(averager)
         with Proxy(averager.address) as proxy, start(seen_through(proxy, averager)):
-            time.sleep(0.5)
-            threading.Thread(target=proxy.__exit__, args=(None, None, None)).start()
-            yield
 
-    with pytest.raises(DeadlineError, match=r"did not come back \(rank \d on .* within 3 s"):
-        run(job, 3, launch)
+            def break_for_good() -> None:
+                assert eventually(lambda: coordinator.committed.round > 1)
+                proxy.__exit__(None, None, None)
+
+            breaking = threading.Thread(target=break_for_good)
+            breaking.start()
+            with clock.running_once(averager, lambda: len(averager.losses) == 3):
+                yield
+            breaking.join(WAIT_S)
+
+    with pytest.raises(DeadlineError, match=r"did not come back \(rank \d on .* within 60 s"):
+        run(job, 3, launch, now=clock)
+    assert 60 <= clock.passed <= 62
