@@ -32,7 +32,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("protocols",),
     ("encodings", "events", "hooks", "phases"),
     ("durable", "process", "user_code"),
-    ("errors",),
+    ("errors", "redaction"),
     ("version",),
 ]
 # The rooms of a layer, and the modules beside them, from top to bottom as well.

@@ -28,6 +28,7 @@ from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.hooks import Hooks
+from sparkdl.redaction import without_credentials
 from sparkdl.report.recording import Recording
 from sparkdl.user_code.tracebacks import message_of
 
@@ -285,7 +286,8 @@ class Calls:
             if isinstance(error, SparkDLError):
                 raise
             raise CallbackError(
-                f"callback {type(callback).__name__} failed in {hook}: {message_of(error)}"
+                f"callback {type(callback).__name__} failed in {hook}: "
+                f"{without_credentials(message_of(error))}"
             ) from error
 
     def _warn(self, callback: Callback, hook: str, error: Exception, seconds: float) -> None:
@@ -296,7 +298,7 @@ class Calls:
                 type(callback).__name__,
                 hook,
                 type(error).__name__,
-                error,
+                without_credentials(str(error)),
             )
         self._failing.add(id(callback))
         if seconds > QUICK_S:  # a server that cannot be reached: workers wait meanwhile

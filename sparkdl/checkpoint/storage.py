@@ -33,6 +33,7 @@ from sparkdl.durable.lease import Lease, held
 from sparkdl.durable.local_files import Files, LocalFiles
 from sparkdl.durable.publishing import BLOCK_BYTES, put_file
 from sparkdl.errors import CheckpointError, ConfigError
+from sparkdl.redaction import without_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class CheckpointStore:
     def __init__(
         self, path: str, *, keep_last: int, open_elsewhere: OpenElsewhere | None = None
     ) -> None:
-        self.path = path
+        self.path = without_credentials(path)
         self.keep_last = keep_last
         self._lock = threading.Lock()
         self._pending: set[str] = set()
@@ -183,8 +184,9 @@ class CheckpointStore:
 
     def _useless(self, error: Exception) -> ConfigError:
         return ConfigError(
-            f"checkpointPath '{self.path}' cannot be used: {error}. Use a directory on this "
-            "machine, or a URI that pyarrow.fs or Spark accepts, for example s3://bucket/directory"
+            f"checkpointPath '{self.path}' cannot be used: {without_credentials(str(error))}. "
+            "Use a directory on this machine, or a URI that pyarrow.fs or Spark accepts, for "
+            "example s3://bucket/directory"
         )
 
     def _newest_number(self) -> int:
@@ -385,7 +387,7 @@ def _resolve(path: str, open_elsewhere: OpenElsewhere | None) -> tuple[Files, st
     except (*_STORAGE_ERRORS, ValueError) as error:
         if open_elsewhere is None:
             raise
-        logger.info("pyarrow cannot open %s (%s)", path, error)
+        logger.info("pyarrow cannot open %s (%s)", *map(without_credentials, (path, str(error))))
         files, root = open_elsewhere(path)
     return files, root.rstrip("/")
 

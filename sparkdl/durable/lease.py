@@ -30,6 +30,7 @@ from pyarrow import fs
 
 from sparkdl.durable.local_files import Files, LocalFiles
 from sparkdl.errors import CheckpointError, InUseError, StoppedError
+from sparkdl.redaction import without_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -266,7 +267,7 @@ def _describe(holder: Holder) -> str:
 def _in_use(root: str, holder: Holder | None) -> InUseError:
     who = _describe(holder) if holder and holder["id"] else "another process"
     return InUseError(
-        f"checkpointPath '{root}' is in use by {who}. Two trainings would mix up and delete each "
-        "other's checkpoints: wait for it to end, or use another checkpointPath",
+        f"checkpointPath '{without_credentials(root)}' is in use by {who}. Two trainings would mix "
+        "up and delete each other's checkpoints: wait for it to end, or use another checkpointPath",
         who,
     )

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -21,7 +22,9 @@ from sparkdl.jobs.exits import Exit, exit_of
 from sparkdl.jobs.results.locations import locate, spark_path
 from sparkdl.jobs.results.output import Output, Run
 from sparkdl.jobs.results.result import circumstances, clear_result, failure, finite, write_result
+from sparkdl.redaction import without_credentials
 from sparkdl.spark.session.session import create_session
+from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +70,7 @@ def run_command(job: JobName, work: Callable[[Work], Found], arguments: list[str
         _leave_refusal(job, result_file_of(arguments), began, Exit.CONFIGURATION, error)
         raise
     except SparkDLError as error:
-        print(f"{job}.py: {error}", file=sys.stderr)
+        print(f"{job}.py: {without_credentials(str(error))}", file=sys.stderr)
         _leave_refusal(job, result_file_of(arguments), began, exit_of(error), error)
         return int(exit_of(error))
     context = {"job": job} | ({"run_id": settings.run_id} if settings.run_id else {})
@@ -80,16 +83,16 @@ def run_command(job: JobName, work: Callable[[Work], Found], arguments: list[str
         code = Exit.DONE
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         code = exit_of(error)
-        told = failure(job, settings.run_id, code, error)
+        told = failure(job, settings.run_id, code, error, settings.shown)
         result = {**told, **circumstances(began, next(iter(application), None))}
         words = ""
-        _tell(job, code, error)
+        _tell(job, code, error, settings)
     if settings.result_file is not None:
         try:
             write_result(settings.result_file, result)
         except CheckpointError as error:
             code = code or exit_of(error)
-            _tell(job, code, error)
+            _tell(job, code, error, settings)
     if settings.log_format == "json":
         _print(json.dumps(finite(result)))
     elif words:
@@ -114,7 +117,8 @@ def _leave_refusal(
     if path is None:
         return
     try:
-        write_result(path, failure(job, None, code, error) | circumstances(began, None))
+        said = failure(job, None, code, error, without_credentials)
+        write_result(path, said | circumstances(began, None))
     except CheckpointError as unwritten:
         print(f"{job}.py: {unwritten}", file=sys.stderr)
 
@@ -124,15 +128,15 @@ def _run(
 ) -> tuple[dict[str, Any], str]:
     with _session(settings) as spark:
         application.append(str(spark.sparkContext.applicationId))
-        location = locate(settings.output)
+        location, shown = locate(settings.output), without_credentials(settings.output)
         run = Run(job=settings.job, run_id=settings.run_id, configuration=settings.digest)
         output = Output(location, run)
         with output.claimed(application[0]) as done:
             if done is not None:
-                words = f"{settings.output} is already complete for run_id '{settings.run_id}'."
+                words = f"{shown} is already complete for run_id '{settings.run_id}'."
                 return done, words
             found, words = work(Work(settings, spark, output, location))
-            told = {"status": "complete", "exit_code": 0, "output": settings.output}
+            told = {"status": "complete", "exit_code": 0, "output": shown}
             told |= circumstances(began, application[0]) | found
             result = output.commit(finite(told))
     return result, f"{words}; {result['seconds']:.0f} s in all."
@@ -153,9 +157,10 @@ def _session(settings: Settings) -> Iterator[SparkSession]:
             spark.stop()
 
 
-def _tell(job: str, code: Exit, error: BaseException) -> None:
+def _tell(job: str, code: Exit, error: BaseException, settings: Settings) -> None:
+    trace = settings.shown("".join(traceback.format_exception(error)))
     if code is Exit.UNEXPECTED:
-        logger.error("%s.py failed", job, exc_info=error)
+        logger.error("%s.py failed\n%s", job, trace)
     else:
-        logger.error("%s.py: %s", job, error)
-        logger.debug("where it was raised", exc_info=error)
+        logger.error("%s.py: %s", job, settings.shown(text_of(error, TRACEBACK_CHARACTERS)))
+        logger.debug("where it was raised\n%s", trace)

@@ -15,6 +15,7 @@ from sparkdl.jobs import logs
 from sparkdl.jobs.command import Found, Work, run_command
 from sparkdl.jobs.metrics import Score, format_history, format_scores, measure, require_rows
 from sparkdl.jobs.models import torch_model
+from sparkdl.redaction import without_credentials
 
 NETWORK = "network"
 """The network's name among the baselines."""
@@ -68,7 +69,7 @@ def train(work: Work) -> Found:
 def _reports(estimator: TorchEstimator) -> str:
     """Where the training's reports are, one per line."""
     return "".join(
-        f"Training report in {each.path}\n"
+        f"Training report in {without_credentials(each.path)}\n"
         for each in estimator.getCallbacks() or ()
         if isinstance(each, TrainingReport)
     )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from pyspark.ml.param import Param
+
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.params.columns import ColumnParams
 from sparkdl.estimator.params.monitoring import MonitoringParams
@@ -13,6 +17,7 @@ from sparkdl.estimator.params.training import TrainingParams
 from sparkdl.estimator.params.validation import ValidationParams
 from sparkdl.estimator.params.workers import WorkerParams
 from sparkdl.protocols import LossFunction
+from sparkdl.redaction import without_credentials
 from sparkdl.replica.losses import ModelLoss
 
 
@@ -28,6 +33,10 @@ class EstimatorParams(
     NetworkParams,
 ):
     """Params of every estimator; the docstring of ``TorchEstimator`` says what each is for."""
+
+    def explainParam(self, param: str | Param[Any]) -> str:
+        """A Param's name, doc, default and value, without the credentials of URIs."""
+        return without_credentials(super().explainParam(param))
 
     def loss_function(self) -> LossFunction:
         """The loss to train with.

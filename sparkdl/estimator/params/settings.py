@@ -9,6 +9,8 @@ from typing import Any
 from pyspark.ml.param import Params
 from torch import nn
 
+from sparkdl.redaction import without_credentials
+
 LONGEST = 500
 """The most characters of one value; MLflow, for one, refuses more than 6000."""
 
@@ -35,7 +37,7 @@ def described(value: Any) -> object:
 
 def _text(value: Any) -> str:
     if isinstance(value, str):
-        return value
+        return without_credentials(value)
     if isinstance(value, functools.partial):
         arguments = [_brief(each) for each in value.args]
         arguments += [f"{name}={_brief(each)}" for name, each in value.keywords.items()]
@@ -53,8 +55,17 @@ def _brief(value: Any) -> str:
     if callable(value) and hasattr(value, "__qualname__"):
         return str(value.__qualname__)
     try:
-        text = reprlib.repr(value) if isinstance(value, (dict, set)) else repr(value)
+        text = _Repr().repr(value) if isinstance(value, (dict, set)) else repr(value)
     except Exception:  # a user's object need not be able to describe itself
         text = object.__repr__(value)
     # An address says nothing, and differs in each fit.
-    return type(value).__name__ if " object at 0x" in text else text[:LONGEST]
+    if " object at 0x" in text:
+        return type(value).__name__
+    return without_credentials(text)[:LONGEST]
+
+
+class _Repr(reprlib.Repr):
+    """Cuts texts only once they have no credentials."""
+
+    def repr_str(self, x: str, level: int) -> str:
+        return super().repr_str(without_credentials(x), level)

@@ -24,10 +24,11 @@ from sparkdl.errors import ConfigError, SetupError, SparkDLError
 from sparkdl.estimator.estimator import TorchEstimator
 from sparkdl.jobs.sources import Rows, Source
 from sparkdl.protocols import ModelBuilder, OptimizerBuilder, SchedulerBuilder
+from sparkdl.redaction import without_secrets
 from sparkdl.spark.session.session import create_session
 
 try:
-    from jsonargparse import ArgumentParser, Namespace
+    from jsonargparse import Namespace
 except ImportError as error:
     raise SetupError(
         'jobs need jsonargparse: pip install "sparkdl-torch[jobs]" in the driver\'s Python'
@@ -41,6 +42,7 @@ from sparkdl.jobs.configuration.refusal import (
     require_mappings,
     require_one_path,
 )
+from sparkdl.jobs.configuration.yaml_text import MODE
 
 JobName = Literal["train", "evaluate", "predict"]
 
@@ -128,17 +130,30 @@ class Settings:
     log_level: str | None
     digest: str
 
+    def shown(self, text: str) -> str:
+        """A text such as an error's message, without credentials and the values of secret keys."""
+        return without_secrets(text, _plain(self.sections))
+
     def estimator(self) -> TorchEstimator:
         """The network's estimator, from the section of that name.
 
         Raises:
-            ConfigError: an argument is out of range.
+            ConfigError: an argument is out of range, or of another type.
         """
         given = {
             name: builder(value) if name in BUILDERS else built(value)
             for name, value in vars(self.sections.estimator).items()
         }
-        return TorchEstimator(**given)
+        try:
+            return TorchEstimator(**given)
+        except TypeError as error:
+            refused = [name for name, value in given.items() if _refuses(name, value, error)]
+            if not refused:
+                raise
+            got = "null" if given[refused[0]] is None else f"a {type(given[refused[0]]).__name__}"
+            raise ConfigError(
+                f"estimator.{refused[0]} cannot be {got}; leave the key out for its default"
+            ) from error
 
     def stages(self) -> list[Any]:
         """The stages before it; needs a session.
@@ -159,7 +174,18 @@ class Settings:
         return {name: checked_stage(f"{section}.{name}", each) for name, each in given.items()}
 
 
-def build_parser(job: JobName) -> ArgumentParser:
+def _refuses(name: str, value: Any, error: TypeError) -> bool:
+    """Whether pyspark raised an error, which has no names in it, because of this Param's value."""
+    try:
+        getattr(TorchEstimator, name).typeConverter(value)
+    except TypeError as raised:
+        return str(raised) == str(error)
+    except (AttributeError, SparkDLError):  # it is no Param, or would have been named
+        pass
+    return False
+
+
+def build_parser(job: JobName) -> JobParser:
     """The parser of a job's command line and configuration.
 
     Args:
@@ -173,6 +199,7 @@ def build_parser(job: JobName) -> ArgumentParser:
         epilog=exit_codes(),
         formatter_class=HelpFormatter,
         allow_abbrev=False,
+        parser_mode=MODE,
     )
     parser.add_argument(
         "--config",
@@ -234,18 +261,18 @@ def read_settings(job: JobName, arguments: list[str] | None = None) -> Settings:
     fill_sections(parser, config)
     output = config.get(OUTPUTS[job])
     if not output:
-        parser.error(f"--{OUTPUTS[job]} is required: where to write the {OUTPUTS[job]}")
+        parser.refuse(f"--{OUTPUTS[job]} is required: where to write the {OUTPUTS[job]}")
     if job != "train" and not config.model:
-        parser.error("--model is required: the model to use")
+        parser.refuse("--model is required: the model to use")
     require_one_path(parser, config, {"model", "predictions"} & set(SECTIONS[job]))
     if config.run_id is not None and not config.run_id.strip():
-        parser.error("--run_id is empty, so all runs would share it: set it, or omit it")
+        parser.refuse("--run_id is empty, so all runs would share it: set it, or omit it")
     if job == "evaluate" and not config.evaluators:
-        parser.error("--evaluators is required: what to measure")
+        parser.refuse("--evaluators is required: what to measure")
     if job == "train" and config.evaluators and config.rows.test is None:
-        parser.error("evaluators need rows: select them with --rows.test")
+        parser.refuse("evaluators need rows: select them with --rows.test")
     if job == "train" and config.baselines and not config.evaluators:
-        parser.error("baselines are compared by metrics: name them with --evaluators")
+        parser.refuse("baselines are compared by metrics: name them with --evaluators")
     try:
         settings = Settings(
             job=job,
@@ -267,11 +294,11 @@ def read_settings(job: JobName, arguments: list[str] | None = None) -> Settings:
     except (SparkDLError, ValueError, TypeError) as error:
         if isinstance(error, SparkDLError) and not isinstance(error, ConfigError):
             raise
-        parser.error(str(error))
+        parser.refuse(str(error), _plain(config))
     return settings
 
 
-def _add_run(parser: ArgumentParser) -> None:
+def _add_run(parser: JobParser) -> None:
     run = parser.add_argument_group("the run")
     run.add_argument(
         "--run_id",
@@ -301,7 +328,7 @@ def _add_run(parser: ArgumentParser) -> None:
     )
 
 
-def _add_estimator(parser: ArgumentParser) -> None:
+def _add_estimator(parser: JobParser) -> None:
     # More is accepted than for the arguments themselves: a class with its arguments stands for a
     # builder of it. A bare Callable also takes functions without annotations.
     kinds: dict[str, tuple[Any, str]] = {

@@ -6,11 +6,13 @@ import contextlib
 import re
 import sys
 from collections.abc import Collection, Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml  # type: ignore[import-untyped]
 from jsonargparse import ArgumentParser, Namespace
+
+from sparkdl.jobs.configuration.wording import in_words
+from sparkdl.jobs.configuration.yaml_text import YamlError, parse, read
+from sparkdl.redaction import without_credentials, without_secrets
 
 PLAIN_SECTIONS = ("session", "rows", "write")
 """Sections that are keys with defaults."""
@@ -34,56 +36,76 @@ class Refused(SystemExit):
 
 
 class JobParser(ArgumentParser):  # type: ignore[misc]
-    """A parser whose refusals keep their message, for the result file."""
+    """A parser whose refusals quote no value, and keep their message for the result file."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Report what is wrong, and how to use the job.
+        """Report what jsonargparse finds wrong, and how to use the job.
 
         Raises:
             Refused: always.
         """
-        try:
+        if not self.exit_on_error:  # it parses a part, and the whole's parser reports it
             super().error(message, ex)
+        self.refuse(in_words(message, [action.dest for action in self._actions]))
+
+    def refuse(self, message: str, configuration: Any = None) -> NoReturn:
+        """Report what is wrong in our own words, and how to use the job.
+
+        Args:
+            message: what is wrong.
+            configuration: what the message may quote, but for its secrets.
+
+        Raises:
+            Refused: always.
+        """
+        message = without_secrets(message, configuration)
+        try:
+            super().error(message)
         except SystemExit as end:
             raise Refused(message) from end
         raise Refused(message)  # in case jsonargparse's own, which ends the process, ever returns
 
 
-def require_mappings(parser: ArgumentParser, arguments: list[str] | None) -> None:
-    """Refuse configuration files that hold no keys, in words that a person understands.
-
-    Missing files and invalid YAML are left to the parser, which says where.
-    """
+def require_mappings(parser: JobParser, arguments: list[str] | None) -> None:
+    """Refuse configuration files that cannot be read, or hold no keys."""
     for name, value in _given(arguments, "config"):
+        shown = without_credentials(value)
         try:
-            found = _read(value)
-        except UnicodeDecodeError as error:
-            parser.error(f"{value} is not valid UTF-8: {error}")
-        except (OSError, ValueError, yaml.YAMLError):
-            continue
+            found = read(value)
+        except UnicodeDecodeError:
+            parser.refuse(f"{shown} is not valid UTF-8")
+        except YamlError as error:
+            parser.refuse(f"{shown} {error}")
+        except (OSError, ValueError) as error:
+            with contextlib.suppress(YamlError):
+                if isinstance(parse(value), dict):  # the keys themselves
+                    continue
+            why = getattr(error, "strerror", None) or "it cannot be a path"
+            parser.refuse(f"{shown} cannot be read: {why}")
         if not isinstance(found, dict):
             what = "is empty" if found is None else f"is a {type(found).__name__}"
-            parser.error(
-                f"{value} {what}: --{name} takes a file of keys, such as conf/flights.yaml"
+            parser.refuse(
+                f"{shown} {what}: --{name} takes a file of keys, such as conf/flights.yaml"
             )
 
 
-def fill_sections(parser: ArgumentParser, config: Namespace) -> None:
+def fill_sections(parser: JobParser, config: Namespace) -> None:
     """Use a section's defaults if all its keys are missing or commented out in the file."""
     for name, default in vars(parser.get_defaults()).items():
         found = config.get(name)
         if name not in PLAIN_SECTIONS or isinstance(found, Namespace):
             continue
         if isinstance(default, Namespace) and found is not None:
-            parser.error(f"{name} must be a section of keys with values, got {found!r:.200}")
+            kind = type(found).__name__
+            parser.refuse(f"{name} must be a section of keys with values, got {kind}")
         config[name] = default
 
 
-def require_one_path(parser: ArgumentParser, config: Namespace, names: Collection[str]) -> None:
+def require_one_path(parser: JobParser, config: Namespace, names: Collection[str]) -> None:
     """Refuse output paths that could be written, but would be read as another or not at all."""
     for name in sorted(names):
         if found := _GLOB.search(config[name]):
-            parser.error(
+            parser.refuse(
                 f"--{name} '{config[name]}' contains '{found[0]}', so Spark would read it as a "
                 "glob pattern. Use a path without it; or is this a template that was never "
                 "filled in?"
@@ -97,8 +119,8 @@ def result_file_of(arguments: list[str] | None) -> str | None:
         if name == "result_file":
             named = value
             continue
-        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
-            found = _read(value)
+        with contextlib.suppress(OSError, ValueError, YamlError):
+            found = read(value)
             if isinstance(found, dict) and isinstance(found.get("result_file"), str):
                 named = found["result_file"]
     return named or None
@@ -115,7 +137,3 @@ def _given(arguments: list[str] | None, *names: str) -> Iterator[tuple[str, str]
                 yield name, value
             elif position + 1 < len(words) and not words[position + 1].startswith("--"):
                 yield name, words[position + 1]
-
-
-def _read(path: str) -> Any:
-    return yaml.safe_load(Path(path).read_text(encoding="utf-8"))

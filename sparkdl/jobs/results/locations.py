@@ -7,6 +7,7 @@ import os
 from sparkdl.durable.local_files import LocalFiles
 from sparkdl.errors import ConfigError
 from sparkdl.jobs.results.output import Location
+from sparkdl.redaction import without_credentials
 from sparkdl.spark.storage.files import hadoop_files, java_errors
 from sparkdl.spark.storage.hadoop_files import open_hadoop
 
@@ -36,7 +37,8 @@ def locate(path: str) -> Location:
             return Location(files=LocalFiles(), path=real, renames=True)
         opened, root = open_hadoop(path)
     except OSError as error:
-        raise ConfigError(f"'{path}' cannot be reached: {error}") from error
+        shown = without_credentials(f"'{path}' cannot be reached: {error}")
+        raise ConfigError(shown) from error
     return Location(files=opened, path=root.rstrip("/"), renames=scheme in RENAMING)
 
 

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,18 @@ def circumstances(began: datetime, application: str | None) -> dict[str, Any]:
     }
 
 
-def failure(job: str, run_id: str | None, code: Exit, error: BaseException) -> dict[str, Any]:
-    """What the result says about a job that failed, besides its circumstances."""
+def failure(
+    job: str, run_id: str | None, code: Exit, error: BaseException, shown: Callable[[str], str]
+) -> dict[str, Any]:
+    """What the result says about a job that failed, besides its circumstances.
+
+    Args:
+        job: the job.
+        run_id: its run.
+        code: how it ended.
+        error: why.
+        shown: takes the secrets out of a text.
+    """
     return {
         "format": 1,
         "job": job,
@@ -51,7 +61,7 @@ def failure(job: str, run_id: str | None, code: Exit, error: BaseException) -> d
         "exit_code": int(code),
         "error": {
             "type": type(error).__name__,
-            "message": text_of(error, TRACEBACK_CHARACTERS),
+            "message": shown(text_of(error, TRACEBACK_CHARACTERS)),
             "meaning": code.meaning,
         },
     }

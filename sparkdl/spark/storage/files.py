@@ -17,6 +17,7 @@ from pyspark.sql import SparkSession
 
 from sparkdl.durable.publishing import ASIDE, put_directory, whole_directory
 from sparkdl.errors import CheckpointError, ConfigError
+from sparkdl.redaction import without_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,8 @@ def publish(directory: Path, path: str, *, overwrite: bool) -> None:
         put_directory(directory, local)
     except OSError as error:
         raise CheckpointError(
-            f"{path} could not be written: {error}. What was there before is unchanged"
+            f"{without_credentials(f'{path} could not be written: {error}')}. What was there "
+            "before is unchanged"
         ) from error
 
 
@@ -66,8 +68,11 @@ def fetch(path: str) -> Iterator[Path]:
         if not fs.exists(paths(target)):
             target = target.rstrip("/") + ASIDE
             if not fs.exists(paths(target)):
-                raise ConfigError(f"there is nothing at {path}")
-            logger.warning("a save to %s was interrupted; reading what was there before", path)
+                raise ConfigError(f"there is nothing at {without_credentials(path)}")
+            logger.warning(
+                "a save to %s was interrupted; reading what was there before",
+                without_credentials(path),
+            )
         copied = Path(scratch) / "fetched"
         fs.copyToLocalFile(False, paths(target), paths(copied.as_uri()), True)
         yield copied
@@ -103,7 +108,9 @@ def _rename(fs: Any, source: Any, target: Any) -> None:
 
 
 def _exists(path: str) -> ConfigError:
-    return ConfigError(f"{path} already exists. Save with .write().overwrite().save(path)")
+    return ConfigError(
+        f"{without_credentials(path)} already exists. Save with .write().overwrite().save(path)"
+    )
 
 
 def _qualify(path: str) -> str:

@@ -1,0 +1,75 @@
+"""What is shown to others holds no credentials, and is otherwise as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from sparkdl.callbacks import MLflow, TrainingReport
+from sparkdl.checkpoint.storage import CheckpointStore
+from sparkdl.errors import ConfigError
+from sparkdl.estimator.estimator import TorchEstimator
+from sparkdl.estimator.params.settings import LONGEST, described
+from sparkdl.redaction import without_credentials, without_secrets
+
+
+def test_uris_lose_users_passwords_keys_and_signatures() -> None:
+    for shown, given in {
+        "s3://***@bucket/ck": "s3://KEY:SECRET@bucket/ck",
+        "s3://***@bucket/a?region=x": "s3://KEY:SEC/R+ET@bucket/a?region=x",
+        "https://***@host:80/x": "https://user:p@ss@host:80/x",
+        "hdfs://***@host/x": "hdfs://user@host/x",
+        "https://h/x?sig=***&sv=1&X-Amz-Signature=***": "https://h/x?sig=ab&sv=1&X-Amz-Signature=cd",
+        "s3://b?access_key=***&secret_key=***&a=1": "s3://b?access_key=A&secret_key=B&a=1",
+        "jdbc:x://h/d?user=me&password=***": "jdbc:x://h/d?user=me&password=b1",
+        "jdbc:sqlserver://h;password=***;z=1": "jdbc:sqlserver://h;password=yyy;z=1",
+        "jdbc:oracle:thin:***@//h:1521/x": "jdbc:oracle:thin:scott/tiger@//h:1521/x",
+        "['s3://***@a', 's3a://***@b']": "['s3://K:S@a', 's3a://K:S@b']",
+    }.items():
+        assert without_credentials(given) == shown
+        assert without_credentials(shown) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3://bucket/p@v1",
+        "http://host:8080/p@x",
+        "abfss://container@account.dfs.core.windows.net/p",
+        "/local/a@b:c",
+        "mail me@home.org, 3:4",
+        "hdfs://nn:8020/x?y=1",
+    ],
+)
+def test_what_holds_none_stays(text: str) -> None:
+    assert without_credentials(text) == text
+
+
+def test_the_values_of_secret_keys_are_found_wherever_they_are() -> None:
+    configuration = {
+        "session": {"conf": {"spark.hadoop.fs.s3a.secret.key": "abc/123", "spark.cores": "2222"}},
+        "source": {"options": [{"password": 45678}, {"dbtable": "flights"}]},
+    }
+    text = "flights 2222 abc/123 45678 s3://K:S@b"
+    assert without_secrets(text, configuration) == "flights 2222 *** *** s3://***@b"
+
+
+def test_settings_are_described_without_credentials_however_long() -> None:
+    uri = "s3://KEY:" + "SECRET" * LONGEST + "@bucket/ck"
+    mlflow = MLflow(tracking_uri="https://user:SECRET@host")
+    for value in (uri, [uri], {"a": uri}, [TrainingReport(uri)], [mlflow], (uri, {uri})):
+        assert "SECRET" not in str(described(value))
+        assert "://***@" in str(described(value))
+
+
+def test_errors_and_explanations_of_params_show_no_credentials() -> None:
+    path = "nosuch://KEY:SECRET@bucket/ck"
+    with pytest.raises(ConfigError, match=r"nosuch://\*\*\*@bucket/ck") as caught:
+        CheckpointStore(path, keep_last=1)
+    assert "SECRET" not in str(caught.value)
+    estimator = TorchEstimator(
+        model=nn.Identity, loss=nn.MSELoss(), optimizer=torch.optim.SGD, checkpointPath=path
+    )
+    assert "current: nosuch://***@bucket/ck" in estimator.explainParams()
+    assert estimator.getCheckpointPath() == path
