@@ -16,7 +16,7 @@ at 7 times, with which Adam and plain SGD reached 96.4 and 97.5 %."""
 
 
 def warn_of_inner_momentum(
-    replica: Replica, learning_rate: float, momentum: float, remedy: str
+    replica: Replica, learning_rate: float, momentum: float, *, may_reset: bool
 ) -> None:
     """Warn if the workers' optimizer has momentum, and the center moves far beyond their changes.
 
@@ -24,7 +24,7 @@ def warn_of_inner_momentum(
         replica: as every worker builds it.
         learning_rate: of the outer optimizer.
         momentum: of the outer optimizer.
-        remedy: what to change.
+        may_reset: whether the workers' momentum can start over in each round.
     """
     reach = learning_rate / (1 - momentum)
     momenta = [group.get("momentum") for group in replica.optimizer.param_groups]
@@ -32,9 +32,10 @@ def warn_of_inner_momentum(
     if inner > 0 and reach > FARTHEST:
         logger.warning(
             "the optimizer's own momentum of %g is multiplied by the outer one of %g, which moves "
-            "the center by %.3g times the workers' change: short windows may diverge. %s",
+            "the center by %.3g times the workers' change: short windows may diverge. Set %san "
+            "outer momentum of at most 0.5 with an outer learning rate of at most 1",
             inner,
             momentum,
             reach,
-            remedy,
+            "inner_state='reset', or " if may_reset else "",
         )

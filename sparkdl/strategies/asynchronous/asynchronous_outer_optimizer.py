@@ -125,8 +125,7 @@ class AsynchronousOuterOptimizer(ContributesChanges):
     def require_fits(self, replica: Replica) -> None:
         """Warn if outer momentum is multiplied by the workers' own."""
         outer = self.outer
-        remedy = "Use an outer momentum of at most 0.5"
-        warn_of_inner_momentum(replica, outer.learning_rate, outer.momentum, remedy)
+        warn_of_inner_momentum(replica, outer.learning_rate, outer.momentum, may_reset=False)
 
     @property
     def center_update(self) -> CenterUpdate:

@@ -276,11 +276,9 @@ class OuterOptimizer(Strategy["Stream | None"]):
     def require_fits(self, replica: Replica) -> None:
         """Warn if outer momentum is multiplied by the workers' own."""
         if isinstance(self.outer, OuterSGD) and self.inner_state == "keep":
+            outer = self.outer
             warn_of_inner_momentum(
-                replica,
-                self.outer.learning_rate,
-                self.outer.momentum,
-                "Set inner_state='reset', or an outer momentum of at most 0.5",
+                replica, outer.learning_rate, outer.momentum, may_reset=not self._streams
             )
 
     def period_in(self, epoch: int) -> int:

@@ -135,11 +135,20 @@ def sgd(momentum: float) -> partial[torch.optim.Optimizer]:
 @pytest.mark.parametrize(
     ("strategy", "optimizer", "remedy"),
     [
-        (OuterOptimizer(5), sgd(0.9), "inner_state='reset', or an outer momentum of at most 0.5"),
+        (
+            OuterOptimizer(5),
+            sgd(0.9),
+            "Set inner_state='reset', or an outer momentum of at most 0.5",
+        ),
+        (OuterOptimizer(8, fragments=2), sgd(0.9), "Set an outer momentum of at most 0.5"),
         (OuterOptimizer(5), partial(LARS, lr=0.1), "inner_state='reset'"),
         (OuterOptimizer(5, OuterSGD(1, 0.6)), sgd(0.1), "times the workers' change"),
         (OuterOptimizer(5, cutoff=1), sgd(0.9), "inner_state='reset'"),
-        (AsynchronousOuterOptimizer(DelayedNesterov(4, 0.7, 0.9)), sgd(0.9), "at most 0.5"),
+        (
+            AsynchronousOuterOptimizer(DelayedNesterov(4, 0.7, 0.9)),
+            sgd(0.9),
+            "Set an outer momentum",
+        ),
         (OuterOptimizer(5, inner_state="reset"), sgd(0.9), None),
         (OuterOptimizer(5, OuterSGD(1, 0.5)), sgd(0.9), None),
         (OuterOptimizer(5), sgd(0.0), None),
