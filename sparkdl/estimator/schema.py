@@ -19,7 +19,7 @@ from sparkdl.spark.rows.column_overrides import (
     ColumnOverrides,
     require_distinct,
 )
-from sparkdl.spark.rows.columns import InputColumn, input_column
+from sparkdl.spark.rows.columns import InputColumn, input_column, input_columns
 from sparkdl.spark.rows.held_out import held_out_fraction
 
 logger = logging.getLogger(__name__)
@@ -62,15 +62,11 @@ def fed_columns(
         DataError: a column is missing, duplicated or of a type that cannot become a tensor.
     """
     several = params.getFeaturesCols() is not None
-    features = [
-        input_column(frame, name, "featuresCols" if several else "featuresCol")
-        for name in params.feature_columns()
-    ]
+    features = input_columns(
+        frame, params.feature_columns(), "featuresCols" if several else "featuresCol"
+    )
     several = params.getLabelCols() is not None
-    labels = [
-        input_column(frame, name, "labelCols" if several else "labelCol")
-        for name in params.label_columns()
-    ]
+    labels = input_columns(frame, params.label_columns(), "labelCols" if several else "labelCol")
     overrides = ColumnOverrides(
         params.getColumnShapes(),
         params.getColumnDtypes(),

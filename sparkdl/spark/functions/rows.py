@@ -16,7 +16,7 @@ from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.functions.task import Feeding
 from sparkdl.spark.launch.worker_rows import Workers, delivered
 from sparkdl.spark.rows.column_overrides import ColumnOverrides, require_distinct
-from sparkdl.spark.rows.columns import input_column
+from sparkdl.spark.rows.columns import input_columns
 from sparkdl.spark.rows.converters import in_bytes, one_of, optional, whole
 from sparkdl.spark.rows.delivery import SHUFFLES
 from sparkdl.spark.rows.scratch import STORE_PLACES
@@ -70,7 +70,7 @@ def rows_of(
     Raises:
         DataError: it has no columns, or one cannot become a tensor.
     """
-    columns = tuple(input_column(df, name, "df") for name in df.columns)
+    columns = tuple(input_columns(df, df.columns, "df"))
     if not columns:
         raise DataError("df has no columns: there is nothing to feed")
     overrides.require_known(df.columns)

@@ -163,17 +163,30 @@ def quoted(name: str) -> Column:
 
 
 def input_column(frame: DataFrame, name: str, param: str) -> InputColumn:
-    """Look up a column and check that it can feed a model.
+    """Look up one column; see ``input_columns``."""
+    return input_columns(frame, [name], param)[0]
+
+
+def input_columns(frame: DataFrame, names: Sequence[str], param: str) -> list[InputColumn]:
+    """Look up columns and check that they can feed a model.
 
     Args:
         frame: the user's DataFrame.
-        name: the column's name.
-        param: the Param that names it, for messages.
+        names: the columns' names.
+        param: the Param that names them, for messages.
 
     Raises:
-        DataError: the column is missing or duplicated, or its type cannot become a tensor.
+        DataError: a column is missing or duplicated, or its type cannot become a tensor.
     """
-    found = [field for field in frame.schema.fields if field.name == name]
+    fields: dict[str, list[T.StructField]] = {}
+    for field in frame.schema.fields:
+        fields.setdefault(field.name, []).append(field)
+    return [_input_column(frame, fields.get(name, []), name, param) for name in names]
+
+
+def _input_column(
+    frame: DataFrame, found: Sequence[T.StructField], name: str, param: str
+) -> InputColumn:
     if not found:
         raise DataError(
             f"{param} names the column '{name}', which the DataFrame does not have. "

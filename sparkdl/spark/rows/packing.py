@@ -96,10 +96,11 @@ def _packed_columns(sources: Sequence[Source], in_bytes: _ArrayBytes | None) -> 
     together = _numbers_together(sources)
     columns: dict[str, Column] = {}
     for source in sources:
-        numbers = together.get(source.name, [])
-        if numbers:
-            name = name_of_numbers([each.name for each in numbers])
-            columns[name] = F.array(*[each.column for each in numbers])
+        if source.name in together:
+            numbers = together[source.name]
+            if source is numbers[0]:
+                name = name_of_numbers([each.name for each in numbers])
+                columns[name] = F.array(*[each.column for each in numbers])
         elif _is_vector(source):
             columns |= _packed_vector(source, in_bytes)
         elif _element(source.kind) in ELEMENTS:

@@ -16,7 +16,7 @@ from pyspark.sql import types as T
 
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN, unpacked
 from sparkdl.spark.rows import packing
-from sparkdl.spark.rows.packing import packed
+from sparkdl.spark.rows.packing import Source, packed, packed_columns
 
 COLUMNS = {
     "c0": "cast(id as float)",
@@ -194,3 +194,19 @@ def test_the_bytes_are_looked_at_once_in_an_application(
     for _ in range(2):
         assert ("c5:float", "binary") in packed(files.select("c5", "c6")).dtypes
     assert looked == [packing._BYTES_OF_SAMPLE]
+
+
+def test_columns_of_numbers_become_one_array_once(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each element of an array is a message to the JVM."""
+    made, array = [], F.array
+
+    def counted(*columns: Any) -> Any:
+        made.append(len(columns))
+        return array(*columns)
+
+    monkeypatch.setattr(F, "array", counted)
+    sources = [Source(f"c{index}", F.col(f"c{index}"), T.FloatType()) for index in range(30)]
+    assert len(packed_columns(sources, spark)) == 1
+    assert made == [30]
