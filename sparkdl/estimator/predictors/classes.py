@@ -19,7 +19,7 @@ from sparkdl.errors import ConfigError, DataError
 from sparkdl.spark.rows.columns import quoted
 
 Label = str | int | float | bool
-_TEXT = "sparkdl: text of the label"
+_TEXT, _INDEX = "sparkdl: text of the label", "sparkdl: index of the label"
 _INSTANTS = (
     "their text depends on the session's time zone. Use a date or a string of your own as the "
     "label, for example F.to_date(...) or F.date_format(...)"
@@ -95,13 +95,17 @@ def labels_of(dataset: DataFrame, column: str) -> list[Label] | None:
     return found
 
 
-def indexed(dataset: DataFrame, column: str, classes: list[Label] | None) -> tuple[DataFrame, str]:
+def indexed(
+    dataset: DataFrame, column: str, classes: list[Label] | None, *, strict: bool = False
+) -> tuple[DataFrame, str]:
     """The rows with the index of each label, and the column that has it.
 
     Args:
         dataset: the rows.
         column: the one with the labels; returned itself if it has their indices.
         classes: their labels.
+        strict: whether Spark raises an error for another label. Else its index is one more than the
+            last: in a training, nobody would see what Spark says.
 
     Raises:
         ConfigError: the labels are texts, and the column booleans: which is true?
@@ -118,8 +122,7 @@ def indexed(dataset: DataFrame, column: str, classes: list[Label] | None) -> tup
         )
     if not texts and isinstance(classes[0], str):
         return dataset, column  # StringIndexer's own numbers
-    # Errors about the column's values quote its name; an exception in the JVM no one would see.
-    name = f"{column} (index into the labels; {len(classes)} is not one of them)"
+    name = f"{column} (index into the labels)"  # errors about the column's values quote it
     wanted = quoted(column) if texts else quoted(column).cast("double")
     names = [str(each) for each in classes]
     if not texts:  # written as Spark does, not as Python does
@@ -127,8 +130,53 @@ def indexed(dataset: DataFrame, column: str, classes: list[Label] | None) -> tup
             F.lit(float(each)).cast("string").alias(f"l{i}") for i, each in enumerate(classes)
         ]
         names = list(dataset.sparkSession.range(1).select(*numbers).first() or ())
-    lookup = StringIndexerModel.from_labels(names, _TEXT, name, handleInvalid="keep")
-    return lookup.transform(dataset.withColumn(_TEXT, wanted.cast("string"))).drop(_TEXT), name
+    lookup = StringIndexerModel.from_labels(names, _TEXT, _INDEX, handleInvalid="keep")
+    found = lookup.transform(dataset.withColumn(_TEXT, wanted.cast("string")))
+    index = F.col(f"`{_INDEX}`")
+    if strict:
+        text = F.coalesce(F.col(f"`{_TEXT}`"), F.lit("null"))
+        told = F.concat(F.lit(_holds(column)), text, F.lit(_not_among(classes)))
+        index = F.when(index < len(classes), index).otherwise(F.raise_error(told).cast("double"))
+    return found.withColumn(name, index).drop(_TEXT, _INDEX), name
+
+
+def require_known(
+    indices: DataFrame, index: str, column: str, classes: list[Label] | None, cause: Exception
+) -> None:
+    """Once something has failed, find out whether a label is not among the classes; a Spark job.
+
+    Args:
+        indices: the rows with their indices, as ``indexed`` returned them.
+        index: the one that has them.
+        column: the one with the labels.
+        classes: their labels.
+        cause: what has failed.
+
+    Raises:
+        DataError: there is such a label.
+    """
+    if classes is None or index == column:
+        return
+    others = indices.where(quoted(index) >= len(classes))
+    field = _field(indices, column)
+    label = quoted(column) if field is None or _is_text(field) else quoted(column).cast("double")
+    row = others.agg(F.count(F.lit(1)), F.min(label)).first()
+    if row is None or not row[0]:
+        return
+    value = row[1].isoformat() if isinstance(row[1], datetime.date) else row[1]
+    shown = "null" if value is None else repr(value)
+    raise DataError(
+        f"{_holds(column)}{shown}{_not_among(classes)}. {row[0]} rows hold no known label: drop "
+        "them first, or give labels and the model one class more"
+    ) from cause
+
+
+def _holds(column: str) -> str:
+    return f"label column '{column}' holds "
+
+
+def _not_among(classes: list[Label]) -> str:
+    return f", which is not among labels={classes!r:.200}"
 
 
 def with_names(dataset: DataFrame, column: str, classes: list[Label] | None) -> DataFrame:
@@ -136,7 +184,7 @@ def with_names(dataset: DataFrame, column: str, classes: list[Label] | None) -> 
     if classes is None or not isinstance(classes[0], str):
         return dataset
     attributes = {"ml_attr": {"type": "nominal", "name": column, "vals": classes}}
-    return dataset.withMetadata(column, attributes)
+    return dataset.withColumn(column, quoted(column).alias(column, metadata=attributes))
 
 
 def _is_text(field: T.StructField) -> bool:

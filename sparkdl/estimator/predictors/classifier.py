@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.estimator import BaseEstimator, TorchEstimator
 from sparkdl.estimator.fitted import FittedModel
 from sparkdl.estimator.params.arguments import arguments_are_params
 from sparkdl.estimator.predictors.class_params import ClassParams
-from sparkdl.estimator.predictors.classes import Label, indexed, labels_of, with_names
+from sparkdl.estimator.predictors.classes import (
+    Label,
+    indexed,
+    labels_of,
+    require_known,
+    with_names,
+)
+from sparkdl.events import MetricValue
 
 
 class TorchClassificationModel(FittedModel, ClassParams):
@@ -43,8 +51,19 @@ class TorchClassificationModel(FittedModel, ClassParams):
 
     def _label_rows(self, dataset: DataFrame) -> tuple[DataFrame, list[str]]:
         """The rows with the index of each label; see ``FittedModel``."""
-        rows, column = indexed(dataset, self.getLabelCol(), self.getLabels())
+        rows, column = indexed(dataset, self.getLabelCol(), self.getLabels(), strict=True)
         return rows, [column]
+
+    def evaluate(
+        self, dataset: DataFrame, metrics: Mapping[str, Any], weightCol: str | None = None
+    ) -> dict[str, MetricValue]:
+        """Measure the model on labelled rows; see ``FittedModel``."""
+        try:
+            return super().evaluate(dataset, metrics, weightCol)
+        except PySparkException as error:
+            column, labels = self.getLabelCol(), self.getLabels()
+            require_known(*indexed(dataset, column, labels), column, labels, error)
+            raise
 
 
 class TorchClassifier(BaseEstimator[TorchClassificationModel], ClassParams):
@@ -108,7 +127,12 @@ class TorchClassifier(BaseEstimator[TorchClassificationModel], ClassParams):
         column = self.getLabelCol()
         labels = self.getLabels() or labels_of(dataset, column)
         rows, index = indexed(dataset, column, labels)
-        model = self.copy({self.labelCol: index, self.labels: labels})._fit_rows(rows, warm_start)
+        indexing = self.copy({self.labelCol: index, self.labels: labels})
+        try:
+            model = indexing._fit_rows(rows, warm_start)
+        except DataError as error:
+            require_known(rows, index, column, labels, error)
+            raise
         return model.setLabelCol(column)
 
     def _fit_rows(

@@ -131,7 +131,7 @@ def test_numbers_are_classes_by_their_labels_and_evaluators_compare_those(
     assert evaluator.evaluate(added) == pytest.approx(expected)
     metrics = {"a": MulticlassAccuracy(CLASSES, average="micro")}
     assert model.evaluate(rows, metrics)["a"] == pytest.approx(expected)
-    with pytest.raises(DataError, match=r"into the labels; 3 is not one of them\)' holds 0 to 3"):
+    with pytest.raises(DataError, match=r"'label' holds 30\.0, which is not among labels=\[10\.5"):
         classifier.setLabels([10.5, 20.0, 31.0]).fit(rows)
 
 
@@ -280,3 +280,28 @@ def test_cross_validator_chooses_the_better_learning_rate(spark: SparkSession) -
     best, labels = tuned.bestModel, features_of(IDS)[:, 0] > 0
     found = evaluator.evaluate(best.transform(rows))
     assert found == pytest.approx(sk.roc_auc_score(labels, scores(best.module)[:, 1]), abs=1e-9)
+
+
+@pytest.mark.slow
+def test_columns_may_have_any_names(spark: SparkSession) -> None:
+    texts = F.array(*map(F.lit, NAMES.tolist()))
+    for name in ("my.column", "a `quoted` one"):
+        rows = frame(spark, ROWS).select(
+            F.col("features").alias(f"{name} f"), texts[F.col("label")].alias(f"{name} l")
+        )
+        model = TorchClassifier(
+            model=network(),
+            epochs=1,
+            **SETTINGS,
+            featuresCol=f"{name} f",
+            labelCol=f"{name} l",
+            predictionCol=name,
+            rawPredictionCol=f"{name} r",
+            probabilityCol=f"{name} p",
+            scoreCol=f"{name} s",
+        ).fit(rows)
+        added = model.transform(rows)
+        assert added.schema[name].metadata["ml_attr"]["vals"] == SORTED
+        assert len(added.collect()) == ROWS
+        measured = model.evaluate(rows, {"a": MulticlassAccuracy(CLASSES)})
+        assert 0 <= float(str(measured["a"])) <= 1
