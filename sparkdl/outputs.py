@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.masked import MaskedTensor
 
 from sparkdl.errors import ModelError
 
@@ -20,6 +22,14 @@ OutputKey = str | int
 Widths = Mapping[OutputKey | None, int | None]
 """Numbers per row of each output, None for an output without a dimension beyond the rows; a model's
 only output has the key None."""
+
+_DENSE = {
+    "masked": "output.to_tensor(0.0)",
+    "nested": "output.to_padded_tensor(0.0)",
+    "quantized": "output.dequantize()",
+    "meta": "one that has values",
+}
+"""What to return instead of some forms of tensors."""
 
 
 def names_output(key: object) -> bool:
@@ -66,6 +76,12 @@ def pick(outputs: Any, key: OutputKey | None, rows: int) -> Tensor:
         raise ModelError(
             f"the model returns {described(found)}{name}, which is not a tensor and cannot become "
             "a column"
+        )
+    form = form_of(found)
+    if form:
+        raise ModelError(
+            f"the model returns {described(found)}{name}, but columns are made of dense tensors. "
+            f"Return {_DENSE.get(form, 'output.to_dense()')}"
         )
     if found.is_complex():
         raise ModelError(
@@ -125,7 +141,9 @@ def widths_of(outputs: Any, rows: int) -> Widths:
 def described(value: Any) -> str:
     """The dtype and shape of a tensor, or of several outputs with their names, for messages."""
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        form, kind = form_of(value), str(value.dtype).removeprefix("torch.")
+        # The lengths of a nested tensor's rows differ.
+        return f"{form} {kind}".lstrip() + ("" if value.is_nested else f" {tuple(value.shape)}")
     kind = type(value).__name__
     if not parts_of(value):
         return f"a {kind}"
@@ -136,3 +154,16 @@ def described(value: Any) -> str:
         for key, part in parts_of(value).items()
     )
     return f"a {kind} of {', '.join(shown)}"
+
+
+def form_of(tensor: Tensor) -> str:
+    """How a tensor holds its numbers if that cannot become a column; else empty."""
+    if isinstance(tensor, MaskedTensor):
+        return "masked"
+    if tensor.is_nested:
+        return "nested"
+    if tensor.is_meta:
+        return "meta"
+    if tensor.is_quantized:
+        return "quantized"
+    return "" if tensor.layout is torch.strided else str(tensor.layout).removeprefix("torch.")

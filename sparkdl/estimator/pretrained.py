@@ -13,7 +13,7 @@ from sparkdl.errors import ConfigError, ModelError
 from sparkdl.estimator.predictions import require_any_length
 from sparkdl.feed.columns.ragged import Ragged
 from sparkdl.feed.columns.schema import inputs_described, model_inputs
-from sparkdl.outputs import Widths, described, widths_of
+from sparkdl.outputs import Widths, described, form_of, pick, widths_of
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 from sparkdl.replica import forward
@@ -194,6 +194,8 @@ def _widths(
         ) from error
     widths = widths_of(returned, _ROWS)
     if not widths:
+        if isinstance(returned, Tensor) and form_of(returned):
+            pick(returned, None, _ROWS)  # tells what to return instead
         raise ModelError(
             f"the module returns {described(returned)} for {_ROWS} rows: nothing with one or more "
             "values per row. Wrap it in a module that returns such tensors"

@@ -290,6 +290,13 @@ def test_a_module_on_another_device_or_without_rows_in_its_output_is_refused() -
     with pytest.raises(ModelError, match="nothing with one or more values per row"):
         TorchModel.from_module(Whole(), torch.zeros(1, 2))
 
+    class Sparse(nn.Module):
+        def forward(self, features: Tensor) -> Tensor:
+            return features.to_sparse()
+
+    with pytest.raises(ModelError, match=r"sparse_coo .* Return output\.to_dense\(\)"):
+        TorchModel.from_module(Sparse(), torch.zeros(1, 2))
+
 
 @pytest.mark.slow
 def test_a_stream_of_files_is_predicted_once_also_by_a_query_that_is_started_again(
