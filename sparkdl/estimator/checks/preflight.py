@@ -277,8 +277,9 @@ class Preflight:
                 raise DataError(
                     f"column '{spec.name}' holds NaN or infinity in {found.not_finite} of "
                     f"{statistics.rows + statistics.held_out} rows (the first is "
-                    f"{found.where('not_finite')}). Fill them first (df.na.fill), or feed them as "
-                    "they are with handleInvalid='keep'"
+                    f"{found.where('not_finite')}). Replace them first (NaN with F.nanvl(col, "
+                    "F.lit(0.0)), in arrays with F.transform(col, lambda x: F.nanvl(x, "
+                    "F.lit(0.0)))), or feed them as they are with handleInvalid='keep'"
                 )
             require_holdable(spec, found)
         for column, found in zip(

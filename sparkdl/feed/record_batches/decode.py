@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from sparkdl.encodings import NUMBERS
 from sparkdl.encodings.lists import Broken, numpy_of
 from sparkdl.errors import DataError
 from sparkdl.feed.columns.ragged import Column, Ragged
@@ -66,6 +67,24 @@ def _decode_present(values: pa.Array, spec: ColumnSpec) -> Decoded:
     return Decoded(lists, np.setdiff1d(np.arange(len(values)), broken.rows), broken)
 
 
+def instead_of_nulls(spec: ColumnSpec) -> str:
+    """What to do about rows without a value: ``df.na.fill`` fills numbers, but no arrays.
+
+    Args:
+        spec: the column and what it becomes.
+    """
+    name = "`" + spec.name.replace("`", "``") + "`"
+    value = ""
+    if spec.padding is not None:
+        value = "an empty array: F.coalesce('{}', F.array())"
+    elif spec.encoding == NUMBERS and spec.is_array:
+        value = "an array: F.coalesce('{}', F.array(F.lit(0.0), ...))"
+    elif spec.encoding == NUMBERS:
+        value = "a number: F.coalesce('{}', F.lit(0))"
+    other = f", or put in their place {value.format(name)}" if value else ""
+    return f'Drop these rows first with df.where("{name} IS NOT NULL"){other}'
+
+
 def to_column(values: pa.Array, spec: ColumnSpec) -> Column:
     """Convert one decoded column, without a copy where Arrow's memory allows.
 
@@ -105,7 +124,7 @@ def to_tensor(values: pa.Array, spec: ColumnSpec) -> Tensor:
     if values.null_count:
         raise DataError(
             f"column '{spec.name}' has {values.null_count} null values in a batch of "
-            f"{len(values)} rows. Drop or fill them first: df.na.drop / df.na.fill"
+            f"{len(values)} rows. {instead_of_nulls(spec)}"
         )
     rows = len(values)
     if spec.is_array:
@@ -165,7 +184,7 @@ def _require_numbers(values: pa.Array, spec: ColumnSpec) -> None:
     if values.null_count:
         raise DataError(
             f"column '{spec.name}' has {values.null_count} null values in a batch of "
-            f"{len(values)} rows. Turn them into empty arrays: F.coalesce(col, F.array())"
+            f"{len(values)} rows. {instead_of_nulls(spec)}"
         )
     if flat.null_count:
         raise DataError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sparkdl.errors import DataError, TrainingError
+from sparkdl.feed.record_batches.decode import instead_of_nulls
 from sparkdl.feed.statistics.column import ColumnStatistics
 from sparkdl.feed.statistics.ranges import limits
 from sparkdl.feed.statistics.shards import DataStatistics
@@ -51,12 +52,9 @@ def _check_column(found: ColumnStatistics, spec: ColumnSpec, statistics: DataSta
         return f" (the first is {where})" if where else ""
 
     if found.nulls:
-        empty = (
-            f", or turn them into empty arrays: F.coalesce('{name}', F.array())" if padded else ""
-        )
         raise DataError(
-            f"column '{name}' has {found.nulls} null values in {rows} rows{first('nulls')}. Drop "
-            f"or fill them first: df.na.drop(subset=[...]) / df.na.fill({{...}}){empty}"
+            f"column '{name}' has {found.nulls} null values in {rows} rows{first('nulls')}. "
+            f"{instead_of_nulls(spec)}"
         )
     if found.null_elements:
         raise DataError(

@@ -62,7 +62,7 @@ class TestDecode:
     @pytest.mark.parametrize(
         ("rows", "words"),
         [
-            ([[1], None], "1 null values .* empty arrays"),
+            ([[1], None], "1 null values .* an empty array"),
             ([[1, None], [2]], "1 null elements"),
         ],
     )

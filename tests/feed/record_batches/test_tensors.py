@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparkdl.encodings import IMAGE, NUMBERS, VECTOR, Encoding
 from sparkdl.errors import DataError
-from sparkdl.feed.record_batches.decode import to_tensor
-from sparkdl.protocols import ColumnSpec
+from sparkdl.feed.record_batches.decode import instead_of_nulls, to_tensor
+from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 
 NUMERIC = [
     pa.int8(),
@@ -95,7 +96,9 @@ def test_a_column_in_its_final_type_is_not_copied() -> None:
 
 def test_nulls_are_an_error_with_column_and_count() -> None:
     values = pa.array([1.0, None, 3.0, None])
-    with pytest.raises(DataError, match=r"column 'x' has 2 null values in a batch of 4 rows.*na\."):
+    with pytest.raises(
+        DataError, match=r"column 'x' has 2 null values in a batch of 4 rows\. Drop .*IS NOT NULL"
+    ):
         to_tensor(values, SCALAR)
 
 
@@ -125,3 +128,22 @@ def test_arrays_of_another_length_are_an_error_with_the_lengths(rows: list[list[
     found = ", ".join(str(n) for n in sorted({len(row) for row in rows}))
     with pytest.raises(DataError, match=rf"column 'x' .* {found} elements .* must have 2"):
         to_tensor(pa.array(rows), ColumnSpec("x", torch.float32, (2,)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "encoding", "padding", "value"),
+    [
+        ((), NUMBERS, None, "a number: F.coalesce('`a.b`', F.lit(0))"),
+        ((3,), NUMBERS, None, "an array: F.coalesce('`a.b`', F.array(F.lit(0.0), ...))"),
+        ((UNKNOWN,), NUMBERS, Padding(0.0), "an empty array: F.coalesce('`a.b`', F.array())"),
+        ((3,), VECTOR, None, ""),
+        ((3, 2, 2), IMAGE, None, ""),
+    ],
+)
+def test_what_to_do_about_nulls_works_for_the_type_of_the_column(
+    shape: tuple[int, ...], encoding: Encoding, padding: Padding | None, value: str
+) -> None:
+    advice = instead_of_nulls(ColumnSpec("a.b", torch.float32, shape, encoding, padding))
+    assert advice.startswith('Drop these rows first with df.where("`a.b` IS NOT NULL")')
+    assert advice.endswith(value)
+    assert ("coalesce" in advice) == bool(value)

@@ -347,7 +347,8 @@ def test_a_worker_without_rows_is_no_reason_to_refuse() -> None:
 
 def test_nulls_are_refused_with_the_column_their_number_and_a_remedy() -> None:
     with pytest.raises(
-        DataError, match=r"column 'second' has 5 null values in 7 rows\. .*df\.na\.fill"
+        DataError,
+        match=r"column 'second' has 5 null values in 7 rows\. Drop these rows .*F\.coalesce",
     ):
         check(GOOD, ColumnStatistics(nulls=5))
 
