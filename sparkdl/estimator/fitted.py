@@ -32,13 +32,13 @@ from sparkdl.protocols import ColumnSpec, LossFunction
 from sparkdl.replica.losses import ModelLoss
 from sparkdl.report import TrainingSummary
 from sparkdl.spark.closures.pickling import References, pickled
-from sparkdl.spark.inference.columns import prediction_columns, readable
+from sparkdl.spark.inference.columns import prediction_columns, readable, require_end
 from sparkdl.spark.inference.evaluation import Evaluation, evaluate
 from sparkdl.spark.inference.function import predict_function
 from sparkdl.spark.inference.predictor import OutputColumn, Predictor
 from sparkdl.spark.inference.scores import Labels, Score, not_of_one_output
 from sparkdl.spark.inference.shared_model import ModelSharing
-from sparkdl.spark.rows.columns import InputColumn, input_column
+from sparkdl.spark.rows.columns import InputColumn, input_columns
 from sparkdl.spark.session.session import current_session
 
 
@@ -118,11 +118,13 @@ class FittedModel(
         It predicts with the module as it is now.
 
         Raises:
-            ConfigError: there is no active Spark session.
+            ConfigError: there is no active Spark session, or one in which the function might
+                never end.
         """
         spark = current_session()
         if spark is None:
             raise ConfigError("udf() sends the model to executors: start a Spark session first")
+        require_end(spark)
         outputs = self.predicted_columns(self._head, self._widths)
         predictor = self._predictor(outputs, [each.name for each in self._features], spark)
         return predict_function(predictor, self._features)
@@ -208,7 +210,7 @@ class FittedModel(
         several = self.getLabelCols() is not None
         rows, names = self._label_rows(dataset)
         param = "labelCols" if several else "labelCol"
-        columns = [input_column(rows, name, param) for name in names]
+        columns = input_columns(rows, names, param)
         specs = label_tensors(rows, columns, self._labels, self._head)
         return rows, columns, Labels(specs, as_one=not several)
 
@@ -264,7 +266,7 @@ class FittedModel(
                 f"the model takes {len(self._features)} feature columns, but {len(names)} are "
                 f"named: {', '.join(names)}"
             )
-        columns = [input_column(dataset, name, "featuresCol") for name in names]
+        columns = input_columns(dataset, names, "featuresCol")
         # Named as in training: a model that takes a dict expects those names.
         specs = [
             replace(column.as_trained(trained), name=trained.name)
