@@ -47,6 +47,11 @@ _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 _NAME = re.compile(r"checkpoint-([0-9]{6,12})")
 _END = 10**12
 """Above the numbers of checkpoints."""
+_CONTENTS = re.compile(
+    r"manifest\.json(\.partial)?|((center|kept-model|rank-[0-9]+)(\.safetensors)?|state(\.pt)?)"
+    r"|\.\S+\.partial-[0-9a-f]{32}"
+)
+"""Names of all that a checkpoint may hold; nothing else is ever deleted."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _STORAGE_ERRORS = (OSError, pa.ArrowException)
@@ -247,6 +252,8 @@ class PendingCheckpoint:
             CheckpointError: the file system refuses; the disk may be full.
         """
         path = posixpath.join(self.directory, name)
+        if not _CONTENTS.fullmatch(name):
+            raise ValueError(f"{name!r} is not in the list of a checkpoint's files")
         try:
             with self._files.open_output_stream(path) as stream:
                 file = _Checksummed(stream)
@@ -455,14 +462,24 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 def _delete(files: Files, directory: str) -> None:
-    """Delete a checkpoint, its manifest first, after which it no longer counts as one."""
-    manifest = posixpath.join(directory, MANIFEST)
-    if files.get_file_info(manifest).type != fs.FileType.NotFound:
-        files.delete_file(manifest)
+    """Delete a checkpoint, its manifest first, after which it no longer counts as one.
+
+    Raises:
+        OSError: the file system refuses, or something is in there that no checkpoint has: whoever
+            may write to the directory above can have renamed any other to this.
+    """
+    found = files.get_file_info(fs.FileSelector(directory))
+    foreign = [info for info in found if not _CONTENTS.fullmatch(info.base_name)]
+    foreign += [info for info in found if info.type == fs.FileType.Directory]
+    if foreign:
+        raise OSError(f"it holds {foreign[0].base_name!r}, which no checkpoint does")
+    for info in found:
+        if info.base_name == MANIFEST:
+            files.delete_file(info.path)
     if not isinstance(files, LocalFiles):
         files.delete_dir(directory)
         return
-    for info in files.get_file_info(fs.FileSelector(directory)):
-        if info.type != fs.FileType.Directory:  # no checkpoint holds any
+    for info in found:
+        if info.base_name != MANIFEST:
             files.delete_file(info.path)
     files.delete_empty_dir(directory)

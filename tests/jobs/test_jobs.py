@@ -16,7 +16,7 @@ from job_case import ROWS, configuration, make_table, write_configuration
 from pyspark.ml import PipelineModel
 from pyspark.sql import SparkSession
 
-from sparkdl.checkpoint import lease
+from sparkdl.durable import lease
 from sparkdl.errors import ConfigError, DataError, ModelError, SetupError, WorkerLostError
 from sparkdl.jobs import command
 from sparkdl.jobs.evaluate import main as evaluate
