@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparkdl.arguments import as_number
 from sparkdl.errors import ConfigError
 
 
@@ -78,10 +79,10 @@ class LARS(_Layerwise):
         weight_decay: float = 0.0,
         trust: float = 0.001,
     ) -> None:
-        _require("lr", lr, 0, math.inf)
-        _require("momentum", momentum, 0, 1)
-        _require("weight_decay", weight_decay, 0, math.inf)
-        _require("trust", trust, math.ulp(0.0), math.inf)
+        lr = _require("lr", lr, 0, math.inf)
+        momentum = _require("momentum", momentum, 0, 1)
+        weight_decay = _require("weight_decay", weight_decay, 0, math.inf)
+        trust = _require("trust", trust, math.ulp(0.0), math.inf)
         settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust}
         super().__init__(params, settings)
 
@@ -126,12 +127,11 @@ class LAMB(_Layerwise):
         eps: float = 1e-6,
         weight_decay: float = 0.01,
     ) -> None:
-        _require("lr", lr, 0, math.inf)
-        for beta in betas:
-            _require("betas", beta, 0, 1)
-        _require("eps", eps, math.ulp(0.0), math.inf)
-        _require("weight_decay", weight_decay, 0, math.inf)
-        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        lr = _require("lr", lr, 0, math.inf)
+        first, second = (_require("betas", beta, 0, 1) for beta in betas)
+        eps = _require("eps", eps, math.ulp(0.0), math.inf)
+        weight_decay = _require("weight_decay", weight_decay, 0, math.inf)
+        settings = {"lr": lr, "betas": (first, second), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, settings)
 
     def _step(
@@ -163,7 +163,8 @@ def _ratio(weights: Tensor, update: Tensor) -> Tensor:
     return torch.where((weights > 0) & (update > 0), ratio, torch.ones_like(ratio))
 
 
-def _require(name: str, value: object, least: float, below: float) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not least <= value < below:  # type: ignore[operator]
+def _require(name: str, value: object, least: float, below: float) -> float:
+    number = as_number(value)
+    if number is None or not least <= number < below:
         raise ConfigError(f"{name} must be a number >= {least:g} and < {below:g}, got {value!r}")
+    return number

@@ -32,6 +32,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("protocols",),
     ("encodings", "events", "hooks", "phases"),
     ("durable", "process", "user_code"),
+    ("arguments",),
     ("errors", "redaction"),
     ("version",),
 ]

@@ -5,9 +5,9 @@ Source: Prechelt 1998, "Early Stopping - But When?".
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from sparkdl.arguments import as_number, convert_numbers
 from sparkdl.callbacks.base import Callback, Training
 from sparkdl.callbacks.best_epoch import (
     Mode,
@@ -49,12 +49,14 @@ class EarlyStopping(Callback):
     mode: Mode | None = None
 
     def __post_init__(self) -> None:
+        convert_numbers(self)
         require_metric(self.metric, self.mode)
         if type(self.patience) is not int or self.patience < 1:
             raise ConfigError(
                 f"patience must be a whole number of epochs >= 1, got {self.patience!r}"
             )
-        if not isinstance(self.min_delta, (int, float)) or not 0 <= self.min_delta < math.inf:
+        least = as_number(self.min_delta)
+        if least is None or least < 0:
             raise ConfigError(f"min_delta must be a number >= 0, got {self.min_delta!r}")
         if not isinstance(self.restore_best, bool):
             raise ConfigError(f"restore_best must be a bool, got {self.restore_best!r}")

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from sparkdl.arguments import convert_numbers
 from sparkdl.callbacks.base import Callback, Training
 from sparkdl.callbacks.extras import imported
 from sparkdl.callbacks.mlflow_model import Flavor, OfColumns
@@ -63,6 +64,7 @@ class MLflow(Callback):
     registered_model_name: str | None = None
 
     def __post_init__(self) -> None:
+        convert_numbers(self)
         for name in ("experiment", "run_name", "tracking_uri", "registered_model_name"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):

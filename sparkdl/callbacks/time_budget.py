@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sparkdl.arguments import as_number, convert_numbers
 from sparkdl.callbacks.base import Callback, Training
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, WindowReport
@@ -29,7 +30,9 @@ class TimeBudget(Callback):
     seconds: float
 
     def __post_init__(self) -> None:
-        if not isinstance(self.seconds, (int, float)) or not 0 < self.seconds < float("inf"):
+        convert_numbers(self)
+        seconds = as_number(self.seconds)
+        if seconds is None or seconds <= 0:
             raise ConfigError(f"seconds must be a number > 0, got {self.seconds!r}")
 
     def on_tick(self, training: Training) -> None:

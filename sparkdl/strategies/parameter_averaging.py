@@ -15,6 +15,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from sparkdl.arguments import convert_numbers
 from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.averager.values.wire_format import WIRE_FORMATS, ParameterChanges, WireFormat
 from sparkdl.errors import ConfigError
@@ -102,6 +103,7 @@ class ParameterAveraging(Strategy["Aggregation"]):
     cutoff: Cutoff = "none"
 
     def __post_init__(self) -> None:
+        convert_numbers(self)
         require_period(self.period)
         if not isinstance(self.average_optimizer_state, bool):
             raise ConfigError(

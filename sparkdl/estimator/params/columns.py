@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Self
 
-from pyspark.ml.param import Param, Params, TypeConverters
+from pyspark.ml.param import Param, Params
 from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasWeightCol
 
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import SequenceInput
 from sparkdl.spark.rows.column_overrides import dtypes, names, pad_inputs, paddings, shapes
-from sparkdl.spark.rows.converters import one_of
+from sparkdl.spark.rows.converters import one_of, switch
 
 
 class FeatureParams(HasFeaturesCol):
@@ -26,13 +26,13 @@ class FeatureParams(HasFeaturesCol):
         Params._dummy(),
         "featuresAsDict",
         "whether the model takes its features as one dict keyed by column name",
-        typeConverter=TypeConverters.toBoolean,
+        typeConverter=switch("featuresAsDict"),
     )
     featuresAsKwargs: Param[bool] = Param(
         Params._dummy(),
         "featuresAsKwargs",
         "whether the model takes its features as keyword arguments named like the columns",
-        typeConverter=TypeConverters.toBoolean,
+        typeConverter=switch("featuresAsKwargs"),
     )
 
     def getFeaturesCols(self) -> list[str] | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, Self
 
 import torch
-from pyspark.ml.param import Param, Params, TypeConverters
+from pyspark.ml.param import Param, Params
 
 from sparkdl.spark.cluster.devices import device_name
 from sparkdl.spark.inference.predictor import Manner
-from sparkdl.spark.rows.converters import one_of, whole
+from sparkdl.spark.rows.converters import one_of, switch, whole
 
 _PRECISIONS = {"own": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -41,7 +41,7 @@ class InferenceParams(Params):
         "predictCompiled",
         "whether each Python process of an executor compiles the model with torch.compile, which "
         "takes it seconds and needs a C++ compiler on the host (on a GPU, Triton too)",
-        typeConverter=TypeConverters.toBoolean,
+        typeConverter=switch("predictCompiled"),
     )
     predictionDtype: Param[str] = Param(
         Params._dummy(),

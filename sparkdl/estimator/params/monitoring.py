@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self
 
-from pyspark.ml.param import Param, Params, TypeConverters
+from pyspark.ml.param import Param, Params
 
 from sparkdl.callbacks import Callback, Hooks, WorkerCallback
 from sparkdl.errors import ConfigError
+from sparkdl.spark.rows.converters import switch
 
 AnyCallback = Callback | WorkerCallback
 
@@ -41,7 +42,7 @@ class MonitoringParams(Params):
         Params._dummy(),
         "progress",
         "whether to show a progress bar in the driver",
-        typeConverter=TypeConverters.toBoolean,
+        typeConverter=switch("progress"),
     )
 
     def getCallbacks(self) -> list[AnyCallback] | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from pyspark.ml.param import Param, Params, TypeConverters
+from pyspark.ml.param import Param, Params
 
 from sparkdl.errors import ConfigError
 from sparkdl.spark.cluster.network import parse_ports
+from sparkdl.spark.rows.converters import switch
 
 
 def _interface(value: Any) -> str | None:
@@ -48,7 +49,7 @@ class NetworkParams(Params):
         "tls",
         "whether the connections between workers and driver are encrypted; they also are where "
         "Spark's settings demand it",
-        typeConverter=TypeConverters.toBoolean,
+        typeConverter=switch("tls"),
     )
 
     def getCollectiveInterface(self) -> str | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from pyspark.ml.param import Param, Params, TypeConverters
+from pyspark.ml.param import Param, Params
 
-from sparkdl.spark.rows.converters import function, one_of, optional, whole
+from sparkdl.spark.rows.converters import function, one_of, optional, switch, whole
 from sparkdl.spark.rows.delivery import SHUFFLES
 from sparkdl.spark.rows.scratch import STORE_PLACES
 
@@ -18,13 +18,13 @@ class RowParams(Params):
         Params._dummy(),
         "dropLast",
         "whether a worker leaves out the last minibatch of an epoch if it is short",
-        typeConverter=TypeConverters.toBoolean,
+        typeConverter=switch("dropLast"),
     )
     groupByLength: Param[bool] = Param(
         Params._dummy(),
         "groupByLength",
         "whether rows of about equal length share a minibatch, so that little is padded",
-        typeConverter=TypeConverters.toBoolean,
+        typeConverter=switch("groupByLength"),
     )
     shuffleRows: Param[str] = Param(
         Params._dummy(),
@@ -55,7 +55,7 @@ class RowParams(Params):
         Params._dummy(),
         "streamFirstEpoch",
         "whether the first epoch trains on rows as they arrive, instead of once all are read",
-        typeConverter=TypeConverters.toBoolean,
+        typeConverter=switch("streamFirstEpoch"),
     )
     storeIn: Param[str] = Param(
         Params._dummy(),

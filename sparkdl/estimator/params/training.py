@@ -8,7 +8,15 @@ from pyspark.ml.param import Param, Params
 from pyspark.ml.param.shared import HasSeed
 
 from sparkdl.errors import ConfigError
-from sparkdl.spark.rows.converters import function, nonempty_text, one_of, optional, positive, whole
+from sparkdl.spark.rows.converters import (
+    any_seed,
+    function,
+    nonempty_text,
+    one_of,
+    optional,
+    positive,
+    whole,
+)
 
 SEVERAL_OPTIMIZERS = (
     "A training with several optimizers, such as a GAN's, needs a loop of its own: write it as a "
@@ -96,6 +104,10 @@ class TrainingParams(HasSeed):
         "precision",
         "of the forward pass and the loss: 'float32' (the parameters' own), or 'bf16' by autocast",
         typeConverter=one_of("precision", ("float32", "bf16")),
+    )
+
+    seed: Param[int] = Param(
+        Params._dummy(), "seed", "random seed.", typeConverter=any_seed("seed")
     )
 
     def getModel(self) -> Any:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from pyspark.ml.param import Param, Params, TypeConverters
+from pyspark.ml.param import Param, Params
 
 from sparkdl.errors import ConfigError
 from sparkdl.spark.cluster.devices import device_name
-from sparkdl.spark.rows.converters import optional, whole
+from sparkdl.spark.rows.converters import optional, switch, whole
 from sparkdl.strategies import Strategy
 
 
@@ -29,7 +29,7 @@ class ModuleParams(Params):
         "shipModules",
         "whether modules of your own that the model and the other Params need, neither installed "
         "nor of the standard library, are sent to the executors",
-        typeConverter=TypeConverters.toBoolean,
+        typeConverter=switch("shipModules"),
     )
 
     def getShipModules(self) -> bool:

@@ -119,7 +119,7 @@ class ClassParams(InputOutputParams, HasRawPredictionCol, HasProbabilityCol, Has
                 "thresholds apply to probabilities, which MultiMarginLoss does not give. Drop "
                 "them, or use CrossEntropyLoss"
             )
-        if len(found) != count or not min(found) >= 0 or found.count(0.0) > 1:
+        if len(found) != count or not all(each >= 0 for each in found) or found.count(0.0) > 1:
             raise ConfigError(
                 f"thresholds must be {count} numbers > 0, one per class (at most one may be 0), "
                 f"got {found}"

@@ -7,7 +7,6 @@ rows are read.
 from __future__ import annotations
 
 import datetime
-from decimal import Decimal
 from typing import Any
 
 from pyspark.ml.feature import StringIndexerModel
@@ -15,6 +14,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
+from sparkdl.arguments import as_list, plain
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.spark.rows.columns import quoted
 
@@ -40,7 +40,7 @@ def labels(value: Any) -> list[Label] | None:
     """
     if value is None:
         return None
-    found = list(value) if isinstance(value, (list, tuple)) else []
+    found = as_list(value) or []
     if any(isinstance(each, datetime.datetime) for each in found):
         raise ConfigError(f"labels are timestamps, starting with {found[0]!r:.100}: {_INSTANTS}")
     found = [_plain(each) for each in found]
@@ -55,9 +55,9 @@ def labels(value: Any) -> list[Label] | None:
 
 
 def _plain(label: Any) -> Any:
-    if isinstance(label, Decimal):
-        return float(label)
-    return label.isoformat() if isinstance(label, datetime.date) else label
+    if isinstance(label, str):
+        return str(label)
+    return label.isoformat() if isinstance(label, datetime.date) else plain(label)
 
 
 def _in_tensor(label: Label) -> str | float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from pyspark.sql import DataFrame
 
+from sparkdl.arguments import convert_numbers
 from sparkdl.errors import DataError
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
@@ -17,7 +18,7 @@ from sparkdl.spark.functions.task import Feeding
 from sparkdl.spark.launch.worker_rows import Workers, delivered
 from sparkdl.spark.rows.column_overrides import ColumnOverrides, require_distinct
 from sparkdl.spark.rows.columns import input_columns
-from sparkdl.spark.rows.converters import in_bytes, one_of, optional, whole
+from sparkdl.spark.rows.converters import any_seed, in_bytes, one_of, optional, switch, whole
 from sparkdl.spark.rows.delivery import SHUFFLES
 from sparkdl.spark.rows.scratch import STORE_PLACES
 from sparkdl.spark.session.encryption import keeps_rows_in_memory
@@ -36,9 +37,11 @@ class Keeping:
     group_by_length: bool
 
     def __post_init__(self) -> None:
+        convert_numbers(self)
         one_of("shuffleRows", SHUFFLES)(self.shuffle)
-        whole("shuffleSeed")(self.seed)
+        any_seed("shuffleSeed")(self.seed)
         optional(whole("memoryBudget", 1))(self.memory_budget)
+        switch("groupByLength")(self.group_by_length)
         one_of("storeIn", STORE_PLACES)(self.store_in)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 
+from sparkdl.arguments import require_whole
 from sparkdl.errors import ConfigError, SparkDLError, WorkerLostError
 from sparkdl.protocols import SequenceInput
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
@@ -125,8 +126,7 @@ def run(
             "there is no active Spark session; create one with sparkdl.create_session"
         )
     require_classic_session(spark)
-    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
-        raise ConfigError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
+    num_workers = require_whole("num_workers", num_workers, 1)
     call = Call(function_of(train_fn, kwargs, "train_fn"), args, kwargs)
     overrides = ColumnOverrides(
         shapes(columnShapes),

@@ -7,6 +7,7 @@ from typing import Any
 
 from pyspark.ml.torch import distributor as pyspark_distributor
 
+from sparkdl.arguments import require_whole
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.diagnostics.console import echoes
 from sparkdl.spark.functions.directory import Directory
@@ -52,4 +53,5 @@ class TorchDistributor(pyspark_distributor.TorchDistributor):
             echo=echoes(self.spark),
             tasks_are_nodes=True,
         )
-        return run_call(self.spark, call, placement, self.num_processes, name="num_processes")[0]
+        processes = require_whole("num_processes", self.num_processes, 1)
+        return run_call(self.spark, call, placement, processes, name="num_processes")[0]

@@ -20,6 +20,7 @@ from pyspark import SparkContext
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from sparkdl.arguments import require_whole
 from sparkdl.checkpoint.state_files import load_state, save_state
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.collective.rendezvous import Meeting
@@ -100,9 +101,8 @@ class FunctionWorker:
         """
         if self._rows is None:
             raise ConfigError("there are no rows: pass sparkdl.run a DataFrame, df=...")
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ConfigError(f"batch_size must be a whole number >= 1, got {batch_size!r}")
-        return Batches(self._rows, batch_size, self.rank, self._epochs, self._set_share)
+        size = require_whole("batch_size", batch_size, 1)
+        return Batches(self._rows, size, self.rank, self._epochs, self._set_share)
 
     def wrap(
         self, model: nn.Module, optimizer: O, **options: Any
@@ -171,6 +171,7 @@ class FunctionWorker:
                 cannot be saved without pickle.
             CheckpointError: the file system refuses.
         """
+        keep_last = require_whole("keep_last", keep_last, 1)
         if self.rank == 0:
             save_state(self._store(path, keep_last), state)
         self._driver.gather({})

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
 
+from sparkdl.arguments import as_list, as_number, as_whole, plain
 from sparkdl.encodings import IMAGE
 from sparkdl.errors import ConfigError
 from sparkdl.feed.columns.ragged import sequence_names
@@ -44,10 +44,10 @@ def names(param: str) -> Callable[[Any], list[str] | None]:
     def convert(value: Any) -> list[str] | None:
         if value is None:
             return None
-        given = list(value) if isinstance(value, (list, tuple)) else []
+        given = as_list(value)
         if not given or not all(isinstance(name, str) for name in given):
             raise ConfigError(f"{param} must be a list of column names, got {value!r}")
-        return given
+        return [str(name) for name in given]
 
     return convert
 
@@ -62,19 +62,29 @@ def shapes(value: Any) -> dict[str, list[int | None]] | None:
         return None
 
     def sound(shape: Any) -> bool:
-        return isinstance(shape, (list, tuple)) and all(
-            (isinstance(size, int) and not isinstance(size, bool) and size > 0)
-            or (size is None and place == 0)
+        return isinstance(shape, list) and all(
+            (type(size) is int and size > 0) or (size is None and place == 0)
             for place, size in enumerate(shape)
         )
 
-    if not isinstance(value, dict) or not all(map(sound, value.values())):
+    items = value.items() if isinstance(value, dict) else ()
+    given = {str(name): _sizes(shape) for name, shape in items}
+    if not isinstance(value, dict) or not all(map(sound, given.values())):
         raise ConfigError(
             "columnShapes must give for each column the shape of one row in whole numbers > 0, "
             "for example {'image': [3, 32, 32]}, and None for the length of padded rows; got "
             f"{value!r}"
         )
-    return {str(name): list(shape) for name, shape in value.items()}
+    return given
+
+
+def _sizes(shape: Any) -> Any:
+    """A shape with Python's own numbers."""
+    sizes = as_list(shape)
+    if sizes is None:
+        return shape
+    wholes = [as_whole(size) for size in sizes]
+    return [size if whole is None else whole for size, whole in zip(sizes, wholes, strict=True)]
 
 
 def dtypes(value: Any) -> dict[str, str] | None:
@@ -101,19 +111,14 @@ def paddings(value: Any) -> dict[str, float] | None:
     if value is None:
         return None
 
-    def sound(number: Any) -> bool:
-        return (
-            isinstance(number, (int, float))
-            and not isinstance(number, bool)
-            and math.isfinite(number)
-        )
-
-    if not isinstance(value, dict) or not value or not all(map(sound, value.values())):
+    items = value.items() if isinstance(value, dict) else ()
+    given = {str(name): as_number(number) for name, number in items}
+    if not given or None in given.values():
         raise ConfigError(
             "padCols must give for each column the number that shorter rows are padded with, "
             f"for example {{'tokens': 0}}; got {value!r}"
         )
-    return {str(name): number for name, number in value.items()}
+    return {name: number for name, number in given.items() if number is not None}
 
 
 def pad_inputs(value: Any) -> dict[str, SequenceInput] | None:
@@ -140,13 +145,15 @@ def outputs(value: Any) -> dict[str, OutputKey] | None:
     """
     if value is None:
         return None
-    if not isinstance(value, dict) or not value or not all(map(names_output, value.values())):
+    items = value.items() if isinstance(value, dict) else ()
+    given = {str(name): plain(key) for name, key in items}
+    if not given or not all(map(names_output, given.values())):
         raise ConfigError(
             "outputCols must give for each column the name of the model's output or its "
             "position in a tuple, for example {'prediction': 'logits', 'embedding': 1}; got "
             f"{value!r}"
         )
-    return {str(name): key for name, key in value.items()}
+    return given
 
 
 def require_distinct(specs: Sequence[ColumnSpec]) -> None:

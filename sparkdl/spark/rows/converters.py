@@ -5,18 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sparkdl.arguments import as_number, plain, require_seed, require_whole
 from sparkdl.errors import ConfigError
 
 
-def whole(name: str, minimum: int | None = None) -> Any:
-    """A whole number, at least ``minimum`` if that is given."""
+def whole(name: str, minimum: int) -> Any:
+    """A whole number, at least ``minimum``."""
+    return lambda value: require_whole(name, value, minimum)
 
-    def convert(value: Any) -> int:
-        whole_number = isinstance(value, int) and not isinstance(value, bool)
-        if not whole_number or (minimum is not None and value < minimum):
-            bound = "" if minimum is None else f" >= {minimum}"
-            raise ConfigError(f"{name} must be a whole number{bound}, got {value!r}")
-        return int(value)
+
+def any_seed(name: str) -> Any:
+    """A seed."""
+    return lambda value: require_seed(name, value)
+
+
+def switch(name: str) -> Any:
+    """True or False."""
+
+    def convert(value: Any) -> bool:
+        given = plain(value)
+        if not isinstance(given, bool):
+            raise ConfigError(f"{name} must be True or False, got {value!r}")
+        return given
 
     return convert
 
@@ -35,9 +45,10 @@ def positive(name: str) -> Any:
     """A number above 0."""
 
     def convert(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        number = as_number(value)
+        if number is None or not number > 0:
             raise ConfigError(f"{name} must be a number > 0, got {value!r}")
-        return float(value)
+        return float(number)
 
     return convert
 
@@ -46,9 +57,10 @@ def fraction(name: str) -> Any:
     """A number strictly between 0 and 1."""
 
     def convert(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
+        number = as_number(value)
+        if number is None or not 0 < number < 1:
             raise ConfigError(f"{name} must be a number between 0 and 1, got {value!r}")
-        return float(value)
+        return float(number)
 
     return convert
 

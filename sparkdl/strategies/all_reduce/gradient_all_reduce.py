@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from sparkdl.arguments import convert_numbers
 from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
 from sparkdl.collective import release_model
 from sparkdl.errors import ConfigError
@@ -108,7 +109,8 @@ class GradientAllReduce(Strategy["_Reducer"]):
     preconditioner: KFACPreconditioner | None = None
 
     def __post_init__(self) -> None:
-        if not is_number(self.bucket_mb) or not self.bucket_mb > 0:
+        convert_numbers(self)
+        if not is_number(self.bucket_mb) or not 0 < self.bucket_mb < math.inf:
             raise ConfigError(f"bucket_mb must be a number of MB > 0, got {self.bucket_mb!r}")
         if type(self.accumulate) is not int or self.accumulate < 1:
             raise ConfigError(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from sparkdl.arguments import convert_numbers
 from sparkdl.averager.policies.round_policy import Nobody, RoundPolicy
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions
 from sparkdl.errors import ConfigError
@@ -45,6 +46,7 @@ class DelayedNesterov(CenterUpdate):
     by_share = False
 
     def __post_init__(self) -> None:
+        convert_numbers(self)
         if type(self.buffer) is not int or self.buffer < 1:
             raise ConfigError(
                 f"buffer must be a whole number of contributions >= 1, got {self.buffer!r}"
@@ -118,6 +120,7 @@ class AsynchronousOuterOptimizer(ContributesChanges):
     period: int = 500
 
     def __post_init__(self) -> None:
+        convert_numbers(self)
         if not isinstance(self.outer, DelayedNesterov):
             raise ConfigError(f"outer must be a DelayedNesterov(buffer), got {self.outer!r}")
         require_period(self.period)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from sparkdl.arguments import convert_numbers
 from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions
 from sparkdl.errors import ConfigError
@@ -125,6 +126,7 @@ class AsynchronousSGD(ContributesChanges):
     barrier: Barrier = field(default_factory=ASP)
 
     def __post_init__(self) -> None:
+        convert_numbers(self)
         require_period(self.period)
         require_positive("rate", self.rate)
         if not isinstance(self.scale_by_staleness, bool):

@@ -28,6 +28,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
+from sparkdl.arguments import convert_numbers
 from sparkdl.averager.messages.progress import Position
 from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy
 from sparkdl.errors import ConfigError
@@ -101,6 +102,7 @@ class SSP(Barrier):
     s: int
 
     def __post_init__(self) -> None:
+        convert_numbers(self)
         _require_whole("s", self.s, 0, "windows")
 
     def policy(self, period: int) -> RoundPolicy:
@@ -129,6 +131,7 @@ class PBSP(Barrier):
     beta: int
 
     def __post_init__(self) -> None:
+        convert_numbers(self)
         _require_whole("beta", self.beta, 0, "workers")
 
     def policy(self, period: int) -> RoundPolicy:
@@ -158,6 +161,7 @@ class PSSP(Barrier):
     s: int
 
     def __post_init__(self) -> None:
+        convert_numbers(self)
         _require_whole("beta", self.beta, 0, "workers")
         _require_whole("s", self.s, 0, "windows")
 
@@ -189,6 +193,7 @@ class Softsync(Barrier):
     n: int
 
     def __post_init__(self) -> None:
+        convert_numbers(self)
         _require_whole("n", self.n, 1, "contributions")
 
     def policy(self, period: int) -> RoundPolicy:

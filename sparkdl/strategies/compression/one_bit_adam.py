@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from sparkdl.arguments import convert_numbers
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.replica import Replica
@@ -85,6 +86,7 @@ class OneBitAdam(Compression):
     start_after: int
 
     def __post_init__(self) -> None:
+        convert_numbers(self)
         require_start_after(self.start_after)
         if self.start_after < 1:
             raise ConfigError("start_after must be >= 1: Adam's variance must be known by then")

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparkdl.arguments import convert_numbers
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
@@ -76,6 +77,7 @@ class PowerSGD(Compression):
     min_compression_rate: float = 2.0
 
     def __post_init__(self) -> None:
+        convert_numbers(self)
         if type(self.rank) is not int or self.rank < 1:
             raise ConfigError(f"rank must be a whole number >= 1, got {self.rank!r}")
         require_start_after(self.start_after)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparkdl.arguments import convert_numbers
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
@@ -62,6 +63,7 @@ class TopK(Compression):
     start_after: int = 0
 
     def __post_init__(self) -> None:
+        convert_numbers(self)
         if type(self.fraction) not in (int, float) or not 0 < self.fraction <= 1:
             raise ConfigError(
                 "fraction must be a number > 0 and <= 1, the share of entries sent, got "

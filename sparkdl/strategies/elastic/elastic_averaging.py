@@ -34,6 +34,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from sparkdl.arguments import convert_numbers
 from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy, RoundRobin
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions, ReplaceByMean
 from sparkdl.averager.values.wire_format import Changes, FullPrecision, WireFormat
@@ -130,6 +131,7 @@ class ElasticAveraging(Strategy[Spring]):
     aggregation: Literal["driver", "executors"] = "driver"
 
     def __post_init__(self) -> None:
+        convert_numbers(self)
         require_period(self.period)
         if self.mode not in MODES:
             raise ConfigError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")

@@ -28,6 +28,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from sparkdl.arguments import convert_numbers
 from sparkdl.averager.values.finite import require_finite
 from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
 from sparkdl.collective.peers import AWAY_TIMES, PATIENCE_S
@@ -101,6 +102,7 @@ class GossipAveraging(Strategy["_Gossip"]):
     topology: Literal["random", "ring", "exponential"] = "random"
 
     def __post_init__(self) -> None:
+        convert_numbers(self)
         require_period(self.period)
         for name, known in (("mode", (*MODES, SYMMETRIC)), ("topology", TOPOLOGIES)):
             if getattr(self, name) not in known:

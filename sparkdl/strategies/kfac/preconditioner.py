@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparkdl.arguments import convert_numbers
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError, ModelError
 from sparkdl.replica import Replica
@@ -94,6 +95,7 @@ class KFACPreconditioner:
     fraction: float = 1.0
 
     def __post_init__(self) -> None:
+        convert_numbers(self)
         tiny = math.ulp(0.0)
         _require("damping", self.damping, tiny, math.inf, "> 0")
         _require("decay", self.decay, 0, 1, "in [0, 1)")

@@ -32,6 +32,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from sparkdl.arguments import convert_numbers
 from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions
 from sparkdl.averager.values.wire_format import NARROW_FORMATS, ParameterChanges, WireFormat
@@ -84,6 +85,7 @@ class OuterSGD(CenterUpdate):
     nesterov: bool = True
 
     def __post_init__(self) -> None:
+        convert_numbers(self)
         require_positive("learning_rate", self.learning_rate)
         require_fraction("momentum", self.momentum)
         if not isinstance(self.nesterov, bool):
@@ -199,6 +201,7 @@ class OuterOptimizer(Strategy["Stream | None"]):
     cutoff: Cutoff = "none"
 
     def __post_init__(self) -> None:
+        convert_numbers(self)
         if not _is_whole(self.period) and not _are_periods(self.period):
             raise ConfigError(
                 "period must be a whole number of steps >= 1, or pairs of an epoch and the "

@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from sparkdl.arguments import convert_numbers
 from sparkdl.averager.values.finite import require_finite
 from sparkdl.averager.values.sparse import Sparse
 from sparkdl.averager.values.wire_format import FullPrecision, SparseChanges, WireFormat, as_held
@@ -99,6 +100,7 @@ class ThresholdGradientSharing(Strategy["_Sharing"]):
     commit_every: int | None = None
 
     def __post_init__(self) -> None:
+        convert_numbers(self)
         if not is_number(self.threshold) or not 0 <= self.threshold < math.inf:
             raise ConfigError(
                 f"threshold must be a number > 0, or 0 to send everything, got {self.threshold!r}"
