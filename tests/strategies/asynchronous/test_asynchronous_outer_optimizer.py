@@ -188,8 +188,8 @@ def test_a_killed_worker_comes_back_to_the_center_that_the_commits_give(tmp_path
     [
         (lambda: DelayedNesterov(0), r"buffer must be a whole number of contributions >= 1, got 0"),
         (
-            lambda: DelayedNesterov(2.0),
-            r"buffer must be a whole number of contributions >= 1, got 2.0",
+            lambda: DelayedNesterov(2.5),
+            r"buffer must be a whole number of contributions >= 1, got 2.5",
         ),  # type: ignore[arg-type]
         (lambda: DelayedNesterov(2, 0), r"learning_rate must be a number > 0, got 0"),
         (lambda: DelayedNesterov(2, float("nan")), r"learning_rate must be a number > 0, got nan"),

@@ -166,7 +166,7 @@ def test_it_is_saved_and_loaded_without_trust(tmp_path: Path, barrier: Any) -> N
     ("arguments", "words"),
     [
         ({"period": 0}, "period must be a whole number of steps >= 1, got 0"),
-        ({"period": 2.0}, "period must be a whole number of steps >= 1, got 2.0"),
+        ({"period": 2.5}, "period must be a whole number of steps >= 1, got 2.5"),
         ({"rate": 0}, "rate must be a number > 0, got 0"),
         ({"rate": float("nan")}, "rate must be a number > 0, got nan"),
         ({"rate": float("inf")}, "rate must be a number > 0, got inf"),

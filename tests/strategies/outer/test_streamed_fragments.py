@@ -401,7 +401,7 @@ def test_with_other_fragments_a_checkpoint_is_refused(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"fragments": 0}, r"fragments must be a whole number >= 1, got 0"),
-        ({"fragments": 2.0}, r"fragments must be a whole number >= 1, got 2.0"),
+        ({"fragments": 2.5}, r"fragments must be a whole number >= 1, got 2.5"),
         ({"overlap": -1}, r"overlap must be a whole number of steps >= 0, got -1"),
         ({"overlap": True}, r"overlap must be a whole number of steps >= 0, got True"),
         ({"merge": 1}, r"merge must be a number >= 0 and < 1, got 1"),
