@@ -266,7 +266,7 @@ def test_each_run_has_a_policy_of_its_own(barrier: Barrier, policy: type[RoundPo
     assert first is not second
 
 
-@pytest.mark.parametrize("wrong", [-1, 1.0, True, None, "2"])
+@pytest.mark.parametrize("wrong", [-1, 1.5, True, None, "2"])
 @pytest.mark.parametrize(
     ("barrier", "words"),
     [
