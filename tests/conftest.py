@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import random
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -98,12 +100,20 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
 
 
 @pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """What a test draws without a seed of its own does not depend on what ran before it."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+
+
+@pytest.fixture(autouse=True)
 def _no_rank_stays() -> Iterator[None]:
     """A rank that outlives its test would draw from the streams of the next ones, and seed them."""
     yield
     ranks = [t for t in sparkdl_threads() if t.name.startswith("sparkdl-rank")]
     for rank in ranks:
-        rank.join(30)
+        rank.join(60)
     assert not any(rank.is_alive() for rank in ranks), ranks
 
 
@@ -112,7 +122,7 @@ def nobody_stays() -> Iterator[None]:
     """Every thread of ours that the test started has ended soon after it."""
     before = set(sparkdl_threads())
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while set(sparkdl_threads()) - before and time.monotonic() < deadline:
         time.sleep(0.02)
     assert set(sparkdl_threads()) - before == set()

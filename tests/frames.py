@@ -74,7 +74,7 @@ def estimator(**changes: Any) -> TorchEstimator:
         "numWorkers": 2,
         "seed": 7,
         "progress": False,
-        "timeout": 60.0,
+        "timeout": 300.0,
     }
     return TorchEstimator(**{**settings, **changes})
 

@@ -120,7 +120,7 @@ def make_job(model: Any, **changes: Any) -> Job:
         "epochs": 1,
         "batch_size": 4,
         "seed": SEED,
-        "deadline_s": 30.0,
+        "deadline_s": 120.0,
     }
     return Job(**{**settings, **changes})
 

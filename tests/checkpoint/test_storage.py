@@ -176,7 +176,7 @@ def forge(directory: str, change: Any) -> None:
     path.write_text(json.dumps({"sha256": hashlib.sha256(text).hexdigest(), "manifest": manifest}))
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["/dev/zero", "../../../../../../dev/zero", "link", "pipe", "up"])
 def test_only_regular_files_inside_the_checkpoint_are_read(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture

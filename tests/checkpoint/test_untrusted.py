@@ -230,7 +230,7 @@ def test_a_directory_may_itself_be_reached_by_a_link(tmp_path: Path) -> None:
     assert isinstance(load_module(tmp_path / "link", trust=True), nn.Linear)
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("file", ["module.json", "module.safetensors", "model.pkl"])
 @pytest.mark.parametrize("kind", ["device", "pipe", "directory"])
 def test_what_is_no_plain_file_is_not_read(file: str, kind: str, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from sparkdl.collective import Collective, join_collective
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["sparkdl.testing"])
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 
 
 class Gathering:
@@ -46,7 +46,7 @@ def run_ranks(
     world_size: int,
     body: Callable[[Collective, Gathering], Any],
     *,
-    deadline_s: float = 20.0,
+    deadline_s: float = 120.0,
 ) -> list[Any]:
     """Run ``body`` on every rank; returns results by rank, errors as ``("error", text)``.
 

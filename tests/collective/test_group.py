@@ -27,7 +27,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 def alone(**changes: Any) -> Any:
     """A group of one, in this process."""
-    settings = {"device": "cpu", "deadline_s": 20.0}
+    settings = {"device": "cpu", "deadline_s": 120.0}
     return join_collective(0, lambda value: [value], **{**settings, **changes})
 
 
@@ -113,25 +113,29 @@ def test_a_rank_killed_in_an_all_reduce_is_named_by_the_others(victim: int) -> N
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_named_by_the_others_after_the_deadline() -> None:
+@pytest.mark.nightly
+def test_a_rank_that_hangs_is_named_by_the_others_after_the_deadline(tmp_path: Path) -> None:
     def body(collective: Collective, _: Any) -> Any:
         collective.all_reduce(torch.ones(4))
         if collective.rank == 1:
-            time.sleep(8)
+            until = time.monotonic() + 240
+            while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < until:
+                time.sleep(0.1)
             return "woke up"
         started = time.monotonic()
         try:
             collective.all_reduce(torch.ones(4))
         finally:
-            assert time.monotonic() - started < 7
+            assert time.monotonic() - started < 120
+            (tmp_path / str(collective.rank)).touch()
         return None
 
-    results = run_ranks(3, body, deadline_s=4.0)
+    results = run_ranks(3, body, deadline_s=32.0)
 
     assert results[1] == "woke up"
     for rank in (0, 2):
         assert "rank 1 on " in results[rank][1]
-        assert "did not take part within 3 s" in results[rank][1]
+        assert "did not take part within 24 s" in results[rank][1]
 
 
 def test_an_error_of_the_users_own_passes_unchanged() -> None:
@@ -175,7 +179,7 @@ def test_nothing_is_left_in_a_process_that_forms_one_group_after_another() -> No
         found = []
         for _ in range(5):
             rank = int(os.environ["PROBE_RANK"])
-            with join_collective(rank, gather, device="cpu", deadline_s=20.0) as again:
+            with join_collective(rank, gather, device="cpu", deadline_s=120.0) as again:
                 again.all_reduce(torch.ones(1000))
             del again
             time.sleep(0.05)
@@ -232,7 +236,7 @@ def test_groups_with_a_ddp_model_end_without_waiting_for_pythons_lock() -> None:
     """Unless the model lets go of the group first, one in a few hundred hangs on a busy machine."""
 
     def train(rank: int, gather: Any) -> DistributedDataParallel:
-        with join_collective(rank, gather, device="cpu", deadline_s=20.0):
+        with join_collective(rank, gather, device="cpu", deadline_s=120.0):
             model = DistributedDataParallel(torch.nn.Linear(6, 3))
             for _ in range(3):
                 model(torch.randn(4, 6)).sum().backward()

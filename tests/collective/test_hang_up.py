@@ -22,7 +22,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_the_connections_to_other_ports_are_at_their_end_and_only_those() -> None:
     here = ("127.0.0.1", 0)
     with socket.create_server(here) as first, socket.create_server(here) as second:

@@ -52,7 +52,7 @@ def replica_of(job: Job) -> Replica:
 
 
 def assert_nothing_left(addresses: list[tuple[str, int]]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while sparkdl_threads() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert sparkdl_threads() == []

@@ -22,7 +22,7 @@ from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.jobs.results.output import Location, Output, Run
 from sparkdl.jobs.results.result import clear_result, write_result
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 def a_socket(path: Path) -> None:

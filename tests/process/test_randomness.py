@@ -19,7 +19,7 @@ from sparkdl.process.randomness import (
     set_random_state,
 )
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 def draws(seed: int) -> Tensor:

@@ -58,7 +58,7 @@ def part(rank: int, own: RowServer, everyone: Callable[[], Everyone]) -> RowExch
         everyone=everyone,
         specs=SPECS,
         seed=SEED,
-        deadline_s=20.0,
+        deadline_s=60.0,
     )
 
 

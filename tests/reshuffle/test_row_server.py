@@ -93,7 +93,7 @@ def test_a_server_that_closes_keeps_nobody_waiting(tmp_path: Path) -> None:
         closing.start()
         with pytest.raises(ConnectionLostError):
             connection.receive_header()  # who waits is told so after a second only
-        closing.join(10)
+        closing.join(60)
 
 
 @pytest.mark.parametrize(

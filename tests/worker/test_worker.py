@@ -57,11 +57,11 @@ class ForgetsItsLastWindow(ParameterAveraging):
 
 @pytest.mark.parametrize("epochs", [2, 3])
 def test_a_strategy_that_forgets_its_last_window_is_told_so(epochs: int) -> None:
-    job = make_job(mlp(), strategy=ForgetsItsLastWindow(period=2), epochs=epochs, deadline_s=60.0)
+    job = make_job(mlp(), strategy=ForgetsItsLastWindow(period=2), epochs=epochs, deadline_s=600.0)
     started = time.monotonic()
     with pytest.raises(WorkerError, match="rank 1, epoch 2, step 6: ForgetsItsLastWindow ended"):
         run_world(job, classification([12, 12]).shards())
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 150
 
 
 class ClosesItsEpochTwice(ParameterAveraging):
@@ -261,8 +261,8 @@ def test_a_process_killed_in_a_step_is_lost_by_name() -> None:
     data = marked([12, 12], 12 + 5)
     started = time.monotonic()
     with pytest.raises(WorkerLostError, match="rank 1"):
-        run_world(make_job(Kills(), deadline_s=60), data.shards(), ranks_as="processes")
-    assert time.monotonic() - started < 60
+        run_world(make_job(Kills(), deadline_s=600), data.shards(), ranks_as="processes")
+    assert time.monotonic() - started < 150
 
 
 class EndsOnArrival:
@@ -419,7 +419,7 @@ def test_a_worker_stopped_by_the_averager_returns_without_raising() -> None:
 
 
 def test_a_worker_that_comes_after_the_run_was_closed_says_so_at_once() -> None:
-    with Averager((), [], 1, make_job(mlp()).strategy.wire_format, deadline_s=5) as averager:
+    with Averager((), [], 1, make_job(mlp()).strategy.wire_format, deadline_s=60) as averager:
         address: ServiceAddress = averager.address
     started = time.monotonic()
     with pytest.raises(DisconnectedError, match=r"rank 0 cannot reach the averager at tcp://"):

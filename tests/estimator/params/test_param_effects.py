@@ -103,7 +103,7 @@ CHANGES: dict[str, Any] = {
     "shuffleRows": "none",
     "storeIn": "memory",
     "strategy": GradientAllReduce(),
-    "timeout": 12.0,
+    "timeout": 240.0,
     "tls": True,
     "validationFraction": 0.5,
     "validationIndicatorCol": "held",

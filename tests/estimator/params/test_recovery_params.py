@@ -99,7 +99,7 @@ def test_a_fit_that_has_ended_gives_its_model_for_the_same_training_only(
     """For a daily job another one's is yesterday's model."""
     path = str(tmp_path / "checkpoints")
     first = estimator(checkpointPath=path).fit(frame(spark))
-    again = estimator(checkpointPath=path, timeout=50.0).fit(frame(spark))
+    again = estimator(checkpointPath=path, timeout=250.0).fit(frame(spark))
     assert same_bits(again, first)
     assert "already ended with epoch 1: its model is returned without another step" in caplog.text
 

@@ -179,7 +179,7 @@ def test_the_first_readers_may_come_at_once_also_where_the_first_row_is_empty(
         put_around(*arguments)
 
     put_around = rows_module.ArrowFrame.put_around
-    together = threading.Barrier(8, timeout=30)
+    together = threading.Barrier(8, timeout=60)
 
     def read(_: int) -> Any:
         together.wait()
@@ -189,7 +189,7 @@ def test_the_first_readers_may_come_at_once_also_where_the_first_row_is_empty(
         mock.patch.object(rows_module.ArrowFrame, "put_around", lambda *a: slowly(*a)),
         ThreadPoolExecutor(8) as readers,
     ):
-        taken = list(readers.map(read, range(8), timeout=30))
+        taken = list(readers.map(read, range(8), timeout=60))
     assert len(completed) == 1
     assert all(torch.equal(rows.values, tokens) for rows in taken)
     store.close()

@@ -10,7 +10,7 @@ import pytest
 
 from sparkdl.spark.cluster.slot_queue import SlotQueue, queued
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Holder:

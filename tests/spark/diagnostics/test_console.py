@@ -110,8 +110,8 @@ def test_a_worker_that_cannot_be_understood_is_named_and_the_others_are_shown(
     seen: list[Any] = []
     with console_of(lambda *told: seen.append(told)) as console:
         address = console.address
-        connected = socket.create_connection(address.host_and_port, timeout=10)
-        connection = Connection(connected, 10)
+        connected = socket.create_connection(address.host_and_port, timeout=60)
+        connection = Connection(connected, 60)
         assert connection.introduce(address.token)
         for header in headers:
             connection.send_header(header)
@@ -163,7 +163,7 @@ def test_a_standard_output_that_nobody_reads_keeps_no_other_worker_of_the_servic
         talks.send_lines(["nobody reads this"], 0)
         assert shown.wait(30)
         with RunClient(console.address, 1) as other:
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while not console.stacks.ask([1]) and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert console.stacks.ask([1]).startswith("rank 1 on ")

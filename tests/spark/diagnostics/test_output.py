@@ -240,6 +240,6 @@ def test_what_is_freed_while_a_line_is_taken_may_print(capfd: pytest.CaptureFixt
     printing = threading.Thread(target=lambda: print("first"), daemon=True)
     with output, output.capture():
         printing.start()
-        printing.join(10)
+        printing.join(60)
         assert not printing.is_alive()
     assert sorted(taken) == ["first", "freed"]

@@ -54,7 +54,7 @@ def test_what_is_gathered_arrives_in_the_order_of_the_ranks_any_number_of_times(
 
     expected = [[{"from": rank, "turn": turn} for rank in (0, 1)] for turn in range(20)]
     assert first == second == expected
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not run.all_finished and time.monotonic() < deadline:
         time.sleep(0.01)
     assert run.all_finished
@@ -125,7 +125,7 @@ def test_who_has_returned_waits_for_the_others_and_is_known(run: RunService) -> 
         assert run.left_behind(60.0) == ([], [])
         assert not waiting.done()
         other.say_returned()
-        waiting.result(timeout=10)
+        waiting.result(timeout=60)
         other.finish()
         first.finish()
         wait_until(lambda: run.all_finished)
@@ -176,7 +176,7 @@ def test_an_exchange_that_breaks_after_a_rank_has_returned_is_told_so(
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert condition()
@@ -185,7 +185,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_lines_arrive_with_their_rank(run: RunService) -> None:
     with RunClient(run.address, 1) as client:
         client.send_lines(["one", "two"], 3)
-        assert run.events.get(timeout=10) == Lines(1, ("one", "two"), 3)
+        assert run.events.get(timeout=60) == Lines(1, ("one", "two"), 3)
 
 
 def test_a_failure_ends_the_run_with_the_workers_traceback_and_wakes_who_waits(
@@ -229,7 +229,7 @@ def test_a_rank_that_joins_twice_ends_the_run(run: RunService) -> None:
 def test_missing_ranks_are_known(run: RunService) -> None:
     assert run.missing == [0, 1]
     with RunClient(run.address, 1):
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while run.missing != [0] and time.monotonic() < deadline:
             time.sleep(0.01)
         assert run.missing == [0]
@@ -238,7 +238,7 @@ def test_missing_ranks_are_known(run: RunService) -> None:
 def test_nobody_gets_in_without_the_token(run: RunService) -> None:
     with pytest.raises(StoppedError, match="not have the same token"):
         RunClient(replace(run.address, token="guessed"), 0)
-    with socket.create_connection(run.address.host_and_port, timeout=10) as stranger:
+    with socket.create_connection(run.address.host_and_port, timeout=60) as stranger:
         stranger.sendall(b'{"attend": 0, "host": "here"}' * 10)
         time.sleep(0.2)
     assert run.missing == [0, 1]
@@ -250,8 +250,8 @@ class Intruder:
 
     def __init__(self, run: RunService, **join: Any) -> None:
         address = run.address
-        connected = socket.create_connection(address.host_and_port, timeout=10)
-        self.connection = Connection(connected, 10)
+        connected = socket.create_connection(address.host_and_port, timeout=60)
+        self.connection = Connection(connected, 60)
         assert self.connection.introduce(address.token)
         self.connection.send_header(join or {"attend": 1, "host": "here"})
 
@@ -295,7 +295,7 @@ def test_output_that_cannot_be_read_is_left_out_with_a_word_and_the_run_goes_on(
     with Intruder(run) as intruder, RunClient(run.address, 0) as other:
         intruder.send_header(UNSEEN[name])
         intruder.send_header({"lines": ["later"], "left_out": 0})
-        assert run.events.get(timeout=10) == Lines(1, ("later",), 0)
+        assert run.events.get(timeout=60) == Lines(1, ("later",), 0)
         assert "rank 1 sent a header that no worker sends" in caplog.text
         intruder.send_header({"gather": {"from": 1}})
         assert other.gather({"from": 0}) == [{"from": 0}, {"from": 1}]
@@ -328,7 +328,7 @@ def test_a_rank_that_cannot_be_understood_ends_the_run_in_words_and_wakes_who_wa
         assert "rank 1 " in str(error)
         assert len(str(error)) < 500
         with pytest.raises(StoppedError, match="rank 0 was stopped"):
-            waiting.result(timeout=10)
+            waiting.result(timeout=60)
 
 
 def test_a_rank_that_gives_twice_before_the_others_have_given_ends_the_run(run: RunService) -> None:
@@ -376,7 +376,7 @@ def test_a_driver_that_cannot_be_understood_stops_a_worker_that_gathers(
         ThreadPoolExecutor(1) as pool,
         pytest.raises(StoppedError, match="it sent a header that no driver sends"),
     ):
-        pool.submit(client.gather, {}).result(timeout=10)
+        pool.submit(client.gather, {}).result(timeout=60)
 
 
 def test_the_token_is_not_shown(run: RunService) -> None:
@@ -388,15 +388,15 @@ def test_who_leaves_before_saying_who_it_is_is_no_rank_that_is_lost(
 ) -> None:
     caplog.set_level("INFO")
     address = run.address
-    connected = socket.create_connection(address.host_and_port, timeout=10)
-    connection = Connection(connected, 10)
+    connected = socket.create_connection(address.host_and_port, timeout=60)
+    connection = Connection(connected, 60)
     assert connection.introduce(address.token)
     connection.close()
     wait_until(lambda: "disconnected before giving its rank" in caplog.text)
     with RunClient(address, 0) as first, RunClient(address, 1) as other:
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(first.gather, {"from": 0})
-            assert other.gather({"from": 1}) == waiting.result(10)
+            assert other.gather({"from": 1}) == waiting.result(60)
         assert run.failure is None
 
 
@@ -427,15 +427,15 @@ def test_a_file_that_cannot_be_closed_for_a_worker_that_has_left_keeps_no_other_
             leaves.ask_for_files({"do": "open", "uri": "hdfs://x"})
             leaves.ask_for_files({"do": "write", "uri": "hdfs://x", "paths": ["/file"]})
             leaves.finish()
-        assert gone.closing.wait(10)
+        assert gone.closing.wait(60)
         with RunClient(run.address, 0) as first, RunClient(run.address, 1) as other:
             first.send_lines(["there"], 0)
             other.send_lines(["there"], 0)
-            seen = [run.events.get(timeout=10) for _ in range(2)]
+            seen = [run.events.get(timeout=60) for _ in range(2)]
             gone.back.set()
             wait_until(lambda: "could not be closed: the file system is gone" in caplog.text)
             first.send_lines(["still there"], 0)
-            seen.append(run.events.get(timeout=10))
+            seen.append(run.events.get(timeout=60))
         assert {each.lines for each in seen if each is not None} == {("there",), ("still there",)}
 
 
@@ -463,9 +463,9 @@ def test_what_a_worker_prints_waits_at_the_worker_while_nobody_shows_it(run: Run
             seen = []
             while len(seen) < sent:
                 assert len(run.events) <= MOST_UNREAD
-                seen.append(run.events.get(timeout=10))
+                seen.append(run.events.get(timeout=60))
             other.gather({})
-            told.result(10)
+            told.result(60)
     assert [each.metrics["number"] for each in seen] == [*range(sent)]
 
 

@@ -54,11 +54,11 @@ def test_a_spark_job_that_outlives_its_ranks_ends_the_run(
 ) -> None:
     monkeypatch.setattr(function_watch, "RESULTS_S", 0.5)
     ends = threading.Event()
-    job = job_that(lambda: ends.wait(30), service)
+    job = job_that(lambda: ends.wait(300), service)
     started = time.monotonic()
     with pytest.raises(DeadlineError, match=r"all 2 workers have finished, but .* within 0.5 s"):
         watch(service, job, lambda *_: None)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 150
     ends.set()
 
 

@@ -118,7 +118,7 @@ def is_there(pid: int) -> bool:
 
 
 def eventually_gone(pid: int) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while is_there(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     return not is_there(pid)

@@ -40,7 +40,7 @@ def connected(host: Hosts) -> Iterator[Connection]:
         yield here
     finally:
         here.close()
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
     if not errors.empty():
         raise errors.get()
