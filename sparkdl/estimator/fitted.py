@@ -39,7 +39,7 @@ from sparkdl.spark.inference.predictor import OutputColumn, Predictor
 from sparkdl.spark.inference.scores import Labels, Score, not_of_one_output
 from sparkdl.spark.inference.shared_model import ModelSharing
 from sparkdl.spark.rows.columns import InputColumn, input_columns
-from sparkdl.spark.session.session import current_session
+from sparkdl.spark.session.required import require_frame, require_session
 
 
 class FittedModel(
@@ -115,15 +115,13 @@ class FittedModel(
         several ``outputCols``. ``transform`` is faster, because it can pack the rows, and it takes
         pyspark.ml's vectors from Parquet files too.
 
-        It predicts with the module as it is now.
+        It predicts with the module as it is now, and in the session that runs now.
 
         Raises:
             ConfigError: there is no active Spark session, or one in which the function might
-                never end.
+                never end; or, when it is called, another one.
         """
-        spark = current_session()
-        if spark is None:
-            raise ConfigError("udf() sends the model to executors: start a Spark session first")
+        spark = require_session()
         require_end(spark)
         outputs = self.predicted_columns(self._head, self._widths)
         predictor = self._predictor(outputs, [each.name for each in self._features], spark)
@@ -158,6 +156,7 @@ class FittedModel(
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         """Called by ``transform``: add the predictions to every row, in the rows' order."""
+        require_frame(dataset)
         outputs = self.predicted_columns(self._head, self._widths)
         score = self.getScoreCol()
         if score is not None:
@@ -239,6 +238,7 @@ class FittedModel(
             DataError: a column is missing, or there is no row.
             ModelError: a metric cannot be computed.
         """
+        require_frame(dataset, to_end="Evaluate on")
         measured = Metrics.of(metrics, MetricInputs.of(self, self._head))
         measured.begin()  # raises for what does not make a metric
         columns, specs = self._inputs(dataset)

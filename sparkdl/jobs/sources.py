@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from pyspark.sql import DataFrame, SparkSession
 
+from sparkdl.spark.session.required import require_frame
+
 
 class Source(abc.ABC):
     """Reads, or computes, a job's rows; subclasses are named in the configuration."""
@@ -104,6 +106,7 @@ class Rows:
     def read(self, source: Source, spark: SparkSession) -> DataFrame:
         """All rows, with the requested columns."""
         rows = source.read(spark)
+        require_frame(rows, f"what {type(source).__name__}.read returns")
         if self.select is not None:
             rows = rows.selectExpr(*self.select)
         return rows.persist() if self.persist else rows

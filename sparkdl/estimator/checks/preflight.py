@@ -59,7 +59,7 @@ from sparkdl.spark.session.encryption import (
     keeps_rows_in_memory,
     require_trusted_network,
 )
-from sparkdl.spark.session.session import require_classic_session
+from sparkdl.spark.session.required import require_frame
 from sparkdl.worker import Job
 
 logger = logging.getLogger(__name__)
@@ -93,13 +93,7 @@ class Preflight:
     def __init__(
         self, params: EstimatorParams, frame: DataFrame, warm_start: nn.Module | None = None
     ) -> None:
-        require_classic_session(frame)
-        if frame.isStreaming:
-            raise DataError(
-                "the DataFrame is a stream, which has no last row, so no epoch would end. Fit the "
-                "batches that foreachBatch hands out, or a table that the stream is written to; "
-                "transform takes streams"
-            )
+        require_frame(frame, to_end="Fit")
         self._params = params
         for name in ("model", "loss", "optimizer", "scheduler", "strategy", "batchTransform"):
             require_picklable(name, params.getOrDefault(name))

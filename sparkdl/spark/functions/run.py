@@ -39,7 +39,7 @@ from sparkdl.spark.rows.column_overrides import (
     shapes,
 )
 from sparkdl.spark.session.encryption import encrypts_connections, require_trusted_network
-from sparkdl.spark.session.session import current_session, require_classic_session
+from sparkdl.spark.session.required import require_frame, require_session
 from sparkdl.spark.storage.hadoop_files import open_hadoop
 from sparkdl.transport.service import Service
 
@@ -113,19 +113,16 @@ def run(
         pickles through Spark, like those of any PySpark function.
 
     Raises:
-        ConfigError: there is no session, too few slots, the script is missing, or Spark is set to
-            encrypt or authenticate connections.
+        ConfigError: there is no session, ``df`` is no DataFrame of one that runs, there are too few
+            slots, the script is missing, or Spark is set to encrypt or authenticate connections.
         DataError: a column of ``df`` cannot become a tensor, or a row cannot.
         WorkerError: the function raised on a worker; the message has the rank and its traceback.
         WorkerLostError: a worker's process ended.
         DeadlineError: the workers did not start, or what they returned did not arrive.
     """
-    spark = df.sparkSession if df is not None else current_session()
-    if spark is None:
-        raise ConfigError(
-            "there is no active Spark session; create one with sparkdl.create_session"
-        )
-    require_classic_session(spark)
+    if df is not None:
+        require_frame(df, to_end="Run on")
+    spark = require_session(None if df is None else df.sparkSession)
     num_workers = require_whole("num_workers", num_workers, 1)
     call = Call(function_of(train_fn, kwargs, "train_fn"), args, kwargs)
     overrides = ColumnOverrides(

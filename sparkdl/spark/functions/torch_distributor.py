@@ -14,6 +14,7 @@ from sparkdl.spark.functions.directory import Directory
 from sparkdl.spark.functions.run import run_call
 from sparkdl.spark.functions.script import function_of
 from sparkdl.spark.functions.task import Call, Placement
+from sparkdl.spark.session.required import require_session
 
 
 class TorchDistributor(pyspark_distributor.TorchDistributor):
@@ -44,6 +45,7 @@ class TorchDistributor(pyspark_distributor.TorchDistributor):
         """
         if self.local_mode:
             return super().run(train_object, *args, **kwargs)
+        require_session(self.spark)
         self._check_encryption()
         call = Call(function_of(train_object, kwargs, "train_object"), args, kwargs)
         placement = Placement(

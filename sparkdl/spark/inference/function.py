@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
+from pyspark import SparkContext
 from pyspark.sql.pandas.functions import arrow_udf
 
 from sparkdl.encodings import arriving_as
-from sparkdl.errors import DataError
+from sparkdl.errors import ConfigError, DataError
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.inference.predictor import Predictor
+from sparkdl.spark.inference.shared_model import OF_ANOTHER_SESSION
 
 _SILENT = (
     pa.types.is_struct,
@@ -61,7 +64,17 @@ def predict_function(predictor: Predictor, features: Sequence[ColumnSpec]) -> An
         for name, sql in zip(names, predictor.sql_types, strict=True)
     ]
     result = predictor.sql_types[0] if alone else f"struct<{', '.join(fields)}>"
-    return arrow_udf(predict, result)  # type: ignore[call-overload]
+    made: Any = arrow_udf(predict, result)  # type: ignore[call-overload]
+    context = SparkContext._active_spark_context
+
+    # It has every attribute of what it wraps, by which Spark registers a function.
+    @functools.wraps(made)
+    def function(*columns: Any) -> Any:
+        if context is not SparkContext._active_spark_context:
+            raise ConfigError(OF_ANOTHER_SESSION)
+        return made(*columns)
+
+    return function
 
 
 def _as_it_comes(spec: ColumnSpec, rows: pa.Array) -> ColumnSpec:

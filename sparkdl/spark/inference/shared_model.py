@@ -16,6 +16,7 @@ from pyspark import Accumulator, Broadcast, SparkContext
 from torch import nn
 
 from sparkdl.checkpoint.portable import pickled_module
+from sparkdl.errors import ConfigError
 from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.replica.module_state import ModuleState, tensors_of
 from sparkdl.spark.closures.accumulators import accumulators_here, count_again
@@ -24,6 +25,11 @@ from sparkdl.spark.modules.arrival import arrive, importable
 from sparkdl.spark.modules.shipment import Shipment
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.user_code.missing_modules import advice
+
+OF_ANOTHER_SESSION = (
+    "this function was made by model.udf() in a Spark session that has been stopped, whose "
+    "executors had the model: call model.udf() again, and register what it returns"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,16 @@ class SharedModel:
     key: str
     pickled: Broadcast[bytes]
     shipment: Shipment | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Called when a function that Spark has registered or called is sent to the executors.
+
+        Raises:
+            ConfigError: the executors that have the model are those of a session that has ended.
+        """
+        if self.pickled._sc is not SparkContext._active_spark_context:
+            raise ConfigError(OF_ANOTHER_SESSION)
+        return type(self), (self.key, self.pickled, self.shipment)
 
 
 class ModelSharing:

@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 from py4j.protocol import Py4JJavaError
 from pyspark import SparkConf, SparkContext
 from pyspark.errors import PySparkRuntimeError
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import SparkSession
 
-from sparkdl.errors import ConfigError, SetupError
+from sparkdl.errors import SetupError
 from sparkdl.spark.session.class_archive import archive_settings
 
 # A training job may last seconds; on two cores a sixth of its first Spark job's time goes into
@@ -132,24 +132,6 @@ def current_session() -> SparkSession | None:
         return SparkSession.active()
     except PySparkRuntimeError:
         return None
-
-
-def require_classic_session(owner: DataFrame | SparkSession) -> None:
-    """Check that the driver itself runs Spark, since the averager lives next to it.
-
-    Args:
-        owner: the session, or a DataFrame of it.
-
-    Raises:
-        ConfigError: it is a Spark Connect session.
-    """
-    if not hasattr(owner, "_jdf") and not hasattr(owner, "_jsparkSession"):
-        what = "the DataFrame belongs to" if isinstance(owner, DataFrame) else "this is"
-        raise ConfigError(
-            f"{what} a Spark Connect session, whose driver is another machine; "
-            "sparkdl needs to run in the driver. Submit the job with spark-submit, or create the "
-            "session with sparkdl.create_session()"
-        )
 
 
 def find_java() -> Path:

@@ -11,8 +11,8 @@ import pytest
 from pyspark.sql import SparkSession
 
 from sparkdl import create_session
-from sparkdl.errors import ConfigError, SetupError
-from sparkdl.spark.session.session import find_java, require_classic_session
+from sparkdl.errors import SetupError
+from sparkdl.spark.session.session import find_java
 
 
 def test_without_java_the_message_says_what_to_install(
@@ -121,11 +121,3 @@ def test_an_archive_that_is_not_there_is_named_with_the_setting_and_the_fix() ->
 
 def command_line(process: int) -> str:
     return Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-
-
-def test_a_frame_of_a_spark_connect_session_is_refused_with_the_way_out() -> None:
-    class ConnectFrame:
-        """Spark Connect's DataFrame is no py4j proxy."""
-
-    with pytest.raises(ConfigError, match=r"Spark Connect.*spark-submit"):
-        require_classic_session(ConnectFrame())  # type: ignore[arg-type]

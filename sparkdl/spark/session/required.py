@@ -1,0 +1,135 @@
+"""What a session and a DataFrame must be before anything else is asked of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+from py4j.protocol import Py4JError
+from pyspark import RDD, SparkContext
+from pyspark.sql import DataFrame, SparkSession
+
+from sparkdl.errors import ConfigError, DataError
+from sparkdl.spark.session.jvm import end_of_jvm
+from sparkdl.spark.session.session import current_session
+
+_ANOTHER = "create another with sparkdl.create_session()"
+_PACKAGES = ("numpy", "pandas", "pyarrow", "polars", "torch")
+"""Whose classes have names that say little without; Spark takes those of the first three."""
+_IN_CODE = (
+    "write its rows to files that Spark reads, or use it in a function of your own: sparkdl.run"
+)
+
+
+def require_frame(value: object, name: str = "df", *, to_end: str | None = None) -> None:
+    """Check that a value is a DataFrame of a session that runs in this driver.
+
+    Args:
+        value: what the user has given.
+        name: of the argument.
+        to_end: what is done with the rows, if that takes all of them: a verb, capitalized; None if
+            a stream will do.
+
+    Raises:
+        ConfigError: it is no DataFrame, or its session has been stopped or is Spark Connect's.
+        DataError: it is a stream, but must not be.
+    """
+    kind = type(value)
+    if not isinstance(value, DataFrame) and not kind.__module__.startswith("pyspark.sql.connect."):
+        found, advice = _described(value, name if name.isidentifier() else "df")
+        raise ConfigError(f"{name} must be a Spark DataFrame, got {found}; {advice}")
+    if not hasattr(value, "_jdf"):
+        raise _of_connect("the DataFrame belongs to")
+    assert isinstance(value, DataFrame)
+    if _is_stopped(value.sparkSession):
+        running = SparkContext._active_spark_context
+        other = running is not None and running is not value.sparkSession.sparkContext
+        first = "" if other else f"{_ANOTHER}, and "
+        raise ConfigError(
+            f"the Spark session has been stopped that {name} belongs to: {first}read the rows "
+            f"again in {'the one that runs now' if other else 'it'}"
+        )
+    if to_end is not None and value.isStreaming:
+        raise DataError(
+            "the DataFrame is a stream, which has no last row, so this would never end. "
+            f"{to_end} the batches that foreachBatch hands out, or a table that the stream is "
+            "written to; transform takes streams"
+        )
+
+
+def require_session(spark: SparkSession | None = None) -> SparkSession:
+    """The session, which runs in this driver.
+
+    Args:
+        spark: one that the user has given; the thread's or the application's if None.
+
+    Raises:
+        ConfigError: there is none, or it has been stopped or is Spark Connect's.
+    """
+    if spark is None:
+        try:
+            spark = current_session()
+        except (Py4JError, OSError) as error:
+            raise ConfigError(end_of_jvm(error) or str(error)) from error
+    if spark is None and SparkContext._gateway is None:
+        raise ConfigError(
+            "there is no active Spark session; create one with sparkdl.create_session()"
+        )
+    if spark is not None and not hasattr(spark, "_jsparkSession"):
+        raise _of_connect("this is")
+    if spark is None or _is_stopped(spark):
+        raise ConfigError(f"the Spark session has been stopped: {_ANOTHER}")
+    return spark
+
+
+def _is_stopped(spark: SparkSession) -> bool:
+    context = spark.sparkContext._jsc
+    try:
+        return context is None or bool(context.sc().isStopped())
+    except (Py4JError, OSError) as error:
+        raise ConfigError(end_of_jvm(error) or str(error)) from error
+
+
+def _of_connect(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what} a Spark Connect session, whose driver is another machine; "
+        "sparkdl needs to run in the driver. Submit the job with spark-submit, or create the "
+        "session with sparkdl.create_session()"
+    )
+
+
+def _described(value: object, name: str) -> tuple[str, str]:
+    """What a value is, with its article, and how it becomes a DataFrame."""
+    kind = type(value)
+    package = kind.__module__.partition(".")[0]
+    what = f"{package} {kind.__name__}" if package in _PACKAGES else kind.__name__
+    made = f"spark.createDataFrame({name}) makes one"
+    if value is None:
+        return "None", "give the rows, for example spark.read.parquet(path)"
+    if isinstance(value, type):
+        return f"the class {value.__name__}", "give a DataFrame itself"
+    if isinstance(value, (str, os.PathLike)):
+        read = f"spark.read.parquet({name}) reads files, spark.table({name}) a table"
+        return _with_article(what), read
+    if kind.__module__.startswith("pyspark.pandas."):
+        return f"a pandas-on-Spark {kind.__name__}", f"{name}.to_spark() makes one"
+    if package == "polars":
+        made = f"spark.createDataFrame({name}.to_arrow()) makes one"
+    elif isinstance(value, torch.Tensor):
+        made = f"spark.createDataFrame({name}.numpy()) makes one"
+    elif isinstance(value, Mapping):
+        made = f"spark.createDataFrame(pandas.DataFrame({name})) makes one"
+    elif callable(value):
+        made = "call it, if it returns one"
+    elif package == "pyspark" and not isinstance(value, RDD):
+        made = "give the DataFrame that its methods return"
+    elif package not in _PACKAGES[:3] and not isinstance(value, (list, tuple, RDD)):
+        made = _IN_CODE
+    return _with_article(what), made
+
+
+def _with_article(what: str) -> str:
+    if what == "RDD":
+        return "an RDD"
+    return f"an {what}" if what[0].lower() in "aeiou" else f"a {what}"

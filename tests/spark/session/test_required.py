@@ -1,0 +1,141 @@
+"""What is no DataFrame, or of no session that runs, is told as what it is; no Spark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+from py4j.protocol import Py4JError
+from pyspark import RDD, SparkContext
+from pyspark.sql import DataFrame, SparkSession
+from torch.utils.data import DataLoader
+
+import sparkdl
+from sparkdl import TorchEstimator, TorchModel
+from sparkdl.errors import ConfigError, DataError
+from sparkdl.jobs.sources import Rows, Source
+from sparkdl.spark.session.required import require_frame, require_session
+
+
+class OnSpark:
+    """In place of a pandas-on-Spark DataFrame, whose package takes seconds to import."""
+
+
+OnSpark.__module__, OnSpark.__name__ = "pyspark.pandas.frame", "DataFrame"
+
+NO_FRAMES: list[tuple[Any, str]] = [
+    (pd.DataFrame(), r"got a pandas DataFrame; spark\.createDataFrame\(df\) makes one"),
+    (pd.Series([1.0]), r"got a pandas Series; spark\.createDataFrame\(df\)"),
+    (np.zeros(2), r"got a numpy ndarray; spark\.createDataFrame\(df\) makes one"),
+    (pa.table({"x": [1]}), r"got a pyarrow Table; spark\.createDataFrame\(df\) makes one"),
+    (OnSpark(), r"got a pandas-on-Spark DataFrame; df\.to_spark\(\) makes one"),
+    ([1, 2], r"got a list; spark\.createDataFrame\(df\) makes one"),
+    ({"x": [1]}, r"got a dict; spark\.createDataFrame\(pandas\.DataFrame\(df\)\) makes one"),
+    ("/data/x.parquet", r"got a str; spark\.read\.parquet\(df\) reads files, spark\.table\(df\)"),
+    (Path("/data"), r"got a PosixPath; spark\.read\.parquet\(df\)"),
+    (object.__new__(RDD), r"got an RDD; spark\.createDataFrame\(df\) makes one"),
+    (torch.zeros(2), r"got a torch Tensor; spark\.createDataFrame\(df\.numpy\(\)\) makes one"),
+    (DataLoader([]), r"got a torch DataLoader; write its rows to files.*sparkdl\.run"),
+    (object.__new__(SparkSession), r"got a SparkSession; give the DataFrame that its methods"),
+    (DataFrame, r"got the class DataFrame; give a DataFrame itself"),
+    (lambda: None, r"got a function; call it"),
+    (None, r"got None; give the rows"),
+    (3, r"got an int; "),
+]
+
+
+@pytest.mark.parametrize(("value", "told"), NO_FRAMES)
+def test_what_is_no_frame_is_named_with_what_makes_one(value: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^df must be a Spark DataFrame, {told}"):
+        require_frame(value)
+
+
+def test_fit_transform_evaluate_run_and_sources_ask_first() -> None:
+    model = TorchModel.from_module(torch.nn.Linear(1, 1), torch.zeros(1, 1))
+    estimator = TorchEstimator(
+        model=torch.nn.Linear(1, 1), loss=torch.nn.MSELoss(), optimizer=torch.optim.Adam
+    )
+
+    class Own(Source):
+        def read(self, spark: Any) -> Any:
+            return [1, 2]
+
+    with pytest.raises(ConfigError, match=r"what Own\.read returns must be a Spark DataFrame, got"):
+        Rows().read(Own(), None)  # type: ignore[arg-type]
+    calls: list[Any] = [
+        estimator.fit,
+        lambda rows: next(iter(estimator.fitMultiple(rows, [{}])))[1],
+        lambda rows: estimator.fit(rows, warm_start=model),
+        model.transform,
+        lambda rows: model.evaluate(rows, {}),
+        lambda rows: sparkdl.run(print, df=rows),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match=r"^df must be a Spark DataFrame, got a list; "):
+            call([1, 2])
+
+
+def frame_of(context: Any, *, streams: bool = False, connect: bool = False) -> DataFrame:
+    class Frame(DataFrame):
+        sparkSession = SimpleNamespace(sparkContext=context)  # type: ignore[assignment]
+        isStreaming = streams  # type: ignore[assignment]
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(name)
+
+    frame: Any = object.__new__(Frame)
+    if not connect:
+        frame._jdf = None
+    return frame  # type: ignore[no-any-return]
+
+
+def running(*, stopped: bool = False) -> Any:
+    scala = SimpleNamespace(isStopped=lambda: stopped)
+    return SimpleNamespace(_jsc=SimpleNamespace(sc=lambda: scala))
+
+
+def test_a_frame_of_a_spark_connect_session_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"Spark Connect.*spark-submit"):
+        require_frame(frame_of(None, connect=True))
+    with pytest.raises(ConfigError, match=r"Spark Connect.*spark-submit"):
+        require_session(SimpleNamespace())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("context", [SimpleNamespace(_jsc=None), running(stopped=True)])
+def test_a_session_that_was_stopped_is_told_as_such(
+    context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = "the Spark session has been stopped that df belongs to: "
+    monkeypatch.setattr(SparkContext, "_active_spark_context", None)
+    with pytest.raises(ConfigError, match=f"{told}create another with sparkdl.create_session"):
+        require_frame(frame_of(context))
+    monkeypatch.setattr(SparkContext, "_active_spark_context", running())
+    with pytest.raises(ConfigError, match=f"{told}read the rows again in the one that runs now"):
+        require_frame(frame_of(context))
+    session: Any = SimpleNamespace(_jsparkSession=None, sparkContext=context)
+    with pytest.raises(ConfigError, match="the Spark session has been stopped: create another"):
+        require_session(session)
+
+
+def test_a_jvm_that_has_ended_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: Any) -> None:
+        raise Py4JError("An error occurred while calling o31.sc")
+
+    monkeypatch.setattr(SparkContext, "_jvm", None)
+    monkeypatch.setattr("sparkdl.spark.session.jvm._answers", lambda: False)
+    monkeypatch.setattr(SparkContext, "_gateway", SimpleNamespace(proc=None))
+    with pytest.raises(ConfigError, match="Spark's JVM no longer answers"):
+        require_frame(frame_of(SimpleNamespace(_jsc=SimpleNamespace(sc=gone))))
+
+
+def test_a_stream_is_refused_where_all_rows_are_needed() -> None:
+    stream = frame_of(running(), streams=True)
+    require_frame(stream)
+    with pytest.raises(DataError, match=r"no last row.*Evaluate on the batches that foreachBatch"):
+        require_frame(stream, to_end="Evaluate on")
