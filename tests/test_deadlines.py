@@ -13,7 +13,7 @@ import pytest
 from misbehaving import Marked, marked, ranks
 from torch import Tensor
 from toys import classification, make_job, mlp
-from virtual_time import WAIT_S, VirtualClock, coordinator_of
+from virtual_time import WAIT_S, VirtualClock, coordinator_of, eventually
 
 from sparkdl.averager import Averager
 from sparkdl.averager.client import client
@@ -189,6 +189,7 @@ def test_a_worker_without_rows_waits_for_a_long_epoch_of_the_others(clock: Virtu
 
     class Slow(Marked):
         def forward(self, features: Tensor) -> Tensor:
+            assert eventually(lambda: wait_in_round(averagers[0], {0}))
             clock.run(averagers[0].service, DEADLINE_S / 4)
             return self.net(features)
 
@@ -207,6 +208,7 @@ def test_a_worker_that_reads_slowly_is_not_overdue_while_rows_arrive(
     averagers: list[Averager] = []
 
     def slowly(shard: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        assert eventually(lambda: 0 in coordinator_of(averagers[0]).shards)
         for batch in shard:
             clock.run(averagers[0].service, DEADLINE_S / 4)
             yield batch
