@@ -74,9 +74,9 @@ def settle(service: Service) -> None:
         assert done.wait(WAIT_S)
 
 
-def eventually(question: Callable[[], bool]) -> bool:
+def eventually(question: Callable[[], bool], wait_s: float = WAIT_S) -> bool:
     """Whether something becomes true."""
-    until = time.monotonic() + WAIT_S
+    until = time.monotonic() + wait_s
     while not question() and time.monotonic() < until:
         time.sleep(0.005)
     return question()

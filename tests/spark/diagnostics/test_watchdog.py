@@ -9,6 +9,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,53 +19,128 @@ import cloudpickle
 import pytest
 from frames import estimator, frame, with_features
 from models import Slow, append_line, lines, task_rank
+from pyspark import cloudpickle as spark_cloudpickle
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import LongType
 from torch import Tensor, nn
+from virtual_time import VirtualClock, coordinator_of, eventually
 
 import sparkdl
-from sparkdl.averager.coordination import membership
+from sparkdl.averager import Averager
+from sparkdl.averager.coordination.coordinator import Coordinator
+from sparkdl.averager.coordination.membership import STRAGGLER_S
+from sparkdl.driver import lifecycle
 from sparkdl.errors import DeadlineError
+from sparkdl.spark.diagnostics import watchdog
+from sparkdl.spark.diagnostics.stacks import Stacks
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _warm(spark: SparkSession) -> None:
-    """The first workers of a session take their time to start, the timeouts here are short."""
-    estimator(numWorkers=3).fit(frame(spark))
+for pickles in (cloudpickle, spark_cloudpickle):
+    pickles.register_pickle_by_value(sys.modules[__name__])
 
 
-def waits_for_a_lock(seconds: float) -> None:
-    time.sleep(seconds)
+TIMEOUT_S = 60.0
+SPARK_S = 120.0
+"""The longest that a test waits for what Spark does."""
+
+
+class Driver:
+    """What a test knows of the driver of a fit, and lets it do.
+
+    Attributes:
+        clock: by which its workers are late.
+        averagers: those that it has opened.
+    """
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.averagers: list[Averager] = []
+
+    def wait(self, seconds: float) -> None:
+        """Time passes for the driver."""
+        self.clock.run(self.averagers[-1].service, seconds)
+
+    @property
+    def coordinator(self) -> Coordinator:
+        return coordinator_of(self.averagers[-1])
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """One for which time passes only when the test says so."""
+    driver = Driver()
+
+    def opened(*arguments: Any, **options: Any) -> Averager:
+        driver.averagers.append(Averager(*arguments, **{**options, "now": driver.clock}))
+        return driver.averagers[-1]
+
+    monkeypatch.setattr(lifecycle, "Averager", opened)
+    return driver
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A file that is there once the driver has asked the workers where they are stuck."""
+    ask, path = Stacks.ask, tmp_path / "asked"
+
+    def ask_first(stacks: Stacks, ranks: Any = None) -> str:
+        answers = ask(stacks, ranks)
+        if answers:
+            path.touch()
+        return answers
+
+    monkeypatch.setattr(Stacks, "ask", ask_first)
+    return str(path)
+
+
+@contextmanager
+def meanwhile(call: Callable[[], None]) -> Iterator[None]:
+    """Do something beside the block, which has been done when it ends."""
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(call)
+        yield
+        done.result(SPARK_S)
+
+
+def waits_for_a_lock(path: str) -> None:
+    until = time.monotonic() + SPARK_S
+    while not Path(path).exists() and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 class Stuck(nn.Module):
-    """Rank 1 waits in its third pass, the first time that it comes there."""
+    """Rank 1 waits in its third pass, the first time that it comes there, for a file."""
 
-    def __init__(self, path: str, seconds: float) -> None:
+    def __init__(self, path: str, awaits: str) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 3)
-        self.path, self.seconds, self.passes = path, seconds, 0
+        self.path, self.awaits, self.passes = path, awaits, 0
 
     def forward(self, features: Tensor) -> Tensor:
         self.passes += task_rank() == 1
         if self.passes == 3 and not lines(self.path):
             append_line(self.path, "here")
-            waits_for_a_lock(self.seconds)
+            waits_for_a_lock(self.awaits)
         return self.layer(features)
 
 
 @pytest.mark.slow
 def test_the_error_about_a_silent_worker_has_its_stacks(
-    spark: SparkSession, tmp_path: Path
+    spark: SparkSession, tmp_path: Path, driver: Driver, asked: str
 ) -> None:
-    # The timeout also limits the workers' start, and a session's first start is its slowest.
-    estimator().fit(frame(spark))
-    model = Stuck(str(tmp_path / "stuck"), 13.0)
-    with pytest.raises(DeadlineError, match=r"rank 1 .* did not contribute to round") as raised:
-        estimator(model=model, epochs=3, timeout=8.0, maxFailures=0).fit(frame(spark))
+    stuck = str(tmp_path / "stuck")
+
+    def be_late() -> None:
+        assert eventually(lambda: bool(lines(stuck)), SPARK_S)
+        assert eventually(lambda: set(driver.coordinator.round.waiting) == {0})
+        driver.wait(TIMEOUT_S + 1)
+
+    fits = estimator(model=Stuck(stuck, asked), epochs=3, timeout=TIMEOUT_S, maxFailures=0)
+    with (
+        pytest.raises(DeadlineError, match=r"rank 1 .* did not contribute to round") as raised,
+        meanwhile(be_late),
+    ):
+        fits.fit(frame(spark))
     shown = "".join(traceback.format_exception(raised.value))
     told = shown.partition("Workers that have not left:\n")[2]
     assert "in waits_for_a_lock" in told[told.index("rank 1 on ") :]
@@ -72,13 +150,20 @@ def test_the_error_about_a_silent_worker_has_its_stacks(
 def test_the_stacks_of_a_worker_that_is_dropped_are_logged_and_training_goes_on(
     spark: SparkSession,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    driver: Driver,
+    asked: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(membership, "STRAGGLER_S", 1.5)
-    model = Stuck(str(tmp_path / "stuck"), 5.0)
-    with caplog.at_level(logging.WARNING, logger="sparkdl"):
-        fitted = estimator(model=model, epochs=3).fit(frame(spark))
+    stuck = str(tmp_path / "stuck")
+
+    def be_late() -> None:
+        assert eventually(lambda: bool(lines(stuck)), SPARK_S)
+        assert eventually(lambda: set(driver.coordinator.round.waiting) == {0})
+        driver.coordinator.members._longest_window = 1.0  # nobody is late before one has been seen
+        driver.wait(STRAGGLER_S + 1)
+
+    with caplog.at_level(logging.WARNING, logger="sparkdl"), meanwhile(be_late):
+        fitted = estimator(model=Stuck(stuck, asked), epochs=3).fit(frame(spark))
     assert [epoch.examples for epoch in fitted.history] == [60] * 3
     told = [r.getMessage() for r in caplog.records if "still running" in r.getMessage()]
     assert len(told) == 1
@@ -90,9 +175,7 @@ def signal_soon(path: Path) -> threading.Thread:
     """Send this process SIGUSR1 once a worker has said that it is busy."""
 
     def send() -> None:
-        deadline = time.monotonic() + 60
-        while not lines(path) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        assert eventually(lambda: bool(lines(path)), SPARK_S)
         os.kill(os.getpid(), signal.SIGUSR1)
 
     thread = threading.Thread(target=send)
@@ -102,10 +185,10 @@ def signal_soon(path: Path) -> threading.Thread:
 
 @pytest.mark.slow
 def test_at_sigusr1_the_driver_writes_where_the_workers_of_a_fit_are(
-    spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    spark: SparkSession, tmp_path: Path, asked: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sender = signal_soon(tmp_path / "stuck")
-    estimator(model=Stuck(str(tmp_path / "stuck"), 3.0), epochs=2).fit(frame(spark))
+    estimator(model=Stuck(str(tmp_path / "stuck"), asked), epochs=2).fit(frame(spark))
     sender.join()
     told = capsys.readouterr().err
     assert "rank 0 on " in told
@@ -116,13 +199,13 @@ def test_at_sigusr1_the_driver_writes_where_the_workers_of_a_fit_are(
 
 @pytest.mark.slow
 def test_at_sigusr1_the_driver_writes_where_the_workers_of_a_function_are(
-    spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    spark: SparkSession, tmp_path: Path, asked: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(tmp_path / "busy")
 
     def busy() -> int:
         append_line(path, "here")
-        waits_for_a_lock(3.0)
+        waits_for_a_lock(asked)
         return task_rank()
 
     sender = signal_soon(tmp_path / "busy")
@@ -131,37 +214,87 @@ def test_at_sigusr1_the_driver_writes_where_the_workers_of_a_function_are(
     assert "in waits_for_a_lock" in capsys.readouterr().err
 
 
+@pytest.fixture
+def looks(tmp_path: Path, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder with a file for each time that the watchdog has seen tasks run, named by its number.
+
+    Most of the timeout passes each time.
+    """
+    folder, progress = tmp_path / "looks", watchdog.progress
+    folder.mkdir()
+
+    def look(*arguments: Any) -> list[watchdog.StageProgress]:
+        stages = progress(*arguments)
+        if any(stage.active for stage in stages) and len(list(folder.iterdir())) < 6:
+            driver.wait(0.8 * TIMEOUT_S)
+            Path(folder, str(len(list(folder.iterdir())))).touch()
+        return stages
+
+    monkeypatch.setattr(watchdog, "progress", look)
+    return str(folder)
+
+
+def slowly(folder: str, look: Callable[[int], int]) -> Any:
+    """A function of Spark's that returns what it is given, but only after so many looks."""
+
+    def wait(value: int) -> int:
+        waits_for_a_lock(f"{folder}/{look(value)}")
+        return value
+
+    return F.udf(wait, LongType(), useArrow=False)
+
+
 @pytest.mark.slow
-def test_an_upstream_that_takes_longer_than_the_timeout_is_waited_for(spark: SparkSession) -> None:
-    slowly = F.udf(lambda value: time.sleep(1.2) or value, LongType(), useArrow=False)
-    upstream = spark.range(0, 15, 1, 15).select(slowly("id").alias("id")).repartition(2)
-    fitted: Any = estimator(timeout=4.0, batchSize=4).fit(with_features(upstream))
+def test_an_upstream_that_takes_longer_than_the_timeout_is_waited_for(
+    spark: SparkSession, driver: Driver, looks: str
+) -> None:
+    ids = spark.range(0, 15, 1, 15).select(
+        slowly(looks, lambda value: value // 3)("id").alias("id")
+    )
+    upstream = ids.repartition(2)
+    fitted: Any = estimator(timeout=TIMEOUT_S, batchSize=4).fit(with_features(upstream))
     assert fitted.history[0].examples == 15
+    assert driver.clock.passed > 3 * TIMEOUT_S
 
 
 @pytest.mark.slow
 def test_a_single_task_upstream_that_takes_longer_than_the_timeout_is_waited_for(
-    spark: SparkSession,
+    spark: SparkSession, driver: Driver, looks: str
 ) -> None:
     """As many tasks as workers, and nothing for Spark to report while they run."""
-    slowly = F.udf(lambda value: time.sleep(10) or value, LongType(), useArrow=False)
-    upstream = spark.range(0, 2, 1, 2).select(slowly("id").alias("id")).repartition(2)
+    ids = spark.range(0, 2, 1, 2).select(slowly(looks, lambda value: 4)("id").alias("id"))
+    upstream = ids.repartition(2)
     upstream = upstream.select(F.explode(F.sequence("id", F.col("id") + 4)).alias("id"))
-    fitted: Any = estimator(timeout=7.0, batchSize=4).fit(with_features(upstream))
+    fitted: Any = estimator(timeout=TIMEOUT_S, batchSize=4).fit(with_features(upstream))
     assert fitted.history[0].examples == 10
+    assert driver.clock.passed > 3 * TIMEOUT_S
 
 
 @pytest.mark.slow
-def test_workers_that_are_never_started_are_named_in_time(spark: SparkSession) -> None:
+def test_workers_that_are_never_started_are_named_at_the_timeout(
+    spark: SparkSession, tmp_path: Path, driver: Driver
+) -> None:
     """Two of three slots are taken, which Spark has no word for."""
-    context = spark.sparkContext
-    taken = threading.Thread(
-        target=lambda: context.parallelize(range(2), 2).foreach(lambda _: time.sleep(16))
-    )
-    taken.start()
-    time.sleep(1)
-    started = time.monotonic()
-    with pytest.raises(DeadlineError, match=r"did not start \(1 of 3 workers did"):
-        estimator(model=Slow(0.0), numWorkers=3, timeout=6.0).fit(frame(spark))
-    assert time.monotonic() - started < 16
-    taken.join()
+    context, taken, over = spark.sparkContext, str(tmp_path), str(tmp_path / "over")
+
+    def take(number: int) -> None:
+        Path(taken, f"taken-{number}").touch()
+        waits_for_a_lock(over)
+
+    def be_late() -> None:
+        assert eventually(lambda: bool(driver.averagers), SPARK_S)
+        assert eventually(lambda: driver.coordinator.members.joined == 1, SPARK_S)
+        driver.wait(TIMEOUT_S + 1)
+
+    takes = threading.Thread(target=lambda: context.parallelize(range(2), 2).foreach(take))
+    takes.start()
+    try:
+        assert eventually(lambda: len(list(tmp_path.iterdir())) == 2, SPARK_S)
+        with (
+            pytest.raises(DeadlineError, match=r"did not start \(1 of 3 workers did"),
+            meanwhile(be_late),
+        ):
+            estimator(model=Slow(0.0), numWorkers=3, timeout=TIMEOUT_S).fit(frame(spark))
+    finally:
+        Path(over).touch()
+        takes.join()
