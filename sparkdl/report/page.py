@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pyarrow import fs
 
+from sparkdl.redaction import without_credentials
 from sparkdl.report.findings import findings
 from sparkdl.report.marks import count, duration, number, octets, text
 from sparkdl.report.plots import curves_over_time, metric_curves
@@ -114,7 +115,9 @@ def _head(recording: Recording) -> str:
         else ""
     )
     error = (
-        f'<div class="finding error">{text(recording.error, 2000)}</div>' if recording.error else ""
+        f'<div class="finding error">{text(without_credentials(recording.error), 2000)}</div>'
+        if recording.error
+        else ""
     )
     return (
         f"<header><h1>{text(setup.model or 'Training')}</h1>"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from sparkdl.phases import PHASES
+from sparkdl.redaction import without_credentials
 from sparkdl.report.findings import name_of
 from sparkdl.report.marks import count, duration, octets, text
 from sparkdl.report.recording import BUSY, Recording
@@ -20,7 +21,7 @@ def failures(recording: Recording) -> str:
     rows = "".join(
         f"<tr><td>{duration(each.at)}</td>"
         f"<td class=text>{text(_who(recording, each.rank), 80)}</td>"
-        f'<td class="text wide">{text(each.why, 400)}</td></tr>'
+        f'<td class="text wide">{text(without_credentials(each.why), 400)}</td></tr>'
         for each in recording.failures
     )
     more = recording.num_failures - len(recording.failures)

@@ -39,6 +39,7 @@ from sparkdl.jobs.configuration.help import HelpFormatter, describe, exit_codes
 from sparkdl.jobs.configuration.refusal import (
     JobParser,
     fill_sections,
+    require_decimals,
     require_mappings,
     require_one_path,
 )
@@ -257,6 +258,7 @@ def read_settings(job: JobName, arguments: list[str] | None = None) -> Settings:
         sys.path.append(str(Path.cwd()))
     parser = build_parser(job)
     require_mappings(parser, arguments)
+    require_decimals(parser, arguments)
     config = parser.parse_args(arguments)
     fill_sections(parser, config)
     output = config.get(OUTPUTS[job])

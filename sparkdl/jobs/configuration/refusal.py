@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from jsonargparse import ArgumentParser, Namespace
 
 from sparkdl.jobs.configuration.wording import in_words
-from sparkdl.jobs.configuration.yaml_text import YamlError, parse, read
+from sparkdl.jobs.configuration.yaml_text import YamlError, is_decimal, parse, read
 from sparkdl.redaction import without_credentials, without_secrets
 
 PLAIN_SECTIONS = ("session", "rows", "write")
@@ -87,6 +87,15 @@ def require_mappings(parser: JobParser, arguments: list[str] | None) -> None:
             parser.refuse(
                 f"{shown} {what}: --{name} takes a file of keys, such as conf/flights.yaml"
             )
+
+
+def require_decimals(parser: JobParser, arguments: list[str] | None) -> None:
+    """Refuse numbers of the command line that would be read in another base, as in a file."""
+    hints = {action.dest: str(getattr(action, "_typehint", "str")) for action in parser._actions}
+    numbers = [name for name, hint in hints.items() if re.search("int|float", hint)]
+    for name, value in _given(arguments, *(name for name in numbers if "str" not in hints[name])):
+        if not is_decimal(value):
+            parser.refuse(f"--{name} must be a number in base 10, without leading zeros or colons")
 
 
 def fill_sections(parser: JobParser, config: Namespace) -> None:

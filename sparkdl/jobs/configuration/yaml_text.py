@@ -84,6 +84,11 @@ def parse(text: str) -> Any:
     return found
 
 
+def is_decimal(text: str) -> bool:
+    """Whether a text cannot be a number in another base."""
+    return _OTHER_BASE.fullmatch(text) is None
+
+
 def _check(root: Any) -> None:
     left, seen = [root], set()
     while left:
@@ -100,7 +105,7 @@ def _check(root: Any) -> None:
                 left += [key, value]
         elif isinstance(node, yaml.SequenceNode):
             left += node.value
-        elif not node.style and _OTHER_BASE.fullmatch(node.value):
+        elif not node.style and not is_decimal(node.value):
             raise YamlError(
                 "has a number that begins with 0 or has a colon, which would be read in base 8 or "
                 f"60{_where(node.start_mark)}. Write it as a decimal number, or in quotes"

@@ -323,6 +323,8 @@ def test_what_is_wrong_is_said_in_one_sentence_without_the_values(
         (["S3CR3T"], "a word that belongs to no option"),
         (["--estimator.epochs", "S3CR3T"], "estimator.epochs must be int, got a text"),
         (["--estimator.epochs"], "--estimator.epochs: expected one argument"),
+        (["--estimator.epochs", "010"], "--estimator.epochs must be a number in base 10"),
+        (["--estimator.clipNorm=1:30"], "--estimator.clipNorm must be a number in base 10"),
         (["--source.init_args.pth", "S3CR3T"], "takes no argument 'pth'; did you mean 'path'?"),
         (
             ["--config", "https://K:S3CR3T@host/file.yaml"],
