@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from py4j.protocol import Py4JError
@@ -68,10 +69,8 @@ def require_session(spark: SparkSession | None = None) -> SparkSession:
         ConfigError: there is none, or it has been stopped or is Spark Connect's.
     """
     if spark is None:
-        try:
+        with _jvm_named():
             spark = current_session()
-        except (Py4JError, OSError) as error:
-            raise ConfigError(end_of_jvm(error) or str(error)) from error
     if spark is None and SparkContext._gateway is None:
         raise ConfigError(
             "there is no active Spark session; create one with sparkdl.create_session()"
@@ -85,10 +84,19 @@ def require_session(spark: SparkSession | None = None) -> SparkSession:
 
 def _is_stopped(spark: SparkSession) -> bool:
     context = spark.sparkContext._jsc
-    try:
+    with _jvm_named():
         return context is None or bool(context.sc().isStopped())
+
+
+@contextmanager
+def _jvm_named() -> Iterator[None]:
+    try:
+        yield
     except (Py4JError, OSError) as error:
-        raise ConfigError(end_of_jvm(error) or str(error)) from error
+        ended = end_of_jvm(error)
+        if ended is None:  # an interrupt in the middle of a call, for example
+            raise
+        raise ConfigError(ended) from error
 
 
 def _of_connect(what: str) -> ConfigError:
