@@ -43,6 +43,10 @@ def are_metrics(value: object) -> bool:
     return isinstance(value, dict) and is_metric_value(value)
 
 
+NOTHING = 1e-12
+"""The weight of a row in a window in which nothing counts, less than any float32 can tell."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowReport:
     """What one worker did since its last contribution; travels with each contribution."""
@@ -56,14 +60,16 @@ class WindowReport:
     examples: int
     """Rows trained on in this window."""
     loss_sum: float
-    """Sum over those rows of the loss (the minibatch mean times its rows)."""
+    """Sum over those rows of the loss (the minibatch mean times its divisor)."""
     last: bool
     """Whether this window was the worker's last of the epoch."""
+    counted: float | None = None
+    """Sum of what the minibatches' losses were divided by; None where those were their rows."""
     step_of_epoch: int = 0
     """The worker's optimizer steps since the start of the epoch."""
-    stands_for: int | None = None
-    """Rows of all workers that formed this contribution together; 0 for those among them that do
-    not send it, 1 where all contributions count equally, None where each counts by its own rows."""
+    stands_for: float | None = None
+    """The weight of all workers that formed this contribution together; 0 for those among them that
+    do not send it, 1 where all contributions count equally, None where each has its own weight."""
     measured: Mapping[str, float] = field(default_factory=dict)
     """What the worker's strategy has measured, by name."""
     staleness: int = 0
@@ -71,9 +77,17 @@ class WindowReport:
     Counted by the averager; always 0 where every worker takes part in every round."""
 
     @property
-    def weight(self) -> int:
-        """How much the contribution counts, in rows; at 0 there is no contribution."""
-        return self.examples if self.stands_for is None else self.stands_for
+    def divisor(self) -> float:
+        """What to divide ``loss_sum`` by: the rows, or what counts in them."""
+        return self.examples if self.counted is None else self.counted
+
+    @property
+    def weight(self) -> float:
+        """How much the contribution counts: its divisor; at 0 there is no contribution."""
+        if self.stands_for is not None:
+            return self.stands_for
+        # Where nothing counts in anyone's window, what the optimizers did without is agreed on.
+        return max(self.divisor, NOTHING * self.examples)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +103,7 @@ class ValidationReport:
     loss_sum: float
     """Sum of the (weighted) loss over them."""
     weight: float
-    """Sum of the rows' weights; their number if they have none."""
+    """Sum of the rows' weights, their number if they have none, or of what the loss divides by."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +113,8 @@ class EpochSummary:
     epoch: int
     """Epoch counted from 1."""
     loss: float
-    """Mean training loss over the rows of the epoch, as seen by the replicas while they trained."""
+    """Mean training loss over the rows of the epoch, or over the labels that count, as seen by the
+    replicas while they trained."""
     examples: int
     """Rows trained on by all workers together."""
     rounds: int
@@ -140,11 +155,12 @@ def summarize_epoch(
     # Sorted, because floating-point sums would otherwise depend on the order of arrival.
     ordered = sorted(windows, key=lambda window: (window.rank, window.step))
     examples = sum(window.examples for window in ordered)
+    divisor = sum(window.divisor for window in ordered)
     loss_sum = sum(window.loss_sum for window in ordered)
     staleness = [window.staleness for window in ordered if window.weight]
     return EpochSummary(
         epoch=epoch,
-        loss=loss_sum / examples if examples else float("nan"),
+        loss=loss_sum / divisor if divisor else float("nan"),
         examples=examples,
         rounds=rounds,
         seconds=seconds,

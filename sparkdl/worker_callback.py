@@ -84,6 +84,7 @@ class StepCalls:
         self._replica = replica
         self._step: WorkerStep
         self._under_way = False
+        self._divisor = torch.zeros(())
 
     def restart(self) -> None:
         """Forget a step that was not finished."""
@@ -113,11 +114,20 @@ class StepCalls:
         )
         self._each("before_step")
 
-    def count(self, examples: int, loss: Tensor) -> None:
-        """Take note of a minibatch that was trained on in this step, and of its mean loss."""
+    def count(self, examples: int, loss: Tensor, divisor: Tensor | None = None) -> None:
+        """Take note of a minibatch that was trained on in this step.
+
+        Args:
+            examples: its rows.
+            loss: its mean loss.
+            divisor: what that was divided by; None for its rows.
+        """
         known, before = self._step, self._step.examples
         known.examples += examples
-        share = examples / max(known.examples, 1)
+        share: float | Tensor = examples / max(known.examples, 1)
+        if divisor is not None:
+            self._divisor = divisor if not before else self._divisor + divisor
+            share = torch.where(divisor > 0, divisor / self._divisor, 0.0).to(loss.dtype)
         known.loss = loss if known.loss is None or not before else known.loss.lerp(loss, share)
 
     def after(self) -> None:

@@ -54,10 +54,10 @@ class TensorBoard(Callback):
             training.kept[self].settings(training.recording.setup)
 
     def on_round(self, training: Training, reports: Sequence[WindowReport]) -> None:
-        """Write the mean loss of the round's rows."""
-        examples = sum(report.examples for report in reports)
-        if examples:
-            mean = sum(report.loss_sum for report in reports) / examples
+        """Write the mean loss of the round's windows."""
+        divisor = sum(report.divisor for report in reports)
+        if divisor:
+            mean = sum(report.loss_sum for report in reports) / divisor
             training.kept[self].writer.add_scalar("loss/round", mean, training.step)
 
     def on_epoch(self, training: Training, summary: EpochSummary) -> None:

@@ -37,6 +37,7 @@ from sparkdl.errors import (
 )
 from sparkdl.events import EpochSummary
 from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.replica.losses import LossUse
 from sparkdl.replica.warm_start import WarmStart
 from sparkdl.report import Recording
 from sparkdl.user_code.tracebacks import message_of, text_of
@@ -73,7 +74,7 @@ def run(
     host: str = "127.0.0.1",
     advertised_host: str | None = None,
     checkpoints: CheckpointPolicy | None = None,
-    check: Callable[[DataStatistics], None] = lambda statistics: None,
+    check: Callable[[DataStatistics], LossUse | None] = lambda statistics: None,
     on_event: Callable[[Event], None] = lambda event: None,
     callbacks: Sequence[Callback] = (),
     warm_start: WarmStart | None = None,
@@ -90,7 +91,7 @@ def run(
         advertised_host: the name under which workers reach it.
         checkpoints: where to write checkpoints and whether to resume from one; none by default.
         check: called with what the workers found in their rows, before any of them trains on the
-            rows; an exception ends the run.
+            rows; an exception ends the run. Returns how they use the loss; None if it is not known.
         on_event: called in this thread with the data's statistics and with each window and epoch
             reported.
         callbacks: also called in this thread; they may end the training.

@@ -26,6 +26,8 @@ from sparkdl.errors import DataError, SparkDLError
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.statistics.check import check_statistics
 from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.replica.losses import LossUse
+from sparkdl.replica.trying import divides_by
 from sparkdl.worker import Job
 
 logger = logging.getLogger(__name__)
@@ -116,6 +118,8 @@ class Serving:
             return
         awaits_commit = training.stopped is not None
         is_news = not isinstance(event, DataStatistics) or self._examine(event)
+        if is_news and isinstance(event, DataStatistics):
+            training.recording.note_loss_use(self._examine.loss_use.told())
         if is_news:
             self.tell(event)
         if isinstance(event, EpochValidated) and training.kept_epoch == event.summary.epoch:
@@ -126,7 +130,7 @@ class Serving:
         if training.stopped is not None and (is_commit or not awaits_commit):
             averager.stop(training.stopped)
         elif isinstance(event, DataStatistics):
-            averager.start()
+            averager.start(self._examine.loss_use.as_json())
         elif isinstance(event, EpochValidated):
             averager.approve_epoch(event.summary.epoch)
 
@@ -136,19 +140,24 @@ class RowExaminer:
 
     Args:
         job: what is trained.
-        check: the caller's own checks.
+        check: the caller's own checks, which may say how the loss is used.
         resumed: the checkpoint that this process started from, if there was one.
+
+    Attributes:
+        loss_use: what the first check has said.
     """
 
     def __init__(
-        self, job: Job, check: Callable[[DataStatistics], None], resumed: Resumed | None
+        self, job: Job, check: Callable[[DataStatistics], LossUse | None], resumed: Resumed | None
     ) -> None:
+        self._job = job
         self._epochs = job.epochs
         self._columns = job.schema.columns
         self._check = check
         self._resumed = resumed
         self._first: DataStatistics | None = None
         self._begun = False
+        self.loss_use = LossUse()
 
     def __call__(self, statistics: DataStatistics) -> bool:
         """Raise if anything is wrong with the rows; returns whether this is the first check.
@@ -160,12 +169,12 @@ class RowExaminer:
             if self._first is not None:
                 return False  # all rows were checked before the workers were restarted
             check_statistics(statistics, self._columns)
-            self._check(statistics)
+            self._find_use(self._check(statistics), statistics)
             is_news, self._begun = not self._begun, True
             return is_news
         if self._first is None:
             check_statistics(statistics, self._columns)
-            self._check(statistics)
+            self._find_use(self._check(statistics), statistics)
             if self._resumed is not None:
                 require_same_rows(self._resumed, statistics.lasting(), self._columns)
                 if has_ended(self._resumed, self._epochs):
@@ -186,3 +195,15 @@ class RowExaminer:
                 "Persist or write it first"
             )
         return False
+
+    def _find_use(self, found: LossUse | None, statistics: DataStatistics) -> None:
+        """Keep what the first check has said of the loss, or what is known of torch's own."""
+        if self._begun:
+            return
+        job = self._job
+        if found is None:
+            transforms = job.feed.transform is not None
+            found = LossUse(
+                divides_by=divides_by(job.loss, job.schema, statistics, transforms=transforms)
+            )
+        self.loss_use = found

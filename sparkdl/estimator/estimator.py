@@ -212,6 +212,7 @@ class BaseEstimator(
             widths=ready.checked.widths,
             labels=ready.checked.labels,
             loss=ready.job.loss,
+            loss_use=ready.checked.loss_use,
             history=outcome.history,
             summary=TrainingSummary(outcome.recording),
         )
@@ -229,10 +230,13 @@ class TorchEstimator(BaseEstimator[TorchModel], OutputParams):
             pickle; models that torch refuses to pickle (weight_norm, TorchScript) must be given as
             one. Lazy layers take their shapes from the first row. Parameters with
             requires_grad=False are built by every worker, never exchanged, and must not change.
-        loss: (outputs, targets) -> scalar tensor, the mean over the minibatch. The outputs are all
-            that the model returns: a tensor, tuple, dict or object. ``"model"`` for a model that
-            computes its own loss: it is called with ``labelCol`` as ``labels=``, or with each of
-            ``labelCols`` by name, and returns the loss as output ``loss``, first in a tuple, or
+        loss: (outputs, targets) -> scalar tensor, the mean over the minibatch's rows; or two, (sum,
+            weight): the sum over what counts, and what to divide it by. torch's losses of classes
+            divide by the labels that count. One number per row is given as (rows,) or (rows, 1),
+            whichever compares no row with another's target, or else as in the column. The outputs
+            are all that the model returns: a tensor, tuple, dict or object. ``"model"`` for a model
+            that computes its own loss: it is called with ``labelCol`` as ``labels=``, or with each
+            of ``labelCols`` by name, and returns the loss as output ``loss``, first in a tuple, or
             alone.
         optimizer: parameters -> Optimizer, for example ``partial(torch.optim.SGD, lr=0.1)``. A
             function whose first argument is called ``named_parameters`` is given pairs (name,

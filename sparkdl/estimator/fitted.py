@@ -29,7 +29,7 @@ from sparkdl.metrics.metrics import WEIGHTS
 from sparkdl.outputs import Widths
 from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.protocols import ColumnSpec, LossFunction
-from sparkdl.replica.losses import ModelLoss
+from sparkdl.replica.losses import LossUse, ModelLoss
 from sparkdl.report import TrainingSummary
 from sparkdl.spark.closures.pickling import References, pickled
 from sparkdl.spark.inference.columns import prediction_columns, readable, require_end
@@ -64,6 +64,7 @@ class FittedModel(
         history: Sequence[EpochSummary],
         labels: Sequence[ColumnSpec] = (),
         loss: LossFunction | None = None,
+        loss_use: LossUse | None = None,
         summary: TrainingSummary | None = None,
     ) -> None:
         super().__init__()
@@ -73,6 +74,7 @@ class FittedModel(
         self._features = tuple(features)
         self._labels = tuple(labels)
         self._loss = loss
+        self._loss_use = loss_use
         self._builder = builder
         self._head = head
         self._widths = widths
@@ -179,7 +181,7 @@ class FittedModel(
             )
         rows, label_columns, labels = self._labelled(dataset)
         used = References()
-        octets = pickled(Score(self._loss_of_rows(), labels), used)
+        octets = pickled(Score(self._loss_of_rows(), labels, self._loss_use), used)
         predictor = self._predictor(outputs, given, spark, used=used, score=octets)
         both = [*columns, *label_columns]
         added = readable(rows, columns[0]).withColumns(
@@ -285,6 +287,7 @@ class FittedModel(
             history=self.history,
             labels=self._labels,
             loss=None if self.getScoreCol() is None else self._loss,
+            target_dims=None if self._loss_use is None else self._loss_use.target_dims,
         )
         return ModelWriter(self, saved)
 
@@ -324,6 +327,7 @@ class FittedModel(
             history=saved.history,
             labels=saved.labels,
             loss=saved.loss,
+            loss_use=None if saved.target_dims is None else LossUse(saved.target_dims),
         )
 
     def copy(self, extra: Any = None) -> Self:

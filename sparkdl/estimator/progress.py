@@ -51,7 +51,7 @@ class ProgressBar:
     def __init__(self, epochs: int, *, visible: bool) -> None:
         self._epochs = epochs
         self._loss_sum = 0.0
-        self._examples = 0
+        self._divisor = 0.0
         self._reading = True
         self._workers = _Workers()
         self._bar = tqdm(disable=True)
@@ -97,7 +97,7 @@ class ProgressBar:
                 self._workers.note(event)
         elif isinstance(event, WindowReport):
             self._loss_sum += event.loss_sum
-            self._examples += event.examples
+            self._divisor += event.divisor
             shown = [f"loss {self._mean_loss():.4f}", *self._workers.told()]
             self._bar.set_postfix_str(", ".join(shown), refresh=False)
             self._bar.update(event.examples)
@@ -127,12 +127,12 @@ class ProgressBar:
         return None if container is None else container.children[1]
 
     def _start_epoch(self, epoch: int) -> None:
-        self._loss_sum, self._examples = 0.0, 0
+        self._loss_sum, self._divisor = 0.0, 0.0
         if epoch <= self._epochs:
             self._bar.set_description_str(f"epoch {epoch}/{self._epochs}")
 
     def _mean_loss(self) -> float:
-        return self._loss_sum / self._examples if self._examples else float("nan")
+        return self._loss_sum / self._divisor if self._divisor else float("nan")
 
 
 class _Workers:

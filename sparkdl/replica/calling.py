@@ -1,4 +1,4 @@
-"""How a model is called and its loss's targets are shaped, in training and in prediction alike."""
+"""How a model is called, in training and in prediction alike."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sparkdl.protocols import Features, Targets
+from sparkdl.protocols import Features
 
 
 def forward(
@@ -29,20 +29,3 @@ def forward(
     if not isinstance(features, dict):
         return module(*features, **named)
     return module(**features, **named) if as_kwargs else module(features, **named)
-
-
-def align_targets(outputs: Any, targets: Targets) -> Targets:
-    """Shape floating-point targets (examples,) like outputs (examples, 1).
-
-    torch's regression losses would broadcast the two to (examples, examples) and train on
-    nonsense with no more than a warning.
-    """
-    if (
-        isinstance(outputs, Tensor)
-        and isinstance(targets, Tensor)
-        and targets.is_floating_point()
-        and outputs.dim() == targets.dim() + 1
-        and outputs.shape[-1] == 1
-    ):
-        return targets.unsqueeze(-1)
-    return targets

@@ -1,18 +1,29 @@
-"""Losses of weighted rows, derived from losses that return a mean, and models' own losses."""
+"""The loss of a minibatch: a sum over what counts, divided by how much that is.
+
+Most losses are means over the rows. torch's losses of class indices divide by the labels that
+count, each by its class's weight; a loss of one's own may return its sum and what to divide it by.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import torch
+import torch.nn.functional as functional
 from torch import Tensor, nn
+from torch.nn._reduction import legacy_get_string  # type: ignore[attr-defined]
 
 from sparkdl.errors import ModelError
 from sparkdl.outputs import described, parts_of
-from sparkdl.protocols import LossFunction, Targets
+from sparkdl.protocols import Batch, LossFunction, TargetDims, Targets
+from sparkdl.replica.targets import shaped
+
+HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -47,45 +58,286 @@ class ModelLoss:
         )
 
 
+@dataclass(frozen=True)
+class LossUse:
+    """How a loss is used, as the driver has found out before the first step.
+
+    Attributes:
+        target_dims: the shapes of its targets.
+        divides_by: ``rows`` where every row's label counts, and equally; ``counts`` where each
+            minibatch has a divisor of its own; None where nobody has looked.
+    """
+
+    target_dims: TargetDims = ()
+    divides_by: Literal["rows", "counts"] | None = None
+
+    def told(self) -> dict[str, str]:
+        """What a report shows of it."""
+        names = {1: "(rows,)", 2: "(rows, 1)", None: "as in the column"}
+        shapes = ", ".join(names[each] for each in self.target_dims) or names[None]
+        return {"targets": shapes, "loss divides by": self.divides_by or "not known"}
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``from_json``."""
+        return {"target_dims": list(self.target_dims), "divides_by": self.divides_by}
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> LossUse:
+        """What ``as_json`` returned; nothing is known where there is nothing."""
+        return cls(tuple(told.get("target_dims", ())), told.get("divides_by"))
+
+
+@dataclass(frozen=True)
+class ClassIndexLoss:
+    """What torch's cross entropy and negative log likelihood divide the sum of a minibatch by.
+
+    Attributes:
+        weight: of each class, shape (classes,); None where all count the same.
+        ignore_index: the label that does not count.
+    """
+
+    weight: Tensor | None
+    ignore_index: int
+
+    @classmethod
+    def of(cls, loss: LossFunction) -> ClassIndexLoss | None:
+        """From a loss with ``reduction="mean"``; None for any other than these two of torch's."""
+        if reduction_of(loss) != "mean":
+            return None
+        if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
+            own = type(loss).forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+            return cls(loss.weight, loss.ignore_index) if own else None
+        given: dict[str, Any] = {}
+        while isinstance(loss, functools.partial):
+            if loss.args:
+                return None
+            given, loss = {**loss.keywords, **given}, loss.func
+        if loss not in (functional.cross_entropy, functional.nll_loss):
+            return None
+        return cls(given.get("weight"), given.get("ignore_index", -100))
+
+    def counts(self, targets: Tensor) -> Tensor | None:
+        """How much each label counts, in the targets' shape; None for probabilities of classes."""
+        if targets.is_floating_point():
+            return None
+        counts = targets != self.ignore_index
+        if self.weight is None:
+            return counts
+        return self.weight.to(targets.device)[torch.where(counts, targets, 0).long()] * counts
+
+
+def reduction_of(loss: LossFunction) -> str | None:
+    """The reduction that a loss is set to, as torch's have one; None for any other."""
+    if isinstance(loss, nn.Module):
+        found = getattr(loss, "reduction", None)
+        return found if isinstance(found, str) else None
+    parameters = _parameters(loss)
+    old = [parameters[name].default if name in parameters else None for name in _OLD]
+    if any(isinstance(each, bool) for each in old):
+        return str(legacy_get_string(old[0], old[1], emit_warning=False))
+    found = parameters["reduction"].default if "reduction" in parameters else None
+    return found if isinstance(found, str) else None
+
+
+_OLD = ("size_average", "reduce")
+"""What ``reduction`` was called, and still wins over it."""
+
+
+def _parameters(loss: LossFunction) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(loss).parameters
+    except (TypeError, ValueError):  # a callable written in C may have no signature
+        return {}
+
+
+def with_reduction(loss: LossFunction, reduction: str) -> LossFunction:
+    """The same loss with another reduction; any but one that has a reduction is returned as is.
+
+    Args:
+        loss: the loss.
+        reduction: as torch's losses take it.
+    """
+    if isinstance(loss, nn.Module):
+        if not hasattr(loss, "reduction"):
+            return loss
+        changed: Any = copy.copy(loss)
+        changed.reduction = reduction
+        return changed  # type: ignore[no-any-return]
+    parameters = _parameters(loss)
+    if "reduction" not in parameters:
+        return loss
+    old = {name: None for name in _OLD if name in parameters}
+    return functools.partial(loss, reduction=reduction, **old)
+
+
 def loss_of_rows(loss: LossFunction) -> LossFunction:
     """The same loss, row by row: torch's own with ``reduction="none"``.
 
     Args:
         loss: the loss; any but torch's own is returned as is, and must give one value per row.
     """
-    if isinstance(loss, nn.Module):
-        if not hasattr(loss, "reduction"):
-            return loss
-        by_row: Any = copy.copy(loss)
-        by_row.reduction = "none"
-        rows: LossFunction = by_row
-        return rows
-    try:
-        takes_reduction = "reduction" in inspect.signature(loss).parameters
-    except (TypeError, ValueError):  # a callable written in C may have no signature
-        return loss
-    return functools.partial(loss, reduction="none") if takes_reduction else loss
+    return with_reduction(loss, "none")
 
 
-def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
-    """The loss of a minibatch of weighted rows: sum_i w_i l_i / n.
+class MinibatchLoss:
+    """The loss of one minibatch after another, with what each was divided by.
 
     Args:
-        values: the rows' losses l_i, shape (n,), or (n, ...), of which each row's mean is taken.
-        weights: w_i, shape (n,), 1 on average over all rows of all workers.
+        loss: the user's, or the model's own.
+        use: how it is used.
 
-    Returns:
-        A scalar.
+    Attributes:
+        is_sum: whether it is a sum, so that the gradients of parts of a minibatch are added.
+        may_divide: whether minibatches may have divisors of their own.
+    """
+
+    def __init__(self, loss: LossFunction, use: LossUse) -> None:
+        self._loss = loss
+        self._use = use
+        self._reduction = reduction_of(loss)
+        self.is_sum = self._reduction == "sum"
+        self._indices = None if use.divides_by == "rows" else ClassIndexLoss.of(loss)
+        self.may_divide = use.divides_by != "rows"
+        # The mean weight of all rows is 1, but not that of the labels that count.
+        certain = self._indices is not None and self._indices.weight is not None
+        self._counts_weighted = use.divides_by == "counts" or certain
+        self._sum = with_reduction(loss, "sum")
+        self._of_rows = loss_of_rows(loss)
+
+    def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Compute it.
+
+        Args:
+            outputs: what the model returned.
+            batch: the minibatch.
+
+        Returns:
+            The mean, a scalar, 0 where nothing counts; and what its sum was divided by, a float64
+            scalar, or None where that is the number of rows.
+
+        Raises:
+            ModelError: the loss gives neither a mean nor a pair, or, with weights, not one value
+                per row.
+        """
+        targets = shaped(batch.targets, self._use.target_dims)
+        if batch.weights is not None:
+            return self._weighted(outputs, targets, batch.weights)
+        counts = self._counts(targets)
+        if counts is None:
+            found = self._loss(outputs, targets)
+            return self._ratio(found, ()) if isinstance(found, tuple) else (found, None)
+        if isinstance(outputs, Tensor) and outputs.dtype in HALVES:
+            outputs = outputs.float()  # the sum of many labels would be rounded
+        return _ratio(self._sum(outputs, targets), counts.sum(dtype=torch.float64))
+
+    def _counts(self, targets: Targets) -> Tensor | None:
+        if self._indices is None or not isinstance(targets, Tensor):
+            return None
+        return self._indices.counts(targets)
+
+    def _weighted(
+        self, outputs: Any, targets: Targets, weights: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        values = self._of_rows(outputs, targets)
+        if isinstance(values, tuple):
+            return self._ratio(values, weights.shape, weights)
+        rows = by_row(values, len(weights))
+        found = self._counts(targets) if self._counts_weighted else None
+        if found is not None:
+            total = (rows.sum(1) * weights.to(rows.dtype)).sum()
+            return _ratio(total, (_sum_of_rows(found) * weights).sum())
+        if self._reduction in ("sum", "batchmean"):
+            weighted = rows.sum(1) * weights.to(rows.dtype)
+            return weighted.sum() if self.is_sum else weighted.mean(), None
+        return (rows.mean(1) * weights.to(rows.dtype)).mean(), None
+
+    def _ratio(
+        self, values: tuple[Any, ...], shape: tuple[int, ...], weights: Tensor | float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """From the pair that the loss has returned, of all rows together or by row."""
+        if not self.may_divide:
+            raise ModelError(
+                "the loss returns a pair (sum, weight) now, but returned a mean when it was tried "
+                "out before the first step. Have it return a pair always"
+            )
+        total, divisor = _pair(values, shape)
+        return _ratio((total * weights).sum(), (divisor.double() * weights).sum())
+
+    def values(self, outputs: Any, targets: Targets) -> Any:
+        """What the loss gives by row.
+
+        Args:
+            outputs: what the model returned.
+            targets: the labels, in the shapes that the loss takes.
+        """
+        return self._of_rows(outputs, targets)
+
+    def scores(self, outputs: Any, targets: Targets, rows: int) -> Tensor:
+        """The loss of each row, shape (rows,), float64: its sum, or its mean over what counts.
+
+        Args:
+            outputs: what the model returned.
+            targets: the labels, in the columns' shapes.
+            rows: how many there are.
+
+        Raises:
+            ModelError: the loss does not give one value per row.
+        """
+        targets = shaped(targets, self._use.target_dims)
+        values = self._of_rows(outputs, targets)
+        if isinstance(values, tuple):
+            sums, counts = (each.double() for each in _pair(values, (rows,)))
+            return torch.where(counts > 0, sums / counts, 0.0)
+        found = by_row(values, rows).double()
+        if self._reduction in ("sum", "batchmean"):
+            return found.sum(1)
+        counted = self._counts(targets)
+        if counted is None:
+            return found.mean(1)
+        return found.sum(1) / _sum_of_rows(counted != 0).clamp(min=1)
+
+
+def by_row(values: Any, rows: int) -> Tensor:
+    """The values of a loss by row, shape (rows, k).
+
+    Args:
+        values: what the loss gives.
+        rows: how many rows there are.
 
     Raises:
-        ModelError: there is not one value per row.
+        ModelError: there is not one value, or one tensor of values, per row.
     """
-    if not isinstance(values, Tensor) or values.dim() == 0 or len(values) != len(weights):
+    if not isinstance(values, Tensor) or values.dim() == 0 or len(values) != rows:
         shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise ModelError(
-            f"with weightCol the loss must give one value per row, shape ({len(weights)},) "
-            f"here, but it gives {shape}. torch's own losses do; drop the mean from your own "
-            "function"
+            f"weightCol and scoreCol need a loss with one value per row, shape ({rows},) here, but "
+            f"it gives {shape}. torch's own losses do; have your own function take "
+            "reduction='none' as an argument, or drop the mean"
         )
-    rows = values.reshape(len(values), -1).mean(dim=1)
-    return (rows * weights.to(rows.dtype)).mean()
+    return values.reshape(rows, -1)
+
+
+def _sum_of_rows(counts: Tensor) -> Tensor:
+    return counts.reshape(len(counts), -1).sum(1, dtype=torch.float64)
+
+
+def _pair(values: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The sum and what to divide it by, both of a shape.
+
+    Raises:
+        ModelError: that is not what the loss has returned.
+    """
+    if len(values) == 2 and isinstance(values[0], Tensor):
+        total, weight = values[0], torch.as_tensor(values[1], device=values[0].device)
+        if total.shape == weight.shape == shape:
+            return total, weight
+    wanted = "scalar tensors" if not shape else f"tensors of shape {tuple(shape)}, by row,"
+    raise ModelError(
+        f"a loss that returns a pair must return {wanted} (sum, weight): the sum over what counts "
+        f"in the minibatch, and what to divide it by. It returns {described(values)}"
+    )
+
+
+def _ratio(total: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
+    divisor = divisor.detach().double()
+    return total / torch.where(divisor == 0, 1.0, divisor).to(total.dtype), divisor

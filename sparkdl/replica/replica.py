@@ -25,10 +25,10 @@ from sparkdl.protocols import (
     Targets,
 )
 from sparkdl.replica.buffers import Buffers
-from sparkdl.replica.calling import align_targets, forward
+from sparkdl.replica.calling import forward
 from sparkdl.replica.flat import apart_from, flatten
 from sparkdl.replica.frozen import FrozenParameters
-from sparkdl.replica.losses import ModelLoss, loss_of_rows, weighted_mean
+from sparkdl.replica.losses import LossUse, MinibatchLoss, ModelLoss
 from sparkdl.replica.optimizer_state import OptimizerState
 from sparkdl.replica.optimizers import NamedParameters, build_optimizer
 from sparkdl.replica.schedule import Schedule, Unit
@@ -44,7 +44,7 @@ class Replica:
         module: the model; it is moved to the device, and its buffers and the parameters that
             require a gradient become flat views.
         optimizer: builds the optimizer from the module's trainable parameters.
-        loss: (outputs, targets) -> mean over the minibatch, or the model's own.
+        loss: (outputs, targets) -> mean over the minibatch, or (sum, weight), or the model's own.
         device: where the replica lives.
         clip_norm: the largest norm of all gradients together; before each optimizer step, larger
             gradients are scaled down to it. None for no limit.
@@ -60,6 +60,9 @@ class Replica:
 
     Attributes:
         frozen: the parameters that require no gradient; they are not in the segments.
+        loss_use: how the loss is used.
+        divisor: what the loss of the last minibatch was divided by, a float64 scalar; None where
+            that was its number of rows.
     """
 
     def __init__(
@@ -81,7 +84,8 @@ class Replica:
         self.device = torch.device(device)
         self.module = module.to(self.device)
         self.loss = loss.to(self.device) if isinstance(loss, nn.Module) else loss
-        self._loss_of_rows = loss_of_rows(self.loss)
+        self.use_loss(LossUse())
+        self.divisor: Tensor | None = None
         self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self._trainable = [parameter for _, parameter in self._named]
         if not self._trainable:
@@ -98,6 +102,21 @@ class Replica:
         self._build_schedule = partial(Schedule, build=scheduler, unit=scheduler_every)
         self.schedule = self._build_schedule(self.optimizer)
         self._optimizer_state = OptimizerState(self.optimizer)
+
+    def use_loss(self, use: LossUse) -> None:
+        """Use the loss as the driver has found out."""
+        self.loss_use = use
+        self._minibatch_loss = MinibatchLoss(self.loss, use)
+
+    @property
+    def adds_losses(self) -> bool:
+        """Whether the loss is a sum over the minibatch's rows: gradients add up, too."""
+        return self._minibatch_loss.is_sum
+
+    @property
+    def may_divide(self) -> bool:
+        """Whether losses may have divisors of their own; on all workers alike."""
+        return self._minibatch_loss.may_divide
 
     def take_as_frozen(self) -> None:
         """Take the present values of what requires no gradient as fixed, after overwriting them."""
@@ -211,11 +230,9 @@ class Replica:
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def loss_of(self, outputs: Any, batch: Batch) -> Tensor:
-        """The loss of a minibatch, a scalar: the mean, or the mean of the weighted rows."""
-        targets = align_targets(outputs, batch.targets)
-        if batch.weights is None:
-            return self.loss(outputs, targets)
-        return weighted_mean(self._loss_of_rows(outputs, targets), batch.weights)
+        """The loss of a minibatch, a scalar; see ``MinibatchLoss``."""
+        loss, self.divisor = self._minibatch_loss(outputs, batch)
+        return loss
 
     def evaluate(
         self,
@@ -230,8 +247,8 @@ class Replica:
                 device; the outputs are those of prediction, without labels.
 
         Returns:
-            The sum of the (weighted) loss over the rows, and the sum of the weights, which are 1
-            per row if there are none.
+            The sum of the (weighted) loss over the rows, and what to divide it by: the sum of the
+            weights, which are 1 per row if there are none, or what the minibatches were divided by.
         """
         total = weight = torch.zeros((), dtype=torch.float64, device=self.device)
         training = self.module.training
@@ -246,6 +263,9 @@ class Replica:
                         outputs = self.outputs(batch, with_labels=False)
                 if watch is not None:
                     watch(outputs, batch.targets, batch.weights)
+                if self.divisor is not None:
+                    total, weight = total + loss.double() * self.divisor, weight + self.divisor
+                    continue
                 total = total + loss.double() * batch.examples
                 rows = batch.examples if batch.weights is None else batch.weights.double().sum()
                 weight = weight + rows

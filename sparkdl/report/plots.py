@@ -41,7 +41,7 @@ def curves_over_time(recording: Recording) -> str:
     ends = _edges(recording)
     widths = np.diff(ends)
     middles = (ends[:-1] + widths / 2) / size
-    examples, loss, moved, windows = _between(bins, ends).T
+    examples, loss, moved, windows, divisor = _between(bins, ends).T
     phases = _between(recording.lanes, ends).sum(axis=1)
 
     def curve(name: str, values: np.ndarray, **look: Any) -> Curve:
@@ -53,7 +53,7 @@ def curves_over_time(recording: Recording) -> str:
         chart, x_name=f"{unit} since the training began", x_range=(0.0, whole_s / size)
     )
     with np.errstate(divide="ignore", invalid="ignore"):
-        mean_loss = loss / examples
+        mean_loss = loss / divisor
         training = 1e3 * phases[:, BUSY].sum(axis=1) / windows
         agreeing = 1e3 * phases[:, AGREEING].sum(axis=1) / windows
     charts = [

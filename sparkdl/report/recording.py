@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,8 @@ class Setup:
         trained: those of them that are trained.
         model_bytes: of the model's parameters and buffers.
         settings: what else to show, by name.
+        loss_use: in which shape the loss takes its targets, and what it divides by, in words by
+            name; empty before the rows are known.
     """
 
     model: str = ""
@@ -68,6 +70,7 @@ class Setup:
     trained: int = 0
     model_bytes: int = 0
     settings: Mapping[str, object] = field(default_factory=dict)
+    loss_use: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +144,9 @@ class Recording:
         self.error: str | None = None
         self._rows = np.zeros(world_size, dtype=np.int64)
         self._windows = np.zeros(world_size, dtype=np.int64)
-        self._trained = TimeBins(4)
-        self._fresh: list[tuple[float, int, int, float]] = []  # time, rank, examples, loss sum
+        self._trained = TimeBins(5)
+        # Time, rank, examples, loss sum, divisor.
+        self._fresh: list[tuple[float, int, int, float, float]] = []
         self._began = time.monotonic()
         self._ended: float | None = None
 
@@ -221,9 +225,14 @@ class Recording:
         self.lanes.add(began, ended, seconds, rank // self.ranks_a_lane)
         self._trained.add(ended, ended, times.sent + times.received, 2)
 
+    def note_loss_use(self, told: Mapping[str, str]) -> None:
+        """Take note of how the loss is used, in words by name."""
+        self.setup = replace(self.setup, loss_use=dict(told))
+
     def _note_window(self, event: WindowReport) -> None:
         now = time.monotonic() - self._began
-        self._fresh.append((now, event.rank, event.examples, event.loss_sum))
+        fresh = now, event.rank, event.examples, event.loss_sum, event.divisor
+        self._fresh.append(fresh)
         if len(self._fresh) == AT_ONCE:
             self._add_up()
 
@@ -231,11 +240,12 @@ class Recording:
         if not self._fresh:
             return
         fresh, self._fresh = self._fresh, []
-        times, ranks, examples, losses = map(np.asarray, zip(*fresh, strict=True))
+        times, ranks, examples, losses, divisors = map(np.asarray, zip(*fresh, strict=True))
         np.add.at(self._rows, ranks, examples)
         np.add.at(self._windows, ranks, 1)
         finite = np.isfinite(losses)
-        values = np.stack([examples, losses, np.zeros(len(times)), np.ones(len(times))], axis=1)
+        count = len(times)
+        values = np.stack([examples, losses, np.zeros(count), np.ones(count), divisors], axis=1)
         self._trained.add_moments(times[finite], values[finite])
 
     def _note_failure(self, rank: int | None, why: str) -> None:

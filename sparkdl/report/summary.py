@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from sparkdl.events import EpochSummary
@@ -110,6 +111,11 @@ class TrainingSummary:
     def trained_parameters(self) -> int:
         """Numbers in the model that are trained."""
         return self.recording.setup.trained
+
+    @property
+    def loss_use(self) -> Mapping[str, str]:
+        """The shape in which the loss takes its targets, and what it divides by, in words."""
+        return self.recording.setup.loss_use
 
     @property
     def model_bytes(self) -> int:

@@ -75,7 +75,7 @@ def settings(recording: Recording) -> str:
     rows = "".join(
         f"<tr><td class=text>{text(name, 80)}</td>"
         f'<td class="text wide">{text(value, 500)}</td></tr>'
-        for name, value in sorted(settings.items())
+        for name, value in [*sorted(settings.items()), *recording.setup.loss_use.items()]
     )
     return (
         f"<section><h2>Settings</h2><details><summary>{len(settings)} Params of the estimator"

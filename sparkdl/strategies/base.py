@@ -54,6 +54,10 @@ class Run:
     """Rows trained on since the last round."""
     loss_sum: float | Tensor = 0.0
     """Sum of the loss over those rows; on a GPU a float64 scalar there."""
+    counted: float | Tensor | None = None
+    """Sum of what the loss was divided by, likewise; None where that was the rows."""
+    weighed: tuple[int, float] = (0, 0.0)
+    """Of ``examples`` and ``counted``, what ``take_weight`` has seen."""
     measured: Mapping[str, float] = field(default_factory=dict)
     """What the strategy has measured, by name, for the history; sent with the next window."""
     calls: StepCalls | None = None
@@ -68,6 +72,8 @@ class Run:
         self.step_of_epoch = position.step_of_epoch
         self.examples = 0
         self.loss_sum = 0.0
+        self.counted = None
+        self.weighed = (0, 0.0)
         self.measured = {}
         if self.calls is not None:
             self.calls.restart()
@@ -96,20 +102,27 @@ class Run:
             self.calls.after()
 
     def count(self, batch: Batch, loss: Tensor) -> None:
-        """Count a minibatch that was trained on, with its mean loss."""
+        """Count the minibatch that the replica has last seen, with its mean loss."""
         self.examples += batch.examples
         if self.calls is not None:
-            self.calls.count(batch.examples, loss)
+            self.calls.count(batch.examples, loss, self.replica.divisor)
         # Reading a number from a GPU at every step would stall it; on CPUs a tensor is slower.
-        self.loss_sum += batch.examples * (loss.double() if loss.is_cuda else loss.item())
+        mean = loss.double() if loss.is_cuda else loss.item()
+        divisor = self.replica.divisor
+        if divisor is None:
+            self.loss_sum += batch.examples * mean
+            return
+        counts = divisor if loss.is_cuda else divisor.item()
+        self.loss_sum += counts * mean
+        self.counted = counts if self.counted is None else self.counted + counts
 
-    def close_window(self, *, last: bool, stands_for: int | None = None) -> WindowReport:
+    def close_window(self, *, last: bool, stands_for: float | None = None) -> WindowReport:
         """Sum up the minibatches since the last round, and start counting again.
 
         Args:
             last: whether it is the epoch's last window.
-            stands_for: rows of all who have formed the contribution together, or 1 where all
-                contributions count equally.
+            stands_for: the weight of all who have formed the contribution together, or 1 where
+                all contributions count equally.
 
         Raises:
             TrainingError: frozen parameters have changed, found at the last window.
@@ -120,8 +133,20 @@ class Run:
         report = replace(self.window(), last=last, stands_for=stands_for, measured=self.measured)
         self.examples = 0
         self.loss_sum = 0.0
+        self.counted = None
+        self.weighed = (0, 0.0)
         self.measured = {}
         return report
+
+    def take_weight(self) -> float:
+        """How much what was trained on since the last round, or the last call, counts."""
+        window, (examples, counted) = self.window(), self.weighed
+        self.weighed = window.examples, window.counted or 0.0
+        return replace(
+            window,
+            examples=window.examples - examples,
+            counted=None if window.counted is None else window.counted - counted,
+        ).weight
 
     def window(self) -> WindowReport:
         """Sum up the minibatches since the last round, and keep counting."""
@@ -132,6 +157,7 @@ class Run:
             examples=self.examples,
             loss_sum=float(self.loss_sum),
             last=False,
+            counted=None if self.counted is None else float(self.counted),
             step_of_epoch=self.step_of_epoch,
         )
 

@@ -34,7 +34,8 @@ class ParameterAveraging(Strategy["Aggregation"]):
 
             center  <-  sum_r n_r * w_r / sum_r n_r         w_r  <-  center
 
-        With p = 1 and plain SGD this is synchronous SGD on the union of the workers' batches. By
+        With p = 1 and plain SGD this is synchronous SGD on the union of the workers' batches; where
+        the loss divides by something else than rows, such as class weights, n_r is that. By
         hosts h, and with a cut-off where worker r began with the center c_r, it is::
 
             w_h     <-  sum_(r on h) n_r * w_r / n_h
@@ -243,7 +244,7 @@ class AmongExecutors(Aggregation):
         """Form the mean, and commit it if that is due."""
         group = self._group
         window = range(group.steps, group.steps + self._period)
-        group.average(segments, group.examples_of(window), run.window())
+        group.average(segments, group.weights_of(run, window), run.window())
         group.steps = window.stop
         group.heartbeat(run)
         group.commit_if_due(run, self._commit_every, lambda: segments)
@@ -272,11 +273,12 @@ class ByHost(Aggregation):
         window = range(group.steps, group.steps + self._period)
         examples = group.examples_of(window)
         group.require_announced(run, examples)
-        stands_for = sum(examples) if group.collective.index == 0 else 0
+        weights = group.weights_of(run, window)
+        stands_for = sum(weights) if group.collective.index == 0 else 0
         mine = run.window()
         report = run.close_window(last=last, stands_for=stands_for)
-        if any(examples):
-            group.average(segments, examples, mine)
+        if any(weights):
+            group.average(segments, weights, mine)
         group.exchange(run, segments, report)
         group.steps = 0 if last else window.stop
 

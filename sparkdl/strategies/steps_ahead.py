@@ -30,13 +30,15 @@ class StepsAhead:
     def saved(self) -> dict[str, Any]:
         """For ``restore``: the steps, and what belongs to the window that they are part of."""
         run = self._run
-        counted = {"examples": run.examples, "loss_sum": float(run.loss_sum)}
-        return {"ahead": self.steps, **counted}
+        window = run.window()
+        counted = {"loss_sum": window.loss_sum, "counted": window.counted}
+        return {"ahead": self.steps, "examples": run.examples, **counted}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Take over what was ``saved``; ``skip`` must follow before the worker trains."""
         self._to_skip = saved["ahead"]
         self._run.examples, self._run.loss_sum = saved["examples"], saved["loss_sum"]
+        self._run.counted = saved.get("counted")
 
     def skip(self, batches: Iterator[Batch]) -> Batch | None:
         """Count the minibatches already trained on; returns the last, if there are any."""

@@ -65,26 +65,40 @@ class WorkerGroup:
         start, stop = steps.start * self.rows_a_step, steps.stop * self.rows_a_step
         return [max(0, min(share, stop) - start) for share in self.shares]
 
-    def average(
-        self, segments: Sequence[Tensor], examples: Sequence[int], window: WindowReport
-    ) -> None:
-        """Overwrite every member's values with the mean weighted by examples.
+    def weights_of(self, run: Run, steps: range) -> Sequence[float]:
+        """How much each member's values count after some ``steps``: by rows, if the loss does.
 
-        Integers and booleans become those of the first member that has examples. Weights are
+        Args:
+            run: this worker's; every member must ask at the same time.
+            steps: those since it last asked, counted from the epoch's start.
+        """
+        if not run.replica.may_divide:
+            return self.examples_of(steps)
+        weights = torch.zeros(len(self.shares), dtype=torch.float64, device=run.replica.device)
+        weights[self.collective.index] = run.take_weight()
+        self.collective.all_reduce(weights)
+        return [float(each) for each in weights]
+
+    def average(
+        self, segments: Sequence[Tensor], weights: Sequence[float], window: WindowReport
+    ) -> None:
+        """Overwrite every member's values with the weighted mean.
+
+        Integers and booleans become those of the first member that has a weight. Weights are
         relative to its weight, as in the averager, so equal windows are pure additions.
 
         Args:
             segments: flat tensors, the same number and kinds on every member.
-            examples: how much each member's values count; not all zero.
+            weights: how much each member's values count; not all zero.
             window: this worker's, which ends here or goes on.
 
         Raises:
             NonFiniteError: this worker's values are not finite, judging by a sample and the
                 window's loss; nobody gets them.
         """
-        first = next(index for index, count in enumerate(examples) if count)
-        total = sum(count / examples[first] for count in examples)
-        weight = examples[self.collective.index] / examples[first]
+        first = next(index for index, count in enumerate(weights) if count)
+        total = sum(count / weights[first] for count in weights)
+        weight = weights[self.collective.index] / weights[first]
         # A full check takes a tenth of the round's time.
         if weight and not (math.isfinite(window.loss_sum) and all(map(looks_finite, segments))):
             for values in segments:

@@ -82,7 +82,7 @@ def replay(
     steps = dict.fromkeys(range(len(shards)), 0)
     with _feeds(job, shards) as feeds:
         for windows in commits:
-            contributions = {}
+            contributions: dict[tuple[float, int], list[Tensor]] = {}
             for window in windows:
                 first = steps[window.rank]
                 steps[window.rank] = 0 if window.last else window.step_of_epoch
@@ -162,7 +162,7 @@ def _train(
         replica.step(next(batches))
 
 
-def _mean(contributions: dict[tuple[int, int], list[Tensor]]) -> list[Tensor]:
+def _mean(contributions: dict[tuple[float, int], list[Tensor]]) -> list[Tensor]:
     total = sum(weight for weight, _ in contributions)
     return [
         sum(

@@ -30,6 +30,7 @@ from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.phases import COMPUTE, DECODE, READ
 from sparkdl.process.randomness import seed_worker
 from sparkdl.protocols import Batch, Targets
+from sparkdl.replica.losses import LossUse
 from sparkdl.strategies.base import Run
 from sparkdl.strategies.on_worker import OnWorker
 from sparkdl.worker.job import Job, Placement
@@ -96,6 +97,7 @@ class TrainingLoop:
                         shard = self._read_rest()
                         continue
                     self._feed.scale_weights(averager.mean_weight)
+                    self._replica.use_loss(LossUse.from_json(averager.loss_use))
                     if averager.epoch_ended:
                         # All may have been interrupted before reporting it.
                         self._report_validation(position.epoch - 1)

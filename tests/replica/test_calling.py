@@ -7,36 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from models import ModelOutput, OwnLoss
 from replicas import SGD
 from torch import Tensor, nn
 
 from sparkdl.protocols import Batch
-from sparkdl.replica import Replica, align_targets
+from sparkdl.replica import Replica
 from sparkdl.replica.losses import ModelLoss
-
-
-@settings(max_examples=30, deadline=None)
-@given(rows=st.integers(1, 6))
-def test_a_regression_targets_shape_follows_outputs_of_one_column(rows: int) -> None:
-    outputs = torch.zeros(rows, 1)
-    assert align_targets(outputs, torch.zeros(rows)).shape == (rows, 1)
-
-
-@pytest.mark.parametrize(
-    ("outputs", "targets"),
-    [
-        (torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)),
-        (torch.zeros(4, 1), torch.zeros(4, dtype=torch.int64)),
-        (torch.zeros(4), torch.zeros(4)),
-        (torch.zeros(4, 1), torch.zeros(4, 1)),
-        (torch.zeros(4, 2), torch.zeros(4)),
-    ],
-)
-def test_other_targets_keep_their_shape(outputs: Tensor, targets: Tensor) -> None:
-    assert align_targets(outputs, targets) is targets
 
 
 class Heads(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sparkdl.errors import ModelError
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
-from sparkdl.replica.losses import ModelLoss, loss_of_rows, weighted_mean
+from sparkdl.replica.losses import LossUse, MinibatchLoss, ModelLoss, loss_of_rows
 
 LOGITS = torch.tensor([[1.0, 2.0, 0.5], [0.0, -1.0, 1.0], [3.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
 CLASSES = torch.tensor([1, 0, 2, 2])
@@ -44,15 +44,20 @@ def test_a_loss_of_the_users_is_taken_as_it_is() -> None:
     assert loss_of_rows(by_row) is by_row
 
 
+def weighted(values: Tensor) -> Tensor:
+    loss = MinibatchLoss(lambda outputs, targets: outputs, LossUse())
+    return loss(values, Batch((), CLASSES, True, WEIGHTS))[0]
+
+
 def test_values_of_several_outputs_count_by_their_mean() -> None:
     values = torch.tensor([[1.0, 3.0], [10.0, 20.0], [0.0, 2.0], [4.0, 4.0]])
-    assert weighted_mean(values, WEIGHTS).item() == pytest.approx((2 * 2 + 0 + 1 + 4) / 4)
+    assert weighted(values).item() == pytest.approx((2 * 2 + 0 + 1 + 4) / 4)
 
 
 @pytest.mark.parametrize("values", [torch.tensor(1.0), torch.ones(3), torch.ones(1, 4)])
 def test_a_loss_without_one_value_a_row_is_refused_with_its_shape(values: Tensor) -> None:
     with pytest.raises(ModelError, match=r"one value per row, shape \(4,\)"):
-        weighted_mean(values, WEIGHTS)
+        weighted(values)
 
 
 def replica(loss: Any = None) -> Replica:

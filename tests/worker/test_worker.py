@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pytest
@@ -360,6 +360,7 @@ class NoAverager:
     resumes = False
     epoch_ended = asks_leave = False
     mean_weight = 1.0
+    loss_use: ClassVar[dict[str, Any]] = {}
     shard_rows = (1,)
     gather = None
     closed_epoch = 1

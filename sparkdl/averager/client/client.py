@@ -230,6 +230,7 @@ class AveragerClient:
     def _note_rows(self, header: dict[str, Any]) -> None:
         self.mean_weight = float(header["mean_weight"])
         self.shard_rows = [int(rows) for rows in header["shard_rows"]]
+        self.loss_use: dict[str, Any] = header["loss_use"]
         self.held_out_rows = [int(rows) for rows in header["held_out_rows"]]
         self.row_servers: list[Any] = header["row_servers"]
 

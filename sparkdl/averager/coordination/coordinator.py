@@ -247,6 +247,7 @@ class Coordinator:
         if self._arrivals.started:
             return
         self._arrivals.started = True
+        self.shards.loss_use = event.loss_use
         self.committed.start_epoch(self._now)
         self._rounds.admit(self._now)
         self.members.restart_clock(self._now)

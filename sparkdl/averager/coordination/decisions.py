@@ -68,12 +68,12 @@ class Receive:
 
     Attributes:
         member: the worker.
-        weight: rows that the contribution was trained on.
+        weight: how much the contribution counts, in rows as a rule.
         staleness: how often the center has been updated since the worker received it.
     """
 
     member: Member
-    weight: int
+    weight: float
     staleness: int = 0
 
 

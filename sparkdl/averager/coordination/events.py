@@ -7,7 +7,8 @@ sockets or a clock. The output is in ``decisions``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from sparkdl.averager.messages.worker_state import WorkerState
 from sparkdl.errors import SparkDLError
@@ -171,7 +172,13 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The driver has approved the rows' statistics: the workers may train."""
+    """The driver has approved the rows' statistics: the workers may train.
+
+    Attributes:
+        loss_use: how they use the loss, for them to interpret.
+    """
+
+    loss_use: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from sparkdl.errors import DataError, TrainingError
 from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 
@@ -14,11 +17,13 @@ class Shards:
 
     Attributes:
         row_servers: where others fetch each rank's rows, as it reported; None if they do not.
+        loss_use: what the driver has made of the rows for the loss, for workers to interpret.
     """
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self.row_servers: list[object] = [None] * world_size
+        self.loss_use: Mapping[str, Any] = {}
         self._found: dict[int, ShardStatistics] = {}
         self._unread = set(range(world_size))
         self._columns: int | None = None

@@ -28,7 +28,8 @@ _WINDOW_TYPES: _Types = {
     "loss_sum": (float, int),
     "last": (bool,),
     "step_of_epoch": (int,),
-    "stands_for": (int, type(None)),
+    "counted": (float, int, type(None)),
+    "stands_for": (float, int, type(None)),
     "measured": (dict,),
 }
 _VALIDATION_TYPES: _Types = {
@@ -71,6 +72,8 @@ _COLUMN_TYPES: _Types = {
 _PLACE_TYPES = [int, int]
 _INTEGERS = range(-(1 << 63), 1 << 64)
 """Integers that fit in 64 bits. JSON may hold ones too large for a float, so sums would fail."""
+MOST = 1e200
+"""No contribution counts as much; sums and ratios of weights stay finite."""
 ADDRESS_BYTES = 512
 """The longest address of a worker; a host's name has at most 253 characters."""
 MAX_STATES_BYTES = 256 << 20
@@ -248,8 +251,9 @@ def read_window(header: dict[str, Any], rank: int) -> WindowReport:
         TrainingError: the header is not one, or belongs to another rank.
     """
     fields = _checked(header.get("window"), _WINDOW_TYPES, rank)
-    counts = fields["examples"], fields["stands_for"] or 0
-    if min(counts) < 0 or fields["rank"] != rank or not are_measured(fields["measured"]):
+    counts = fields["examples"], fields["stands_for"] or 0, fields["counted"] or 0
+    possible = all(0 <= count < MOST for count in counts) and are_measured(fields["measured"])
+    if not possible or fields["rank"] != rank:
         raise TrainingError(
             f"rank {rank} sent the report of a window that cannot be its own: {fields}"
         )

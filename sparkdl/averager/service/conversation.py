@@ -246,7 +246,7 @@ class Worker:
         self._owes_worker_state = True
         self.channel.send_header({"checkpoint": True, **({"now": True} if now else {})})
 
-    def receive(self, total: Accumulator, weight: int, scale: float) -> None:
+    def receive(self, total: Accumulator, weight: float, scale: float) -> None:
         """Add the worker's contribution to a sum."""
         total.declare(self._member().rank, weight, scale)
         if self._awaits_entry or self._holds_windows:
@@ -422,6 +422,7 @@ class Worker:
         return {
             "mean_weight": shards.statistics.mean_weight,
             "shard_rows": list(shards.statistics.shard_rows),
+            "loss_use": dict(shards.loss_use),
             "held_out_rows": shards.held_out_rows,
             "row_servers": shards.row_servers,
         }

@@ -6,6 +6,7 @@ import math
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -215,9 +216,13 @@ class Averager:
         """
         self._loop.post_event(on.WorkersExpected())
 
-    def start(self) -> None:
-        """Let the workers train, if they do not already: their rows' statistics are good."""
-        self._loop.post_event(on.Started())
+    def start(self, loss_use: Mapping[str, Any] | None = None) -> None:
+        """Let the workers train, if they do not already: their rows' statistics are good.
+
+        Args:
+            loss_use: how they use the loss, for them to interpret.
+        """
+        self._loop.post_event(on.Started(loss_use or {}))
 
     def approve(self, rank: int) -> None:
         """Let a worker train on rows that arrived while it trains; the answer to ``NewRows``."""

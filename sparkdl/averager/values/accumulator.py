@@ -79,17 +79,17 @@ class Accumulator:
         self._total = total
         self._order = RankOrder(ranks, len(chunks))
         self._last = ranks[-1]
-        self._examples: dict[int, int] = {}
+        self._examples: dict[int, float] = {}
         self._scales: dict[int, float] = {}
         self._first: int | None = None
         self._weights: float | None = None
 
-    def declare(self, rank: int, examples: int, scale: float = 1.0) -> None:
+    def declare(self, rank: int, examples: float, scale: float = 1.0) -> None:
         """Say what a contribution weighs, before its first chunk.
 
         Args:
             rank: whose.
-            examples: the window's examples; with none the rank has no chunks.
+            examples: the window's weight; with none the rank has no chunks.
             scale: factor on its values, > 0, which leaves the weights unchanged.
         """
         if examples:

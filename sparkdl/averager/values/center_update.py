@@ -36,7 +36,7 @@ class Contributions:
             in every round.
     """
 
-    weights: tuple[int, ...]
+    weights: tuple[float, ...]
     world_size: int
     staleness: int = 0
     round: int = 0

@@ -75,12 +75,12 @@ def require_finite(values: Tensor, window: WindowReport) -> None:
     bad = count_non_finite(values)
     if bad:
         who = f"rank {window.rank}"
-        if window.weight > window.examples:
+        if (window.stands_for or 0) > max(1, window.divisor):
             who += ", which reports for all workers averaged with it,"
         raise NonFiniteError(
             f"{who} has {bad} NaN or infinite values among its parameters, "
             f"buffers or optimizer state after epoch {window.epoch}, step {window.step} "
-            f"(mean loss of the window: {window.loss_sum / max(1, window.examples):.6g}). {ADVICE}",
+            f"(mean loss of the window: {window.loss_sum / (window.divisor or 1):.6g}). {ADVICE}",
             rank=window.rank,
             epoch=window.epoch,
             step=window.step,

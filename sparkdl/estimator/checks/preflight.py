@@ -44,7 +44,9 @@ from sparkdl.outputs import Widths, pick, widths_of
 from sparkdl.protocols import ColumnSpec
 from sparkdl.replica import Precision
 from sparkdl.replica.initial import prepare
+from sparkdl.replica.losses import LossUse
 from sparkdl.replica.schedule import Unit
+from sparkdl.replica.trying import divides_by
 from sparkdl.replica.warm_start import WarmStart
 from sparkdl.spark.closures.checks import require_picklable
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
@@ -89,6 +91,7 @@ class Preflight:
 
     checked: Checked
     _has_stepped = False
+    _loss_use: LossUse | None = None
 
     def __init__(
         self, params: EstimatorParams, frame: DataFrame, warm_start: nn.Module | None = None
@@ -166,6 +169,12 @@ class Preflight:
             )
         strategy = self.job.strategy
         strategy.require_workers(num_workers)
+        if num_workers > 1 and self._replica.adds_losses:
+            raise ConfigError(
+                f"{_name(loss)} has reduction='sum', and there are {num_workers} workers: the sum "
+                "over the rows of one is not that over all, nor is it a mean, which strategies can "
+                "weigh. Use reduction='mean', with a smaller learning rate, or numWorkers=1"
+            )
         gang_start_for = _name(strategy) if strategy.needs.gang_start else None
         delivery, replanned = delivered(
             frame, num_workers // ranks, ranks, params.getShuffleRows(), gang_start_for
@@ -327,16 +336,20 @@ class Preflight:
                 else "Without streamFirstEpoch they would be spread evenly",
             )
 
-    def check(self, statistics: DataStatistics) -> None:
+    def check(self, statistics: DataStatistics) -> LossUse:
         """Check what the workers found in their rows, and try one step on a made-up batch.
 
         Args:
             statistics: of the rows, every column of them sound; of the first rows if the first
                 epoch is streamed, and of all once those are known.
 
+        Returns:
+            How workers use the loss.
+
         Raises:
             UnbalancedError: one worker has so many rows that starting over pays off.
             DataError: values do not fit the loss or the model.
+            ConfigError: the loss is a sum, and there are several workers.
             ModelError: the model fails on a batch.
         """
         self._check_balance(statistics)
@@ -349,8 +362,17 @@ class Preflight:
             self.head,
             steps=not self._has_stepped,
             metrics=self.job.metrics,
+            use=self._loss_use,
+            scores=self._params.getScoreCol() is not None,
         )
         self._has_stepped = True
+        if self._loss_use is None:
+            transforms = self.job.feed.transform is not None
+            by = divides_by(self.job.loss, schema, statistics, transforms=transforms)
+            if by is None:
+                by = "rows" if self._replica.divisor is None else "counts"
+            self._loss_use = replace(self._replica.loss_use, divides_by=by)
+            self._replica.use_loss(self._loss_use)
         keys = list(self._params.output_keys().values())
         shorter = widths_of_shorter_rows(self._replica, schema, statistics.columns)
         # Kept through the fit, its gradients and optimizer state would be several times the center.
@@ -367,7 +389,8 @@ class Preflight:
         if shorter is not None:
             require_any_length(widths, shorter, keys)
         self._params.predicted_columns(self.head, widths)
-        self.checked = Checked(schema.features, widths, schema.labels)
+        self.checked = Checked(schema.features, widths, schema.labels, self._loss_use)
+        return self._loss_use
 
     def _shard_rows(self, statistics: DataStatistics) -> set[int]:
         """The numbers of rows that a worker may have in an epoch."""
@@ -401,11 +424,13 @@ class Checked:
         features: its inputs.
         widths: of its outputs, as ``outputs.widths_of`` returns them.
         labels: what its outputs are compared with.
+        loss_use: how the loss does that.
     """
 
     features: tuple[ColumnSpec, ...]
     widths: Widths
     labels: tuple[ColumnSpec, ...]
+    loss_use: LossUse
 
 
 def _describe(params: EstimatorParams, num_workers: int) -> str:

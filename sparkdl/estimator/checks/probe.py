@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from sparkdl.errors import DataError, ModelError
 from sparkdl.estimator.checks.hints import fail, how_called, what_padding_adds, which_param_helps
+from sparkdl.estimator.checks.loss_use import loss_use
 from sparkdl.estimator.head import Head
 from sparkdl.feed.columns.ragged import Column, equal_rows, picked
 from sparkdl.feed.columns.schema import FeedSchema
@@ -26,9 +28,10 @@ from sparkdl.metrics.metrics import Metrics, rehearse
 from sparkdl.outputs import Widths, described, pick, widths_of
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import Batch, ColumnSpec, Features, LossFunction, Targets
-from sparkdl.replica import Replica, align_targets
+from sparkdl.replica import Replica
 from sparkdl.replica.flat import persistent_buffers
-from sparkdl.replica.losses import ModelLoss
+from sparkdl.replica.losses import LossUse, ModelLoss
+from sparkdl.replica.targets import shaped
 
 PREDICTED_ROWS = (0, 1, 0, 1, 0)
 """Rows of the made-up batch to predict for: a number that few models have of layers or classes, so
@@ -43,6 +46,8 @@ def probe(
     *,
     steps: bool = True,
     metrics: Metrics | None = None,
+    use: LossUse | None = None,
+    scores: bool = False,
 ) -> Any:
     """Take one step with a replica that is thrown away afterwards.
 
@@ -53,6 +58,8 @@ def probe(
         head: what the loss says about the outputs.
         steps: whether to take the step, or to stop at the loss.
         metrics: to try on its predictions.
+        use: how the loss is used; None to find out.
+        scores: whether rows will be scored with the loss.
 
     Returns:
         What the model returns in evaluation mode, without labels, for ``PREDICTED_ROWS``.
@@ -67,10 +74,12 @@ def probe(
     batch = schema.batch(columns, last=True)
     built = _shapes_of(replica.module)
     with borrowed_random_numbers():
+        if use is None:
+            use = loss_use(replica, partial(_rows_of, schema, columns), scores=scores)
+        replica.use_loss(use)
         with torch.set_grad_enabled(steps):
             outputs, loss = _try_out(replica, batch, schema, statistics, head)
-        rows = torch.tensor(PREDICTED_ROWS)
-        predicted = schema.batch([picked(column, rows) for column in columns], last=True)
+        predicted = _rows_of(schema, columns, len(PREDICTED_ROWS))
         predictions = _predict(replica, predicted, schema, statistics)
         if metrics is not None:
             rehearse(metrics, predictions, predicted.targets, predicted.weights)
@@ -80,9 +89,15 @@ def probe(
                 loss.backward()  # type: ignore[no-untyped-call]
                 replica.optimizer.step()
             except Exception as error:  # a detached output, an optimizer that needs a closure, ...
-                both = _both(outputs, batch)
+                both = _both(replica, outputs, batch)
                 fail(f"the backward pass or the optimizer's step fails after {both}", error)
     return predictions
+
+
+def _rows_of(schema: FeedSchema, columns: Sequence[Column], rows: int) -> Batch:
+    """A minibatch of so many rows, each one of two."""
+    chosen = torch.arange(rows) % 2
+    return schema.batch([picked(column, chosen) for column in columns], last=True)
 
 
 def widths_of_shorter_rows(
@@ -237,7 +252,7 @@ def _outputs(
 
 def _loss(replica: Replica, outputs: Any, batch: Batch, labels: Sequence[ColumnSpec]) -> Tensor:
     """The loss of what the model returned."""
-    both = _both(outputs, batch)
+    both = _both(replica, outputs, batch)
     mode = "" if replica.module.training else " in evaluation mode, which validation uses,"
     try:
         with warnings.catch_warnings():
@@ -263,8 +278,8 @@ def _loss(replica: Replica, outputs: Any, batch: Batch, labels: Sequence[ColumnS
     return loss
 
 
-def _both(outputs: Any, batch: Batch) -> str:
-    targets = align_targets(outputs, batch.targets)
+def _both(replica: Replica, outputs: Any, batch: Batch) -> str:
+    targets = shaped(batch.targets, replica.loss_use.target_dims)
     return f"outputs {described(outputs)} and targets {_shapes(targets)}"
 
 

@@ -14,8 +14,8 @@ from sparkdl.errors import DataError, ModelError
 from sparkdl.feed.record_batches.decode import tensors_of
 from sparkdl.outputs import described
 from sparkdl.protocols import ColumnSpec, LossFunction, Targets
-from sparkdl.replica import align_targets
-from sparkdl.replica.losses import loss_of_rows
+from sparkdl.replica.losses import LossUse, MinibatchLoss
+from sparkdl.replica.trying import use_for_some
 from sparkdl.spark.inference.failures import as_model_error
 
 
@@ -68,10 +68,12 @@ class Score:
     Attributes:
         loss: (outputs, targets) -> the mean; also by row, if it is one of torch's own.
         labels: of the rows.
+        use: how the loss was used in training; None for a model trained elsewhere.
     """
 
     loss: LossFunction
     labels: Labels
+    use: LossUse | None
 
     def __call__(self, outputs: Any, targets: Targets, rows: int) -> Tensor:
         """The losses of some rows, shape (rows,), float64.
@@ -84,10 +86,13 @@ class Score:
         Raises:
             ModelError: the loss does not give one value per row.
         """
-        loss = self.loss.to(_device(targets)) if isinstance(self.loss, torch.nn.Module) else None
-        by_row = loss_of_rows(self.loss if loss is None else loss)
+        device = _device(targets)
+        loss = self.loss.to(device) if isinstance(self.loss, torch.nn.Module) else self.loss
+        use = self.use
         try:
-            values = by_row(outputs, align_targets(outputs, targets))
+            if use is None:
+                use = use_for_some(loss, outputs, targets, rows)
+            return MinibatchLoss(loss, use).scores(outputs, targets, rows)
         except ModelError:
             raise
         except BaseException as error:  # the user's loss may raise anything
@@ -96,14 +101,6 @@ class Score:
                 f"{described(targets)}",
                 error,
             ) from None
-        if not isinstance(values, Tensor) or values.dim() == 0 or len(values) != rows:
-            shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            raise ModelError(
-                f"scoreCol needs a loss with one value per row, shape ({rows},) here, but it "
-                f"gives {shape}. torch's own losses do; have your own function take "
-                "reduction='none' as an argument, or drop the mean"
-            )
-        return values.reshape(rows, -1).double().mean(dim=1)
 
 
 def not_of_one_output(output: Tensor) -> Tensor:

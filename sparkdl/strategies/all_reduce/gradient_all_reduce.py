@@ -48,6 +48,8 @@ class GradientAllReduce(Strategy["_Reducer"]):
             w  <-  optimizer step on g, the same on every worker
 
         which is single-process SGD on the union of the workers' minibatches, for any optimizer.
+        Where the loss divides by something else (class weights, labels that are ignored, a loss
+        that returns its sum and weight), n_r is that, and not the number of examples.
 
     Phases:
         1. The workers agree on the number of steps, that of the worker with the most rows.
@@ -353,6 +355,9 @@ class _Reducer:
         self._loss.remember_used()
         replica.optimizer.zero_grad()
         trained: list[Batch | None] = []
+        # What compressors leave out, they send later, when others count.
+        counting = replica.may_divide and self.compressor is None
+        counted = 0.0
         for number in range(max(1, passes)):
             batch = next(batches, None)
             trained.append(batch)
@@ -364,7 +369,11 @@ class _Reducer:
                 self.finite.loss = loss.detach()
                 # DDP divides by the number of workers, however much each has contributed.
                 examples = 0 if batch is None else batch.examples
-                weight = examples * collective.world_size / total
+                counts = self._counts(replica, examples) if counting else examples
+                counted += counts
+                weight = counts * collective.world_size / total
+                if replica.adds_losses:
+                    weight = float(collective.world_size if examples else 0)
                 with self._measured(weight, examples):
                     (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
             if batch is not None:
@@ -373,12 +382,37 @@ class _Reducer:
             self.finite.before_update(trained)
         if self.compressor is not None:
             self.compressor.before_update()
+        if counting:
+            self._divide(replica, total, counted)
         gain = self.paced.gain(total)
         if self.preconditioning is not None:
             self.preconditioning.precondition(replica, total, gain)
         with collective.guarded("the exchange of parameter shards"):
             replica.update(gain)
         self.paced.taken(replica, gain)
+
+    @staticmethod
+    def _counts(replica: Replica, examples: int) -> float:
+        """What counts in the minibatch that the replica has last seen, if that had examples."""
+        divisor = replica.divisor
+        return examples if divisor is None or not examples else divisor.item()
+
+    def _divide(self, replica: Replica, rows: int, counted: float) -> None:
+        """Divide the gradients by what counts in all workers' minibatches, in place of their rows.
+
+        Args:
+            replica: this worker's.
+            rows: of all workers in this step.
+            counted: what counts in this worker's.
+        """
+        total = torch.tensor(counted, dtype=torch.float64, device=replica.device)
+        with self.group.collective.guarded("the sum of what the loss is divided by"):
+            self.group.collective.all_reduce(total)
+        factor = rows / total.item() if total else 0.0
+        if factor != 1.0:
+            for parameter in replica.trainable():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
 
     def _measured(self, weight: float, examples: int) -> AbstractContextManager[None]:
         return nullcontext() if self.meter is None else self.meter.backward(weight, examples)

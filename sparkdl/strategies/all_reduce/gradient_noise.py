@@ -141,7 +141,7 @@ class _Minibatch:
     @property
     def square(self) -> float:
         """The square of the mean gradient."""
-        return total_square(self.norms) / self.weight**2
+        return total_square(self.norms) / (self.weight or 1.0) ** 2
 
 
 class NoiseMeter:

@@ -47,7 +47,7 @@ class Stream:
         self._overlap = overlap
         self._merge = merge
         # The rows since each fragment was last sent.
-        self._rows = [0] * fragments
+        self._rows: list[float] = [0] * fragments
         # Whether a round is under way; steps since it began, or, once restored, since a commit.
         self._under_way = False
         self._ahead = StepsAhead(run)
@@ -130,9 +130,10 @@ class Stream:
         self._run.averager.exchange(self._segments(), window)
         self._due, self._ends_epoch = None, False
 
-    def _count(self) -> int:
-        """Count the rows since the last round; returns the next fragment's weight in rows."""
-        self._rows = [rows + self._run.examples for rows in self._rows]
+    def _count(self) -> float:
+        """Count what was trained on since the last round; returns the next fragment's weight."""
+        weight = self._run.window().weight
+        self._rows = [rows + weight for rows in self._rows]
         fragment = self._run.averager.next_fragment
         rows, self._rows[fragment] = self._rows[fragment], 0
         return rows

@@ -392,7 +392,7 @@ class Averager:
             self._reading.discard(member)
             self.tell(on.Taken(member))
 
-    def _receive(self, member: Member, weight: int, staleness: int) -> None:
+    def _receive(self, member: Member, weight: float, staleness: int) -> None:
         conversation = self._conversations.get(member)
         if conversation is None:
             return

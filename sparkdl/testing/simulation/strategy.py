@@ -146,7 +146,7 @@ class _RealSum(Sum):
         self._encode = encode
         self._scale = scale
 
-    def declare(self, rank: int, weight: int, staleness: int = 0) -> None:
+    def declare(self, rank: int, weight: float, staleness: int = 0) -> None:
         """Say what a contribution weighs, and scale it by how stale it is."""
         self._total.declare(rank, weight, self._scale(staleness))
 

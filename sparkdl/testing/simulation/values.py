@@ -35,9 +35,9 @@ class Sum:
         self._chunks = [0] * chunks
         self._weights: dict[int, int] = {}
 
-    def declare(self, rank: int, weight: int, staleness: int = 0) -> None:
+    def declare(self, rank: int, weight: float, staleness: int = 0) -> None:
         """Say how stale a contribution is, and what it weighs: 0 if there will be none."""
-        self._weights[rank] = weight
+        self._weights[rank] = int(weight)  # of a simulation, whole numbers
         if not weight:
             self._order.skip(rank)
 

@@ -41,6 +41,7 @@ COLUMN = {
     "longest": None,
     "smallest": 0.5,
     "largest": 2,
+    "least": None,
     "reason": None,
     "places": {"smallest": [0, 1]},
 }
@@ -62,6 +63,7 @@ WINDOW = {
     "loss_sum": 0.5,
     "last": False,
     "step_of_epoch": 1,
+    "counted": None,
     "stands_for": None,
     "measured": {},
 }
@@ -346,6 +348,9 @@ WRONG_MESSAGES: dict[str, tuple[Message, ...]] = {
     "examples-is-text": (header(examples="many"), torch.ones(5)),
     "examples-is-negative": (header(examples=-4), torch.ones(5)),
     "stands-for-less-than-nothing": (header(stands_for=-1), torch.ones(5)),
+    "counts-less-than-nothing": (header(counted=-0.5), torch.ones(5)),
+    "counts-no-number": (header(counted=float("nan")), torch.ones(5)),
+    "stands-for-infinity": (header(stands_for=float("inf")), torch.ones(5)),
     "measured-is-text": (header(measured={"noise": "low"}), torch.ones(5)),
     "measured-too-much": (header(measured=dict.fromkeys("abcdefghijklmnopq", 1.0)), torch.ones(5)),
     "loss-is-text": (header(loss_sum="low", last=True), torch.ones(5)),

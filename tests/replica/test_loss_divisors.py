@@ -1,0 +1,214 @@
+"""What losses are divided by: minibatches add up to torch's loss of all their rows."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from sparkdl.errors import ModelError
+from sparkdl.protocols import Batch
+from sparkdl.replica import Replica
+from sparkdl.replica.losses import LossUse, MinibatchLoss, loss_of_rows, reduction_of
+
+torch.manual_seed(0)
+ROWS, CLASSES, LENGTH = 12, 4, 3
+FEATURES = torch.randn(ROWS, 5, dtype=torch.float64)
+LABELS = torch.tensor([0, 1, 2, 3, -100, 1, 0, -100, -100, -100, 2, 0])
+TOKENS = torch.randint(0, CLASSES, (ROWS, LENGTH))
+TOKENS[1], TOKENS[5, 1:], TOKENS[8, 0] = -100, -100, -100
+SHARES = torch.rand(ROWS, CLASSES, dtype=torch.float64).softmax(1)
+WEIGHT = torch.tensor([1.0, 5.0, 0.5, 0.0], dtype=torch.float64)
+CUTS = [1, 3, 4, 2, 2]  # the third of four labels that do not count
+
+
+def net(outputs: int = CLASSES) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Linear(5, outputs).double()
+
+
+class Sequences(nn.Module):
+    """Logits of LENGTH tokens, (rows, classes, tokens)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net(CLASSES * LENGTH)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.inner(features).view(-1, CLASSES, LENGTH)
+
+
+class LogProbabilities(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.inner(features).log_softmax(1)
+
+
+def sum_and_weight(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    counts = (targets != -100).double()
+    rows = functional.cross_entropy(outputs, targets.clamp(min=0), reduction="none")
+    return (rows * counts).sum(), counts.sum()
+
+
+def rows_and_weights(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    counts = (targets != -100).double()
+    rows = functional.cross_entropy(outputs, targets.clamp(min=0), reduction="none")
+    return rows * counts, counts
+
+
+CASES: dict[str, tuple[Any, Any, Tensor, Any]] = {
+    "ignored": (net, nn.CrossEntropyLoss(), LABELS, None),
+    "class weights": (net, nn.CrossEntropyLoss(weight=WEIGHT), LABELS, None),
+    "smoothing": (net, nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.2), LABELS, None),
+    "smoothing alone": (net, nn.CrossEntropyLoss(label_smoothing=0.2), LABELS, None),
+    "another ignored": (net, nn.CrossEntropyLoss(ignore_index=0), LABELS.clamp(min=0), None),
+    "tokens": (Sequences, nn.CrossEntropyLoss(weight=WEIGHT), TOKENS, None),
+    "function": (net, functional.cross_entropy, LABELS, None),
+    "partial": (net, partial(functional.cross_entropy, weight=WEIGHT), LABELS, None),
+    "partial of a partial": (
+        net,
+        partial(partial(functional.cross_entropy, ignore_index=1), weight=WEIGHT),
+        LABELS.clamp(min=0),
+        None,
+    ),
+    "nll": (LogProbabilities, nn.NLLLoss(weight=WEIGHT), LABELS, None),
+    "nll function": (
+        LogProbabilities,
+        partial(functional.nll_loss, weight=WEIGHT, ignore_index=2),
+        LABELS.clamp(min=0),
+        None,
+    ),
+    "probabilities": (net, nn.CrossEntropyLoss(weight=WEIGHT), SHARES, None),
+    "batchmean": (LogProbabilities, nn.KLDivLoss(reduction="batchmean"), SHARES, None),
+    "elements": (net, nn.MSELoss(), SHARES, None),
+    "pair": (net, sum_and_weight, LABELS, nn.CrossEntropyLoss()),
+}
+
+
+def oracle(name: str) -> tuple[float, list[Tensor]]:
+    build, loss, targets, plain = CASES[name]
+    module = build()
+    whole = (plain or loss)(module(FEATURES), targets)
+    whole.backward()
+    return whole.item(), [each.grad for each in module.parameters()]
+
+
+def batches(targets: Tensor, weights: Tensor | None = None) -> list[Batch]:
+    parts = zip(FEATURES.split(CUTS), targets.split(CUTS), strict=True)
+    cut = [None] * len(CUTS) if weights is None else weights.split(CUTS)
+    return [Batch((f,), t, False, w) for (f, t), w in zip(parts, cut, strict=True)]
+
+
+def added_up(name: str, loss: Any, weights: Tensor | None) -> tuple[float, list[Tensor]]:
+    """From minibatches, whose gradients are weighted by what each was divided by."""
+    build, _, targets, _ = CASES[name]
+    replica = Replica(build(), partial(torch.optim.SGD, lr=0.1), loss)
+    replica.use_loss(LossUse(divides_by="counts"))
+    total, grads = 0.0, [torch.zeros_like(each) for each in replica.trainable()]
+    for batch in batches(targets, weights):
+        replica.forward_backward(batch)
+        divisor = batch.examples if replica.divisor is None else replica.divisor.item()
+        total += divisor
+        for sum_, parameter in zip(grads, replica.trainable(), strict=True):
+            sum_ += divisor * parameter.grad
+    value, weight = replica.evaluate(batches(targets, weights))
+    assert weight == pytest.approx(total)
+    return value / weight, [each / total for each in grads]
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["no weights", "weights of one"])
+@pytest.mark.parametrize("name", CASES)
+def test_minibatches_add_up_to_torchs_loss_of_all_rows(name: str, weighted: bool) -> None:
+    loss = CASES[name][1]
+    if weighted and loss is sum_and_weight:
+        loss = rows_and_weights
+    value, grads = added_up(name, loss, torch.ones(ROWS) if weighted else None)
+    expected, theirs = oracle(name)
+    assert value == pytest.approx(expected, rel=1e-9)
+    for mine, other in zip(grads, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["class weights", "tokens", "smoothing", "nll"])
+def test_a_row_of_weight_two_counts_like_two_rows(name: str) -> None:
+    build, loss, targets, _ = CASES[name]
+    weights = torch.tensor([2.0, 0.0, 1.0, 1.0] * 3)
+    repeated = torch.repeat_interleave(torch.arange(ROWS), weights.long())
+    found, _ = MinibatchLoss(loss, LossUse(divides_by="counts"))(
+        build()(FEATURES), Batch((FEATURES,), targets, True, weights)
+    )
+    expected = loss(build()(FEATURES[repeated]), targets[repeated])
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("weights", [None, torch.ones(2), torch.zeros(2)], ids=str)
+@pytest.mark.parametrize(
+    ("loss", "labels"),
+    [
+        (nn.CrossEntropyLoss(), [-100, -100]),
+        (nn.CrossEntropyLoss(weight=WEIGHT), [3, 3]),  # a class of weight 0
+        (nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1), [-100, -100]),
+    ],
+)
+def test_where_nothing_counts_the_loss_and_its_gradients_are_zero(
+    loss: nn.Module, labels: list[int], weights: Tensor | None
+) -> None:
+    replica = Replica(net(), partial(torch.optim.SGD, lr=0.1), copy.deepcopy(loss))
+    replica.use_loss(LossUse(divides_by="counts"))
+    batch = Batch((FEATURES[:2],), torch.tensor(labels), True, weights)
+    assert replica.step(batch).item() == 0
+    assert replica.divisor == 0
+    assert all(each.grad is not None and not each.grad.any() for each in replica.trainable())
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(reduction="sum"), nn.KLDivLoss(reduction="sum")])
+def test_a_sum_is_the_same_with_weights_of_one(loss: nn.Module) -> None:
+    outputs, batch = net()(FEATURES).log_softmax(1), Batch((FEATURES,), SHARES, True)
+    weighted = Batch((FEATURES,), SHARES, True, torch.ones(ROWS))
+    mine = MinibatchLoss(loss, LossUse())
+    torch.testing.assert_close(mine(outputs, weighted)[0], mine(outputs, batch)[0])
+    assert mine.is_sum
+
+
+def test_old_names_of_reductions_are_known() -> None:
+    loss = partial(functional.mse_loss, size_average=False)
+    assert reduction_of(loss) == "sum"
+    outputs, targets = torch.ones(3), torch.zeros(3)
+    assert loss_of_rows(loss)(outputs, targets).tolist() == [1, 1, 1]
+
+
+def test_a_class_of_ones_own_that_only_inherits_is_a_mean_over_rows() -> None:
+    class Focal(nn.CrossEntropyLoss):
+        def forward(self, input: Tensor, target: Tensor) -> Tensor:
+            return super().forward(input, target).square()
+
+    found, divisor = MinibatchLoss(Focal(), LossUse())(
+        net()(FEATURES), Batch((FEATURES,), LABELS, True)
+    )
+    assert divisor is None
+    assert found.item() == pytest.approx(oracle("ignored")[0] ** 2)
+
+
+@pytest.mark.parametrize("pair", [(torch.ones(2), 1), (torch.tensor(1.0),), (1.0, 2.0)])
+def test_what_is_no_pair_of_scalars_is_refused(pair: Any) -> None:
+    with pytest.raises(ModelError, match=r"must return scalar tensors \(sum, weight\)"):
+        MinibatchLoss(lambda o, t: pair, LossUse())(net()(FEATURES), Batch((), LABELS, True))
+
+
+@pytest.mark.parametrize("name", ["batchmean", "tokens", "ignored"])
+def test_a_row_is_scored_with_its_own_loss(name: str) -> None:
+    build, loss, targets, _ = CASES[name]
+    if name == "tokens":
+        loss = nn.CrossEntropyLoss()
+    outputs = build()(FEATURES)
+    found = MinibatchLoss(loss, LossUse()).scores(outputs, targets, ROWS)
+    alone = torch.stack([loss(outputs[i : i + 1], targets[i : i + 1]) for i in range(ROWS)])
+    torch.testing.assert_close(found, alone.nan_to_num(0.0))
