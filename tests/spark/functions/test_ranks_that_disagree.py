@@ -7,12 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cloudpickle
 import pytest
 import torch
 from pyspark.sql import SparkSession
+from virtual_time import eventually
 
 import sparkdl
 from sparkdl.errors import TrainingError, WorkerError, WorkerLostError
@@ -49,16 +51,30 @@ def test_a_rank_that_takes_fewer_steps_ends_the_exchanges_of_the_others(
 
 @pytest.mark.slow
 def test_a_rank_that_still_runs_after_the_others_have_returned_is_named_with_its_place(
-    spark: SparkSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    spark: SparkSession,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(function_watch, "RETURNED_S", 1.0)
+    path = str(tmp_path / "told")
 
     def validate_slowly() -> int:
-        time.sleep(6.0 * (sparkdl.current_worker().rank == 0))
+        until = time.monotonic() + 120
+        while sparkdl.current_worker().rank == 0 and time.monotonic() < until:
+            if os.path.exists(path):
+                break
+            time.sleep(0.1)
         return sparkdl.current_worker().rank
 
-    with caplog.at_level(logging.WARNING, logger="sparkdl"):
+    def release() -> None:
+        assert eventually(lambda: "in validate_slowly" in caplog.text, 120)
+        Path(path).touch()
+
+    with ThreadPoolExecutor(1) as pool, caplog.at_level(logging.WARNING, logger="sparkdl"):
+        released = pool.submit(release)
         assert sparkdl.run(validate_slowly, num_workers=2) == [0, 1]
+        released.result()
     told = [r.getMessage() for r in caplog.records if "still running" in r.getMessage()]
     assert len(told) == 1
     assert told[0].startswith("rank 1 already returned; rank 0 is still running, in File ")
