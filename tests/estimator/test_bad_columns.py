@@ -38,11 +38,9 @@ UNSUPPORTED = {
     "string": ("'a'", "string", "StringIndexer"),
     "timestamp": ("timestamp_seconds(id)", "timestamp", "unix_timestamp"),
     "date": ("date_from_unix_date(cast(id as int))", "date", "dayofyear"),
-    "decimal": ("cast(id as decimal(10,2))", "decimal(10,2)", "cast('double')"),
     "map": ("map('a', id)", "map<string,bigint>", "columns of their own"),
     "struct": ("struct(id)", "struct<id:bigint>", "columns of their own"),
     "array of strings": ("array('a')", "array<string>", "array of numbers"),
-    "decimal array": ("array(cast(1 as decimal(4,2)))", "array<decimal(4,2)>", "array of numbers"),
 }
 
 

@@ -120,7 +120,9 @@ def evaluate(
         ModelError: the model fails, or a metric cannot be computed.
     """
     sources = [
-        Source(f"c{index}", column.expression(), dataset.schema[column.name].dataType)
+        Source(
+            f"c{index}", column.expression(), column.cast or dataset.schema[column.name].dataType
+        )
         for index, column in enumerate(columns)
     ]
     packed = packed_columns(sources, dataset.sparkSession)

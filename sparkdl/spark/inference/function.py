@@ -47,7 +47,8 @@ def predict_function(predictor: Predictor, features: Sequence[ColumnSpec]) -> An
         def rows() -> Iterator[tuple[Sequence[pa.Array], Sequence[ColumnSpec]]]:
             for batch in batches:
                 # Spark passes a bare array if there is only one column.
-                arrays = batch if isinstance(batch, tuple) else (batch,)
+                given = batch if isinstance(batch, tuple) else (batch,)
+                arrays = tuple(map(_without_decimals, given))
                 if len(arrays) != len(features):
                     taken = ", ".join(each.name for each in features)
                     raise DataError(
@@ -75,6 +76,19 @@ def predict_function(predictor: Predictor, features: Sequence[ColumnSpec]) -> An
         return made(*columns)
 
     return function
+
+
+def _without_decimals(rows: pa.Array) -> pa.Array:
+    """Doubles for decimals, also in arrays; as texts first, which are rounded as Spark rounds."""
+
+    def like(kind: pa.DataType, value: pa.DataType) -> pa.DataType:
+        if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+            return pa.list_(like(kind.value_type, value))
+        return value if pa.types.is_decimal(kind) else kind
+
+    if like(rows.type, pa.null()) == like(rows.type, pa.string()):
+        return rows
+    return rows.cast(like(rows.type, pa.string())).cast(like(rows.type, pa.float64()))
 
 
 def _as_it_comes(spec: ColumnSpec, rows: pa.Array) -> ColumnSpec:

@@ -11,7 +11,7 @@ from pyspark.sql import types as T
 from sparkdl.encodings import BYTES, MATRIX, NUMBERS, PIXELS, VECTOR, Encoding, pixels, register
 
 _INTEGRAL = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.BooleanType)
-_FRACTIONAL = (T.FloatType, T.DoubleType)
+_FRACTIONAL = (T.FloatType, T.DoubleType, T.DecimalType)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,13 @@ def recognized(kind: T.DataType) -> tuple[Encoding, RowType] | None:
     """How a column of a type arrives, and what its rows are; None if it cannot feed a model."""
     found = ((encoding, recognize(kind)) for encoding, recognize in _types.items())
     return next(((encoding, rows) for encoding, rows in found if rows is not None), None)
+
+
+def without_decimals(kind: T.DataType) -> T.DataType:
+    """The type that a column arrives as: decimals, also in arrays, are cast to doubles."""
+    if isinstance(kind, T.ArrayType):
+        return T.ArrayType(without_decimals(kind.elementType), kind.containsNull)
+    return T.DoubleType() if isinstance(kind, T.DecimalType) else kind
 
 
 def _numbers(kind: T.DataType) -> RowType | None:

@@ -14,11 +14,10 @@ from sparkdl.encodings import NUMBERS, Encoding
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.feed.statistics.ranges import limits
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
-from sparkdl.spark.rows.column_types import recognized
+from sparkdl.spark.rows.column_types import recognized, without_decimals
 
 _FIXES: tuple[tuple[type[T.DataType], str], ...] = (
     (T.StringType, "index it with pyspark.ml.feature.StringIndexer, or cast it to a number"),
-    (T.DecimalType, "cast it: F.col(name).cast('double')"),
     (T.TimestampType, "take numbers from it: F.unix_timestamp, F.hour, F.dayofweek"),
     (T.TimestampNTZType, "take numbers from it: F.hour, F.dayofweek, F.dayofyear"),
     (T.DateType, "take numbers from it: F.dayofyear, F.dayofweek, F.datediff"),
@@ -38,6 +37,7 @@ class InputColumn:
         encoding: how its rows arrive, as far as its type tells.
         dimensions: those of one row's value: 0 for a number, 1 for an array or vector, 2 for a
             matrix; None for bytes, which do not say.
+        cast: the type that Spark casts it to on the way; None to leave it as it is.
     """
 
     name: str
@@ -45,6 +45,7 @@ class InputColumn:
     integral: bool
     encoding: Encoding = NUMBERS
     dimensions: int | None = 0
+    cast: T.DataType | None = None
 
     def tensor_dtype(self, fractions: torch.dtype) -> torch.dtype:
         """int64 for integers and booleans, as embeddings take them; else ``fractions``."""
@@ -150,7 +151,8 @@ class InputColumn:
 
     def expression(self) -> Column:
         """The column as workers receive it."""
-        return quoted(self.name)
+        column = quoted(self.name)
+        return column if self.cast is None else column.cast(self.cast)
 
 
 def _as_declared(shape: Sequence[int]) -> list[int | None]:
@@ -202,7 +204,15 @@ def _input_column(
     column = recognized(kind)
     if column is not None:
         encoding, rows = column
-        return InputColumn(name, kind.simpleString(), rows.integral, encoding, rows.dimensions)
+        arriving = without_decimals(kind)
+        return InputColumn(
+            name,
+            kind.simpleString(),
+            rows.integral,
+            encoding,
+            rows.dimensions,
+            None if arriving == kind else arriving,
+        )
     fix = next(
         (fix for refused, fix in _FIXES if isinstance(kind, refused)),
         "convert it to a number or an array of numbers",
