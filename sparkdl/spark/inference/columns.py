@@ -92,7 +92,7 @@ def prediction_columns(
     named = {f"c{index}": column for index, column in enumerate(columns)}
     in_files = columns_in_files(dataset, {name: column.name for name, column in named.items()})
     sources = [
-        Source(name, column.expression(), column.cast or dataset.schema[column.name].dataType)
+        Source(name, column.expression(), column.arriving(dataset.schema))
         for name, column in named.items()
         if name not in in_files
     ]

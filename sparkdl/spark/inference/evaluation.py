@@ -120,9 +120,7 @@ def evaluate(
         ModelError: the model fails, or a metric cannot be computed.
     """
     sources = [
-        Source(
-            f"c{index}", column.expression(), column.cast or dataset.schema[column.name].dataType
-        )
+        Source(f"c{index}", column.expression(), column.arriving(dataset.schema))
         for index, column in enumerate(columns)
     ]
     packed = packed_columns(sources, dataset.sparkSession)

@@ -154,6 +154,10 @@ class InputColumn:
         column = quoted(self.name)
         return column if self.cast is None else column.cast(self.cast)
 
+    def arriving(self, schema: T.StructType) -> T.DataType:
+        """The type of ``expression``, given the DataFrame's schema."""
+        return self.cast or schema[self.name].dataType
+
 
 def _as_declared(shape: Sequence[int]) -> list[int | None]:
     return [None if size == UNKNOWN else size for size in shape]

@@ -30,8 +30,8 @@ def values(frame: DataFrame, name: str) -> list[float]:
 
 
 def test_decimals_are_the_doubles_of_sparks_cast(spark: SparkSession) -> None:
-    exact = F.explode(F.array(*map(F.lit, VALUES))).cast("decimal(38,10)").alias("x")
-    rows = spark.range(1).select(exact).coalesce(1)
+    exact = F.array(*(F.lit(each).cast("decimal(38,10)") for each in VALUES))
+    rows = spark.range(1).select(F.explode(exact).alias("x")).coalesce(1)
     rows = rows.select(
         "x", F.array("x", "x").alias("xs"), F.lit(1.5).cast("decimal(4,2)").alias("w")
     )
