@@ -80,7 +80,7 @@ def instead_of_nulls(spec: ColumnSpec) -> str:
     elif spec.encoding == NUMBERS and spec.is_array:
         value = "an array: F.coalesce('{}', F.array(F.lit(0.0), ...))"
     elif spec.encoding == NUMBERS:
-        value = "a number: F.coalesce('{}', F.lit(0))"
+        value = f"a value: F.coalesce('{{}}', F.lit({'False' if spec.dtype is torch.bool else 0}))"
     other = f", or put in their place {value.format(name)}" if value else ""
     return f'Drop these rows first with df.where("{name} IS NOT NULL"){other}'
 

@@ -108,7 +108,7 @@ def test_a_fit_that_has_ended_gives_its_model_for_the_same_training_only(
         "clip norm: was none, is now 0.5": {"clipNorm": 0.5},
         "precision: was float32, is now bf16": {"precision": "bf16"},
         "batch transform: was None, is now same_batch": {"batchTransform": same_batch},
-        "weight: was none, is now id (float32)": {"weightCol": "id"},
+        "weight: was none, is now id (float64)": {"weightCol": "id"},
         "label: was label (int64), is now id (int64)": {"labelCol": "id"},
         "model: was Sequential, is now Traced": {"model": Traced(str(tmp_path / "trace"))},
     }
