@@ -80,7 +80,8 @@ def instead_of_nulls(spec: ColumnSpec) -> str:
     elif spec.encoding == NUMBERS and spec.is_array:
         value = "an array: F.coalesce('{}', F.array(F.lit(0.0), ...))"
     elif spec.encoding == NUMBERS:
-        value = f"a value: F.coalesce('{{}}', F.lit({'False' if spec.dtype is torch.bool else 0}))"
+        kind, instead = ("truth value", False) if spec.dtype is torch.bool else ("number", 0)
+        value = f"a {kind}: F.coalesce('{{}}', F.lit({instead}))"
     other = f", or put in their place {value.format(name)}" if value else ""
     return f'Drop these rows first with df.where("{name} IS NOT NULL"){other}'
 
