@@ -109,7 +109,10 @@ def test_seeds_that_spark_torch_or_numpy_would_refuse_are_refused_when_set() -> 
         assert estimator(seed=seed).getSeed() == require_seed("seed", seed)
 
 
-@pytest.mark.parametrize("given", [np.int64, float, torch.tensor, np.float32], ids=lambda each: each.__name__)
+NUMBERS = {"numpy": np.int64, "float": float, "torch": torch.tensor, "numpy32": np.float32}
+
+
+@pytest.mark.parametrize("given", NUMBERS.values(), ids=NUMBERS)
 def test_strategies_and_callbacks_hold_pythons_own_numbers(given: Any, tmp_path: Any) -> None:
     one, two = given(1), given(2)
     for made, plain in [
