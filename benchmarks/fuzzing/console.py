@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from fuzzing.calling import Call, Message, Place, any_way, conversation
 from fuzzing.loop import Fault, Target, require_threads_gone
-from sparkdl.spark.diagnostics.console import Console, show
+from sparkdl.spark.diagnostics.console import Console, Display
 from sparkdl.transport.service import Service
 
 HELD = "[rank 7] held\n"
@@ -38,7 +38,7 @@ class ConsoleTarget(Target):
         try:
             with (
                 Service("127.0.0.1", encrypted=draw.random() < 0.1) as service,
-                Console(service, show) as console,
+                Console(service, Display("the executor's log")) as console,
             ):
                 address = console.address
                 place = Place(*address.host_and_port, address.token, address.fingerprint)

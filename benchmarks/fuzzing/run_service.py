@@ -9,10 +9,10 @@ from contextlib import ExitStack, redirect_stdout
 
 from fuzzing.calling import Call, Message, Place, any_way, conversation
 from fuzzing.loop import Fault, Target, require_threads_gone
-from sparkdl.spark.diagnostics.console import show
+from sparkdl.spark.diagnostics.console import Display
 from sparkdl.spark.diagnostics.run_headers import Lines, Report
 from sparkdl.spark.diagnostics.run_service import RunService
-from sparkdl.spark.functions.watch import show_report
+from sparkdl.spark.functions.watch import shown_report
 from sparkdl.transport.service import Service
 
 
@@ -82,12 +82,13 @@ def _messages(steps: list[str], rank: int, *, fails: bool) -> list[Message]:
 def _show(run: RunService) -> None:
     """What the driver does with what was reported."""
     with redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="utf-8")):
+        display = Display("the executor's log")
         while True:
             try:
                 event = run.events.get(timeout=0.0)
             except queue.Empty:
                 return
             if isinstance(event, Lines):
-                show(event.rank, event.lines, event.left_out)
+                display(event.rank, event.lines, event.left_out)
             elif isinstance(event, Report):
-                show_report(event.rank, event.metrics)
+                display(event.rank, [shown_report(event.metrics)], 0)

@@ -52,7 +52,8 @@ class LocalFiles:
             finally:
                 os.close(root)
             self._directory = directory.rstrip("/")
-        weakref.finalize(self, os.close, self._descriptor)
+        # Not as the interpreter exits: a lease is given back after functions registered for that.
+        weakref.finalize(self, os.close, self._descriptor).atexit = False
 
     def get_file_info(self, which: Any) -> Any:
         """Like pyarrow's, except that a symbolic link is neither file nor directory."""

@@ -51,8 +51,13 @@ def put_file(files: Files, path: str, octets: bytes) -> None:
     files.move(f"{path}.partial", path)
 
 
-def replace_directory(files: LocalFiles, new: str, target: str) -> None:
+def replace_directory(files: Files, new: str, target: str) -> None:
     """Rename a directory whose files are safe to ``target``; what was there before is deleted.
+
+    Args:
+        files: their file system; elsewhere than on this machine, what is renamed is durable.
+        new: the directory.
+        target: where it belongs.
 
     Raises:
         OSError: the file system refuses; what was there before is there or aside.
@@ -60,15 +65,20 @@ def replace_directory(files: LocalFiles, new: str, target: str) -> None:
     old, parent = target + ASIDE, os.path.dirname(target)
     if files.get_file_info(target).type != fs.FileType.NotFound:
         # Left by an earlier one that was interrupted before its last step.
-        files.synchronize(parent)
+        _synchronize(files, parent)
         delete(files, old)
         files.move(target, old)
     files.move(new, target)
-    files.synchronize(parent)
+    _synchronize(files, parent)
     try:
         delete(files, old)
     except OSError as error:
         logger.warning("%s could not be deleted: %s", old, error)
+
+
+def _synchronize(files: Files, directory: str) -> None:
+    if isinstance(files, LocalFiles):
+        files.synchronize(directory)
 
 
 def delete(files: Files, path: str) -> None:

@@ -59,7 +59,7 @@ def test_of_several_outputs_the_one_of_prediction_col() -> None:
 
 
 def score(loss: Any, dtype: torch.dtype = torch.float32) -> Score:
-    return Score(loss, Labels([ColumnSpec("y", dtype)], as_one=True))
+    return Score(loss, Labels([ColumnSpec("y", dtype)], as_one=True), None)
 
 
 @given(st.integers(0, 1000))
@@ -82,5 +82,7 @@ def test_a_loss_that_gives_only_the_mean_is_refused_with_what_to_do() -> None:
     def mean_of(outputs: Any, targets: Any) -> Any:
         return (outputs - targets).mean()
 
-    with pytest.raises(ModelError, match=r"scoreCol needs .* shape \(2,\) here, but it gives \(\)"):
+    with pytest.raises(
+        ModelError, match=r"scoreCol need a loss .* shape \(2,\) here, but it gives \(\)"
+    ):
         score(mean_of)(torch.ones(2), torch.ones(2), 2)

@@ -71,7 +71,11 @@ def test_every_way_to_load_refuses_a_command(
     [
         ("metadata/part-00000", {**METADATA, "paramMap": {"fit": 3}}, r"Params that.*\['fit'\]"),
         ("metadata/part-00000", {**METADATA, "paramMap": {"epochs": "many"}}, "epochs must be"),
-        ("metadata/part-00000", {**METADATA, "paramMap": {"tls": "yes"}}, 'param "tls"'),
+        (
+            "metadata/part-00000",
+            {**METADATA, "paramMap": {"tls": "yes"}},
+            "tls must be True or False",
+        ),
         ("metadata/part-00000", {**METADATA, "paramMap": {"model": "os:system"}}, "model must be"),
         ("metadata/part-00000", {"uid": "stage"}, "it has no paramMap"),
         ("metadata/part-00000", [METADATA], "no JSON object"),

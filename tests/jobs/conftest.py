@@ -18,12 +18,21 @@ if str(JOBS) not in sys.path:
     sys.path.insert(0, str(JOBS))
 
 
-@pytest.fixture
-def shared_session(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Jobs use the session of all tests, and leave it and the logging as they were."""
-    root, steps = logging.getLogger(), logging.getLogger("sparkdl.jobs.steps")
-    before = (root.handlers, root.level, steps.handlers, steps.propagate)
-    monkeypatch.setattr(command, "_session", lambda settings: contextlib.nullcontext(spark))
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """No job's handler outlives its test: the stream that it writes to is closed then."""
     yield
-    root.handlers, root.level, steps.handlers, steps.propagate = before
+    root, steps = logging.getLogger(), logging.getLogger("sparkdl.jobs.steps")
+    for logger in (root, steps):
+        for handler in list(logger.handlers):
+            if type(handler) is logging.StreamHandler:  # pytest's own are of other kinds
+                logger.removeHandler(handler)
+    root.setLevel(logging.WARNING)
+    steps.propagate = True
     logging.captureWarnings(False)
+
+
+@pytest.fixture
+def shared_session(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs use the session of all tests, and leave it."""
+    monkeypatch.setattr(command, "_session", lambda settings: contextlib.nullcontext(spark))

@@ -54,8 +54,7 @@ def watch(
             if on_report is not None:
                 on_report(event.rank, event.metrics)
             else:
-                shown = ", ".join(f"{name} {value:g}" for name, value in event.metrics.items())
-                display(event.rank, [shown], 0)
+                display(event.rank, [shown_report(event.metrics)], 0)
         elif tell_of_returned and (behind := _left_behind(service)):
             logger.warning("%s", behind)
             tell_of_returned = False
@@ -91,3 +90,12 @@ def _left_behind(service: RunService) -> str:
         return ""
     where = "; ".join(f"{named([rank])} is still running, in {top}" for rank, top in tops.items())
     return f"{named(returned)} already returned; {where}"
+
+
+def shown_report(metrics: Mapping[str, float]) -> str:
+    """A line with what a worker has reported.
+
+    Args:
+        metrics: numbers by name.
+    """
+    return ", ".join(f"{name} {value:g}" for name, value in metrics.items())

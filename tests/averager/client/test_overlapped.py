@@ -105,4 +105,6 @@ def test_a_round_may_begin_before_others_let_the_worker_contribute() -> None:
             (second, other), (first, mine) = (begun(workers, rank, 1.0, step) for rank in (1, 0))
             first.end_exchange([mine], 0.0)
             second.end_exchange([other], 0.0)
-            assert other.tolist() == [mine[0] + (1.0 if step == 1 else -1.0)] * 3
+            # Each change moves the center by half, the share of one of two.
+            assert other.tolist() == [mine[0] + (0.5 if step == 1 else 0.0)] * 3
+            assert other.tolist() == [1.0 if step == 1 else 1.25] * 3

@@ -108,7 +108,7 @@ def own_process_of(
     monkeypatch.setattr(assignment, "host_ranks", lambda calls, *_: called.extend(calls) or [])
     monkeypatch.setattr(assignment, "fork_server", lambda *_: None)
     monkeypatch.setattr(assignment.SparkFiles, "getRootDirectory", lambda: "/files")
-    list(run_ranks(f"{__name__}:tell_gpu", ("argument",), 1, apart, None, {}, iter([])))
+    list(run_ranks(f"{__name__}:tell_gpu", ("argument",), 1, apart, None, {}, {}, iter([])))
     return called
 
 

@@ -309,7 +309,7 @@ def test_what_makes_no_sense_is_refused(spark: SparkSession) -> None:
         sparkdl.run(_never, df=rows, columnDtypes={"other": "int8"})
     with pytest.raises(ConfigError, match="columnDtypes must give"):
         sparkdl.run(_never, df=rows, columnDtypes={"id": "int7"})
-    with pytest.raises(ConfigError, match=r"shuffleSeed .* whole number, got 0\.5"):
+    with pytest.raises(ConfigError, match=r"shuffleSeed must be a whole number .*, got 0\.5"):
         sparkdl.run(_never, df=rows, shuffleSeed=0.5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="memoryBudget must be a whole number >= 1, got 0"):
         sparkdl.run(_never, df=rows, memoryBudget=0)
