@@ -1,4 +1,7 @@
-"""Every script of benchmarks/ still starts: what it imports is there, and it says what it does."""
+"""Every script of benchmarks/ still starts: what it imports is there, and it says what it does.
+
+Those of studies/ too.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ FOLDER = Path(__file__).parent.parent / "benchmarks"
 IN_ONE_PROCESS = """
 import contextlib, importlib, io, runpy, sys, traceback
 
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/studies"]
 for name in sys.argv[2:]:
     sys.argv, said = [name, "--help"], io.StringIO()
     try:
@@ -32,7 +35,7 @@ for name in sys.argv[2:]:
 
 @pytest.mark.slow
 def test_every_script_starts_and_has_a_help() -> None:
-    scripts = sorted(map(str, FOLDER.glob("*.py")))
+    scripts = sorted(map(str, [*FOLDER.glob("*.py"), *FOLDER.glob("studies/*.py")]))
     assert len(scripts) > 40
     command = [sys.executable, "-c", IN_ONE_PROCESS, str(FOLDER), *scripts]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)

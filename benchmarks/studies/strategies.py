@@ -185,7 +185,7 @@ def main() -> None:
     by_workers = strategy_report.table_by_workers(runs, *CLAIMED)
     print(f"{table}\n\n{by_workers}")
     if chosen.docs:
-        strategy_report.insert(PAGE, "benchmarks/strategies.py", table)
+        strategy_report.insert(PAGE, "benchmarks/studies/strategies.py", table)
         strategy_report.insert(PAGE, "the same by workers", by_workers)
         strategy_report.draw(runs, targets, PICTURE)
     best = strategy_report.best_over_all_reduce(runs, *CLAIMED, targets)

@@ -136,7 +136,7 @@ class LinkedHosts:
     """
 
     def __init__(self, workers: int, folder: Path) -> None:
-        sys.path.insert(0, str(FOLDER.parent / "tests" / "cluster"))
+        sys.path.insert(0, str(FOLDER.parents[1] / "tests" / "cluster"))
         from hosts import Hosts  # type: ignore[import-not-found]
 
         self._folder = folder
@@ -146,7 +146,8 @@ class LinkedHosts:
         self._context = multiprocessing.get_context("forkserver")
         # The forking process has imported all that a script imports at the top level, which each
         # fork runs again; it finds the modules by the environment alone.
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])
+        paths = [str(FOLDER), str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
         self._context.set_forkserver_preload([__name__, "harness", "strategy_tasks"])
         self._hosts = Hosts(workers + 1, folder)
 
