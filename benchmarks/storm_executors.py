@@ -21,6 +21,8 @@ from pyspark import TaskContext
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from storms import Ended, Kind, Result, run_jobs
+from support.chaos import Deed, Storm
+from support.replay import recorded_commits, replay
 from torch import Tensor, nn
 
 from sparkdl import GradientAllReduce, ParameterAveraging, TorchEstimator, TorchModel
@@ -31,8 +33,6 @@ from sparkdl.spark.launch.worker_rows import Workers, worker_frame
 from sparkdl.spark.rows.columns import input_column
 from sparkdl.spark.rows.delivery import Delivery
 from sparkdl.strategies import Strategy
-from sparkdl.testing.chaos import Deed, Storm
-from sparkdl.testing.replay import recorded_commits, replay
 from sparkdl.worker import Job
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

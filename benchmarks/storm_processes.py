@@ -16,6 +16,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 from storms import Ended, Kind, Result, band_between, run_jobs
+from support.chaos import Chaos, Storm
+from support.replay import recorded_commits, replay
 from torch import Tensor, nn
 
 from sparkdl.driver import Outcome
@@ -23,8 +25,6 @@ from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import batches_of, run_world
-from sparkdl.testing.chaos import Chaos, Storm
-from sparkdl.testing.replay import recorded_commits, replay
 from sparkdl.worker import Job
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -9,17 +9,21 @@ alone would take on all rows: its loss is the lower limit, that of a job without
 one, each with a tenth to spare.
 """
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import harness
 from torch import nn
 
 from sparkdl.errors import SparkDLError
 from sparkdl.events import EpochSummary
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
-from sparkdl.testing.chaos import Storm
-from sparkdl.testing.replay import relative_difference
+
+sys.path.append(str(harness.FOLDER.parent / "tests"))
+from support.chaos import Storm
+from support.replay import relative_difference
 
 SAME = 1e-4
 """The largest difference of equal parameters, relative to the largest value of each tensor: float32

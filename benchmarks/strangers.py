@@ -13,6 +13,7 @@ import contextlib
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,18 +25,20 @@ from typing import Any, Self
 
 import recovery
 import torch
-from harness import Claim, parse, parser, report, show
+from harness import FOLDER, Claim, parse, parser, report, show
 
 from sparkdl.averager import Averager
 from sparkdl.driver import run
 from sparkdl.events import EpochSummary
 from sparkdl.strategies import ParameterAveraging
-from sparkdl.testing.flood import Flood
 from sparkdl.testing.world import _processes
 from sparkdl.transport import local
 from sparkdl.transport.connecting import introduced, reach
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.port import Port
+
+sys.path.append(str(FOLDER.parent / "tests"))
+from support.flood import Flood
 
 STRANGERS = 1_000
 HOST, TOKEN = "127.0.0.1", "the job's secret"

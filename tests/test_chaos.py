@@ -14,6 +14,8 @@ from functools import partial
 import cloudpickle
 import pytest
 import torch
+from support.chaos import Chaos
+from support.replay import recorded_commits, relative_difference, replay
 from torch import Tensor, nn
 from toys import classification, make_job, mlp
 
@@ -21,8 +23,6 @@ from sparkdl.averager.coordination import membership
 from sparkdl.driver import Outcome
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import run_world
-from sparkdl.testing.chaos import Chaos
-from sparkdl.testing.replay import recorded_commits, relative_difference, replay
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

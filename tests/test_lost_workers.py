@@ -19,6 +19,8 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from support.faults import Proxy
+from support.replay import recorded_commits, relative_difference, replay
 from torch import Tensor, nn
 from toys import classification, make_job, mlp
 from virtual_time import WAIT_S, VirtualClock, coordinator_of, eventually
@@ -30,8 +32,6 @@ from sparkdl.errors import DeadlineError, WorkerError, WorkerLostError
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
-from sparkdl.testing.faults import Proxy
-from sparkdl.testing.replay import recorded_commits, relative_difference, replay
 from sparkdl.testing.world import Shard, _processes, _threads
 from sparkdl.worker import Job
 

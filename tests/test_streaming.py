@@ -17,6 +17,7 @@ import pyarrow as pa
 import pytest
 import torch
 from interruptions import die_after, policy, same_bits, save_and_stop
+from support.replay import recorded_commits, relative_difference, replay
 from test_lost_workers import Misbehaves, kill, run_with_breaks
 from torch import Tensor, nn
 from toys import Data, classification, make_job, mlp, schema
@@ -34,7 +35,6 @@ from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
-from sparkdl.testing.replay import recorded_commits, relative_difference, replay
 from sparkdl.testing.world import _threads
 from sparkdl.worker import Job
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from support.replay import recorded_commits, relative_difference, replay
 from torch import Tensor, nn
 from toys import classification, make_job, mlp, relative_error
 
@@ -20,7 +21,6 @@ from sparkdl.feed.feed import FeedOptions
 from sparkdl.reshuffle.exchange import RowExchange
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging
 from sparkdl.testing import run_world
-from sparkdl.testing.replay import recorded_commits, relative_difference, replay
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -25,11 +25,11 @@ from own_asynchronous import EachForItself
 from own_outer_momentum import OuterMomentum
 from recorded import recorded_decisions
 from replayed import ByHand
+from support.replay import recorded_commits, relative_difference, replay
 from torch import Tensor, nn
 from toys import classification, make_job, mlp, relative_error, sgd_on_union
 
 from sparkdl.testing import run_world
-from sparkdl.testing.replay import recorded_commits, relative_difference, replay
 from sparkdl.worker import Job
 
 for module in (misbehaving, own_asynchronous, own_outer_momentum):

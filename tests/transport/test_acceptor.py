@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.flood import Flood
 from toys import sparkdl_threads
 from virtual_time import WAIT_S, VirtualClock, eventually
 
 from sparkdl.errors import DisconnectedError
-from sparkdl.testing.flood import Flood
 from sparkdl.transport import acceptor, local
 from sparkdl.transport.acceptor import HANDSHAKE_S, MAX_STRANGERS
 from sparkdl.transport.connecting import introduced, reach

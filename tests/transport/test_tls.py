@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.faults import Proxy
 from torch import nn
 from toys import classification, make_job, mlp, parameters_of
 
@@ -22,7 +23,6 @@ from sparkdl.errors import ConfigError, DisconnectedError
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.protocols import Segment
 from sparkdl.testing import run_world
-from sparkdl.testing.faults import Proxy
 from sparkdl.testing.world import _threads
 from sparkdl.transport import connection
 from sparkdl.transport.connection import Connection

@@ -15,9 +15,8 @@ from sparkdl.averager.values.center_update import Contributions
 from sparkdl.errors import SparkDLError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
-from sparkdl.testing.simulation.clock import Clock
 from sparkdl.testing.simulation.values import Center, Sum, trained
-from sparkdl.testing.simulation.workers import Link, Message
+from sparkdl.testing.simulation.workers import Clock, Link, Message
 
 
 class Observer(Protocol):

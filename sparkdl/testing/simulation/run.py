@@ -26,10 +26,9 @@ from sparkdl.errors import PreemptedError, SparkDLError, WorkerLostError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.testing.simulation.averager import Averager
-from sparkdl.testing.simulation.clock import Clock
 from sparkdl.testing.simulation.plan import Fault, Kind, Plan
 from sparkdl.testing.simulation.values import Center
-from sparkdl.testing.simulation.workers import Worker
+from sparkdl.testing.simulation.workers import Clock, Worker
 
 DEADLINE_S = 600.0
 """Far longer than a plan's faults can add up to: anyone waited for this long never comes."""

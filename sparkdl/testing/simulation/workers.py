@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections.abc import Callable
 from typing import Any
 
 from sparkdl.averager.messages.progress import Position
 from sparkdl.events import ValidationReport, WindowReport
-from sparkdl.testing.simulation.clock import Clock
 from sparkdl.testing.simulation.plan import Plan
 from sparkdl.testing.simulation.values import trained
 
@@ -17,6 +17,37 @@ Message = tuple[Any, ...]
 
 START_S = 1.0
 RECONNECT_S = 0.05
+
+
+class Clock:
+    """A queue of timed calls; those due at the same time run in the order of their scheduling."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        """Schedule a call after some seconds."""
+        self.at(self.now + seconds, call)
+
+    def at(self, time: float, call: Callable[[], None]) -> None:
+        """Schedule a call at a time; one in the past goes behind all others that are due."""
+        self._count += 1
+        heapq.heappush(self._due, (max(time, self.now), self._count, call))
+
+    def step(self) -> bool:
+        """Make the call that is due first; returns whether there was one."""
+        if not self._due:
+            return False
+        at, _, call = heapq.heappop(self._due)
+        self.now = at
+        call()
+        return True
+
+    def forget(self) -> None:
+        """Drop all scheduled calls."""
+        self._due.clear()
 
 
 class Link:

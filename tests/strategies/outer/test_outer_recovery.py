@@ -24,6 +24,7 @@ from outer import (
     job,
     named,
 )
+from support.replay import recorded_commits, relative_difference, replay
 from torch import Tensor
 
 from sparkdl.checkpoint.policy import CheckpointPolicy
@@ -33,7 +34,6 @@ from sparkdl.strategies import (
     OuterSGD,
 )
 from sparkdl.testing import run_world
-from sparkdl.testing.replay import recorded_commits, relative_difference, replay
 
 cloudpickle.register_pickle_by_value(misbehaving)
 

@@ -21,12 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from support.faults import Proxy
+
 from sparkdl.averager.service.server import Averager
 from sparkdl.checkpoint import storage
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Launch, Outcome, run
 from sparkdl.events import WindowReport
-from sparkdl.testing.faults import Proxy
 from sparkdl.testing.world import Shard, _processes
 from sparkdl.worker import Job
 
