@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -15,14 +14,18 @@ import numpy as np
 import pytest
 import torch
 from interruptions import same_bits
-from misbehaving import Interrupted, KillsOnce, kill_once
+from misbehaving import Interrupted, KillsOnce, kill_once, ranks
 from torch import Tensor, nn
 from toys import average_by_hand, classification, make_job, mlp, relative_error
+from virtual_time import VirtualClock
 
+from sparkdl.averager import Averager
+from sparkdl.averager.client import client
 from sparkdl.averager.messages.run_events import RunEvent
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.collective import peers as peers_module
 from sparkdl.collective.peers import PeerAwayError, Peers, Visitors
+from sparkdl.driver import run
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary
 from sparkdl.strategies import GossipAveraging, ParameterAveraging
@@ -195,28 +198,30 @@ def test_who_is_lost_in_the_middle_of_a_visit_is_called_again_when_it_is_back() 
     assert connections[1].closed
 
 
-class Slow(nn.Module):
-    """One rank takes long for each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-
-    def forward(self, features: Tensor) -> Tensor:
-        if threading.current_thread().name == "sparkdl-rank-1":
-            time.sleep(1.25)
-        outputs: Tensor = self.net(features)
-        return outputs
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_an_epoch_may_be_longer_than_the_deadline() -> None:
+def test_an_epoch_may_be_longer_than_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver hears of who trains, though no values come."""
-    data = classification([4, 80, 4])
-    given = job(Slow(), deadline_s=20.0, epochs=1, strategy=GossipAveraging(5))
-    outcome = run_world(given, data.shards())
-    assert outcome.history[0].examples == 88
+    monkeypatch.setattr(client, "READING_S", 0.0)
+    clock, averagers = VirtualClock(), list[Averager]()
+
+    class Slow(nn.Module):
+        """One rank takes a quarter of the deadline for each step."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, features: Tensor) -> Tensor:
+            if threading.current_thread().name == "sparkdl-rank-1":
+                clock.run(averagers[0].service, 15)
+            outputs: Tensor = self.net(features)
+            return outputs
+
+    data = classification([4, 40, 4])
+    given = job(Slow(), deadline_s=60.0, epochs=1, strategy=GossipAveraging(5))
+    launch = ranks(given, data.shards(), {rank: rank for rank in range(3)}, averagers)
+    outcome = run(given, 3, launch, now=clock)
+    assert clock.passed == 2.5 * 60
+    assert outcome.history[0].examples == 48
 
 
 def test_it_goes_on_from_a_checkpoint_with_the_epochs_that_are_left(tmp_path: Path) -> None:
