@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 import sparkdl
 
@@ -86,6 +86,7 @@ def layer_of(path: Path) -> str:
     return relative.parts[0].removesuffix(".py")
 
 
+@cache
 def imports_of(path: Path) -> set[str]:
     """Full names of everything imported, anywhere in the file and also inside functions."""
     package = ("sparkdl", *path.relative_to(ROOT).parts[:-1])
@@ -113,64 +114,79 @@ def room_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[1].removesuffix(".py")
 
 
+def roots_imported_by(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imports_of(path)}
+
+
 def rooms_imported_by(path: Path) -> set[str]:
     """Of its own layer."""
     layer = f"sparkdl.{layer_of(path)}."
     return {name.split(".")[2] for name in imports_of(path) if name.startswith(layer)}
 
 
-def ids(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-@pytest.mark.parametrize("path", MODULES, ids=ids)
-def test_every_module_belongs_to_a_layer(path: Path) -> None:
-    assert layer_of(path) in {*HEIGHT, "testing", "__init__"}
-
-
-@pytest.mark.parametrize("path", MODULES, ids=ids)
-def test_imports_point_down(path: Path) -> None:
+def imports_up(path: Path) -> list[str]:
+    """What a module imports of other layers that are not below its own."""
     layer = layer_of(path)
-    if layer == "__init__":
-        return  # the public face sees everything and is imported by nobody inside
+    if layer not in {*HEIGHT, "testing"}:
+        return []  # the public face sees everything and is imported by nobody inside
     below = HEIGHT["spark"] if layer == "testing" else HEIGHT[layer]
-    for imported in sparkdl_layers_of(path) - {layer}:
-        assert imported in HEIGHT, f"{path} imports sparkdl.{imported}"
-        assert HEIGHT[imported] < below, f"{path} imports sparkdl.{imported}, which is not below"
+    return [
+        f"{path.relative_to(ROOT)} imports sparkdl.{imported}"
+        for imported in sorted(sparkdl_layers_of(path) - {layer})
+        if HEIGHT.get(imported, below) >= below
+    ]
 
 
-@pytest.mark.parametrize("path", MODULES_IN_ROOMS, ids=ids)
-def test_every_module_of_a_layer_with_rooms_belongs_to_one(path: Path) -> None:
-    assert room_of(path) in {*FLOOR[layer_of(path)], "__init__"}
-
-
-@pytest.mark.parametrize("path", MODULES_IN_ROOMS, ids=ids)
-def test_imports_between_the_rooms_of_a_layer_point_down(path: Path) -> None:
+def imports_up_within_its_layer(path: Path) -> list[str]:
     layer, room = layer_of(path), room_of(path)
-    if room == "__init__":
-        return  # the layer's face, imported by nobody inside it
     floor = FLOOR[layer]
-    for imported in rooms_imported_by(path) - {room}:
-        assert imported in floor, f"{path} imports sparkdl.{layer}.{imported}"
-        assert floor[imported] < floor[room], (
-            f"{path} imports sparkdl.{layer}.{imported}, which is not below"
-        )
+    if room not in floor:
+        return []  # the layer's face, imported by nobody inside it
+    return [
+        f"{path.relative_to(ROOT)} imports sparkdl.{layer}.{imported}"
+        for imported in sorted(rooms_imported_by(path) - {room})
+        if floor.get(imported, floor[room]) >= floor[room]
+    ]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=ids)
-def test_pyspark_stops_at_the_spark_layer(path: Path) -> None:
-    if layer_of(path) in ("spark", "estimator", "jobs", "__init__"):
-        return
-    roots = {name.split(".")[0] for name in imports_of(path)}
-    assert not roots & {"pyspark", "py4j"}
+def names(paths: Iterable[Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in paths]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=ids)
-def test_nobody_imports_the_testing_package_or_the_tests(path: Path) -> None:
-    if layer_of(path) != "testing":
-        assert "testing" not in sparkdl_layers_of(path)
-    roots = {name.split(".")[0] for name in imports_of(path)}
-    assert not roots & {"tests", "jobs", "benchmarks", "pytest", "hypothesis"}
+def require_none(found: Iterable[str]) -> None:
+    lines = list(found)
+    assert not lines, "\n" + "\n".join(lines)
+
+
+def test_every_module_belongs_to_a_layer_and_to_a_room_of_it() -> None:
+    layers = {*HEIGHT, "testing", "__init__"}
+    rooms = {layer: {*floor, "__init__"} for layer, floor in FLOOR.items()}
+    lost = [path for path in MODULES if layer_of(path) not in layers]
+    lost += [path for path in MODULES_IN_ROOMS if room_of(path) not in rooms[layer_of(path)]]
+    require_none(names(lost))
+
+
+def test_imports_point_down() -> None:
+    assert len(MODULES) > 200
+    require_none(line for path in MODULES for line in imports_up(path))
+
+
+def test_imports_between_the_rooms_of_a_layer_point_down() -> None:
+    assert len(MODULES_IN_ROOMS) > 100
+    require_none(line for path in MODULES_IN_ROOMS for line in imports_up_within_its_layer(path))
+
+
+def test_pyspark_stops_at_the_spark_layer() -> None:
+    may = ("spark", "estimator", "jobs", "__init__")
+    below = [path for path in MODULES if layer_of(path) not in may]
+    require_none(names(path for path in below if roots_imported_by(path) & {"pyspark", "py4j"}))
+
+
+def test_nobody_imports_the_testing_package_or_the_tests() -> None:
+    others = [path for path in MODULES if layer_of(path) != "testing"]
+    require_none(names(path for path in others if "testing" in sparkdl_layers_of(path)))
+    tests = {"tests", "jobs", "benchmarks", "pytest", "hypothesis"}
+    require_none(names(path for path in MODULES if roots_imported_by(path) & tests))
 
 
 def test_the_reader_of_imports_sees_every_form(tmp_path: Path) -> None:

@@ -8,8 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import sparkdl
 import sparkdl.callbacks
 import sparkdl.strategies
@@ -34,11 +32,11 @@ def arguments(of: Any) -> set[str]:
 
 
 def home(name: str) -> Any:
-    """The public object of a name such as ``sparkdl.run`` or ``EarlyStopping``."""
+    """The public object of a name such as ``sparkdl.run`` or ``EarlyStopping``, if there is one."""
     for module in (sparkdl, sparkdl.callbacks, sparkdl.strategies):
         if name.removeprefix("sparkdl.") in module.__all__:
             return getattr(module, name.removeprefix("sparkdl."))
-    raise AssertionError(f"there is no public {name}")
+    return None
 
 
 def exists(expression: str) -> bool:
@@ -46,6 +44,8 @@ def exists(expression: str) -> bool:
     node = ast.parse(expression.replace("...", "None"), mode="eval").body
     if isinstance(node, ast.Call):
         called = home(ast.unparse(node.func))
+        if called is None:
+            return False
         known = arguments(called)
         return all(keyword.arg is None or keyword.arg in known for keyword in node.keywords)
     text = ast.unparse(node)
@@ -55,8 +55,7 @@ def exists(expression: str) -> bool:
         owner, attribute = text.split(".")
         documented = inspect.getdoc(home(owner)) or ""
         return hasattr(home(owner), attribute) or f"{attribute}:" in documented
-    home(text)
-    return True
+    return home(text) is not None
 
 
 EVERY_ARGUMENT = (
@@ -66,12 +65,13 @@ EVERY_ARGUMENT = (
 )
 
 
-@pytest.mark.parametrize(("theirs", "ours"), table_rows())
-def test_ours_exists(theirs: str, ours: str) -> None:
-    found = names(ours)
-    assert found or ours in SAYS_WHY_NOT, f"{theirs}: {ours!r} names nothing"
-    for each in found:
-        assert exists(each), f"{theirs}: there is no {each}"
+def test_ours_exists() -> None:
+    wrong = []
+    for theirs, ours in table_rows():
+        if not (names(ours) or ours in SAYS_WHY_NOT):
+            wrong.append(f"{theirs}: {ours!r} names nothing")
+        wrong += [f"{theirs}: there is no {each}" for each in names(ours) if not exists(each)]
+    assert not wrong, "\n".join(wrong)
 
 
 THEIRS = """
@@ -110,8 +110,8 @@ def test_every_option_of_theirs_has_a_row() -> None:
 def test_a_name_that_is_not_there_would_be_noticed() -> None:
     assert not exists("TorchModel.getHistory")
     assert not exists("GradientAllReduce(compress=True)")
-    with pytest.raises(AssertionError):
-        exists("num_proc")
+    assert not exists("num_proc")
+    assert not exists("Estimator(compress=True)")
 
 
 def test_the_programs_name_what_there_is() -> None:
