@@ -29,7 +29,7 @@ extensions = [
     "sphinx_design",
     "params_table",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "notes"]
 
 html_theme = "pydata_sphinx_theme"
 html_title = "sparkdl"
@@ -70,7 +70,7 @@ napoleon_custom_sections = [
 ]
 
 PAGES = {
-    "README.md": "parameters.md",
+    "README.md": "index.md",
     "benchmarks/README.md": "benchmarks.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -84,6 +84,8 @@ def _link(found: re.Match[str], to_docs: str) -> str:
     text, path, anchor = found.groups()
     if path in PAGES:
         return f"[{text}]({to_docs}{PAGES[path]}{anchor or ''})"
+    if path.startswith("docs/notes/"):  # not on the site
+        return f"`{path}` in the repository"
     if path.startswith("docs/"):
         return f"[{text}]({to_docs}{path.removeprefix('docs/')}{anchor or ''})"
     if path.startswith("examples/"):

@@ -1,4 +1,4 @@
-"""The README's and the quick start's programs run as they stand there."""
+"""The programs of the README, the quick start and the page of functions run as they stand there."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def test_the_readme_trains_a_model_and_runs_a_function(
     assert accuracy(first) > 0.95
     assert "What each worker did when" in report.read_text()
 
-    (function,) = programs("README.md", "Your own training function")
+    function = programs("docs/functions.md")[0]
     assert function.count('"/shared/run"') == 2  # the only part that a reader has to have
     mended = function.replace('"/shared/run"', repr(str(tmp_path / "run")))
-    second = run([mended], "README, function", **first)
+    second = run([mended], "functions", **first)
     assert len(second["losses"]) == 2
     assert set(second["state"]) >= {"model", "optimizer"}
 

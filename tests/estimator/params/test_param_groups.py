@@ -45,12 +45,12 @@ def in_signature() -> list[tuple[str, str]]:
     return by_group(text.splitlines(), r" {8}# (\w+)$", r" {8}(\w+): ")
 
 
-def in_readme() -> list[tuple[str, str]]:
-    text = (ROOT / "README.md").read_text().partition("## Parameters\n")[2].partition("\n#")[0]
+def in_the_page() -> list[tuple[str, str]]:
+    text = (ROOT / "docs/parameters.md").read_text()
     return by_group(text.splitlines(), r"\| \*\*(\w+)\*\*", r"\| ((?:`\w+`(?:, )?)+) \|")
 
 
-@pytest.mark.parametrize("listed", [in_docstring, in_signature, in_readme])
+@pytest.mark.parametrize("listed", [in_docstring, in_signature, in_the_page])
 def test_arguments_are_listed_in_order_under_the_file_of_their_param(listed: object) -> None:
     assert callable(listed)
     assert listed() == [(group_of(name), name) for name in ARGUMENTS]
