@@ -1,4 +1,4 @@
-"""A synchronous strategy of one's own in one file: the example of docs/strategies.md.
+"""A synchronous strategy of one's own in one file: the example of docs/writing-a-strategy.md.
 
 Wang et al. 2019, "SlowMo". With an outer momentum m, an outer learning rate a, and x the mean of
 the workers' parameters, weighted by examples, after windows that all began with the center c:

@@ -1,4 +1,4 @@
-"""k workers at k times the learning rate, after a warm-up: the recipe of ``docs/strategies.md``."""
+"""k workers at k times the learning rate, after a warm-up: the recipe of ``docs/strategy-batches.md``."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _text(module: ModuleType) -> str:
 
 
 def test_the_example_of_the_documentation_is_the_one_that_is_tested_here() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "writing-a-strategy.md").read_text()
     section = page.split("## An example: an outer optimizer with momentum\n")[1].split("\n## ")[0]
     example = section.split("```python\n")[1].split("```")[0]
     assert _text(own_outer_momentum).endswith(example)

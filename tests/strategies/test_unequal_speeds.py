@@ -62,7 +62,7 @@ def test_with_everyone_in_each_round_they_do_at_any_rate(strategy: Strategy[Any]
 
 
 def test_with_large_steps_the_center_has_last_seen_the_slow_one_unless_a_bound_holds() -> None:
-    """As strategies.md says, with its figures."""
+    """As strategy-cutoff.md says, with its figures."""
     rate = 1 / STEPS
     assert ends_at(averaging(cutoff=1), rate) == pytest.approx(0.33, abs=0.01)
     assert ends_at(AsynchronousSGD(2), rate) == pytest.approx(0.32, abs=0.01)
@@ -73,7 +73,7 @@ def test_with_large_steps_the_center_has_last_seen_the_slow_one_unless_a_bound_h
 
 
 def test_scaled_by_staleness_the_slow_one_counts_several_times() -> None:
-    """As strategies.md says of Zhang et al.'s rule."""
+    """As strategy-asynchronous.md says of Zhang et al.'s rule."""
     strategy = AsynchronousSGD(2, scale_by_staleness=True)
     assert ends_at(strategy, rate=0.005) == pytest.approx(0.45, abs=0.01)
     assert ends_at(strategy, rate=1 / STEPS) == pytest.approx(0.61, abs=0.01)

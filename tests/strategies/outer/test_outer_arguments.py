@@ -113,7 +113,7 @@ def test_a_saved_estimators_strategy_comes_back_without_trust(tmp_path: Path) ->
 
 def documented() -> type[Strategy[Any]]:
     """The strategy that the documentation shows how to write."""
-    page = Path(__file__).parents[3] / "docs" / "strategies.md"
+    page = Path(__file__).parents[3] / "docs" / "writing-a-strategy.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     (source,) = [block for block in blocks if "class OuterMomentum" in block]
     names: dict[str, Any] = {"__name__": __name__, **vars(strategies)}
