@@ -81,9 +81,13 @@ def bound(path: str, *args: Json, **kwargs: Json) -> Json:
 
 
 DESCRIPTION = {
-    "format": 2,
+    "format": 4,
     "model": {"recipe": bound(LINEAR, 2, 3)},
-    "features": [{"name": "x", "dtype": "float32", "row_shape": [4], "encoding": "numbers"}],
+    "features": [
+        {"name": "x", "dtype": "float32", "row_shape": [4], "encoding": "numbers", "padding": None}
+    ],
+    "labels": [],
+    "loss": None,
     "head": "logits",
     "outputs": [{"key": None, "width": 3}, {"key": "logits", "width": None}],
     "history": [{"epoch": 1, "loss": 0.5, "examples": 3, "rounds": 1, "seconds": 0.5}],

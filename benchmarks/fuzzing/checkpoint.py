@@ -21,10 +21,11 @@ from sparkdl.averager.messages.progress import Position, Progress
 from sparkdl.averager.service.saving import CENTER, Resumed, worker_state_file
 from sparkdl.checkpoint.policy import require_same
 from sparkdl.checkpoint.state_files import STATE_FILE, load_state, save_state
-from sparkdl.checkpoint.storage import MANIFEST, CheckpointStore, SavedCheckpoint
+from sparkdl.checkpoint.storage import CheckpointStore, SavedCheckpoint
 from sparkdl.checkpoint.tensor_file import write_tensors
 from sparkdl.driver import build_replica, initial_center
 from sparkdl.driver.identity import identity, require_progress, require_same_rows
+from sparkdl.durable.manifest import MANIFEST
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.statistics.column import ColumnStatistics

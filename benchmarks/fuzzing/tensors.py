@@ -13,7 +13,7 @@ from torch import nn
 from fuzzing.loop import Fault, Target
 from fuzzing.mutation import ODD, as_text, mutated, mutated_bytes, mutated_order, number_of_changes
 from sparkdl.checkpoint.tensor_file import read_tensors, write_tensors
-from sparkdl.checkpoint.worker_state import pack_worker_state, unpack_worker_state
+from sparkdl.worker.state import pack_worker_state, unpack_worker_state
 
 HEADER_ODD = [
     *ODD,
@@ -54,7 +54,7 @@ class TensorsTarget(Target):
     """A file of tensors of several dtypes, or a worker's state."""
 
     name = "tensors"
-    reads = ("checkpoint/tensor_file.py", "checkpoint/worker_state.py")
+    reads = ("checkpoint/tensor_file.py", "worker/state.py")
     deadline_s = 5.0
 
     def __enter__(self) -> TensorsTarget:

@@ -28,7 +28,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparkdl.checkpoint.moved import former_name
 from sparkdl.user_code.stand_ins import stand_in
 
 Parts = dict[str, bytes]
@@ -64,8 +63,11 @@ def describe(
     Returns:
         JSON.
     """
-    teller = _Teller()
-    found = {**teller.parts(value), **{name: teller.digest(v) for name, v in (parts or {}).items()}}
+    digester = _Digester()
+    found = {
+        **digester.parts(value),
+        **{name: digester.digest(v) for name, v in (parts or {}).items()},
+    }
     return _described(text_of(value) if text is None else text, found)
 
 
@@ -80,9 +82,9 @@ def describe_model(module: nn.Module) -> dict[str, Any]:
     """
     state = [*module.parameters(), *module.buffers()]
     fractions = [tensor for tensor in state if tensor.is_floating_point()]
-    teller = _Teller(without_values={id(tensor) for tensor in fractions})
-    found = teller.parts(module)
-    found["initial values"] = teller.digest(_outline(fractions))
+    digester = _Digester(without_values={id(tensor) for tensor in fractions})
+    found = digester.parts(module)
+    found["initial values"] = digester.digest(_outline(fractions))
     return _described(text_of(module), found)
 
 
@@ -93,10 +95,10 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         optimizer: the optimizer of a model that ``describe_model`` describes.
     """
     groups = optimizer.param_groups
-    teller = _Teller(without_values={id(p) for group in groups for p in group["params"]})
+    digester = _Digester(without_values={id(p) for group in groups for p in group["params"]})
     usual = vars(torch.optim.Optimizer([torch.zeros(1)], {}))
     own = {key: each for key, each in vars(optimizer).items() if key not in usual}
-    found = {**teller.class_parts(type(optimizer)), **teller.named("attribute", own)}
+    found = {**digester.class_parts(type(optimizer)), **digester.named("attribute", own)}
     return _described(type(optimizer).__name__, found)
 
 
@@ -139,7 +141,7 @@ def _outline(tensors: list[Tensor]) -> list[str]:
     return [f"{norm:.3e}", f"{along / norm if norm else 0.0:.3f}"]
 
 
-class _Teller:
+class _Digester:
     """Computes digests of objects, each once.
 
     Args:
@@ -353,7 +355,7 @@ def _import_name(value: object) -> str | None:
     found: object = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
-    return f"{former_name(module)}:{name}" if found is value else None
+    return f"{module}:{name}" if found is value else None
 
 
 def _used_globals(function: types.FunctionType) -> dict[str, object]:

@@ -19,11 +19,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from sparkdl.checkpoint.json_file import read_json_object
 from sparkdl.checkpoint.object_spec import LOSS, MODEL, load_object, save_object
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.durable.publishing import whole_directory
-from sparkdl.encodings import NUMBERS, named
+from sparkdl.encodings import named
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, are_measured, are_metrics
 from sparkdl.outputs import OutputKey, Widths, names_output
@@ -34,7 +33,9 @@ from sparkdl.user_code.tracebacks import message_of, text_of
 DESCRIPTION = "module.json"
 WEIGHTS = "module.safetensors"
 FORMAT = 4
-"""Version of the files' format; a reader refuses a newer one."""
+"""Version of the files' format; a reader refuses any other."""
+MAX_JSON_BYTES = 64 << 20
+"""Largest file; a thousand columns and ten thousand epochs take 3 MB."""
 _CASTS = {
     torch.float64: nn.Module.double,
     torch.float32: nn.Module.float,
@@ -133,7 +134,6 @@ def read_module(directory: Path, *, trust: TrustArgument) -> SavedModule:
 
 
 def _target_dims(path: Path, found: Any) -> TargetDims | None:
-    """The shapes of targets; models saved before they were tried out have none."""
     if found is None:
         return None
     if not isinstance(found, list) or not all(each in (1, 2, None) for each in found):
@@ -191,13 +191,39 @@ def _read_description(path: Path) -> dict[str, Any]:
             f"the model in {path.parent} has format {written}, newer than the {FORMAT} that this "
             "version of sparkdl-torch reads. Upgrade it"
         )
-    if written not in range(1, FORMAT + 1) or not isinstance(description.get("head"), str):
+    if type(written) is int and 1 <= written < FORMAT:
+        raise ConfigError(
+            f"the model in {path.parent} has format {written}, from before the first release: only "
+            f"format {FORMAT} is read. Train it again"
+        )
+    if written != FORMAT or not isinstance(description.get("head"), str):
         raise ConfigError(f"{path} is damaged or not a saved model")
-    if written == 1:  # before models could have several outputs
-        description["outputs"] = [{"key": None, "width": description.get("output_width", "none")}]
-    if written != FORMAT:  # before models could be evaluated
-        description.setdefault("labels", [])
     return description
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object.
+
+    Raises:
+        ConfigError: it is missing, not a regular file, too large, or does not hold such an object.
+    """
+    try:
+        if not path.is_file():
+            raise ConfigError(f"{path} is missing, or not a plain file")
+        with path.open("rb") as file:
+            octets = file.read(MAX_JSON_BYTES + 1)
+        if len(octets) > MAX_JSON_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB: it is damaged")
+        value = json.loads(octets)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} is damaged: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is damaged: it is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is damaged: it holds no JSON object")
+    return value
 
 
 def _entries(path: Path, description: dict[str, Any], name: str, read: Any) -> list[Any]:
@@ -224,8 +250,8 @@ def _column(
     name: str,
     dtype: str,
     row_shape: list[int],
-    encoding: str = NUMBERS.name,  # absent from models saved before there were others
-    padding: dict[str, Any] | None = None,  # or before there were sequences
+    encoding: str,
+    padding: dict[str, Any] | None,
 ) -> ColumnSpec:
     # Not by getattr, by which torch would import some of its modules.
     element = vars(torch).get(dtype)

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from sparkdl.checkpoint.moved import present_name
 from sparkdl.checkpoint.trust import NotFoundError, Trust, TrustArgument, find, torchs_own
 from sparkdl.errors import ConfigError
 from sparkdl.user_code.stand_ins import pickled_apart
@@ -146,10 +145,10 @@ def load_object(
 def _find_all(spec: dict[str, Any], name: str, expected: Expected, trust: Trust) -> dict[str, Any]:
     """What the names in a spec stand for; imports nothing if one of them is not trusted."""
     harmless = {**torchs_own(), **expected.harmless}
-    paths = {path: _present(path) for path in _names(spec, name)}
-    _require_trust([path for path in paths.values() if path not in harmless], trust, name)
+    paths = dict.fromkeys(_names(spec, name))
+    _require_trust([path for path in paths if path not in harmless], trust, name)
     try:
-        return {path: find(present, trust, harmless) for path, present in paths.items()}
+        return {path: find(path, trust, harmless) for path in paths}
     except NotFoundError as error:
         raise ConfigError(
             f"{name} was saved as {_shortened.repr(spec)}, which cannot be imported here: "
@@ -168,11 +167,6 @@ def _built(
     if trust.everything or expected.takes(value, trust):
         return value
     raise ConfigError(f"{name} must be {expected.what}, but {_shortened.repr(spec)} was saved")
-
-
-def _present(path: str) -> str:
-    module, colon, name = path.partition(":")
-    return f"{present_name(module)}{colon}{name}"
 
 
 def _require_trust(paths: list[str], trust: Trust, name: str) -> None:
@@ -219,16 +213,9 @@ def _load_pickle(file: Any, directory: Path, name: str, trust: Trust) -> Any:
         )
     try:
         with real.open("rb") as opened:
-            return _Unpickler(opened).load()
+            return pickle.load(opened)
     except Exception as error:  # what a pickle runs may raise anything
         raise ConfigError(f"the pickle {path} cannot be loaded: {message_of(error)}") from error
-
-
-class _Unpickler(pickle.Unpickler):
-    """Finds classes that have moved since the file was written."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return super().find_class(present_name(module), name)
 
 
 def _pickle_of(name: str) -> str:

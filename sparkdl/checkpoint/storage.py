@@ -15,8 +15,6 @@ closed. A reader takes the newest checkpoint whose every byte is as its manifest
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
 import os
 import posixpath
@@ -26,22 +24,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import pyarrow as pa
 from pyarrow import fs
 
 from sparkdl.durable.lease import Lease, held
-from sparkdl.durable.local_files import Files, LocalFiles
-from sparkdl.durable.publishing import BLOCK_BYTES, put_file
+from sparkdl.durable.local_files import STORAGE_ERRORS, Files, LocalFiles, exists, synchronize
+from sparkdl.durable.manifest import (
+    MANIFEST,
+    Checksummed,
+    DamagedError,
+    UnfinishedError,
+    manifest_text,
+    verified_manifest,
+)
+from sparkdl.durable.publishing import put_file
 from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.redaction import without_credentials
 
 logger = logging.getLogger(__name__)
-
-MANIFEST = "manifest.json"
-FORMAT = 1
-"""Version of the files' format; a reader refuses a newer one."""
-MAX_MANIFEST_BYTES = 256 << 20
-"""Enough for the reports of a million windows in an epoch; more is neither written nor read."""
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 _NAME = re.compile(r"checkpoint-([0-9]{6,12})")
@@ -52,10 +51,6 @@ _CONTENTS = re.compile(
     r"|\.\S+\.partial-[0-9a-f]{32}"
 )
 """Names of all that a checkpoint may hold; nothing else is ever deleted."""
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_STORAGE_ERRORS = (OSError, pa.ArrowException)
-
 
 OpenElsewhere = Callable[[str], tuple[fs.FileSystem, str]]
 """Opens a URI that pyarrow cannot; returns a file system and the path in it. Raises OSError if it
@@ -87,7 +82,7 @@ class CheckpointStore:
             self._files, self._root = _resolve(path, open_elsewhere)
             self._files.create_dir(self._root, recursive=True)
             self._next = self._newest_number() + 1
-        except (*_STORAGE_ERRORS, ValueError) as error:
+        except (*STORAGE_ERRORS, ValueError) as error:
             raise self._useless(error) from error
 
     @contextlib.contextmanager
@@ -105,7 +100,7 @@ class CheckpointStore:
             try:
                 self._lease = stack.enter_context(held(self._files, self._root, application))
                 self._next = self._newest_number() + 1
-            except _STORAGE_ERRORS as error:
+            except STORAGE_ERRORS as error:
                 raise self._useless(error) from error
             try:
                 yield
@@ -125,7 +120,7 @@ class CheckpointStore:
             self._files.create_dir(self._root, recursive=True)
             directory = self._new_directory()
             files = LocalFiles(directory) if isinstance(self._files, LocalFiles) else self._files
-        except (CheckpointError, *_STORAGE_ERRORS) as error:
+        except (CheckpointError, *STORAGE_ERRORS) as error:
             self._pending.discard(directory)
             raise CheckpointError(f"{directory} cannot be created: {error}") from error
         return PendingCheckpoint(files, directory, lease, self._pending.discard)
@@ -154,14 +149,15 @@ class CheckpointStore:
         """
         try:
             directories = self._directories()
-        except _STORAGE_ERRORS as error:
+        except STORAGE_ERRORS as error:
             raise CheckpointError(f"{self.path} cannot be read: {error}") from error
         for directory in directories:
             try:
-                return _verified(self._files, directory)
-            except _Unfinished:
+                manifest = verified_manifest(self._files, directory)
+                return SavedCheckpoint(self._files, directory, manifest)
+            except UnfinishedError:
                 logger.warning("%s was never finished; trying the one before", directory)
-            except (_Damaged, *_STORAGE_ERRORS) as error:
+            except (DamagedError, *STORAGE_ERRORS) as error:
                 logger.warning("%s is damaged (%s); trying the one before", directory, error)
         return None
 
@@ -174,17 +170,18 @@ class CheckpointStore:
         try:
             _check(self._lease)
             directories = self._directories()
-        except (CheckpointError, *_STORAGE_ERRORS) as error:
+        except (CheckpointError, *STORAGE_ERRORS) as error:
             logger.warning("old checkpoints in %s were not deleted: %s", self.path, error)
             return
         for directory in directories:
             if directory in self._pending:
                 continue
             try:
-                finished += (is_finished := self._is_finished(directory))
+                is_finished = exists(self._files, posixpath.join(directory, MANIFEST))
+                finished += is_finished
                 if finished > self.keep_last or not is_finished:
                     _delete(self._files, directory)
-            except _STORAGE_ERRORS as error:
+            except STORAGE_ERRORS as error:
                 logger.warning("%s could not be deleted: %s", directory, error)
 
     def _useless(self, error: Exception) -> ConfigError:
@@ -208,10 +205,6 @@ class CheckpointStore:
         directories = [info for info in found if info.type == fs.FileType.Directory]
         matches = ((_NAME.fullmatch(info.base_name), info.path) for info in directories)
         return {int(match[1]): path for match, path in matches if match}
-
-    def _is_finished(self, directory: str) -> bool:
-        info = self._files.get_file_info(posixpath.join(directory, MANIFEST))
-        return bool(info.type == fs.FileType.File)
 
 
 class PendingCheckpoint:
@@ -256,11 +249,11 @@ class PendingCheckpoint:
             raise ValueError(f"{name!r} is not in the list of a checkpoint's files")
         try:
             with self._files.open_output_stream(path) as stream:
-                file = _Checksummed(stream)
+                file = Checksummed(stream)
                 yield file  # type: ignore[misc]
-        except _STORAGE_ERRORS as error:
+        except STORAGE_ERRORS as error:
             raise CheckpointError(f"{path} could not be written: {error}") from error
-        self._entries[name] = {"bytes": file.bytes, "sha256": file.sha256.hexdigest()}
+        self._entries[name] = file.entry
 
     def publish(self, description: dict[str, Any]) -> None:
         """Make the checkpoint exist, durably.
@@ -272,26 +265,20 @@ class PendingCheckpoint:
             CheckpointError: the file system refuses, or another process is writing there now.
         """
         entries = dict(self._entries)  # a worker that has left may still have its file open
-        manifest = {"format": FORMAT, "files": entries, "description": description}
-        text = json.dumps({"sha256": _digest(manifest), "manifest": manifest}, indent=1).encode()
         path = posixpath.join(self.directory, MANIFEST)
-        if len(text) > MAX_MANIFEST_BYTES:
-            raise CheckpointError(
-                f"{path} would have {len(text)} bytes, over the limit of {MAX_MANIFEST_BYTES}: it "
-                "describes each window of the epoch. Make windows longer"
-            )
+        text = manifest_text(path, entries, description)
         try:
             _check(self._lease)
             # Here rather than when each file is closed, because workers wait for that.
-            self._synchronize(*entries)
+            for name in entries:
+                synchronize(self._files, posixpath.join(self.directory, name))
             _check(self._lease)
             put_file(self._files, path, text)
             self._published = True
-            if isinstance(self._files, LocalFiles):
-                self._files.synchronize(posixpath.dirname(self.directory))
-                if not self._files.is_in_place():
-                    raise OSError("its directory was moved or replaced meanwhile")
-        except _STORAGE_ERRORS as error:
+            synchronize(self._files, posixpath.dirname(self.directory))
+            if isinstance(self._files, LocalFiles) and not self._files.is_in_place():
+                raise OSError("its directory was moved or replaced meanwhile")
+        except STORAGE_ERRORS as error:
             raise CheckpointError(f"{path} could not be written: {error}") from error
         self._on_end(self.directory)
 
@@ -300,16 +287,11 @@ class PendingCheckpoint:
         if self._published:
             return
         try:
-            if self._files.get_file_info(self.directory).type != fs.FileType.NotFound:
+            if exists(self._files, self.directory):
                 _delete(self._files, self.directory)
-        except _STORAGE_ERRORS as error:
+        except STORAGE_ERRORS as error:
             logger.warning("%s could not be deleted: %s", self.directory, error)
         self._on_end(self.directory)
-
-    def _synchronize(self, *names: str) -> None:
-        if isinstance(self._files, LocalFiles):
-            for name in names:
-                self._files.synchronize(posixpath.join(self.directory, name))
 
 
 class SavedCheckpoint:
@@ -351,31 +333,8 @@ class SavedCheckpoint:
         try:
             with self._files.open_input_stream(posixpath.join(self.directory, name)) as stream:
                 yield stream
-        except _STORAGE_ERRORS as error:
+        except STORAGE_ERRORS as error:
             raise CheckpointError(f"{self.directory}/{name} cannot be read: {error}") from error
-
-
-class _Unfinished(Exception):
-    """There is no manifest."""
-
-
-class _Damaged(Exception):
-    """Some byte differs from what was written."""
-
-
-class _Checksummed:
-    """Passes on what is written, and computes its size and checksum."""
-
-    def __init__(self, stream: pa.NativeFile) -> None:
-        self._stream = stream
-        self.bytes = 0
-        self.sha256 = hashlib.sha256()
-
-    def write(self, octets: bytes | memoryview) -> int:
-        self._stream.write(octets)
-        self.sha256.update(octets)
-        self.bytes += len(octets)
-        return len(octets)
 
 
 def _check(lease: Lease | None) -> None:
@@ -391,74 +350,12 @@ def _resolve(path: str, open_elsewhere: OpenElsewhere | None) -> tuple[Files, st
         files, root = fs.FileSystem.from_uri(re.sub(r"^s3[an]://", "s3://", path))
         if isinstance(files, fs.LocalFileSystem):
             return LocalFiles(), os.path.realpath(root)
-    except (*_STORAGE_ERRORS, ValueError) as error:
+    except (*STORAGE_ERRORS, ValueError) as error:
         if open_elsewhere is None:
             raise
         logger.info("pyarrow cannot open %s (%s)", *map(without_credentials, (path, str(error))))
         files, root = open_elsewhere(path)
     return files, root.rstrip("/")
-
-
-def _verified(files: Files, directory: str) -> SavedCheckpoint:
-    manifest = _read_manifest(files, posixpath.join(directory, MANIFEST))
-    if manifest["format"] > FORMAT:
-        raise CheckpointError(
-            f"{directory} has format {manifest['format']}, newer than the {FORMAT} that this "
-            "version of sparkdl-torch reads. Upgrade it"
-        )
-    for name, entry in manifest["files"].items():
-        count, sha256 = 0, hashlib.sha256()
-        with files.open_input_stream(posixpath.join(directory, name)) as stream:
-            while count <= entry["bytes"] and (block := stream.read(BLOCK_BYTES)):
-                sha256.update(block)
-                count += len(block)
-        if count != entry["bytes"]:
-            found = f"{count} bytes" if count < entry["bytes"] else "more"
-            raise _Damaged(f"{name} had {entry['bytes']} bytes when it was written and has {found}")
-        if sha256.hexdigest() != entry["sha256"]:
-            raise _Damaged(f"{name} has a different checksum from when it was written")
-    return SavedCheckpoint(files, directory, manifest)
-
-
-def _read_manifest(files: Files, path: str) -> dict[str, Any]:
-    if files.get_file_info(path).type == fs.FileType.NotFound:
-        raise _Unfinished
-    with files.open_input_stream(path) as stream:
-        octets = stream.read(MAX_MANIFEST_BYTES + 1)
-    if len(octets) > MAX_MANIFEST_BYTES:
-        raise _Damaged(f"{MANIFEST} has more than {MAX_MANIFEST_BYTES} bytes")
-    try:
-        outer = json.loads(octets)
-        manifest: dict[str, Any] = outer["manifest"]
-        intact = outer["sha256"] == _digest(manifest)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _Damaged(f"{MANIFEST} is not readable: {error!r}") from error
-    if not intact:
-        raise _Damaged(f"{MANIFEST} has a different checksum from when it was written")
-    if not _is_manifest(manifest):
-        raise _Damaged(f"{MANIFEST} does not have the fields of a manifest")
-    return manifest
-
-
-def _is_manifest(manifest: Any) -> bool:
-    """Whether everything that is read from it is there and has the right type."""
-    match manifest:
-        case {"format": int(newest), "files": dict(files), "description": dict()}:
-            return newest > FORMAT or all(map(_is_entry, files.items()))
-    return False
-
-
-def _is_entry(item: tuple[str, Any]) -> bool:
-    """Whether a file's entry is complete, and its file is beside the manifest."""
-    match item:
-        case (str(name), {"bytes": int(count), "sha256": str(sha256)}):
-            named = _FILE_NAME.fullmatch(name) and not name.startswith(MANIFEST)
-            return bool(named and count >= 0 and _SHA256.fullmatch(sha256))
-    return False
-
-
-def _digest(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _delete(files: Files, directory: str) -> None:

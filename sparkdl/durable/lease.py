@@ -25,10 +25,9 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-import pyarrow as pa
 from pyarrow import fs
 
-from sparkdl.durable.local_files import Files, LocalFiles
+from sparkdl.durable.local_files import STORAGE_ERRORS, Files, LocalFiles
 from sparkdl.errors import CheckpointError, InUseError, StoppedError
 from sparkdl.redaction import without_credentials
 
@@ -43,7 +42,6 @@ GRACE_S = 5.0
 """How long a process that was told to end may still hold its lock."""
 MAX_BYTES = 1 << 16
 
-_STORAGE_ERRORS = (OSError, pa.ArrowException)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 Holder = dict[str, str]
@@ -79,11 +77,11 @@ class Lease:
         if self._ended.is_set():
             raise CheckpointError("the training it belongs to has ended")
         with self._lock:
-            found = self.read()
-        if found and found["id"] not in ("", self._holder["id"]):
+            holder = self.read()
+        if holder and holder["id"] not in ("", self._holder["id"]):
             raise CheckpointError(
                 f"this process did not renew its lease for {EXPIRES_S:g} s, and the directory is "
-                f"now in use by {_describe(found)}"
+                f"now in use by {_describe(holder)}"
             )
 
     def read(self) -> Holder | None:
@@ -96,8 +94,8 @@ class Lease:
         except FileNotFoundError:
             return None  # it was given back meanwhile
         try:
-            said = json.loads(octets)
-            return {name: str(said[name])[:200] for name in self._holder}
+            fields = json.loads(octets)
+            return {name: str(fields[name])[:200] for name in self._holder}
         except (ValueError, RecursionError, TypeError, KeyError):
             return dict.fromkeys(self._holder, "")  # it is only half written
 
@@ -123,7 +121,7 @@ class Lease:
                 return
             except StoppedError:
                 return  # the run has ended, and with it the way to the files
-            except _STORAGE_ERRORS as error:
+            except STORAGE_ERRORS as error:
                 logger.warning("%s could not be renewed: %s", self.path, error)
 
     def end(self) -> None:
@@ -131,10 +129,10 @@ class Lease:
         self._ended.set()
         try:
             with self._lock:
-                found = self.read()
-                if found and found["id"] == self._holder["id"]:
+                holder = self.read()
+                if holder and holder["id"] == self._holder["id"]:
                     self._files.delete_file(self.path)
-        except (StoppedError, *_STORAGE_ERRORS) as error:
+        except (StoppedError, *STORAGE_ERRORS) as error:
             logger.warning("%s could not be deleted: %s", self.path, error)
 
 

@@ -19,8 +19,9 @@ import shutil
 import stat
 import weakref
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
+import pyarrow as pa
 from pyarrow import fs
 
 _WALK = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -217,8 +218,30 @@ class LocalFiles:
         return at
 
 
-Files = fs.FileSystem | LocalFiles
+Files: TypeAlias = fs.FileSystem | LocalFiles
 """A file system."""
+STORAGE_ERRORS = (OSError, pa.ArrowException)
+"""What they raise."""
+
+
+def exists(files: Files, path: str) -> bool:
+    """Whether there is anything at a path."""
+    return bool(files.get_file_info(path).type != fs.FileType.NotFound)
+
+
+def synchronize(files: Files, path: str) -> None:
+    """Make a file or directory survive a loss of power; elsewhere, what is closed is durable."""
+    if isinstance(files, LocalFiles):
+        files.synchronize(path)
+
+
+def delete(files: Files, path: str) -> None:
+    """Delete a file, a link, or a directory and what is in it, if there is any."""
+    kind = files.get_file_info(path).type
+    if kind == fs.FileType.Directory:
+        files.delete_dir(path)
+    elif kind != fs.FileType.NotFound:
+        files.delete_file(path)
 
 
 def _partial_prefix(name: str) -> str:

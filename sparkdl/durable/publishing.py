@@ -13,9 +13,7 @@ import secrets
 import shutil
 from pathlib import Path
 
-from pyarrow import fs
-
-from sparkdl.durable.local_files import Files, LocalFiles
+from sparkdl.durable.local_files import Files, LocalFiles, delete, exists, synchronize
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +44,7 @@ def put_file(files: Files, path: str, octets: bytes) -> None:
         return
     with files.open_output_stream(f"{path}.partial") as stream:
         stream.write(octets)
-    if files.get_file_info(path).type != fs.FileType.NotFound:
+    if exists(files, path):
         files.delete_file(path)  # others do not rename over what is there
     files.move(f"{path}.partial", path)
 
@@ -63,31 +61,17 @@ def replace_directory(files: Files, new: str, target: str) -> None:
         OSError: the file system refuses; what was there before is there or aside.
     """
     old, parent = target + ASIDE, os.path.dirname(target)
-    if files.get_file_info(target).type != fs.FileType.NotFound:
+    if exists(files, target):
         # Left by an earlier one that was interrupted before its last step.
-        _synchronize(files, parent)
+        synchronize(files, parent)
         delete(files, old)
         files.move(target, old)
     files.move(new, target)
-    _synchronize(files, parent)
+    synchronize(files, parent)
     try:
         delete(files, old)
     except OSError as error:
         logger.warning("%s could not be deleted: %s", old, error)
-
-
-def _synchronize(files: Files, directory: str) -> None:
-    if isinstance(files, LocalFiles):
-        files.synchronize(directory)
-
-
-def delete(files: Files, path: str) -> None:
-    """Delete a file, a link, or a directory and what is in it, if there is any."""
-    kind = files.get_file_info(path).type
-    if kind == fs.FileType.Directory:
-        files.delete_dir(path)
-    elif kind != fs.FileType.NotFound:
-        files.delete_file(path)
 
 
 def whole_directory(target: Path) -> Path:
@@ -126,7 +110,7 @@ def put_directory(directory: Path, path: Path) -> None:
         replace_directory(files, new, target)
     except BaseException:
         with contextlib.suppress(OSError):
-            if files.get_file_info(target).type == fs.FileType.NotFound:
+            if not exists(files, target):
                 files.move(old, target)
         with contextlib.suppress(OSError):
             delete(files, new)

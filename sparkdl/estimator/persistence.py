@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from sparkdl import callbacks, strategies
-from sparkdl.checkpoint.json_file import read_json_object
-from sparkdl.checkpoint.module_files import SavedModule, read_module, write_module
+from sparkdl.checkpoint.module_files import SavedModule, read_json_object, read_module, write_module
 from sparkdl.checkpoint.object_spec import LOSS, MODEL, Expected, load_object, save_object
 from sparkdl.checkpoint.trust import TrustArgument, classes_of
 from sparkdl.errors import ConfigError, SparkDLError

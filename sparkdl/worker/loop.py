@@ -22,7 +22,6 @@ from torch import Tensor
 
 from sparkdl.averager.client.client import AveragerClient
 from sparkdl.averager.messages.progress import Position
-from sparkdl.checkpoint.worker_state import unpack_worker_state
 from sparkdl.errors import DisconnectedError, TrainingError
 from sparkdl.events import ValidationReport
 from sparkdl.feed.feed import Feed
@@ -35,6 +34,7 @@ from sparkdl.strategies.base import Run
 from sparkdl.strategies.on_worker import OnWorker
 from sparkdl.worker.job import Job, Placement
 from sparkdl.worker.neighbours import Neighbours
+from sparkdl.worker.state import unpack_worker_state
 
 logger = logging.getLogger(__name__)
 

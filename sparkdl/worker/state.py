@@ -1,15 +1,158 @@
-"""The part of a worker's state outside the center: saved in checkpoints, and for restarts."""
+"""What only one worker knows, as tensors and JSON; with the center it restores the worker.
+
+The center holds what the replicas agree on. In addition a replica has random number generators, the
+optimizer's hyperparameters, the position of the schedule that has set them, the part of the
+optimizer's state that is not floating-point, real or complex (all of that state if the strategy
+does not exchange it), and what the strategy itself remembers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+import json
+import re
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from sparkdl.checkpoint.worker_state import pack_worker_state
+import torch
+from torch import Tensor
+
+from sparkdl.checkpoint.tensor_file import read_tensors, write_tensors
 from sparkdl.errors import CheckpointError
+from sparkdl.process.randomness import random_state, set_random_state
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Strategy
+
+_MISFITS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+"""What torch, numpy and Python raise for a state that is not their own."""
+_STATE = re.compile(r"state\.(\d+)\.(.*)", re.DOTALL)
+_STRATEGY = "strategy."
+_GROUP = re.compile(r"group\.(\d+)\.(.*)", re.DOTALL)
+
+
+def pack_worker_state(
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device,
+    *,
+    center_has_optimizer: bool,
+    schedule_steps: int = 0,
+    of_strategy: Mapping[str, Any] | None = None,
+) -> bytes:
+    """Take one worker's state.
+
+    Args:
+        optimizer: the replica's optimizer; None for the random numbers alone.
+        device: the replica's device, whose random number generator is also saved.
+        center_has_optimizer: whether the center holds the optimizer's floating-point state.
+        schedule_steps: how many steps the learning rate schedule has taken.
+        of_strategy: what the strategy remembers on this worker, by name.
+
+    Returns:
+        A safetensors file.
+
+    Raises:
+        CheckpointError: the optimizer or the strategy keeps something that cannot be saved without
+            pickle.
+    """
+    values = {f"{_STRATEGY}{name}": value for name, value in (of_strategy or {}).items()}
+    _require_plain(values, "the strategy")
+    if optimizer is not None:
+        values |= _optimizer_values(optimizer, with_floats=not center_has_optimizer)
+        _require_plain(values, type(optimizer).__name__)
+    tensors = _tensors(values)
+    description = {
+        "values": {name: value for name, value in values.items() if name not in tensors},
+        # Optimizers keep their step counters on the CPU whatever the device.
+        "on_device": [name for name, value in tensors.items() if value.device.type != "cpu"],
+        "schedule_steps": schedule_steps,
+    }
+    tensors |= random_state(device)
+    file = io.BytesIO()
+    write_tensors(file, tensors, {"own": json.dumps(description)})
+    return file.getvalue()
+
+
+def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def _require_plain(values: Mapping[str, Any], whose: str) -> None:
+    try:
+        json.dumps({name: value for name, value in values.items() if not isinstance(value, Tensor)})
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{whose} keeps state that cannot be saved without pickle: {error}. Leave out "
+            "checkpointPath, or have it keep only tensors, numbers and strings"
+        ) from error
+
+
+def unpack_worker_state(
+    octets: bytes,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    set_schedule: Callable[[int], None] = lambda steps: None,
+) -> dict[str, Any]:
+    """Restore on a worker what ``pack_worker_state`` took.
+
+    Args:
+        octets: what ``pack_worker_state`` returned.
+        optimizer: the replica's optimizer; its state and hyperparameters are overwritten.
+        device: the replica's.
+        set_schedule: takes the schedule to its position, before the hyperparameters are restored.
+
+    Returns:
+        What the strategy remembered, by name.
+
+    Raises:
+        CheckpointError: the state is damaged, or belongs to another optimizer.
+    """
+    tensors, metadata = read_tensors(io.BytesIO(octets))
+    try:
+        description = json.loads(metadata["own"])
+        on_device = set(description["on_device"])
+        set_schedule(description["schedule_steps"])
+        moved = {
+            name: tensor.to(device) if name in on_device else tensor
+            for name, tensor in tensors.items()
+        }
+        of_strategy = {}
+        for name, value in (moved | description["values"]).items():
+            if name.startswith(_STRATEGY):
+                of_strategy[name.removeprefix(_STRATEGY)] = value
+            else:
+                _put(optimizer, name, value)
+        set_random_state(tensors, device)
+        return of_strategy
+    except _MISFITS as error:
+        raise CheckpointError(f"a worker's saved state does not fit it: {error!r}") from error
+
+
+def _optimizer_values(optimizer: torch.optim.Optimizer, *, with_floats: bool) -> dict[str, Any]:
+    """Hyperparameters and state by name; parameters are numbered across all groups."""
+    values: dict[str, Any] = {}
+    parameters: list[Tensor] = []
+    for index, group in enumerate(optimizer.param_groups):
+        parameters += group["params"]
+        values |= {f"group.{index}.{key}": group[key] for key in group if key != "params"}
+    for number, parameter in enumerate(parameters):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            is_float = isinstance(value, Tensor) and (
+                value.is_floating_point() or value.is_complex()
+            )
+            if with_floats or not is_float:
+                values[f"state.{number}.{key}"] = value
+    return values
+
+
+def _put(optimizer: torch.optim.Optimizer, name: str, value: Any) -> None:
+    if match := _GROUP.fullmatch(name):
+        group = optimizer.param_groups[int(match[1])]
+        # JSON turned the optimizer's tuples into lists.
+        group[match[2]] = tuple(value) if isinstance(group[match[2]], tuple) else value
+    elif match := _STATE.fullmatch(name):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        optimizer.state[parameters[int(match[1])]][match[2]] = value
 
 
 def checkpointed_state(

@@ -134,18 +134,6 @@ def test_several_outputs_come_back_by_name_and_position(tmp_path: Path) -> None:
     assert read_module(tmp_path, trust=["models"]).widths == widths
 
 
-@pytest.mark.parametrize("width", [3, None])
-def test_a_model_saved_before_there_were_several_outputs_is_read(
-    tmp_path: Path, width: int | None
-) -> None:
-    write(Net(), Net, tmp_path)
-    path = tmp_path / "module.json"
-    description = json.loads(path.read_text())
-    del description["outputs"]
-    path.write_text(json.dumps({**description, "format": 1, "output_width": width}))
-    assert read_module(tmp_path, trust=["models"]).widths == {None: width}
-
-
 @pytest.mark.parametrize("key", [-1, True, 1.0, ["logits"]])
 def test_a_key_that_names_no_output_is_refused(tmp_path: Path, key: Any) -> None:
     write(Net(), Net, tmp_path)
@@ -161,12 +149,16 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
         load_module(tmp_path)
 
 
-def test_a_newer_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
+def test_another_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
     write(Net(), Net, tmp_path)
     path = tmp_path / "module.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
-    with pytest.raises(ConfigError, match="format 99, newer than the 4"):
-        load_module(tmp_path)
+    for number, words in {
+        99: "format 99, newer than the 4",
+        3: "format 3, .* only format 4",
+    }.items():
+        path.write_text(json.dumps({**json.loads(path.read_text()), "format": number}))
+        with pytest.raises(ConfigError, match=words):
+            load_module(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -44,16 +44,6 @@ def test_they_are_read_back_and_torch_s_losses_need_no_trust(tmp_path: Path) -> 
     assert found.loss.label_smoothing == 0.25
 
 
-def test_a_model_that_was_saved_before_there_were_labels_is_read(tmp_path: Path) -> None:
-    saved(tmp_path)
-    path = tmp_path / "module.json"
-    description = json.loads(path.read_text())
-    del description["labels"], description["loss"], description["history"][0]["metrics"]
-    path.write_text(json.dumps({**description, "format": 3}))
-    found = read_module(tmp_path, trust=["models"])
-    assert (found.labels, found.loss, found.history[0].metrics) == ((), None, {})
-
-
 def test_a_loss_of_one_s_own_needs_trust(tmp_path: Path) -> None:
     saved(tmp_path, lambda outputs, targets: outputs - targets)
     with pytest.raises(ConfigError, match="loss was saved as a pickle"):

@@ -98,7 +98,7 @@ def test_a_full_disk_leaves_no_half_of_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_state(CheckpointStore(str(tmp_path), keep_last=1), {"epoch": 1})
-    monkeypatch.setattr("sparkdl.checkpoint.storage._Checksummed.write", _full)
+    monkeypatch.setattr("sparkdl.durable.manifest.Checksummed.write", _full)
     with pytest.raises(CheckpointError, match="No space left"):
         save_state(CheckpointStore(str(tmp_path), keep_last=1), {"epoch": 2})
     assert load_state(str(tmp_path)) == {"epoch": 1}

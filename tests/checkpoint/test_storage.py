@@ -23,7 +23,9 @@ from hypothesis import HealthCheck, given, settings
 from pyarrow import fs
 
 from sparkdl.checkpoint import storage
-from sparkdl.checkpoint.storage import MANIFEST, CheckpointStore, SavedCheckpoint
+from sparkdl.checkpoint.storage import CheckpointStore, SavedCheckpoint
+from sparkdl.durable import manifest as manifest_module
+from sparkdl.durable.manifest import MANIFEST
 from sparkdl.errors import CheckpointError, ConfigError
 
 
@@ -306,7 +308,7 @@ def test_nothing_but_damaged_checkpoints_are_none(tmp_path: Path) -> None:
 def test_a_newer_format_is_refused_not_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "FORMAT", 2)
+    monkeypatch.setattr(manifest_module, "FORMAT", 2)
     save(CheckpointStore(str(tmp_path), keep_last=2), 1)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="format 2, newer than the 1"):

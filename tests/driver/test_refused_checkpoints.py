@@ -82,7 +82,7 @@ def test_an_unreadable_directory_ends_the_run_before_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_world(make_job(mlp()), classification([6]).shards(), checkpoints=policy(tmp_path / "c"))
-    monkeypatch.setattr("sparkdl.checkpoint.storage.FORMAT", 0)
+    monkeypatch.setattr("sparkdl.durable.manifest.FORMAT", 0)
     with pytest.raises(CheckpointError, match="newer than the 0"):
         run_world(make_job(mlp()), classification([6]).shards(), checkpoints=policy(tmp_path / "c"))
 

@@ -18,8 +18,9 @@ from sparkdl.averager import Averager
 from sparkdl.averager.coordination.checkpointing import Checkpointing
 from sparkdl.averager.service.loop import Loop
 from sparkdl.callbacks import Callback, Training
-from sparkdl.checkpoint.storage import CheckpointStore, PendingCheckpoint, _Checksummed
+from sparkdl.checkpoint.storage import CheckpointStore, PendingCheckpoint
 from sparkdl.driver import run
+from sparkdl.durable.manifest import Checksummed
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.strategies import GradientAllReduce
@@ -84,7 +85,7 @@ def test_a_disk_that_is_full_costs_the_checkpoint_and_not_the_training(
 ) -> None:
     job, data = make_job(mlp(), epochs=3), classification([12, 8])
     whole = run_world(job, data.shards())
-    monkeypatch.setattr("sparkdl.checkpoint.storage._Checksummed.write", _disk_full)
+    monkeypatch.setattr("sparkdl.durable.manifest.Checksummed.write", _disk_full)
     with caplog.at_level(logging.WARNING):
         outcome = run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
     assert same_bits(outcome, whole)
@@ -126,7 +127,7 @@ def test_on_sigterm_with_a_full_disk_the_center_is_tried_once_more_and_the_log_s
 
     job, data = make_job(mlp(), epochs=500), classification([12, 8])
     if for_good:
-        monkeypatch.setattr("sparkdl.checkpoint.storage._Checksummed.write", _disk_full)
+        monkeypatch.setattr("sparkdl.durable.manifest.Checksummed.write", _disk_full)
     else:
         _full_until_the_end(monkeypatch)
     with pytest.raises(SystemExit):
@@ -139,13 +140,13 @@ def test_on_sigterm_with_a_full_disk_the_center_is_tried_once_more_and_the_log_s
 
 def _full_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """No checkpoint can be written but the one for which the run has ended."""
-    write, save_center = _Checksummed.write, Averager.save_center
+    write, save_center = Checksummed.write, Averager.save_center
 
     def then_there_is_room(self: Averager) -> bool:
-        monkeypatch.setattr(_Checksummed, "write", write)
+        monkeypatch.setattr(Checksummed, "write", write)
         return save_center(self)
 
-    monkeypatch.setattr(_Checksummed, "write", _disk_full)
+    monkeypatch.setattr(Checksummed, "write", _disk_full)
     monkeypatch.setattr(Averager, "save_center", then_there_is_room)
 
 

@@ -35,8 +35,8 @@ import pyarrow as pa
 from pyarrow import fs
 
 from sparkdl.durable.lease import Lease, belongs_to_lease, held
-from sparkdl.durable.local_files import Files, LocalFiles
-from sparkdl.durable.publishing import ASIDE, delete, put_file, replace_directory
+from sparkdl.durable.local_files import Files, LocalFiles, delete
+from sparkdl.durable.publishing import ASIDE, put_file, replace_directory
 from sparkdl.errors import CheckpointError, ConfigError, InUseError
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from sparkdl.checkpoint.tensor_file import read_tensors, write_tensors
-from sparkdl.checkpoint.worker_state import pack_worker_state, unpack_worker_state
 from sparkdl.errors import CheckpointError
 from sparkdl.process.randomness import random_state, streams_put_back
+from sparkdl.worker.state import pack_worker_state, unpack_worker_state
 
 CPU = torch.device("cpu")
 
