@@ -1,4 +1,4 @@
-"""k workers at k times the learning rate, after a warm-up: the recipe of ``docs/strategy-batches.md``."""
+"""k workers at k times the learning rate, after a warm-up: as ``docs/strategy-batches.md`` says."""
 
 from __future__ import annotations
 
