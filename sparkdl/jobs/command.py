@@ -9,19 +9,28 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import CheckpointError, SparkDLError
 from sparkdl.jobs import logs
-from sparkdl.jobs.configuration.grammar import JobName, Settings, read_settings
-from sparkdl.jobs.configuration.refusal import Refused, result_file_of
-from sparkdl.jobs.exits import Exit, exit_of
-from sparkdl.jobs.results.locations import locate, spark_path
-from sparkdl.jobs.results.output import Output, Run
-from sparkdl.jobs.results.result import circumstances, clear_result, failure, finite, write_result
+from sparkdl.jobs.configuration.grammar import read_settings
+from sparkdl.jobs.configuration.parser import Refused, result_file_of
+from sparkdl.jobs.configuration.settings import JobName, Settings
+from sparkdl.jobs.locations import locate, spark_path
+from sparkdl.jobs.output import Output, Run
+from sparkdl.jobs.result import (
+    Exit,
+    circumstances,
+    clear_result,
+    exit_of,
+    failure,
+    finite,
+    write_result,
+)
 from sparkdl.redaction import without_credentials
 from sparkdl.spark.session.session import create_session
 from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, text_of
@@ -29,7 +38,8 @@ from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, text_of
 logger = logging.getLogger(__name__)
 
 
-class Work:
+@dataclass(frozen=True)
+class JobContext:
     """What a job's own part is given.
 
     Attributes:
@@ -39,20 +49,22 @@ class Work:
         checkpoints: a directory for checkpoints of this run; None if it has no id.
     """
 
-    def __init__(
-        self, settings: Settings, spark: SparkSession, output: Output, location: Any
-    ) -> None:
-        self.settings = settings
-        self.spark = spark
-        self.target = spark_path(location, output.staged)
-        self.checkpoints = output.checkpoints
+    settings: Settings
+    spark: SparkSession
+    target: str
+    checkpoints: str | None
 
 
-Found = tuple[dict[str, Any], str]
-"""What goes into the result, and what a person is told."""
+class JobOutput(NamedTuple):
+    """What a job's own part has done: what goes into the result, and what a person is told."""
+
+    result: dict[str, Any]
+    summary: str
 
 
-def run_command(job: JobName, work: Callable[[Work], Found], arguments: list[str] | None) -> int:
+def run_command(
+    job: JobName, work: Callable[[JobContext], JobOutput], arguments: list[str] | None
+) -> int:
     """Run a job from its command line to its exit code.
 
     Args:
@@ -124,7 +136,10 @@ def _leave_refusal(
 
 
 def _run(
-    settings: Settings, work: Callable[[Work], Found], began: datetime, application: list[str]
+    settings: Settings,
+    work: Callable[[JobContext], JobOutput],
+    began: datetime,
+    application: list[str],
 ) -> tuple[dict[str, Any], str]:
     with _session(settings) as spark:
         application.append(str(spark.sparkContext.applicationId))
@@ -133,13 +148,13 @@ def _run(
         output = Output(location, run)
         with output.claimed(application[0]) as done:
             if done is not None:
-                words = f"{shown} is already complete for run_id '{settings.run_id}'."
-                return done, words
-            found, words = work(Work(settings, spark, output, location))
-            told = {"status": "complete", "exit_code": 0, "output": shown}
-            told |= circumstances(began, application[0]) | found
-            result = output.commit(finite(told))
-    return result, f"{words}; {result['seconds']:.0f} s in all."
+                return done, f"{shown} is already complete for run_id '{settings.run_id}'."
+            target = spark_path(location, output.staged)
+            made = work(JobContext(settings, spark, target, output.checkpoints))
+            common = {"status": "complete", "exit_code": 0, "output": shown}
+            common |= circumstances(began, application[0])
+            result = output.commit(finite(common | made.result))
+    return result, f"{made.summary}; {result['seconds']:.0f} s in all."
 
 
 @contextmanager

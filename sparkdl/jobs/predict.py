@@ -10,10 +10,9 @@ from pyspark.sql import functions as F
 
 from sparkdl.errors import CheckpointError
 from sparkdl.jobs import logs
-from sparkdl.jobs.command import Found, Work, run_command
+from sparkdl.jobs.command import JobContext, JobOutput, run_command
 from sparkdl.jobs.configuration.grammar import TableFormat
-from sparkdl.jobs.models import load_model
-from sparkdl.jobs.results.locations import locate
+from sparkdl.jobs.locations import load_model, locate
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,25 +20,25 @@ def main(arguments: list[str] | None = None) -> int:
     return run_command("predict", predict, arguments)
 
 
-def predict(work: Work) -> Found:
+def predict(context: JobContext) -> JobOutput:
     """Write a saved model's predictions.
 
     Args:
-        work: what was asked for.
+        context: what was asked for, and where to write.
 
     Raises:
         CheckpointError: the executors wrote to a place that the driver does not see.
     """
-    settings, sections = work.settings, work.settings.sections
-    model = load_model(sections.model, sections.trust, work.spark)
-    rows = settings.rows.read(settings.source, work.spark)
+    settings, sections = context.settings, context.settings.sections
+    model = load_model(sections.model, sections.trust, context.spark)
+    rows = settings.rows.read(settings.source, context.spark)
     started = time.perf_counter()
     try:
         wanted = settings.rows.where(rows, settings.rows.predict)
-        many = _write(model.transform(wanted), TableFormat(**vars(sections.write)), work.target)
+        many = _write(model.transform(wanted), TableFormat(**vars(sections.write)), context.target)
     finally:
         rows.unpersist()
-    location = locate(work.target)
+    location = locate(context.target)
     there = location.files.get_file_info(fs.FileSelector(location.path, allow_not_found=True))
     if many and not any(_is_data(info.base_name) for info in there):
         raise CheckpointError(
@@ -48,8 +47,8 @@ def predict(work: Work) -> Found:
             "such as hdfs:// or s3a://"
         )
     logs.say(f"{many:,} predictions", started, rows=many)
-    found = {"model": sections.model, "rows": many}
-    return found, f"\nPredictions saved in {settings.output}"
+    result = {"model": sections.model, "rows": many}
+    return JobOutput(result, f"\nPredictions saved in {settings.output}")
 
 
 def _is_data(name: str) -> bool:

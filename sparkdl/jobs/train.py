@@ -12,9 +12,9 @@ from pyspark.sql import DataFrame
 from sparkdl.callbacks import TrainingReport
 from sparkdl.estimator.estimator import TorchEstimator
 from sparkdl.jobs import logs
-from sparkdl.jobs.command import Found, Work, run_command
-from sparkdl.jobs.metrics import Score, format_history, format_scores, measure, require_rows
-from sparkdl.jobs.models import torch_model
+from sparkdl.jobs.command import JobContext, JobOutput, run_command
+from sparkdl.jobs.evaluate import Score, format_history, format_scores, measure, require_rows
+from sparkdl.jobs.locations import torch_model
 from sparkdl.redaction import without_credentials
 
 NETWORK = "network"
@@ -26,17 +26,17 @@ def main(arguments: list[str] | None = None) -> int:
     return run_command("train", train, arguments)
 
 
-def train(work: Work) -> Found:
+def train(context: JobContext) -> JobOutput:
     """Fit baselines and network, evaluate them, and save the network.
 
     Args:
-        work: what was asked for.
+        context: what was asked for, and where to write.
 
     Raises:
         DataError: there are no rows to measure on.
     """
-    settings = work.settings
-    rows = settings.rows.read(settings.source, work.spark)
+    settings = context.settings
+    rows = settings.rows.read(settings.source, context.spark)
     try:
         learn = settings.rows.where(rows, settings.rows.train)
         test = settings.rows.where(rows, settings.rows.test)
@@ -47,23 +47,23 @@ def train(work: Work) -> Found:
             _score(name, baseline, learn, test, evaluators)[1]
             for name, baseline in settings.named("baselines").items()
         ]
-        estimator = _estimator(work)
+        estimator = _estimator(context)
         stages = settings.stages()
         whole = Pipeline(stages=[*stages, estimator]) if stages else estimator
         model, score = _score(NETWORK, whole, learn, test, evaluators)
         scores.append(score)
-        model.write().save(work.target)
+        model.write().save(context.target)
     finally:
         rows.unpersist()
     history = torch_model(model).history
     larger = {name: bool(one.isLargerBetter()) for name, one in evaluators.items()}
-    found = {
+    result = {
         "history": [asdict(summary) for summary in history],
         "metrics": {score.name: score.metrics for score in scores} if evaluators else {},
     }
     table = f"\n{format_scores(scores, larger)}" if evaluators else ""
     saved = f"Model saved in {settings.output}"
-    return found, f"\n{format_history(history)}\n{table}\n{_reports(estimator)}{saved}"
+    return JobOutput(result, f"\n{format_history(history)}\n{table}\n{_reports(estimator)}{saved}")
 
 
 def _reports(estimator: TorchEstimator) -> str:
@@ -75,11 +75,11 @@ def _reports(estimator: TorchEstimator) -> str:
     )
 
 
-def _estimator(work: Work) -> TorchEstimator:
-    estimator = work.settings.estimator()
-    if estimator.getCheckpointPath() is None and work.checkpoints is not None:
-        estimator.setCheckpointPath(work.checkpoints)
-    if work.settings.log_format == "json":
+def _estimator(context: JobContext) -> TorchEstimator:
+    estimator = context.settings.estimator()
+    if estimator.getCheckpointPath() is None and context.checkpoints is not None:
+        estimator.setCheckpointPath(context.checkpoints)
+    if context.settings.log_format == "json":
         estimator.setProgress(False)
         estimator.setCallbacks(logs.watched_by(estimator.getCallbacks()))
     return estimator

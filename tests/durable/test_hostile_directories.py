@@ -19,8 +19,8 @@ from sparkdl.durable import lease
 from sparkdl.durable.local_files import LocalFiles
 from sparkdl.durable.publishing import put_directory
 from sparkdl.errors import CheckpointError, ConfigError
-from sparkdl.jobs.results.output import Location, Output, Run
-from sparkdl.jobs.results.result import clear_result, write_result
+from sparkdl.jobs.output import Location, Output, Run
+from sparkdl.jobs.result import clear_result, write_result
 
 pytestmark = pytest.mark.timeout(300)
 

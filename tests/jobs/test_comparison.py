@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparkdl.jobs.metrics import Score, format_scores
+from sparkdl.jobs.evaluate import Score, format_scores
 
 LARGER = {"AUC": True, "log-loss": False}
 

@@ -20,10 +20,10 @@ from sparkdl.durable import lease
 from sparkdl.errors import ConfigError, DataError, ModelError, SetupError, WorkerLostError
 from sparkdl.jobs import command
 from sparkdl.jobs.evaluate import main as evaluate
-from sparkdl.jobs.exits import Exit, exit_of
+from sparkdl.jobs.locations import locate
+from sparkdl.jobs.output import Location, Output, Run
 from sparkdl.jobs.predict import main as predict
-from sparkdl.jobs.results.locations import locate
-from sparkdl.jobs.results.output import Location, Output, Run
+from sparkdl.jobs.result import Exit, exit_of
 from sparkdl.jobs.train import main as train
 from sparkdl.spark.storage.hadoop_files import open_hadoop
 

@@ -9,7 +9,9 @@ import argparse
 import hashlib
 import importlib
 import json
+import re
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,30 +24,27 @@ from torch import nn
 
 from sparkdl.errors import ConfigError, SetupError, SparkDLError
 from sparkdl.estimator.estimator import TorchEstimator
+from sparkdl.jobs.result import Exit
 from sparkdl.jobs.sources import Rows, Source
 from sparkdl.protocols import ModelBuilder, OptimizerBuilder, SchedulerBuilder
-from sparkdl.redaction import without_secrets
 from sparkdl.spark.session.session import create_session
 
 try:
-    from jsonargparse import Namespace
+    from jsonargparse import DefaultHelpFormatter, Namespace
 except ImportError as error:
     raise SetupError(
         'jobs need jsonargparse: pip install "sparkdl-torch[jobs]" in the driver\'s Python'
     ) from error
 
-from sparkdl.jobs.configuration.building import builder, built, checked_stage
-from sparkdl.jobs.configuration.help import HelpFormatter, describe, exit_codes
-from sparkdl.jobs.configuration.refusal import (
+from sparkdl.jobs.configuration.parser import (
     JobParser,
     fill_sections,
     require_decimals,
     require_mappings,
     require_one_path,
 )
+from sparkdl.jobs.configuration.settings import JobName, Settings, built, plain
 from sparkdl.jobs.configuration.yaml_text import MODE
-
-JobName = Literal["train", "evaluate", "predict"]
 
 SECTIONS: dict[JobName, tuple[str, ...]] = {
     "train": ("estimator", "stages", "baselines", "evaluators", "model"),
@@ -59,9 +58,7 @@ OUTPUTS: dict[JobName, str] = {
     "predict": "predictions",
 }
 """The key that says where each job's output goes."""
-BUILDERS = ("model", "optimizer", "scheduler")
-"""Arguments of the estimator that are called to build what they are named after."""
-NO_MATTER = ("progress", "checkpointPath", "timeout", "maxFailures")
+RESULT_NEUTRAL = ("progress", "checkpointPath", "timeout", "maxFailures")
 """Arguments of the estimator that do not affect its result."""
 
 _MEANS: dict[str, str] = {
@@ -99,91 +96,6 @@ class TableFormat:
             raise ConfigError(f"write.files must be at least 1, got {self.files}")
         if self.columns is not None and not self.columns:
             raise ConfigError("write.columns names no column; leave it out for all of them")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What a job was asked for; sections that it does not use are None.
-
-    Attributes:
-        job: the job.
-        session: arguments of ``create_session``.
-        source: where the rows come from.
-        rows: which of them are used, and for what.
-        output: the output's path.
-        sections: the sections of ``SECTIONS[job]``, not yet built.
-        run_id: the run that the output belongs to.
-        result_file: where else the result is written.
-        log_format: ``text`` or ``json``.
-        log_level: the lowest level that is logged.
-        digest: SHA-256 of all that decides the output.
-    """
-
-    job: JobName
-    session: dict[str, Any]
-    source: Source
-    rows: Rows
-    output: str
-    sections: Namespace
-    run_id: str | None
-    result_file: str | None
-    log_format: str
-    log_level: str | None
-    digest: str
-
-    def shown(self, text: str) -> str:
-        """A text such as an error's message, without credentials and the values of secret keys."""
-        return without_secrets(text, _plain(self.sections))
-
-    def estimator(self) -> TorchEstimator:
-        """The network's estimator, from the section of that name.
-
-        Raises:
-            ConfigError: an argument is out of range, or of another type.
-        """
-        given = {
-            name: builder(value) if name in BUILDERS else built(value)
-            for name, value in vars(self.sections.estimator).items()
-        }
-        try:
-            return TorchEstimator(**given)
-        except TypeError as error:
-            refused = [name for name, value in given.items() if _refuses(name, value, error)]
-            if not refused:
-                raise
-            got = "null" if given[refused[0]] is None else f"a {type(given[refused[0]]).__name__}"
-            raise ConfigError(
-                f"estimator.{refused[0]} cannot be {got}; leave the key out for its default"
-            ) from error
-
-    def stages(self) -> list[Any]:
-        """The stages before it; needs a session.
-
-        Raises:
-            ConfigError: an argument is not what pyspark.ml takes.
-        """
-        given = self.sections.stages or []
-        return [checked_stage(f"stages[{index}]", each) for index, each in enumerate(given)]
-
-    def named(self, section: str) -> dict[str, Any]:
-        """Evaluators or baselines by name; needs a session.
-
-        Raises:
-            ConfigError: an argument is not what pyspark.ml takes.
-        """
-        given = self.sections[section] or {}
-        return {name: checked_stage(f"{section}.{name}", each) for name, each in given.items()}
-
-
-def _refuses(name: str, value: Any, error: TypeError) -> bool:
-    """Whether pyspark raised an error, which has no names in it, because of this Param's value."""
-    try:
-        getattr(TorchEstimator, name).typeConverter(value)
-    except TypeError as raised:
-        return str(raised) == str(error)
-    except (AttributeError, SparkDLError):  # it is no Param, or would have been named
-        pass
-    return False
 
 
 def build_parser(job: JobName) -> JobParser:
@@ -296,7 +208,7 @@ def read_settings(job: JobName, arguments: list[str] | None = None) -> Settings:
     except (SparkDLError, ValueError, TypeError) as error:
         if isinstance(error, SparkDLError) and not isinstance(error, ConfigError):
             raise
-        parser.refuse(str(error), _plain(config))
+        parser.refuse(str(error), plain(config))
     return settings
 
 
@@ -368,19 +280,58 @@ def _take_untyped(action: Any) -> None:
 
 def _digest(job: JobName, config: Namespace) -> str:
     names = {"source", "rows", *SECTIONS[job]} - {OUTPUTS[job]}
-    said = {name: _plain(config[name]) for name in names}
-    for name in NO_MATTER:
+    said = {name: plain(config[name]) for name in names}
+    for name in RESULT_NEUTRAL:
         said.get("estimator", {}).pop(name, None)
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Namespace):
-        return {name: _plain(each) for name, each in vars(value).items()}
-    if isinstance(value, dict):
-        return {str(name): _plain(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    if value is None or isinstance(value, (str, int, float, bool)):
-        return value
-    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', repr(value))}"
+_DOES: dict[str, str] = {
+    "train": "Train a network on a table, compare it with baselines, and save it.",
+    "evaluate": "Measure a saved model on a table.",
+    "predict": "Write a saved model's predictions for a table.",
+}
+_EXAMPLES: dict[str, tuple[str, ...]] = {
+    "train": ("--estimator.epochs 3", "--run_id 2026-11-23 --log_format json"),
+    "evaluate": ("", "--run_id 2026-11-23 --result_file metrics.json"),
+    "predict": ("", "--write.format orc --run_id 2026-11-23"),
+}
+
+
+class HelpFormatter(DefaultHelpFormatter):  # type: ignore[misc]
+    """Keeps the lines of descriptions, and leaves out lists of hundreds of classes."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "".join(indent + line + "\n" for line in text.splitlines())
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        text = str(super()._expand_help(action))
+        text = re.sub(r", known subclasses: [^)]*\)", ")", text)
+        return text.replace("``", "")
+
+
+def describe(job: JobName) -> str:
+    """What a job is for, shown above its options.
+
+    Args:
+        job: the job.
+    """
+    lines = [
+        _DOES[job],
+        "",
+        *(f"  python jobs/{job}.py --config conf/flights.yaml {more}" for more in _EXAMPLES[job]),
+        f"  spark-submit --master yarn jobs/{job}.py --config conf/flights.yaml",
+        "",
+        "One file serves train.py, evaluate.py and predict.py; each reads the sections that it",
+        "uses. Each key of it can be given here, where it wins. docs/jobs.md explains the grammar.",
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def exit_codes() -> str:
+    """The exit codes, shown below the options."""
+    lines = ["exit codes:"]
+    for code in Exit:
+        first, *rest = textwrap.wrap(code.meaning, 72)
+        lines += [f"  {int(code):>3}  {first}", *(f"       {line}" for line in rest)]
+    return "\n".join(lines)

@@ -19,7 +19,8 @@ from torch import nn
 from sparkdl import ParameterAveraging, TorchEstimator
 from sparkdl.callbacks import TrainingReport
 from sparkdl.jobs import Files, command, logs
-from sparkdl.jobs.configuration.grammar import JobName, Settings, read_settings
+from sparkdl.jobs.configuration.grammar import read_settings
+from sparkdl.jobs.configuration.settings import JobName, Settings
 from sparkdl.jobs.predict import _is_data
 from sparkdl.jobs.train import _reports
 

@@ -10,7 +10,8 @@ import pytest
 
 from sparkdl.errors import ModelError
 from sparkdl.jobs import command
-from sparkdl.jobs.configuration.grammar import JobName, Settings, build_parser, read_settings
+from sparkdl.jobs.configuration.grammar import build_parser, read_settings
+from sparkdl.jobs.configuration.settings import JobName, Settings
 
 CONFIG = str(Path(__file__).parents[3] / "conf" / "flights.yaml")
 
@@ -162,7 +163,7 @@ def test_help_leaves_the_result_of_an_earlier_attempt(earlier: Path) -> None:
     assert json.loads(earlier.read_text()) == {"status": "complete"}
 
 
-def never(work: command.Work) -> command.Found:
+def never(context: command.JobContext) -> command.JobOutput:
     pytest.fail("it has run")
 
 

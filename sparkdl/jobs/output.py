@@ -188,10 +188,6 @@ class Output:
         if self._completed() is None:
             if mine:
                 self._publish(mine[0], decided[mine[0]])
-            elif self._result_at(self._path) is None and decided:
-                # That of another run, which was killed while publishing.
-                path, found = next(iter(decided.items()))
-                self._publish(path, found)
             elif not self._exists(self._path) and self._exists(self._path + ASIDE):
                 self._files.move(self._path + ASIDE, self._path)
         done = self._completed()
@@ -200,7 +196,9 @@ class Output:
         if self._exists(self._path):
             delete(self._files, self._path + ASIDE)
         if done is None:
-            self._require_replaceable()
+            # A decided run of a store that renames nothing may have been killed while publishing.
+            if not decided or self._result_at(self._path) is not None:
+                self._require_replaceable()
             self._keep_work_of_this_run()
         return done
 

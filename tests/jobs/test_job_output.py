@@ -22,7 +22,7 @@ from power_loss import cuts, recorded
 from sparkdl.durable import lease
 from sparkdl.durable.local_files import LocalFiles
 from sparkdl.errors import CheckpointError, ConfigError, InUseError
-from sparkdl.jobs.results.output import MARKER, Location, Output, Run
+from sparkdl.jobs.output import MARKER, Location, Output, Run
 
 NAMES = ("module.json", "metadata/part-00000", "part-1")
 
