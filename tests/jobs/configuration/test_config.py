@@ -6,6 +6,7 @@ import functools
 import logging
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,20 +108,16 @@ def test_any_table_and_any_network_of_torch(tmp_path: Path) -> None:
     assert network.weight.shape == (3, 2)
 
 
-@pytest.mark.parametrize(
-    ("loss", "expected"),
-    [
-        ("torch.nn.functional.cross_entropy", nn.functional.cross_entropy),
-        ("model", "model"),
-        ("torch.nn.CrossEntropyLoss", 0.0),
-        ("{class_path: torch.nn.CrossEntropyLoss, init_args: {label_smoothing: 0.1}}", 0.1),
-    ],
-)
-def test_a_loss_is_a_function_a_class_with_arguments_or_the_models_own(
-    tmp_path: Path, loss: str, expected: Any
-) -> None:
-    found = own(tmp_path, loss=loss).estimator().getLoss()
-    assert (found.label_smoothing if isinstance(found, nn.Module) else found) == expected
+def test_a_loss_is_a_function_a_class_with_arguments_or_the_models_own(tmp_path: Path) -> None:
+    losses = {
+        "torch.nn.functional.cross_entropy": nn.functional.cross_entropy,
+        "model": "model",
+        "torch.nn.CrossEntropyLoss": 0.0,
+        "{class_path: torch.nn.CrossEntropyLoss, init_args: {label_smoothing: 0.1}}": 0.1,
+    }
+    for loss, expected in losses.items():
+        found = own(tmp_path, loss=loss).estimator().getLoss()
+        assert (found.label_smoothing if isinstance(found, nn.Module) else found) == expected
 
 
 def test_callbacks_schedulers_stages_and_baselines_are_built(tmp_path: Path) -> None:
@@ -151,37 +148,28 @@ def test_the_flights_have_a_report_where_the_readme_says() -> None:
     assert _reports(none) == ""
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_a_wrong_key_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [
         ["--estimator.epoch_count", "3"],
         ["--estimator.model.init_args.epoch_count", "3"],
         ["--source.init_args.epoch_count", "3"],
         ["--session.epoch_count", "3"],
         ["--epoch_count", "3"],
         ["--estimator.model", "no.such.epoch_count"],
-    ],
-)
-def test_a_wrong_key_on_the_command_line_is_named(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+    ]
+    told = [refused(capsys, partial(settings, *arguments)) for arguments in given]
+    for key in ("epochs:", "trust:", "train: part ="):
+        file = tmp_path / "wrong.yaml"
+        wrong = "epoch_count:" if key.endswith(":") else "epoch_count: part ="
+        file.write_text(Path(CONFIG).read_text().replace(key, wrong))
+        told.append(refused(capsys, partial(read_settings, "train", ["--config", str(file)])))
+    assert [said for said in told if "epoch_count" not in said] == []
+
+
+def test_what_is_missing_or_contradicts_is_said_before_spark_starts(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert "epoch_count" in refused(capsys, lambda: settings(*arguments))
-
-
-@pytest.mark.parametrize("key", ["epochs:", "trust:", "train: part ="])
-def test_a_wrong_key_in_the_file_is_named(
-    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "wrong.yaml"
-    wrong = "epoch_count:" if key.endswith(":") else "epoch_count: part ="
-    file.write_text(Path(CONFIG).read_text().replace(key, wrong))
-    said = refused(capsys, lambda: read_settings("train", ["--config", str(file)]))
-    assert "epoch_count" in said
-
-
-@pytest.mark.parametrize(
-    ("job", "arguments", "word"),
-    [
+    cases: list[tuple[JobName, list[str], str]] = [
         ("train", ["--model", "null"], "--model"),
         ("evaluate", ["--evaluation", "null"], "--evaluation"),
         ("evaluate", ["--evaluators", "{}"], "--evaluators"),
@@ -190,12 +178,9 @@ def test_a_wrong_key_in_the_file_is_named(
         ("train", ["--evaluators", "{}"], "baselines are compared"),
         ("train", ["--estimator.epochs", "0"], "epochs"),
         ("train", ["--source.init_args.test_months", "[10, 12]"], "every test month after"),
-    ],
-)
-def test_what_is_missing_or_contradicts_is_said_before_spark_starts(
-    job: JobName, arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert word in refused(capsys, lambda: settings(*arguments, job=job))
+    ]
+    told = [(*case, refused(capsys, partial(settings, *case[1], job=case[0]))) for case in cases]
+    assert [case for case in told if case[2] not in case[3]] == []
 
 
 def test_the_digest_is_of_what_decides_the_output() -> None:
@@ -223,10 +208,10 @@ def test_help_is_short_enough_to_be_read(job: JobName, capsys: pytest.CaptureFix
     assert said.count("\n") < (450 if job == "train" else 150)
 
 
-@pytest.mark.parametrize("months", [((1, 11), (11, 12)), ((0, 3), (4, 5)), ((1, 2), (5, 4))])
-def test_a_split_that_is_not_by_time_is_refused(months: Any) -> None:
-    with pytest.raises(ValueError, match="every test month after training"):
-        Split(train_months=months[0], test_months=months[1])
+def test_a_split_that_is_not_by_time_is_refused() -> None:
+    for learn, test in (((1, 11), (11, 12)), ((0, 3), (4, 5)), ((1, 2), (5, 4))):
+        with pytest.raises(ValueError, match="every test month after training"):
+            Split(train_months=learn, test_months=test)
 
 
 def test_functions_of_ones_own_need_no_annotations(
@@ -252,11 +237,10 @@ def adam(parameters): return torch.optim.Adam(parameters)
     assert own(tmp_path, model=model).estimator().getModel()().out_features == 5
 
 
-@pytest.mark.parametrize(
-    "run_id", ["7", "1e3", "2026-11-23", "manual__2026-11-23T00:00:00+00:00", "; rm x", "{a: 1}"]
-)
-def test_a_run_is_called_what_the_scheduler_calls_it(run_id: str) -> None:
-    assert settings(f"--run_id={run_id}").run_id == run_id
+def test_a_run_is_called_what_the_scheduler_calls_it() -> None:
+    dated = "manual__2026-11-23T00:00:00+00:00"
+    for run_id in ("7", "1e3", "2026-11-23", dated, "; rm x", "{a: 1}"):
+        assert settings(f"--run_id={run_id}").run_id == run_id
 
 
 def test_yaml_builds_no_objects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -316,9 +300,6 @@ def test_of_several_jobs_in_a_process_each_logs_in_its_own_format(
         assert "bad" in err
 
 
-@pytest.mark.parametrize(
-    ("name", "data"),
-    [("part-0.parquet", True), ("_day=1", True), ("_SUCCESS", False), (".part-0.crc", False)],
-)
-def test_what_spark_reads_as_rows_is_known_by_its_name(name: str, data: bool) -> None:
-    assert _is_data(name) is data
+def test_what_spark_reads_as_rows_is_known_by_its_name() -> None:
+    names = ("part-0.parquet", "_day=1", "_SUCCESS", ".part-0.crc")
+    assert [_is_data(name) for name in names] == [True, True, False, False]

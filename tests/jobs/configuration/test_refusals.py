@@ -39,76 +39,56 @@ def test_a_key_is_written_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no option '--estimator.epoch'; did you mean '--estimator.epochs'?" in said
 
 
-@pytest.mark.parametrize("files", ["0", "-1"])
-def test_a_table_of_no_files_is_refused_before_spark_starts(
-    files: str, capsys: pytest.CaptureFixture[str]
+REFUSED: list[tuple[JobName, str, str]] = [
+    ("predict", "--write.files=0", "write.files must be at least 1, got 0"),
+    ("predict", "--write.files=-1", "write.files must be at least 1, got -1"),
+    ("predict", "--write.columns=[]", "names no column"),
+    ("train", "--run_id=", "--run_id is empty"),
+    ("train", "--run_id= ", "--run_id is empty"),
+    ("train", "--config=/no/such.yaml", "/no/such.yaml"),
+    *(
+        (job, f"--{key}=models/a{character}b", f"--{key} 'models/a{character}b'")
+        for character in "{[*?\\"
+        for job, key in (("train", "model"), ("evaluate", "model"), ("predict", "predictions"))
+    ),
+]
+
+
+def test_values_that_no_job_takes_are_refused_before_spark_starts(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    said = refusal(capsys, "predict", f"--write.files={files}")
-    assert f"write.files must be at least 1, got {files}" in said
+    told = [(*case, refusal(capsys, *case[:2])) for case in REFUSED]
+    assert [case for case in told if case[2] not in case[3]] == []
 
 
-def test_a_table_of_no_columns_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "names no column" in refusal(capsys, "predict", "--write.columns", "[]")
+def test_other_characters_of_a_path_are_taken() -> None:
+    for path in ("a b#c%20d,e", "s3a://lake/models/2026-11-23", "a}b]c"):
+        assert settings(f"--model={path}").output == path
 
 
-@pytest.mark.parametrize("character", ["{", "[", "*", "?", "\\"])
-@pytest.mark.parametrize(
-    ("job", "key"), [("train", "model"), ("evaluate", "model"), ("predict", "predictions")]
-)
-def test_a_path_that_spark_reads_as_a_pattern_is_refused(
-    job: JobName, key: str, character: str, capsys: pytest.CaptureFixture[str]
+def test_a_file_without_keys_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files: dict[str | bytes, str] = {
+        "": "is empty",
+        "# all of it commented out\n": "is empty",
+        "- a\n- b\n": "is a list",
+        "hello\n": "is a str",
+        b"\xff\xfe\x00\x01": "is not valid UTF-8",
+    }
+    for text, words in files.items():
+        file = written(tmp_path, text)
+        assert f"{file} {words}" in refusal(capsys, "train", "--config", file)
+
+
+def test_a_section_is_its_defaults_if_its_keys_are_commented_out_and_is_no_list(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = refusal(capsys, job, f"--{key}=models/a{character}b")
-    assert f"--{key} 'models/a{character}b'" in said
-
-
-@pytest.mark.parametrize("path", ["a b#c%20d,e", "s3a://lake/models/2026-11-23", "a}b]c"])
-def test_other_characters_of_a_path_are_taken(path: str) -> None:
-    assert settings(f"--model={path}").output == path
-
-
-@pytest.mark.parametrize("run_id", ["", " "])
-def test_a_run_id_of_nothing_is_refused(run_id: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--run_id is empty" in refusal(capsys, "train", f"--run_id={run_id}")
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "is empty"),
-        ("# all of it commented out\n", "is empty"),
-        ("- a\n- b\n", "is a list"),
-        ("hello\n", "is a str"),
-        (b"\xff\xfe\x00\x01", "is not valid UTF-8"),
-    ],
-)
-def test_a_file_without_keys_is_named(
-    text: str | bytes, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = written(tmp_path, text)
-    assert f"{file} {words}" in refusal(capsys, "train", "--config", file)
-
-
-def test_a_file_that_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "/no/such.yaml" in refusal(capsys, "train", "--config", "/no/such.yaml")
-
-
-@pytest.mark.parametrize("section", ["rows", "write", "session"])
-def test_a_section_whose_keys_are_commented_out_is_its_defaults(
-    section: str, tmp_path: Path
-) -> None:
-    read = settings("--config", written(tmp_path, f"{section}:\n  # nothing\n"), job="predict")
     defaults = build_parser("predict").get_defaults()
-    assert read.sections[section] == defaults[section]
-
-
-@pytest.mark.parametrize("section", ["rows", "session", "write"])
-def test_a_section_that_is_a_list_is_refused(
-    section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = refusal(capsys, "predict", "--config", written(tmp_path, f"{section}: [1]\n"))
-    assert section in said
-    assert "vars()" not in said
+    for section in ("rows", "write", "session"):
+        read = settings("--config", written(tmp_path, f"{section}:\n  # no\n"), job="predict")
+        assert read.sections[section] == defaults[section]
+        said = refusal(capsys, "predict", "--config", written(tmp_path, f"{section}: [1]\n"))
+        assert section in said
+        assert "vars()" not in said
 
 
 @pytest.fixture
@@ -119,30 +99,25 @@ def earlier(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("given", ["as words", "with =", "in a file"])
 def test_a_refused_configuration_replaces_the_result_of_an_earlier_attempt(
-    given: str, tmp_path: Path, earlier: Path
-) -> None:
-    said = {
-        "as words": ["--result_file", str(earlier)],
-        "with =": [f"--result_file={earlier}"],
-        "in a file": ["--config", written(tmp_path, f"result_file: {earlier}\n")],
-    }[given]
-    with pytest.raises(SystemExit) as caught:
-        command.run_command("train", never, ["--config", CONFIG, *said, "--epoch_count=3"])
-    assert caught.value.code == 2
-    found = json.loads(earlier.read_text())
-    assert (found["status"], found["exit_code"]) == ("failed", 2)
-    assert "epoch_count" in found["error"]["message"]
-
-
-def test_a_file_that_yaml_cannot_read_replaces_the_result_too(
     tmp_path: Path, earlier: Path
 ) -> None:
-    arguments = ["--config", written(tmp_path, "a: [1\nb: }"), "--result_file", str(earlier)]
-    with pytest.raises(SystemExit):
-        command.run_command("train", never, arguments)
-    assert json.loads(earlier.read_text())["status"] == "failed"
+    (names := tmp_path / "names.yaml").write_text(f"result_file: {earlier}\n")
+    wrong = written(tmp_path, "a: [1\nb: }")
+    for said, words in (
+        (["--result_file", str(earlier), "--epoch_count=3"], "epoch_count"),
+        ([f"--result_file={earlier}", "--epoch_count=3"], "epoch_count"),
+        (["--config", str(names), "--epoch_count=3"], "epoch_count"),
+        ([f"--result_file={earlier}", "--run_id"], "run_id"),
+        (["--config", wrong, "--result_file", str(earlier)], "not valid YAML"),
+    ):
+        earlier.write_text('{"status": "complete"}')
+        with pytest.raises(SystemExit) as caught:
+            command.run_command("train", never, ["--config", CONFIG, *said])
+        assert caught.value.code == 2
+        found = json.loads(earlier.read_text())
+        assert (found["status"], found["exit_code"]) == ("failed", 2)
+        assert words in found["error"]["message"]
 
 
 def test_an_error_that_is_no_refusal_of_the_parsers_replaces_the_result_too(
@@ -296,27 +271,26 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_is_said_in_one_sentence_without_the_values(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text, words = WRONG[case]
-    result = tmp_path / "result.json"
-    arguments = ["--config", written(tmp_path, text), "--result_file", str(result)]
-    with pytest.raises(SystemExit) as caught:
-        command.run_command("train", never, arguments)
-    assert caught.value.code == 2
-    said = json.loads(result.read_text())["error"]["message"]
-    assert words in said
-    assert "\n" not in said
-    shown = capsys.readouterr()
-    assert said in shown.err
-    assert SECRET not in shown.out + shown.err + result.read_text()
+    violations = []
+    for case, (text, words) in WRONG.items():
+        result = tmp_path / "result.json"
+        arguments = ["--config", written(tmp_path, text), "--result_file", str(result)]
+        with pytest.raises(SystemExit) as caught:
+            command.run_command("train", never, arguments)
+        said, shown = json.loads(result.read_text())["error"]["message"], capsys.readouterr()
+        whole = caught.value.code == 2 and words in said and "\n" not in said and said in shown.err
+        if not whole or SECRET in shown.out + shown.err + result.read_text():
+            violations.append((case, caught.value.code, said, shown))
+    assert violations == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_a_wrong_command_line_is_told_without_the_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines: list[tuple[list[str], str]] = [
         (["--session.conf", "{k: S3CR3T, n: 2}"], "session.conf must be Mapping[str, str]"),
         (["--session.conf", "{k: S3CR3T"], "session.conf must be Mapping[str, str]"),
         (["--sesion.conf", "S3CR3T"], "no option '--sesion.conf'; did you mean '--session.conf'?"),
@@ -331,14 +305,10 @@ def test_what_is_wrong_is_said_in_one_sentence_without_the_values(
             ["--config", "https://K:S3CR3T@host/file.yaml"],
             "https://***@host/file.yaml cannot be read",
         ),
-    ],
-)
-def test_a_wrong_command_line_is_told_without_the_values(
-    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = refusal(capsys, "train", "--config", written(tmp_path, job()), *arguments)
-    assert words in said
-    assert SECRET not in said
+    ]
+    config = ["--config", written(tmp_path, job())]
+    told = [(*line, refusal(capsys, "train", *config, *line[0])) for line in lines]
+    assert [each for each in told if each[1] not in each[2] or SECRET in each[2]] == []
 
 
 def test_numbers_texts_and_merged_keys_are_what_they_look_like(tmp_path: Path) -> None:
