@@ -39,11 +39,11 @@ LAYERS: list[tuple[str, ...]] = [
 # The rooms of a layer, and the modules beside them, from top to bottom as well.
 ROOMS: dict[str, list[tuple[str, ...]]] = {
     "jobs": [
-        ("evaluate", "predict", "train"),
+        ("predict", "train"),
+        ("evaluate",),
         ("command",),
-        ("configuration", "metrics", "models"),
-        ("logs", "results", "sources"),
-        ("exits",),
+        ("configuration", "locations"),
+        ("logs", "output", "result", "sources"),
     ],
     "spark": [
         ("functions", "inference"),
