@@ -10,7 +10,7 @@ from contextlib import ExitStack, redirect_stdout
 from fuzzing.calling import Call, Message, Place, any_way, conversation
 from fuzzing.loop import Fault, Target, require_threads_gone
 from sparkdl.spark.diagnostics.console import Display
-from sparkdl.spark.diagnostics.run_headers import Lines, Report
+from sparkdl.spark.diagnostics.messages import Lines, Report
 from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.functions.watch import shown_report
 from sparkdl.transport.service import Service

@@ -5,7 +5,7 @@ reads, is done by a few threads beside it. Whoever connects proves itself (``acc
 first header is looked up in the service's table of handlers, and the handler found serves it from
 then on:
 
-    service = Service("127.0.0.1", handlers={"attend": lambda channel: Attendee(channel)})
+    service = Service("127.0.0.1", handlers={"attend": lambda channel: ReportingWorker(channel)})
 """
 
 from __future__ import annotations

@@ -26,12 +26,7 @@ from typing import Any, Self, TypeVar
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import SparkDLError, TrainingError
-from sparkdl.spark.diagnostics.run_headers import (
-    read_attend,
-    read_lines,
-    read_stacks,
-    unreadable,
-)
+from sparkdl.spark.diagnostics.messages import read, read_lines, unreadable
 from sparkdl.spark.diagnostics.stacks import Stacks
 from sparkdl.transport.address import ServiceAddress
 from sparkdl.transport.channel import HEADER, PAUSE, Channel, Conversation, LeftError, Need
@@ -123,66 +118,68 @@ class Console:
     def __init__(self, service: Service, on_lines: Show | None = None) -> None:
         self.address: ServiceAddress = service.address
         self.stacks = Stacks()
-        self.handlers: dict[str, Callable[[Attendee, Mapping[str, Any]], Conversation | None]] = {
+        self.handlers: dict[
+            str, Callable[[ReportingWorker, Mapping[str, Any]], Conversation | None]
+        ] = {
             "lines": self._show_lines,
             "stacks": self._note_stacks,
         }
         self._service = service
         self._on_lines = on_lines or Display("the executor's log")
         self._showing = DaemonPool(1, "sparkdl-console")
-        self._attendees: set[Attendee] = set()
-        service.handlers["attend"] = partial(Attendee, self, service)
+        self._workers: set[ReportingWorker] = set()
+        service.handlers["attend"] = partial(ReportingWorker, self, service)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._service.post(lambda: self._end(list(self._attendees)))
+        self._service.post(lambda: self._end(list(self._workers)))
         self._showing.close()
 
-    def _end(self, attendees: Sequence[Attendee]) -> None:
-        for attendee in attendees:
-            self._service.close_channel(attendee.channel)
+    def _end(self, workers: Sequence[ReportingWorker]) -> None:
+        for worker in workers:
+            self._service.close_channel(worker.channel)
 
     # Called by the service's thread.
 
-    def joined(self, attendee: Attendee) -> None:
+    def joined(self, worker: ReportingWorker) -> None:
         """Take note of a worker that has introduced itself."""
-        self._attendees.add(attendee)
+        self._workers.add(worker)
 
-    def answer(self, attendee: Attendee, header: Mapping[str, Any]) -> Conversation | None:
+    def answer(self, worker: ReportingWorker, header: Mapping[str, Any]) -> Conversation | None:
         """Handle a worker's header."""
         for field, handler in self.handlers.items():
             if field in header:
-                return handler(attendee, header)
-        raise unreadable(attendee.rank, header)
+                return handler(worker, header)
+        raise unreadable(worker.rank, header)
 
-    def finished(self, attendee: Attendee) -> None:
+    def finished(self, worker: ReportingWorker) -> None:
         """Take note of a worker that leaves properly."""
 
-    def left(self, attendee: Attendee, error: LeftError) -> None:
+    def left(self, worker: ReportingWorker, error: LeftError) -> None:
         """Take note of a worker that leaves without saying so."""
         logger.debug("the output of a worker is no longer shown: %s", error)
 
-    def failed(self, attendee: Attendee, error: SparkDLError) -> None:
+    def failed(self, worker: ReportingWorker, error: SparkDLError) -> None:
         """End the connection of a worker that cannot be understood or served."""
         logger.warning("the output of a worker is no longer shown: %s", error)
-        self._service.close_channel(attendee.channel)
+        self._service.close_channel(worker.channel)
 
-    def closed(self, attendee: Attendee) -> None:
+    def closed(self, worker: ReportingWorker) -> None:
         """Take note that a worker's connection is closed."""
-        self._attendees.discard(attendee)
+        self._workers.discard(worker)
 
-    def _show_lines(self, attendee: Attendee, header: Mapping[str, Any]) -> Conversation:
-        told = read_lines(attendee.rank, header)
-        show_them = partial(self._on_lines, attendee.rank, told.lines, told.left_out)
-        yield from attendee.elsewhere(show_them, self._showing)
+    def _show_lines(self, worker: ReportingWorker, header: Mapping[str, Any]) -> Conversation:
+        told = read_lines(worker.rank, header)
+        show_them = partial(self._on_lines, worker.rank, told.lines, told.left_out)
+        yield from worker.elsewhere(show_them, self._showing)
 
-    def _note_stacks(self, attendee: Attendee, header: Mapping[str, Any]) -> None:
-        self.stacks.note(attendee.rank, read_stacks(attendee.rank, header))
+    def _note_stacks(self, worker: ReportingWorker, header: Mapping[str, Any]) -> None:
+        self.stacks.note(worker.rank, *read("stacks", worker.rank, header))
 
 
-class Attendee:
+class ReportingWorker:
     """A worker connected to the console; see ``service.Peer``.
 
     Args:
@@ -207,7 +204,7 @@ class Attendee:
         """Listen to it until it leaves."""
         console = self._console
         try:
-            self.rank, self.host = read_attend(said)
+            self.rank, self.host = read("attend", self.rank, said)
             console.joined(self)
             with console.stacks.of(self.rank, said, self._ask_for_stacks):
                 while not (header := (yield HEADER)).get("finish"):

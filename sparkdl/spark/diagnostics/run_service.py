@@ -35,16 +35,17 @@ from sparkdl.averager.messages.headers import read_gather, read_shard, statistic
 from sparkdl.checkpoint.storage import OpenElsewhere
 from sparkdl.errors import SparkDLError, StoppedError, TrainingError, WorkerLostError
 from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
-from sparkdl.spark.diagnostics.console import Attendee, Console
-from sparkdl.spark.diagnostics.run_headers import (
+from sparkdl.spark.diagnostics.console import Console, ReportingWorker
+from sparkdl.spark.diagnostics.messages import (
+    Lines,
+    Report,
+    Unread,
     named,
+    read,
     read_failure,
     read_lines,
-    read_report,
-    read_stacks,
     unreadable,
 )
-from sparkdl.spark.diagnostics.unread import Told, Unread
 from sparkdl.spark.storage.driver_files import DriverFiles
 from sparkdl.transport.channel import PAUSE, Conversation, LeftError
 from sparkdl.transport.framing import header_message
@@ -84,12 +85,12 @@ class RunService(Console):
             "stacks": self._show,
         }
         self._open_uri = open_uri or _open_nothing
-        self._files: dict[Attendee, DriverFiles] = {}
+        self._files: dict[ReportingWorker, DriverFiles] = {}
         self._lock = threading.Lock()
         self._hosts: dict[int, str] = {}
         self._done: set[int] = set()
-        self._returned: dict[int, tuple[float, Attendee]] = {}
-        self._giving: dict[int, tuple[Any, Attendee]] = {}
+        self._returned: dict[int, tuple[float, ReportingWorker]] = {}
+        self._giving: dict[int, tuple[Any, ReportingWorker]] = {}
         service.on_break(self.fail)
 
     def __exit__(self, *error: object) -> None:
@@ -132,75 +133,73 @@ class RunService(Console):
 
     # Called by the service's thread.
 
-    def joined(self, attendee: Attendee) -> None:
+    def joined(self, worker: ReportingWorker) -> None:
         """Take note of a rank, which may join only once."""
-        super().joined(attendee)
-        rank, host = attendee.rank, attendee.host
+        super().joined(worker)
+        rank, host = worker.rank, worker.host
         with self._lock:
             if rank not in self.missing:
                 raise TrainingError(
                     f"rank {rank} on {host} is not part of this run, or has already joined"
                 )
             self._hosts[rank] = host
-        self._files[attendee] = DriverFiles(self._open_uri)
+        self._files[worker] = DriverFiles(self._open_uri)
 
-    def finished(self, attendee: Attendee) -> None:
+    def finished(self, worker: ReportingWorker) -> None:
         """Take note of a rank that is done."""
         with self._lock:
-            self._done.add(attendee.rank)
+            self._done.add(worker.rank)
 
-    def left(self, attendee: Attendee, error: LeftError) -> None:
+    def left(self, worker: ReportingWorker, error: LeftError) -> None:
         """End the run: a process has ended."""
-        if attendee.rank < 0:
+        if worker.rank < 0:
             # A worker that was too late to be let in comes back; one that never comes is missing.
             logger.info("a worker disconnected before giving its rank: %s", error)
             return
-        where = self._hosts.get(attendee.rank, "an unknown host")
+        where = self._hosts.get(worker.rank, "an unknown host")
         self.fail(
-            WorkerLostError(
-                f"rank {attendee.rank} on {where} exited without reporting why ({error})"
-            )
+            WorkerLostError(f"rank {worker.rank} on {where} exited without reporting why ({error})")
         )
 
-    def failed(self, attendee: Attendee, error: SparkDLError) -> None:
+    def failed(self, worker: ReportingWorker, error: SparkDLError) -> None:
         """End the run."""
         self.fail(error)
-        self._service.close_channel(attendee.channel)
+        self._service.close_channel(worker.channel)
 
-    def closed(self, attendee: Attendee) -> None:
+    def closed(self, worker: ReportingWorker) -> None:
         """Close what the worker has left open."""
-        super().closed(attendee)
-        if attendee in self._files:
+        super().closed(worker)
+        if worker in self._files:
             # This may wait for a file that is being written, or for a file system that is gone.
-            self._service.elsewhere(self._files.pop(attendee).close, _note_left_open)
+            self._service.elsewhere(self._files.pop(worker).close, _note_left_open)
 
-    def _take_failure(self, attendee: Attendee, header: Mapping[str, Any]) -> NoReturn:
-        raise read_failure(attendee.rank, header, sorted(self._returned))
+    def _take_failure(self, worker: ReportingWorker, header: Mapping[str, Any]) -> NoReturn:
+        raise read_failure(worker.rank, header, sorted(self._returned))
 
-    def _answer_for_files(self, attendee: Attendee, header: Mapping[str, Any]) -> Conversation:
-        files = self._files[attendee]
+    def _answer_for_files(self, worker: ReportingWorker, header: Mapping[str, Any]) -> Conversation:
+        files = self._files[worker]
         try:
-            answer = yield from attendee.elsewhere(lambda: files.answer(header["files"]))
+            answer = yield from worker.elsewhere(lambda: files.answer(header["files"]))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise unreadable(attendee.rank, header) from error
-        attendee.channel.send_header(answer)
+            raise unreadable(worker.rank, header) from error
+        worker.channel.send_header(answer)
 
-    def _show(self, attendee: Attendee, header: Mapping[str, Any]) -> Conversation:
+    def _show(self, worker: ReportingWorker, header: Mapping[str, Any]) -> Conversation:
         """Take what is only for display: the run can do without it."""
-        rank = attendee.rank
-        told: Told
+        rank = worker.rank
+        told: Lines | Report
         try:
             if "lines" in header:
                 told = read_lines(rank, header)
             elif "report" in header:
-                told = read_report(rank, header)
+                told = Report(rank, *read("report", rank, header))
             else:
-                self.stacks.note(rank, read_stacks(rank, header))
+                self._note_stacks(worker, header)
                 return
         except TrainingError as error:
             logger.warning("%s; it is left out", error)
             return
-        service, channel = self._service, attendee.channel
+        service, channel = self._service, worker.channel
 
         def wake() -> None:
             service.post(lambda: service.guard(channel, channel.wake))
@@ -208,26 +207,25 @@ class RunService(Console):
         if self.events.put(told, wake):
             yield PAUSE
 
-    def _return(self, attendee: Attendee, header: Mapping[str, Any]) -> None:
+    def _return(self, worker: ReportingWorker, header: Mapping[str, Any]) -> None:
         """Note that a rank's function has returned; after the last one, everybody is told."""
-        if header["returned"] is not True:
-            raise unreadable(attendee.rank, header)
+        read("returned", worker.rank, header)
         with self._lock:
             self._require_no_failure()
-            self._returned[attendee.rank] = time.monotonic(), attendee
+            self._returned[worker.rank] = time.monotonic(), worker
             self._require_no_waiting_in_vain()
             if len(self._returned) < self.world_size:
                 return
         _tell((each for _, each in self._returned.values()), [])
 
-    def _gather(self, attendee: Attendee, header: Mapping[str, Any]) -> None:
+    def _gather(self, worker: ReportingWorker, header: Mapping[str, Any]) -> None:
         """Take what a rank gives; after the last one, everybody is told."""
-        rank, value = attendee.rank, self._given(attendee.rank, dict(header))
+        rank, value = worker.rank, self._given(worker.rank, dict(header))
         with self._lock:
             self._require_no_failure()
             if rank in self._giving:
                 raise TrainingError(f"rank {rank} sent a second object while the first was pending")
-            self._giving[rank] = value, attendee
+            self._giving[rank] = value, worker
             self._require_no_waiting_in_vain()
             if len(self._giving) < self.world_size:
                 return
@@ -255,10 +253,10 @@ class RunService(Console):
             )
 
 
-def _tell(attendees: Iterable[Attendee], gathered: list[Any]) -> None:
+def _tell(workers: Iterable[ReportingWorker], gathered: list[Any]) -> None:
     message = memoryview(header_message({"gathered": gathered}))
-    for attendee in attendees:
-        attendee.channel.send([message])
+    for worker in workers:
+        worker.channel.send([message])
 
 
 def _merged(values: list[Any]) -> list[Any]:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 
 from sparkdl.errors import DeadlineError
 from sparkdl.spark.diagnostics.console import Display
+from sparkdl.spark.diagnostics.messages import Lines, Report, named
 from sparkdl.spark.diagnostics.run_client import JOIN_S
-from sparkdl.spark.diagnostics.run_headers import Lines, Report, named
 from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.functions.job import Job
 

@@ -17,11 +17,10 @@ from sparkdl.averager.messages import headers
 from sparkdl.errors import SparkDLError, StoppedError, TrainingError, WorkerError, WorkerLostError
 from sparkdl.feed.statistics.column import ColumnStatistics
 from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
-from sparkdl.spark.diagnostics.console import Attendee
+from sparkdl.spark.diagnostics.console import ReportingWorker
+from sparkdl.spark.diagnostics.messages import MOST_UNREAD, Lines
 from sparkdl.spark.diagnostics.run_client import RunClient
-from sparkdl.spark.diagnostics.run_headers import Lines
 from sparkdl.spark.diagnostics.run_service import RunService
-from sparkdl.spark.diagnostics.unread import MOST_UNREAD
 from sparkdl.transport import framing
 from sparkdl.transport.connection import Connection
 
@@ -367,8 +366,8 @@ def test_a_mistake_of_our_own_ends_the_run_as_well(
 def test_a_driver_that_cannot_be_understood_stops_a_worker_that_gathers(
     run: RunService, answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def answer_badly(attendee: Attendee, header: Any) -> None:
-        attendee.channel.send_header(answer)
+    def answer_badly(worker: ReportingWorker, header: Any) -> None:
+        worker.channel.send_header(answer)
 
     monkeypatch.setitem(run.handlers, "gather", answer_badly)
     with (
