@@ -23,7 +23,6 @@ class Handshake(Target):
     name = "handshake"
     reads = (
         "transport/acceptor.py",
-        "transport/strangers.py",
         "transport/handshake.py",
         "transport/port.py",
         "transport/connection.py",

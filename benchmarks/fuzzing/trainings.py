@@ -35,7 +35,7 @@ class Trainings(Target):
     """One training after another in a thread; each input is a stranger calling the current one."""
 
     name = "trainings"
-    reads = ("transport/acceptor.py", "transport/strangers.py", "transport/handshake.py")
+    reads = ("transport/acceptor.py", "transport/handshake.py")
 
     def __enter__(self) -> Trainings:
         self._folder = self.folder()

@@ -27,7 +27,7 @@ from sparkdl.transport.framing import (
     read_header,
     read_prefix,
 )
-from sparkdl.transport.streams import RECORD_BYTES, Stream
+from sparkdl.transport.sockets import RECORD_BYTES, Stream
 
 IN_PLACE_BYTES = RECORD_BYTES
 """Values of at least this many bytes are received straight into place, along with their prefix."""
@@ -97,7 +97,7 @@ class Channel:
         self._running = False
         self._wakes: deque[Any] = deque()
         # What has arrived but has not been asked for yet.
-        self._left = b""
+        self._leftover = b""
         self._prefix = bytearray(PREFIX_BYTES)
         self._prefixed = 0
         self._header: bytearray | None = None
@@ -127,7 +127,7 @@ class Channel:
             self._conversation.close()
         self._conversation = None
         # A message that has arrived in part now has no receiver, and must not write to its memory.
-        self._rest, self._header, self._left = memoryview(b""), None, b""
+        self._rest, self._header, self._leftover = memoryview(b""), None, b""
 
     def redirect(self, into: memoryview) -> None:
         """Receive the values now on their way somewhere else, because their place is needed."""
@@ -150,9 +150,9 @@ class Channel:
         return self._need is not PAUSE and not full
 
     @property
-    def has_left(self) -> bool:
+    def has_leftover(self) -> bool:
         """Whether something wanted has already arrived that a selector does not know of."""
-        return self.listens and bool(self._left)
+        return self.listens and bool(self._leftover)
 
     def receive(self) -> bool:
         """Receive what has arrived; returns whether there may be more.
@@ -164,8 +164,8 @@ class Channel:
         """
         received = 0
         while self.listens and received < BUDGET_BYTES:
-            if self._left:
-                octets, self._left = self._left, b""
+            if self._leftover:
+                octets, self._leftover = self._leftover, b""
                 self._take(memoryview(octets))
                 continue
             buffers = self._room()
@@ -305,7 +305,7 @@ class Channel:
             if self._conversation is None:
                 return
             if not self.listens:
-                self._left = bytes(octets)
+                self._leftover = bytes(octets)
                 return
             if self._rest:
                 count = min(len(octets), len(self._rest))

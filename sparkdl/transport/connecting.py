@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from sparkdl.errors import DisconnectedError, StoppedError
-from sparkdl.transport import local, tls
+from sparkdl.transport import local, sockets
 from sparkdl.transport.connection import (
     Connection,
     ConnectionLostError,
+    NotAnAveragerError,
     SilenceError,
-    StrangerError,
-    UnprovedError,
+    WrongTokenError,
 )
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def introduced(
     timeout_s = CONNECT_S if silence_s is None else min(CONNECT_S, silence_s)
     try:
         return dial(address, token, fingerprint, timeout_s, silence_s)
-    except UnprovedError as error:
+    except WrongTokenError as error:
         raise StoppedError(
             f"rank {rank} and {name} do not have the same token: it belongs to another job"
         ) from error
@@ -93,8 +93,8 @@ def dial(
 
     Raises:
         OSError: nobody can be reached there, or the certificate is another one.
-        ConnectionLostError: the connection broke; UnprovedError if the other end does not have the
-            token.
+        ConnectionLostError: the connection broke; WrongTokenError if the other end does not have
+            the token.
         SilenceError: the other end did not prove itself in time.
     """
     if fingerprint is None and (found := local.connect(address, token, timeout_s)) is not None:
@@ -102,16 +102,16 @@ def dial(
             return _proved(found, token, silence_s)
         except (ConnectionLostError, SilenceError) as error:
             logger.info("%s:%d is reached over TCP instead of locally: %s", *address, error)
-    return _proved(tls.connect(address, fingerprint, timeout_s), token, silence_s)
+    return _proved(sockets.connect(address, fingerprint, timeout_s), token, silence_s)
 
 
 def _proved(
-    connected: socket.socket | tls.Encrypted, token: str, silence_s: float | None
+    connected: socket.socket | sockets.Encrypted, token: str, silence_s: float | None
 ) -> Connection:
     connection = Connection(connected, silence_s)
     try:
         if not connection.introduce(token):
-            raise UnprovedError("the other end does not have the job's token")
+            raise WrongTokenError("the other end does not have the job's token")
     except BaseException:
         connection.close()
         raise
@@ -135,21 +135,21 @@ def reach(attempt: Callable[[], T], patience_s: float) -> T:
         DisconnectedError: the last attempt's.
     """
     until = time.monotonic() + patience_s
-    told = False
+    has_warned = False
     while True:
         try:
             return attempt()
         except DisconnectedError as error:
             if not _may_pass(error.__cause__) or time.monotonic() >= until:
                 raise
-            if not told:
+            if not has_warned:
                 logger.warning("%s; retrying for %.0f s", error, patience_s)
-                told = True
+                has_warned = True
             time.sleep(RETRY_S)
 
 
 def _may_pass(cause: BaseException | None) -> bool:
-    if isinstance(cause, StrangerError):
+    if isinstance(cause, NotAnAveragerError):
         return False
     if isinstance(cause, ConnectionLostError | SilenceError | TimeoutError | ssl.SSLEOFError):
         return True

@@ -39,7 +39,7 @@ from sparkdl.transport.handshake import (
     channel_of,
     prove,
 )
-from sparkdl.transport.tls import Encrypted
+from sparkdl.transport.sockets import Encrypted
 
 INTRODUCE_S = 20.0
 """Seconds that an averager has to let a worker in; others may be ahead of it in the queue."""
@@ -58,11 +58,11 @@ class ConnectionLostError(Exception):
     """The other end is gone, or has sent something that no end of ours sends."""
 
 
-class StrangerError(ConnectionLostError):
+class NotAnAveragerError(ConnectionLostError):
     """The other end does not speak as an averager does."""
 
 
-class UnprovedError(StrangerError):
+class WrongTokenError(NotAnAveragerError):
     """The other end does not know the job's token, or says that this one does not."""
 
 
@@ -102,14 +102,14 @@ class Connection:
         """Worker: prove knowledge of the token; returns whether the averager did the same.
 
         Raises:
-            ConnectionLostError: the other end is gone; StrangerError if it is not an averager.
+            ConnectionLostError: the other end is gone; NotAnAveragerError if it is not an averager.
             SilenceError: it did not complete the handshake within ``INTRODUCE_S``.
         """
         until = time.monotonic() + INTRODUCE_S
         channel = channel_of(self._socket)
         hello = self._receive_until(until, HELLO_BYTES)
         if not hello.startswith(MAGIC):
-            raise StrangerError("the other end is not an averager")
+            raise NotAnAveragerError("the other end is not an averager")
         challenge = secrets.token_bytes(CHALLENGE_BYTES)
         self._send(prove(token, WORKER, channel, hello[len(MAGIC) :]) + challenge)
         answer = self._receive_until(until, PROOF_BYTES)

@@ -18,7 +18,7 @@ import os
 import secrets
 import socket
 
-from sparkdl.transport.tls import Encrypted
+from sparkdl.transport.sockets import Encrypted
 
 MAGIC = b"sparkdl2"
 CHALLENGE_BYTES = 32

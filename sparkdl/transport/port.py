@@ -1,8 +1,7 @@
-"""Ports that let in whoever knows the job's token.
+"""A worker's port, from which others fetch rows and through which they visit it.
 
-The driver has one per fit or run, whose service handles all connections in one thread
-(``service.py``). A worker has one that others fetch rows from, or visit: it serves each connection
-in its own thread, which may wait for the training and for the disk.
+Each connection is served in its own thread, which may wait for the training and for the disk. The
+driver's port is another: its service handles all connections in one thread (``service.py``).
 """
 
 from __future__ import annotations
@@ -13,59 +12,14 @@ import threading
 import time
 from collections.abc import Callable
 
-from sparkdl.transport import local
-from sparkdl.transport.acceptor import BACKLOG, Acceptor, Admit
+from sparkdl.transport.acceptor import Acceptor
 from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError
-from sparkdl.transport.tls import Certificate, Encrypted
+from sparkdl.transport.sockets import Encrypted
 
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 10.0
 """Seconds for which a closing port waits for the threads that serve connections."""
-
-
-class Listener:
-    """Listen on a free port until closed, and hand over connections that have proved themselves.
-
-    Args:
-        host: the interface to bind to, as an address or name of this machine.
-        token: the job's secret.
-        admit: called with each connection that has proved itself, see ``Acceptor``.
-        advertised_host: the name under which others know it; ``host`` by default.
-        encrypted: whether connections are encrypted, with the port's own certificate.
-        now: see ``Acceptor``.
-
-    Raises:
-        ConfigError: encryption was asked for, and the package that it needs is missing.
-
-    Attributes:
-        number: the port's number.
-        fingerprint: of the certificate; None for no encryption.
-    """
-
-    def __init__(
-        self,
-        host: str,
-        token: str,
-        admit: Admit,
-        *,
-        advertised_host: str | None = None,
-        encrypted: bool = False,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        certificate = Certificate() if encrypted else None
-        self.fingerprint = None if certificate is None else certificate.fingerprint
-        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        listeners = [socket.create_server(address[:2], family=family, backlog=BACKLOG)]
-        self.number: int = listeners[0].getsockname()[1]
-        known_as = advertised_host or host
-        if not encrypted and (beside := local.listen(known_as, self.number, token, BACKLOG)):
-            listeners.append(beside)
-        self._acceptor = Acceptor(listeners, token, admit, certificate, now)
-
-    def close(self) -> None:
-        """Stop listening, and end every connection that has not proved itself."""
-        self._acceptor.close()
 
 
 class Port:
@@ -74,7 +28,7 @@ class Port:
     Args:
         host: the interface to bind to, as an address or name of this machine.
         token: the job's secret.
-        serve: called with each connection that has proved itself; it is closed afterwards.
+        serve: called with each connection that has authenticated; it is closed afterwards.
         advertised_host: the name under which others know it; ``host`` by default.
         encrypted: whether connections are encrypted, with the port's own certificate.
         now: see ``Acceptor``.
@@ -100,7 +54,7 @@ class Port:
         self._serve = serve
         self._lock = threading.Lock()
         self._open: dict[threading.Thread, Connection] = {}
-        self._listener = Listener(
+        self._acceptor = Acceptor(
             host,
             token,
             self._admit,
@@ -108,12 +62,12 @@ class Port:
             encrypted=encrypted,
             now=now,
         )
-        self.number = self._listener.number
-        self.fingerprint = self._listener.fingerprint
+        self.number = self._acceptor.number
+        self.fingerprint = self._acceptor.fingerprint
 
     def close(self) -> None:
         """Stop listening, end every connection and wait for the threads."""
-        self._listener.close()
+        self._acceptor.close()
         with self._lock:
             remaining = dict(self._open)
         for connection in remaining.values():

@@ -1,7 +1,7 @@
 """A port that many connect to, served by one thread however many they are.
 
 The thread never waits for any one of them; slow work, with files or streams that somebody else
-reads, is done by a few threads beside it. Whoever connects proves itself (``acceptor.py``); its
+reads, is done by a few threads beside it. Whoever connects authenticates (``acceptor.py``); its
 first header is looked up in the service's table of handlers, and the handler found serves it from
 then on:
 
@@ -23,14 +23,13 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from sparkdl.errors import SparkDLError, TrainingError
+from sparkdl.transport.acceptor import Acceptor
 from sparkdl.transport.address import ServiceAddress
 from sparkdl.transport.channel import HEADER, Channel, Conversation, LeftError
 from sparkdl.transport.connection import set_up
 from sparkdl.transport.daemon_pool import DaemonPool
 from sparkdl.transport.framing import header_message
-from sparkdl.transport.port import Listener
-from sparkdl.transport.streams import stream_over
-from sparkdl.transport.tls import Encrypted
+from sparkdl.transport.sockets import Encrypted, stream_over
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +45,14 @@ TICK_S = 1.0
 T = TypeVar("T")
 
 
-class Peer(Protocol):
-    """Whoever is at the other end of a channel; the service's thread calls its methods."""
+class Session(Protocol):
+    """The service's side of one channel; the service's thread calls its methods."""
 
-    def conversation(self, said: dict[str, Any]) -> Conversation:
+    def conversation(self, first: dict[str, Any]) -> Conversation:
         """The conversation with it.
 
         Args:
-            said: the first header that it sent.
+            first: the header with which it began.
         """
 
     def note_heartbeat(self) -> None:
@@ -69,7 +68,7 @@ class Peer(Protocol):
         """Take note that the channel is closed."""
 
 
-Handler = Callable[[Channel], Peer]
+Handler = Callable[[Channel], Session]
 
 
 class Service:
@@ -111,30 +110,30 @@ class Service:
         self.failure: TrainingError | None = None
         self._on_break: list[Callable[[TrainingError], None]] = []
         # None until the other end has said who it is.
-        self._peers: dict[Channel, Peer | None] = {}
+        self._sessions: dict[Channel, Session | None] = {}
         self._touched: set[Channel] = set()
         self._leaving: dict[Channel, float] = {}
         self._registered: dict[Channel, int] = {}
         self._staging = memoryview(bytearray(STAGING_BYTES))
         # What other threads want done here; reentrant, so that a signal handler may post too.
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._ringing = threading.RLock()
+        self._waking = threading.RLock()
         self._closing = self._closed = False
         self._files = DaemonPool(FILE_THREADS, "sparkdl-files")
         self._tick_at = now()
         # Nobody can get in before this has returned: nobody else knows the token.
         token, known_as = secrets.token_urlsafe(32), advertised_host or host
-        self._port = Listener(
+        self._acceptor = Acceptor(
             host, token, self._admit, advertised_host=known_as, encrypted=encrypted, now=now
         )
         known_as = f"[{known_as}]" if ":" in known_as else known_as
-        uri = f"tcp://{known_as}:{self._port.number}"
-        self.address = ServiceAddress(uri, token, self._port.fingerprint)
+        uri = f"tcp://{known_as}:{self._acceptor.number}"
+        self.address = ServiceAddress(uri, token, self._acceptor.fingerprint)
         self._selector = selectors.DefaultSelector()
-        self._bell, self._rung = socket.socketpair()
-        self._rung.setblocking(False)
-        self._bell.setblocking(False)
-        self._selector.register(self._rung, selectors.EVENT_READ)
+        self._waker, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -149,10 +148,10 @@ class Service:
     def post(self, call: Callable[[], None]) -> None:
         """Have something done in the service's thread; after its end, in this one or not at all."""
         self._posted.put(call)
-        with self._ringing:
+        with self._waking:
             if not self._closed:
-                with contextlib.suppress(BlockingIOError):  # it is ringing already
-                    self._bell.send(b"\0")
+                with contextlib.suppress(BlockingIOError):  # it is about to wake already
+                    self._waker.send(b"\0")
             elif threading.current_thread() is not self._thread:
                 self._refuse_late()
 
@@ -167,7 +166,7 @@ class Service:
 
     def close(self) -> None:
         """Stop listening, and end every connection."""
-        self._port.close()
+        self._acceptor.close()
         self._closing = True
         self.post(lambda: None)
         self._thread.join(CLOSE_S)
@@ -183,7 +182,7 @@ class Service:
         def adopt() -> None:
             channel = Channel(stream, self._staging, self._touch)
             channel.send([memoryview(proof)])
-            self._peers[channel] = None
+            self._sessions[channel] = None
             channel.begin(self._introduction(channel))
             self._touched.add(channel)
 
@@ -192,7 +191,7 @@ class Service:
     def _refuse_late(self) -> None:
         """Leave nothing posted undone: whoever connects now is closed."""
         self._do_posted()
-        for channel in list(self._peers):
+        for channel in list(self._sessions):
             self.close_channel(channel)
 
     def _do_posted(self) -> None:
@@ -204,11 +203,11 @@ class Service:
                 return
             call()
 
-    # For peers, in the service's thread.
+    # For sessions, in the service's thread.
 
     def unintroduced(self) -> list[Channel]:
         """The channels whose other end has yet to say who it is."""
-        return [channel for channel, peer in self._peers.items() if peer is None]
+        return [channel for channel, session in self._sessions.items() if session is None]
 
     def part(self, channel: Channel, farewell: dict[str, Any] | None = None) -> None:
         """Send a last header, if any, and close once the other end has read it.
@@ -226,29 +225,29 @@ class Service:
 
     def close_channel(self, channel: Channel) -> None:
         """Close at once."""
-        if channel not in self._peers:
+        if channel not in self._sessions:
             return
-        peer = self._peers.pop(channel)
+        session = self._sessions.pop(channel)
         if self._registered.pop(channel, 0):
             self._selector.unregister(channel.stream)
         self._leaving.pop(channel, None)
         try:
             channel.close()
         finally:
-            if peer is not None:
-                peer.closed()
+            if session is not None:
+                session.closed()
 
     def guard(self, channel: Channel, call: Callable[[], T]) -> T | None:
-        """Do something for a connection; its peer takes note of any error."""
+        """Do something for a connection; its session takes note of any error."""
         try:
             return call()
         except LeftError as error:
-            if channel not in self._leaving and channel in self._peers:
-                self._peer(channel).left(error)
+            if channel not in self._leaving and channel in self._sessions:
+                self._session(channel).left(error)
             self.close_channel(channel)
         except SparkDLError as error:
-            if channel in self._peers:
-                self._peer(channel).failed(error)
+            if channel in self._sessions:
+                self._session(channel).failed(error)
         return None
 
     def elsewhere(
@@ -287,18 +286,18 @@ class Service:
     # The thread.
 
     def _introduction(self, channel: Channel) -> Conversation:
-        said = yield HEADER
-        first = next(iter(self.handlers.values()))
-        handler = next((self.handlers[each] for each in self.handlers if each in said), first)
-        self._peers[channel] = peer = handler(channel)
-        yield from peer.conversation(said)
+        first = yield HEADER
+        default = next(iter(self.handlers.values()))
+        handler = next((self.handlers[each] for each in self.handlers if each in first), default)
+        self._sessions[channel] = session = handler(channel)
+        yield from session.conversation(first)
 
-    def _peer(self, channel: Channel) -> Peer:
-        """The peer there; the first handler's if no handler understood the first header."""
-        peer = self._peers[channel]
-        if peer is None:
-            self._peers[channel] = peer = next(iter(self.handlers.values()))(channel)
-        return peer
+    def _session(self, channel: Channel) -> Session:
+        """The session there; the first handler's if no handler understood the first header."""
+        session = self._sessions[channel]
+        if session is None:
+            self._sessions[channel] = session = next(iter(self.handlers.values()))(channel)
+        return session
 
     def _run(self) -> None:
         try:
@@ -312,10 +311,10 @@ class Service:
         finally:
             self._close_all()
             self._selector.close()
-            with self._ringing:
+            with self._waking:
                 self._closed = True
-                self._bell.close()
-                self._rung.close()
+                self._waker.close()
+                self._woken.close()
                 while not self._in_spite(self._refuse_late):  # one thread at a time
                     pass
 
@@ -333,7 +332,7 @@ class Service:
                 channel.flush()
 
     def _close_all(self) -> None:
-        for channel in list(self._peers):
+        for channel in list(self._sessions):
             self._in_spite(lambda channel=channel: self.close_channel(channel))  # type: ignore[misc]
 
     def _in_spite(self, call: Callable[[], None]) -> bool:
@@ -350,7 +349,7 @@ class Service:
         timeout_s = 0.0 if self._touched else max(0.0, self._tick_at - self.now())
         for key, mask in self._selector.select(timeout_s):
             if key.data is None:
-                self._rung.recv(1 << 12)
+                self._woken.recv(1 << 12)
             else:
                 self._serve(key.data, mask)
         self._do_posted()
@@ -363,7 +362,7 @@ class Service:
             self._settle()
 
     def _serve(self, channel: Channel, mask: int) -> None:
-        if mask & selectors.EVENT_READ and channel in self._peers:
+        if mask & selectors.EVENT_READ and channel in self._sessions:
             self.guard(channel, channel.receive)
             self._receive(channel)
         self._touched.add(channel)  # what can be sent now is sent by _attend
@@ -378,11 +377,11 @@ class Service:
         """Advance the channels on which something can be done."""
         touched, self._touched = self._touched, set()
         for channel in touched:
-            if channel not in self._peers:
+            if channel not in self._sessions:
                 continue
             if channel.sends and self.guard(channel, channel.flush):
                 self._receive(channel)
-            if channel.has_left:
+            if channel.has_leftover:
                 self.guard(channel, channel.receive)
             self._register(channel)
 
@@ -390,15 +389,15 @@ class Service:
         self._touched.add(channel)
 
     def _receive(self, channel: Channel) -> None:
-        peer = self._peers.get(channel)
-        if peer is not None:
-            peer.note_heartbeat()
+        session = self._sessions.get(channel)
+        if session is not None:
+            session.note_heartbeat()
 
     def _register(self, channel: Channel) -> None:
         mask = selectors.EVENT_READ if channel.listens else 0
         mask |= selectors.EVENT_WRITE if channel.sends else 0
         before = self._registered.get(channel, 0)
-        if mask == before or channel not in self._peers:
+        if mask == before or channel not in self._sessions:
             return
         if not before:
             self._selector.register(channel.stream, mask, channel)

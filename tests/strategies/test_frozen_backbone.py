@@ -24,7 +24,7 @@ from sparkdl.errors import ConfigError, ModelError, WorkerError
 from sparkdl.events import WindowReport
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import run_world
-from sparkdl.transport import streams
+from sparkdl.transport import sockets
 from sparkdl.transport.handshake import PROOF_BYTES
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -53,7 +53,7 @@ class Wires:
         self.received: dict[int, bytearray] = {}
         self.sent: dict[int, bytearray] = {}
         self._kept: list[object] = []
-        receive, send = streams._Plain.receive, streams._Plain.send
+        receive, send = sockets._Plain.receive, sockets._Plain.send
 
         def receiving(stream: Any, into: Sequence[memoryview]) -> int | None:
             count = receive(stream, into)
@@ -66,8 +66,8 @@ class Wires:
             self._note(self.sent, stream, octets, count)
             return count
 
-        monkeypatch.setattr(streams._Plain, "receive", receiving)
-        monkeypatch.setattr(streams._Plain, "send", sending)
+        monkeypatch.setattr(sockets._Plain, "receive", receiving)
+        monkeypatch.setattr(sockets._Plain, "send", sending)
 
     def _note(
         self, where: dict[int, bytearray], stream: object, pieces: Any, count: int | None

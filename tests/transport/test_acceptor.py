@@ -23,12 +23,18 @@ from virtual_time import WAIT_S, VirtualClock, eventually
 
 from sparkdl.errors import DisconnectedError
 from sparkdl.transport import acceptor, local
-from sparkdl.transport.acceptor import HANDSHAKE_S, MAX_STRANGERS
+from sparkdl.transport.acceptor import (
+    HANDSHAKE_S,
+    MAX_UNAUTHENTICATED,
+    RateLimit,
+    Unauthenticated,
+    UnauthenticatedConnections,
+    source_of,
+)
 from sparkdl.transport.connecting import introduced, reach
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.handshake import HELLO_BYTES, Challenge
 from sparkdl.transport.port import Port
-from sparkdl.transport.strangers import Allowance, Stranger, Strangers, source_of
 
 HOST, TOKEN = "127.0.0.1", "the job's secret"
 JOINS_S = 4.0
@@ -95,7 +101,7 @@ def stranger_at(port: Port, kind: str) -> socket.socket:
 def let_in(port: Port, kind: str, stack: contextlib.ExitStack, there: int) -> socket.socket:
     """Another stranger, who makes so many with those whose time is not up."""
     stranger = stack.enter_context(stranger_at(port, kind))
-    assert eventually(lambda: len(port._listener._acceptor._strangers) == there)
+    assert eventually(lambda: len(port._acceptor._unauthenticated) == there)
     return stranger
 
 
@@ -175,7 +181,7 @@ def test_when_there_are_too_many_the_source_that_has_most_suffers(clock: Virtual
             return end
 
         quiet = come_from("127.0.0.2")
-        noisy = [come_from("127.0.0.3") for _ in range(MAX_STRANGERS)]
+        noisy = [come_from("127.0.0.3") for _ in range(MAX_UNAUTHENTICATED)]
         with contextlib.suppress(ConnectionResetError):
             assert noisy[0].recv(1) == b""  # the oldest, since there is one too many
         for stays in (quiet, noisy[1], noisy[-1]):
@@ -186,25 +192,25 @@ def test_when_there_are_too_many_the_source_that_has_most_suffers(clock: Virtual
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60))
 def test_nobody_leaves_whose_source_has_no_more_than_its_share(sources: list[int]) -> None:
-    strangers = Strangers()
-    came: list[tuple[int, Stranger]] = []
+    connections = UnauthenticatedConnections()
+    came: list[tuple[int, Unauthenticated]] = []
     left, right = socket.socketpair()
     with left, right:
         for number, source in enumerate(sources):
-            stranger = Stranger(
-                left, bytes([source]), Challenge(TOKEN, b"tcp"), float(number), Allowance(1, 1.0)
+            connection = Unauthenticated(
+                left, bytes([source]), Challenge(TOKEN, b"tcp"), float(number), RateLimit(1, 1.0)
             )
-            strangers.add(stranger)
-            came.append((source, stranger))
+            connections.add(connection)
+            came.append((source, connection))
         while came:
-            assert (strangers.oldest, len(strangers)) == (came[0][1], len(came))
+            assert (connections.oldest, len(connections)) == (came[0][1], len(came))
             counts = [sum(s == source for s, _ in came) for source in range(6)]
-            leaving = next(pair for pair in came if pair[1] is strangers.superfluous)
+            leaving = next(pair for pair in came if pair[1] is connections.to_evict)
             assert counts[leaving[0]] == max(counts)
             assert leaving == next(pair for pair in came if pair[0] == leaving[0])
-            strangers.remove(leaving[1])
+            connections.remove(leaving[1])
             came.remove(leaving)
-        assert strangers.oldest is None
+        assert connections.oldest is None
 
 
 def test_an_address_is_a_source_and_in_ipv6_its_network_is() -> None:
@@ -219,21 +225,21 @@ def test_an_address_is_a_source_and_in_ipv6_its_network_is() -> None:
     assert six("fe80::1%eth0") == six("fe80::2")
 
 
-def test_an_allowance_grows_with_time_but_not_without_end() -> None:
+def test_an_rate_grows_with_time_but_not_without_end() -> None:
     now = [100.0]
-    allowance = Allowance(3, per_s=8.0, now=lambda: now[0])
-    assert [allowance.take() for _ in range(4)] == [True, True, True, False]
+    rate = RateLimit(3, per_s=8.0, now=lambda: now[0])
+    assert [rate.take() for _ in range(4)] == [True, True, True, False]
     now[0] += 0.125
-    assert [allowance.take() for _ in range(2)] == [True, False]
-    allowance.give_back()
-    assert allowance.take()
+    assert [rate.take() for _ in range(2)] == [True, False]
+    rate.give_back()
+    assert rate.take()
     now[0] += 1000
-    assert [allowance.take() for _ in range(4)] == [True, True, True, False]
-    allowance.suspend(0.5)
+    assert [rate.take() for _ in range(4)] == [True, True, True, False]
+    rate.suspend(0.5)
     now[0] += 0.5 + 0.0625
-    assert not allowance.take()
+    assert not rate.take()
     now[0] += 0.0625
-    assert allowance.take()
+    assert rate.take()
 
 
 def test_a_thread_that_cannot_be_started_keeps_nobody_else_out(
@@ -280,16 +286,16 @@ def test_a_port_that_cannot_start_its_thread_leaves_nothing_open(
 def test_a_mistake_with_one_stranger_does_not_end_the_port(
     clock: VirtualClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    advance = Stranger.advance
+    advance = Unauthenticated.advance
     mistakes = [1]
 
-    def advance_or_fail(stranger: Stranger) -> int:
+    def advance_or_fail(connection: Unauthenticated) -> int:
         if mistakes:
             mistakes.pop()
             raise MemoryError
-        return advance(stranger)
+        return advance(connection)
 
-    monkeypatch.setattr(Stranger, "advance", advance_or_fail)
+    monkeypatch.setattr(Unauthenticated, "advance", advance_or_fail)
     with listening(clock) as port, stranger_at(port, "tcp"):
         assert join(port, clock) < JOINS_S
     assert "a port continues after an error" in caplog.text

@@ -58,10 +58,10 @@ class TestPausing:
         channel.begin(listen(received))
         receive_all(channel)
         assert not channel.listens
-        assert not channel.has_left
+        assert not channel.has_leftover
         assert wire.arriving
         channel.wake("woken")
-        assert channel.has_left
+        assert channel.has_leftover
 
     def test_what_has_arrived_with_it_is_heard_afterwards(self) -> None:
         received: list[Any] = []
@@ -202,7 +202,7 @@ class TestTheEnd:
         receive_all(channel)
         assert received == EXPECTED
         assert not wire.arriving
-        assert not channel.has_left
+        assert not channel.has_leftover
 
     def test_a_conversation_that_is_ended_cleans_up_and_hears_nothing(self) -> None:
         received: list[Any] = []

@@ -16,7 +16,7 @@ from sparkdl.errors import DisconnectedError
 from sparkdl.transport import connecting
 from sparkdl.transport.address import ServiceAddress
 from sparkdl.transport.connecting import RETRY_S, reach
-from sparkdl.transport.connection import ConnectionLostError, SilenceError, StrangerError
+from sparkdl.transport.connection import ConnectionLostError, NotAnAveragerError, SilenceError
 
 CLOSED = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
 AWAY = OSError(errno.EHOSTUNREACH, "No route to host")
@@ -62,7 +62,7 @@ def test_what_may_pass_is_waited_for(cause: Exception, caplog: pytest.LogCapture
     "cause",
     [
         CLOSED,
-        StrangerError("the other end is not an averager"),
+        NotAnAveragerError("the other end is not an averager"),
         OSError("the certificate found there has another SHA-256"),
         socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
     ],

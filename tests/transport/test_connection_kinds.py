@@ -15,7 +15,7 @@ import torch
 from toys import DTYPES
 
 from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError
-from sparkdl.transport.tls import Certificate, Encrypted, connect
+from sparkdl.transport.sockets import Certificate, Encrypted, connect
 
 SILENCE_S = 10.0
 

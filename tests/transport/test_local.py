@@ -13,7 +13,7 @@ from virtual_time import WAIT_S, VirtualClock
 
 from sparkdl.transport import local
 from sparkdl.transport.connecting import dial
-from sparkdl.transport.connection import Connection, UnprovedError
+from sparkdl.transport.connection import Connection, WrongTokenError
 from sparkdl.transport.port import Port
 
 pytestmark = pytest.mark.skipif(not local.HAS_LOCAL_NAMES, reason="only Linux has local names")
@@ -142,7 +142,7 @@ def test_who_listens_under_the_name_without_the_token_is_passed_over(
 
 
 def test_a_token_that_is_not_the_ports_is_told_as_such(port: Port) -> None:
-    with pytest.raises(UnprovedError, match="does not have the job's token"):
+    with pytest.raises(WrongTokenError, match="does not have the job's token"):
         dial((HOST, port.number), "another job's", None, WAIT_S, WAIT_S)
 
 

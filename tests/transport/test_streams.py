@@ -11,8 +11,14 @@ from random import Random
 
 import pytest
 
-from sparkdl.transport.streams import RECORD_BYTES, Stream, stream_over
-from sparkdl.transport.tls import Certificate, Encrypted, connect
+from sparkdl.transport.sockets import (
+    RECORD_BYTES,
+    Certificate,
+    Encrypted,
+    Stream,
+    connect,
+    stream_over,
+)
 
 PATIENCE_S = 20.0
 MUCH = 8 << 20

@@ -28,7 +28,7 @@ from sparkdl.transport import connection
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.handshake import MAGIC
 from sparkdl.transport.port import Port
-from sparkdl.transport.tls import Certificate, Encrypted, connect
+from sparkdl.transport.sockets import Certificate, Encrypted, connect
 
 LAYOUT = (Segment("parameters", torch.float32, 5),)
 SILENCE_S = 10.0

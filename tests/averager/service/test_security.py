@@ -22,7 +22,7 @@ from sparkdl.errors import SparkDLError, StoppedError, TrainingError
 from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 from sparkdl.protocols import Segment
 from sparkdl.transport import acceptor
-from sparkdl.transport.acceptor import MAX_STRANGERS
+from sparkdl.transport.acceptor import MAX_UNAUTHENTICATED
 from sparkdl.transport.connection import Connection, ConnectionLostError
 from sparkdl.transport.framing import header_message
 from sparkdl.transport.handshake import HELLO_BYTES, REFUSAL
@@ -141,7 +141,7 @@ def test_a_stranger_is_sent_a_challenge_and_at_most_a_refusal(
 def test_strangers_who_say_nothing_do_not_keep_workers_out(averager: Averager) -> None:
     strangers = [
         socket.create_connection(averager.address.host_and_port, timeout=SILENCE_S)
-        for _ in range(MAX_STRANGERS // 2)
+        for _ in range(MAX_UNAUTHENTICATED // 2)
     ]
     try:
         assert train_alone(averager) == [1.0] * 5
@@ -154,7 +154,7 @@ def test_no_more_strangers_than_the_limit_are_listened_to(
     averager: Averager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One more than may stay closes the connection that came first."""
-    monkeypatch.setattr(acceptor, "MAX_STRANGERS", 20)
+    monkeypatch.setattr(acceptor, "MAX_UNAUTHENTICATED", 20)
     monkeypatch.setattr(acceptor, "HANDSHAKE_S", 1e6)
     with contextlib.ExitStack() as stack:
         strangers = [
