@@ -59,7 +59,7 @@ class AveragerTarget(Target):
     reads = (
         "transport/channel.py",
         "transport/framing.py",
-        "transport/streams.py",
+        "transport/sockets.py",
         "averager/messages/headers.py",
         "averager/service/conversation.py",
         "averager/coordination/coordinator.py",

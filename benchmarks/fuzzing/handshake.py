@@ -27,7 +27,7 @@ class Handshake(Target):
         "transport/port.py",
         "transport/connection.py",
         "transport/local.py",
-        "transport/tls.py",
+        "transport/sockets.py",
     )
 
     def attempt(self, draw: random.Random) -> bool:
