@@ -1,0 +1,54 @@
+"""Every link from one text of the repository to another leads to a file, and to a heading in it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TEXTS = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("docs/**/*.md"),
+    *ROOT.glob("benchmarks/**/*.md"),
+]
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+def dead_links(page: Path) -> list[str]:
+    dead = []
+    for path, anchor in LINK.findall(without_code(page.read_text())):
+        target = page.parent / path if path else page
+        if not target.exists():
+            dead.append(f"{page.relative_to(ROOT)}: there is no {path}")
+        elif anchor and target.suffix == ".md" and anchor not in anchors(target):
+            dead.append(f"{page.relative_to(ROOT)}: {path} has no heading {anchor}")
+    return dead
+
+
+def test_every_link_leads_to_a_file_and_a_heading() -> None:
+    assert len(TEXTS) > 40
+    assert [each for page in TEXTS for each in dead_links(page)] == []
+
+
+def test_a_dead_link_would_be_noticed(tmp_path: Path) -> None:
+    page = ROOT / "README.md"
+    copy = tmp_path / "page.md"
+    copy.write_text("# A title\n\n[a](#a-title) [b](#no) [c](gone.md) `[d](code.md)`\n")
+    assert LINK.findall(without_code(copy.read_text())) == [
+        ("", "a-title"),
+        ("", "no"),
+        ("gone.md", ""),
+    ]
+    assert anchors(copy) == {"a-title"}
+    assert "in-a-notebook" in anchors(page)
