@@ -42,7 +42,6 @@ class ImagesTarget(Target):
     reads = (
         "encodings/images.py",
         "encodings/pixels.py",
-        "encodings/image_headers.py",
         "encodings/lists.py",
     )
     deadline_s = 10.0

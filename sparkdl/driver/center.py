@@ -16,7 +16,6 @@ from sparkdl.protocols import (
     SchedulerBuilder,
 )
 from sparkdl.replica import Replica
-from sparkdl.replica.initial import drawn_apart
 from sparkdl.worker import Job
 
 
@@ -54,16 +53,9 @@ def build_replica(
 
 
 def first_replica(job: Job) -> Replica:
-    """Build the replica whose values a training starts from: the same for the same seed.
-
-    Raises:
-        ModelError: the model can be built here, but not in a separate process.
-    """
-    with drawn_apart(job.model, job.seed, job.deadline_s) as overwrite:
-        # With the schedule, which may turn on momentum, for which the optimizer keeps state.
-        replica = build_replica(job.model, job.optimizer, job.loss, job.seed, job.scheduler)
-        overwrite(replica)
-    return replica
+    """Build the replica whose values a training starts from: the same for the same seed."""
+    # With the schedule, which may turn on momentum, for which the optimizer keeps state.
+    return build_replica(job.model, job.optimizer, job.loss, job.seed, job.scheduler)
 
 
 def initial_center(replica: Replica, *, with_optimizer: bool) -> tuple[Layout, list[Tensor]]:

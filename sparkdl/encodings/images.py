@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.encodings.encoding import DecodedRows, Encoding, Shape
-from sparkdl.encodings.image_headers import Size, announced_sizes
 from sparkdl.encodings.lists import broken_where
 from sparkdl.encodings.pixels import OfPixels, channels_first
 from sparkdl.encodings.raw_bytes import RawBytes
@@ -31,6 +30,8 @@ MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 """Pillow's mode for an image by its number of channels."""
 CONVERTED = frozenset({"1", "CMYK", "L", "LA", "P", "RGB", "RGBA"})
 """The modes that Pillow converts to these; it clips the values of others, such as ``F``."""
+Size = tuple[int, int]
+"""Width and height in pixels."""
 _DEEP = frozenset({"I", "I;16", "I;16B", "I;16L"})
 """The modes in which versions of Pillow open a PNG with 16 bits of grey a pixel."""
 
@@ -87,9 +88,6 @@ def _opened(library: Any, octets: pa.Buffer, wanted: Size) -> Any:
     Raises:
         ValueError: it has another size or format; Pillow may raise other errors.
     """
-    for size in announced_sizes(memoryview(octets)):
-        if size[0] > wanted[0] or size[1] > wanted[1]:
-            raise ValueError(_other_size(size, wanted))
     try:
         image = library.open(io.BytesIO(octets), formats=FORMATS)
     except library.UnidentifiedImageError as error:

@@ -6,7 +6,6 @@ import copy
 import functools
 import importlib
 import inspect
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,13 +18,10 @@ from torch import Tensor
 from sparkdl.errors import ConfigError, ModelError
 from sparkdl.events import EpochSummary, MetricValue
 from sparkdl.metrics.states import merge_states, pack_states, parts_of, read_states
-from sparkdl.metrics.undeclared import Undeclared
 from sparkdl.outputs import described
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import Targets
 from sparkdl.user_code.tracebacks import message_of
-
-logger = logging.getLogger(__name__)
 
 Inputs = Callable[[Any, Targets], tuple[Any, Any]]
 """Turns a model's outputs and the targets into the arguments of a metric's ``update``."""
@@ -260,8 +256,6 @@ def rehearse(
 ) -> None:
     """Check on a few rows that metrics take what the model returns, and that their states travel.
 
-    Warns about counts that a metric keeps outside its states.
-
     Args:
         metrics: those that will be measured.
         outputs: of the model in evaluation mode.
@@ -277,14 +271,3 @@ def rehearse(
         counted = metrics.begin()
         counted.update(outputs, targets, weights)
         read_states(counted.states(), list(counted._metrics.values()))
-        watched = {name: Undeclared(metric) for name, metric in counted._metrics.items()}
-        counted.update(outputs, targets, weights)
-    for name, each in watched.items():
-        if found := each.names():
-            logger.warning(
-                "metric '%s' accumulates in %s, which is not declared with add_state: workers "
-                "send only declared states, so the driver computes the metric without it. "
-                "Declare it with add_state if compute() needs it",
-                name,
-                " and ".join(f"'{one}'" for one in found),
-            )

@@ -41,8 +41,8 @@ def streams_put_back() -> Iterator[None]:
 def borrowed_random_numbers(seed: int | None = None) -> Iterator[None]:
     """Let the user's code draw random numbers, and leave the caller's random state as it was.
 
-    Only one of our threads does so at a time; other code's threads may still draw in between.
-    What has to be the same for the same seed is drawn by ``initial.drawn_apart``.
+    Only one of our threads does so at a time; a thread of the user's own that draws in the same
+    instant would change what is drawn here.
 
     Args:
         seed: seeds the streams; None to go on from where they are.

@@ -70,16 +70,6 @@ class FrozenParameters:
             each.look()
 
 
-def frozen_values(module: nn.Module) -> list[Tensor]:
-    """The memory of all parameters of a module that require no gradient, to read or overwrite."""
-    return [
-        plain
-        for parameter in module.parameters()
-        if not parameter.requires_grad
-        for plain in _plain(parameter.detach())
-    ]
-
-
 class _Frozen:
     """One parameter."""
 

@@ -94,7 +94,7 @@ class Replica:
                 "nothing to train"
             )
         self._module_groups = flatten(module)
-        self.take_as_frozen()
+        self.frozen = FrozenParameters(module)
         self._buffers = Buffers(module)
         self._homes = [parameter.data for parameter in self._trainable]
         self._build_optimizer = optimizer
@@ -117,10 +117,6 @@ class Replica:
     def may_divide(self) -> bool:
         """Whether losses may have divisors of their own; on all workers alike."""
         return self._minibatch_loss.may_divide
-
-    def take_as_frozen(self) -> None:
-        """Take the present values of what requires no gradient as fixed, after overwriting them."""
-        self.frozen = FrozenParameters(self.module)
 
     def trainable(self) -> list[nn.Parameter]:
         """The parameters that the optimizer updates: those that required a gradient when built."""

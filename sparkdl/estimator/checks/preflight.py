@@ -43,7 +43,6 @@ from sparkdl.metrics.metrics import WEIGHTS
 from sparkdl.outputs import Widths, pick, widths_of
 from sparkdl.protocols import ColumnSpec
 from sparkdl.replica import Precision
-from sparkdl.replica.initial import prepare
 from sparkdl.replica.losses import LossUse
 from sparkdl.replica.schedule import Unit
 from sparkdl.replica.trying import divides_by
@@ -103,7 +102,6 @@ class Preflight:
         require_picklable("callbacks", list(params.worker_callbacks()))
         require_picklable("metrics", params.getMetrics())
         builder = as_builder(params.getModel())
-        prepare(builder)
         loss = params.loss_function()
         builder, self._replica = build_whole(builder, params, frame)
         require_portable(self._replica.module, builder)
