@@ -22,7 +22,7 @@ from sparkdl.averager import Averager
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Outcome
 from sparkdl.events import WindowReport
-from sparkdl.feed.minibatches.shuffle import permutation
+from sparkdl.feed.order import permutation
 from sparkdl.testing import run_world
 from sparkdl.worker import Job, Placement, train
 

@@ -29,7 +29,7 @@ from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.driver import run
 from sparkdl.errors import ConfigError, DataError, WorkerError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed import arrival
+from sparkdl.feed import order
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.protocols import ColumnSpec
@@ -50,7 +50,7 @@ BLOCK = 8
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrival, "BLOCK_BYTES", BLOCK * (6 + 1) * 8)
+    monkeypatch.setattr(order, "BLOCK_BYTES", BLOCK * (6 + 1) * 8)
 
 
 def streamed(model: Any = None, **changes: Any) -> Job:

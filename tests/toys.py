@@ -22,7 +22,7 @@ from sparkdl.averager import Averager
 from sparkdl.averager.messages.run_events import RunEvent as Event
 from sparkdl.driver import as_builder
 from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.minibatches.shuffle import permutation
+from sparkdl.feed.order import permutation
 from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import ParameterAveraging

@@ -22,9 +22,8 @@ from sparkdl.averager.values.wire_format import BFloat16Changes, FullPrecision, 
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.events import ValidationReport, WindowReport
-from sparkdl.feed.statistics.check import check_statistics
 from sparkdl.feed.statistics.column import ColumnStatistics
-from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
+from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics, check_statistics
 from sparkdl.protocols import ColumnSpec, Segment
 
 LAYOUT = (

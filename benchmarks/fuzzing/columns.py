@@ -17,8 +17,7 @@ from fuzzing.loop import Fault, Target
 from sparkdl import encodings
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.reading import Reading
-from sparkdl.feed.statistics.check import check_statistics
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.statistics.shards import DataStatistics, check_statistics
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 
@@ -89,7 +88,7 @@ class ColumnsTarget(Target):
         "encodings/raw_bytes.py",
         "encodings/lists.py",
         "feed/reading.py",
-        "feed/statistics/ranges.py",
+        "feed/statistics/scan.py",
     )
     deadline_s = 10.0
 

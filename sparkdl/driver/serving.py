@@ -24,8 +24,7 @@ from sparkdl.driver.identity import has_ended, require_same_rows
 from sparkdl.driver.measuring import Measuring
 from sparkdl.errors import DataError, SparkDLError
 from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.statistics.check import check_statistics
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.statistics.shards import DataStatistics, check_statistics
 from sparkdl.replica.losses import LossUse
 from sparkdl.replica.trying import divides_by
 from sparkdl.worker import Job

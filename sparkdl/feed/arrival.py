@@ -8,83 +8,26 @@ from there.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from sparkdl.feed.columns.lengths import bytes_of_rows, lengths_in
 from sparkdl.feed.columns.ragged import Column, joined
-from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.minibatches.shuffle import generator
+from sparkdl.feed.columns.schema import FeedSchema, bytes_of_rows, lengths_in
+from sparkdl.feed.order import block_rows, block_sizes
 from sparkdl.feed.reading import Reading
 from sparkdl.feed.statistics.column import COUNTS, ColumnStatistics
 from sparkdl.feed.statistics.fingerprint import fingerprint
 from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.feed.store.partition_store import PartitionStore
 
-BLOCK_BYTES = 16 << 20
-"""The size of a block: little beside any worker, and still a few thousand rows of small images."""
-
 OnRows = Callable[[int], None]
 """Called with the number of rows read so far, for example to say that the worker is alive."""
 
 Look = Callable[[ShardStatistics], None]
 """Shows what was found so far to whoever decides if it can be trained on; returns if it can."""
-
-
-def block_rows(batch_size: int, row_bytes: int) -> int:
-    """Rows of a block: whole minibatches, at least one.
-
-    Args:
-        batch_size: rows per minibatch.
-        row_bytes: bytes of a stored row.
-    """
-    return batch_size * max(1, BLOCK_BYTES // max(1, batch_size * row_bytes))
-
-
-def block_sizes(rows: int, batch_size: int, row_bytes: int | Tensor) -> list[int]:
-    """Rows of each block of all rows.
-
-    Args:
-        rows: how many there are.
-        batch_size: rows per minibatch.
-        row_bytes: bytes of a stored row, or of each row in their order, shape (rows,).
-    """
-    if not isinstance(row_bytes, Tensor):
-        size = block_rows(batch_size, row_bytes)
-        return [min(size, rows - first) for first in range(0, rows, size)]
-    reached = row_bytes.cumsum(0)[batch_size - 1 :: batch_size].contiguous()
-    stops, so_far = [0], 0
-    while stops[-1] < rows:
-        # As many minibatches as it takes to reach the size, whatever rows follow them.
-        last = int(torch.searchsorted(reached, so_far + BLOCK_BYTES))
-        stops.append(min(rows, batch_size * (last + 1)))
-        so_far = int(reached[last]) if last < len(reached) else 0
-    return [stop - start for start, stop in itertools.pairwise(stops)]
-
-
-def block_order(sizes: Sequence[int], *, seed: int, epoch: int, rank: int) -> Tensor:
-    """The order in which a worker sees its rows when each block is shuffled for itself.
-
-    Args:
-        sizes: rows of each block.
-        seed: the job's seed.
-        epoch: counted from 1.
-        rank: the worker's rank.
-
-    Returns:
-        Shape (rows,), int64, a permutation of 0 to rows - 1.
-    """
-    draws = generator(seed, epoch, rank)
-    starts = itertools.accumulate(sizes, initial=0)
-    orders = [
-        start + torch.randperm(size, generator=draws)
-        for start, size in zip(starts, sizes, strict=False)
-    ]
-    return torch.cat(orders) if orders else torch.arange(0)
 
 
 @dataclass(frozen=True)

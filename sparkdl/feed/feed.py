@@ -4,43 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 import torch
 from torch import Tensor
 
-from sparkdl.errors import ConfigError
-from sparkdl.feed.arrival import Arrivals, Block, Look, OnRows, block_order, block_sizes
-from sparkdl.feed.columns.lengths import bytes_of_rows, grouped_by_length, lengths_in
-from sparkdl.feed.columns.ragged import Column, cut, picked
-from sparkdl.feed.columns.schema import BatchTransform, FeedSchema
-from sparkdl.feed.minibatches.allocator import keep_freed_memory
-from sparkdl.feed.minibatches.device import DeviceChunk, to_device
-from sparkdl.feed.minibatches.prefetch import prefetched
-from sparkdl.feed.minibatches.shuffle import (
+from sparkdl.feed.arrival import Arrivals, Look, OnRows
+from sparkdl.feed.columns.schema import BatchTransform, FeedSchema, bytes_of_rows
+from sparkdl.feed.minibatches import Minibatches, keep_freed_memory, prefetched
+from sparkdl.feed.order import (
+    GROUP_DRAWS,
     HELD_OUT,
+    block_order,
+    block_sizes,
     even_sizes,
+    full_sizes,
     generator,
+    grouped_by_length,
     permutation,
-    stream_seed,
 )
 from sparkdl.feed.reading import Reading
 from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import Batch
 
-CHUNK_BYTES = 4 << 20
-"""What is gathered from the store at a time, and then cut into minibatches: large enough that
-Python's part is nothing, small enough for a core's cache."""
 READ_AHEAD = 8
 """Record batches, of 2 MiB each by default, that may wait while others are trained on."""
-
-GROUP_DRAWS = 1 << 40
-"""The key of the random numbers by which minibatches of similar lengths are put in order; larger
-than any minibatch's number, by which an epoch's other draws are keyed."""
 
 RowExchange = Callable[[PartitionStore, Tensor | None, PartitionStore, int], None]
 """(rows, their order, where the received rows go, the epoch that follows or ``HELD_OUT``); takes
@@ -129,7 +120,6 @@ class Feed:
         self._seed = seed
         self._rank = rank
         self._directory = directory
-        self._device = torch.device(device)
         self._options = options or FeedOptions()
         self._training = self._new_store()
         self._held_out = self._new_store()
@@ -139,7 +129,9 @@ class Feed:
         self._orders: dict[PartitionStore, Tensor | None] = {}
         self._exchanged_before = 0
         self._held_out_exchanged = False
-        self._mean_weight = 1.0
+        self._minibatches = Minibatches(
+            schema, batch_size, seed, rank, torch.device(device), self._options.transform
+        )
 
     def __enter__(self) -> Feed:
         keep_freed_memory()
@@ -231,7 +223,14 @@ class Feed:
             look: as its type says.
         """
         assert self._arrivals is not None
-        yield from self._changed(self._batches_of(self._arrivals.blocks(look)), 1)
+        yield from self._minibatches.changed(
+            self._minibatches.of_blocks(
+                self._arrivals.blocks(look),
+                drop_last=self._options.drop_last,
+                group_by_length=self._options.group_by_length,
+            ),
+            1,
+        )
 
     def scale_weights(self, mean: float) -> None:
         """Divide the rows' weights by their mean over all workers.
@@ -243,7 +242,7 @@ class Feed:
         Args:
             mean: of the rows to train on.
         """
-        self._mean_weight = mean
+        self._minibatches.mean_weight = mean
 
     def reshuffle(self, epoch: int, exchange: RowExchange) -> None:
         """Exchange the rows to train on with the other workers.
@@ -286,8 +285,10 @@ class Feed:
             first_step: minibatches that were trained on already, before an interruption.
         """
         order = self._epoch_order(epoch)[first_step * self._batch_size :]
-        batches = self._batches(self._training, order, _sizes(len(order), self._batch_size))
-        yield from self._changed(batches, epoch, first_step)
+        batches = self._minibatches.of_store(
+            self._training, order, full_sizes(len(order), self._batch_size)
+        )
+        yield from self._minibatches.changed(batches, epoch, first_step)
 
     def even_epoch(self, epoch: int, steps: int) -> Generator[Batch, None, None]:
         """Yield every row to train on once, in a given number of minibatches of ``even_sizes``.
@@ -297,7 +298,9 @@ class Feed:
             steps: how many minibatches; if more than there are rows, some are empty.
         """
         sizes = [even_sizes(self.rows, step, steps) for step in range(steps)]
-        yield from self._batches(self._training, self._epoch_order(epoch, sizes), sizes)
+        yield from self._minibatches.of_store(
+            self._training, self._epoch_order(epoch, sizes), sizes
+        )
 
     def settle(self, lengths: Sequence[int | None]) -> None:
         """Learn from other workers how long arrays are; a worker without rows cannot know.
@@ -313,7 +316,9 @@ class Feed:
         order = self._positions(self._held_out)
         if self._options.group_by_length and len(order):
             order = order[torch.argsort(self._bytes_of_rows(self._held_out)[order], stable=True)]
-        yield from self._batches(self._held_out, order, _sizes(len(order), self._batch_size))
+        yield from self._minibatches.of_store(
+            self._held_out, order, full_sizes(len(order), self._batch_size)
+        )
 
     @property
     def used_rows(self) -> int:
@@ -364,7 +369,7 @@ class Feed:
         lengths, draws = self._bytes_of_rows(self._training), self._group_draws(epoch)
         groups = [
             grouped_by_length(
-                rows, lengths[rows], sizes or list(_sizes(len(rows), self._batch_size)), draws
+                rows, lengths[rows], sizes or list(full_sizes(len(rows), self._batch_size)), draws
             )
             for rows in torch.split(chosen, _up_to(len(chosen), blocks))
         ]
@@ -378,77 +383,6 @@ class Feed:
     def _group_draws(self, epoch: int) -> torch.Generator:
         return generator(self._seed, epoch, self._rank, GROUP_DRAWS)
 
-    def _batches(
-        self, store: PartitionStore, order: Tensor, sizes: Iterable[int]
-    ) -> Iterator[Batch]:
-        """Yield minibatches of these sizes, which add up to the length of the order."""
-        chunks = list(_chunked(sizes, CHUNK_BYTES // max(1, store.row_bytes)))
-        on_gpu = self._device.type == "cuda"
-
-        def gathered() -> Generator[DeviceChunk, None, None]:
-            rows = torch.split(order, [sum(chunk) for chunk in chunks]) if chunks else ()
-            for chosen in rows:
-                yield to_device(store.take(chosen, pinned=on_gpu), self._device)
-
-        # On a CPU the cores that would gather are those that compute, and the two threads would
-        # wait for each other at Python's lock.
-        with closing(prefetched(gathered()) if on_gpu else gathered()) as ready:
-            left = len(chunks)
-            for chunk, gathering in zip(chunks, ready, strict=True):
-                columns, left = gathering.ready(), left - 1
-                yield from self._cut(columns, chunk, last=not left)
-
-    def _batches_of(self, blocks: Iterable[Block]) -> Iterator[Batch]:
-        """Yield minibatches of blocks of rows, each in an order of its own."""
-        draws, group_draws = generator(self._seed, 1, self._rank), self._group_draws(1)
-        on_gpu = self._device.type == "cuda"
-        for block in blocks:
-            rows = len(block.columns[0])
-            order = torch.randperm(rows, generator=draws)
-            if block.last and self._options.drop_last:
-                order = order[: rows - rows % self._batch_size]
-            sizes = list(_sizes(len(order), self._batch_size))
-            if self._options.group_by_length:
-                row_bytes = bytes_of_rows(self._schema.stored, lengths_in(block.columns))
-                assert isinstance(row_bytes, Tensor)
-                order = grouped_by_length(order, row_bytes[order], sizes, group_draws)
-            chosen = [picked(column, order, pinned=on_gpu) for column in block.columns]
-            yield from self._cut(to_device(chosen, self._device).ready(), sizes, last=block.last)
-
-    def _cut(self, columns: list[Column], sizes: list[int], *, last: bool) -> Iterator[Batch]:
-        """Yield minibatches of these sizes; ``last`` says whether the epoch ends with them."""
-        if self._schema.weight is not None:
-            weights = columns[-1]
-            assert isinstance(weights, Tensor)
-            # Weights that float32 cannot hold are of the right size once they are scaled.
-            columns[-1] = (weights.double() / self._mean_weight).float()
-        cuts = (cut(column, sizes) for column in columns)
-        for number, piece in enumerate(zip(*cuts, strict=True), start=1):
-            yield self._schema.batch(piece, last=last and number == len(sizes))
-
-    def _changed(
-        self, batches: Iterator[Batch], epoch: int, first_step: int = 0
-    ) -> Iterator[Batch]:
-        """Yield minibatches as the user's function makes them, if there is one."""
-        if self._options.transform is None:
-            yield from batches
-            return
-        for index, batch in enumerate(batches, start=first_step):
-            yield self._transformed(batch, epoch, index)
-
-    def _transformed(self, batch: Batch, epoch: int, index: int) -> Batch:
-        assert self._options.transform is not None
-        devices = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(stream_seed(self._seed, epoch, self._rank, 1 + index))
-            changed = self._options.transform(batch)
-        if not isinstance(changed, Batch):
-            raise ConfigError(
-                f"batchTransform returns a {type(changed).__name__}; it takes and returns a Batch, "
-                "for example dataclasses.replace(batch, features=...)"
-            )
-        return replace(changed, last=batch.last)
-
 
 def _up_to(total: int, sizes: Iterable[int]) -> list[int]:
     """The first of these sizes that add up to a total, the last one cut short."""
@@ -457,22 +391,3 @@ def _up_to(total: int, sizes: Iterable[int]) -> list[int]:
         kept.append(min(size, left))
         left -= kept[-1]
     return kept
-
-
-def _sizes(rows: int, batch_size: int) -> Iterator[int]:
-    """Full minibatches, the last one with what is left."""
-    return (min(batch_size, rows - start) for start in range(0, rows, batch_size))
-
-
-def _chunked(sizes: Iterable[int], rows: int) -> Iterator[list[int]]:
-    """Group minibatches into chunks of at most so many rows, or of one minibatch."""
-    chunk: list[int] = []
-    total = 0
-    for size in sizes:
-        if chunk and total + size > rows:
-            yield chunk
-            chunk, total = [], 0
-        chunk.append(size)
-        total += size
-    if chunk:
-        yield chunk

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sparkdl.feed.minibatches.shuffle import stream_seed
+from sparkdl.feed.order import stream_seed
 
 DRAWABLE = 999_999_999
 """The most items that numpy draws from without replacement."""

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from sparkdl.errors import TrainingError
-from sparkdl.feed.columns.lengths import bytes_of_rows
 from sparkdl.feed.columns.ragged import Column, Ragged
-from sparkdl.feed.minibatches.shuffle import HELD_OUT
+from sparkdl.feed.columns.schema import bytes_of_rows
+from sparkdl.feed.order import HELD_OUT
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import ColumnSpec
 from sparkdl.reshuffle.plan import shares

@@ -23,7 +23,7 @@ from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.driver import Outcome
 from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
-from sparkdl.feed import arrival
+from sparkdl.feed import order
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.protocols import Batch, ColumnSpec
@@ -294,7 +294,7 @@ def test_a_first_epoch_that_is_streamed_goes_on_with_the_same_rows_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, windows: int
 ) -> None:
     """Written when nobody had read all rows, and when all had: nothing is trained on others."""
-    monkeypatch.setattr(arrival, "BLOCK_BYTES", 8 * (6 + 1) * 8)
+    monkeypatch.setattr(order, "BLOCK_BYTES", 8 * (6 + 1) * 8)
     options = FeedOptions(stream_first_epoch=True)
     streamed = job(feed=options, strategy=ParameterAveraging(period=2), epochs=3)
     data = classification([70, 43, 21])

@@ -25,8 +25,7 @@ from sparkdl.encodings import Encoding, encoding, known
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed
-from sparkdl.feed.statistics.check import check_statistics
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.statistics.shards import DataStatistics, check_statistics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.inference.function import _as_it_comes
 from sparkdl.spark.rows import column_types

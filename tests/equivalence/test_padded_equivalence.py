@@ -17,7 +17,7 @@ from toys import make_job, relative_error
 from sparkdl import ParameterAveraging
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError
-from sparkdl.feed import arrival
+from sparkdl.feed import order
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
@@ -113,7 +113,7 @@ def test_a_step_on_all_rows_is_one_of_gradient_descent(options: dict[str, Any]) 
 def test_what_is_resumed_has_the_bits_of_what_was_not(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrival, "BLOCK_BYTES", 700)
+    monkeypatch.setattr(order, "BLOCK_BYTES", 700)
     shards = shards_of(rows_of(47), 2)
     whole = run_world(job(4, 3, **options), shards)
     checkpoints = CheckpointPolicy(path=str(tmp_path))

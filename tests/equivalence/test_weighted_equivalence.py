@@ -13,7 +13,7 @@ from torch import nn
 from toys import SEED, classification, make_job, mlp, relative_error, schema
 
 from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.minibatches.shuffle import permutation
+from sparkdl.feed.order import permutation
 from sparkdl.protocols import ColumnSpec
 from sparkdl.testing import batches_of, run_world
 

@@ -15,7 +15,7 @@ from feeds import SCHEMA, ids_of, record_batch, record_batch_sizes, record_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkdl.feed import arrival
+from sparkdl.feed import order
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import READ_AHEAD, Feed, FeedOptions
 from sparkdl.feed.statistics.shards import ShardStatistics
@@ -42,7 +42,7 @@ def accept(shard: ShardStatistics) -> None:
 
 @pytest.fixture
 def blocks_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    return lambda rows: monkeypatch.setattr(arrival, "BLOCK_BYTES", rows * ROW_BYTES)
+    return lambda rows: monkeypatch.setattr(order, "BLOCK_BYTES", rows * ROW_BYTES)
 
 
 def same(first: Batch, second: Batch) -> bool:
@@ -73,7 +73,7 @@ def test_minibatches_on_arrival_are_those_of_the_first_epoch_from_the_store(
             tmp_path_factory.mktemp("feed"), batch_size=batch_size, drop_last=drop_last
         ) as feed,
     ):
-        patched.setattr(arrival, "BLOCK_BYTES", block * ROW_BYTES)
+        patched.setattr(order, "BLOCK_BYTES", block * ROW_BYTES)
         feed.read_first(record_batches(sizes))
         arrived = list(feed.arriving(accept))
         stored = list(feed.epoch(1))
@@ -105,8 +105,8 @@ def test_each_block_holds_the_rows_that_arrived_after_each_other_in_another_orde
 
 
 def test_a_block_has_whole_minibatches_and_one_at_least() -> None:
-    assert arrival.block_rows(32, 1000) == 16 * 1024 * 1024 // 32000 * 32
-    assert arrival.block_rows(64, 150 * 1024 * 1024) == 64
+    assert order.block_rows(32, 1000) == 16 * 1024 * 1024 // 32000 * 32
+    assert order.block_rows(64, 150 * 1024 * 1024) == 64
 
 
 def test_minibatches_come_long_before_the_last_row(

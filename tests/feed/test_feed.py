@@ -18,7 +18,7 @@ from feeds import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkdl.feed.minibatches.shuffle import even_sizes, permutation
+from sparkdl.feed.order import even_sizes, permutation
 
 
 @settings(max_examples=80, deadline=None)

@@ -22,7 +22,7 @@ from torch import Tensor
 from toys import classification, make_job, mlp
 
 from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.minibatches.shuffle import permutation
+from sparkdl.feed.order import permutation
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.testing import batches_of, run_world

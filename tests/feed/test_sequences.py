@@ -23,13 +23,11 @@ from ragged_rows import (
 )
 
 from sparkdl.errors import DataError
-from sparkdl.feed import arrival
-from sparkdl.feed.columns import lengths
+from sparkdl.feed import order as orders
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed
-from sparkdl.feed.statistics.check import check_statistics
 from sparkdl.feed.statistics.column import ColumnStatistics
-from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
+from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics, check_statistics
 from sparkdl.protocols import UNKNOWN, Batch, ColumnSpec
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=40)
@@ -100,7 +98,7 @@ def test_a_streamed_epoch_is_that_of_the_store_at_any_cut(
 ) -> None:
     patch = pytest.MonkeyPatch()
     with tempfile.TemporaryDirectory() as name, patch.context() as changed:
-        changed.setattr(arrival, "BLOCK_BYTES", block_bytes)
+        changed.setattr(orders, "BLOCK_BYTES", block_bytes)
         seen = []
         for cut in (size, size + 3):
             with open_feed(
@@ -139,7 +137,7 @@ def test_rows_that_a_shuffle_delivers_in_another_order_give_the_same_minibatches
 def test_rows_of_about_equal_length_share_a_minibatch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lengths, "POOL", 5)
+    monkeypatch.setattr(orders, "POOL", 5)
     rows = np.random.default_rng(3).integers(1, 200, 200).tolist()
     waste = {}
     for grouped in (False, True):

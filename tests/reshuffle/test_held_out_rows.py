@@ -23,7 +23,7 @@ from toys import classification, make_job, mlp, schema
 from sparkdl.averager.client.client import AveragerClient
 from sparkdl.events import ValidationReport
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.feed.minibatches.shuffle import HELD_OUT
+from sparkdl.feed.order import HELD_OUT
 from sparkdl.protocols import ColumnSpec
 from sparkdl.reshuffle.exchange import RowExchange
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging

@@ -11,8 +11,7 @@ from typing import Any, cast
 
 from sparkdl.errors import CollectiveError, DataError, NonFiniteError, TrainingError, WorkerError
 from sparkdl.events import ValidationReport, WindowReport, are_measured
-from sparkdl.feed.statistics.column import COUNTS, ColumnStatistics
-from sparkdl.feed.statistics.places import RowLocation
+from sparkdl.feed.statistics.column import COUNTS, ColumnStatistics, RowLocation
 from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 from sparkdl.phases import PHASES, PhaseTimes
 from sparkdl.transport.framing import MAX_HEADER_BYTES

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from sparkdl.feed.columns.ragged import Column, dense, inputs_of, sequence_names
+import torch
+from torch import Tensor
+
+from sparkdl.feed.columns.ragged import Column, Ragged, dense, inputs_of, sequence_names
 from sparkdl.outputs import described
 from sparkdl.protocols import Batch, ColumnSpec, Features
 
@@ -98,3 +102,39 @@ def model_inputs(
     if not by_name:
         return tuple(tensors)
     return dict(zip(input_names(features), tensors, strict=True))
+
+
+def bytes_of_rows(specs: Sequence[ColumnSpec], lengths: Sequence[Tensor]) -> int | Tensor:
+    """Bytes that each row takes: a number, or shape (rows,) if rows are of unequal length.
+
+    Args:
+        specs: of all columns.
+        lengths: items of the rows in each column that is to be padded, in the order of the specs.
+    """
+    fixed = sum(s.dtype.itemsize * (s.elements or 0) for s in specs if s.padding is None)
+    padded = [s for s in specs if s.padding is not None]
+    if not padded:
+        return fixed
+    of_items = (
+        count * (s.dtype.itemsize * math.prod(s.item_shape))
+        for s, count in zip(padded, lengths, strict=True)
+    )
+    return sum(of_items, torch.tensor(fixed))
+
+
+def lengths_in(columns: Sequence[Column]) -> list[Tensor]:
+    """Items of the rows in each column of unequal lengths, in the order of the columns."""
+    return [column.lengths for column in columns if isinstance(column, Ragged)]
+
+
+def order_by_length(columns: Sequence[Column]) -> Tensor | None:
+    """The rows sorted by length, so that little is padded; None if none are of unequal length.
+
+    Args:
+        columns: of some rows.
+
+    Returns:
+        Shape (rows,), int64.
+    """
+    lengths = lengths_in(columns)
+    return torch.argsort(torch.stack(lengths).sum(0), stable=True) if lengths else None

@@ -1,12 +1,12 @@
-"""What is found in one column of a worker's rows."""
+"""What is found in one column of a worker's rows, and where, in words that can be found again."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from sparkdl.feed.statistics.places import RowLocation, in_words
 from sparkdl.protocols import ColumnSpec
 
 T = TypeVar("T")
@@ -100,3 +100,24 @@ def _extreme(choose: Callable[[T, T], T], a: T | None, b: T | None) -> T | None:
     if a is None or b is None:
         return b if a is None else a
     return choose(b, a) if b != b else choose(a, b)  # noqa: PLR0124 - is it NaN?
+
+
+RowLocation = tuple[int, int]
+"""Where a row is: (partition, position in it), both counted from 0."""
+_IN_WORDS = re.compile(r"\brow (\d+) of partition (\d+)\b")
+
+
+def names_places(message: str) -> bool:
+    """Whether a message about rows says where they are."""
+    return _IN_WORDS.search(message) is not None
+
+
+def with_places(message: str, translate: Callable[[RowLocation], RowLocation]) -> str:
+    """A message about rows, with each of the places in it translated."""
+    return _IN_WORDS.sub(lambda found: in_words(translate((int(found[2]), int(found[1])))), message)
+
+
+def in_words(place: RowLocation) -> str:
+    """Where a row is, as messages say it."""
+    partition, row = place
+    return f"row {row} of partition {partition}"

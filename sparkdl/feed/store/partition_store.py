@@ -21,8 +21,13 @@ import torch
 from torch import Tensor
 
 from sparkdl.feed.columns.ragged import Column
-from sparkdl.feed.store.rows import StoredColumn, StoredRows, pages_of
-from sparkdl.feed.store.sequences import StoredSequences, specs_of_files
+from sparkdl.feed.store.rows import (
+    StoredColumn,
+    StoredRows,
+    StoredSequences,
+    pages_of,
+    specs_of_files,
+)
 from sparkdl.protocols import ColumnSpec
 
 

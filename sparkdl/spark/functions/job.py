@@ -14,7 +14,7 @@ from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ConfigError, DataError, SparkDLError, TrainingError, WorkerLostError
-from sparkdl.feed.statistics.check import NO_ROWS
+from sparkdl.feed.statistics.shards import NO_ROWS
 from sparkdl.spark.closures.checks import pickled_or_refused
 from sparkdl.spark.closures.pickling import References
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task

@@ -28,7 +28,7 @@ from sparkdl.collective.rendezvous import Meeting, interface_settings, meet
 from sparkdl.errors import DataError, DisconnectedError, StoppedError
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed, FeedOptions
-from sparkdl.feed.statistics.check import check_statistics
+from sparkdl.feed.statistics.shards import check_statistics
 from sparkdl.process.interrupts import Interrupted, interrupted_by_signals_alone
 from sparkdl.process.lazy_compiler import defer_compiler
 from sparkdl.reshuffle import RowExchange, RowServer

@@ -26,7 +26,7 @@ from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.collective.rendezvous import Meeting
 from sparkdl.errors import ConfigError
 from sparkdl.feed.feed import Feed
-from sparkdl.feed.minibatches.shuffle import even_sizes
+from sparkdl.feed.order import even_sizes
 from sparkdl.spark.diagnostics.run_client import RunClient
 from sparkdl.spark.storage.driver_files import open_through
 from sparkdl.spark.storage.hadoop_files import open_hadoop

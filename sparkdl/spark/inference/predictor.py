@@ -13,9 +13,8 @@ import torch
 from pyspark import Broadcast, TaskContext
 from torch import Tensor, nn
 
-from sparkdl.feed.columns.lengths import order_by_length
 from sparkdl.feed.columns.ragged import Column, Ragged, cut, picked
-from sparkdl.feed.columns.schema import inputs_described, model_inputs
+from sparkdl.feed.columns.schema import inputs_described, model_inputs, order_by_length
 from sparkdl.feed.record_batches.decode import tensors_of
 from sparkdl.outputs import OutputKey, pick
 from sparkdl.process.torch_settings import TorchSettings

@@ -24,7 +24,7 @@ from sparkdl.errors import (
     TrainingError,
     WorkerLostError,
 )
-from sparkdl.feed.statistics.check import NO_ROWS
+from sparkdl.feed.statistics.shards import NO_ROWS
 from sparkdl.spark.closures.pickling import References, pickled
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import JOB_END_S, RunJobs

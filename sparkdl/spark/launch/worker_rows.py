@@ -13,7 +13,7 @@ from pyspark.sql import functions as F
 
 from sparkdl.collective import Network
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN
-from sparkdl.feed.statistics.places import names_places, with_places
+from sparkdl.feed.statistics.column import names_places, with_places
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.rows.columns import InputColumn, quoted

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkdl.feed.minibatches.shuffle import even_sizes, permutation
+from sparkdl.feed.order import even_sizes, permutation
 
 
 @given(rows=st.integers(0, 300), seed=st.integers(-(2**63), 2**63 - 1), epoch=st.integers(1, 999))

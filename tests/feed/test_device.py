@@ -12,9 +12,9 @@ import torch
 from feeds import SCHEMA, record_batches
 from torch import Tensor
 
-from sparkdl.feed import feed as feed_module
+from sparkdl.feed import minibatches
 from sparkdl.feed.feed import Feed
-from sparkdl.feed.minibatches.device import DeviceChunk, to_device
+from sparkdl.feed.minibatches import DeviceChunk, to_device
 from sparkdl.feed.store.partition_store import PartitionStore
 
 PREFETCHER = "sparkdl-prefetch"
@@ -48,9 +48,9 @@ def test_for_a_gpu_rows_are_gathered_into_pinned_memory_and_sent_in_a_thread(
             return [[int(i) for b in feed.epoch(e) for i in b.targets] for e in (1, 2, 3)]
 
     expected = epochs("cpu")
-    monkeypatch.setattr(feed_module, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(minibatches, "CHUNK_BYTES", 64)
     monkeypatch.setattr(PartitionStore, "take", gather)
-    monkeypatch.setattr(feed_module, "to_device", send)
+    monkeypatch.setattr(minibatches, "to_device", send)
 
     assert epochs("cuda") == expected
     assert log.count("used") == log.count(f"gathered by {PREFETCHER}") > 30
