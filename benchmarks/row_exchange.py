@@ -24,7 +24,7 @@ from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import ColumnSpec
 from sparkdl.reshuffle import RowExchange, RowServer
 from sparkdl.reshuffle.exchange import Everyone
-from sparkdl.reshuffle.plan import exchange_plan
+from sparkdl.reshuffle.server import exchange_plan
 
 sys.path.insert(0, str(harness.FOLDER.parent / "tests" / "cluster"))
 from hosts import Hosts  # type: ignore[import-not-found]

@@ -81,14 +81,10 @@ class ColumnsTarget(Target):
         "feed/record_batches/decode.py",
         "feed/statistics/column.py",
         "feed/statistics/scan.py",
-        "encodings/vectors.py",
-        "encodings/matrices.py",
         "encodings/linalg.py",
         "encodings/numbers.py",
-        "encodings/raw_bytes.py",
         "encodings/lists.py",
         "feed/reading.py",
-        "feed/statistics/scan.py",
     )
     deadline_s = 10.0
 

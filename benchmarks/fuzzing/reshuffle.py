@@ -20,8 +20,7 @@ from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.reshuffle import RowExchange, RowServer
 from sparkdl.reshuffle.exchange import Everyone
-from sparkdl.reshuffle.plan import exchange_plan
-from sparkdl.reshuffle.server import Offer
+from sparkdl.reshuffle.server import Offer, exchange_plan
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.port import Port
 

@@ -4,11 +4,10 @@
 """
 
 from sparkdl.callbacks.base import Callback, Training
-from sparkdl.callbacks.early_stopping import EarlyStopping
+from sparkdl.callbacks.best_epoch import ModelCheckpoint
 from sparkdl.callbacks.mlflow_run import MLflow
-from sparkdl.callbacks.model_checkpoint import ModelCheckpoint
+from sparkdl.callbacks.stopping import EarlyStopping, TimeBudget
 from sparkdl.callbacks.tensorboard import TensorBoard
-from sparkdl.callbacks.time_budget import TimeBudget
 from sparkdl.callbacks.training_report import TrainingReport
 from sparkdl.hooks import Hooks
 from sparkdl.worker_callback import WorkerCallback, WorkerStep

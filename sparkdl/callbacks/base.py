@@ -7,6 +7,7 @@ there applies to the model of exactly that epoch. Without callbacks they do not 
 
 from __future__ import annotations
 
+import importlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from sparkdl.averager.messages.run_events import (
     WorkerLost,
     WorkersRestarted,
 )
-from sparkdl.errors import CallbackError, SparkDLError
+from sparkdl.errors import CallbackError, SetupError, SparkDLError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.statistics.shards import DataStatistics
@@ -303,3 +304,26 @@ class Calls:
         self._failing.add(id(callback))
         if seconds > QUICK_S:  # a server that cannot be reached: workers wait meanwhile
             self._left_out.add(id(callback))
+
+
+def imported(module: str, *, package: str, extra: str, who: str) -> Any:
+    """Import a module of an optional package.
+
+    Args:
+        module: its full name.
+        package: the package that has it, as it is imported.
+        extra: the extra of sparkdl-torch that installs it.
+        who: what needs it, for the message.
+
+    Raises:
+        SetupError: the package is not installed in the driver's Python.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise
+        raise SetupError(
+            f"{who} needs {package}, which the driver's Python does not have. Install it there, "
+            f'not on the executors: pip install "sparkdl-torch[{extra}]"'
+        ) from error

@@ -1,12 +1,13 @@
-"""Finds the best epoch by a loss or a metric, and checks that it can be found."""
+"""Finds the best epoch by a loss or a metric, and returns its model, whatever follows it."""
 
 from __future__ import annotations
 
 import logging
 import math
+from dataclasses import dataclass
 from typing import Literal, get_args
 
-from sparkdl.callbacks.base import Training
+from sparkdl.callbacks.base import Callback, Training
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary
 from sparkdl.feed.statistics.shards import DataStatistics
@@ -142,3 +143,36 @@ def warn_if_lost(training: Training, best: EpochSummary | None) -> None:
             "returns that of a better epoch, or of the last",
             best.epoch,
         )
+
+
+@dataclass(frozen=True)
+class ModelCheckpoint(Callback):
+    """Have the fit return the model of the best epoch, and train all epochs.
+
+    The best model so far is part of each checkpoint (``checkpointPath``), so that a fit that
+    resumes from one returns what it would have returned anyway.
+
+    Args:
+        metric: ``validation_loss``, which needs held-out rows, ``loss``, the training loss, or the
+            name of one of the estimator's ``metrics``.
+        mode: ``max`` or ``min``, whichever is better, for a metric that does not say so itself.
+
+    Raises:
+        ConfigError: an argument is not one of these.
+    """
+
+    metric: str = "validation_loss"
+    mode: Mode | None = None
+
+    def __post_init__(self) -> None:
+        require_metric(self.metric, self.mode)
+
+    def on_start(self, training: Training, statistics: DataStatistics) -> None:
+        """Check that what is followed will be known."""
+        require_measured(type(self).__name__, self.metric, self.mode, training, statistics)
+        warn_if_lost(training, best_epoch(training, self.metric, self.mode))
+
+    def on_epoch(self, training: Training, summary: EpochSummary) -> None:
+        """Keep the model if it is the best."""
+        if best_epoch(training, self.metric, self.mode) is summary:
+            training.keep_model()

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkdl.arguments import convert_numbers
-from sparkdl.callbacks.base import Callback, Training
-from sparkdl.callbacks.extras import imported
+from sparkdl.callbacks.base import Callback, Training, imported
 from sparkdl.callbacks.mlflow_model import Flavor, OfColumns
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary
 from sparkdl.feed.statistics.shards import DataStatistics
-from sparkdl.report.history import metrics_of
+from sparkdl.report.summary import metrics_of
 
 logger = logging.getLogger(__name__)
 

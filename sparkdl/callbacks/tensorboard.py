@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparkdl.callbacks.base import Callback, Training
-from sparkdl.callbacks.extras import imported
+from sparkdl.callbacks.base import Callback, Training, imported
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.phases import PHASES
-from sparkdl.report.history import VALIDATION, metrics_of
 from sparkdl.report.recording import Recording, Setup
+from sparkdl.report.summary import VALIDATION, metrics_of
 
 TENSORBOARD = {"package": "tensorboard", "extra": "tensorboard", "who": "TensorBoard(log_dir)"}
 

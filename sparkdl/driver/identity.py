@@ -20,9 +20,9 @@ from sparkdl.errors import CheckpointError
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import ColumnSpec, Layout
 from sparkdl.replica import Replica
-from sparkdl.replica.optimizers import build_optimizer
+from sparkdl.replica.initial import WarmStart
+from sparkdl.replica.optimizer_state import build_optimizer
 from sparkdl.replica.schedule import Schedule
-from sparkdl.replica.warm_start import WarmStart
 from sparkdl.worker import Job
 
 

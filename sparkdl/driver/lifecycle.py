@@ -37,8 +37,8 @@ from sparkdl.errors import (
 )
 from sparkdl.events import EpochSummary
 from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.replica.initial import WarmStart
 from sparkdl.replica.losses import LossUse
-from sparkdl.replica.warm_start import WarmStart
 from sparkdl.report import Recording
 from sparkdl.user_code.tracebacks import message_of, text_of
 from sparkdl.worker import Job

@@ -26,7 +26,7 @@ from sparkdl.errors import DataError, SparkDLError
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.statistics.shards import DataStatistics, check_statistics
 from sparkdl.replica.losses import LossUse
-from sparkdl.replica.trying import divides_by
+from sparkdl.replica.targets import divides_by
 from sparkdl.worker import Job
 
 logger = logging.getLogger(__name__)

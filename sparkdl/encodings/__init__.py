@@ -1,15 +1,14 @@
-"""How the rows of a column arrive, and how they become numbers: one encoding per file."""
+"""How the rows of a column arrive, and how they become numbers."""
 
 from __future__ import annotations
 
 from sparkdl.encodings.encoding import UNKNOWN, Encoding
 from sparkdl.encodings.images import IMAGE
 from sparkdl.encodings.known import arriving_as, named, register
-from sparkdl.encodings.matrices import MATRIX
+from sparkdl.encodings.linalg import MATRIX, VECTOR
+from sparkdl.encodings.lists import BYTES
 from sparkdl.encodings.numbers import NUMBERS
 from sparkdl.encodings.pixels import PIXELS
-from sparkdl.encodings.raw_bytes import BYTES
-from sparkdl.encodings.vectors import VECTOR
 
 __all__ = [
     "BYTES",

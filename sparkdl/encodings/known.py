@@ -6,11 +6,10 @@ import pyarrow as pa
 
 from sparkdl.encodings.encoding import Encoding
 from sparkdl.encodings.images import IMAGE
-from sparkdl.encodings.matrices import MATRIX
+from sparkdl.encodings.linalg import MATRIX, VECTOR
+from sparkdl.encodings.lists import BYTES
 from sparkdl.encodings.numbers import NUMBERS
 from sparkdl.encodings.pixels import PIXELS
-from sparkdl.encodings.raw_bytes import BYTES
-from sparkdl.encodings.vectors import VECTOR
 
 _known: dict[str, Encoding] = {
     each.name: each for each in (NUMBERS, VECTOR, MATRIX, BYTES, IMAGE, PIXELS)

@@ -17,8 +17,8 @@ from sparkdl.outputs import Widths, described, form_of, pick, widths_of
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 from sparkdl.replica import forward
+from sparkdl.replica.buffers import ModuleState
 from sparkdl.replica.initial import has_lazy_parameters
-from sparkdl.replica.module_state import ModuleState
 from sparkdl.spark.rows.column_overrides import ColumnOverrides
 from sparkdl.user_code.tracebacks import message_of
 

@@ -1,4 +1,4 @@
-"""An optimizer's floating-point state in a few flat buffers, as replicas exchange it.
+"""How an optimizer is built, and its floating-point state in a few flat buffers.
 
 torch's optimizers count the steps of a parameter on the CPU, also if it is on a GPU. The driver has
 everything on the CPU and knows no difference, so such a count has its place among the moments; a
@@ -7,14 +7,16 @@ GPU's flat tensor has a copy of it there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparkdl.errors import TrainingError
+from sparkdl.protocols import OptimizerBuilder
 from sparkdl.replica.flat import FlatGroup
 
 StateEntry = tuple[dict[str, Tensor], str]
@@ -212,3 +214,32 @@ def _floats(state: dict[str, Any]) -> dict[str, Tensor]:
         for key, value in state.items()
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
     }
+
+
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+"""(name in the module, parameter), as ``nn.Module.named_parameters`` yields them."""
+
+NAMED = "named_parameters"
+"""The name of a builder's first argument if it wants the parameters' names."""
+
+
+def takes_names(build: OptimizerBuilder) -> bool:
+    """Whether a builder takes parameters with their names: its first argument says so."""
+    try:
+        arguments = inspect.signature(build).parameters.values()
+    except (TypeError, ValueError):  # a built-in has no signature
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    first = next(iter(arguments), None)
+    return first is not None and first.kind in positional and first.name == NAMED
+
+
+def build_optimizer(build: OptimizerBuilder, named: NamedParameters) -> torch.optim.Optimizer:
+    """Build the optimizer for a module's parameters.
+
+    Args:
+        build: the user's function, or optimizer class.
+        named: the parameters to train, in the module's order.
+    """
+    pairs = list(named)
+    return build(pairs if takes_names(build) else [parameter for _, parameter in pairs])

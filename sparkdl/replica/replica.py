@@ -29,8 +29,7 @@ from sparkdl.replica.calling import forward
 from sparkdl.replica.flat import apart_from, flatten
 from sparkdl.replica.frozen import FrozenParameters
 from sparkdl.replica.losses import LossUse, MinibatchLoss, ModelLoss
-from sparkdl.replica.optimizer_state import OptimizerState
-from sparkdl.replica.optimizers import NamedParameters, build_optimizer
+from sparkdl.replica.optimizer_state import NamedParameters, OptimizerState, build_optimizer
 from sparkdl.replica.schedule import Schedule, Unit
 
 Precision = Literal["float32", "bf16"]

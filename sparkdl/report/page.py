@@ -13,12 +13,18 @@ from pyarrow import fs
 
 from sparkdl.redaction import without_credentials
 from sparkdl.report.findings import findings
-from sparkdl.report.marks import count, duration, number, octets, text
-from sparkdl.report.plots import curves_over_time, metric_curves
+from sparkdl.report.html import count, duration, number, octets, text
 from sparkdl.report.recording import Recording
+from sparkdl.report.sections import (
+    curves_over_time,
+    failures,
+    metric_curves,
+    settings,
+    shares,
+    timeline,
+    workers,
+)
 from sparkdl.report.style import STYLE
-from sparkdl.report.tables import failures, settings, workers
-from sparkdl.report.timeline import shares, timeline
 from sparkdl.version import __version__
 
 MAX_BYTES = 1_000_000

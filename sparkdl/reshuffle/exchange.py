@@ -29,8 +29,7 @@ from sparkdl.errors import CollectiveError, DisconnectedError, StoppedError, Tra
 from sparkdl.feed.columns.ragged import Column, Ragged
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
-from sparkdl.reshuffle.plan import exchange_plan
-from sparkdl.reshuffle.server import LENGTHS_AT_ONCE, Offer, RowServer, chunk_sizes
+from sparkdl.reshuffle.server import LENGTHS_AT_ONCE, Offer, RowServer, chunk_sizes, exchange_plan
 from sparkdl.transport.connecting import introduced, reach
 from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError
 

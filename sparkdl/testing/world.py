@@ -26,7 +26,7 @@ from sparkdl.collective import Network
 from sparkdl.driver import Launch, Outcome, run
 from sparkdl.errors import DisconnectedError, TrainingError, WorkerLostError
 from sparkdl.process.lazy_compiler import defer_compiler
-from sparkdl.replica.warm_start import WarmStart
+from sparkdl.replica.initial import WarmStart
 from sparkdl.transport.address import ServiceAddress
 from sparkdl.worker import Job, Placement, train
 

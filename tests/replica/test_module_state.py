@@ -7,7 +7,7 @@ from collections import deque
 import torch
 from torch import Tensor, nn
 
-from sparkdl.replica.module_state import ModuleState, tensors_of
+from sparkdl.replica.buffers import ModuleState, tensors_of
 
 
 class Holds(nn.Module):

@@ -16,7 +16,7 @@ from toys import classification, make_job, mlp, relative_error, sgd_on_union
 
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError
-from sparkdl.replica.optimizers import takes_names
+from sparkdl.replica.optimizer_state import takes_names
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging
 from sparkdl.testing import run_world
 

@@ -25,7 +25,7 @@ from sparkdl.errors import ConfigError, DisconnectedError, WorkerError
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.protocols import ColumnSpec
 from sparkdl.replica.schedule import Schedule
-from sparkdl.reshuffle.plan import exchange_plan
+from sparkdl.reshuffle.server import exchange_plan
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging
 from sparkdl.testing import run_world
 from sparkdl.worker import Job, loop

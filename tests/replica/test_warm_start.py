@@ -17,7 +17,7 @@ from toys import classification, make_job, mlp
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import as_builder
 from sparkdl.errors import ConfigError, ModelError
-from sparkdl.replica.warm_start import WarmStart
+from sparkdl.replica.initial import WarmStart
 from sparkdl.strategies import ElasticAveraging, GradientAllReduce, ParameterAveraging
 from sparkdl.testing import run_world
 

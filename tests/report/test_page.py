@@ -15,7 +15,7 @@ from recordings import Play, busy_world
 
 from sparkdl.averager.messages.run_events import WorkerLost, WorkersRestarted
 from sparkdl.phases import PHASES
-from sparkdl.report.marks import Curve, chart, duration, number, octets, text, ticks
+from sparkdl.report.html import Curve, chart, duration, number, octets, text, ticks
 from sparkdl.report.page import MAX_BYTES, render, save_report
 from sparkdl.report.recording import FAILURES
 

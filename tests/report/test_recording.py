@@ -18,8 +18,7 @@ from sparkdl.averager.messages.run_events import (
 )
 from sparkdl.events import EpochSummary
 from sparkdl.phases import PHASES, PhaseTimes
-from sparkdl.report.recording import FAILURES, LANES
-from sparkdl.report.time_bins import BINS, TimeBins
+from sparkdl.report.recording import BINS, FAILURES, LANES, TimeBins
 
 
 @given(

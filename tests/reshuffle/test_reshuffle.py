@@ -23,7 +23,7 @@ from sparkdl.driver import Outcome
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.protocols import UNKNOWN, ColumnSpec
-from sparkdl.reshuffle.plan import exchange_plan
+from sparkdl.reshuffle.server import exchange_plan
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import batches_of, run_world
 

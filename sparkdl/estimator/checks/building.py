@@ -16,7 +16,7 @@ from sparkdl.estimator.schema import fed_columns
 from sparkdl.protocols import UNKNOWN, LossFunction, ModelBuilder, OptimizerBuilder
 from sparkdl.replica import Replica
 from sparkdl.replica.initial import Initialized, has_lazy_parameters
-from sparkdl.replica.optimizers import NamedParameters, build_optimizer
+from sparkdl.replica.optimizer_state import NamedParameters, build_optimizer
 
 
 def build(

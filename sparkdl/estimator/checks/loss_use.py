@@ -10,8 +10,7 @@ import torch
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
 from sparkdl.replica.losses import LossUse, ModelLoss
-from sparkdl.replica.targets import distinct_rows
-from sparkdl.replica.trying import use_for
+from sparkdl.replica.targets import distinct_rows, use_for
 
 
 def loss_use(replica: Replica, batch_of: Callable[[int], Batch], *, scores: bool) -> LossUse:

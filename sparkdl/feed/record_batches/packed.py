@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.encodings import vectors
+from sparkdl.encodings.linalg import VECTOR_FIELDS
 
 ELEMENTS: dict[str, np.dtype[Any]] = {
     "tinyint": np.dtype(np.int8),
@@ -180,7 +180,7 @@ def _merged(lists: pa.Array, rest: pa.Array) -> pa.Array:
 def _vectors(kinds: pa.Array, indices: pa.Array, values: pa.Array) -> pa.Array:
     """Vectors as the structs that Spark keeps them in; dense ones have no indices."""
     parts = [kinds.field("type"), kinds.field("size"), indices, values]
-    return pa.StructArray.from_arrays(parts, vectors.FIELDS, mask=kinds.is_null())
+    return pa.StructArray.from_arrays(parts, VECTOR_FIELDS, mask=kinds.is_null())
 
 
 def _apart(values: pa.Array, width: int) -> list[pa.Array]:

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sparkdl.encodings import VECTOR, vectors
+from sparkdl.encodings import VECTOR
 from sparkdl.errors import DataError
 from sparkdl.feed.record_batches.packed import by_number, columns_of, unpacked
 
@@ -38,7 +38,7 @@ _KINDS: Mapping[str, pa.DataType] = {
     "float": pa.float32(),
     "double": pa.float64(),
     "binary": pa.binary(),
-    VECTOR.name: vectors.ARROW_TYPE,
+    VECTOR.name: VECTOR_TYPE,
 }
 KINDS = frozenset(_KINDS)
 """What columns in files may hold, themselves or in nested arrays: names of SQL's types, and

@@ -15,7 +15,7 @@ from sparkdl.feed.record_batches.decode import tensors_of
 from sparkdl.outputs import described
 from sparkdl.protocols import ColumnSpec, LossFunction, Targets
 from sparkdl.replica.losses import LossUse, MinibatchLoss
-from sparkdl.replica.trying import use_for_some
+from sparkdl.replica.targets import use_for_some
 from sparkdl.spark.inference.failures import as_model_error
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from sparkdl.checkpoint.portable import pickled_module
 from sparkdl.errors import ConfigError
 from sparkdl.process.torch_settings import TorchSettings
-from sparkdl.replica.module_state import ModuleState, tensors_of
+from sparkdl.replica.buffers import ModuleState, tensors_of
 from sparkdl.spark.closures.accumulators import accumulators_here, count_again
 from sparkdl.spark.closures.pickling import ClosurePickler, References
 from sparkdl.spark.modules.arrival import arrive, importable

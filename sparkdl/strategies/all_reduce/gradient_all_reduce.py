@@ -23,7 +23,7 @@ from sparkdl.collective import release_model
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, OptimizerBuilder
 from sparkdl.replica import Replica
-from sparkdl.replica.optimizers import NamedParameters, takes_names
+from sparkdl.replica.optimizer_state import NamedParameters, takes_names
 from sparkdl.strategies.all_reduce.gradient_noise import DECAY, NoiseMeter
 from sparkdl.strategies.all_reduce.gradients import ROUNDED, FiniteGradients, FiniteSum, reduce_by
 from sparkdl.strategies.all_reduce.model_and_loss import ModelAndLoss, distribute
