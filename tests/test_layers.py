@@ -59,9 +59,10 @@ ROOMS: dict[str, list[tuple[str, ...]]] = {
     ],
     "feed": [
         ("feed",),
+        ("minibatches",),
         ("arrival",),
         ("reading",),
-        ("minibatches", "statistics", "store"),
+        ("order", "statistics", "store"),
         ("record_batches",),
         ("columns",),
     ],

@@ -18,7 +18,7 @@ from sparkdl.callbacks.mlflow_model import Flavor, OfColumns
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary
 from sparkdl.feed.statistics.shards import DataStatistics
-from sparkdl.report.summary import metrics_of
+from sparkdl.report.history import metrics_of
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.phases import PHASES
+from sparkdl.report.history import VALIDATION, metrics_of
 from sparkdl.report.recording import Recording, Setup
-from sparkdl.report.summary import VALIDATION, metrics_of
 
 TENSORBOARD = {"package": "tensorboard", "extra": "tensorboard", "who": "TensorBoard(log_dir)"}
 

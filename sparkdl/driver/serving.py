@@ -25,8 +25,8 @@ from sparkdl.driver.measuring import Measuring
 from sparkdl.errors import DataError, SparkDLError
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.statistics.shards import DataStatistics, check_statistics
+from sparkdl.replica.loss_use import divides_by
 from sparkdl.replica.losses import LossUse
-from sparkdl.replica.targets import divides_by
 from sparkdl.worker import Job
 
 logger = logging.getLogger(__name__)

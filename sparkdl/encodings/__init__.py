@@ -6,8 +6,7 @@ from sparkdl.encodings.encoding import UNKNOWN, Encoding
 from sparkdl.encodings.images import IMAGE
 from sparkdl.encodings.known import arriving_as, named, register
 from sparkdl.encodings.linalg import MATRIX, VECTOR
-from sparkdl.encodings.lists import BYTES
-from sparkdl.encodings.numbers import NUMBERS
+from sparkdl.encodings.numbers import BYTES, NUMBERS
 from sparkdl.encodings.pixels import PIXELS
 
 __all__ = [

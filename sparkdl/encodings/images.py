@@ -15,7 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.encodings.encoding import DecodedRows, Encoding, Shape
-from sparkdl.encodings.lists import RawBytes, broken_where
+from sparkdl.encodings.lists import broken_where
+from sparkdl.encodings.numbers import RawBytes
 from sparkdl.encodings.pixels import OfPixels, channels_first
 from sparkdl.errors import SetupError
 from sparkdl.user_code.tracebacks import message_of

@@ -7,8 +7,7 @@ import pyarrow as pa
 from sparkdl.encodings.encoding import Encoding
 from sparkdl.encodings.images import IMAGE
 from sparkdl.encodings.linalg import MATRIX, VECTOR
-from sparkdl.encodings.lists import BYTES
-from sparkdl.encodings.numbers import NUMBERS
+from sparkdl.encodings.numbers import BYTES, NUMBERS
 from sparkdl.encodings.pixels import PIXELS
 
 _known: dict[str, Encoding] = {

@@ -1,4 +1,4 @@
-"""Numbers, booleans, and arrays of them, including nested ones."""
+"""Numbers, booleans, arrays of them, including nested ones, and rows of bytes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ from sparkdl.encodings.lists import broken_where, lists_of, numpy_of
 
 if TYPE_CHECKING:  # the process that starts the ranks of a task has no torch
     import torch
+import pyarrow.compute as pc
+
+from sparkdl.encodings.lists import binary_bytes
+
+if TYPE_CHECKING:  # the process that starts the ranks of a task has no torch
+    import torch
+    from torch import Tensor
 
 
 class Numbers(Encoding):
@@ -66,3 +73,39 @@ NUMBERS = Numbers()
 
 def _nested(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) and pa.types.is_list(kind.value_type))
+
+
+class RawBytes(Encoding):
+    """The raw memory of a row, in the tensor's dtype, row-major."""
+
+    name = "bytes"
+    numeric = False
+    of_bytes = True
+    needs_dtype = True
+
+    def takes(self, kind: pa.DataType) -> bool:
+        """Binary rows."""
+        return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+
+    def decode(self, values: pa.Array, shape: Shape, dtype: torch.dtype) -> DecodedRows:
+        """The bytes of a row as a list of bytes."""
+        size = self.list_length(math.prod(shape), dtype)
+        lengths = numpy_of(pc.binary_length(values))
+        wrong = lengths != size
+        if wrong.any():
+            found = int(lengths[wrong][0])
+            reason = f"has {found} bytes, but {dtype} of shape {shape} takes {size}"
+            broken = broken_where(wrong, reason.replace("torch.", ""))
+            return self.decode(values.filter(pa.array(~wrong)), shape, dtype)[0], broken
+        return lists_of(binary_bytes(values), len(values)), None
+
+    def list_length(self, elements: int, dtype: torch.dtype) -> int:
+        """The number of bytes that the elements take."""
+        return elements * dtype.itemsize
+
+    def tensor(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        """View the same memory as the tensor's dtype."""
+        return numbers.view(dtype)
+
+
+BYTES = RawBytes()

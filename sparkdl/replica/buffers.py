@@ -1,5 +1,7 @@
-"""What a forward pass may change: persistent buffers, which stay in their flat tensors whatever the
-model does with them, and all other attributes of a module, so that it can be undone.
+"""What a forward pass may change.
+
+Persistent buffers stay in their flat tensors whatever the model does with them. All others
+are kept, so that a change can be undone.
 """
 
 from __future__ import annotations

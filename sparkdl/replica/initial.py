@@ -1,9 +1,9 @@
 """The values that a training begins with: of lazy layers, and of a previously trained model.
 
-Lazy layers learn the shapes of their parameters from a batch of zeros. A training that begins with
-a trained model has it as its first center: its trained parameters and buffers are sent to the workers as
-usual. Parameters that require no gradient are never sent, so they travel with the function that
-builds the model on each worker.
+Lazy layers learn the shapes of their parameters from a batch of zeros. A previously trained model
+is the first center: its trained parameters and buffers are sent to the workers as usual. Parameters
+that require no gradient are never sent, so they travel with the function that builds the model on
+each worker.
 """
 
 from __future__ import annotations

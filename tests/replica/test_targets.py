@@ -11,8 +11,9 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from sparkdl.errors import ModelError
+from sparkdl.replica.loss_use import use_for, use_for_some
 from sparkdl.replica.losses import LossUse, MinibatchLoss
-from sparkdl.replica.targets import chosen_dims, distinct_rows, shaped, use_for, use_for_some
+from sparkdl.replica.targets import chosen_dims, distinct_rows, shaped
 
 torch.manual_seed(0)
 FLAT, COLUMN, WIDE = torch.randn(5), torch.randn(5, 1), torch.randn(5, 3)

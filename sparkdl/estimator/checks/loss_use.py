@@ -9,8 +9,9 @@ import torch
 
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
+from sparkdl.replica.loss_use import use_for
 from sparkdl.replica.losses import LossUse, ModelLoss
-from sparkdl.replica.targets import distinct_rows, use_for
+from sparkdl.replica.targets import distinct_rows
 
 
 def loss_use(replica: Replica, batch_of: Callable[[int], Batch], *, scores: bool) -> LossUse:

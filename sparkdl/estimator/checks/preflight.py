@@ -44,9 +44,9 @@ from sparkdl.outputs import Widths, pick, widths_of
 from sparkdl.protocols import ColumnSpec
 from sparkdl.replica import Precision
 from sparkdl.replica.initial import WarmStart
+from sparkdl.replica.loss_use import divides_by
 from sparkdl.replica.losses import LossUse
 from sparkdl.replica.schedule import Unit
-from sparkdl.replica.targets import divides_by
 from sparkdl.spark.closures.checks import require_picklable
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.cluster.network import network_of

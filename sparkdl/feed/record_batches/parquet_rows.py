@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sparkdl.encodings import VECTOR
+from sparkdl.encodings.linalg import VECTOR_TYPE
 from sparkdl.errors import DataError
 from sparkdl.feed.record_batches.packed import by_number, columns_of, unpacked
 

@@ -14,8 +14,8 @@ from sparkdl.errors import DataError, ModelError
 from sparkdl.feed.record_batches.decode import tensors_of
 from sparkdl.outputs import described
 from sparkdl.protocols import ColumnSpec, LossFunction, Targets
+from sparkdl.replica.loss_use import use_for_some
 from sparkdl.replica.losses import LossUse, MinibatchLoss
-from sparkdl.replica.targets import use_for_some
 from sparkdl.spark.inference.failures import as_model_error
 
 

@@ -17,7 +17,7 @@ from sparkdl.averager.messages.headers import read_window, window_header
 from sparkdl.averager.messages.progress import Progress
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.events import WindowReport, summarize_epoch
-from sparkdl.report.summary import metrics_of
+from sparkdl.report.history import metrics_of
 from sparkdl.strategies import GradientAllReduce, PowerSGD
 from sparkdl.strategies.all_reduce.gradient_noise import GradientNoise, gain, noise_scale
 from sparkdl.testing import run_world
