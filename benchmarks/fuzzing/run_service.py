@@ -12,7 +12,7 @@ from fuzzing.loop import Fault, Target, require_threads_gone
 from sparkdl.spark.diagnostics.console import Display
 from sparkdl.spark.diagnostics.messages import Lines, Report
 from sparkdl.spark.diagnostics.run_service import RunService
-from sparkdl.spark.functions.watch import shown_report
+from sparkdl.spark.functions.job import shown_report
 from sparkdl.transport.service import Service
 
 

@@ -40,7 +40,7 @@ from sparkdl.protocols import (
 from sparkdl.report import TrainingSummary
 from sparkdl.spark.closures.accumulators import uncounted
 from sparkdl.spark.cluster.gpus import gpu_profile
-from sparkdl.spark.cluster.slot_queue import queued
+from sparkdl.spark.cluster.slots import queued
 from sparkdl.spark.diagnostics.console import driver_hosts
 from sparkdl.spark.launch.launcher import launch
 from sparkdl.strategies import ParameterAveraging, Strategy

@@ -13,21 +13,19 @@ from sparkdl.errors import ConfigError, SparkDLError, WorkerLostError
 from sparkdl.protocols import SequenceInput
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.cluster.network import network_of
-from sparkdl.spark.cluster.slot_queue import queued
 from sparkdl.spark.cluster.slots import (
     choose_num_workers,
+    queued,
     require_free_slots,
     require_static_allocation,
 )
 from sparkdl.spark.diagnostics.console import display, driver_hosts, echoes
 from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.diagnostics.watchdog import stacks_on_signal
-from sparkdl.spark.functions.directory import Directory
-from sparkdl.spark.functions.job import Job
+from sparkdl.spark.functions.job import Job, OnReport, watch
+from sparkdl.spark.functions.program import Directory, function_of
 from sparkdl.spark.functions.rows import Keeping, Rows, rows_of
-from sparkdl.spark.functions.script import function_of
 from sparkdl.spark.functions.task import Call, Placement
-from sparkdl.spark.functions.watch import OnReport, watch
 from sparkdl.spark.launch.launcher import LEAVE_S, REASON_S
 from sparkdl.spark.rows.column_overrides import (
     GROUPS_WITHOUT_PADDING,

@@ -39,8 +39,7 @@ from sparkdl.spark.cluster.gpus import VISIBLE
 from sparkdl.spark.diagnostics.output import Output
 from sparkdl.spark.diagnostics.run_client import JOIN_S, RunClient
 from sparkdl.spark.diagnostics.stacks import write_threads_on_signal
-from sparkdl.spark.functions.directory import Directory, enter
-from sparkdl.spark.functions.script import Script, leaving_with_zero, run_script
+from sparkdl.spark.functions.program import Directory, Script, enter, leaving_with_zero, run_script
 from sparkdl.spark.functions.worker import FedRows, FunctionWorker, working_as
 from sparkdl.spark.launch.assignment import Assignment
 from sparkdl.spark.rows.scratch import row_directory

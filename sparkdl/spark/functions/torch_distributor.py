@@ -10,9 +10,8 @@ from pyspark.ml.torch import distributor as pyspark_distributor
 from sparkdl.arguments import require_whole
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.diagnostics.console import echoes
-from sparkdl.spark.functions.directory import Directory
+from sparkdl.spark.functions.program import Directory, function_of
 from sparkdl.spark.functions.run import run_call
-from sparkdl.spark.functions.script import function_of
 from sparkdl.spark.functions.task import Call, Placement
 from sparkdl.spark.session.required import require_session
 

@@ -31,7 +31,7 @@ import pyarrow as pa
 
 from sparkdl.spark.launch.bootstrap import require
 from sparkdl.spark.launch.forked import TELLS
-from sparkdl.spark.launch.rank_process import serve
+from sparkdl.spark.launch.rank_host import serve
 
 _PR_SET_PDEATHSIG = 1
 """The ``prctl`` option of Linux that sets the signal a process gets when its parent ends."""

@@ -75,7 +75,7 @@ class ForkServer:
         return self._process.poll() is None
 
     def fork(self, channel: socket.socket) -> ForkedProcess:
-        """Fork a process that serves a channel; see ``rank_process``.
+        """Fork a process that serves a channel; see ``rank_host.serve``.
 
         Args:
             channel: the new process's end, which the caller may close afterwards.

@@ -44,7 +44,7 @@ from sparkdl.spark.launch.worker_rows import (
 from sparkdl.spark.modules.shipment import Shipment
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.spark.session.encryption import keeps_rows_in_memory
-from sparkdl.spark.session.jvm import end_of_jvm
+from sparkdl.spark.session.required import end_of_jvm
 from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, shortened
 from sparkdl.version import __version__
 from sparkdl.worker import Job

@@ -1,6 +1,6 @@
 """The ranks of one task: a process for each, fed with its share of the task's rows.
 
-    task's process                      process of a rank (``rank_process.py``)
+    task's process                      process of a rank (``serve``)
     where to find modules, pickled  -->
     what to call, pickled       ------>
     b"R" and an Arrow stream    ------> its rows, if the task has any
@@ -16,21 +16,27 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import multiprocessing.connection
+import os
 import pickle
+import random
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 
 from sparkdl.errors import TrainingError, WorkerLostError
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN
+from sparkdl.process.interrupts import Interrupted
 from sparkdl.spark.launch.forked import EXIT_S, ForkServer, search_path
+from sparkdl.user_code.tracebacks import traceback_of
 
 ROWS = b"R"
 END = b"E"
@@ -224,3 +230,40 @@ def _collect(ranks: Sequence[_Rank]) -> None:
         for lease in [each for each in leases if each in ready]:
             # The channel alone does not tell: a child of the process may keep it open.
             raise leases[lease].lost()
+
+
+def serve(channel: socket.socket) -> None:
+    """Call one function, and answer with what it yields.
+
+    Args:
+        channel: leads to the host.
+    """
+    # The fork left every process with the same state.
+    np.random.seed()
+    random.seed()
+    with channel, channel.makefile("rb") as source, channel.makefile("wb") as sink:
+        pickle.dump(_answer(source), sink, protocol=5)
+
+
+def _answer(source: BinaryIO) -> list[pa.RecordBatch] | str:
+    try:
+        sys.path[:], environment = pickle.load(source)  # from the process that started this one
+        os.environ.update(environment)
+        importlib.invalidate_caches()
+        entry, arguments = pickle.load(source)
+        module, name = entry.split(":")
+        function = getattr(importlib.import_module(module), name)
+        return list(function(*arguments, _rows(source)))
+    except Interrupted:
+        raise
+    except BaseException as error:  # the host has to know, whatever it is
+        return traceback_of(error)
+
+
+def _rows(source: BinaryIO) -> Iterator[pa.RecordBatch]:
+    sign = source.read(1)
+    if sign == ROWS:
+        yield from pa.ipc.open_stream(source)
+        sign = source.read(1)
+    if sign != END:
+        os._exit(1)  # the host died while sending rows: those received are not all of them

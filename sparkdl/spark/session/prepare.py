@@ -14,13 +14,15 @@ from typing import Any
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import SetupError
-from sparkdl.spark.session.class_archive import (
+from sparkdl.spark.session.session import (
+    DEFAULTS,
     DRIVER_OPTIONS,
     EXECUTOR_OPTIONS,
     archive_option,
     archive_path,
+    create_session,
+    find_java,
 )
-from sparkdl.spark.session.session import DEFAULTS, create_session, find_java
 
 DEADLINE_S = 300.0
 """Seconds for writing the archive after its job, which takes some 10 s of processor time."""

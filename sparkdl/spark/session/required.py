@@ -1,18 +1,20 @@
-"""What a session and a DataFrame must be before anything else is asked of them."""
+"""What a session and a DataFrame must be first, and whether the driver's JVM is still there."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from py4j.protocol import Py4JError
+from py4j.protocol import Py4JError, Py4JJavaError
 from pyspark import RDD, SparkContext
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.spark.session.jvm import end_of_jvm
 from sparkdl.spark.session.session import current_session
 
 _ANOTHER = "create another with sparkdl.create_session()"
@@ -141,3 +143,43 @@ def _with_article(what: str) -> str:
     if what == "RDD":
         return "an RDD"
     return f"an {what}" if what[0].lower() in "aeiou" else f"a {what}"
+
+
+END_S = 5.0
+"""Seconds within which a JVM that no longer answers is gone from the system."""
+
+
+def end_of_jvm(error: BaseException) -> str | None:
+    """Say that Spark's JVM has ended, if that is why a call into it failed.
+
+    Args:
+        error: what the call raised.
+
+    Returns:
+        What happened, and what to do; None if the JVM still answers.
+    """
+    if isinstance(error, Py4JJavaError) or not isinstance(error, (Py4JError, OSError)):
+        return None
+    if _answers():
+        return None
+    process = getattr(SparkContext._gateway, "proc", None)  # spark-submit's JVM is our parent
+    which, how = "Spark's JVM", "no longer answers"
+    if process is not None:
+        which = f"Spark's JVM (process {process.pid})"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(END_S)
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else "has ended"
+            how += f" with code {code}" if code > 0 else ""
+    return (
+        f"{which} {how}, and with it the session and all of its jobs. Its own output says why it "
+        "crashed; a system short of memory kills it (its log, dmesg, then says so). Start this "
+        "program again: a fit with checkpointPath goes on from its last checkpoint"
+    )
+
+
+def _answers() -> bool:
+    try:
+        SparkContext._jvm.java.lang.System.nanoTime()  # type: ignore[union-attr]
+    except (Py4JError, OSError):
+        return False
+    return True

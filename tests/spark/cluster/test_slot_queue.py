@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from sparkdl.spark.cluster.slot_queue import SlotQueue, queued
+from sparkdl.spark.cluster.slots import SlotQueue, queued
 
 DEADLINE_S = 60.0
 
@@ -119,7 +119,7 @@ def test_slots_are_those_for_what_each_worker_needs(monkeypatch: pytest.MonkeyPa
         counted.append((session, needed))
         return 4
 
-    monkeypatch.setattr("sparkdl.spark.cluster.slot_queue.most_slots", count)
+    monkeypatch.setattr("sparkdl.spark.cluster.slots.most_slots", count)
     with queued(spark, 2, profile), queued(spark, 2, profile):  # type: ignore[arg-type]
         pass
     assert set(counted) == {(spark, profile)}

@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 
 import sparkdl
 from sparkdl.errors import ConfigError, DataError, WorkerError
-from sparkdl.spark.functions import watch as function_watch
+from sparkdl.spark.functions import job as function_watch
 from sparkdl.spark.rows import scratch
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

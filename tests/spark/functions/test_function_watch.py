@@ -14,9 +14,8 @@ import pytest
 from sparkdl.errors import DeadlineError, TrainingError
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.diagnostics.run_service import RunService
-from sparkdl.spark.functions import watch as function_watch
-from sparkdl.spark.functions.job import Job
-from sparkdl.spark.functions.watch import watch
+from sparkdl.spark.functions import job as function_watch
+from sparkdl.spark.functions.job import Job, watch
 from sparkdl.transport.service import Service
 
 

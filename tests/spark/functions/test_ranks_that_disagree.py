@@ -18,7 +18,7 @@ from virtual_time import eventually
 
 import sparkdl
 from sparkdl.errors import TrainingError, WorkerError, WorkerLostError
-from sparkdl.spark.functions import watch as function_watch
+from sparkdl.spark.functions import job as function_watch
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkdl.spark.functions.script import Script, run_script
+from sparkdl.spark.functions.program import Script, run_script
 
 TELLS = b"""
 import sys

@@ -12,14 +12,15 @@ from types import SimpleNamespace
 import pytest
 
 from sparkdl.errors import SetupError
-from sparkdl.spark.session import class_archive, prepare
-from sparkdl.spark.session.class_archive import (
+from sparkdl.spark.session import prepare
+from sparkdl.spark.session import session as sessions
+from sparkdl.spark.session.prepare import write_class_archive
+from sparkdl.spark.session.session import (
     DRIVER_OPTIONS,
     EXECUTOR_OPTIONS,
     archive_path,
     archive_settings,
 )
-from sparkdl.spark.session.prepare import write_class_archive
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "java/bin/java").touch()
     (tmp_path / "java/release").write_text('JAVA_VERSION="17.0.15"\n')
     (tmp_path / "spark/jars/spark-core.jar").write_text("core")
-    monkeypatch.setattr(class_archive, "_find_spark_home", lambda: str(tmp_path / "spark"))
+    monkeypatch.setattr(sessions, "_find_spark_home", lambda: str(tmp_path / "spark"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path
 
