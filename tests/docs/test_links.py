@@ -52,3 +52,15 @@ def test_a_dead_link_would_be_noticed(tmp_path: Path) -> None:
     ]
     assert anchors(copy) == {"a-title"}
     assert "in-a-notebook" in anchors(page)
+
+
+def test_every_file_that_a_page_names_is_there() -> None:
+    """By its path in the repository or in the package; notes tell of what is gone, too."""
+    places = [ROOT, ROOT / "benchmarks", ROOT / "sparkdl"]
+    places += [ROOT / "sparkdl/spark", ROOT / "sparkdl/averager"]
+    assert [
+        f"{page.relative_to(ROOT)}: {name}"
+        for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+        for name in re.findall(r"`([\w/]+/\w+\.py)`", page.read_text())
+        if not any((place / name).exists() for place in places)
+    ] == []
