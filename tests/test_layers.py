@@ -50,6 +50,7 @@ ROOMS: dict[str, list[tuple[str, ...]]] = {
         ("launch",),
         ("diagnostics", "modules"),
         ("closures", "cluster", "rows", "session", "storage"),
+        ("catalyst",),
     ],
     "strategies": [
         ("all_reduce", "asynchronous", "elastic", "gossip", "outer", "threshold"),

@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl import GradientAllReduce
 from sparkdl.errors import ConfigError
-from sparkdl.spark.rows import groups
+from sparkdl.spark.catalyst import groups
 
 EPOCHS = 2
 

@@ -47,6 +47,7 @@ from sparkdl.replica.initial import WarmStart
 from sparkdl.replica.loss_use import divides_by
 from sparkdl.replica.losses import LossUse
 from sparkdl.replica.schedule import Unit
+from sparkdl.spark.catalyst.plans import has_stable_order, known_partitions
 from sparkdl.spark.closures.checks import require_picklable
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.cluster.network import network_of
@@ -54,7 +55,6 @@ from sparkdl.spark.cluster.slots import choose_num_workers, require_static_alloc
 from sparkdl.spark.launch.worker_rows import Workers, delivered
 from sparkdl.spark.rows.converters import in_bytes
 from sparkdl.spark.rows.delivery import Delivery, Way
-from sparkdl.spark.rows.partitions import has_stable_order, known_partitions
 from sparkdl.spark.session.encryption import (
     encrypts_connections,
     keeps_rows_in_memory,

@@ -14,15 +14,15 @@ from pyspark.sql import functions as F
 from sparkdl.collective import Network
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN
 from sparkdl.feed.statistics.column import names_places, with_places
+from sparkdl.spark.catalyst.file_splits import NotSplitError, Replanned, replanned
+from sparkdl.spark.catalyst.groups import Grouped, NoGroupsError, grouped
+from sparkdl.spark.catalyst.plans import has_stable_order, known_partitions
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.rows.columns import InputColumn, quoted
 from sparkdl.spark.rows.delivery import Delivery, Way, delivery_of, require_one_each
-from sparkdl.spark.rows.file_splits import NotSplitError, Replanned, replanned
-from sparkdl.spark.rows.groups import Grouped, NoGroupsError, grouped
 from sparkdl.spark.rows.in_files import columns_in_files, places
 from sparkdl.spark.rows.packing import packed
-from sparkdl.spark.rows.partitions import has_stable_order, known_partitions
 from sparkdl.spark.rows.record_batches import small_record_batches
 
 logger = logging.getLogger(__name__)

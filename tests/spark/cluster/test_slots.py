@@ -13,6 +13,7 @@ from frames import estimator, frame
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ConfigError
+from sparkdl.spark.catalyst.plans import known_partitions
 from sparkdl.spark.cluster import slots
 from sparkdl.spark.cluster.slots import (
     _promised_slots,
@@ -22,7 +23,6 @@ from sparkdl.spark.cluster.slots import (
     count_slots,
     require_free_slots,
 )
-from sparkdl.spark.rows.partitions import known_partitions
 
 EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
 TASK_GPUS = "spark.task.resource.gpu.amount"

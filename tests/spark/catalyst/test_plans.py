@@ -10,11 +10,11 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN
+from sparkdl.spark.catalyst.plans import has_stable_order
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.launch.worker_rows import Workers, worker_frame
 from sparkdl.spark.rows.columns import input_column
 from sparkdl.spark.rows.delivery import Delivery, Way
-from sparkdl.spark.rows.partitions import has_stable_order
 
 Change = Callable[[DataFrame], DataFrame]
 

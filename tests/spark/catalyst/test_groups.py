@@ -11,8 +11,8 @@ from py4j.protocol import Py4JError
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from sparkdl.spark.rows import groups
-from sparkdl.spark.rows.groups import NoGroupsError, balanced, grouped
+from sparkdl.spark.catalyst import groups
+from sparkdl.spark.catalyst.groups import NoGroupsError, balanced, grouped
 
 
 def parts_of(frame: DataFrame) -> list[list[int]]:

@@ -11,9 +11,9 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
+from sparkdl.spark.catalyst.file_splits import NotSplitError, replanned
 from sparkdl.spark.launch.worker_rows import delivered
 from sparkdl.spark.rows.delivery import Way
-from sparkdl.spark.rows.file_splits import NotSplitError, replanned
 
 SIZE = "spark.sql.files.maxPartitionBytes"
 ADAPTIVE = "spark.sql.adaptive.enabled"
@@ -114,7 +114,7 @@ def test_many_files_take_few_tries(
     """Their sizes differ, so that equal shares would leave a little over."""
     for number in range(300):
         (tmp_path / f"{number}.csv").write_bytes(b"1\n" * (10 + number % 7))
-    monkeypatch.setattr("sparkdl.spark.rows.file_splits.TRIES", 2)
+    monkeypatch.setattr("sparkdl.spark.catalyst.file_splits.TRIES", 2)
     rows = spark.read.schema("id long").csv(tmp_path.as_uri())
     sizes = [len(part) for part in parts_of(replanned(rows, 3).frame)]
     assert sum(sizes) == sum(10 + number % 7 for number in range(300))

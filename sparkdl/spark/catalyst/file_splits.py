@@ -20,7 +20,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from sparkdl.errors import SparkDLError
-from sparkdl.spark.rows.partitions import has_stable_order
+from sparkdl.spark.catalyst.plans import has_stable_order
 
 TRIES = 16
 """How many sizes are tried. Each try plans the rows again, in about 50 ms, or longer with tens of
