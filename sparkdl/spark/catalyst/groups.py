@@ -12,7 +12,7 @@ partitions are quite uneven, and then only roughly.
 from __future__ import annotations
 
 import heapq
-import re
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -31,14 +31,8 @@ UNEVEN = 1.25
 """How many times larger the largest group may be by numbers than by sizes, before sizes count."""
 PARTS_OF_A_GROUP = 16
 """Sizes are rounded to a group's share divided by this."""
-
-_RANGE = re.compile(r"range: (\d+)-(\d+), partition values: ")
-"""How Spark writes which bytes of a file belong to a partition."""
-_OF_SHUFFLE = re.compile(
-    r"ShuffledRowRDDPartition\(\d+,"
-    r"(?:CoalescedPartitionSpec\((\d+),(\d+),|PartialReducerPartitionSpec\(\d+,\d+,\d+,(\d+)\))"
-)
-"""How Spark writes which of a shuffle's partitions are read as one, or which part of one is."""
+MOST_FILES = 1_000
+"""The most files whose sizes are asked for, which takes two messages to the JVM each."""
 
 
 @dataclass(frozen=True)
@@ -180,16 +174,18 @@ def _assigned(frame: DataFrame, rows: Any, partitions: int, groups: int) -> list
 
 
 def _costs_of_files(rows: Any, spark: SparkSession) -> list[int] | None:
-    """What reading each partition costs, as Spark estimates it; None if they are not of files."""
-    text = cast(Any, spark._jvm).scala.runtime.ScalaRunTime.stringOf
+    """What reading each partition costs, as Spark estimates it; None if they are not of files.
+
+    Spark has filled partitions of very many files to about the same size itself.
+    """
+    partitions = list(rows.partitions())
+    if any(each.getClass().getSimpleName() != "FilePartition" for each in partitions):
+        return None
     opening = int(spark._jsparkSession.sessionState().conf().filesOpenCostInBytes())
-    costs = []
-    for partition in rows.partitions():
-        if partition.getClass().getSimpleName() != "FilePartition":
-            return None
-        ranges = _RANGE.findall(text(partition.files()))
-        costs.append(sum(opening + int(end) - int(start) for start, end in ranges))
-    return costs
+    files = [each.files() for each in partitions]
+    if sum(map(len, files)) > MOST_FILES:
+        return [0] * len(files)
+    return [sum(opening + int(file.length()) for file in each) for each in files]
 
 
 def _sizes_of_shuffles(frame: DataFrame, rows: Any, partitions: int) -> list[int] | None:
@@ -200,24 +196,30 @@ def _sizes_of_shuffles(frame: DataFrame, rows: Any, partitions: int) -> list[int
     shuffles = _shuffles_behind(rows, partitions)
     if shuffles is None:
         return None
-    text = cast(Any, frame.sparkSession._jvm).scala.runtime.ScalaRunTime.stringOf
+    texts = cast(Any, frame.sparkSession._jvm).java.util.Arrays
     written = {
-        statistics.shuffleId(): re.findall(r"\d+", text(statistics.bytesByPartitionId()))
+        statistics.shuffleId(): json.loads(texts.toString(statistics.bytesByPartitionId()))
         for statistics in _statistics(frame._jdf.queryExecution().executedPlan())
     }
-    sizes = np.zeros(partitions, np.int64)
+    sizes = [0] * partitions
     for shuffle in shuffles:
-        told = _OF_SHUFFLE.findall(text(shuffle.partitions()))
         of_it = written.get(shuffle.dependency().shuffleId())
-        if of_it is None or len(told) != partitions:
+        if of_it is None:
             return None
-        before = np.cumsum([0, *map(int, of_it)])
-        sizes += [
-            int(part) if part else before[int(stop)] - before[int(start)]
-            for start, stop, part in told
-        ]
-    found: list[int] = sizes.tolist()
-    return found
+        for number, partition in enumerate(shuffle.partitions()):
+            size = _size_of(partition.spec(), of_it)
+            if size is None:
+                return None
+            sizes[number] += size
+    return sizes
+
+
+def _size_of(spec: Any, written: Sequence[int]) -> int | None:
+    """How many bytes a partition reads of a shuffle, by what each of its partitions has."""
+    kind = spec.getClass().getSimpleName()
+    if kind == "CoalescedPartitionSpec":
+        return sum(written[spec.startReducerIndex() : spec.endReducerIndex()])
+    return int(spec.dataSize()) if kind == "PartialReducerPartitionSpec" else None
 
 
 def _statistics(plan: Any) -> Iterator[Any]:

@@ -1,8 +1,14 @@
-"""Which columns workers read from Parquet files themselves, as the JVM would take far longer."""
+"""Which columns workers read from Parquet files themselves, as the JVM would take far longer.
+
+Spark takes many decisions about a file from the table, from the options of the reader and from
+settings. What is not known here to leave columns of arrays, vectors and bytes alone is taken for
+something that changes them. Only files on a file system that the executors have mounted (``file:``)
+are read so; those of object stores and of HDFS are read by Spark.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pyspark.ml.linalg import VectorUDT
@@ -12,13 +18,117 @@ from pyspark.sql import types as T
 
 from sparkdl.encodings import VECTOR
 from sparkdl.feed.record_batches.parquet_rows import KINDS, PATH, ROW, FileColumn, name_of_columns
-from sparkdl.spark.rows.parquet_settings import read_as_usual
+from sparkdl.spark.catalyst.parquet_scan import METADATA, ParquetScan, parquet_scan
 
-_PARQUET = "org.apache.spark.sql.execution.datasources.parquet.ParquetFileFormat"
-"""Exactly this class; formats built on it, such as Delta's, may interpret a file differently."""
-_ROW_BY_ROW = {"Project", "Filter", "SubqueryAlias"}
-"""Nodes of a logical plan that keep the order of a file's rows."""
-_METADATA = "_metadata"
+FAMILIES = ("spark.sql.files.", "spark.sql.parquet.", "spark.sql.legacy.parquet.", "parquet.")
+"""The beginnings of the names of settings by which files are read; the last are Hadoop's."""
+
+AT_DEFAULT = {
+    "spark.sql.files.archive.reader.enabled": "false",
+    "spark.sql.files.ignoreCorruptFiles": "false",
+    "spark.sql.files.ignoreMissingFiles": "false",
+    "spark.sql.legacy.parquet.nanosAsLong": "false",
+    "spark.sql.parquet.reader.respectUnknownTypeAnnotation.enabled": "false",
+}
+"""The only value of a setting with which Spark shows what is in the file."""
+
+WITHOUT_EFFECT = frozenset(
+    {
+        *(  # which files there are and how they are split, which the rows' places tell
+            f"spark.sql.files.{name}"
+            for name in (
+                "ignoreInvalidPartitionPaths",
+                "ignoredPathSegmentRegex",
+                "maxPartitionBytes",
+                "maxPartitionNum",
+                "maxRecordsPerFile",
+                "minPartitionNum",
+                "openCostInBytes",
+                "supportSecondOffsetFormat",
+            )
+        ),
+        *(
+            f"spark.sql.parquet.{name}"
+            for name in (
+                # which rows are looked at: filters run again on what was read
+                "aggregatePushdown",
+                "filterPushdown",
+                "filterPushdown.date",
+                "filterPushdown.decimal",
+                "filterPushdown.string.startsWith",
+                "filterPushdown.stringPredicate",
+                "filterPushdown.timestamp",
+                "pushdown.inFilterThreshold",
+                "recordLevelFilter.enabled",
+                # how fast they are read
+                "columnarReaderBatchSize",
+                "enableNestedColumnVectorizedReader",
+                "enableNullTypeVectorizedReader",
+                "enableVectorizedReader",
+                # the table's schema, which is looked at, ids included
+                "binaryAsString",
+                "fieldId.read.enabled",
+                "fieldId.read.ignoreMissing",
+                "mergeSchema",
+                "respectSummaryFiles",
+                # other types
+                "datetimeRebaseModeInRead",
+                "ignoreVariantAnnotation",
+                "inferTimestampNTZ.enabled",
+                "int96AsTimestamp",
+                "int96RebaseModeInRead",
+                "int96TimestampConversion",
+                # writing
+                "compression.codec",
+                "datetimeRebaseModeInWrite",
+                "fieldId.write.enabled",
+                "int96RebaseModeInWrite",
+                "output.committer.class",
+                "outputTimestampType",
+                "variant.annotateLogicalType.enabled",
+                "writeLegacyFormat",
+            )
+        ),
+        # structs of which a file has no field, which are refused
+        "spark.sql.legacy.parquet.returnNullStructIfAllFieldsMissing",
+        *(  # writing
+            f"parquet.{name}"
+            for name in (
+                "block.size",
+                "compression",
+                "dictionary.page.size",
+                "enable.dictionary",
+                "enable.summary-metadata",
+                "page.size",
+                "summary.metadata.level",
+                "writer.version",
+            )
+        ),
+    }
+)
+"""Settings that leave these columns alone, whatever their value."""
+
+OPTIONS = frozenset(
+    {
+        "basepath",
+        "compression",
+        "datetimerebasemode",
+        "int96rebasemode",
+        "mergeschema",
+        "modifiedafter",
+        "modifiedbefore",
+        "path",
+        "pathglobfilter",
+        "paths",
+        "recursivefilelookup",
+        "timezone",
+    }
+)
+"""A reader's options, in lower case, that leave these columns alone, whatever their value."""
+
+DESCRIPTIONS = frozenset({"comment", "ml_attr"})
+"""Keys in a field's metadata that only describe it; ``parquet.field.id`` and ``EXISTS_DEFAULT``,
+for example, say what Spark reads instead of the file's column of that name."""
 
 
 def columns_in_files(frame: DataFrame, names: Mapping[str, str]) -> dict[str, FileColumn]:
@@ -38,39 +148,14 @@ def columns_in_files(frame: DataFrame, names: Mapping[str, str]) -> dict[str, Fi
         for name, column in names.items()
         if (kind := _wide(frame.schema[column].dataType)) is not None
     }
-    if not wide:
+    scan = parquet_scan(frame, FAMILIES) if wide else None
+    if scan is None or not _read_as_usual(scan):
         return {}
-    execution = frame._jdf.queryExecution()
-    plan = execution.analyzed()
-    relation = _scan_of(plan)
-    if relation is None or not _is_plain(relation.relation()):
-        return {}
-    if not read_as_usual(relation.relation(), frame.sparkSession):
-        return {}
-    if _scan_of(execution.withCachedData()) is None:
-        return {}  # cached rows stay as they were, whatever happens to the files
-    optimized = _scan_of(execution.optimizedPlan())
-    if optimized is None:
-        return {}
-    kept = {each.exprId().id() for each in _items(optimized.output())}
-    if _METADATA not in {each.name() for each in _items(plan.metadataOutput())}:
-        return {}  # a view hides it, or the user has a column of that name
-    partitioned = {each.lower() for each in relation.relation().partitionSchema().fieldNames()}
-    of_files = {
-        each.exprId().id(): each.name()
-        for each in _items(relation.output())
-        if each.exprId().id() in kept and each.name().lower() not in partitioned
-    }
-    fields = {
-        each.name(): of_files[each.exprId().id()]
-        for each in _items(plan.output())
-        if each.exprId().id() in of_files
-    }
     exactly = str(frame.sparkSession.conf.get("spark.sql.caseSensitive")).lower() == "true"
     return {
-        name: FileColumn(fields[names[name]], kind, dimensions, exactly)
+        name: FileColumn(scan.columns[names[name]], kind, dimensions, exactly)
         for name, (kind, dimensions) in wide.items()
-        if names[name] in fields
+        if names[name] in scan.columns
     }
 
 
@@ -81,7 +166,7 @@ def places(frame: DataFrame, columns: Mapping[str, FileColumn]) -> tuple[str, Co
         frame: as given to ``columns_in_files``.
         columns: what that returned, at least one.
     """
-    metadata = frame.metadataColumn(_METADATA)
+    metadata = frame.metadataColumn(METADATA)
     return name_of_columns(columns), F.struct(
         metadata["file_path"].alias(PATH), metadata["row_index"].alias(ROW)
     )
@@ -101,29 +186,30 @@ def _wide(kind: T.DataType) -> tuple[str, int] | None:
     return (element, dimensions) if element in KINDS else None
 
 
-def _scan_of(plan: Any) -> Any:
-    """The relation that a plan reads, if it only reads and filters it; else None."""
-    while (name := plan.getClass().getSimpleName()) in _ROW_BY_ROW or _coalesces(plan, name):
-        plan = plan.children().apply(0)
-    return plan if name == "LogicalRelation" and not plan.isStreaming() else None
+def _read_as_usual(scan: ParquetScan) -> bool:
+    """Whether Spark shows arrays, vectors and bytes as the files have them, by their names."""
+    return (
+        scan.options <= OPTIONS
+        and all(leaves_alone(name, value) for name, value in scan.settings.items())
+        and describes_only(scan.schema)
+    )
 
 
-def _coalesces(plan: Any, name: str) -> bool:
-    """Whether a node concatenates whole partitions, each with its rows in their order."""
-    return name == "Repartition" and not plan.shuffle()
+def leaves_alone(setting: str, value: str) -> bool:
+    """Whether a setting of one of the families, with this value, has no effect on the columns."""
+    return setting in WITHOUT_EFFECT or AT_DEFAULT.get(setting) == value.strip().lower()
 
 
-def _is_plain(relation: Any) -> bool:
-    if relation.getClass().getSimpleName() != "HadoopFsRelation":
-        return False
-    if relation.fileFormat().getClass().getName() != _PARQUET:
-        return False
-    # The partitions of a catalog's index may lie anywhere, whatever its root is.
-    location = relation.location()
-    if location.getClass().getSimpleName() != "InMemoryFileIndex":
-        return False
-    return {path.toUri().getScheme() for path in _items(location.rootPaths())} == {"file"}
+def describes_only(schema: Any) -> bool:
+    """Whether the metadata of all fields, however deeply nested, only describe them.
 
-
-def _items(sequence: Any) -> Iterable[Any]:
-    return (sequence.apply(index) for index in range(sequence.size()))
+    Args:
+        schema: a type as Spark writes it in JSON.
+    """
+    if isinstance(schema, list):
+        return all(map(describes_only, schema))
+    if not isinstance(schema, dict):
+        return True
+    return set(schema.get("metadata", {})) <= DESCRIPTIONS and all(
+        describes_only(value) for key, value in schema.items() if key != "metadata"
+    )

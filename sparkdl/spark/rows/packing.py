@@ -6,13 +6,9 @@ it, which are copied in one piece. ``feed.record_batches.packed`` takes the reco
 
 from __future__ import annotations
 
-import logging
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from py4j.protocol import Py4JError
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -25,19 +21,11 @@ from sparkdl.feed.record_batches.packed import (
     names_of_lists,
     names_of_vectors,
 )
+from sparkdl.spark.catalyst.array_bytes import ArrayBytes, array_bytes
 from sparkdl.spark.rows.columns import quoted
-
-logger = logging.getLogger(__name__)
 
 FEWEST_NUMBERS = 4
 """The fewest columns of one type that are worth an array."""
-_UNSAFE = "org.apache.spark.sql.catalyst.expressions.UnsafeArrayData"
-_COLUMNAR = "org.apache.spark.sql.vectorized.ColumnarArray"
-_SAMPLE = (1.5, -2.0, 3.25)
-_BYTES_OF_SAMPLE = struct.pack("<qQ3d", len(_SAMPLE), 0, *_SAMPLE)
-"""The number of values, one null bit for each, and the values."""
-_reads_right: dict[str, bool] = {}
-"""By Spark application, whether the bytes of a sample were right; checked once in each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +64,8 @@ def packed_columns(sources: Sequence[Source], spark: SparkSession) -> dict[str, 
         sources: the columns.
         spark: the session that is to compute them.
     """
-    if not any(_element(each.kind) in ELEMENTS or _is_vector(each) for each in sources):
-        return _packed_columns(sources, None)
-    try:
-        in_bytes = _ArrayBytes(spark._jvm)
-        application = spark.sparkContext.applicationId
-        if application not in _reads_right:
-            _reads_right[application] = in_bytes.of_sample(spark) == _BYTES_OF_SAMPLE
-        if _reads_right[application]:
-            return _packed_columns(sources, in_bytes)
-        why = "this Spark stores them in a different layout"
-    except (Py4JError, TypeError) as error:
-        why = f"this Spark lacks one of its methods: {error}"
-    logger.info("arrays are passed to Python as they are, not as bytes: %s", why)
-    return _packed_columns(sources, None)
-
-
-def _packed_columns(sources: Sequence[Source], in_bytes: _ArrayBytes | None) -> dict[str, Column]:
+    arrays = any(_element(each.kind) in ELEMENTS or _is_vector(each) for each in sources)
+    in_bytes = array_bytes(spark) if arrays else None
     together = _numbers_together(sources)
     columns: dict[str, Column] = {}
     for source in sources:
@@ -128,7 +101,7 @@ def _numbers_together(sources: Sequence[Source]) -> dict[str, list[Source]]:
     return {source.name: numbers for numbers in groups for source in numbers}
 
 
-def _packed_vector(source: Source, in_bytes: _ArrayBytes | None) -> dict[str, Column]:
+def _packed_vector(source: Source, in_bytes: ArrayBytes | None) -> dict[str, Column]:
     """The parts of a column of vectors: the kind of each, then columns of arrays."""
     parts = F.unwrap_udt(source.column)
     kinds, indices, values = names_of_vectors(source.name)
@@ -140,11 +113,11 @@ def _packed_vector(source: Source, in_bytes: _ArrayBytes | None) -> dict[str, Co
     }
 
 
-def _packed_array(source: Source, in_bytes: _ArrayBytes | None) -> dict[str, Column]:
+def _packed_array(source: Source, in_bytes: ArrayBytes | None) -> dict[str, Column]:
     """A column of arrays as bytes, plus the rest; unchanged where this Spark cannot do that."""
     if in_bytes is None:
         return {source.name: source.column}
-    content = Column(in_bytes.of(source))
+    content = in_bytes.of(source.column, source.kind)
     name, rest = names_of_lists(source.name, str(_element(source.kind)))
     return {
         name: content.cast("binary"),
@@ -155,91 +128,3 @@ def _packed_array(source: Source, in_bytes: _ArrayBytes | None) -> dict[str, Col
 def _no_numbers(kind: T.DataType) -> Column:
     """An empty array for rows that need none: at each null, Spark rescans all rows before it."""
     return F.array().cast(kind)
-
-
-class _ArrayBytes:
-    """Builds the expression for an array's raw memory; null for other kinds of arrays.
-
-    SQL has no function for that, so it is built from methods of Spark's own classes, which run on
-    the executors: ``UTF8String.fromAddress(array.copy().getBaseObject(), ...)``. Arrays from a row
-    or a columnar file are copied into one piece of memory, as an ``UnsafeArrayData``. Others, such
-    as constants, are not.
-
-    Each step towards a name in the JVM is a message, so what all columns need is looked up once.
-    """
-
-    def __init__(self, jvm: Any) -> None:
-        catalyst, types = (
-            jvm.org.apache.spark.sql.catalyst.expressions,
-            jvm.org.apache.spark.sql.types,
-        )
-        self._bridge = jvm.org.apache.spark.sql.classic.ExpressionUtils
-        self._invoke, self._invoke_static = catalyst.objects.Invoke, catalyst.objects.StaticInvoke
-        self._if, self._or = catalyst.If, catalyst.Or
-        self._sql_type, self._sequence = types.DataType.fromDDL, jvm.PythonUtils.toSeq
-        self._nothing, self._none = self._sequence([]), jvm.scala.Option.apply(None)
-        named, literal, object_of = (
-            jvm.java.lang.Class.forName,
-            catalyst.Literal.create,
-            types.ObjectType,
-        )
-        unsafe, class_type = named(_UNSAFE), object_of(named("java.lang.Class"))
-        self._unsafe = literal(unsafe, class_type)
-        self._columnar = literal(named(_COLUMNAR), class_type)
-        self._unsafe_type = object_of(unsafe)
-        self._no_array = literal(None, self._unsafe_type)
-        self._text_class = named("org.apache.spark.unsafe.types.UTF8String")
-        self._object_type = object_of(named("java.lang.Object"))
-        self._boolean, self._long, self._int, self._string = map(
-            self._sql_type, ("boolean", "long", "int", "string")
-        )
-
-    def of(self, source: Source) -> Any:
-        """The bytes of an array column, which the JVM takes for a column of text."""
-        array = self._bridge.expression(source.column._jc)
-        itself = self._sequence([array])
-        copy = self._call(array, "copy", self._sql_type(source.kind.simpleString()))
-        memory = self._if(
-            self._or(
-                self._call(self._unsafe, "isInstance", self._boolean, itself),
-                self._call(self._columnar, "isInstance", self._boolean, itself),
-            ),
-            self._call(self._unsafe, "cast", self._unsafe_type, self._sequence([copy])),
-            self._no_array,
-        )
-        address = (
-            self._call(memory, "getBaseObject", self._object_type),
-            self._call(memory, "getBaseOffset", self._long),
-            self._call(memory, "getSizeInBytes", self._int),
-        )
-        text = self._invoke_static(
-            self._text_class,
-            self._string,
-            "fromAddress",
-            self._sequence(list(address)),
-            self._nothing,
-            True,  # null if an argument is
-            True,  # may be null
-            True,  # deterministic
-            self._none,
-        )
-        return self._bridge.column(text)
-
-    def of_sample(self, spark: SparkSession) -> bytes:
-        """The bytes of a sample, which the driver's JVM computes on its own, without a job."""
-        gateway = spark.sparkContext._gateway
-        assert gateway is not None
-        numbers = gateway.new_array(gateway.jvm.double, len(_SAMPLE))
-        for index, number in enumerate(_SAMPLE):
-            numbers[index] = number
-        expressions = gateway.jvm.org.apache.spark.sql.catalyst.expressions
-        array = expressions.UnsafeArrayData.fromPrimitiveArray(numbers)
-        kind = T.ArrayType(T.DoubleType())
-        literal = expressions.Literal(array, self._sql_type(kind.simpleString()))
-        source = Source("sample", Column(self._bridge.column(literal)), kind)
-        return bytes(self._bridge.expression(self.of(source)).eval(None).getBytes())
-
-    def _call(self, target: Any, method: str, result: Any, arguments: Any = None) -> Any:
-        return self._invoke(
-            target, method, result, arguments or self._nothing, self._nothing, True, True, True
-        )

@@ -19,8 +19,14 @@ from torch import nn
 
 from sparkdl import TorchEstimator, TorchModel
 from sparkdl.feed.record_batches.parquet_rows import unpacked_rows
-from sparkdl.spark.rows.in_files import columns_in_files, places
-from sparkdl.spark.rows.parquet_settings import AT_DEFAULT, FAMILIES, WITHOUT_EFFECT, describes_only
+from sparkdl.spark.rows.in_files import (
+    AT_DEFAULT,
+    FAMILIES,
+    WITHOUT_EFFECT,
+    columns_in_files,
+    describes_only,
+    places,
+)
 
 FLOATS = T.ArrayType(T.FloatType())
 Make = Callable[[SparkSession, str], DataFrame]

@@ -1,0 +1,131 @@
+"""The bytes in which Spark itself keeps an array, as a column."""
+
+from __future__ import annotations
+
+import logging
+import struct
+from typing import Any
+
+from py4j.protocol import Py4JError
+from pyspark.sql import Column, SparkSession
+from pyspark.sql import types as T
+
+logger = logging.getLogger(__name__)
+
+_UNSAFE = "org.apache.spark.sql.catalyst.expressions.UnsafeArrayData"
+_COLUMNAR = "org.apache.spark.sql.vectorized.ColumnarArray"
+_SAMPLE = (1.5, -2.0, 3.25)
+_BYTES_OF_SAMPLE = struct.pack("<qQ3d", len(_SAMPLE), 0, *_SAMPLE)
+"""The number of values, one null bit for each, and the values."""
+_reads_right: dict[str, bool] = {}
+"""By Spark application, whether the bytes of a sample were right; checked once in each."""
+
+
+def array_bytes(spark: SparkSession) -> ArrayBytes | None:
+    """What makes columns of arrays into bytes; None where this Spark cannot do that.
+
+    Arrays are then handed to Python as they are, value by value.
+    """
+    try:
+        in_bytes = ArrayBytes(spark._jvm)
+        application = spark.sparkContext.applicationId
+        if application not in _reads_right:
+            _reads_right[application] = in_bytes.of_sample(spark) == _BYTES_OF_SAMPLE
+        if _reads_right[application]:
+            return in_bytes
+        why = "this Spark stores them in a different layout"
+    except (Py4JError, TypeError, AttributeError) as error:
+        why = f"this Spark lacks one of its methods: {error}"
+    logger.info("arrays are passed to Python as they are, not as bytes: %s", why)
+    return None
+
+
+class ArrayBytes:
+    """Builds the expression for an array's raw memory; null for other kinds of arrays.
+
+    SQL has no function for that, so it is built from methods of Spark's own classes, which run on
+    the executors: ``UTF8String.fromAddress(array.copy().getBaseObject(), ...)``. Arrays from a row
+    or a columnar file are copied into one piece of memory, as an ``UnsafeArrayData``. Others, such
+    as constants, are not.
+
+    Each step towards a name in the JVM is a message, so what all columns need is looked up once.
+    """
+
+    def __init__(self, jvm: Any) -> None:
+        catalyst, types = (
+            jvm.org.apache.spark.sql.catalyst.expressions,
+            jvm.org.apache.spark.sql.types,
+        )
+        self._bridge = jvm.org.apache.spark.sql.classic.ExpressionUtils
+        self._invoke, self._invoke_static = catalyst.objects.Invoke, catalyst.objects.StaticInvoke
+        self._if, self._or = catalyst.If, catalyst.Or
+        self._sql_type, self._sequence = types.DataType.fromDDL, jvm.PythonUtils.toSeq
+        self._nothing, self._none = self._sequence([]), jvm.scala.Option.apply(None)
+        named, literal, object_of = (
+            jvm.java.lang.Class.forName,
+            catalyst.Literal.create,
+            types.ObjectType,
+        )
+        unsafe, class_type = named(_UNSAFE), object_of(named("java.lang.Class"))
+        self._unsafe = literal(unsafe, class_type)
+        self._columnar = literal(named(_COLUMNAR), class_type)
+        self._unsafe_type = object_of(unsafe)
+        self._no_array = literal(None, self._unsafe_type)
+        self._text_class = named("org.apache.spark.unsafe.types.UTF8String")
+        self._object_type = object_of(named("java.lang.Object"))
+        self._boolean, self._long, self._int, self._string = map(
+            self._sql_type, ("boolean", "long", "int", "string")
+        )
+
+    def of(self, column: Column, kind: T.DataType) -> Column:
+        """The bytes of an array column, which the JVM takes for a column of text."""
+        return Column(self._of(column._jc, kind))
+
+    def _of(self, column: Any, kind: T.DataType) -> Any:
+        array = self._bridge.expression(column)
+        itself = self._sequence([array])
+        copy = self._call(array, "copy", self._sql_type(kind.simpleString()))
+        memory = self._if(
+            self._or(
+                self._call(self._unsafe, "isInstance", self._boolean, itself),
+                self._call(self._columnar, "isInstance", self._boolean, itself),
+            ),
+            self._call(self._unsafe, "cast", self._unsafe_type, self._sequence([copy])),
+            self._no_array,
+        )
+        address = (
+            self._call(memory, "getBaseObject", self._object_type),
+            self._call(memory, "getBaseOffset", self._long),
+            self._call(memory, "getSizeInBytes", self._int),
+        )
+        text = self._invoke_static(
+            self._text_class,
+            self._string,
+            "fromAddress",
+            self._sequence(list(address)),
+            self._nothing,
+            True,  # null if an argument is
+            True,  # may be null
+            True,  # deterministic
+            self._none,
+        )
+        return self._bridge.column(text)
+
+    def of_sample(self, spark: SparkSession) -> bytes:
+        """The bytes of a sample, which the driver's JVM computes on its own, without a job."""
+        gateway = spark.sparkContext._gateway
+        assert gateway is not None
+        numbers = gateway.new_array(gateway.jvm.double, len(_SAMPLE))
+        for index, number in enumerate(_SAMPLE):
+            numbers[index] = number
+        expressions = gateway.jvm.org.apache.spark.sql.catalyst.expressions
+        array = expressions.UnsafeArrayData.fromPrimitiveArray(numbers)
+        kind = T.ArrayType(T.DoubleType())
+        literal = expressions.Literal(array, self._sql_type(kind.simpleString()))
+        made = self._of(self._bridge.column(literal), kind)
+        return bytes(self._bridge.expression(made).eval(None).getBytes())
+
+    def _call(self, target: Any, method: str, result: Any, arguments: Any = None) -> Any:
+        return self._invoke(
+            target, method, result, arguments or self._nothing, self._nothing, True, True, True
+        )

@@ -1,0 +1,38 @@
+"""What is done instead where this Spark lacks a private name."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from py4j.protocol import Py4JError, Py4JJavaError, Py4JNetworkError
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def with_fallback(plain: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Have a function do the same in plain PySpark where a private name that it uses is missing.
+
+    Args:
+        plain: takes the same arguments, and gives the same answer, if more slowly.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except (Py4JJavaError, Py4JNetworkError):  # the name is there: something else is wrong
+                raise
+            except (AttributeError, TypeError, Py4JError) as error:
+                logger.info("%s: this Spark lacks a private name: %s", function.__name__, error)
+            return plain(*args, **kwargs)
+
+        return call
+
+    return decorate
