@@ -21,8 +21,7 @@ from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.replica.buffers import ModuleState, tensors_of
 from sparkdl.spark.closures.accumulators import accumulators_here, count_again
 from sparkdl.spark.closures.pickling import ClosurePickler, References
-from sparkdl.spark.modules.arrival import arrive, importable
-from sparkdl.spark.modules.shipment import Shipment
+from sparkdl.spark.modules.arrival import Shipment, arrive, importable
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.user_code.missing_modules import advice
 

@@ -24,8 +24,7 @@ from sparkdl.spark.cluster.gpus import VISIBLE
 from sparkdl.spark.launch.bootstrap import require
 from sparkdl.spark.launch.forked import fork_server
 from sparkdl.spark.launch.rank_host import RankCall, host_ranks
-from sparkdl.spark.modules.arrival import Arrived, arrive, importable
-from sparkdl.spark.modules.shipment import Shipment
+from sparkdl.spark.modules.arrival import Arrived, Shipment, arrive, importable
 from sparkdl.user_code.tracebacks import message_of
 
 _OF_BARRIERS = ("_conn_info", "_port", "_secret")

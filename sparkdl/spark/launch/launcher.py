@@ -41,7 +41,7 @@ from sparkdl.spark.launch.worker_rows import (
     run_on_rows,
     with_original_places,
 )
-from sparkdl.spark.modules.shipment import Shipment
+from sparkdl.spark.modules.arrival import Shipment
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.spark.session.encryption import keeps_rows_in_memory
 from sparkdl.spark.session.required import end_of_jvm

@@ -8,9 +8,6 @@ driver has imported, under the same names: in results, in saved models, and in p
 worker starts. Only changes made in the driver's memory, by assigning to module variables, are lost.
 
     units.py     what is the user's own, and which parts of it travel as a unit
-    texts.py     the files of a unit, as the driver has imported them
-    bundle.py    all that some names need, found by following imports
-    shipment.py  what is sent
-    shipping.py  sends it to the executors, once for as long as nothing changes
+    shipping.py  reads all that some names need, and sends it, once for as long as nothing changes
     arrival.py   makes it importable there for one task, and leaves no trace of it
 """

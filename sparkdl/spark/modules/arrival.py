@@ -19,19 +19,48 @@ import sys
 import tempfile
 import types
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import FileFinder, ModuleSpec, PathFinder
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from pyspark import Broadcast
 
 from sparkdl.errors import SetupError
-from sparkdl.spark.modules.shipment import Shipment, is_plain
 from sparkdl.spark.rows.scratch import row_directory
 from sparkdl.user_code.missing_modules import left_behind
 
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EPERM, errno.EACCES)
 """How the system says that something is already in the place of a new folder."""
+
+
+class Shipment(NamedTuple):
+    """The user's own modules, as a task receives them.
+
+    A task that only starts other processes imports this, and must not import torch for it.
+
+    Attributes:
+        digest: the digest of all their files.
+        units: the dotted names of modules and packages, each with where the driver looks for it.
+        archive: the zip file with them; None if there are none.
+        left_out: what had to stay, and why.
+    """
+
+    digest: str
+    units: tuple[tuple[str, str], ...]
+    archive: Broadcast[bytes] | None
+    left_out: tuple[tuple[str, str], ...]
+
+    def plain(self) -> tuple[Any, ...]:
+        """The same as plain values, for a Python that may lack this package."""
+        return tuple(self)
+
+    @classmethod
+    def of(cls, plain: tuple[Any, ...] | None) -> Shipment | None:
+        """The shipment made from plain values; None from None."""
+        return None if plain is None else cls(*plain)
 
 
 @dataclass(frozen=True)
@@ -59,21 +88,13 @@ def arrive(shipment: Shipment | None) -> Arrived:
         return Arrived((), (), ())
     if shipment.archive is None:
         return Arrived((), (), shipment.left_out)
-    folder = _unpacked(shipment)
-    bases = {unit.base for unit in shipment.units}
-    in_place = all(
-        unit.base is not None and _is_same(folder, Path(unit.base), unit.relative)
-        for unit in shipment.units
-    )
-    places = tuple(
-        (
-            unit.name,
-            str((Path(unit.base or "") if in_place else folder) / Path(unit.relative).parent),
-        )
-        for unit in shipment.units
-    )
-    search = tuple(sorted(base for base in bases if base)) if in_place else (str(folder),)
-    return Arrived(places, search, shipment.left_out)
+    with zipfile.ZipFile(io.BytesIO(shipment.archive.value)) as archive:
+        bases = dict(shipment.units)
+        if not _are_in_place(archive, bases):
+            folder = str(_unpacked(archive, shipment.digest))
+            bases = dict.fromkeys(bases, folder)
+    places = tuple((name, str(Path(base, *name.split(".")[:-1]))) for name, base in bases.items())
+    return Arrived(places, tuple(sorted(set(bases.values()))), shipment.left_out)
 
 
 @contextmanager
@@ -173,43 +194,35 @@ def _put_in(modules: dict[str, types.ModuleType]) -> None:
             setattr(sys.modules[parent], last, module)
 
 
-def _is_same(folder: Path, base: Path, relative: str) -> bool:
-    """Whether a file, or all files below a folder, are the same in two places."""
-    top = folder / relative
-    paths = [top]
-    if top.is_dir():
-        paths = [
-            Path(inner, file)
-            for inner, folders, files in os.walk(top)
-            if Path(inner).name != "__pycache__"
-            for file in files
-        ]
+def _are_in_place(archive: zipfile.ZipFile, bases: dict[str, str]) -> bool:
+    """Whether this host has all files, with the same contents, where the driver has them."""
+    by_path = {name.replace(".", "/"): Path(base) for name, base in bases.items()}
     try:
         return all(
-            (there := base / path.relative_to(folder)).stat().st_size == path.stat().st_size
-            and there.read_bytes() == path.read_bytes()
-            for path in paths
+            (by_path[_unit_of(path, by_path)] / path).read_bytes() == archive.read(path)
+            for path in archive.namelist()
         )
-    except OSError:  # it is not there, or may not be read
+    except OSError:  # one is not there, or may not be read
         return False
 
 
-def _unpacked(shipment: Shipment) -> Path:
+def _unit_of(path: str, units: Iterable[str]) -> str:
+    """Which of the units, as paths, a file belongs to."""
+    for unit in units:
+        if (path == f"{unit}.py" or path.startswith(f"{unit}/")) and ".." not in path.split("/"):
+            return unit
+    raise SetupError(f"the modules received contain a file {path!r}")
+
+
+def _unpacked(archive: zipfile.ZipFile, digest: str) -> Path:
     """The folder with a shipment's files, which the processes of an executor share."""
     parent = row_directory(None)
-    folder = parent / f"sparkdl-modules-{shipment.digest}"
+    folder = parent / f"sparkdl-modules-{digest}"
     if _is_ours(folder):
         return folder
-    assert shipment.archive is not None
     made = Path(tempfile.mkdtemp(prefix="sparkdl-modules-", dir=parent))  # for this user alone
     try:
-        with zipfile.ZipFile(io.BytesIO(shipment.archive.value)) as archive:
-            for entry in archive.infolist():
-                if not is_plain(entry.filename):
-                    raise SetupError(f"the modules received contain a file {entry.filename!r}")
-                path = made / entry.filename
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(archive.read(entry))
+        archive.extractall(made)  # below it, whatever the names
         try:
             os.rename(made, folder)
         except OSError as error:

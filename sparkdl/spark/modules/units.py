@@ -35,19 +35,16 @@ class Unit:
         name: its name; dotted if it is inside packages that are mere folders.
         file: the absolute path of the module or of the package's ``__init__``.
         is_package: whether it is a package.
-        archive: the zip file that it is in; None if it is in a folder.
     """
 
     name: str
     file: str
     is_package: bool
-    archive: str | None = None
 
     @property
-    def base(self) -> str:
-        """The folder or zip file in which Python finds it by its name."""
-        parents = self.name.count(".") + 1 + self.is_package
-        return str(Path(self.file).parents[parents - 1])
+    def base(self) -> Path:
+        """The folder in which Python finds it by its name."""
+        return Path(self.file).parents[self.name.count(".") + self.is_package]
 
     @property
     def relative(self) -> str:
@@ -130,11 +127,14 @@ class Finder:
             origin = os.path.abspath(origin)
         loader = spec.loader
         archive = loader.archive if isinstance(loader, zipimport.zipimporter) else None
-        if origin is None or not os.path.isfile(archive or origin):
+        if origin is not None and self._is_sent(archive or origin):
+            return None
+        if archive is not None:
+            raise CannotTravelError(name, f"is in a zip file ({archive})")
+        if origin is None or not os.path.isfile(origin):
             raise CannotTravelError(name, "was not loaded from a file")
-        unit = Unit(name, origin, is_package, archive)
-        top = name.partition(".")[0]
-        if self._is_sent(unit) or _is_recorded(unit.base, top):
+        unit = Unit(name, origin, is_package)
+        if _is_recorded(str(unit.base), name.partition(".")[0]):
             return None
         if name in sys.stdlib_module_names:
             raise CannotTravelError(name, "has the name of a standard library module")
@@ -145,8 +145,7 @@ class Finder:
             raise CannotTravelError(name, f"was loaded from {origin}, a file with a different name")
         return unit
 
-    def _is_sent(self, unit: Unit) -> bool:
-        place = unit.archive or unit.file
+    def _is_sent(self, place: str) -> bool:
         folders = tuple(f"{each}{os.sep}" for each in self._sent)
         return place.startswith(folders) or Path(place).name in self._sent
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from projects import on_path
@@ -23,9 +24,10 @@ def project(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Executors are on other hosts, which do not have the driver's folders."""
-    shipped = shipping.Shipped
+    shipment = shipping.Shipment
 
-    def on_another_host(name: str, relative: str, base: str | None) -> shipping.Shipped:
-        return shipped(name, relative, f"/nowhere{base}")
+    def on_another_host(**given: Any) -> shipping.Shipment:
+        units = tuple((name, f"/nowhere{base}") for name, base in given.pop("units"))
+        return shipment(units=units, **given)
 
-    monkeypatch.setattr(shipping, "Shipped", on_another_host)
+    monkeypatch.setattr(shipping, "Shipment", on_another_host)

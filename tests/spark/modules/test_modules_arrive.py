@@ -17,8 +17,7 @@ import pytest
 from projects import on_path, write
 
 from sparkdl.errors import SetupError
-from sparkdl.spark.modules.arrival import Arrived, arrive, importable
-from sparkdl.spark.modules.shipment import Shipment, Shipped
+from sparkdl.spark.modules.arrival import Arrived, Shipment, arrive, importable
 from sparkdl.user_code.missing_modules import advice
 
 
@@ -31,19 +30,17 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def shipment(
-    *units: tuple[str, str], base: str = "/nowhere", digest: str = "d1", **files: str
-) -> Shipment:
+def shipment(*names: str, base: str = "/nowhere", digest: str = "d1", **files: str) -> Shipment:
     """One as the driver makes it; the paths' dots are written as two underscores."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
         for name, text in files.items():
             archive.writestr(name, text)
     broadcast: Any = SimpleNamespace(value=packed.getvalue())
-    return Shipment(digest, tuple(Shipped(*unit, base) for unit in units), broadcast, ())
+    return Shipment(digest, tuple((name, base) for name in names), broadcast, ())
 
 
-ONE = ("own_one", "own_one.py")
+ONE = "own_one"
 
 
 def state() -> tuple[list[str], list[Any], set[str]]:
@@ -83,7 +80,7 @@ def test_what_has_the_same_name_here_waits_until_the_block_ends(project: Path) -
     here = importlib.import_module("own_pack.x"), sys.modules["own_pack"]
     arrived = arrive(
         shipment(
-            ("own_pack", "own_pack"),
+            "own_pack",
             **{"own_pack/__init__.py": "WHOSE = 'sent'", "own_pack/y.py": ""},
         )
     )
@@ -101,9 +98,9 @@ def test_folders_without_init_are_shared_with_what_is_here(project: Path) -> Non
     write(project, {"own_folder/here.py": "WHOSE = 'here'", "own_folder/both.py": "WHOSE = 'here'"})
     arrived = arrive(
         shipment(
-            ("own_folder.sent", "own_folder/sent.py"),
-            ("own_folder.both", "own_folder/both.py"),
-            ("own_new.deep.net", "own_new/deep/net.py"),
+            "own_folder.sent",
+            "own_folder.both",
+            "own_new.deep.net",
             **{
                 "own_folder/sent.py": "WHOSE = 'sent'",
                 "own_folder/both.py": "WHOSE = 'sent'",
@@ -128,7 +125,7 @@ def test_files_that_are_here_as_on_the_driver_are_imported_from_there(
 ) -> None:
     text = "from pathlib import Path\nTOLD = (Path(__file__).parent / 'large.bin').read_text()"
     write(project, {"own_pack/__init__.py": text, "own_pack/large.bin": "large"})
-    sent = shipment(("own_pack", "own_pack"), base=str(project), **{"own_pack/__init__.py": text})
+    sent = shipment("own_pack", base=str(project), **{"own_pack/__init__.py": text})
     with importable(arrive(sent)):
         assert importlib.import_module("own_pack").TOLD == "large"
     write(project, {"own_pack/__init__.py": "TOLD = 'edited since'"}, when=1)
@@ -137,40 +134,36 @@ def test_files_that_are_here_as_on_the_driver_are_imported_from_there(
 
 
 def test_modules_are_unpacked_once_where_nobody_else_may_look(host: Path) -> None:
-    sent = shipment(
-        ("own_pack", "own_pack"), **{"own_pack/__init__.py": "", "own_pack/a/b.txt": "b"}
-    )
+    sent = shipment("own_pack", **{"own_pack/__init__.py": "", "own_pack/a/b.txt": "b"})
     (place,) = {place for _, place in arrive(sent).places}
     assert stat.S_IMODE(os.stat(place).st_mode) == 0o700
     assert (Path(place) / "own_pack/a/b.txt").read_text() == "b"
-    empty: Any = SimpleNamespace(value=b"")
-    assert arrive(sent._replace(archive=empty)).places == (("own_pack", place),)
+    (Path(place) / "own_pack/a/b.txt").write_text("as it was")
+    assert arrive(sent).places == (("own_pack", place),)
+    assert (Path(place) / "own_pack/a/b.txt").read_text() == "as it was"
     other = arrive(sent._replace(digest="d2")).places
     assert other != (("own_pack", place),)
     assert len(list(host.iterdir())) == 2
 
 
-@pytest.mark.parametrize("how", ["open", "link", "file"])
-def test_a_folder_that_others_could_have_made_is_refused(host: Path, how: str) -> None:
-    folder = host / "sparkdl-modules-d1"
-    if how == "open":
-        folder.mkdir()
-        (folder / "own_one.py").write_text("import os; os.abort()")
-        folder.chmod(0o777)
-    elif how == "link":
-        (host / "else").mkdir(mode=0o700)
-        folder.symlink_to(host / "else")
-    else:
-        folder.write_text("")
-    with pytest.raises(SetupError, match="another user or is open to others"):
-        arrive(shipment(ONE, **{"own_one.py": ""}))
-    assert not [each for each in host.iterdir() if each.name not in (folder.name, "else")]
+def test_a_folder_that_others_could_have_made_is_refused(host: Path) -> None:
+    folders = {how: host / f"sparkdl-modules-{how}" for how in ("open", "link", "file")}
+    folders["open"].mkdir()
+    (folders["open"] / "own_one.py").write_text("import os; os.abort()")
+    folders["open"].chmod(0o777)
+    (host / "else").mkdir(mode=0o700)
+    folders["link"].symlink_to(host / "else")
+    folders["file"].write_text("")
+    for how in folders:
+        with pytest.raises(SetupError, match="another user or is open to others"):
+            arrive(shipment(ONE, digest=how, **{"own_one.py": ""}))
+    assert set(host.iterdir()) == {*folders.values(), host / "else"}
 
 
-@pytest.mark.parametrize("name", ["../own_one.py", "/tmp/own_one.py", "a/../../b.py"])
-def test_an_archive_that_leads_elsewhere_is_refused(host: Path, name: str) -> None:
-    with pytest.raises(SetupError, match="the modules received contain a file"):
-        arrive(shipment(ONE, **{name: ""}))
+def test_an_archive_that_leads_elsewhere_is_refused(host: Path) -> None:
+    for name in ("../own_one.py", "/tmp/own_one.py", "own_one/../../b.py", "own_two.py"):
+        with pytest.raises(SetupError, match="the modules received contain a file"):
+            arrive(shipment(ONE, **{name: ""}))
     assert list(host.iterdir()) == []
 
 
