@@ -17,7 +17,8 @@ from sparkdl.errors import ConfigError
 from sparkdl.estimator.model import TorchModel
 from sparkdl.jobs.output import Location
 from sparkdl.redaction import without_credentials
-from sparkdl.spark.storage.files import hadoop_files, java_errors
+from sparkdl.spark.catalyst.cluster import hadoop_files
+from sparkdl.spark.storage.files import java_errors
 from sparkdl.spark.storage.hadoop_files import open_hadoop
 
 RENAMING = ("hdfs", "viewfs")

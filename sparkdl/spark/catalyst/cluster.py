@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from pyspark import SparkContext
@@ -65,14 +66,56 @@ def executor_start_times(spark: SparkSession) -> list[float]:
     return [one.addTime().getTime() / 1000 for one in executors if one.id() != "driver"]
 
 
+def _of_group_alone(context: SparkContext, tag: str) -> list[int]:
+    """The status tracker has no tags: whoever looks for progress finds none, and the jobs run."""
+    return []
+
+
+@with_fallback(_of_group_alone)
+def jobs_with_tag(context: SparkContext, tag: str) -> list[int]:
+    """The numbers of the jobs that have a tag."""
+    return list(context._jsc.sc().statusTracker().getJobIdsForTag(tag))
+
+
+def _by_number_of_tasks(context: SparkContext, stage: int) -> bool:
+    """Whoever asks then tells stages apart by their numbers of tasks alone."""
+    return False
+
+
+@with_fallback(_by_number_of_tasks)
+def feeds_a_shuffle(context: SparkContext, stage: int) -> bool:
+    """Whether a stage that is running writes a shuffle's files."""
+    found = context._jsc.sc().dagScheduler().stageIdToStage().get(stage)
+    return bool(found.isDefined() and found.get().getClass().getSimpleName() == "ShuffleMapStage")
+
+
+@dataclass(frozen=True)
+class FailedTask:
+    """A task that failed, as Spark's status store has it."""
+
+    number: int
+    index: int
+    host: str
+    message: str
+
+
+def _no_failures(context: SparkContext, stage: int) -> list[FailedTask]:
+    return []
+
+
+@with_fallback(_no_failures)
+def failed_tasks(context: SparkContext, stage: int) -> list[FailedTask]:
+    """The failed tasks of a stage's first attempt; none where Spark does not say."""
+    tasks = context._jsc.sc().statusStore().taskList(stage, 0, 1 << 20)
+    return [
+        FailedTask(task.taskId(), task.index(), task.host(), task.errorMessage().get())
+        for task in (tasks.apply(index) for index in range(tasks.size()))
+        if task.status() == "FAILED" and task.errorMessage().isDefined()
+    ]
+
+
 def hadoop_files(path: str) -> tuple[Any, Any]:
     """Hadoop's file system for a path, and its class of paths; both in the driver's JVM."""
     context: Any = SparkSession.builder.getOrCreate().sparkContext
     paths = context._jvm.org.apache.hadoop.fs.Path
     return paths(path).getFileSystem(context._jsc.hadoopConfiguration()), paths
-
-
-def is_stopped(context: SparkContext) -> bool:
-    """Whether a context was stopped, also from the JVM's side."""
-    java = context._jsc
-    return java is None or bool(java.sc().isStopped())

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from py4j.protocol import Py4JError, Py4JJavaError, Py4JNetworkError
+from pyspark import SparkContext
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,9 @@ def with_fallback(plain: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[
             except (Py4JJavaError, Py4JNetworkError):  # the name is there: something else is wrong
                 raise
             except (AttributeError, TypeError, Py4JError) as error:
+                context = SparkContext._active_spark_context
+                if context is None or context._jsc is None:  # it was stopped meanwhile
+                    raise
                 logger.info("%s: this Spark lacks a private name: %s", function.__name__, error)
             return plain(*args, **kwargs)
 

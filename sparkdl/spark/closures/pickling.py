@@ -13,7 +13,7 @@ import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyspark import Accumulator, Broadcast
+from pyspark import Accumulator, Broadcast, SparkContext
 from pyspark.core.broadcast import _broadcastRegistry, _from_id
 
 from sparkdl.user_code.references import ReferencePickler
@@ -104,7 +104,7 @@ def _number(value: Broadcast[Any]) -> int:
     java, context = value._jbroadcast, value._sc
     if java is None or context is None:
         raise pickle.PicklingError("only the driver can send a broadcast variable")
-    if context._jsc is None:
+    if context is not SparkContext._active_spark_context:
         raise pickle.PicklingError("its Spark session was stopped")
     if not java.isValid():
         raise pickle.PicklingError("it was destroyed")

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from py4j.protocol import Py4JError
 from pyspark import InheritableThread, SparkContext, SparkJobInfo
 
+from sparkdl.spark.catalyst.cluster import jobs_with_tag
+
 logger = logging.getLogger(__name__)
 
 CANCEL_S = 0.2
@@ -132,8 +134,7 @@ class RunJobs:
     def infos(self) -> list[SparkJobInfo]:
         """The run's jobs that Spark knows of."""
         tracker = self._context.statusTracker()
-        known = self._context._jsc.sc().statusTracker().getJobIdsForTag(self.tag)
-        found = [tracker.getJobInfo(job) for job in known]
+        found = [tracker.getJobInfo(job) for job in jobs_with_tag(self._context, self.tag)]
         return [job for job in found if job is not None]
 
     def _cancel(self, running: list[threading.Event]) -> None:

@@ -22,6 +22,11 @@ from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ConfigError
+from sparkdl.spark.catalyst.cluster import (
+    count_running_tasks,
+    count_slots,
+    executor_start_times,
+)
 from sparkdl.spark.cluster.gpus import GPUS_A_TASK, GPUS_AN_EXECUTOR
 
 EXECUTORS_START_S = 60.0
@@ -31,22 +36,6 @@ LAST_EXECUTOR_S = 5.0
 many there will be."""
 OTHERS_END_S = 10.0
 """Seconds to wait for other jobs to give slots back, where workers need a gang-scheduled start."""
-
-
-def count_slots(spark: SparkSession, profile: ResourceProfile | None = None) -> int:
-    """Tasks that the executors registered now can run at the same time.
-
-    Args:
-        spark: the session.
-        profile: what each task needs; what the session's settings say by default.
-    """
-    context = spark.sparkContext._jsc.sc()
-    profiles = context.resourceProfileManager()
-    if profile is None:
-        return int(context.maxNumConcurrentTasks(profiles.defaultResourceProfile()))
-    needed = profile._java_resource_profile
-    profiles.addResourceProfile(needed)
-    return int(context.maxNumConcurrentTasks(needed))
 
 
 def most_slots(spark: SparkSession, profile: ResourceProfile | None = None) -> float:
@@ -136,9 +125,7 @@ def _wait_for_executors(
 
 def _seconds_since_last_executor(spark: SparkSession) -> float:
     """Seconds since the last one registered; 0 as long as there is none."""
-    known = spark.sparkContext._jsc.sc().statusStore().executorList(True)
-    found = [known.apply(index) for index in range(known.size())]
-    times = [one.addTime().getTime() / 1000 for one in found if one.id() != "driver"]
+    times = executor_start_times(spark)
     return time.time() - max(times) if times else 0.0
 
 
@@ -182,7 +169,7 @@ def require_free_slots(
     if ranks_a_task > 1:
         who += f", {ranks_a_task} in each of {needed} tasks"
     while True:
-        slots, running = count_slots(spark, profile), _count_running_tasks(spark)
+        slots, running = count_slots(spark, profile), count_running_tasks(spark)
         if slots - running >= needed:
             return
         if slots >= needed:
@@ -201,15 +188,6 @@ def require_free_slots(
                 "add executors"
             )
         time.sleep(0.1)
-
-
-def _count_running_tasks(spark: SparkSession) -> int:
-    # The scheduler's own count: the status tracker's may be ten seconds old.
-    counts = spark.sparkContext._jsc.sc().taskScheduler().runningTasksByExecutors().valuesIterator()
-    running = 0
-    while counts.hasNext():
-        running += int(counts.next())
-    return running
 
 
 def _refuse_speculation(spark: SparkSession) -> None:

@@ -10,6 +10,7 @@ from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import WorkerLostError
+from sparkdl.spark.catalyst.cluster import failed_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -131,14 +132,11 @@ def _reason(message: str) -> str:
 def _failed_tasks(spark: SparkSession, group: str) -> list[_FailedTask]:
     """The failed tasks of the group's last job, in the order of their IDs."""
     context = spark.sparkContext
-    tracker, store = context.statusTracker(), context._jsc.sc().statusStore()
+    tracker = context.statusTracker()
     jobs = sorted(tracker.getJobIdsForGroup(group))
     info = tracker.getJobInfo(jobs[-1]) if jobs else None
     found = {}
     for stage in info.stageIds if info is not None else ():
-        tasks = store.taskList(stage, 0, 1 << 20)
-        for task in (tasks.apply(index) for index in range(tasks.size())):
-            if task.status() == "FAILED" and task.errorMessage().isDefined():
-                reason = _reason(task.errorMessage().get())
-                found[task.taskId()] = _FailedTask(task.index(), task.host(), reason)
+        for task in failed_tasks(context, stage):
+            found[task.number] = _FailedTask(task.index, task.host, _reason(task.message))
     return [found[number] for number in sorted(found)]

@@ -16,6 +16,7 @@ from pyspark import SparkContext
 
 from sparkdl.averager.service.server import Averager
 from sparkdl.errors import CollectiveError, DeadlineError
+from sparkdl.spark.catalyst.cluster import feeds_a_shuffle
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.diagnostics.stacks import Stacks
 
@@ -154,11 +155,6 @@ def computes_upstream(context: SparkContext, stages: Sequence[StageProgress], ta
             shuffle and has as many: a worker that runs there and has not joined may hang.
     """
     return any(
-        stage.active and (stage.tasks != tasks or _feeds_a_shuffle(context, stage.number))
+        stage.active and (stage.tasks != tasks or feeds_a_shuffle(context, stage.number))
         for stage in stages
     )
-
-
-def _feeds_a_shuffle(context: SparkContext, stage: int) -> bool:
-    found = context._jsc.sc().dagScheduler().stageIdToStage().get(stage)
-    return bool(found.isDefined() and found.get().getClass().getSimpleName() == "ShuffleMapStage")

@@ -25,6 +25,7 @@ from sparkdl.errors import (
     WorkerLostError,
 )
 from sparkdl.feed.statistics.shards import NO_ROWS
+from sparkdl.spark.catalyst.jvm import end_of_jvm
 from sparkdl.spark.closures.pickling import References, pickled
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import JOB_END_S, RunJobs
@@ -44,7 +45,6 @@ from sparkdl.spark.launch.worker_rows import (
 from sparkdl.spark.modules.arrival import Shipment
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.spark.session.encryption import keeps_rows_in_memory
-from sparkdl.spark.session.required import end_of_jvm
 from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, shortened
 from sparkdl.version import __version__
 from sparkdl.worker import Job

@@ -14,6 +14,7 @@ from typing import Any
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import SetupError
+from sparkdl.spark.catalyst.jvm import process_of_jvm
 from sparkdl.spark.session.session import (
     DEFAULTS,
     DRIVER_OPTIONS,
@@ -87,9 +88,7 @@ def _run_job(archive: Path, rows: Path) -> int:
         master="local[2]",
         conf={DRIVER_OPTIONS: f"{DEFAULTS[DRIVER_OPTIONS]} {options}", "spark.ui.port": "0"},
     )
-    gateway = spark.sparkContext._gateway
-    assert gateway is not None  # of a session that this process created
-    java = gateway.proc
+    java = process_of_jvm()
     try:
         try:
             _use(spark, str(rows))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from py4j.protocol import Py4JError, Py4JJavaError
+from py4j.protocol import Py4JError
 from pyspark import RDD, SparkContext
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.errors import ConfigError, DataError
+from sparkdl.spark.catalyst.jvm import end_of_jvm, has_jvm, is_of_this_driver, is_stopped
 from sparkdl.spark.session.session import current_session
 
 _ANOTHER = "create another with sparkdl.create_session()"
@@ -42,9 +40,8 @@ def require_frame(value: object, name: str = "df", *, to_end: str | None = None)
     if not isinstance(value, DataFrame) and not kind.__module__.startswith("pyspark.sql.connect."):
         found, advice = _described(value, name if name.isidentifier() else "df")
         raise ConfigError(f"{name} must be a Spark DataFrame, got {found}; {advice}")
-    if not hasattr(value, "_jdf"):
+    if not isinstance(value, DataFrame) or not is_of_this_driver(value):
         raise _of_connect("the DataFrame belongs to")
-    assert isinstance(value, DataFrame)
     if _is_stopped(value.sparkSession):
         running = SparkContext._active_spark_context
         other = running is not None and running is not value.sparkSession.sparkContext
@@ -73,11 +70,11 @@ def require_session(spark: SparkSession | None = None) -> SparkSession:
     if spark is None:
         with _jvm_named():
             spark = current_session()
-    if spark is None and SparkContext._gateway is None:
+    if spark is None and not has_jvm():
         raise ConfigError(
             "there is no active Spark session; create one with sparkdl.create_session()"
         )
-    if spark is not None and not hasattr(spark, "_jsparkSession"):
+    if spark is not None and not is_of_this_driver(spark):
         raise _of_connect("this is")
     if spark is None or _is_stopped(spark):
         raise ConfigError(f"the Spark session has been stopped: {_ANOTHER}")
@@ -85,9 +82,8 @@ def require_session(spark: SparkSession | None = None) -> SparkSession:
 
 
 def _is_stopped(spark: SparkSession) -> bool:
-    context = spark.sparkContext._jsc
     with _jvm_named():
-        return context is None or bool(context.sc().isStopped())
+        return is_stopped(spark)
 
 
 @contextmanager
@@ -143,43 +139,3 @@ def _with_article(what: str) -> str:
     if what == "RDD":
         return "an RDD"
     return f"an {what}" if what[0].lower() in "aeiou" else f"a {what}"
-
-
-END_S = 5.0
-"""Seconds within which a JVM that no longer answers is gone from the system."""
-
-
-def end_of_jvm(error: BaseException) -> str | None:
-    """Say that Spark's JVM has ended, if that is why a call into it failed.
-
-    Args:
-        error: what the call raised.
-
-    Returns:
-        What happened, and what to do; None if the JVM still answers.
-    """
-    if isinstance(error, Py4JJavaError) or not isinstance(error, (Py4JError, OSError)):
-        return None
-    if _answers():
-        return None
-    process = getattr(SparkContext._gateway, "proc", None)  # spark-submit's JVM is our parent
-    which, how = "Spark's JVM", "no longer answers"
-    if process is not None:
-        which = f"Spark's JVM (process {process.pid})"
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = process.wait(END_S)
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else "has ended"
-            how += f" with code {code}" if code > 0 else ""
-    return (
-        f"{which} {how}, and with it the session and all of its jobs. Its own output says why it "
-        "crashed; a system short of memory kills it (its log, dmesg, then says so). Start this "
-        "program again: a fit with checkpointPath goes on from its last checkpoint"
-    )
-
-
-def _answers() -> bool:
-    try:
-        SparkContext._jvm.java.lang.System.nanoTime()  # type: ignore[union-attr]
-    except (Py4JError, OSError):
-        return False
-    return True

@@ -13,11 +13,11 @@ from urllib.parse import urlparse
 
 from py4j.protocol import Py4JError
 from pyspark import SparkContext
-from pyspark.sql import SparkSession
 
 from sparkdl.durable.publishing import ASIDE, put_directory, whole_directory
 from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.redaction import without_credentials
+from sparkdl.spark.catalyst.cluster import hadoop_files
 
 logger = logging.getLogger(__name__)
 
@@ -133,13 +133,6 @@ def _local_path(target: str) -> Path | None:
     if target.startswith("file:"):
         return Path(target.removeprefix("file:"))
     return None if urlparse(target).scheme else Path(target)
-
-
-def hadoop_files(path: str) -> tuple[Any, Any]:
-    """Hadoop's file system for a path, and its class of paths; both in the driver's JVM."""
-    context = SparkSession.builder.getOrCreate().sparkContext
-    paths = context._jvm.org.apache.hadoop.fs.Path  # type: ignore[union-attr]
-    return paths(path).getFileSystem(context._jsc.hadoopConfiguration()), paths
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
-from sparkdl.spark.storage.files import hadoop_files, java_errors
+from sparkdl.spark.catalyst.cluster import hadoop_files
+from sparkdl.spark.storage.files import java_errors
 
 
 def open_hadoop(uri: str) -> tuple[fs.FileSystem, str]:

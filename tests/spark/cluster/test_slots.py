@@ -13,6 +13,7 @@ from frames import estimator, frame
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ConfigError
+from sparkdl.spark.catalyst.cluster import count_slots
 from sparkdl.spark.catalyst.plans import known_partitions
 from sparkdl.spark.cluster import slots
 from sparkdl.spark.cluster.slots import (
@@ -20,7 +21,6 @@ from sparkdl.spark.cluster.slots import (
     _seconds_since_last_executor,
     _wait_for_executors,
     choose_num_workers,
-    count_slots,
     require_free_slots,
 )
 

@@ -128,7 +128,7 @@ def test_a_jvm_that_has_ended_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -
         raise Py4JError("An error occurred while calling o31.sc")
 
     monkeypatch.setattr(SparkContext, "_jvm", None)
-    monkeypatch.setattr("sparkdl.spark.session.required._answers", lambda: False)
+    monkeypatch.setattr("sparkdl.spark.catalyst.jvm._answers", lambda: False)
     monkeypatch.setattr(SparkContext, "_gateway", SimpleNamespace(proc=None))
     with pytest.raises(ConfigError, match="Spark's JVM no longer answers"):
         require_frame(frame_of(SimpleNamespace(_jsc=SimpleNamespace(sc=gone))))

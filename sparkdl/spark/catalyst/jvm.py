@@ -1,0 +1,72 @@
+"""The driver's JVM: whether it is there and whose session it has, and how it has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+from typing import Any
+
+from py4j.protocol import Py4JError, Py4JJavaError
+from pyspark import SparkContext
+from pyspark.sql import DataFrame, SparkSession
+
+END_S = 5.0
+"""Seconds within which a JVM that no longer answers is gone from the system."""
+
+
+def end_of_jvm(error: BaseException) -> str | None:
+    """Say that Spark's JVM has ended, if that is why a call into it failed.
+
+    Args:
+        error: what the call raised.
+
+    Returns:
+        What happened, and what to do; None if the JVM still answers.
+    """
+    if isinstance(error, Py4JJavaError) or not isinstance(error, (Py4JError, OSError)):
+        return None
+    if _answers():
+        return None
+    process = process_of_jvm()
+    which, how = "Spark's JVM", "no longer answers"
+    if process is not None:
+        which = f"Spark's JVM (process {process.pid})"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(END_S)
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else "has ended"
+            how += f" with code {code}" if code > 0 else ""
+    return (
+        f"{which} {how}, and with it the session and all of its jobs. Its own output says why it "
+        "crashed; a system short of memory kills it (its log, dmesg, then says so). Start this "
+        "program again: a fit with checkpointPath goes on from its last checkpoint"
+    )
+
+
+def _answers() -> bool:
+    try:
+        SparkContext._jvm.java.lang.System.nanoTime()  # type: ignore[union-attr]
+    except (Py4JError, OSError):
+        return False
+    return True
+
+
+def process_of_jvm() -> Any:
+    """The JVM as a child of this process; None if it is our parent, as spark-submit's, or ended."""
+    return getattr(SparkContext._gateway, "proc", None)
+
+
+def has_jvm() -> bool:
+    """Whether this process has ever had a session of its own JVM."""
+    return SparkContext._gateway is not None
+
+
+def is_of_this_driver(value: DataFrame | SparkSession) -> bool:
+    """Whether a DataFrame or a session is in this driver's JVM, and not Spark Connect's."""
+    return hasattr(value, "_jdf" if isinstance(value, DataFrame) else "_jsparkSession")
+
+
+def is_stopped(spark: SparkSession) -> bool:
+    """Whether a session's context was stopped, also from the JVM's side."""
+    context = spark.sparkContext._jsc
+    return context is None or bool(context.sc().isStopped())
