@@ -35,7 +35,7 @@ from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.launch.worker_rows import Workers, worker_frame
 from sparkdl.spark.rows.columns import input_column
 from sparkdl.spark.rows.delivery import Delivery
-from sparkdl.spark.rows.record_batches import small_record_batches
+from sparkdl.spark.rows.packing import small_record_batches
 
 WORKERS = 2
 BATCH_SIZE = 256

@@ -32,9 +32,13 @@ from sparkdl.protocols import ColumnSpec, LossFunction
 from sparkdl.replica.losses import LossUse, ModelLoss
 from sparkdl.report import TrainingSummary
 from sparkdl.spark.closures.pickling import References, pickled
-from sparkdl.spark.inference.columns import prediction_columns, readable, require_end
+from sparkdl.spark.inference.columns import (
+    predict_function,
+    prediction_columns,
+    readable,
+    require_end,
+)
 from sparkdl.spark.inference.evaluation import Evaluation, evaluate
-from sparkdl.spark.inference.function import predict_function
 from sparkdl.spark.inference.predictor import OutputColumn, Predictor
 from sparkdl.spark.inference.scores import Labels, Score, not_of_one_output
 from sparkdl.spark.inference.shared_model import ModelSharing

@@ -19,8 +19,7 @@ from sparkdl.spark.rows.column_overrides import (
     ColumnOverrides,
     require_distinct,
 )
-from sparkdl.spark.rows.columns import InputColumn, input_column, input_columns
-from sparkdl.spark.rows.held_out import held_out_fraction
+from sparkdl.spark.rows.columns import InputColumn, held_out_fraction, input_column, input_columns
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ from sparkdl.estimator.model import TorchModel
 from sparkdl.jobs.output import Location
 from sparkdl.redaction import without_credentials
 from sparkdl.spark.catalyst.cluster import hadoop_files
-from sparkdl.spark.storage.files import java_errors
-from sparkdl.spark.storage.hadoop_files import open_hadoop
+from sparkdl.spark.storage.files import java_errors, open_hadoop
 
 RENAMING = ("hdfs", "viewfs")
 """Hadoop's file systems that rename a directory atomically, as its specification requires; object

@@ -27,7 +27,7 @@ from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed
 from sparkdl.feed.statistics.shards import DataStatistics, check_statistics
 from sparkdl.protocols import ColumnSpec
-from sparkdl.spark.inference.function import _as_it_comes
+from sparkdl.spark.inference.columns import _as_it_comes
 from sparkdl.spark.rows import column_types
 from sparkdl.spark.rows.column_types import RowType, register_column_type
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from sparkdl import GradientAllReduce, TorchEstimator
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.spark.rows.columns import input_column
-from sparkdl.spark.rows.held_out import held_out_fraction
+from sparkdl.spark.rows.columns import held_out_fraction, input_column
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -25,7 +25,7 @@ from sparkdl.jobs.output import Location, Output, Run
 from sparkdl.jobs.predict import main as predict
 from sparkdl.jobs.result import Exit, exit_of
 from sparkdl.jobs.train import main as train
-from sparkdl.spark.storage.hadoop_files import open_hadoop
+from sparkdl.spark.storage.files import open_hadoop
 
 
 @pytest.fixture

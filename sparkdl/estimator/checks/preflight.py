@@ -48,7 +48,7 @@ from sparkdl.replica.loss_use import divides_by
 from sparkdl.replica.losses import LossUse
 from sparkdl.replica.schedule import Unit
 from sparkdl.spark.catalyst.plans import has_stable_order, known_partitions
-from sparkdl.spark.closures.checks import require_picklable
+from sparkdl.spark.closures.pickling import require_picklable
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.cluster.slots import choose_num_workers, require_static_allocation

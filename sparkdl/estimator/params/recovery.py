@@ -9,7 +9,7 @@ from pyspark.ml.param import Param, Params
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError
 from sparkdl.spark.rows.converters import one_of, optional, positive, whole
-from sparkdl.spark.storage.hadoop_files import open_hadoop
+from sparkdl.spark.storage.files import open_hadoop
 
 
 def _path(value: Any) -> str | None:

@@ -27,7 +27,7 @@ IN_FILES = "in files "
 PATH, ROW = "path", "row"
 PIECE_BYTES = 2 << 20
 """What is read at a time is still in the processor's cache when it is used; see
-``spark.rows.record_batches``."""
+``spark.rows.packing``."""
 MAX_PIECE_ROWS = 1 << 13
 
 _KINDS: Mapping[str, pa.DataType] = {

@@ -25,8 +25,7 @@ from sparkdl.errors import (
     WorkerLostError,
 )
 from sparkdl.feed.statistics.shards import NO_ROWS
-from sparkdl.spark.closures.checks import pickled_or_refused
-from sparkdl.spark.closures.pickling import References
+from sparkdl.spark.closures.pickling import References, pickled_or_refused
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.diagnostics.console import Display

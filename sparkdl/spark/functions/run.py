@@ -38,7 +38,7 @@ from sparkdl.spark.rows.column_overrides import (
 )
 from sparkdl.spark.session.encryption import encrypts_connections, require_trusted_network
 from sparkdl.spark.session.required import require_frame, require_session
-from sparkdl.spark.storage.hadoop_files import open_hadoop
+from sparkdl.spark.storage.files import open_hadoop
 from sparkdl.transport.service import Service
 
 

@@ -29,7 +29,7 @@ from sparkdl.feed.feed import Feed
 from sparkdl.feed.order import even_sizes
 from sparkdl.spark.diagnostics.run_client import RunClient
 from sparkdl.spark.storage.driver_files import open_through
-from sparkdl.spark.storage.hadoop_files import open_hadoop
+from sparkdl.spark.storage.files import open_hadoop
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - an optimizer
 

@@ -22,8 +22,7 @@ from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.rows.columns import InputColumn, quoted
 from sparkdl.spark.rows.delivery import Delivery, Way, delivery_of, require_one_each
 from sparkdl.spark.rows.in_files import columns_in_files, places
-from sparkdl.spark.rows.packing import packed
-from sparkdl.spark.rows.record_batches import small_record_batches
+from sparkdl.spark.rows.packing import packed, small_record_batches
 
 logger = logging.getLogger(__name__)
 

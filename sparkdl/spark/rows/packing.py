@@ -2,13 +2,17 @@
 
 Several columns of numbers become one array. An array becomes the bytes in which Spark itself keeps
 it, which are copied in one piece. ``feed.record_batches.packed`` takes the record batches apart.
+
+Record batches of a few megabytes, besides, are read faster than those of Spark's default.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from pyspark import SparkContext
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -128,3 +132,27 @@ def _packed_array(source: Source, in_bytes: ArrayBytes | None) -> dict[str, Colu
 def _no_numbers(kind: T.DataType) -> Column:
     """An empty array for rows that need none: at each null, Spark rescans all rows before it."""
     return F.array().cast(kind)
+
+
+SETTING = "spark.sql.execution.arrow.maxBytesPerBatch"
+RECORD_BATCH_BYTES = 2 << 20
+"""A record batch of this size is still in the processor's cache when it is checked and stored.
+Spark's default is 10,000 rows, 31 MB at 784 floats each: reading those took a quarter longer."""
+
+
+@contextmanager
+def small_record_batches(context: SparkContext) -> Iterator[None]:
+    """Have the Spark jobs of this thread send about ``RECORD_BATCH_BYTES`` at a time.
+
+    Executors learn of it from a job property, which the session's setting of the same name
+    overrides: nobody else's jobs change, and users who have set it get what they set.
+
+    Args:
+        context: Spark's.
+    """
+    before = context.getLocalProperty(SETTING)
+    context.setLocalProperty(SETTING, str(RECORD_BATCH_BYTES))
+    try:
+        yield
+    finally:
+        context.setLocalProperty(SETTING, before)  # type: ignore[arg-type] # None removes it

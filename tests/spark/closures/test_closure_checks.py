@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ModelError
-from sparkdl.spark.closures.checks import require_picklable
+from sparkdl.spark.closures.pickling import require_picklable
 
 
 class Net(nn.Module):

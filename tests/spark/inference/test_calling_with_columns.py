@@ -12,7 +12,7 @@ from sparkdl.encodings import NUMBERS
 from sparkdl.errors import DataError
 from sparkdl.feed.record_batches.decode import tensors_of
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
-from sparkdl.spark.inference.function import _as_it_comes, _without_decimals
+from sparkdl.spark.inference.columns import _as_it_comes, _without_decimals
 
 ONE, THREE = (ColumnSpec("x", torch.float32, shape) for shape in ((), (3,)))
 

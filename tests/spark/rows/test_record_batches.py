@@ -9,7 +9,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from sparkdl.spark.rows.record_batches import RECORD_BATCH_BYTES, SETTING, small_record_batches
+from sparkdl.spark.rows.packing import RECORD_BATCH_BYTES, SETTING, small_record_batches
 
 ROW_BYTES = 784 * 4
 

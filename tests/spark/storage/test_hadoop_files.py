@@ -16,7 +16,7 @@ from pyspark.sql import SparkSession
 import sparkdl
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import ConfigError
-from sparkdl.spark.storage.hadoop_files import open_hadoop
+from sparkdl.spark.storage.files import open_hadoop
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
