@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from interruptions import same_bits
 from misbehaving import resume_after
 from toys import batches_by_hand, classification, make_job, mlp, relative_error
@@ -50,9 +51,9 @@ def lamb(
     return w - lr * (norm / other if norm and other else 1.0) * update
 
 
-@pytest.mark.parametrize("shape", [(4, 3), (2, 3, 3, 2), (5,)], ids=str)
-@pytest.mark.parametrize("scale", [1.0, 0.0])
-@pytest.mark.parametrize(("build", "rule"), [(FAST, lars), (ADAPTIVE, lamb)], ids=["lars", "lamb"])
+@every("shape", [(4, 3), (2, 3, 3, 2), (5,)])
+@every("scale", [1.0, 0.0])
+@every(("build", "rule"), [(FAST, lars), (ADAPTIVE, lamb)])
 def test_a_step_is_the_papers_at_a_constant_rate_and_in_a_warm_up(
     build: Any, rule: Any, shape: Any, scale: float
 ) -> None:
@@ -78,7 +79,7 @@ def _require_steps(build: Any, rule: Any, shape: Any, scale: float, of_rate: lis
         np.testing.assert_allclose(weight.detach().numpy(), expected, rtol=1e-9)
 
 
-@pytest.mark.parametrize("build", [FAST, ADAPTIVE], ids=["lars", "lamb"])
+@every("build", [FAST, ADAPTIVE])
 def test_a_complex_layer_takes_the_steps_of_its_real_and_imaginary_parts(build: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     whole = torch.nn.Parameter(torch.randn(4, 3, dtype=torch.complex64, generator=generator))
@@ -92,7 +93,7 @@ def test_a_complex_layer_takes_the_steps_of_its_real_and_imaginary_parts(build: 
     torch.testing.assert_close(torch.view_as_real(whole.detach()), parts.detach())
 
 
-@pytest.mark.parametrize(
+@every(
     ("build", "words"),
     [
         (partial(LARS, lr=-1), "lr"),
@@ -102,14 +103,13 @@ def test_a_complex_layer_takes_the_steps_of_its_real_and_imaginary_parts(build: 
         (partial(LAMB, eps=0), "eps"),
         (partial(LAMB, weight_decay=float("nan")), "weight_decay"),
     ],
-    ids=str,
 )
 def test_settings_out_of_range_are_refused(build: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         build([torch.nn.Parameter(torch.ones(2))])
 
 
-@pytest.mark.parametrize("build", [FAST, ADAPTIVE], ids=["lars", "lamb"])
+@every("build", [FAST, ADAPTIVE])
 def test_workers_together_take_the_steps_of_one_process(build: Any) -> None:
     data = classification([12, 12])
     given = make_job(mlp(), strategy=GradientAllReduce(), optimizer=build, epochs=2)

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from every_row import every
 from interruptions import die_after, policy, same_bits, save_and_stop
 from support.replay import recorded_commits, relative_difference, replay
 from test_lost_workers import Misbehaves, kill, run_with_breaks
@@ -91,8 +92,8 @@ def test_workers_train_and_average_before_their_last_rows_are_there() -> None:
     assert [row.examples for row in outcome.history] == [140, 140]
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
-@pytest.mark.parametrize("drop_last", [False, True])
+@every("optimizer", [torch.optim.SGD, torch.optim.Adam])
+@every("drop_last", [False, True])
 def test_what_comes_out_is_what_one_process_trains_in_the_same_order(
     optimizer: Any, drop_last: bool
 ) -> None:
@@ -138,7 +139,7 @@ def test_a_schedule_by_steps_knows_the_steps_of_an_epoch_after_the_first() -> No
     assert rates == expected
 
 
-@pytest.mark.parametrize("sizes", [[1, 60], [0, 30], [3, 2], [8, 16], [9, 1]])
+@every("sizes", [[1, 60], [0, 30], [3, 2], [8, 16], [9, 1]])
 def test_workers_with_few_rows_or_none_end_the_epoch_with_the_others(sizes: list[int]) -> None:
     outcome = run_world(streamed(), classification(sizes).shards())
     assert [row.examples for row in outcome.history] == [sum(sizes)] * 3

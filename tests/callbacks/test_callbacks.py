@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from every_row import every
 from toys import classification, make_job, mlp, schema
 
 from sparkdl.averager.messages.run_events import RoundCommitted
@@ -94,10 +95,9 @@ def test_callbacks_change_nothing_if_they_do_nothing() -> None:
     assert same(with_one, run_world(job, shards).module)
 
 
-@pytest.mark.parametrize(
+@every(
     ("strategy", "ranks_as"),
     [(ParameterAveraging(2), "threads"), (GradientAllReduce(), "processes")],
-    ids=["averaging", "all-reduce"],
 )
 def test_a_fit_that_is_stopped_returns_the_model_of_that_epoch(
     strategy: Any, ranks_as: Any
@@ -168,7 +168,7 @@ def test_a_lost_worker_is_told_of_and_each_epoch_only_once(
     ]
 
 
-@pytest.mark.parametrize("hook", Callback.methods)
+@every("hook", Callback.methods)
 def test_an_error_in_a_callback_ends_the_fit_with_its_name(
     hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,7 +274,7 @@ def test_a_model_checkpoint_trains_to_the_end_and_returns_the_best_epochs_model(
     assert sorted(tmp_path.glob("checkpoint-*")) == written
 
 
-@pytest.mark.parametrize("strategy", [ParameterAveraging(1), GradientAllReduce()], ids=repr)
+@every("strategy", [ParameterAveraging(1), GradientAllReduce()])
 def test_the_best_model_of_before_a_checkpoint_is_returned_after_it(
     strategy: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -383,7 +383,7 @@ def test_an_improvement_has_to_be_large_enough() -> None:
     assert stops == {0.08: 4, 0.5: 3}
 
 
-@pytest.mark.parametrize(
+@every(
     "arguments",
     [
         {"metric": ""},
@@ -415,7 +415,7 @@ def test_a_time_budget_ends_the_training_at_a_round() -> None:
     assert len(outcome.history) < 100_000
 
 
-@pytest.mark.parametrize("seconds", [0, -1.0, float("inf"), "1", float("nan")])
+@every("seconds", [0, -1.0, float("inf"), "1", float("nan")])
 def test_a_time_budget_is_a_time(seconds: Any) -> None:
     with pytest.raises(ConfigError, match="seconds must be"):
         TimeBudget(seconds)

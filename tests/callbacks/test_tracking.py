@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from every_row import every
 from torch import Tensor, nn
 from toys import classification, make_job, mlp
 
@@ -298,7 +299,7 @@ def test_a_model_of_several_columns_is_a_function_of_a_frame(store: Any) -> None
     assert [spec.name for spec in function.metadata.signature.outputs] == ["logits", "norm"]
 
 
-@pytest.mark.parametrize(
+@every(
     ("callback", "missing", "extra"),
     [(TensorBoard("logs"), "tensorboard", "tensorboard"), (MLflow(), "mlflow", "mlflow")],
 )
@@ -313,7 +314,7 @@ def test_a_library_that_is_missing_is_named_with_what_installs_it(
         train([callback], epochs=1)
 
 
-@pytest.mark.parametrize(
+@every(
     "wrong",
     [
         lambda: TensorBoard(""),

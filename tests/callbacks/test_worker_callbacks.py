@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_row import every
 from toys import batches_by_hand, classification, make_job, mlp
 
 from sparkdl.callbacks import Callback, WorkerCallback, WorkerStep
@@ -55,7 +56,7 @@ def lines(directory: Path, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / f"{rank}").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
+@every(
     ("strategy", "a_step"),
     [
         (ParameterAveraging(2), 1),
@@ -63,7 +64,6 @@ def lines(directory: Path, rank: int) -> list[dict[str, Any]]:
         (GradientAllReduce(), 1),
         (GradientAllReduce(accumulate=2), 2),
     ],
-    ids=repr,
 )
 def test_each_step_is_told_of_with_its_rows_and_its_loss(
     strategy: Any, a_step: int, tmp_path: Path
@@ -118,7 +118,7 @@ def test_what_a_callback_changes_is_part_of_the_training(tmp_path: Path) -> None
         run_world(job, shards, checkpoints=policy)
 
 
-@pytest.mark.parametrize("hook", ["before_step", "after_step"])
+@every("hook", ["before_step", "after_step"])
 def test_an_error_ends_the_fit_with_name_rank_and_step(hook: str) -> None:
     def fail(self: Any, step: WorkerStep) -> None:
         if step.rank == 1 and step.step == 2:

@@ -12,6 +12,7 @@ import PIL.Image
 import pyarrow as pa
 import pytest
 import torch
+from every_row import every
 
 from sparkdl import encodings
 
@@ -48,7 +49,7 @@ def decoded(octets: bytes, channels: int, width: int) -> tuple[Any, str]:
     return values.flatten().to_numpy().reshape(channels, width).T.tolist(), ""
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4, 8, 16])
+@every("depth", [1, 2, 4, 8, 16])
 def test_shades_of_grey_are_the_nearest_of_eight_bits(depth: int) -> None:
     highest = (1 << depth) - 1
     samples = sorted({0, 1, highest // 3, highest // 2, highest - 1, highest})
@@ -75,7 +76,7 @@ def test_sixteen_bits_of_a_colour_become_their_eight_within_one() -> None:
         assert np.abs(np.array(pixels)[:, :3] - wanted).max() <= 1
 
 
-@pytest.mark.parametrize("depth", [2, 4, 8])
+@every("depth", [2, 4, 8])
 def test_a_palette_gives_its_colours_and_how_transparent_they_are(depth: int) -> None:
     octets = png(depth, PALETTE, [2, 0, 1], bytes([0, 128]))
     colours = [[10, 20, 30], [255, 0, 0], [0, 255, 0]]
@@ -107,7 +108,7 @@ def test_a_transparent_colour_is_found_or_the_row_refused() -> None:
         assert decoded(octets, 3, 2)[1] == ""
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA"])
+@every("mode", ["1", "L", "LA", "P", "RGB", "RGBA"])
 def test_modes_of_eight_bits_are_converted_as_by_pillow(mode: str) -> None:
     octets = np.random.default_rng(3).integers(0, 256, (4, 4, 4), dtype=np.uint8)
     image = PIL.Image.fromarray(octets).convert(mode)

@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from every_row import every
 from pyspark.sql.types import DateType
 
 from sparkdl.encodings import Encoding, known, named, register
@@ -18,18 +19,18 @@ from sparkdl.spark.rows.column_types import RowType, recognized, register_column
 NAMES = ["numbers", "vector", "matrix", "bytes", "image", "pixels"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every("name", NAMES)
 def test_a_name_in_a_saved_model_stays_what_it_is(name: str) -> None:
     assert named(name).name == name
 
 
-@pytest.mark.parametrize("name", ["vectors", "", None, 3, ["numbers"]])
+@every("name", ["vectors", "", None, 3, ["numbers"]])
 def test_other_names_are_refused_with_those_that_there_are(name: Any) -> None:
     with pytest.raises(ValueError, match=f"is not an encoding: there are {', '.join(NAMES)}"):
         named(name)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every("name", NAMES)
 def test_a_column_that_has_travelled_equals_the_one_that_was_sent(name: str) -> None:
     sent = ColumnSpec("x", torch.float32, (3, 2, 2), named(name))
     assert pickle.loads(pickle.dumps(sent)) == sent

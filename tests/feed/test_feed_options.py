@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,7 +72,7 @@ def test_held_out_rows_are_never_trained_on_and_all_validated_with(
             assert ids(feed.held_out()) == (held[::-1] if ordered else held)
 
 
-@pytest.mark.parametrize("count", [0, 3, 4, 11])
+@every("count", [0, 3, 4, 11])
 def test_drop_last_leaves_only_full_minibatches(tmp_path: Path, count: int) -> None:
     with open_feed(tmp_path, PLAIN, drop_last=True) as feed:
         feed.fill(rows(count))
@@ -83,14 +84,14 @@ def test_drop_last_leaves_only_full_minibatches(tmp_path: Path, count: int) -> N
             )
 
 
-@pytest.mark.parametrize(("count", "steps"), [(0, 0), (3, 1), (4, 1), (11, 3)])
+@every(("count", "steps"), [(0, 0), (3, 1), (4, 1), (11, 3)])
 def test_steps_are_known_before_an_epoch(tmp_path: Path, count: int, steps: int) -> None:
     with open_feed(tmp_path, PLAIN) as feed:
         feed.fill(rows(count))
         assert feed.steps == steps == len(list(feed.epoch(1)))
 
 
-@pytest.mark.parametrize("unit", [1.0, 1e-46, 1e-300, 1e300])
+@every("unit", [1.0, 1e-46, 1e-300, 1e300])
 def test_weights_have_a_mean_of_one_over_all_workers(tmp_path: Path, unit: float) -> None:
     schema = replace(PLAIN, weight=ColumnSpec("w", torch.float64))
     weights = np.array([3.0, 1.0, 0.0, 2.0, 2.0])

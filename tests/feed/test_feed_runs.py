@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -84,7 +85,7 @@ def test_several_features_columns_arrive_as_separate_arguments() -> None:
     assert outcome.history[-1].examples == 16
 
 
-@pytest.mark.parametrize("kind", [np.float64, np.int32, np.int64, np.bool_])
+@every("kind", [np.float64, np.int32, np.int64, np.bool_])
 def test_batches_of_cuts_arrays_into_record_batches(kind: type) -> None:
     shard = batches_of(3, a=np.ones((8, 2), kind), b=np.arange(8))
     assert [batch.num_rows for batch in shard] == [3, 3, 2]

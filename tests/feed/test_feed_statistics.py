@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pytest
+from every_row import every
 from feeds import (
     open_feed,
     record_batch,
@@ -58,8 +58,8 @@ def rows_of(wide: list[Any], label: list[Any]) -> pa.RecordBatch:
     return pa.record_batch(arrays, names=["wide", "id"])
 
 
-@pytest.mark.parametrize("name", BAD)
-@pytest.mark.parametrize("times", [1, 3])
+@every("name", BAD)
+@every("times", [1, 3])
 def test_bad_rows_are_counted_to_the_last_one(tmp_path: Path, name: str, times: int) -> None:
     bad, expected = BAD[name]
     source = [rows_of(*GOOD), *[rows_of(*bad)] * times, rows_of(*GOOD)]

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged_rows import (
@@ -207,7 +208,7 @@ def test_weights_stay_with_their_rows(tmp_path: Path) -> None:
     assert found == {0: 0.5, 1: 1.0, 2: 1.5}
 
 
-@pytest.mark.parametrize(
+@every(
     ("tokens", "words"),
     [
         ([[1], None, [2]], "1 null values in 3 rows .*row 1 of partition 0.*F.coalesce"),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import sklearn.metrics as sk
 import torch
+from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
@@ -186,7 +187,7 @@ def test_a_metric_of_the_user_s_stays_as_it_is_and_is_given_no_random_numbers() 
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize(
+@every(
     ("given", "words"),
     [
         ({}, "a dict of torchmetrics by name"),
@@ -233,7 +234,7 @@ def _states() -> dict[str, torch.Tensor]:
     return load(counted.states())
 
 
-@pytest.mark.parametrize(
+@every(
     "change",
     [
         {"0/": None},
@@ -287,7 +288,7 @@ def test_without_torchmetrics_it_is_said_what_to_install(monkeypatch: pytest.Mon
         Metrics.of({"mse": MeanSquaredError})
 
 
-@pytest.mark.parametrize("name", ["epoch", "examples", "examples_per_second", "validation_loss"])
+@every("name", ["epoch", "examples", "examples_per_second", "validation_loss"])
 def test_no_metric_takes_the_name_of_a_number_that_an_epoch_has(name: str) -> None:
     with pytest.raises(ConfigError, match=f"metrics has the name '{name}'"):
         Metrics.of({name: BinaryAccuracy})
@@ -327,7 +328,7 @@ class Weighed(Metric):
         return self.sums[0] / self.sums[1]
 
 
-@pytest.mark.parametrize(
+@every(
     ("metric", "wanted"),
     [
         (Weighed() ** 0.5, 2.0),
@@ -335,7 +336,6 @@ class Weighed(Metric):
         (Weighed() + MeanSquaredError(), None),
         (MultioutputWrapper(Weighed(), 1), None),
     ],
-    ids=["sum of metrics", "wrapper", "sum with one that takes none", "wrapper that selects"],
 )
 def test_weights_go_through_the_wrappers_that_hand_them_on(metric: Metric, wanted: Any) -> None:
     metrics = Metrics.of({"m": metric})

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 import sklearn.metrics as sk
 import torch
+from every_row import every
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import (
@@ -249,7 +250,7 @@ def _tenth_at_the_fourth(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.MultiStepLR(optimizer, [3], gamma=0.1)
 
 
-@pytest.mark.parametrize(
+@every(
     ("callback", "words"),
     [
         (EarlyStopping("auroc"), "follows 'auroc', which is not measured; there are validation_l"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_row import every
 from models import ModelOutput, OwnLoss
 from replicas import SGD
 from torch import Tensor, nn
@@ -38,8 +39,8 @@ PACKED: dict[
 }
 
 
-@pytest.mark.parametrize("kind", PACKED)
-@pytest.mark.parametrize("as_kwargs", [False, True], ids=["arguments", "keywords"])
+@every("kind", PACKED)
+@every("as_kwargs", [False, True])
 def test_a_loss_is_given_all_that_the_model_returns_and_all_labels(
     kind: str, as_kwargs: bool
 ) -> None:
@@ -68,8 +69,8 @@ def test_a_loss_is_given_all_that_the_model_returns_and_all_labels(
         torch.testing.assert_close(mine, other - 0.1 * other.grad, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("as_tuple", [False, True])
-@pytest.mark.parametrize("features_as", ["arguments", "keywords"])
+@every("as_tuple", [False, True])
+@every("features_as", ["arguments", "keywords"])
 def test_a_model_that_computes_its_own_loss_trains_as_torch_would(
     as_tuple: bool, features_as: str
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_row import every
 from replicas import OPTIMIZERS, SGD, batch, batch_norm_net, replica_of, views_of
 from torch import Tensor, nn
 from toys import mlp
@@ -42,7 +43,7 @@ def test_flattening_does_not_change_a_value() -> None:
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@every("name", OPTIMIZERS)
 def test_parameters_and_buffers_stay_views_of_the_flat_buffers(name: str) -> None:
     replica = replica_of(batch_norm_net(), OPTIMIZERS[name])
     for seed in range(3):
@@ -57,7 +58,7 @@ def convolutions() -> nn.Module:
     return net.to(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@every("name", OPTIMIZERS)
 def test_channels_last_stays_channels_last_and_trains_as_in_plain_torch(name: str) -> None:
     replica, oracle = replica_of(convolutions(), OPTIMIZERS[name]), convolutions()
     optimizer = OPTIMIZERS[name](oracle.parameters())
@@ -117,7 +118,7 @@ class WritesInForward(nn.Module):
         return outputs
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@every("name", OPTIMIZERS)
 def test_a_model_that_writes_in_its_forward_pass_trains_as_in_plain_torch(name: str) -> None:
     replica, oracle = replica_of(WritesInForward(), OPTIMIZERS[name]), WritesInForward()
     optimizer = OPTIMIZERS[name](oracle.parameters())
@@ -179,7 +180,7 @@ class Changes(nn.Module):
         return outputs
 
 
-@pytest.mark.parametrize(
+@every(
     ("change", "named"),
     [
         (
@@ -204,7 +205,6 @@ class Changes(nn.Module):
             r"'twin' was the same tensor as another buffer .*, and is a tensor of its own now",
         ),
     ],
-    ids=["grown", "another dtype", "removed", "added", "layer added", "no longer shared"],
 )
 def test_a_buffer_that_cannot_be_averaged_any_more_is_named(
     change: Callable[[nn.Module], None], named: str
@@ -303,7 +303,7 @@ def test_buffers_may_take_each_others_places_as_in_plain_torch() -> None:
         assert segments[1].tolist() == torch.cat(list(expected.values())).tolist()
 
 
-@pytest.mark.parametrize("kind", ["buffer", "parameter"])
+@every("kind", ["buffer", "parameter"])
 def test_a_sparse_tensor_is_refused_by_its_name(kind: str) -> None:
     module = mlp()
     adjacency = torch.eye(3).to_sparse()
@@ -316,7 +316,7 @@ def test_a_sparse_tensor_is_refused_by_its_name(kind: str) -> None:
         replica_of(module)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.uint64])
+@every("dtype", [torch.float8_e4m3fn, torch.uint16, torch.uint64])
 def test_a_tensor_that_torch_cannot_unpickle_is_refused_by_its_name(dtype: torch.dtype) -> None:
     module = mlp()
     module.register_buffer("codes", torch.zeros(3).to(dtype))
@@ -324,7 +324,7 @@ def test_a_tensor_that_torch_cannot_unpickle_is_refused_by_its_name(dtype: torch
         replica_of(module)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64, torch.int8, torch.bool])
+@every("dtype", [torch.bfloat16, torch.complex64, torch.int8, torch.bool])
 def test_other_tensors_are_not_refused(dtype: torch.dtype) -> None:
     module = mlp()
     module.register_buffer("codes", torch.zeros(3).to(dtype))
@@ -424,7 +424,7 @@ def test_dtypes_travel_in_segments_of_their_own() -> None:
     assert [s.center_dtype for s in layout] == [torch.float32, torch.float64, torch.float32]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@every("name", OPTIMIZERS)
 def test_frozen_parameters_neither_travel_nor_change_nor_have_optimizer_state(name: str) -> None:
     module = mlp()
     module[0].requires_grad_(False)

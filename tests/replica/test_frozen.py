@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_row import every
 from torch import Tensor, nn
 from toys import DTYPES
 
@@ -37,7 +38,7 @@ LARGE = BLOCK_BYTES // 4 + 5
 """Values of four bytes: one block, and a few beside it."""
 
 
-@pytest.mark.parametrize("place", [0, 1, BLOCK_BYTES // 4 - 1, BLOCK_BYTES // 4, LARGE - 1])
+@every("place", [0, 1, BLOCK_BYTES // 4 - 1, BLOCK_BYTES // 4, LARGE - 1])
 def test_a_single_bit_makes_another_fingerprint(place: int) -> None:
     values, other = numbers(LARGE), numbers(LARGE)
     other.view(torch.int32)[place] ^= 1
@@ -45,7 +46,7 @@ def test_a_single_bit_makes_another_fingerprint(place: int) -> None:
     assert fingerprint_of(values) != fingerprint_of(other)
 
 
-@pytest.mark.parametrize(
+@every(
     "change",
     [
         lambda values: values.flip(0),
@@ -55,7 +56,6 @@ def test_a_single_bit_makes_another_fingerprint(place: int) -> None:
         lambda values: values * -1,
         lambda values: values[:-1],
     ],
-    ids=["order", "shape", "dtype", "kind", "signs", "length"],
 )
 def test_other_parameters_have_another_fingerprint(change: Callable[[Tensor], Tensor]) -> None:
     values = numbers()
@@ -63,7 +63,7 @@ def test_other_parameters_have_another_fingerprint(change: Callable[[Tensor], Te
     assert fingerprint_of(values) != fingerprint_of(values, "other_name")
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64, torch.complex128], ids=str)
+@every("dtype", [*DTYPES, torch.complex64, torch.complex128])
 def test_every_dtype_has_one_and_where_the_values_lie_makes_no_difference(
     dtype: torch.dtype,
 ) -> None:
@@ -117,7 +117,7 @@ def write_to_data(parameter: nn.Parameter) -> None:
     parameter.data.mul_(0.99)
 
 
-@pytest.mark.parametrize("change", [write_in_place, write_to_another_view])
+@every("change", [write_in_place, write_to_another_view])
 def test_a_change_is_noticed_without_a_look_at_all_values(
     change: Callable[[nn.Parameter], None],
 ) -> None:
@@ -130,7 +130,7 @@ def test_a_change_is_noticed_without_a_look_at_all_values(
             frozen.glance()
 
 
-@pytest.mark.parametrize("change", [write_in_place, unfreeze])
+@every("change", [write_in_place, unfreeze])
 def test_of_many_parameters_each_is_glanced_at_in_its_turn(
     change: Callable[[nn.Parameter], None],
 ) -> None:
@@ -154,7 +154,7 @@ def test_of_many_parameters_each_is_glanced_at_in_its_turn(
             module[changed].copy_(before)
 
 
-@pytest.mark.parametrize("change", [write_to_data, replace_values])
+@every("change", [write_to_data, replace_values])
 def test_a_change_that_leaves_no_trace_is_noticed_by_a_look_at_all_values(
     change: Callable[[nn.Parameter], None],
 ) -> None:
@@ -173,7 +173,7 @@ def test_a_parameter_that_is_unfrozen_is_an_error_that_says_how_to_train_it() ->
         frozen.glance()
 
 
-@pytest.mark.parametrize(
+@every(
     "write",
     [
         lambda values: values.clamp_(-1e6, 1e6),

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
+from every_row import every
 from torch import Tensor, nn
 from toys import classification, make_job, schema
 
@@ -68,7 +68,7 @@ def test_lazy_layers_learn_their_shapes_and_nothing_else_from_a_batch_of_zeros()
 INSTANCE = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.Linear(8, 3))
 
 
-@pytest.mark.parametrize("given", [lazy, partial(copy.deepcopy, INSTANCE)])
+@every("given", [lazy, partial(copy.deepcopy, INSTANCE)])
 def test_a_lazy_model_trains_on_every_worker_from_the_same_values(given: Any) -> None:
     model = initial.Initialized(given, FLOATS)
     job = make_job(model, schema=FLOATS, strategy=ParameterAveraging(2), epochs=2)

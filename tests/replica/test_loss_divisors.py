@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as functional
+from every_row import every
 from torch import Tensor, nn
 
 from sparkdl.errors import ModelError
@@ -124,8 +125,8 @@ def added_up(name: str, loss: Any, weights: Tensor | None) -> tuple[float, list[
     return value / weight, [each / total for each in grads]
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["no weights", "weights of one"])
-@pytest.mark.parametrize("name", CASES)
+@every("weighted", [False, True])
+@every("name", CASES)
 def test_minibatches_add_up_to_torchs_loss_of_all_rows(name: str, weighted: bool) -> None:
     loss = CASES[name][1]
     if weighted and loss is sum_and_weight:
@@ -137,7 +138,7 @@ def test_minibatches_add_up_to_torchs_loss_of_all_rows(name: str, weighted: bool
         torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["class weights", "tokens", "smoothing", "nll"])
+@every("name", ["class weights", "tokens", "smoothing", "nll"])
 def test_a_row_of_weight_two_counts_like_two_rows(name: str) -> None:
     build, loss, targets, _ = CASES[name]
     weights = torch.tensor([2.0, 0.0, 1.0, 1.0] * 3)
@@ -149,8 +150,8 @@ def test_a_row_of_weight_two_counts_like_two_rows(name: str) -> None:
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("weights", [None, torch.ones(2), torch.zeros(2)], ids=str)
-@pytest.mark.parametrize(
+@every("weights", [None, torch.ones(2), torch.zeros(2)])
+@every(
     ("loss", "labels"),
     [
         (nn.CrossEntropyLoss(), [-100, -100]),
@@ -169,7 +170,7 @@ def test_where_nothing_counts_the_loss_and_its_gradients_are_zero(
     assert all(each.grad is not None and not each.grad.any() for each in replica.trainable())
 
 
-@pytest.mark.parametrize("loss", [nn.MSELoss(reduction="sum"), nn.KLDivLoss(reduction="sum")])
+@every("loss", [nn.MSELoss(reduction="sum"), nn.KLDivLoss(reduction="sum")])
 def test_a_sum_is_the_same_with_weights_of_one(loss: nn.Module) -> None:
     outputs, batch = net()(FEATURES).log_softmax(1), Batch((FEATURES,), SHARES, True)
     weighted = Batch((FEATURES,), SHARES, True, torch.ones(ROWS))
@@ -197,13 +198,13 @@ def test_a_class_of_ones_own_that_only_inherits_is_a_mean_over_rows() -> None:
     assert found.item() == pytest.approx(oracle("ignored")[0] ** 2)
 
 
-@pytest.mark.parametrize("pair", [(torch.ones(2), 1), (torch.tensor(1.0),), (1.0, 2.0)])
+@every("pair", [(torch.ones(2), 1), (torch.tensor(1.0),), (1.0, 2.0)])
 def test_what_is_no_pair_of_scalars_is_refused(pair: Any) -> None:
     with pytest.raises(ModelError, match=r"must return scalar tensors \(sum, weight\)"):
         MinibatchLoss(lambda o, t: pair, LossUse())(net()(FEATURES), Batch((), LABELS, True))
 
 
-@pytest.mark.parametrize("name", ["batchmean", "tokens", "ignored"])
+@every("name", ["batchmean", "tokens", "ignored"])
 def test_a_row_is_scored_with_its_own_loss(name: str) -> None:
     build, loss, targets, _ = CASES[name]
     if name == "tokens":

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as functional
+from every_row import every
 from torch import Tensor, nn
 
 from sparkdl.errors import ModelError
@@ -25,7 +26,7 @@ def by_row(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).abs().amax(dim=1)
 
 
-@pytest.mark.parametrize(
+@every(
     "loss",
     [
         nn.CrossEntropyLoss(),
@@ -54,7 +55,7 @@ def test_values_of_several_outputs_count_by_their_mean() -> None:
     assert weighted(values).item() == pytest.approx((2 * 2 + 0 + 1 + 4) / 4)
 
 
-@pytest.mark.parametrize("values", [torch.tensor(1.0), torch.ones(3), torch.ones(1, 4)])
+@every("values", [torch.tensor(1.0), torch.ones(3), torch.ones(1, 4)])
 def test_a_loss_without_one_value_a_row_is_refused_with_its_shape(values: Tensor) -> None:
     with pytest.raises(ModelError, match=r"one value per row, shape \(4,\)"):
         weighted(values)
@@ -77,7 +78,7 @@ def test_a_row_of_weight_zero_has_no_gradient_and_one_of_two_counts_twice() -> N
         assert torch.allclose(mine, other, atol=1e-7)
 
 
-@pytest.mark.parametrize("weights", [None, WEIGHTS])
+@every("weights", [None, WEIGHTS])
 def test_evaluation_sums_the_loss_without_dropout_or_training(weights: Tensor | None) -> None:
     each = replica()
     before = [p.clone() for p in each.module.parameters()]
@@ -98,12 +99,12 @@ def test_evaluation_sums_the_loss_without_dropout_or_training(weights: Tensor | 
 ONE, ROWS = torch.tensor(0.5), torch.zeros(4, 2)
 
 
-@pytest.mark.parametrize("outputs", [{"logits": ROWS, "loss": ONE}, (ONE, ROWS), [ONE], ONE])
+@every("outputs", [{"logits": ROWS, "loss": ONE}, (ONE, ROWS), [ONE], ONE])
 def test_a_models_own_loss_is_the_one_named_so_or_the_first_or_all(outputs: Any) -> None:
     assert ModelLoss()(outputs, ROWS) is ONE
 
 
-@pytest.mark.parametrize(
+@every(
     ("outputs", "found"),
     [
         ({"logits": ROWS}, r"a dict of 'logits' float32 \(4, 2\)"),

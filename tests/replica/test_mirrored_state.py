@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from interruptions import die_after, policy, same_bits
 from replicas import batch, replica_of
 from torch import Tensor, nn
@@ -48,7 +49,7 @@ class Scaled(nn.Module):
 
 
 # The first step of the others does not run on the meta device.
-@pytest.mark.parametrize("name", ["SGD", *OPTIMIZERS[:-1], "AdamW", "Adamax"])
+@every("name", ["SGD", *OPTIMIZERS[:-1], "AdamW", "Adamax"])
 def test_a_replica_on_another_device_has_the_layout_that_the_driver_has(name: str) -> None:
     driver, worker = (
         Replica(Scaled(), optimizer(name), nn.CrossEntropyLoss(), device)
@@ -94,8 +95,8 @@ STRATEGIES: dict[str, Strategy[Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every("name", OPTIMIZERS)
+@every("strategy", STRATEGIES)
 def test_it_changes_no_bit_of_what_is_learned(
     name: str, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,7 +106,7 @@ def test_it_changes_no_bit_of_what_is_learned(
     assert same_bits(run_world(job, DATA.shards()), expected)
 
 
-@pytest.mark.parametrize("windows", [2, 7])
+@every("windows", [2, 7])
 def test_nor_of_what_is_learned_after_an_interruption(
     tmp_path: Path, windows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

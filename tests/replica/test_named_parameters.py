@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_row import every
 from models import decayed
 from torch import nn
 from toys import classification, make_job, mlp, relative_error, sgd_on_union
@@ -48,7 +49,7 @@ class Made:
         return decayed(named_parameters, lr)
 
 
-@pytest.mark.parametrize(
+@every(
     ("build", "wants"),
     [
         (decayed, True),

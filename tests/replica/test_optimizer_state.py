@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_row import every
 from replicas import OPTIMIZERS, batch, batch_norm_net, replica_of, views_of
 from torch import Tensor, nn
 from toys import mlp
@@ -16,7 +17,7 @@ from sparkdl.errors import TrainingError
 from sparkdl.replica import Replica
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@every("name", OPTIMIZERS)
 def test_optimizer_state_lives_in_the_flat_buffers_and_is_used_from_there(name: str) -> None:
     replica = replica_of(mlp(), OPTIMIZERS[name])
     for seed in range(3):
@@ -34,7 +35,7 @@ def test_optimizer_state_lives_in_the_flat_buffers_and_is_used_from_there(name: 
     ]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@every("name", OPTIMIZERS)
 def test_a_trained_and_an_untrained_replica_have_the_same_layout(name: str) -> None:
     trained, untrained = (replica_of(batch_norm_net(), OPTIMIZERS[name]) for _ in range(2))
     trained.step(batch(0))
@@ -42,7 +43,7 @@ def test_a_trained_and_an_untrained_replica_have_the_same_layout(name: str) -> N
     assert trained.layout(with_optimizer=True) == untrained.layout(with_optimizer=True)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@every("name", OPTIMIZERS)
 def test_asking_an_untrained_replica_for_its_layout_does_not_move_its_parameters(name: str) -> None:
     replica = replica_of(mlp(), OPTIMIZERS[name])
     replica.layout(with_optimizer=True)
@@ -60,7 +61,7 @@ class PartlyUsed(nn.Module):
         return self.used(features)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@every("name", OPTIMIZERS)
 def test_a_parameter_that_forward_does_not_use_keeps_its_value_and_its_place(name: str) -> None:
     replica = replica_of(PartlyUsed(), OPTIMIZERS[name])
     before = replica.module.unused.weight.detach().clone()
@@ -100,7 +101,7 @@ class LateHead(nn.Module):
         return outputs + self.late(features) if self.used > 2 else outputs
 
 
-@pytest.mark.parametrize("name", LAZY)
+@every("name", LAZY)
 def test_a_parameter_with_a_late_first_gradient_is_trained_as_in_plain_torch(name: str) -> None:
     replica, oracle = replica_of(LateHead(), LAZY[name]), LateHead()
     optimizer = LAZY[name](oracle.parameters())
@@ -116,7 +117,7 @@ def test_a_parameter_with_a_late_first_gradient_is_trained_as_in_plain_torch(nam
         )
 
 
-@pytest.mark.parametrize("name", LAZY)
+@every("name", LAZY)
 def test_state_that_another_replica_has_is_taken_over_with_its_parameter(name: str) -> None:
     late, early = replica_of(LateHead(), LAZY[name]), replica_of(LateHead(), LAZY[name])
     early.module.used = 10
@@ -158,8 +159,8 @@ def test_a_new_optimizer_has_nothing_of_the_one_before() -> None:
     )
 
 
-@pytest.mark.parametrize("flatten_first", [True, False])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@every("flatten_first", [True, False])
+@every("name", OPTIMIZERS)
 def test_an_optimizer_without_its_state_steps_like_a_new_one_where_its_schedule_stands(
     name: str, flatten_first: bool
 ) -> None:
@@ -223,7 +224,7 @@ def test_optimizer_state_that_grows_after_it_was_counted_is_refused_by_name() ->
             replica.segments(with_optimizer=True)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@every("name", OPTIMIZERS)
 def test_counting_the_state_leaves_no_trace_in_the_training(name: str) -> None:
     replica, oracle = (replica_of(batch_norm_net(), OPTIMIZERS[name]) for _ in range(2))
     replica.count_optimizer_state()

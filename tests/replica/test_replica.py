@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from every_row import every
 from replicas import OPTIMIZERS, SGD, batch, batch_norm_net, replica_of
 from torch import Tensor, nn
 from toys import mlp
@@ -16,8 +17,8 @@ from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("flatten_first", [False, True])
+@every("name", OPTIMIZERS)
+@every("flatten_first", [False, True])
 def test_training_equals_plain_torch(name: str, flatten_first: bool) -> None:
     replica = replica_of(batch_norm_net(), OPTIMIZERS[name])
     oracle = batch_norm_net()

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from every_row import every
 from hypothesis import given, settings
 from torch import nn
 from torch.optim import lr_scheduler
@@ -88,11 +89,10 @@ def test_a_schedule_can_be_taken_to_any_place_to_the_bit(
 
 # torch's own, on importing the sharded optimizer
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("every", ["step", "epoch"])
-@pytest.mark.parametrize(
+@every("every", ["step", "epoch"])
+@every(
     "strategy",
     [ParameterAveraging(1), GradientAllReduce(), GradientAllReduce(shard_optimizer=True)],
-    ids=["averaging", "all-reduce", "sharded"],
 )
 def test_one_worker_trains_as_plain_torch_would(strategy: Any, every: Any) -> None:
     data, model = classification([22]), mlp()
@@ -129,7 +129,7 @@ CYCLES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("scheduler", CYCLES.values(), ids=CYCLES)
+@every("scheduler", CYCLES.values())
 def test_a_schedule_that_turns_momentum_on_trains_as_plain_torch_would(scheduler: Any) -> None:
     data, oracle = classification([22]), mlp()
     optimizer = torch.optim.SGD(oracle.parameters(), lr=0.1)
@@ -154,7 +154,7 @@ def test_a_schedule_that_turns_momentum_on_trains_as_plain_torch_would(scheduler
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("scheduler", CYCLES.values(), ids=CYCLES)
+@every("scheduler", CYCLES.values())
 def test_a_schedule_that_turns_momentum_on_can_be_resumed(scheduler: Any, tmp_path: Path) -> None:
     job = make_job(
         mlp(),
@@ -254,10 +254,9 @@ def rates_by_torch(losses: list[float], lr: float) -> list[float]:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize(
+@every(
     "strategy",
     [ParameterAveraging(1), GradientAllReduce(), GradientAllReduce(shard_optimizer=True)],
-    ids=["averaging", "all-reduce", "sharded"],
 )
 def test_one_worker_follows_the_training_loss_as_plain_torch_would(strategy: Any) -> None:
     data, oracle = classification([22]), mlp()
@@ -331,7 +330,7 @@ def test_all_workers_follow_the_loss_on_all_held_out_rows_through_lost_connectio
     assert rates["sparkdl-rank-1"] == [rate for rate in by_epoch for _ in range(2)]
 
 
-@pytest.mark.parametrize("epochs", [1, 4])
+@every("epochs", [1, 4])
 def test_a_schedule_that_follows_losses_can_be_resumed(epochs: int, tmp_path: Path) -> None:
     job, shards = validating(
         [24, 12], optimizer=partial(torch.optim.SGD, lr=1.0, momentum=0.9), epochs=6

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as functional
+from every_row import every
 from torch import Tensor, nn
 
 from sparkdl.errors import ModelError
@@ -56,7 +57,7 @@ ELEMENTWISE: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("loss", ELEMENTWISE)
+@every("loss", ELEMENTWISE)
 def test_elementwise_losses_get_targets_like_the_outputs(loss: Any) -> None:
     def chosen(outputs: Tensor, targets: Tensor) -> Any:
         return chosen_dims(lambda given: loss(outputs, given), targets)
@@ -66,14 +67,14 @@ def test_elementwise_losses_get_targets_like_the_outputs(loss: Any) -> None:
     assert chosen(FLAT, NUMBERS) == chosen(COLUMN, NUMBERS[:, None]) == ()
 
 
-@pytest.mark.parametrize("targets", [NUMBERS, WHOLE])
+@every("targets", [NUMBERS, WHOLE])
 def test_the_choice_does_not_depend_on_the_dtype(targets: Tensor) -> None:
     assert chosen_dims(lambda given: own(COLUMN, given), targets) == (2,)
     assert chosen_dims(lambda given: squeezed(COLUMN, given), targets) == ()
     assert chosen_dims(lambda given: squeezed(COLUMN, given), targets[:, None]) == (1,)
 
 
-@pytest.mark.parametrize(
+@every(
     ("loss", "outputs", "targets"),
     [
         (functional.cross_entropy, WIDE, WHOLE),

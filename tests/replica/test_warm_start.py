@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_row import every
 from torch import nn
 from toys import classification, make_job, mlp
 
@@ -122,7 +123,7 @@ def _more(model: Any) -> None:
     model.register_buffer("mean", torch.zeros(()))
 
 
-@pytest.mark.parametrize(
+@every(
     ("change", "words"),
     [
         (_shape, r"'2.weight' is float64 \[3, 8\] in the model to train, and float64 \[5, 8\] in"),

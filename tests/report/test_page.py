@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from every_row import every
 from hypothesis import given
 from hypothesis import strategies as st
 from recordings import Play, busy_world
@@ -225,7 +226,7 @@ def test_a_chart_survives_numbers_that_are_none() -> None:
     assert chart("Loss", [Curve("loss", gone[:1])], x_name="epoch") == ""
 
 
-@pytest.mark.parametrize(
+@every(
     ("shown", "expected"),
     [
         (number(12345.6), "12,346"),
@@ -252,6 +253,6 @@ def test_a_page_of_many_restarts_and_workers_stays_small(play: Play) -> None:
     assert len(render(recording).encode()) < MAX_BYTES
 
 
-@pytest.mark.parametrize("values", [(1e308, 2.0, -1e308), (5e-324, 0.0)])
+@every("values", [(1e308, 2.0, -1e308), (5e-324, 0.0)])
 def test_a_chart_of_the_largest_and_smallest_numbers_is_drawn(values: tuple[float, ...]) -> None:
     assert "<svg" in chart("loss", [Curve("loss", list(enumerate(values)))], x_name="epoch")

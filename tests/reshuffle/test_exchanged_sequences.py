@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -82,7 +83,7 @@ def exchanged(directory: Path, sizes: Sequence[int], resident: int | None = None
             return list(pool.map(exchange, range(len(sizes)), timeout=60))
 
 
-@pytest.mark.parametrize("resident", [None, 1])
+@every("resident", [None, 1])
 def test_rows_of_unequal_length_travel_whole_in_many_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resident: int | None
 ) -> None:
@@ -112,7 +113,7 @@ def test_both_ends_cut_the_same_chunks_that_begin_within_the_size(lengths: list[
         assert int(chunk[:-1].sum()) * 800 <= server.CHUNK_BYTES
 
 
-@pytest.mark.parametrize(
+@every(
     ("lengths", "words"),
     [
         ([-1, 5], "rows with -1 to 5 items in column 'tokens'"),

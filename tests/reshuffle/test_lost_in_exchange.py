@@ -13,6 +13,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from every_row import every
 from support.replay import recorded_commits, relative_difference, replay
 from torch import Tensor, nn
 from toys import classification, make_job, mlp, relative_error
@@ -125,7 +126,7 @@ def test_a_worker_that_is_killed_is_back_in_time_for_one_that_still_fetches_its_
     assert relative_difference(outcome.module, replay(job, shards, commits)) < 1e-6
 
 
-@pytest.mark.parametrize(
+@every(
     ("options", "survivable"),
     [
         ({}, 3),
@@ -134,7 +135,6 @@ def test_a_worker_that_is_killed_is_back_in_time_for_one_that_still_fetches_its_
         ({"exchange_rows": True, "reshuffle_every": 1}, 0),
         ({"reshuffle_every": 1}, 0),
     ],
-    ids=str,
 )
 def test_a_worker_comes_back_alone_only_if_others_still_have_what_they_gave_it(
     options: dict[str, Any], survivable: int

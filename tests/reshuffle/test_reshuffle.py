@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -127,7 +128,7 @@ def test_rows_that_are_streamed_are_exchanged_before_the_second_epoch() -> None:
     assert all(set(ids[-14:]) == set(ids[-28:-14]) for ids in seen)
 
 
-@pytest.mark.parametrize("options", [{"reshuffle_every": 1}, {"exchange_rows": True}], ids=str)
+@every("options", [{"reshuffle_every": 1}, {"exchange_rows": True}])
 def test_a_run_with_exchanges_ends_in_the_same_bits_every_time(options: dict[str, Any]) -> None:
     data = classification([23, 9, 0])
     job = make_job(mlp(), epochs=4, feed=FeedOptions(**options))
@@ -265,7 +266,7 @@ def test_a_plan_assigns_as_if_every_assignment_were_equally_likely() -> None:
     assert abs(plans.var() - 30 * 0.5 * 0.5 * 10 / 39) < 0.2
 
 
-@pytest.mark.parametrize("rows", [[600_000_000, 399_999_999, 1], [7 * 10**12, 0, 3, 10**10 + 1]])
+@every("rows", [[600_000_000, 399_999_999, 1], [7 * 10**12, 0, 3, 10**10 + 1]])
 def test_a_plan_assigns_more_rows_than_numpy_draws_from(rows: list[int]) -> None:
     plan = exchange_plan(rows, seed=1, epoch=2)
     assert (plan >= 0).all()

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from torch import Tensor
 
 from sparkdl.errors import CollectiveError, SparkDLError, TrainingError
@@ -83,9 +84,7 @@ def exchanged(
             return list(pool.map(exchange, range(len(sizes)), timeout=60))
 
 
-@pytest.mark.parametrize(
-    "how", [{}, {"tls": True}, {"resident_bytes": 4 << 20}], ids=["plain", "encrypted", "frugal"]
-)
+@every("how", [{}, {"tls": True}, {"resident_bytes": 4 << 20}])
 def test_the_columns_of_a_row_travel_together_in_large_numbers(tmp_path: Path, how: Any) -> None:
     columns = exchanged(tmp_path, [300_000, 0, 1], **how)
     assert [len(ids) for _, ids, _ in columns] == [100_001, 100_000, 100_000]
@@ -200,7 +199,7 @@ def refuse(
     assert list(directory.iterdir()) == []
 
 
-@pytest.mark.parametrize(
+@every(
     "address",
     [
         None,
@@ -216,13 +215,12 @@ def refuse(
         ["127.0.0.1", 1, None, 1],
         ["x" * 100_000, True, None],
     ],
-    ids=lambda value: repr(value)[:40],
 )
 def test_an_address_that_no_worker_tells_is_refused_in_words(tmp_path: Path, address: Any) -> None:
     refuse(tmp_path, address, TrainingError, "^rank 1 gave .* which is not an address")
 
 
-@pytest.mark.parametrize("fingerprint", [None, "ü" * 64, 7])
+@every("fingerprint", [None, "ü" * 64, 7])
 def test_no_rows_are_fetched_from_who_tells_of_no_certificate_where_they_are_encrypted(
     tmp_path: Path, fingerprint: Any
 ) -> None:
@@ -235,7 +233,7 @@ def test_no_rows_are_fetched_from_who_tells_of_no_certificate_where_they_are_enc
     )
 
 
-@pytest.mark.parametrize("rows", [(5, -1), (5, 1 << 60)])
+@every("rows", [(5, -1), (5, 1 << 60)])
 def test_numbers_of_rows_that_nobody_has_are_refused(tmp_path: Path, rows: Any) -> None:
     refuse(
         tmp_path, None, TrainingError, "the workers disagree about the number of rows", rows=rows
@@ -284,7 +282,7 @@ def rank_1(*messages: Any) -> Iterator[list[Any]]:
 COUNT = int(exchange_plan([5, 5], seed=SEED, epoch=2)[1, 0])
 
 
-@pytest.mark.parametrize(
+@every(
     "answer",
     [
         {},
@@ -292,7 +290,6 @@ COUNT = int(exchange_plan([5, 5], seed=SEED, epoch=2)[1, 0])
         {"rows": COUNT + 1, "shapes": SHAPES},
         {"rows": None, "shapes": SHAPES},
     ],
-    ids=repr,
 )
 def test_another_number_of_rows_than_the_plan_says_is_refused(tmp_path: Path, answer: Any) -> None:
     with rank_1(answer) as address:
@@ -301,10 +298,9 @@ def test_another_number_of_rows_than_the_plan_says_is_refused(tmp_path: Path, an
         )
 
 
-@pytest.mark.parametrize(
+@every(
     "shapes",
     [None, "abc", [[3], []], [[3], [], [1]], [[-1], [], []], [[1 << 29], [], []], [[[3]], [], []]],
-    ids=repr,
 )
 def test_shapes_that_no_row_of_the_job_has_are_refused(tmp_path: Path, shapes: Any) -> None:
     with rank_1({"rows": COUNT, "shapes": shapes}) as address:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_row import every
 
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import ColumnSpec
@@ -96,7 +97,7 @@ def test_a_server_that_closes_keeps_nobody_waiting(tmp_path: Path) -> None:
         closing.join(60)
 
 
-@pytest.mark.parametrize(
+@every(
     ("header", "why"),
     [
         ({}, "is not a request for rows"),
@@ -108,7 +109,6 @@ def test_a_server_that_closes_keeps_nobody_waiting(tmp_path: Path) -> None:
         ({"rows_for": 2, "epoch": 1}, "there is no rank 2"),
         ({"rows_for": -1, "epoch": 1}, "there is no rank -1"),
     ],
-    ids=lambda value: repr(value)[:40],
 )
 def test_who_asks_for_what_is_not_there_is_refused_in_words(
     tmp_path: Path, header: Any, why: str

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from every_row import every
 from ragged_rows import ragged
 
 from sparkdl.feed.columns.ragged import Ragged, picked
@@ -23,7 +23,7 @@ def test_masks_are_what_torch_and_hugging_face_take() -> None:
     assert packed.data[:, 0].tolist() == [1, 3, 2]
 
 
-@pytest.mark.parametrize("ragged", [False, True], ids=["equal", "unequal"])
+@every("ragged", [False, True])
 def test_rows_are_copied_though_a_model_differentiates_by_what_it_was_given(ragged: bool) -> None:
     values = torch.arange(6.0).requires_grad_()
     column = Ragged(values, torch.tensor([1, 2, 3])) if ragged else values

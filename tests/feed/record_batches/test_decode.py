@@ -10,6 +10,7 @@ import PIL.Image
 import pyarrow as pa
 import pytest
 import torch
+from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from spark_structs import MATRIX, VECTOR, as_matrix, as_vector
@@ -97,8 +98,8 @@ def test_a_flat_array_takes_a_declared_shape() -> None:
     )
 
 
-@pytest.mark.parametrize("binary", [pa.binary(), pa.large_binary()], ids=str)
-@pytest.mark.parametrize(
+@every("binary", [pa.binary(), pa.large_binary()])
+@every(
     "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int32, torch.uint8, torch.bool]
 )
 def test_raw_bytes_are_the_tensor_that_they_were(dtype: torch.dtype, binary: pa.DataType) -> None:
@@ -110,7 +111,7 @@ def test_raw_bytes_are_the_tensor_that_they_were(dtype: torch.dtype, binary: pa.
     assert torch.equal(tensor, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int32, torch.bool])
+@every("dtype", [torch.float16, torch.bfloat16, torch.int32, torch.bool])
 def test_numbers_become_the_dtype_that_was_asked_for(dtype: torch.dtype) -> None:
     scalars = tensor_of(pa.array([0.0, 1.0, 2.5]), ColumnSpec("x", dtype))
     arrays = tensor_of(pa.array([[0.0, 1.0], [2.5, 3.0]]), ColumnSpec("x", dtype, (2,)))
@@ -124,7 +125,7 @@ def encoded(pixels: np.ndarray, kind: str = "PNG") -> bytes:
     return target.getvalue()
 
 
-@pytest.mark.parametrize("channels", [1, 3, 4])
+@every("channels", [1, 3, 4])
 def test_encoded_images_become_their_pixels_channels_first(channels: int) -> None:
     generator = np.random.default_rng(0)
     pixels = generator.integers(0, 256, (3, 5, 4, channels), dtype=np.uint8)
@@ -133,7 +134,7 @@ def test_encoded_images_become_their_pixels_channels_first(channels: int) -> Non
     assert np.array_equal(tensor.numpy(), pixels.transpose(0, 3, 1, 2))
 
 
-@pytest.mark.parametrize(("channels", "mode"), [(1, 0), (3, 16), (4, 24)])
+@every(("channels", "mode"), [(1, 0), (3, 16), (4, 24)])
 def test_sparks_images_become_rgb_channels_first(channels: int, mode: int) -> None:
     pixels = np.arange(2 * 3 * 2 * channels, dtype=np.uint8).reshape(2, 3, 2, channels)
     column = [
@@ -268,7 +269,7 @@ BROKEN: dict[str, tuple[pa.Array, ColumnSpec, list[int], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@every("name", BROKEN)
 def test_broken_rows_are_counted_placed_and_explained(name: str) -> None:
     values, spec, broken, reason = BROKEN[name]
     statistics = scan(decode(values, spec), spec, (3, 100))
@@ -283,7 +284,7 @@ def test_broken_rows_are_counted_placed_and_explained(name: str) -> None:
     assert reason in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [name for name in BROKEN if "length" not in name])
+@every("name", [name for name in BROKEN if "length" not in name])
 def test_broken_rows_are_refused_where_no_statistics_are_wanted(name: str) -> None:
     values, spec, _, reason = BROKEN[name]
     with pytest.raises(DataError, match=r"column 'x' has .*cannot be decoded: row") as caught:
@@ -305,7 +306,7 @@ def test_vectors_of_unequal_length_are_told_as_arrays_are() -> None:
     assert statistics.places["longest"] == (0, 1)
 
 
-@pytest.mark.parametrize(
+@every(
     ("values", "encoding", "shape", "elements"),
     [
         (pa.array([[1.0] * 9]), encodings.NUMBERS, (UNKNOWN,), 0),

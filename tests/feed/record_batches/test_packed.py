@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pytest
+from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -111,14 +111,13 @@ def test_columns_are_back_in_their_order_with_the_rows_order_behind() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@every(
     ("in_bytes", "rest"),
     [
         ([[1.0], None, None], [[], [2.0, 3.0], None]),
         ([None, None, None], [[1.0], [2.0, 3.0], None]),
         ([[1.0], [2.0, 3.0], None], [[], [], None]),
     ],
-    ids=["both", "none in bytes", "all in bytes"],
 )
 def test_lists_come_from_where_they_are(in_bytes: list[Any], rest: list[Any]) -> None:
     names = names_of_lists("c0", "double")

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,7 +80,7 @@ def test_what_comes_with_the_place_belongs_to_the_same_row(tmp_path: Path) -> No
     assert read(batch) == [{"c0": 10 * row, "c1": [float(row)]} for row in rows]
 
 
-@pytest.mark.parametrize(
+@every(
     ("values", "column", "expected"),
     [
         (
@@ -99,16 +100,6 @@ def test_what_comes_with_the_place_belongs_to_the_same_row(tmp_path: Path) -> No
             [1.0, 1.0],
         ),
     ],
-    ids=[
-        "fixed-size lists",
-        "other numbers",
-        "large bytes",
-        "dictionary",
-        "nested",
-        "other case",
-        "missing",
-        "tensors",
-    ],
 )
 def test_values_come_as_spark_would_read_them(
     tmp_path: Path, values: pa.Array, column: FileColumn, expected: Any
@@ -120,7 +111,7 @@ def test_values_come_as_spark_would_read_them(
     assert batch.to_pylist() == [{"c0": expected}]
 
 
-@pytest.mark.parametrize(
+@every(
     ("found", "values", "kind"),
     [
         (pa.timestamp("us"), [1], "bigint"),
@@ -160,7 +151,7 @@ def test_vectors_are_read_only_with_the_fields_that_they_have(tmp_path: Path) ->
             read(named({"c0": column}, [uri(path)], [0]))
 
 
-@pytest.mark.parametrize("exactly", [False, True])
+@every("exactly", [False, True])
 def test_of_columns_that_differ_in_case_one_is_read_where_that_matters(
     tmp_path: Path, exactly: bool
 ) -> None:

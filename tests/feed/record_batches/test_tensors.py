@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from every_row import every
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,8 +35,8 @@ def values_of(kind: pa.DataType, count: int) -> pa.Array:
     return pa.array(numbers).cast(pa.int8()).cast(kind)
 
 
-@pytest.mark.parametrize("dtype", TARGETS, ids=str)
-@pytest.mark.parametrize("kind", NUMERIC, ids=str)
+@every("dtype", TARGETS)
+@every("kind", NUMERIC)
 def test_every_numeric_type_becomes_the_specs_dtype(kind: pa.DataType, dtype: torch.dtype) -> None:
     values = values_of(kind, 9)
     tensor = to_tensor(values, ColumnSpec("x", dtype))
@@ -43,7 +44,7 @@ def test_every_numeric_type_becomes_the_specs_dtype(kind: pa.DataType, dtype: to
     assert tensor.tolist() == [float(value) for value in values.to_pylist()]
 
 
-@pytest.mark.parametrize("kind", NUMERIC, ids=str)
+@every("kind", NUMERIC)
 def test_arrays_of_every_numeric_type_become_rows(kind: pa.DataType) -> None:
     flat = values_of(kind, 12)
     lists = pa.ListArray.from_arrays(pa.array([0, 3, 6, 9, 12], pa.int32()), flat)
@@ -121,16 +122,14 @@ def test_nulls_outside_a_slice_do_not_count() -> None:
     assert to_tensor(lists, ColumnSpec("x", torch.float32, (1,))).tolist() == [[1.0], [2.0]]
 
 
-@pytest.mark.parametrize(
-    "rows", [[[1, 2], [1, 2, 3]], [[1], [1, 2, 3]], [[1, 2], []], [[1, 2, 3], [1, 2, 3]]]
-)
+@every("rows", [[[1, 2], [1, 2, 3]], [[1], [1, 2, 3]], [[1, 2], []], [[1, 2, 3], [1, 2, 3]]])
 def test_arrays_of_another_length_are_an_error_with_the_lengths(rows: list[list[int]]) -> None:
     found = ", ".join(str(n) for n in sorted({len(row) for row in rows}))
     with pytest.raises(DataError, match=rf"column 'x' .* {found} elements .* must have 2"):
         to_tensor(pa.array(rows), ColumnSpec("x", torch.float32, (2,)))
 
 
-@pytest.mark.parametrize(
+@every(
     ("shape", "encoding", "padding", "value"),
     [
         ((), NUMBERS, None, "a number: F.coalesce('`a.b`', F.lit(0))"),

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pytest
 import torch
+from every_row import every
 from feeds import SCHEMA, open_feed
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,7 +70,7 @@ def test_another_value_in_one_row_makes_a_difference(
     assert of(*changed) != of(*columns)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:4])
+@every("dtype", DTYPES[:4])
 def test_signs_do_not_cancel(dtype: torch.dtype) -> None:
     """A sign is a word's highest bit, of which a product modulo 2^64 keeps nothing else."""
     row = torch.arange(1, 17).to(dtype)

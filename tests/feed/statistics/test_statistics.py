@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -218,10 +219,8 @@ def test_nan_is_no_whole_number_and_infinity_is_told_by_the_largest() -> None:
     assert (found.fractions, found.largest) == (0, math.inf)
 
 
-@pytest.mark.parametrize(
-    ("kind", "spec"),
-    [(pa.float64(), WHOLE), (pa.bool_(), WHOLE), (pa.list_(pa.int64()), ARRAY)],
-    ids=str,
+@every(
+    ("kind", "spec"), [(pa.float64(), WHOLE), (pa.bool_(), WHOLE), (pa.list_(pa.int64()), ARRAY)]
 )
 def test_nothing_is_found_in_no_rows(kind: pa.DataType, spec: ColumnSpec) -> None:
     assert scan(pa.array([], kind), spec) == ColumnStatistics()
@@ -297,7 +296,7 @@ def test_the_workers_rows_are_told_by_rank_and_their_columns_added() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@every(
     ("found", "sound"),
     [
         (ColumnStatistics(), True),
@@ -322,13 +321,13 @@ def check(*columns: ColumnStatistics, shard_rows: tuple[int, ...] = (3, 4)) -> N
 GOOD = ColumnStatistics(smallest=0, largest=1)
 
 
-@pytest.mark.parametrize("shard_rows", [(0,), (0, 0)])
+@every("shard_rows", [(0,), (0, 0)])
 def test_no_rows_at_all_are_refused_as_an_empty_dataframe(shard_rows: tuple[int, ...]) -> None:
     with pytest.raises(DataError, match="the DataFrame is empty"):
         check(ColumnStatistics(), shard_rows=shard_rows)
 
 
-@pytest.mark.parametrize("told", [0, 1, 3])
+@every("told", [0, 1, 3])
 def test_workers_that_tell_of_other_columns_are_refused_with_both_numbers(told: int) -> None:
     with pytest.raises(TrainingError, match=f"reported {told} columns, but the training has 2"):
         check_statistics(DataStatistics((9,), (GOOD,) * told), [WHOLE, REAL])

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -84,7 +85,7 @@ def test_rows_that_are_written_in_any_order_are_a_file_of_arrows_too(tmp_path: P
     store.close()
 
 
-@pytest.mark.parametrize("row_shape", [(), (16,), (3, 224, 224)])
+@every("row_shape", [(), (16,), (3, 224, 224)])
 def test_values_begin_on_a_page_and_are_not_copied_when_the_file_is_completed(
     tmp_path: Path, row_shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
