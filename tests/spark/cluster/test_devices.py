@@ -23,9 +23,8 @@ from sparkdl.spark.launch.assignment import assignments, run_ranks
 UUIDS = [f"GPU-{letter * 8}-0000" for letter in "abcd"]
 
 
-@pytest.mark.parametrize(
-    ("address", "visible", "index"),
-    [
+def test_an_address_is_found_by_number_position_or_uuid() -> None:
+    cases = [
         ("0", None, 0),
         ("3", None, 3),
         ("0", "0,1,2,3", 0),
@@ -38,18 +37,14 @@ UUIDS = [f"GPU-{letter * 8}-0000" for letter in "abcd"]
         ("GPU-bbbb", f"{UUIDS[3]},{UUIDS[1]}", 1),
         (UUIDS[1], "GPU-dddd,GPU-bbbb", 1),
         ("1", f"{UUIDS[3]},{UUIDS[1]}", 1),  # a position among UUIDs
-    ],
-)
-def test_an_address_is_found_by_number_position_or_uuid(
-    address: str, visible: str | None, index: int
-) -> None:
-    seen = UUIDS if visible is None else UUIDS[: len(visible.split(","))]
-    assert device_index(address, visible, seen) == index
+    ]
+    for address, visible, index in cases:
+        seen = UUIDS if visible is None else UUIDS[: len(visible.split(","))]
+        assert device_index(address, visible, seen) == index, (address, visible)
 
 
-@pytest.mark.parametrize(
-    ("address", "visible", "seen"),
-    [
+def test_a_gpu_that_torch_does_not_see_is_an_error_with_the_numbers() -> None:
+    cases = [
         ("4", None, 4),
         ("2", "0,1", 2),
         ("0", "", 0),
@@ -57,13 +52,10 @@ def test_an_address_is_found_by_number_position_or_uuid(
         ("GPU-", None, 4),  # fits all of them
         (UUIDS[2], f"{UUIDS[0]},{UUIDS[1]}", 2),
         ("1", "0,1", 1),  # listed, but torch sees fewer
-    ],
-)
-def test_a_gpu_that_torch_does_not_see_is_an_error_with_the_numbers(
-    address: str, visible: str | None, seen: int
-) -> None:
-    with pytest.raises(ConfigError, match=f"assigned GPU {address} .* sees {seen} GPUs"):
-        device_index(address, visible, UUIDS[:seen])
+    ]
+    for address, visible, seen in cases:
+        with pytest.raises(ConfigError, match=f"assigned GPU {address} .* sees {seen} GPUs"):
+            device_index(address, visible, UUIDS[:seen])
 
 
 def fake_task(partition: int, addresses: list[str] | None, cpus: int = 1) -> Any:

@@ -54,43 +54,44 @@ def test_executors_that_were_lost_and_not_replaced_are_an_error_with_numbers(
         require_free_slots(spark, 4)
 
 
-@pytest.mark.parametrize(
-    ("master", "conf", "slots"),
-    [
-        ("local-cluster[3,2,1024]", {}, 6),
-        ("local-cluster[3,2,1024]", {"spark.task.cpus": "2"}, 3),
-        ("local-cluster[3,2,1024]", {"spark.cores.max": "4"}, 4),
-        ("local-cluster[3,2,1024]", {"spark.cores.max": "40"}, 6),
-        ("local-cluster[3,2,1024]", {"spark.cores.max": "4", "spark.task.cpus": "2"}, 1),
-        ("local-cluster[3,8,1024]", {EXECUTOR_GPUS: "4", TASK_GPUS: "2"}, 6),
-        ("local-cluster[3,8,1024]", {EXECUTOR_GPUS: "5", TASK_GPUS: "2"}, 6),
-        ("local-cluster[3,8,1024]", {EXECUTOR_GPUS: "2", TASK_GPUS: "0.4"}, 12),
-        ("local-cluster[3,1,1024]", {EXECUTOR_GPUS: "4", TASK_GPUS: "2"}, 3),
-        ("local-cluster[3,8,1024]", {EXECUTOR_GPUS: "4"}, 24),
-        ("spark://h:7077", {"spark.executor.instances": "4", "spark.executor.cores": "3"}, 12),
-        (
-            "spark://h:7077",
-            {
-                "spark.executor.instances": "4",
-                "spark.executor.cores": "3",
-                "spark.cores.max": "8",
-            },
-            6,
-        ),
-        ("spark://h:7077", {"spark.cores.max": "8"}, None),
-        ("spark://h:7077", {"spark.executor.instances": "4"}, None),
-        ("yarn", {"spark.executor.instances": "4"}, 4),
-        ("yarn", {}, None),
-        ("yarn", {"spark.dynamicAllocation.enabled": "true"}, 0),
-        ("local[4]", {}, 0),
-    ],
-)
-def test_what_the_configuration_promises_is_never_more_than_cores_max(
-    master: str, conf: dict[str, str], slots: int | None
-) -> None:
-    context = SimpleNamespace(master=master, getConf=lambda: conf)
-    session: Any = SimpleNamespace(sparkContext=context)
-    assert _promised_slots(session) == slots
+PROMISES: list[tuple[str, dict[str, str], int | None]] = [
+    ("local-cluster[3,2,1024]", {}, 6),
+    ("local-cluster[3,2,1024]", {"spark.task.cpus": "2"}, 3),
+    ("local-cluster[3,2,1024]", {"spark.cores.max": "4"}, 4),
+    ("local-cluster[3,2,1024]", {"spark.cores.max": "40"}, 6),
+    ("local-cluster[3,2,1024]", {"spark.cores.max": "4", "spark.task.cpus": "2"}, 1),
+    ("local-cluster[3,8,1024]", {EXECUTOR_GPUS: "4", TASK_GPUS: "2"}, 6),
+    ("local-cluster[3,8,1024]", {EXECUTOR_GPUS: "5", TASK_GPUS: "2"}, 6),
+    ("local-cluster[3,8,1024]", {EXECUTOR_GPUS: "2", TASK_GPUS: "0.4"}, 12),
+    ("local-cluster[3,1,1024]", {EXECUTOR_GPUS: "4", TASK_GPUS: "2"}, 3),
+    ("local-cluster[3,8,1024]", {EXECUTOR_GPUS: "4"}, 24),
+    ("spark://h:7077", {"spark.executor.instances": "4", "spark.executor.cores": "3"}, 12),
+    (
+        "spark://h:7077",
+        {
+            "spark.executor.instances": "4",
+            "spark.executor.cores": "3",
+            "spark.cores.max": "8",
+        },
+        6,
+    ),
+    ("spark://h:7077", {"spark.cores.max": "8"}, None),
+    ("spark://h:7077", {"spark.executor.instances": "4"}, None),
+    ("yarn", {"spark.executor.instances": "4"}, 4),
+    ("yarn", {}, None),
+    ("yarn", {"spark.dynamicAllocation.enabled": "true"}, 0),
+    ("local[4]", {}, 0),
+]
+
+
+def test_what_the_configuration_promises_is_never_more_than_cores_max() -> None:
+    wrong = []
+    for master, conf, promised in PROMISES:
+        context = SimpleNamespace(master=master, getConf=lambda conf=conf: conf)
+        session: Any = SimpleNamespace(sparkContext=context)
+        if (found := _promised_slots(session)) != promised:
+            wrong.append((master, conf, promised, found))
+    assert wrong == []
 
 
 @pytest.mark.parametrize(("wanted", "waited"), [(None, 3), (2, 2), (9, 3)])

@@ -214,10 +214,10 @@ def test_later_failures_are_dropped_and_none_comes_after_the_end(run: RunService
     assert str(run.failure) == "first"
 
 
-@pytest.mark.parametrize("rank", [2, -1])
-def test_a_rank_that_is_none_of_the_run_ends_it(run: RunService, rank: int) -> None:
-    with RunClient(run.address, rank):
-        assert "is not part of this run" in str(failure_of(run))
+def test_a_rank_that_is_none_of_the_run_ends_it() -> None:
+    for rank in (2, -1):
+        with run_of(2) as run, RunClient(run.address, rank):
+            assert "is not part of this run" in str(failure_of(run))
 
 
 def test_a_rank_that_joins_twice_ends_the_run(run: RunService) -> None:
@@ -287,15 +287,20 @@ UNSEEN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("no_thread_dies")
-@pytest.mark.parametrize("name", UNSEEN)
 def test_output_that_cannot_be_read_is_left_out_with_a_word_and_the_run_goes_on(
-    run: RunService, name: str, caplog: pytest.LogCaptureFixture
+    run: RunService, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Intruder(run) as intruder, RunClient(run.address, 0) as other:
-        intruder.send_header(UNSEEN[name])
-        intruder.send_header({"lines": ["later"], "left_out": 0})
-        assert run.events.get(timeout=60) == Lines(1, ("later",), 0)
-        assert "rank 1 sent a header that no worker sends" in caplog.text
+        silent = []
+        for name, header in UNSEEN.items():
+            caplog.clear()
+            intruder.send_header(header)
+            intruder.send_header({"lines": [name], "left_out": 0})
+            shown = run.events.get(timeout=60)
+            told = "rank 1 sent a header that no worker sends" in caplog.text
+            if shown != Lines(1, (name,), 0) or not told:
+                silent.append((name, shown, told))
+        assert silent == []
         intruder.send_header({"gather": {"from": 1}})
         assert other.gather({"from": 0}) == [{"from": 0}, {"from": 1}]
         assert run.failure is None
@@ -314,20 +319,23 @@ ENDING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("no_thread_dies")
-@pytest.mark.parametrize("name", ENDING)
-def test_a_rank_that_cannot_be_understood_ends_the_run_in_words_and_wakes_who_waits(
-    run: RunService, name: str
-) -> None:
-    with RunClient(run.address, 0) as other, ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(other.gather, {})
-        with Intruder(run) as intruder:
-            intruder.send_header(ENDING[name])
-            error = failure_of(run)
-        assert isinstance(error, TrainingError)
-        assert "rank 1 " in str(error)
-        assert len(str(error)) < 500
-        with pytest.raises(StoppedError, match="rank 0 was stopped"):
-            waiting.result(timeout=60)
+def test_a_rank_that_cannot_be_understood_ends_the_run_in_words_and_wakes_who_waits() -> None:
+    wrong = []
+    for name, header in ENDING.items():
+        with run_of(2) as run, RunClient(run.address, 0) as other, ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(other.gather, {})
+            with Intruder(run) as intruder:
+                intruder.send_header(header)
+                error = failure_of(run)
+            if (
+                not isinstance(error, TrainingError)
+                or "rank 1 " not in str(error)
+                or len(str(error)) >= 500
+                or not isinstance(stopped := waiting.exception(60), StoppedError)
+                or "rank 0 was stopped" not in str(stopped)
+            ):
+                wrong.append((name, error))
+    assert wrong == []
 
 
 def test_a_rank_that_gives_twice_before_the_others_have_given_ends_the_run(run: RunService) -> None:
@@ -338,16 +346,17 @@ def test_a_rank_that_gives_twice_before_the_others_have_given_ends_the_run(run: 
 
 
 @pytest.mark.usefixtures("no_thread_dies")
-@pytest.mark.parametrize(
-    "said",
-    [{"attend": "0", "host": "h"}, {"attend": True, "host": "h"}, {"attend": 0}, {"lines": []}],
-    ids=str,
-)
-def test_who_joins_without_rank_or_host_ends_the_run_in_words(
-    run: RunService, said: dict[str, Any]
-) -> None:
-    with Intruder(run, **said):
-        assert "must join with a rank and a host, not with" in str(failure_of(run))
+def test_who_joins_without_rank_or_host_ends_the_run_in_words() -> None:
+    joins: list[dict[str, Any]] = [
+        {"attend": "0", "host": "h"},
+        {"attend": True, "host": "h"},
+        {"attend": 0},
+        {"lines": []},
+    ]
+    for said in joins:
+        with run_of(2) as run, Intruder(run, **said):
+            told = str(failure_of(run))
+            assert "must join with a rank and a host, not with" in told, said
 
 
 @pytest.mark.usefixtures("no_thread_dies")
@@ -362,20 +371,17 @@ def test_a_mistake_of_our_own_ends_the_run_as_well(
 
 
 @pytest.mark.usefixtures("no_thread_dies")
-@pytest.mark.parametrize("answer", [{}, {"gathered": 3}, {"gathered": None}], ids=str)
-def test_a_driver_that_cannot_be_understood_stops_a_worker_that_gathers(
-    run: RunService, answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def answer_badly(worker: ReportingWorker, header: Any) -> None:
-        worker.channel.send_header(answer)
+def test_a_driver_that_cannot_be_understood_stops_a_worker_that_gathers() -> None:
+    answers: list[dict[str, Any]] = [{}, {"gathered": 3}, {"gathered": None}]
+    for answer in answers:
 
-    monkeypatch.setitem(run.handlers, "gather", answer_badly)
-    with (
-        RunClient(run.address, 0) as client,
-        ThreadPoolExecutor(1) as pool,
-        pytest.raises(StoppedError, match="it sent a header that no driver sends"),
-    ):
-        pool.submit(client.gather, {}).result(timeout=60)
+        def answer_badly(worker: ReportingWorker, _: Any, answer: Any = answer) -> None:
+            worker.channel.send_header(answer)
+
+        with run_of(2) as run, RunClient(run.address, 0) as client, ThreadPoolExecutor(1) as pool:
+            run.handlers["gather"] = answer_badly
+            with pytest.raises(StoppedError, match="it sent a header that no driver sends"):
+                pool.submit(client.gather, {}).result(timeout=60)
 
 
 def test_the_token_is_not_shown(run: RunService) -> None:

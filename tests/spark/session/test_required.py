@@ -50,10 +50,10 @@ NO_FRAMES: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("value", "told"), NO_FRAMES)
-def test_what_is_no_frame_is_named_with_what_makes_one(value: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^df must be a Spark DataFrame, {told}"):
-        require_frame(value)
+def test_what_is_no_frame_is_named_with_what_makes_one() -> None:
+    for value, told in NO_FRAMES:
+        with pytest.raises(ConfigError, match=rf"^df must be a Spark DataFrame, {told}"):
+            require_frame(value)
 
 
 def test_fit_transform_evaluate_run_and_sources_ask_first() -> None:
@@ -107,20 +107,19 @@ def test_a_frame_of_a_spark_connect_session_is_refused_with_the_way_out() -> Non
         require_session(SimpleNamespace())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("context", [SimpleNamespace(_jsc=None), running(stopped=True)])
-def test_a_session_that_was_stopped_is_told_as_such(
-    context: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_that_was_stopped_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     told = "the Spark session has been stopped that df belongs to: "
-    monkeypatch.setattr(SparkContext, "_active_spark_context", None)
-    with pytest.raises(ConfigError, match=f"{told}create another with sparkdl.create_session"):
-        require_frame(frame_of(context))
-    monkeypatch.setattr(SparkContext, "_active_spark_context", running())
-    with pytest.raises(ConfigError, match=f"{told}read the rows again in the one that runs now"):
-        require_frame(frame_of(context))
-    session: Any = SimpleNamespace(_jsparkSession=None, sparkContext=context)
-    with pytest.raises(ConfigError, match="the Spark session has been stopped: create another"):
-        require_session(session)
+    for context in (SimpleNamespace(_jsc=None), running(stopped=True)):
+        monkeypatch.setattr(SparkContext, "_active_spark_context", None)
+        with pytest.raises(ConfigError, match=f"{told}create another with sparkdl.create_session"):
+            require_frame(frame_of(context))
+        monkeypatch.setattr(SparkContext, "_active_spark_context", running())
+        again = f"{told}read the rows again in the one that runs now"
+        with pytest.raises(ConfigError, match=again):
+            require_frame(frame_of(context))
+        session: Any = SimpleNamespace(_jsparkSession=None, sparkContext=context)
+        with pytest.raises(ConfigError, match="the Spark session has been stopped: create another"):
+            require_session(session)
 
 
 def test_a_jvm_that_has_ended_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
