@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
+from sparkdl.averager.coordination.run_state import RunSpec
 from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.events import WindowReport
 from sparkdl.feed.statistics.shards import ShardStatistics
@@ -28,7 +29,9 @@ class VirtualRun(ABC):
     def __init__(self, policy: RoundPolicy, workers: int) -> None:
         self.now = 0.0
         self.steps = [0] * workers
-        self._coordinator = Coordinator(workers, 1e9, 0.0, policy=policy)
+        self._coordinator = Coordinator(
+            RunSpec(world_size=workers, deadline_s=1e9, policy=policy), 0.0
+        )
         self._members = [on.Member(rank, "host") for rank in range(workers)]
         self._due: list[tuple[float, int]] = []
 

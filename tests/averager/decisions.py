@@ -9,12 +9,14 @@ import pytest
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
-from sparkdl.averager.coordination.coordinator import Coordinator, Schedule
+from sparkdl.averager.coordination.checkpointing import Schedule
+from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.decisions import Decision
 from sparkdl.averager.coordination.events import Event, Member
 from sparkdl.averager.coordination.membership import Tolerance
+from sparkdl.averager.coordination.run_state import Restart, RunSpec
 from sparkdl.averager.messages.progress import Progress
-from sparkdl.averager.policies.round_policy import RoundPolicy
+from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.errors import SparkDLError
 from sparkdl.events import WindowReport
@@ -85,18 +87,16 @@ class Run:
     ) -> None:
         self.now = 1000.0
         self.members: dict[int, Member] = {}
-        self.coordinator = Coordinator(
-            world_size,
-            deadline_s,
-            self.now,
+        spec = RunSpec(
+            world_size=world_size,
+            deadline_s=deadline_s,
             tolerance=Tolerance(max_failures, min_workers),
             checkpoints=checkpoints,
-            saved=saved,
-            progress=progress,
-            kept=kept,
             frozen=frozen,
-            policy=policy,
+            policy=policy or All(),
         )
+        restart = Restart(progress=progress, saved=saved, kept=kept or {})
+        self.coordinator = Coordinator(spec, self.now, restart)
         self.ranks = range(world_size)
 
     @property

@@ -17,6 +17,7 @@ from torch import Tensor
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
+from sparkdl.averager.coordination.run_state import RunSpec
 from sparkdl.averager.values.center import Center
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.events import EpochSummary, WindowReport
@@ -60,7 +61,9 @@ class Speeds:
         workers = len(self.goals)
         update = self.strategy.center_update
         self._center = Center(LAYOUT, initial, workers, self._format, update)
-        self._coordinator = Coordinator(workers, 1e9, 0.0, policy=self.strategy.round_policy)
+        self._coordinator = Coordinator(
+            RunSpec(world_size=workers, deadline_s=1e9, policy=self.strategy.round_policy), 0.0
+        )
         self._now, self._due = 0.0, list[tuple[float, int]]()
         self._done, self._epoch = [0] * workers, [1] * workers
         self._base = [start] * workers

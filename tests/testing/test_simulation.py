@@ -15,6 +15,7 @@ from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import FencedError
+from sparkdl.averager.coordination.rank_states import RankState
 from sparkdl.averager.coordination.round_decisions import RoundDecisions
 from sparkdl.testing.simulation import (
     Fault,
@@ -98,11 +99,11 @@ def decided_by(kind: type[RoundDecisions]) -> type[Coordinator]:
 class AsksWhoComesBack(RoundDecisions):
     """Waits for the worker state of who is let in after a checkpoint's commit, and asks nobody."""
 
-    def _save_if_due(self, windows: Iterable[on.WindowClosed], now: float) -> bool:
-        saves = super()._save_if_due(windows, now)
-        if saves:
-            self._checkpoints.awaited |= self._arrivals.knocking.keys()
-        return saves
+    def _save_if_due(self, windows: Iterable[on.WindowClosed], now: float) -> list[do.Decision]:
+        begun = super()._save_if_due(windows, now)
+        if begun:
+            self._checkpoints.awaited.update(self._run.to_let_in)
+        return begun
 
 
 class ActsInASuccessorsName(Coordinator):
@@ -149,59 +150,71 @@ class LooksAtTheClockFirst(Averager):
 class CountsHalfAContribution(Coordinator):
     """Goes on with a sum of which a part came from a worker that was lost."""
 
-    def _lose(self, member: on.Member, why: str) -> None:
-        if self.round.is_open and member.rank in self.round.entered:
+    def _lose(self, member: on.Member, why: str) -> list[do.Decision]:
+        if self.round.ranks[member.rank] is RankState.CONTRIBUTING:
             self.round.finish(member.rank)
-        super()._lose(member, why)
+        return super()._lose(member, why)
 
 
 class CountsWhatWasStartedOver(RoundDecisions):
     """Takes a contribution for complete that became whole as its sum was forgotten."""
 
-    def complete(self, rank: int, now: float) -> None:
+    def complete(self, rank: int, now: float) -> list[do.Decision]:
         self._round.finish(rank)
         self._members.pass_turn(now)
-        self.commit_if_complete(now)
+        return self.commit_if_complete(now)
 
 
 class EndsAnEpochWithoutTheLost(Coordinator):
     """Takes who is lost for through with the epoch."""
 
-    def _lose(self, member: on.Member, why: str) -> None:
+    def _lose(self, member: on.Member, why: str) -> list[do.Decision]:
         self.round.pending.discard(member.rank)
-        super()._lose(member, why)
+        return super()._lose(member, why)
 
 
 class CountsAFailedCheckpoint(Coordinator):
     """Takes a checkpoint that could not be written for one."""
 
-    def _checkpoint_ended(self, *, saved: bool) -> None:
-        super()._checkpoint_ended(saved=True)
+    def _checkpoint_ended(self, *, saved: bool) -> list[do.Decision]:
+        return super()._checkpoint_ended(saved=True)
 
 
 class TriesNoneAfterAFailedOne(Coordinator):
     """Leaves the storage alone once it has failed."""
 
-    def _checkpoint_ended(self, *, saved: bool) -> None:
-        super()._checkpoint_ended(saved=saved)
+    def _checkpoint_ended(self, *, saved: bool) -> list[do.Decision]:
+        decided = super()._checkpoint_ended(saved=saved)
         if not saved:
             self.checkpoints.end_epoch = lambda epoch: None  # type: ignore[method-assign]
+        return decided
 
 
 class AsksTwiceForOneState(RoundDecisions):
     """Asks whoever it waits for once more at the next commit."""
 
-    def _save_if_due(self, windows: Iterable[on.WindowClosed], now: float) -> bool:
-        return super()._save_if_due(windows, now) or bool(self._checkpoints.awaited)
+    _commits = False
+
+    def _commit(self, now: float) -> list[do.Decision]:
+        self._commits = True
+        decided = super()._commit(now)
+        self._commits = False
+        return decided
+
+    def admit(self, now: float, *, saves: bool = False, **options: Any) -> list[do.Decision]:
+        asks = self._commits and bool(self._checkpoints.awaited)
+        return super().admit(now, saves=saves or asks, **options)
 
 
 class LetsFinishedRanksJoin(Coordinator):
     """Lets another attempt of a rank in that has finished."""
 
-    def _joined(self, event: on.Joined) -> None:
-        before = self.members.join(event.member, self._now)
-        if before is not None:
-            self._lose(before, "was replaced")
+    def _joined(self, event: on.Joined) -> list[do.Decision]:
+        rank = event.member.rank
+        if self.round.ranks[rank] is RankState.FINISHED:
+            self.members.join(event.member, self._now)
+            return []
+        return super()._joined(event)
 
 
 class FencesFinish(Coordinator):
@@ -211,16 +224,16 @@ class FencesFinish(Coordinator):
         super().__init__(*arguments, **options)
         self._sent_away: set[int] = set()
 
-    def _finish(self, event: on.Finished) -> None:
+    def _finish(self, event: on.Finished) -> list[do.Decision]:
         if event.member.gone:
             self._sent_away.add(event.member.rank)
-        else:
-            super()._finish(event)
+            return []
+        return super()._finish(event)
 
-    def _joined(self, event: on.Joined) -> None:
+    def _joined(self, event: on.Joined) -> list[do.Decision]:
         if event.member.rank in self._sent_away:
             raise FencedError("it has lost its place, and leaves")
-        super()._joined(event)
+        return super()._joined(event)
 
 
 class HearsLastWordsLate(Averager):
@@ -236,14 +249,13 @@ class HearsLastWordsLate(Averager):
 class LetsTheLostStandForOthers(RoundDecisions):
     """Goes on without one who has yet to contribute, for another that had, and was lost."""
 
-    def _enter(self, window: on.WindowClosed, now: float) -> None:
-        super()._enter(window, now)
-        this = self._round
+    def _enter(self, window: on.WindowClosed, now: float) -> list[do.Decision]:
+        decided, this = super()._enter(window, now), self._round
         if len(this.entered) >= len(this.group):
-            for rank in sorted(this.group - this.entered.keys()):
-                this.group.discard(rank)
-                this._missing.discard(rank)
-                self._decide(do.Skip(rank))
+            left = sorted(this.group - this.entered.keys())
+            this.group.difference_update(left)
+            decided += map(do.Skip, left)
+        return decided
 
 
 PUT_BACK = {

@@ -16,29 +16,22 @@ comes and goes, on what the driver says, and on how the run ends.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+from sparkdl.averager.coordination import checks
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
-from sparkdl.averager.coordination.arrivals import Arrivals
-from sparkdl.averager.coordination.checkpointing import Checkpointing, Schedule
-from sparkdl.averager.coordination.committed import CommittedProgress
-from sparkdl.averager.coordination.conduct import Conduct
 from sparkdl.averager.coordination.decisions import Decision
-from sparkdl.averager.coordination.epoch_losses import EpochLosses
 from sparkdl.averager.coordination.events import Event, Member
-from sparkdl.averager.coordination.gathers import Gathers
-from sparkdl.averager.coordination.lateness import Lateness
-from sparkdl.averager.coordination.membership import FencedError, Membership, Tolerance
-from sparkdl.averager.coordination.round import Round
+from sparkdl.averager.coordination.membership import FencedError
+from sparkdl.averager.coordination.rank_states import Move, RankState
 from sparkdl.averager.coordination.round_decisions import RoundDecisions
-from sparkdl.averager.coordination.shards import Shards
-from sparkdl.averager.messages.progress import Progress
-from sparkdl.averager.messages.run_events import CheckpointSaved, RunEvent, WorkerLost
-from sparkdl.averager.messages.worker_state import WorkerState
-from sparkdl.averager.policies.round_policy import All, RoundPolicy
-from sparkdl.errors import SparkDLError
+from sparkdl.averager.coordination.run_state import Restart, RunSpec, RunState
+from sparkdl.averager.messages.progress import Position
+from sparkdl.averager.messages.run_events import CheckpointSaved, NewRows, RunEvent, WorkerLost
+from sparkdl.errors import SparkDLError, TrainingError
+from sparkdl.feed.statistics.shards import ShardStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -47,111 +40,46 @@ class Coordinator:
     """The decisions of one run.
 
     Args:
-        world_size: number of workers.
-        deadline_s: the longest for which a rank may be silent while it is waited for, and that
-            writing a checkpoint may take, in seconds.
+        spec: how it was planned.
         now: the time, in seconds, by the same clock as in ``handle``.
-        tolerance: which losses of workers the run survives; none by default.
-        progress: how far the training has come already; by default it is just starting.
-        kept: what was kept of each rank at its last commit; by default nothing.
-        checkpoints: which commits become checkpoints; none by default.
-        saved: whether a checkpoint holds the progress made so far, if there is any.
-        resumed: whether the training resumes from a checkpoint, which may belong to other rows.
-        frozen: the fingerprint that every worker's frozen parameters must have.
-        policy: who is waited for in rounds; by default everyone.
-        followed: whether callbacks follow the run: the driver is also told of rounds, lost workers
-            and checkpoints, and workers begin an epoch only once it has approved the previous one.
-        measures: whether the driver computes metrics from what the workers count on held-out rows;
-            such a run is ``followed``.
-        metric: the metric that workers want to know for each epoch, instead of the loss.
+        restart: where it goes on; by default it is just starting.
 
     Attributes:
-        members: who is in the run.
-        shards: what the workers found in their rows.
-        round: who takes part in the round under way.
-        committed: how far the training has come.
-        checkpoints: the checkpoint being put together, and when the next is due.
-        followed: as given.
+        state: how the run stands; also ``members``, ``shards``, ``round``, ``committed`` and
+            ``checkpoints`` of it.
+        followed: whether callbacks follow the run.
         failure: what ended the run, if it failed.
         stopped: why the run was stopped early, if it was.
         ended: whether the run is over.
     """
 
-    def __init__(
-        self,
-        world_size: int,
-        deadline_s: float,
-        now: float,
-        *,
-        tolerance: Tolerance | None = None,
-        progress: Progress | None = None,
-        kept: Mapping[int, WorkerState] | None = None,
-        checkpoints: Schedule | None = None,
-        saved: bool = True,
-        resumed: bool = False,
-        frozen: str = "",
-        policy: RoundPolicy | None = None,
-        followed: bool = False,
-        measures: bool = False,
-        metric: str | None = None,
-    ) -> None:
-        self.members = Membership(world_size, deadline_s, tolerance or Tolerance(), now)
-        self.shards = Shards(world_size)
-        self.committed = CommittedProgress(
-            progress or Progress.start(world_size), kept or {}, now=now
-        )
-        policy = policy or All()
-        policy.begin(self.committed.positions)
-        self.round = Round(self.members.everyone, policy)
-        self.checkpoints = Checkpointing(checkpoints, self.committed, saved=saved)
-        self.followed = followed
+    def __init__(self, spec: RunSpec, now: float, restart: Restart | None = None) -> None:
+        self.state = RunState(spec, now, restart or Restart())
+        self.members = self.state.members
+        self.shards = self.state.shards
+        self.round = self.state.round
+        self.committed = self.state.committed
+        self.checkpoints = self.state.checkpoints
+        self.followed = spec.followed
         self.failure: SparkDLError | None = None
         self.stopped: str | None = None
         self._stop_wanted: on.StopWanted | None = None
-        # The ranks that have finished; and those of them that wait for a checkpoint to be written.
-        self._done: set[int] = set()
+        self._ranks = self.state.ranks
+        # Those that have finished and wait for a checkpoint to be written.
         self._leaving: dict[int, Member] = {}
-        self._gathers = Gathers(world_size)
-        self._conduct = Conduct(
-            self.members, self.round, self.committed, self._gathers, self._done, frozen
-        )
-        self._epoch_losses = EpochLosses(
-            self.committed, self.shards, followed=followed, measures=measures, metric=metric
-        )
-        self._lateness = Lateness(
-            self.members,
-            self.shards,
-            self._gathers,
-            self.round,
-            self.committed,
-            self.checkpoints,
-            self._epoch_losses.wanted,
-        )
-        self._decided: list[Decision] = []
-        self._arrivals = Arrivals(
-            self.members, self.shards, self.committed, resumed=resumed, decide=self._decide
-        )
-        self._rounds = RoundDecisions(
-            self.round,
-            self.members,
-            self._arrivals,
-            self.shards,
-            self.committed,
-            self.checkpoints,
-            self._epoch_losses,
-            followed=followed,
-            decide=self._decide,
-        )
+        self._gathers = self.state.gathers
+        self._epoch_losses = self.state.epoch_losses
+        self._rounds = RoundDecisions(self.state)
         self._said_waiting = now
         self._now = now
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        self._handlers: dict[type, Callable[[Any], list[Decision]]] = {
             on.Joined: self._joined,
             on.Lost: lambda event: self._lose(event.member, event.why),
             on.RowsFound: self._rows_found,
             on.Gave: self._gave,
             on.WindowClosed: self._window_closed,
             on.Contributed: lambda event: self._rounds.complete(event.member.rank, self._now),
-            on.Taken: lambda event: self._rounds.take(event.member.rank, self._now),
+            on.Taken: self._taken,
             on.WorkerStateWritten: lambda event: self._do_without_worker_state(event.member.rank),
             on.Validated: self._validated,
             on.EpochLossesWanted: self._epoch_losses_wanted,
@@ -160,11 +88,11 @@ class Coordinator:
             on.Finished: self._finish,
             on.Failed: lambda event: self._fail(event.error),
             on.Started: self._start,
-            on.Approved: lambda event: self._arrivals.approve(event.rank, self._now),
+            on.Approved: self._approve_rows,
             on.StopWanted: self._stop,
             on.CommitWanted: self._want_commit,
-            on.Preempted: lambda event: self.checkpoints.preempt(event.reason),
-            on.WorkersExpected: lambda event: self._arrivals.expect(self._now),
+            on.Preempted: self._preempt,
+            on.WorkersExpected: self._expect_workers,
             on.CheckpointWritten: self._checkpoint_written,
             on.CheckpointGivenUp: lambda event: self._checkpoint_ended(saved=False),
             on.Tick: self._tick,
@@ -182,25 +110,26 @@ class Coordinator:
             What is to be done, in this order.
         """
         self._now = now
-        self._decided = []
         if self.members.look(now):
             self.checkpoints.restart_clock(now)
         member: Member | None = getattr(event, "member", None)
         if self.ended:
-            self._after_the_end(event)
-        elif member is None or not member.gone or isinstance(event, on.Finished):
-            if member is not None and not isinstance(event, on.Joined):
-                self.members.note_heartbeat(member.rank, now)
-            try:
-                self._handlers[type(event)](event)
-                if self.round.queue and not self.ended:
-                    self._rounds.enter_held(now)
-            except FencedError as error:
-                assert member is not None
-                self._refuse(member, str(error))
-            except SparkDLError as error:
-                self._fail(error)
-        return self._decided
+            return self._after_the_end(event)
+        if member is not None and member.gone and not isinstance(event, on.Finished):
+            return []
+        if member is not None and not isinstance(event, on.Joined):
+            self.members.note_heartbeat(member.rank, now)
+        decided: list[Decision] = []
+        try:
+            decided += self._handlers[type(event)](event)
+            if self.round.queue and not self.ended:
+                decided += self._rounds.enter_held(now)
+        except FencedError as error:
+            assert member is not None
+            decided += self._refuse(member, str(error))
+        except SparkDLError as error:
+            decided += self._fail(error)
+        return decided
 
     def heartbeat(self, member: Member, now: float) -> None:
         """Take note that something arrived from a worker, or that it read something."""
@@ -210,191 +139,243 @@ class Coordinator:
     @property
     def ended(self) -> bool:
         """Whether the run is over."""
-        done = len(self._done) == self.members.world_size and not self._leaving
+        finished = len(self._ranks.of(RankState.FINISHED)) == self.members.world_size
+        done = finished and not self._leaving
         return self.failure is not None or self.stopped is not None or done
+
+    def restart(self) -> Restart:
+        """What another run needs to go on after the last commit."""
+        return Restart(
+            progress=self.committed.progress(),
+            saved=self.checkpoints.has_last_commit,
+            kept=dict(self.committed.kept),
+        )
 
     @property
     def farewell(self) -> str:
         """Why the run is over, in words."""
         return f"the run ended: {self.failure or self.stopped or 'all workers have finished'}"
 
-    def _decide(self, decision: Decision) -> None:
-        self._decided.append(decision)
-
-    def _after_the_end(self, event: Event) -> None:
+    def _after_the_end(self, event: Event) -> list[Decision]:
         if isinstance(event, on.Joined):
-            self._refuse(event.member, self.farewell)
-        elif isinstance(event, on.CheckpointWritten | on.CheckpointGivenUp):
+            return self._refuse(event.member, self.farewell)
+        if isinstance(event, on.CheckpointWritten | on.CheckpointGivenUp):
             self.checkpoints.finish(saved=isinstance(event, on.CheckpointWritten))
+        return []
 
     # Joining, reading, starting.
 
-    def _joined(self, event: on.Joined) -> None:
-        if event.member.rank in self._done:
-            raise FencedError(f"rank {event.member.rank} has already finished its last epoch")
+    def _joined(self, event: on.Joined) -> list[Decision]:
+        rank = event.member.rank
+        if rank in self.members.everyone and self._ranks[rank] is RankState.FINISHED:
+            raise FencedError(f"rank {rank} has already finished its last epoch")
         before = self.members.join(event.member, self._now)
+        decided: list[Decision] = []
         if before is not None:
-            self._lose(before, "was replaced before its connection was known to be lost")
-        self._conduct.require_same_frozen(event.member)
+            why = "was replaced before its connection was known to be lost"
+            decided = self._lose(before, why)
+            if self.ended:
+                return decided
+        self._ranks.move(rank, Move.JOIN)
+        checks.require_same_frozen(self.state, event.member)
+        return decided
 
-    def _rows_found(self, event: on.RowsFound) -> None:
-        if event.member.rank in self.round.admitted:
-            self._arrivals.show(event)
-        elif self._arrivals.read(event) and self._arrivals.started:
-            self._rounds.knock(self._now, serves_rows=event.row_server is not None)
+    def _rows_found(self, event: on.RowsFound) -> list[Decision]:
+        member, shard = event.member, event.shard
+        rank = member.rank
+        if rank in self._ranks.admitted:
+            # The driver has to check rows that a worker has found since it was let in, too.
+            if not self.members.reads(rank):
+                raise TrainingError(f"rank {rank} reported its rows twice")
+            decided = self._note_rows(rank, shard)
+            self.state.shown[rank] = member
+            return [*decided, do.Report(NewRows(rank, shard))]
+        self.shards.row_servers[rank] = event.row_server
+        begins = self.committed.positions[rank] == Position() and not self.state.spec.resumed
+        if not shard.complete and not begins:
+            return [do.ReadOn(member)]
+        decided = self._note_rows(rank, shard)
+        self._ranks.move(rank, Move.READ)
+        if self.state.started:
+            serves_rows = event.row_server is not None
+            decided += self._rounds.admit_when_possible(self._now, serves_rows=serves_rows)
+        return decided
 
-    def _start(self, event: on.Started) -> None:
-        if self._arrivals.started:
-            return
-        self._arrivals.started = True
+    def _note_rows(self, rank: int, shard: ShardStatistics) -> list[Decision]:
+        news = self.shards.note(rank, shard)
+        self.members.note_reading(rank, reading=not shard.complete)
+        return [] if news is None else [do.Report(news)]
+
+    def _approve_rows(self, event: on.Approved) -> list[Decision]:
+        member = self.state.shown.pop(event.rank, None)
+        if member is None:
+            return []
+        self.members.note_heartbeat(event.rank, self._now)
+        return [do.GoOn(member)]
+
+    def _expect_workers(self, event: on.WorkersExpected) -> list[Decision]:
+        if self.members.joined < self.members.world_size:
+            for rank in self.members.everyone - self.members.there:
+                self.members.note_heartbeat(rank, self._now)
+        return []
+
+    def _start(self, event: on.Started) -> list[Decision]:
+        if self.state.started:
+            return []
+        self.state.started = True
         self.shards.loss_use = event.loss_use
         self.committed.start_epoch(self._now)
-        self._rounds.admit(self._now)
+        decided = self._rounds.admit(self._now)
         self.members.restart_clock(self._now)
-        self._tell(self._epoch_losses.news())
+        return decided + self._tell(self._epoch_losses.news())
 
-    def _gave(self, event: on.Gave) -> None:
-        self._conduct.require_admitted(event.member)
+    def _gave(self, event: on.Gave) -> list[Decision]:
+        checks.require_admitted(self.state, event.member)
         what = "takes part in an exchange among the workers"
-        self._conduct.require_everyone(event.member, what)
+        checks.require_everyone(self.state, event.member, what)
         commit = self.committed.commit_wanted
         told = self._gathers.give(event.member, event.value, commit=commit)
-        if told is not None:
-            self.members.restart_clock(self._now)
-            self._decide(told)
+        if told is None:
+            return []
+        self.members.restart_clock(self._now)
+        return [told]
 
-    def _want_commit(self, event: on.CommitWanted) -> None:
+    def _want_commit(self, event: on.CommitWanted) -> list[Decision]:
         """Ask for a commit with the next gather: all then learn of it at the same step."""
         self.committed.commit_wanted = True
+        return []
 
     # Rounds.
 
-    def _window_closed(self, event: on.WindowClosed) -> None:
-        self._conduct.require_window_order(event)
+    def _window_closed(self, event: on.WindowClosed) -> list[Decision]:
+        checks.require_window_order(self.state, event)
         self._rounds.close_window(event, self._now)
+        return []
 
-    def _validated(self, event: on.Validated) -> None:
-        self._conduct.require_admitted(event.member)
-        self._tell(self._epoch_losses.validated(event))
+    def _taken(self, event: on.Taken) -> list[Decision]:
+        self._rounds.take(event.member.rank, self._now)
+        return []
 
-    def _epoch_losses_wanted(self, event: on.EpochLossesWanted) -> None:
-        self._conduct.require_admitted(event.member)
-        self._tell(self._epoch_losses.want(event))
+    def _validated(self, event: on.Validated) -> list[Decision]:
+        checks.require_admitted(self.state, event.member)
+        return self._tell(self._epoch_losses.validated(event))
 
-    def _tell(self, decisions: list[Decision]) -> None:
+    def _epoch_losses_wanted(self, event: on.EpochLossesWanted) -> list[Decision]:
+        checks.require_admitted(self.state, event.member)
+        return self._tell(self._epoch_losses.want(event))
+
+    def _tell(self, decisions: list[Decision]) -> list[Decision]:
         """Tell driver and workers about epochs whose losses are now known."""
-        self._decided.extend(decisions)
         if any(isinstance(decision, do.TellEpochLosses) for decision in decisions):
             self.members.restart_clock(self._now)
+        return decisions
 
     # Checkpoints.
 
-    def _do_without_worker_state(self, rank: int) -> None:
+    def _preempt(self, event: on.Preempted) -> list[Decision]:
+        self.checkpoints.preempt(event.reason)
+        return []
+
+    def _do_without_worker_state(self, rank: int) -> list[Decision]:
         """Take note that a rank's state has arrived, or never will."""
-        if self.checkpoints.forgo(rank):
-            self._decide(do.WriteCheckpoint())
+        return [do.WriteCheckpoint()] if self.checkpoints.forgo(rank) else []
 
-    def _checkpoint_written(self, event: on.CheckpointWritten) -> None:
-        self._tell_callbacks(CheckpointSaved())
-        self._checkpoint_ended(saved=True)
+    def _checkpoint_written(self, event: on.CheckpointWritten) -> list[Decision]:
+        return self._for_callbacks(CheckpointSaved()) + self._checkpoint_ended(saved=True)
 
-    def _checkpoint_ended(self, *, saved: bool) -> None:
+    def _checkpoint_ended(self, *, saved: bool) -> list[Decision]:
         told_to_end = self.checkpoints.finish(saved=saved)
         if told_to_end is not None:
-            self._fail(told_to_end)
-            return
+            return self._fail(told_to_end)
         if self._stop_wanted is not None:
-            self._stop(self._stop_wanted)
-            return
-        for rank in self.round.held:
+            return self._stop(self._stop_wanted)
+        for rank in self._ranks.of(RankState.CLOSED):
             self.members.note_heartbeat(rank, self._now)
-        if self._leaving:
-            self._dismiss_leaving()
+        decided = self._dismiss_leaving() if self._leaving else []
         self.round.requeue()
+        return decided
 
-    def _tell_callbacks(self, event: RunEvent) -> None:
-        if self.followed:
-            self._decide(do.Report(event))
+    def _for_callbacks(self, event: RunEvent) -> list[Decision]:
+        return [do.Report(event)] if self.followed else []
 
     # Losing, leaving, failing.
 
-    def _lose(self, member: Member, why: str) -> None:
+    def _lose(self, member: Member, why: str) -> list[Decision]:
         """Remove a worker from everything under way."""
         rank = member.rank
-        if rank in self._done:
-            return
+        if self._ranks[rank] is RankState.FINISHED:
+            return []
         error = self.members.lose(member, why, self._now)
-        self._decide(do.Drop(member, why))
         if error is not None:
-            self._fail(error)
-            return
+            return [do.Drop(member, why), *self._fail(error)]
         logger.warning(
             "%s; continuing with the others until it comes back", self.members.losses[-1]
         )
-        self._tell_callbacks(WorkerLost(rank, why))
-        self._arrivals.lose(rank)
+        decided = [do.Drop(member, why), *self._for_callbacks(WorkerLost(rank, why))]
+        self.state.shown.pop(rank, None)
         self._gathers.withdraw(rank)
         self._epoch_losses.wanted.pop(rank, None)
-        self._rounds.lose(rank, self._now)
-        self._do_without_worker_state(rank)
+        decided += self._rounds.lose(rank, self._now)
+        decided += self._do_without_worker_state(rank)
         # Those that waited for the lost one may have had nothing to send.
         self.members.restart_clock(self._now)
-        self._rounds.commit_if_complete(self._now)
+        return decided + self._rounds.commit_if_complete(self._now)
 
-    def _finish(self, event: on.Finished) -> None:
+    def _finish(self, event: on.Finished) -> list[Decision]:
         member = event.member
         if not member.gone:
-            self._conduct.require_admitted(member)
-            self._conduct.require_end_of_epoch(member)
+            checks.require_admitted(self.state, member)
+            checks.require_end_of_epoch(self.state, member)
         elif self.members.of(member.rank) is not member:
-            return  # another worker has its place, and finishes for the rank
-        self._done.add(member.rank)
+            return []  # another worker has its place, and finishes for the rank
+        self._ranks.move(member.rank, Move.FINISH)
         self._leaving[member.rank] = member
-        if not self.checkpoints.under_way:
-            self._dismiss_leaving()
+        return [] if self.checkpoints.under_way else self._dismiss_leaving()
 
-    def _dismiss_leaving(self) -> None:
-        self._decided.extend(map(do.Dismiss, self._leaving.values()))
+    def _dismiss_leaving(self) -> list[Decision]:
+        decided: list[Decision] = [do.Dismiss(member) for member in self._leaving.values()]
         self._leaving = {}
-        if self.ended:
-            self._decide(do.End(None))
+        return [*decided, do.End(None)] if self.ended else decided
 
-    def _stop(self, event: on.StopWanted) -> None:
+    def _stop(self, event: on.StopWanted) -> list[Decision]:
         """End the run as it is, but only once a checkpoint being written exists."""
         self._stop_wanted = event
-        if not self.checkpoints.under_way:
-            self.stopped = event.reason
-            self._decide(do.End(None, event.reason))
+        if self.checkpoints.under_way:
+            return []
+        self.stopped = event.reason
+        return [do.End(None, event.reason)]
 
-    def _fail(self, error: SparkDLError) -> None:
+    def _fail(self, error: SparkDLError) -> list[Decision]:
         # A driver that was told to end may see its workers fail too.
         self.failure = self.checkpoints.told_to_end or error
-        self._decide(do.End(self.failure))
+        return [do.End(self.failure)]
 
-    def _refuse(self, member: Member, reason: str) -> None:
+    def _refuse(self, member: Member, reason: str) -> list[Decision]:
         member.gone = True
-        self._decide(do.Refuse(member, reason))
+        return [do.Refuse(member, reason)]
 
     # The clock.
 
-    def _tick(self, event: on.Tick) -> None:
+    def _tick(self, event: on.Tick) -> list[Decision]:
+        decided: list[Decision] = []
         if self._now - self._said_waiting >= self.members.deadline_s / 4:
-            self._say_waiting()
+            decided += self._say_waiting()
         self.checkpoints.require_in_time(self.members, self._now)
-        drops = self._lateness.drops(self._now, started=self._arrivals.started, done=self._done)
+        drops = checks.drops(self.state, self._now)
         for rank, granted_s in drops.items():
-            what = self._lateness.what_is_missing({rank}, started=True)
+            what = checks.what_is_missing(self.state, {rank})
             self.members.dropped.append(rank)
-            self._lose(self.members.of(rank), f"{what} within {granted_s:.1f} s")
+            decided += self._lose(self.members.of(rank), f"{what} within {granted_s:.1f} s")
             if self.ended:
-                return
+                return decided
         if drops:
             self.members.double_patience()
+        return decided
 
-    def _say_waiting(self) -> None:
+    def _say_waiting(self) -> list[Decision]:
         self._said_waiting = self._now
-        arriving = self._arrivals.ready | self._arrivals.shown
+        ready = {rank: self.members.of(rank) for rank in self._ranks.of(RankState.READY)}
+        arriving = ready | self.state.shown
         wanting = {rank: event.member for rank, event in self._epoch_losses.wanted.items()}
         waiting = arriving | self._gathers.waiting | self._leaving | self.round.waiting | wanting
-        if waiting:
-            self._decide(do.SayWaiting(tuple(waiting.values())))
+        return [do.SayWaiting(tuple(waiting.values()))] if waiting else []

@@ -1,20 +1,12 @@
-"""Who takes part in a round, and how far each of them has come.
+"""Who takes part in a round; ``rank_states`` knows how far each of them has come.
 
-    admitted    let in; all others have yet to join, or are lost
-    pending     not yet done with the epoch
-    active      both
-    held        about to contribute, and waiting until the sum may be added to
     group       the active ranks whose contributions form the round: it is committed
                 once each of them has contributed
-    entered     contributing, or done contributing
-    complete    done with it
+    entered     the windows in the sum, by rank, also of some that were lost since
+    pending     not yet done with the epoch
     late        left out of a round since they were sent a center, which others have changed
-    at_barrier  done with a window, waiting for the center until the policy lets them go on
     newcomers   let in, but not yet allowed to contribute by the policy
-    kept_out    held, possibly because the policy does not let them contribute yet
-    through     waiting for the epoch's final center, after a last window
-    readers     being sent a center, which the next sum must not overwrite
-    queue       held ranks that only the sum keeps waiting, and some that were lost since
+    queue       closed windows that only the sum keeps waiting, and some that were lost since
 
 A rank whose window was its last of the epoch is no longer active; its reply comes once no rank has
 rows left, that is, with the epoch's final center. Then all are active again.
@@ -27,6 +19,7 @@ from collections.abc import Iterable
 from enum import Enum, auto
 
 from sparkdl.averager.coordination.events import Member, WindowClosed
+from sparkdl.averager.coordination.rank_states import Move, Ranks, RankState
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
 
 
@@ -52,26 +45,14 @@ class Round:
     def __init__(self, everyone: Iterable[int], policy: RoundPolicy | None = None) -> None:
         self._everyone = frozenset(everyone)
         self.policy = policy or All()
-        self.admitted: set[int] = set()
+        self.ranks = Ranks(self._everyone)
         self.pending: set[int] = set(self._everyone)
-        self.active: set[int] = set()
-        self.held: dict[int, WindowClosed] = {}
         self.group: set[int] = set()
         self.entered: dict[int, WindowClosed] = {}
-        self.complete: set[int] = set()
         self.late: set[int] = set()
-        self.at_barrier: dict[int, WindowClosed] = {}
         self.newcomers: set[int] = set()
-        self.through: dict[int, WindowClosed] = {}
-        self.readers: set[int] = set()
         self.is_open = False
-        # The group's ranks that are not complete, and those that have not entered; kept because
-        # they are consulted after every contribution.
-        self._missing: set[int] = set()
-        self._awaited: set[int] = set()
-        # Ranks that entered late, and ranks left out of this round.
-        self._entered_late: set[int] = set()
-        self._left_out: set[int] = set()
+        self._left_out: list[int] = []
         self.queue: deque[WindowClosed] = deque()
         # The waiting ranks that the policy has to be asked about.
         self._to_ask: list[int] = []
@@ -81,178 +62,179 @@ class Round:
         """Let ranks in, between two sums; those through with the epoch will say so again."""
         assert not self.is_open
         for rank in ranks:
-            self.admitted.add(rank)
+            self.ranks.move(rank, Move.LET_IN)
             self.pending.add(rank)
-            self.active.add(rank)
             self.newcomers.add(rank)
-            self.readers.add(rank)
             self._ask_about_all = True
 
     def lose(self, rank: int) -> Loss:
         """Remove a rank."""
-        takes_part = rank in self._missing
-        for ranks in (self.readers, self.newcomers, self.admitted, self.active, self.group):
+        state = self.ranks[rank]
+        is_missing = rank in self.group and state is not RankState.CONTRIBUTED
+        self.ranks.move(rank, Move.LOSE)
+        for ranks in (self.group, self.newcomers, self.late):
             ranks.discard(rank)
-        for ranks in (self._missing, self._awaited, self._entered_late, self._left_out, self.late):
-            ranks.discard(rank)
-        self.held.pop(rank, None)
-        self.at_barrier.pop(rank, None)
-        self.through.pop(rank, None)
         self._ask_about_all = True
-        if not takes_part:
+        if not is_missing:
             return Loss.NOTHING
-        return Loss.BROKEN if rank in self.entered else Loss.SKIPPED
+        return Loss.BROKEN if state is RankState.CONTRIBUTING else Loss.SKIPPED
 
     def hold(self, window: WindowClosed) -> None:
         """Have a rank wait until it may contribute."""
-        self.held[window.member.rank] = window
+        self.ranks.move(window.member.rank, Move.CLOSE)
+        self.ranks.windows[window.member.rank] = window
         self.queue.append(window)
 
     def next(self) -> WindowClosed | None:
-        """The next held window that may contribute, each once; None if none may now."""
-        while self.queue and not self.readers:
+        """The next closed window that may contribute, each once; None if none may now."""
+        while self.queue and not self.ranks.of(RankState.RECEIVING):
             window = self.queue[0]
             rank = window.member.rank
-            is_held = self.held.get(rank) is window
-            if is_held and self.is_open and rank not in self.group:
+            waits = self.ranks.windows.get(rank) is window and self._is_closed(rank)
+            if waits and self.is_open and rank not in self.group:
                 break
             self.queue.popleft()
-            if is_held and self._may_enter(rank):
+            if waits and self._may_enter(rank):
                 return window
         return None
 
+    def _is_closed(self, rank: int) -> bool:
+        return self.ranks[rank] is RankState.CLOSED
+
     def _may_enter(self, rank: int) -> bool:
-        if rank in self.newcomers and not self.policy.goes_on(rank, self.active):
+        if rank in self.newcomers and not self.policy.goes_on(rank, self.ranks.active):
             return False
         self.newcomers.discard(rank)
-        return self.policy.may_contribute(rank, self.active)
+        return self.policy.may_contribute(rank, self.ranks.active)
 
     def requeue(self) -> None:
-        """Have ``next`` go through all held windows again: their wait may be over."""
-        self.queue = deque(self.held.values())
+        """Have ``next`` go through all closed windows again: their wait may be over."""
+        self.queue = deque(self.ranks.windows_of(RankState.CLOSED))
 
     def enter(self, window: WindowClosed) -> bool:
         """Let a rank contribute; returns whether it is the first, for which a sum has to begin."""
         rank = window.member.rank
-        self.held.pop(rank, None)
         is_first, self.is_open = not self.is_open, True
         if is_first:
-            self.group = set(self.policy.group(rank, self.active))
-            self._missing, self._awaited = set(self.group), set(self.group)
+            self.group = set(self.policy.group(rank, self.ranks.active))
             self.policy.opened(self.group, self.late)
+        self.ranks.move(rank, Move.ENTER)
         self.entered[rank] = window
-        self._awaited.discard(rank)
-        if rank in self.late:
-            self.late.discard(rank)
-            self._entered_late.add(rank)
         return is_first
 
     def leave_out(self) -> list[int]:
         """Go on without those that have not begun, if enough have; returns those left out."""
-        group, late = len(self.group), len(self._entered_late)
-        if not self.policy.is_enough(group - len(self._awaited), late, group):
+        late = sum(rank in self.entered for rank in self.late)
+        if not self.policy.is_enough(self._begun, late, len(self.group)):
             return []
-        left, self._awaited = self._awaited, set()
-        self.group -= left
-        self._missing -= left
-        self._left_out |= left
-        return sorted(left)
+        left = sorted(self.group - self.entered.keys())
+        self.group.difference_update(left)
+        self._left_out += left
+        return left
 
     def finish(self, rank: int) -> None:
         """Take note that a rank's contribution is complete."""
-        self.complete.add(rank)
-        self._missing.discard(rank)
+        self.ranks.move(rank, Move.COMPLETE)
+
+    @property
+    def _begun(self) -> int:
+        """How many of the group have begun to contribute."""
+        of = self.ranks.of
+        return len(of(RankState.CONTRIBUTING)) + len(of(RankState.CONTRIBUTED))
 
     @property
     def kept_out(self) -> dict[int, WindowClosed]:
-        """The held windows that the policy may keep from contributing."""
-        if self.policy.holds_windows:
-            return self.held
-        return {rank: self.held[rank] for rank in self.newcomers & self.held.keys()}
+        """The closed windows that the policy may keep from contributing."""
+        closed = self.ranks.of(RankState.CLOSED)
+        kept = closed if self.policy.holds_windows else closed & self.newcomers
+        return {rank: self.ranks.windows[rank] for rank in kept}
 
     @property
     def behind_others(self) -> dict[int, WindowClosed]:
         """The windows that have begun to contribute, but wait for others to do so."""
-        first = min(self._missing, default=None)
+        first = min(self.group - self.ranks.of(RankState.CONTRIBUTED), default=None)
         return {rank: window for rank, window in self.entered.items() if rank != first}
 
     @property
     def waiting(self) -> dict[int, Member]:
         """Workers that have closed a window and wait for others, perhaps for long; by rank."""
-        windows = self.behind_others | self.at_barrier | self.through
+        windows = [*self.behind_others.values(), *self.committed_windows]
         if not self.policy.in_step:
-            windows |= self.kept_out
-        return {rank: each.member for rank, each in windows.items() if not each.member.gone}
+            windows += self.kept_out.values()
+        return {each.member.rank: each.member for each in windows if not each.member.gone}
+
+    @property
+    def committed_windows(self) -> list[WindowClosed]:
+        """The windows of those that wait for the center after a commit."""
+        of = self.ranks.windows_of
+        return of(RankState.AT_BARRIER) + of(RankState.THROUGH)
 
     @property
     def awaits_anyone(self) -> bool:
         """Whether anyone in the group has not begun to contribute."""
-        return bool(self._awaited)
+        return self._begun < len(self.group)
 
     @property
     def is_complete(self) -> bool:
         """Whether everyone in the group has contributed."""
-        return self.is_open and not self._missing
+        return self.is_open and len(self.ranks.of(RankState.CONTRIBUTED)) == len(self.group)
 
     def start_over(self) -> tuple[Member, ...]:
         """Forget the sum; returns the workers that have to contribute again."""
-        again = tuple(window.member for window in self.entered.values())
-        self.late |= self._entered_late
+        windows = self.entered.values()
+        again = tuple(window.member for window in windows if not window.member.gone)
+        for member in again:
+            self.ranks.move(member.rank, Move.START_OVER)
         self._begin_next()
-        return tuple(member for member in again if not member.gone)
+        return again
 
     def commit(self) -> list[WindowClosed]:
-        """End the round; returns the windows that contributed, in rank order.
-
-        Ranks whose window was their last of the epoch are ``through`` from here on, the others
-        ``at_barrier``.
-        """
-        windows = [self.entered[rank] for rank in sorted(self.complete)]
+        """End the round; returns the windows that contributed, in rank order."""
+        windows = [self.entered[rank] for rank in sorted(self.entered)]
         for window in windows:
-            rank = window.member.rank
-            if window.report.last:
+            rank, last = window.member.rank, window.report.last
+            if last:
                 self.pending.discard(rank)
-                self.active.discard(rank)
-                if not window.member.gone:
-                    self.through[rank] = window
-            elif not window.member.gone:
-                self.at_barrier[rank] = window
-                self._to_ask.append(rank)
-        self.late |= self._left_out
+            if not window.member.gone:
+                self.ranks.move(rank, Move.END_EPOCH if last else Move.COMMIT)
+                if not last:
+                    self._to_ask.append(rank)
+        self.late -= self.entered.keys()
+        self.late |= self.ranks.active & set(self._left_out)
         self._begin_next()
-        self._to_ask += self.policy.committed((w.report for w in windows), self.active)
+        reports = (window.report for window in windows)
+        self._to_ask += self.policy.committed(reports, self.ranks.active)
         return windows
 
     def release(self) -> list[WindowClosed]:
-        """Let those ranks go on that the policy lets, between two sums; they become readers.
+        """Let those ranks go on that the policy lets, between two sums.
 
         Returns:
             The window that each of them contributed last.
         """
         assert not self.is_open
-        may_wait = self.held if self.policy.holds_windows else self.newcomers
-        ranks = [*self.at_barrier, *may_wait] if self._ask_about_all else self._to_ask
+        closed, at_barrier = self.ranks.of(RankState.CLOSED), self.ranks.of(RankState.AT_BARRIER)
+        may_wait = closed if self.policy.holds_windows else self.newcomers
+        ranks = [*at_barrier, *may_wait] if self._ask_about_all else self._to_ask
         self._to_ask, self._ask_about_all = [], False
         # ``next`` asks the policy about these, once they have trained.
-        asked = [rank for rank in ranks if rank in may_wait and rank in self.held]
-        self.queue.extend(self.held[rank] for rank in asked)
-        released = [
-            self.at_barrier.pop(rank)
-            for rank in ranks
-            if rank in self.at_barrier and self.policy.goes_on(rank, self.active)
-        ]
-        self.readers |= {window.member.rank for window in released}
+        asked = [rank for rank in ranks if rank in may_wait and rank in closed]
+        self.queue.extend(self.ranks.windows[rank] for rank in asked)
+        released = []
+        for rank in ranks:
+            if rank in at_barrier and self.policy.goes_on(rank, self.ranks.active):
+                released.append(self.ranks.windows[rank])
+                self.ranks.move(rank, Move.GO_ON)
         return released
 
     def end_epoch(self) -> list[WindowClosed]:
         """Make everyone active again; returns the windows of those that wait for the center."""
-        waiting, self.through = list(self.through.values()), {}
-        self.readers |= {window.member.rank for window in waiting}
+        waiting = self.ranks.windows_of(RankState.THROUGH)
+        for window in waiting:
+            self.ranks.move(window.member.rank, Move.GO_ON)
         self.pending = set(self._everyone)
-        self.active = set(self.admitted)
         return waiting
 
     def _begin_next(self) -> None:
-        self.entered, self.complete, self.is_open = {}, set(), False
-        self.group, self._missing, self._awaited = set(), set(), set()
-        self._entered_late, self._left_out = set(), set()
+        self.entered, self.group, self._left_out = {}, set(), []
+        self.is_open = False

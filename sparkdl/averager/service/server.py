@@ -13,10 +13,11 @@ from torch import Tensor
 from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import Tolerance
+from sparkdl.averager.coordination.run_state import Restart, RunSpec
 from sparkdl.averager.messages.progress import Progress
 from sparkdl.averager.messages.run_events import RunEvent, TimePassed
 from sparkdl.averager.messages.worker_state import WorkerState
-from sparkdl.averager.policies.round_policy import RoundPolicy
+from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.averager.service.kept_model import KeptModel
 from sparkdl.averager.service.loop import Loop
 from sparkdl.averager.service.saving import CheckpointPlan, Resumed, Saving
@@ -98,22 +99,20 @@ class Averager:
         kept_model: KeptModel | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._coordinator = Coordinator(
-            world_size,
-            deadline_s,
-            now(),
-            tolerance=tolerance,
-            progress=progress,
-            kept=kept,
+        spec = RunSpec(
+            world_size=world_size,
+            deadline_s=deadline_s,
+            tolerance=tolerance or Tolerance(),
+            policy=policy or All(),
             checkpoints=plan,
-            saved=saved,
             resumed=resumed is not None,
             frozen=frozen,
-            policy=policy,
             followed=followed,
             measures=measures,
             metric=metric,
         )
+        restart = Restart(progress=progress, saved=saved, kept=kept or {})
+        self._coordinator = Coordinator(spec, now(), restart)
         if wire_format.replies_changes and policy is not None and not policy.in_step:
             raise ConfigError(
                 f"wire format {wire_format.name!r} sends workers only the changes of the center, "

@@ -133,15 +133,7 @@ class Averager:
     def remembered(self) -> int:
         """How many things are remembered that eventually have to be forgotten."""
         this = self.coordinator.round
-        waiting = (
-            this.held,
-            this.entered,
-            this.complete,
-            this.at_barrier,
-            this.through,
-            this.readers,
-            this.late,
-        )
+        waiting = this.entered, this.late, this.queue, this.ranks.windows
         return len(self._conversations) + sum(map(len, waiting))
 
     def knows(self, rank: int) -> bool:

@@ -20,8 +20,9 @@ from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import Tolerance
+from sparkdl.averager.coordination.rank_states import RankState
+from sparkdl.averager.coordination.run_state import Restart, RunSpec
 from sparkdl.averager.messages.progress import Position, Progress
-from sparkdl.averager.messages.worker_state import WorkerState
 from sparkdl.errors import PreemptedError, SparkDLError, WorkerLostError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics
@@ -162,18 +163,15 @@ class _Simulation:
         self._ahead = 0
 
     def run(self) -> Outcome:
-        progress, saved, kept = None, True, {}  # type: ignore[var-annotated]
-        failures = 0
+        restart, failures = Restart(), 0
         while True:
-            failure, averager = self._submit(progress, saved, kept)
+            failure, averager = self._submit(restart)
             self._losses += len(averager.coordinator.members.losses)
             if not isinstance(failure, WorkerLostError) or failures >= self._plan.resubmissions:
                 break
             failures += 1
             self._center.sum = None
-            progress = averager.coordinator.committed.progress()
-            kept = dict(averager.coordinator.committed.kept)
-            saved = averager.coordinator.checkpoints.has_last_commit
+            restart = averager.coordinator.restart()
         self._check_end(failure, averager)
         return Outcome(
             failure,
@@ -187,20 +185,15 @@ class _Simulation:
             self._ahead,
         )
 
-    def _submit(
-        self, progress: Progress | None, saved: bool, kept: Mapping[int, WorkerState]
-    ) -> tuple[SparkDLError | None, Averager]:
+    def _submit(self, restart: Restart) -> tuple[SparkDLError | None, Averager]:
         plan, world_size = self._plan, len(self._plan.windows)
-        coordinator = self._make(
-            world_size,
-            DEADLINE_S,
-            self._clock.now,
+        spec = RunSpec(
+            world_size=world_size,
+            deadline_s=DEADLINE_S,
             tolerance=Tolerance(plan.max_failures, plan.min_workers),
-            progress=progress,
-            saved=saved,
-            kept=kept,
             checkpoints=_Schedule(plan) if plan.saves else None,
         )
+        coordinator = self._make(spec, self._clock.now, restart)
         averager = self._make_averager(
             coordinator, self._center, plan.chunks, plan.pass_s, self._clock, self
         )
@@ -276,7 +269,8 @@ class _Simulation:
                 f"{innocent} were dropped for silence, though nothing was wrong with them"
             )
         this = self._averager.coordinator.round
-        if early := this.complete - this.entered.keys():
+        complete = this.ranks.of(RankState.CONTRIBUTED)
+        if early := complete - this.entered.keys():
             raise Violation(f"{early} count as complete in a round that they have not entered")
         remembered = self._averager.remembered
         if remembered > 16 * world_size + 16:
@@ -308,7 +302,7 @@ class _Simulation:
         self._newcomers -= received
         done = [position.step_of_epoch for position in self._positions]
         slowest = min(
-            (done[rank] for rank in self._averager.coordinator.round.active - self._through),
+            (done[rank] for rank in self._averager.coordinator.round.ranks.active - self._through),
             default=max(done),
         )
         for rank in begins - self._through:

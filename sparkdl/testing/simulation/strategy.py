@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sparkdl.averager.coordination.coordinator import Coordinator
+from sparkdl.averager.coordination.run_state import Restart, RunSpec
 from sparkdl.averager.values.accumulator import Accumulator
 from sparkdl.averager.values.center import Center as RealCenter
 from sparkdl.averager.values.center_update import Contributions
@@ -54,8 +55,8 @@ def simulate_strategy(
         AssertionError: the center is not what the oracle says.
     """
 
-    def coordinator(*arguments: Any, **options: Any) -> Coordinator:
-        return Coordinator(*arguments, policy=strategy.round_policy, **options)
+    def coordinator(spec: RunSpec, now: float, restart: Restart) -> Coordinator:
+        return Coordinator(replace(spec, policy=strategy.round_policy), now, restart)
 
     center = partial(StrategyCenter, strategy, oracle)
     return simulate(plan, coordinator, center=center, most_ahead=most_ahead)

@@ -7,6 +7,7 @@ import torch
 from crew import WAIT_S, Crew, crew, eventually, window
 
 from sparkdl.averager.client.client import AveragerClient
+from sparkdl.averager.coordination.rank_states import RankState
 from sparkdl.averager.messages.headers import window_header
 from sparkdl.averager.policies.round_policy import RoundRobin
 from sparkdl.averager.values.wire_format import (
@@ -58,7 +59,8 @@ def test_what_is_sent_once_more_is_what_was_sent_first() -> None:
 def test_who_leaves_while_a_round_is_under_way_comes_back_behind_it() -> None:
     with crew(2) as workers:
         client, state = begun(workers, 0, 5.0)
-        assert eventually(lambda: workers.averager._coordinator.round.complete == {0})
+        ranks = workers.averager._coordinator.round.ranks
+        assert eventually(lambda: ranks.of(RankState.CONTRIBUTED) == {0})
         workers.lose(0)
         other, back = workers.exchange(window(1), 3.0), workers.join(0)
         assert other.result(WAIT_S) == [4.0] * 3  # what had arrived whole counts

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sparkdl.averager.coordination.decisions import Tell
 from sparkdl.averager.coordination.events import Member
-from sparkdl.averager.coordination.gathers import Gathers
+from sparkdl.averager.coordination.reports import Gathers
 from sparkdl.errors import TrainingError
 
 MEMBERS = [Member(rank, f"host-{rank}") for rank in range(5)]

@@ -7,15 +7,34 @@ from collections.abc import Iterable
 from decisions import report
 
 from sparkdl.averager.coordination.events import Member, WindowClosed
+from sparkdl.averager.coordination.rank_states import Move, RankState
 from sparkdl.averager.coordination.round import Loss, Round
 
 
 def admitted(world_size: int) -> Round:
     """Everyone was let in, and has taken the center."""
     this = Round(range(world_size))
-    this.admit(range(world_size))
-    this.readers.clear()
+    let_in(this, range(world_size))
     return this
+
+
+def let_in(this: Round, ranks: Iterable[int]) -> None:
+    """They join, report their rows, are let in, and take the center."""
+    for rank in ranks:
+        this.ranks.move(rank, Move.JOIN)
+        this.ranks.move(rank, Move.READ)
+        this.admit([rank])
+        this.ranks.move(rank, Move.TAKE)
+
+
+def enter(this: Round, each: WindowClosed) -> bool:
+    """A worker closes a window, and begins to contribute."""
+    this.hold(each)
+    return this.enter(each)
+
+
+def receiving(this: Round) -> set[int]:
+    return set(this.ranks.of(RankState.RECEIVING))
 
 
 def window(rank: int, *, last: bool = False, gone: bool = False) -> WindowClosed:
@@ -24,30 +43,30 @@ def window(rank: int, *, last: bool = False, gone: bool = False) -> WindowClosed
 
 def contribute(this: Round, windows: Iterable[WindowClosed]) -> None:
     for each in windows:
-        this.enter(each)
+        enter(this, each)
         this.finish(each.member.rank)
 
 
 def test_only_those_who_were_let_in_are_waited_for() -> None:
     this = Round(range(3))
-    this.admit([0, 2])
-    assert (this.active, this.pending) == ({0, 2}, {0, 1, 2})
+    let_in(this, [0, 2])
+    assert (this.ranks.active, this.pending) == ({0, 2}, {0, 1, 2})
     contribute(this, [window(0), window(2)])
     assert this.is_complete
 
 
 def test_the_first_to_enter_opens_the_sum() -> None:
     this = admitted(2)
-    assert [this.enter(window(1)), this.enter(window(0))] == [True, False]
+    assert [enter(this, window(1)), enter(this, window(0))] == [True, False]
     assert this.is_open
 
 
 def test_it_is_complete_when_everyone_active_has_finished_and_not_before() -> None:
     this = admitted(2)
     assert not this.is_complete
-    this.enter(window(0))
+    enter(this, window(0))
     this.finish(0)
-    this.enter(window(1))
+    enter(this, window(1))
     assert not this.is_complete
     this.finish(1)
     assert this.is_complete
@@ -74,11 +93,11 @@ def test_a_commit_has_the_windows_by_rank_and_begins_the_next() -> None:
     windows = {rank: window(rank) for rank in (2, 0, 1)}
     contribute(this, windows.values())
     assert this.commit() == [windows[0], windows[1], windows[2]]
-    assert this.at_barrier == windows
+    assert this.committed_windows == [windows[0], windows[1], windows[2]]
     assert this.release() == [windows[0], windows[1], windows[2]]
-    assert this.readers == {0, 1, 2}
-    assert (this.is_open, this.entered, this.complete) == (False, {}, set())
-    assert this.active == {0, 1, 2}
+    assert receiving(this) == {0, 1, 2}
+    assert (this.is_open, this.entered, this.group) == (False, {}, set())
+    assert this.ranks.active == {0, 1, 2}
 
 
 def test_a_last_window_ends_the_epoch_of_its_rank_only() -> None:
@@ -87,8 +106,8 @@ def test_a_last_window_ends_the_epoch_of_its_rank_only() -> None:
     contribute(this, [last, window(1)])
     this.commit()
     this.release()
-    assert (this.active, this.pending, this.readers) == ({1}, {1}, {1})
-    assert this.through == {0: last}
+    assert (this.ranks.active, this.pending, receiving(this)) == ({1}, {1}, {1})
+    assert this.ranks.windows_of(RankState.THROUGH) == [last]
     contribute(this, [window(1)])
     assert this.is_complete
 
@@ -100,8 +119,8 @@ def test_at_the_epochs_end_all_are_active_again_and_those_who_wait_read_the_cent
     this.commit()
     assert this.pending == set()
     assert this.end_epoch() == lasts
-    assert (this.active, this.pending, this.readers) == ({0, 1}, {0, 1}, {0, 1})
-    assert this.through == {}
+    assert (this.ranks.active, this.pending, receiving(this)) == ({0, 1}, {0, 1}, {0, 1})
+    assert not this.ranks.of(RankState.THROUGH)
     assert not this.is_complete
 
 
@@ -111,17 +130,20 @@ def test_who_was_lost_is_not_active_in_the_next_epoch_but_waited_for_at_its_end(
     this.commit()
     this.lose(1)
     assert this.end_epoch()[0].member.rank == 0
-    assert (this.active, this.pending) == ({0}, {0, 1})
+    assert (this.ranks.active, this.pending) == ({0}, {0, 1})
 
 
 def test_whoever_is_gone_neither_reads_nor_waits() -> None:
     this = admitted(3)
-    contribute(this, [window(0, gone=True), window(1, last=True, gone=True), window(2)])
-    this.lose(0)
-    this.lose(1)
+    windows = [window(0), window(1, last=True), window(2)]
+    contribute(this, windows)
+    for rank in (0, 1):
+        this.lose(rank)
+        windows[rank].member.gone = True
     this.commit()
     this.release()
-    assert (this.readers, this.through, this.pending) == ({2}, {}, {0, 2})
+    assert (receiving(this), this.pending) == ({2}, {0, 2})
+    assert not this.ranks.of(RankState.THROUGH)
 
 
 class TestLoss:
@@ -132,20 +154,22 @@ class TestLoss:
 
     def test_of_one_who_has_yet_to_enter_the_sum_goes_on_without_it(self) -> None:
         this = admitted(2)
-        this.enter(window(0))
+        enter(this, window(0))
         this.finish(0)
         assert this.lose(1) is Loss.SKIPPED
         assert this.is_complete
 
     def test_in_the_middle_of_a_contribution_the_sum_is_broken(self) -> None:
         this = admitted(2)
-        this.enter(window(0))
+        enter(this, window(0))
         assert this.lose(0) is Loss.BROKEN
 
     def test_of_one_whose_contribution_is_whole_it_counts(self) -> None:
         this = admitted(2)
-        contribute(this, [window(0)])
+        whole = window(0)
+        contribute(this, [whole])
         assert this.lose(0) is Loss.NOTHING
+        whole.member.gone = True
         contribute(this, [window(1)])
         assert [each.member.rank for each in this.commit()] == [0, 1]
 
@@ -153,22 +177,26 @@ class TestLoss:
         this = admitted(2)
         contribute(this, [window(0, last=True), window(1)])
         this.commit()
-        this.held[1] = window(1)
+        this.release()
+        this.ranks.move(1, Move.TAKE)
+        this.hold(window(1))
         for rank in (0, 1):
             this.lose(rank)
-        assert this.readers == this.active == this.admitted == set()
-        assert this.held == this.through == {}
+        assert this.ranks.of(RankState.AWAY) == {0, 1}
+        assert this.ranks.active == this.ranks.admitted == set()
+        assert this.ranks.windows == {}
         assert this.pending == {1}
 
 
 def test_to_start_over_forgets_the_sum_and_tells_whoever_is_left_to_contribute_again() -> None:
     this = admitted(3)
-    windows = [window(0), window(1, gone=True), window(2)]
+    windows = [window(0), window(1), window(2)]
     contribute(this, windows[:2])
-    this.enter(windows[2])
+    enter(this, windows[2])
     this.lose(1)
+    windows[1].member.gone = True
     assert this.start_over() == (windows[0].member, windows[2].member)
-    assert (this.is_open, this.entered, this.complete) == (False, {}, set())
+    assert (this.is_open, this.entered, this.group) == (False, {}, set())
     assert not this.is_complete
     contribute(this, [window(0), window(2)])
     assert this.is_complete
@@ -179,5 +207,5 @@ def test_who_comes_back_has_to_say_once_more_that_it_is_through() -> None:
     contribute(this, [window(0, last=True), window(1)])
     this.commit()
     this.lose(0)
-    this.admit([0])
-    assert (this.active, this.pending) == ({0, 1}, {0, 1})
+    let_in(this, [0])
+    assert (this.ranks.active, this.pending) == ({0, 1}, {0, 1})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparkdl.averager.coordination.shards import Shards
+from sparkdl.averager.coordination.reports import Shards
 from sparkdl.errors import DataError, TrainingError
 from sparkdl.feed.statistics.column import ColumnStatistics
 from sparkdl.feed.statistics.shards import ShardStatistics

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from sparkdl.averager import Averager
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
+from sparkdl.averager.coordination.run_state import RunSpec
 from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.averager.values.wire_format import BFloat16Changes, FullPrecision
@@ -185,8 +187,8 @@ class OverwritesWhatIsRead(Coordinator):
 
 @pytest.mark.usefixtures("quiet")
 def test_the_simulation_finds_a_center_that_is_overwritten_while_it_is_sent() -> None:
-    def coordinator(*arguments: Any, **options: Any) -> Coordinator:
-        return OverwritesWhatIsRead(*arguments, policy=Nobody(), **options)
+    def coordinator(spec: RunSpec, *arguments: Any) -> Coordinator:
+        return OverwritesWhatIsRead(replace(spec, policy=Nobody()), *arguments)
 
     def simulate_many() -> None:
         for seed in range(1000):
@@ -211,8 +213,8 @@ def test_a_straggler_contributes_to_the_next_round() -> None:
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("policy", [All, Nobody, AllButStragglers])
 def test_every_schedule_ends_as_its_faults_allow(policy: Callable[[], RoundPolicy]) -> None:
-    def coordinator(*arguments: Any, **options: Any) -> Coordinator:
-        return Coordinator(*arguments, policy=policy(), **options)
+    def coordinator(spec: RunSpec, *arguments: Any) -> Coordinator:
+        return Coordinator(replace(spec, policy=policy()), *arguments)
 
     outcomes = [simulate(random_plan(seed), coordinator) for seed in range(300)]
     assert sum(outcome.failure is None for outcome in outcomes) > 200

@@ -14,6 +14,7 @@ from decisions import Every, Run, commit, expect_failure, only, report, started
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
+from sparkdl.averager.coordination.run_state import RunSpec
 from sparkdl.averager.messages.progress import Position, Progress
 from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy
 from sparkdl.errors import ConfigError, TrainingError
@@ -362,8 +363,8 @@ def test_what_a_contribution_costs_does_not_grow_with_the_workers(barrier: Barri
 
 
 def deciding_by(make: Callable[[], RoundPolicy]) -> Callable[..., Coordinator]:
-    def coordinator(*arguments: Any, **options: Any) -> Coordinator:
-        return Coordinator(*arguments, policy=make(), **options)
+    def coordinator(spec: RunSpec, *arguments: Any) -> Coordinator:
+        return Coordinator(replace(spec, policy=make()), *arguments)
 
     return coordinator
 

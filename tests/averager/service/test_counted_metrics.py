@@ -12,6 +12,7 @@ from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import Tolerance
+from sparkdl.averager.coordination.run_state import RunSpec
 from sparkdl.averager.messages.headers import MAX_STATES_BYTES, read_states_size
 from sparkdl.averager.messages.run_events import EpochCounted, EpochValidated
 from sparkdl.averager.messages.worker_state import WorkerState
@@ -21,15 +22,15 @@ from sparkdl.events import ValidationReport
 
 def measuring(max_failures: int = 0, metric: str | None = None) -> Run:
     run = Run(2)
-    run.coordinator = Coordinator(
-        2,
-        60.0,
-        run.now,
+    spec = RunSpec(
+        world_size=2,
+        deadline_s=60.0,
         tolerance=Tolerance(max_failures, 1),
         followed=True,
         measures=True,
         metric=metric,
     )
+    run.coordinator = Coordinator(spec, run.now)
     return with_held_out_rows(run)
 
 
