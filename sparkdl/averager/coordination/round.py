@@ -52,6 +52,8 @@ class Round:
         self.late: set[int] = set()
         self.newcomers: set[int] = set()
         self.is_open = False
+        # Those of the group who are late, counted after every contribution; and who was left out.
+        self._late_begun: set[int] = set()
         self._left_out: list[int] = []
         self.queue: deque[WindowClosed] = deque()
         # The waiting ranks that the policy has to be asked about.
@@ -72,7 +74,7 @@ class Round:
         state = self.ranks[rank]
         is_missing = rank in self.group and state is not RankState.CONTRIBUTED
         self.ranks.move(rank, Move.LOSE)
-        for ranks in (self.group, self.newcomers, self.late):
+        for ranks in (self.group, self.newcomers, self.late, self._late_begun):
             ranks.discard(rank)
         self._ask_about_all = True
         if not is_missing:
@@ -120,12 +122,13 @@ class Round:
             self.policy.opened(self.group, self.late)
         self.ranks.move(rank, Move.ENTER)
         self.entered[rank] = window
+        if rank in self.late:
+            self._late_begun.add(rank)
         return is_first
 
     def leave_out(self) -> list[int]:
         """Go on without those that have not begun, if enough have; returns those left out."""
-        late = sum(rank in self.entered for rank in self.late)
-        if not self.policy.is_enough(self._begun, late, len(self.group)):
+        if not self.policy.is_enough(self._begun, len(self._late_begun), len(self.group)):
             return []
         left = sorted(self.group - self.entered.keys())
         self.group.difference_update(left)
@@ -236,5 +239,6 @@ class Round:
         return waiting
 
     def _begin_next(self) -> None:
-        self.entered, self.group, self._left_out = {}, set(), []
+        self.entered, self.group = {}, set()
+        self._late_begun, self._left_out = set(), []
         self.is_open = False
