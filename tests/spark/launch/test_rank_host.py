@@ -88,16 +88,16 @@ def tell(rank: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatc
 
 
 def misbehave(
-    deed: str, sleeper: str, batches: Iterator[pa.RecordBatch]
+    end: str, sleeper: str, batches: Iterator[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
-    if deed == "sleep":
+    if end == "sleep":
         Path(sleeper).write_text(str(os.getpid()))
         time.sleep(300)
     while not Path(sleeper).is_file():
         time.sleep(0.05)
-    if deed == "raise":
+    if end == "raise":
         raise ZeroDivisionError("the reactor is empty")
-    if deed == "die":
+    if end == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(3)
     yield from batches
@@ -157,7 +157,7 @@ def test_a_task_without_rows_is_ranks_without_rows(server: ForkServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("deed", "error", "told"),
+    ("end", "error", "told"),
     [
         ("raise", TrainingError, "rank 5 on .*(?s:.*)in misbehave(?s:.*)the reactor is empty"),
         ("die", WorkerLostError, "process [0-9]+ of rank 5 on .* was ended by SIGKILL"),
@@ -165,10 +165,10 @@ def test_a_task_without_rows_is_ranks_without_rows(server: ForkServer) -> None:
     ],
 )
 def test_the_end_of_one_rank_is_told_and_ends_the_others(
-    server: ForkServer, tmp_path: Path, deed: str, error: type[Exception], told: str
+    server: ForkServer, tmp_path: Path, end: str, error: type[Exception], told: str
 ) -> None:
     sleeper = tmp_path / "pid"
-    ranks = calls("misbehave", ("sleep", str(sleeper)), (deed, str(sleeper)))
+    ranks = calls("misbehave", ("sleep", str(sleeper)), (end, str(sleeper)))
     with pytest.raises(error, match=told):
         list(host_ranks(ranks, [rows([1, 2])], server))
     assert not is_there(int(sleeper.read_text()))
