@@ -153,9 +153,8 @@ def test_a_cell_that_is_run_again_defines_the_same() -> None:
         assert same(cell(source), cloudpickle.loads(cloudpickle.dumps(cell(source))))
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "part"),
-    [
+def test_what_does_something_else_is_told_by_the_part(subtests: pytest.Subtests) -> None:
+    for before, after, part in [
         ("it = lambda o: o + 1", "it = lambda o: o + 2", "its code"),
         ("it = lambda o: o.sum()", "it = lambda o: o.mean()", "its code"),
         ("def it(o, k=1): return k", "def it(o, k=2): return k", "default of k"),
@@ -204,12 +203,11 @@ def test_a_cell_that_is_run_again_defines_the_same() -> None:
             "class it:\n  @property\n  def f(self): return 2",
             "its f",
         ),
-    ],
-)
-def test_what_does_something_else_is_told_by_the_part(before: str, after: str, part: str) -> None:
-    found = line(cell(before), cell(after))
-    assert "differs in its" in found
-    assert part in found
+    ]:
+        with subtests.test(before=before, after=after, part=part):
+            found = line(cell(before), cell(after))
+            assert "differs in its" in found
+            assert part in found
 
 
 def test_objects_whose_text_tells_them_apart_are_told_by_it() -> None:

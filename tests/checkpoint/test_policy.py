@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from torch import nn
 
@@ -12,20 +10,20 @@ from sparkdl.checkpoint.policy import require_same
 from sparkdl.errors import CheckpointError, ConfigError
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
+def test_a_checkpoint_that_says_nothing_of_its_training_is_refused_in_words(
+    subtests: pytest.Subtests,
+) -> None:
+    for loss in [
         {},
         {"is": "MSELoss()"},
         {**describe(nn.MSELoss()), "parts": {}, "is": None},
         {**describe(nn.MSELoss()), "parts": 7},
-    ],
-)
-def test_a_checkpoint_that_says_nothing_of_its_training_is_refused_in_words(
-    loss: dict[str, Any],
-) -> None:
-    with pytest.raises(CheckpointError, match="here does not say what training it belongs to"):
-        require_same("here", {"loss": loss}, {"loss": describe(nn.MSELoss())})
+    ]:
+        with (
+            subtests.test(loss=loss),
+            pytest.raises(CheckpointError, match="here does not say what training it belongs to"),
+        ):
+            require_same("here", {"loss": loss}, {"loss": describe(nn.MSELoss())})
 
 
 def test_texts_that_differ_in_the_end_of_the_last_line_are_told_apart() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -41,24 +42,24 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
-@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_module_that_cannot_be_pickled_is_built_again_with_its_values(
-    build: Callable[[], nn.Module], dtype: torch.dtype
+    subtests: pytest.Subtests,
 ) -> None:
-    module = build().to(dtype).eval()
-    with pytest.raises(Exception, match=r"erializ"):
-        cloudpickle.dumps(module)
-    with torch.no_grad():
-        for tensor in [*module.parameters(), *module.buffers()]:
-            if tensor.is_floating_point():
-                tensor.add_(0.125)
-    features = torch.randn(4, 6, dtype=dtype)
+    for dtype, build in itertools.product([torch.float32, torch.float64], BUILDERS.values()):
+        with subtests.test(build=build, dtype=dtype):
+            module = build().to(dtype).eval()
+            with pytest.raises(Exception, match=r"erializ"):
+                cloudpickle.dumps(module)
+            with torch.no_grad():
+                for tensor in [*module.parameters(), *module.buffers()]:
+                    if tensor.is_floating_point():
+                        tensor.add_(0.125)
+            features = torch.randn(4, 6, dtype=dtype)
 
-    require_portable(module, build)
-    arrived = cloudpickle.loads(pickled_module(module, build)).eval()
+            require_portable(module, build)
+            arrived = cloudpickle.loads(pickled_module(module, build)).eval()
 
-    assert torch.equal(arrived(features), module(features))
+            assert torch.equal(arrived(features), module(features))
 
 
 class DrawsOnce(nn.Module):

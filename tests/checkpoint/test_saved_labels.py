@@ -51,34 +51,44 @@ def test_a_loss_of_one_s_own_needs_trust(tmp_path: Path) -> None:
     assert read_module(tmp_path, trust=True).loss(3, 1) == 2
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"labels": None}, "it has no list of labels"),
-        ({"labels": [{"name": "y"}]}, "an entry of labels is invalid"),
-        (
-            {"labels": [{"name": "y", "dtype": "os", "row_shape": []}]},
-            "an entry of labels is invalid",
-        ),
-        ({"loss": {"recipe": {"import": "os:system"}}}, "not torch's own"),
-        ({"loss": {"recipe": {"import": "torch.optim.sgd:SGD"}}}, "loss must be an nn.Module or"),
-        ({"loss": []}, "which is not an object spec"),
-    ],
-)
-def test_what_cannot_be_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    saved(tmp_path)
-    path = tmp_path / "module.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    with pytest.raises(ConfigError, match=words):
-        read_module(tmp_path, trust=["models"])
+def test_what_cannot_be_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for number, (changes, words) in enumerate(
+        [
+            ({"labels": None}, "it has no list of labels"),
+            ({"labels": [{"name": "y"}]}, "an entry of labels is invalid"),
+            (
+                {"labels": [{"name": "y", "dtype": "os", "row_shape": []}]},
+                "an entry of labels is invalid",
+            ),
+            ({"loss": {"recipe": {"import": "os:system"}}}, "not torch's own"),
+            (
+                {"loss": {"recipe": {"import": "torch.optim.sgd:SGD"}}},
+                "loss must be an nn.Module or",
+            ),
+            ({"loss": []}, "which is not an object spec"),
+        ]
+    ):
+        with subtests.test(changes=changes, words=words):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            saved(directory)
+            path = directory / "module.json"
+            path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+            with pytest.raises(ConfigError, match=words):
+                read_module(directory, trust=["models"])
 
 
-@pytest.mark.parametrize("value", [3, [1.0], {"a": "text"}, {"a": None}, {"a": [{"b": "c"}]}])
-def test_metrics_that_are_no_numbers_are_refused(tmp_path: Path, value: Any) -> None:
-    saved(tmp_path)
-    path = tmp_path / "module.json"
-    description = json.loads(path.read_text())
-    description["history"][0]["metrics"] = value
-    path.write_text(json.dumps(description))
-    with pytest.raises(ConfigError, match="an entry of history is invalid: metrics cannot be"):
-        read_module(tmp_path, trust=["models"])
+def test_metrics_that_are_no_numbers_are_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for number, value in enumerate([3, [1.0], {"a": "text"}, {"a": None}, {"a": [{"b": "c"}]}]):
+        with subtests.test(value=value):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            saved(directory)
+            path = directory / "module.json"
+            description = json.loads(path.read_text())
+            description["history"][0]["metrics"] = value
+            path.write_text(json.dumps(description))
+            with pytest.raises(
+                ConfigError, match="an entry of history is invalid: metrics cannot be"
+            ):
+                read_module(directory, trust=["models"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,27 +31,28 @@ def test_padding_comes_back(tmp_path: Path) -> None:
     assert read_module(tmp_path, trust=True).features == FEATURES
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"padding": {"value": "0", "input": None}},
-        {"padding": {"value": True, "input": None}},
-        {"padding": {"value": float("nan"), "input": None}},
-        {"padding": {"value": 0, "input": "mask"}},
-        {"padding": {"value": 0, "input": []}},
-        {"padding": {"value": 0}},
-        {"padding": 3},
-        {"row_shape": [4]},
-        {"row_shape": [4, -1]},
-        {"row_shape": [-1, -1]},
-        {"row_shape": []},
-    ],
-    ids=str,
-)
-def test_padding_that_nobody_saves_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
-    path = write(tmp_path)
-    description = json.loads(path.read_text())
-    description["features"][0] |= changes
-    path.write_text(json.dumps(description))
-    with pytest.raises(ConfigError, match="an entry of features is invalid"):
-        read_module(tmp_path, trust=True)
+def test_padding_that_nobody_saves_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for number, changes in enumerate(
+        [
+            {"padding": {"value": "0", "input": None}},
+            {"padding": {"value": True, "input": None}},
+            {"padding": {"value": float("nan"), "input": None}},
+            {"padding": {"value": 0, "input": "mask"}},
+            {"padding": {"value": 0, "input": []}},
+            {"padding": {"value": 0}},
+            {"padding": 3},
+            {"row_shape": [4]},
+            {"row_shape": [4, -1]},
+            {"row_shape": [-1, -1]},
+            {"row_shape": []},
+        ]
+    ):
+        with subtests.test(changes=changes):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            path = write(directory)
+            description = json.loads(path.read_text())
+            description["features"][0] |= changes
+            path.write_text(json.dumps(description))
+            with pytest.raises(ConfigError, match="an entry of features is invalid"):
+                read_module(directory, trust=True)

@@ -59,22 +59,23 @@ def test_what_could_only_be_read_by_running_code_is_refused_when_it_is_saved(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "octets",
-    [b"", b"no file of torch's", b"cposix\nsystem\n(Vtouch touched\ntR.", b"\x80\x02]q\x00."],
-    ids=["empty", "text", "command", "list"],
-)
 def test_a_state_that_somebody_else_wrote_is_refused_in_words(
-    octets: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    pending = CheckpointStore(str(tmp_path / "run"), keep_last=1).begin()
-    with pending.create(STATE_FILE) as file:
-        file.write(octets)
-    pending.publish({"kind": "state of a training function"})
-    with pytest.raises(CheckpointError, match="checkpoint-000001"):
-        load_state(str(tmp_path / "run"))
-    assert not (tmp_path / "touched").exists()
+    for number, octets in enumerate(
+        [b"", b"no file of torch's", b"cposix\nsystem\n(Vtouch touched\ntR.", b"\x80\x02]q\x00."]
+    ):
+        with subtests.test(octets=octets), pytest.MonkeyPatch.context() as monkeypatch:
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            monkeypatch.chdir(directory)
+            pending = CheckpointStore(str(directory / "run"), keep_last=1).begin()
+            with pending.create(STATE_FILE) as file:
+                file.write(octets)
+            pending.publish({"kind": "state of a training function"})
+            with pytest.raises(CheckpointError, match="checkpoint-000001"):
+                load_state(str(directory / "run"))
+            assert not (directory / "touched").exists()
 
 
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
@@ -84,14 +85,19 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
         load_state(str(tmp_path))
 
 
-@pytest.mark.parametrize("octets", [b"", b"PK\x03\x04 and no more", pickle.dumps(Fraction(1, 3))])
-def test_a_file_that_torch_cannot_read_is_an_error_of_ours(tmp_path: Path, octets: bytes) -> None:
-    pending = CheckpointStore(str(tmp_path), keep_last=1).begin()
-    with pending.create(STATE_FILE) as file:
-        file.write(octets)
-    pending.publish({"kind": "state of a training function"})
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        load_state(str(tmp_path))
+def test_a_file_that_torch_cannot_read_is_an_error_of_ours(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    for number, octets in enumerate([b"", b"PK\x03\x04 and no more", pickle.dumps(Fraction(1, 3))]):
+        with subtests.test(octets=octets):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            pending = CheckpointStore(str(directory), keep_last=1).begin()
+            with pending.create(STATE_FILE) as file:
+                file.write(octets)
+            pending.publish({"kind": "state of a training function"})
+            with pytest.raises(CheckpointError, match="cannot be read"):
+                load_state(str(directory))
 
 
 def test_a_full_disk_leaves_no_half_of_a_checkpoint(

@@ -254,18 +254,21 @@ def test_a_manifest_that_says_anything_is_used_or_skipped_and_never_an_error_of_
     assert names(tmp_path) == ["checkpoint-000003"]
 
 
-@pytest.mark.parametrize("name", ["checkpoint-000009", "checkpoint-٠٠٠٠٠٩", "checkpoint-0000009"])
 def test_a_file_named_like_a_checkpoint_is_neither_read_nor_in_the_way(
-    tmp_path: Path, name: str
+    tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    store = CheckpointStore(str(tmp_path), keep_last=1)
-    (tmp_path / name).write_text("the user's own")
-    for epoch in (1, 2, 3):
-        save(store, epoch)
-        store.prune()
-    assert newest_epoch(tmp_path) == 3
-    assert len(names(tmp_path)) == 2
-    assert (tmp_path / name).read_text() == "the user's own"
+    for number, name in enumerate(["checkpoint-000009", "checkpoint-٠٠٠٠٠٩", "checkpoint-0000009"]):
+        with subtests.test(name=name):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            store = CheckpointStore(str(directory), keep_last=1)
+            (directory / name).write_text("the user's own")
+            for epoch in (1, 2, 3):
+                save(store, epoch)
+                store.prune()
+            assert newest_epoch(directory) == 3
+            assert len(names(directory)) == 2
+            assert (directory / name).read_text() == "the user's own"
 
 
 def test_what_cannot_be_deleted_does_not_keep_the_others(
@@ -351,10 +354,11 @@ def test_any_file_system_of_pyarrow_will_do(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(memory.get_file_info(fs.FileSelector("bucket/job"))) == 2
 
 
-@pytest.mark.parametrize("path", ["nosuch://x/y", "nosuch:/x/y", "/dev/null/x"])
-def test_a_path_that_cannot_be_used_is_refused_in_words(path: str) -> None:
-    with pytest.raises(ConfigError, match=r"checkpointPath .* cannot be used: "):
-        CheckpointStore(path, keep_last=2)
+def test_a_path_that_cannot_be_used_is_refused_in_words(subtests: pytest.Subtests) -> None:
+    for path in ["nosuch://x/y", "nosuch:/x/y", "/dev/null/x"]:
+        refused = pytest.raises(ConfigError, match=r"checkpointPath .* cannot be used: ")
+        with subtests.test(path=path), refused:
+            CheckpointStore(path, keep_last=2)
 
 
 class FillsUp(LocalFileSystem):

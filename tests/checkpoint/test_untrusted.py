@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -17,7 +18,6 @@ from hostile import (
     LINEAR,
     RELU,
     SEQUENTIAL,
-    Json,
     bound,
     made,
     named,
@@ -40,25 +40,30 @@ def test_the_auditing_sees_what_a_trusted_recipe_does(tmp_path: Path) -> None:
     assert (tmp_path / "touched").exists()
 
 
-@pytest.mark.parametrize("path", HOSTILE)
-def test_a_hostile_name_is_refused_in_every_position(path: str, tmp_path: Path) -> None:
-    argument = f"touch {tmp_path / 'touched'}"
-    specs = [
-        named(path),
-        made(path, command=argument),
-        made(path, args=argument, shell=True),
-        bound(path, argument),
-        made(SEQUENTIAL, args=made(path, command=argument)),
-        bound(SEQUENTIAL, {"list": [{"dict": {"a": {"tuple": [bound(path, argument)]}}}]}),
-        {"partial": bound(path, argument), "args": [], "kwargs": {}},
-        {"partial": made(path, command=argument), "args": [], "kwargs": {}},
-    ]
-    for spec in specs:
-        directory = saved_model(tmp_path / "model", spec)
-        with pytest.raises(ConfigError, match=r"trust=\[|damaged"), deeds() as done:
-            load_module(directory)
-        assert done == []
-    assert not (tmp_path / "touched").exists()
+def test_a_hostile_name_is_refused_in_every_position(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    for number, path in enumerate(HOSTILE):
+        with subtests.test(path=path):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            argument = f"touch {directory / 'touched'}"
+            specs = [
+                named(path),
+                made(path, command=argument),
+                made(path, args=argument, shell=True),
+                bound(path, argument),
+                made(SEQUENTIAL, args=made(path, command=argument)),
+                bound(SEQUENTIAL, {"list": [{"dict": {"a": {"tuple": [bound(path, argument)]}}}]}),
+                {"partial": bound(path, argument), "args": [], "kwargs": {}},
+                {"partial": made(path, command=argument), "args": [], "kwargs": {}},
+            ]
+            for spec in specs:
+                directory = saved_model(directory / "model", spec)
+                with pytest.raises(ConfigError, match=r"trust=\[|damaged"), deeds() as done:
+                    load_module(directory)
+                assert done == []
+            assert not (directory / "touched").exists()
 
 
 def test_a_module_beside_the_script_is_not_imported(
@@ -86,28 +91,32 @@ def test_a_model_that_was_trusted_once_is_refused_again_without_trust(tmp_path: 
             assert isinstance(load_module(tmp_path), models.Net)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "models:os.system",  # imported by it
-        "models:torch.load",
-        "models:nn.Module",
-        "models:time.sleep",
-        "models:Path",
-        "models:Net.__init__.__globals__",
-        "models:Net.forward.__globals__",
-        "models:Net.__class__",
-        "models:__builtins__",
-        "models:missing",
-        "models:",
-        "models.missing:Net",
-    ],
-)
-def test_of_a_trusted_module_only_what_it_defines_is_found(path: str, tmp_path: Path) -> None:
-    directory = saved_model(tmp_path / "model", bound(path))
-    with pytest.raises(ConfigError, match="cannot be imported here"), deeds() as done:
-        load_module(directory, trust=["models"])
-    assert [deed for deed in done if not deed.startswith("import ('models.")] == []
+def test_of_a_trusted_module_only_what_it_defines_is_found(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    for number, path in enumerate(
+        [
+            "models:os.system",  # imported by it
+            "models:torch.load",
+            "models:nn.Module",
+            "models:time.sleep",
+            "models:Path",
+            "models:Net.__init__.__globals__",
+            "models:Net.forward.__globals__",
+            "models:Net.__class__",
+            "models:__builtins__",
+            "models:missing",
+            "models:",
+            "models.missing:Net",
+        ]
+    ):
+        with subtests.test(path=path):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            directory = saved_model(directory / "model", bound(path))
+            with pytest.raises(ConfigError, match="cannot be imported here"), deeds() as done:
+                load_module(directory, trust=["models"])
+            assert [deed for deed in done if not deed.startswith("import ('models.")] == []
 
 
 def planted_package(directory: Path) -> None:
@@ -139,10 +148,15 @@ def test_a_package_stands_for_its_modules_but_not_for_its_program(
         load_module(directory, trust=["planted_packages"])
 
 
-@pytest.mark.parametrize("trust", ["models", ["models:Net"], ["a/b.py"], [""], [3], None, 1])
-def test_trust_that_names_no_modules_is_refused(trust: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"trust must be True, False or a list of modules"):
-        load_module(saved_model(tmp_path / "model", named(RELU)), trust=trust)
+def test_trust_that_names_no_modules_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for number, trust in enumerate(["models", ["models:Net"], ["a/b.py"], [""], [3], None, 1]):
+        with subtests.test(trust=trust):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            with pytest.raises(
+                ConfigError, match=r"trust must be True, False or a list of modules"
+            ):
+                load_module(saved_model(directory / "model", named(RELU)), trust=trust)
 
 
 def test_a_trusted_function_that_builds_no_module_is_refused(tmp_path: Path) -> None:
@@ -153,14 +167,19 @@ def test_a_trusted_function_that_builds_no_module_is_refused(tmp_path: Path) -> 
         load_module(directory, trust=["models"])
 
 
-@pytest.mark.parametrize("depth", [DEEPEST + 1, 300, 5_000, 100_000])
-def test_a_deeply_nested_recipe_is_refused_in_words(depth: int, tmp_path: Path) -> None:
-    directory = saved_model(tmp_path / "model", "here")
-    path = directory / "module.json"
-    deep = '{"list": [' * depth + "1" + "]}" * depth
-    path.write_text(path.read_text().replace('"here"', deep))
-    with pytest.raises(ConfigError, match=r"nested (more than 64 deep|too deeply)"):
-        load_module(directory)
+def test_a_deeply_nested_recipe_is_refused_in_words(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    for number, depth in enumerate([DEEPEST + 1, 300, 5_000, 100_000]):
+        with subtests.test(depth=depth):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            directory = saved_model(directory / "model", "here")
+            path = directory / "module.json"
+            deep = '{"list": [' * depth + "1" + "]}" * depth
+            path.write_text(path.read_text().replace('"here"', deep))
+            with pytest.raises(ConfigError, match=r"nested (more than 64 deep|too deeply)"):
+                load_module(directory)
 
 
 def test_what_is_saved_can_be_as_deep_as_what_is_loaded(tmp_path: Path) -> None:
@@ -193,33 +212,49 @@ def link(path: Path, target: str) -> None:
     path.symlink_to(target)
 
 
-@pytest.mark.parametrize("trust", [False, ["models"], True])
-@pytest.mark.parametrize(
-    "file",
-    ["../model.pkl", "{outside}/model.pkl", "sub/../../model.pkl", "other.pkl", "", ".", 3, None],
-)
-def test_a_pickle_elsewhere_is_never_loaded(file: Json, trust: Any, tmp_path: Path) -> None:
-    (tmp_path / "model.pkl").write_bytes(evil_pickle(tmp_path / "touched"))
-    spec = {"pickle": file.format(outside=tmp_path) if isinstance(file, str) else file}
-    directory = saved_model(tmp_path / "model", spec)
-    (directory / "other.pkl").write_bytes(evil_pickle(tmp_path / "touched"))
-    message = r"can only be in model\.pkl" if trust is True else "trust=True"
-    with pytest.raises(ConfigError, match=message):
-        load_module(directory, trust=trust)
-    assert not (tmp_path / "touched").exists()
+def test_a_pickle_elsewhere_is_never_loaded(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for number, (file, trust) in enumerate(
+        itertools.product(
+            [
+                "../model.pkl",
+                "{outside}/model.pkl",
+                "sub/../../model.pkl",
+                "other.pkl",
+                "",
+                ".",
+                3,
+                None,
+            ],
+            [False, ["models"], True],
+        )
+    ):
+        with subtests.test(trust=trust, file=file):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            (directory / "model.pkl").write_bytes(evil_pickle(directory / "touched"))
+            spec = {"pickle": file.format(outside=directory) if isinstance(file, str) else file}
+            directory = saved_model(directory / "model", spec)
+            (directory / "other.pkl").write_bytes(evil_pickle(directory / "touched"))
+            message = r"can only be in model\.pkl" if trust is True else "trust=True"
+            with pytest.raises(ConfigError, match=message):
+                load_module(directory, trust=trust)
+            assert not (directory / "touched").exists()
 
 
-@pytest.mark.parametrize("target", ["../model.pkl", "{outside}/model.pkl", "link", "model.pkl"])
 def test_a_pickle_that_is_a_link_out_of_the_directory_is_never_loaded(
-    target: str, tmp_path: Path
+    tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    (tmp_path / "model.pkl").write_bytes(evil_pickle(tmp_path / "touched"))
-    directory = saved_model(tmp_path / "model", {"pickle": "model.pkl"})
-    link(directory / "model.pkl", target.format(outside=tmp_path))
-    link(directory / "link", "../model.pkl")
-    with pytest.raises(ConfigError, match=r"is a link to|is missing"):
-        load_module(directory, trust=True)
-    assert not (tmp_path / "touched").exists()
+    for number, target in enumerate(["../model.pkl", "{outside}/model.pkl", "link", "model.pkl"]):
+        with subtests.test(target=target):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            (directory / "model.pkl").write_bytes(evil_pickle(directory / "touched"))
+            directory = saved_model(directory / "model", {"pickle": "model.pkl"})
+            link(directory / "model.pkl", target.format(outside=directory))
+            link(directory / "link", "../model.pkl")
+            with pytest.raises(ConfigError, match=r"is a link to|is missing"):
+                load_module(directory, trust=True)
+            assert not (directory / "touched").exists()
 
 
 def test_a_directory_may_itself_be_reached_by_a_link(tmp_path: Path) -> None:
@@ -231,21 +266,27 @@ def test_a_directory_may_itself_be_reached_by_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("file", ["module.json", "module.safetensors", "model.pkl"])
-@pytest.mark.parametrize("kind", ["device", "pipe", "directory"])
-def test_what_is_no_plain_file_is_not_read(file: str, kind: str, tmp_path: Path) -> None:
-    spec = {"pickle": "model.pkl"} if file == "model.pkl" else named(RELU)
-    directory = saved_model(tmp_path / "model", spec)
-    path = directory / file
-    path.unlink(missing_ok=True)
-    if kind == "device":
-        path.symlink_to("/dev/zero")
-    elif kind == "pipe":
-        os.mkfifo(path)
-    else:
-        path.mkdir()
-    with pytest.raises(ConfigError, match=file):
-        load_module(directory, trust=True)
+def test_what_is_no_plain_file_is_not_read(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for number, (kind, file) in enumerate(
+        itertools.product(
+            ["device", "pipe", "directory"], ["module.json", "module.safetensors", "model.pkl"]
+        )
+    ):
+        with subtests.test(file=file, kind=kind):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            spec = {"pickle": "model.pkl"} if file == "model.pkl" else named(RELU)
+            directory = saved_model(directory / "model", spec)
+            path = directory / file
+            path.unlink(missing_ok=True)
+            if kind == "device":
+                path.symlink_to("/dev/zero")
+            elif kind == "pipe":
+                os.mkfifo(path)
+            else:
+                path.mkdir()
+            with pytest.raises(ConfigError, match=file):
+                load_module(directory, trust=True)
 
 
 def test_more_json_than_any_model_has_is_refused(tmp_path: Path) -> None:
@@ -256,8 +297,13 @@ def test_more_json_than_any_model_has_is_refused(tmp_path: Path) -> None:
         load_module(directory)
 
 
-@pytest.mark.parametrize("size", [10**9, 10**30, -1, 2**63])
-def test_a_layer_too_large_for_any_memory_is_refused(size: int, tmp_path: Path) -> None:
-    directory = saved_model(tmp_path / "model", bound(LINEAR, size, size))
-    with pytest.raises(ConfigError, match="model cannot be built as it was saved"):
-        load_module(directory)
+def test_a_layer_too_large_for_any_memory_is_refused(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    for number, size in enumerate([10**9, 10**30, -1, 2**63]):
+        with subtests.test(size=size):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            directory = saved_model(directory / "model", bound(LINEAR, size, size))
+            with pytest.raises(ConfigError, match="model cannot be built as it was saved"):
+                load_module(directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -79,110 +80,132 @@ def newest(path: Path) -> int | None:
     return None if saved is None else int(saved.description["epoch"])
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
 def test_whatever_is_in_the_place_of_a_file_of_ours_no_file_elsewhere_changes(
-    tmp_path: Path, home: Path, attack: str
+    tmp_path: Path, home: Path, subtests: pytest.Subtests
 ) -> None:
     """A checkpoint is written, or it is refused in words."""
-    for number, name in enumerate([lease.LEASE, lease.LOCK, "checkpoint-000001"]):
-        (root := tmp_path / f"{number}").mkdir()
-        ATTACKS[attack](root / name, home)
-        store = CheckpointStore(str(root), keep_last=1)
-        try:
-            with store.held():
-                for epoch in (1, 2):
-                    write(store.begin(), epoch)
-                store.prune()
-        except ConfigError:  # any kind of file is no hindrance
-            assert (name, attack) in [(lease.LEASE, "directory"), (lease.LEASE, "full directory")]
-        else:
-            assert newest(root) == 2
+    for number, attack in enumerate(ATTACKS):
+        with subtests.test(attack=attack):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            for number, name in enumerate([lease.LEASE, lease.LOCK, "checkpoint-000001"]):
+                (root := directory / f"{number}").mkdir()
+                ATTACKS[attack](root / name, home)
+                store = CheckpointStore(str(root), keep_last=1)
+                try:
+                    with store.held():
+                        for epoch in (1, 2):
+                            write(store.begin(), epoch)
+                        store.prune()
+                except ConfigError:  # any kind of file is no hindrance
+                    assert (name, attack) in [
+                        (lease.LEASE, "directory"),
+                        (lease.LEASE, "full directory"),
+                    ]
+                else:
+                    assert newest(root) == 2
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
 def test_a_checkpoint_is_written_where_it_was_begun_whatever_takes_its_place(
-    tmp_path: Path, home: Path, attack: str
+    tmp_path: Path, home: Path, subtests: pytest.Subtests
 ) -> None:
-    for at, ends in product(("begun", "being written", "written"), ("publish", "abandon")):
-        (root := tmp_path / f"{at}, {ends}").mkdir()
-        store = CheckpointStore(str(root), keep_last=1)
-        with store.held():
-            write(store.begin(), 1)
-            pending = store.begin()
-            place = Path(pending.directory)
-            if at == "written":
-                with pending.create("center") as file:
-                    file.write(b"weights")
-            if at == "being written":
-                with suppress(CheckpointError), pending.create("center") as file:
-                    file.write(b"weights")
-                    place.rename(root / "away")
-                    ATTACKS[attack](place, home)
-            else:
-                place.rename(root / "away")
-                ATTACKS[attack](place, home)
-            with pending.create("rank-0") as file:
-                file.write(b"state")
-            assert (root / "away" / "rank-0").read_bytes() == b"state"
-            if ends == "publish":
-                with pytest.raises(CheckpointError, match="moved or replaced"):
-                    pending.publish({"epoch": 2})
-            pending.abandon()
-        assert newest(root) == 1
+    for number, attack in enumerate(ATTACKS):
+        with subtests.test(attack=attack):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            for at, ends in product(("begun", "being written", "written"), ("publish", "abandon")):
+                (root := directory / f"{at}, {ends}").mkdir()
+                store = CheckpointStore(str(root), keep_last=1)
+                with store.held():
+                    write(store.begin(), 1)
+                    pending = store.begin()
+                    place = Path(pending.directory)
+                    if at == "written":
+                        with pending.create("center") as file:
+                            file.write(b"weights")
+                    if at == "being written":
+                        with suppress(CheckpointError), pending.create("center") as file:
+                            file.write(b"weights")
+                            place.rename(root / "away")
+                            ATTACKS[attack](place, home)
+                    else:
+                        place.rename(root / "away")
+                        ATTACKS[attack](place, home)
+                    with pending.create("rank-0") as file:
+                        file.write(b"state")
+                    assert (root / "away" / "rank-0").read_bytes() == b"state"
+                    if ends == "publish":
+                        with pytest.raises(CheckpointError, match="moved or replaced"):
+                            pending.publish({"epoch": 2})
+                    pending.abandon()
+                assert newest(root) == 1
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
 def test_what_is_in_the_place_of_an_old_checkpoint_is_not_deleted_through(
-    tmp_path: Path, home: Path, attack: str
+    tmp_path: Path, home: Path, subtests: pytest.Subtests
 ) -> None:
-    (root := tmp_path / "checkpoints").mkdir()
-    store = CheckpointStore(str(root), keep_last=1)
-    for epoch in (1, 2):
-        write(store.begin(), epoch)
-    shutil.rmtree(root / "checkpoint-000001")
-    ATTACKS[attack](root / "checkpoint-000001", home)
-    store.prune()
-    assert newest(root) == 2
-    if attack == "full directory":  # no checkpoint holds such files
-        assert contents(root / "checkpoint-000001") == contents(home)
+    for number, attack in enumerate(ATTACKS):
+        with subtests.test(attack=attack):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            (root := directory / "checkpoints").mkdir()
+            store = CheckpointStore(str(root), keep_last=1)
+            for epoch in (1, 2):
+                write(store.begin(), epoch)
+            shutil.rmtree(root / "checkpoint-000001")
+            ATTACKS[attack](root / "checkpoint-000001", home)
+            store.prune()
+            assert newest(root) == 2
+            if attack == "full directory":  # no checkpoint holds such files
+                assert contents(root / "checkpoint-000001") == contents(home)
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
 def test_a_job_is_refused_or_leaves_its_output_and_no_file_elsewhere_changes(
-    tmp_path: Path, home: Path, attack: str
+    tmp_path: Path, home: Path, subtests: pytest.Subtests
 ) -> None:
-    names = ["out", "out.sparkdl-job", "out.sparkdl-replaced", "out.sparkdl-staged-0"]
-    for number, name in enumerate([*names, f"out.sparkdl-job/{lease.LEASE}"]):
-        place = tmp_path / f"{number}" / name
-        place.parent.mkdir(parents=True)
-        ATTACKS[attack](place, home)
-        location = Location(files=LocalFiles(), path=f"{tmp_path}/{number}/out", renames=True)
-        output = Output(location, Run(job="train", run_id="a", configuration="c"))
-        try:
-            with output.claimed() as done:
-                assert done is None
-                Path(output.staged).mkdir()
-                output.commit({})
-        except (CheckpointError, ConfigError):
-            continue
-        assert json.loads((tmp_path / f"{number}" / "out" / "_result.json").read_text())
+    for number, attack in enumerate(ATTACKS):
+        with subtests.test(attack=attack):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            names = ["out", "out.sparkdl-job", "out.sparkdl-replaced", "out.sparkdl-staged-0"]
+            for number, name in enumerate([*names, f"out.sparkdl-job/{lease.LEASE}"]):
+                place = directory / f"{number}" / name
+                place.parent.mkdir(parents=True)
+                ATTACKS[attack](place, home)
+                location = Location(
+                    files=LocalFiles(), path=f"{directory}/{number}/out", renames=True
+                )
+                output = Output(location, Run(job="train", run_id="a", configuration="c"))
+                try:
+                    with output.claimed() as done:
+                        assert done is None
+                        Path(output.staged).mkdir()
+                        output.commit({})
+                except (CheckpointError, ConfigError):
+                    continue
+                assert json.loads((directory / f"{number}" / "out" / "_result.json").read_text())
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
 def test_a_result_file_and_a_saved_model_take_a_name_and_not_what_has_it(
-    tmp_path: Path, home: Path, attack: str
+    tmp_path: Path, home: Path, subtests: pytest.Subtests
 ) -> None:
-    ATTACKS[attack](tmp_path / "result.json", home)
-    for write_it in (lambda: write_result(f"{tmp_path}/result.json", {"a": 1}), lambda: None):
-        with suppress(CheckpointError):
-            clear_result(f"{tmp_path}/result.json")
-            write_it()
-    ATTACKS[attack](tmp_path / "model.sparkdl-replaced", home)
-    (made := tmp_path / "made").mkdir()
-    (made / "weights").write_text("new")
-    for _ in range(2):
-        put_directory(made, tmp_path / "model")
-        assert contents(tmp_path / "model") == {"weights": "new"}
+    for number, attack in enumerate(ATTACKS):
+        with subtests.test(attack=attack):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            ATTACKS[attack](directory / "result.json", home)
+            result = f"{directory}/result.json"
+            with suppress(CheckpointError):
+                clear_result(result)
+                write_result(result, {"a": 1})
+            with suppress(CheckpointError):
+                clear_result(result)
+            ATTACKS[attack](directory / "model.sparkdl-replaced", home)
+            (made := directory / "made").mkdir()
+            (made / "weights").write_text("new")
+            for _ in range(2):
+                put_directory(made, directory / "model")
+                assert contents(directory / "model") == {"weights": "new"}
 
 
 def test_a_device_stays_where_it_is() -> None:
@@ -202,30 +225,41 @@ def test_whoever_may_only_read_a_directory_keeps_nobody_out(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("mode", [0o644, 0o660, 0o606])
-def test_a_lock_that_others_could_take_too_is_none(tmp_path: Path, mode: int) -> None:
-    (file := tmp_path / lease.LOCK).touch()
-    file.chmod(mode)
-    descriptor = os.open(file, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with CheckpointStore(str(tmp_path), keep_last=1).held():
-        pass
-    os.close(descriptor)
-
-
-@pytest.mark.parametrize("name", ["checkpoint-999999999999999999", "checkpoint-" + "9" * 200])
-@pytest.mark.parametrize("make", [Path.mkdir, Path.touch])
-def test_a_number_that_leaves_no_room_does_not_hide_the_others(
-    tmp_path: Path, name: str, make: Callable[[Path], None]
+def test_a_lock_that_others_could_take_too_is_none(
+    tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    make(tmp_path / name)
-    for epoch in (1, 2):
-        with (store := CheckpointStore(str(tmp_path), keep_last=1)).held():
-            assert newest(tmp_path) == (None if epoch == 1 else 1)
-            write(store.begin(), epoch)
-            store.prune()
-    assert newest(tmp_path) == 2
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint-000002", name]
+    for number, mode in enumerate([0o644, 0o660, 0o606]):
+        with subtests.test(mode=mode):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            (file := directory / lease.LOCK).touch()
+            file.chmod(mode)
+            descriptor = os.open(file, os.O_RDONLY)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with CheckpointStore(str(directory), keep_last=1).held():
+                pass
+            os.close(descriptor)
+
+
+def test_a_number_that_leaves_no_room_does_not_hide_the_others(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    for number, (make, name) in enumerate(
+        itertools.product(
+            [Path.mkdir, Path.touch], ["checkpoint-999999999999999999", "checkpoint-" + "9" * 200]
+        )
+    ):
+        with subtests.test(name=name, make=make):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            make(directory / name)
+            for epoch in (1, 2):
+                with (store := CheckpointStore(str(directory), keep_last=1)).held():
+                    assert newest(directory) == (None if epoch == 1 else 1)
+                    write(store.begin(), epoch)
+                    store.prune()
+            assert newest(directory) == 2
+            assert sorted(os.listdir(directory)) == ["checkpoint-000002", name]
 
 
 def test_the_last_number_is_refused_in_words(tmp_path: Path) -> None:
@@ -245,14 +279,17 @@ def test_entries_that_are_no_directories_have_no_numbers(tmp_path: Path) -> None
     assert len(os.listdir(tmp_path)) == 4
 
 
-@pytest.mark.parametrize("name", ["checkpoint-000009\n", "new\nline", os.fsdecode(b"\xff\xfe")])
-def test_a_name_of_any_bytes_is_nobodys(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).mkdir()
-    with (store := CheckpointStore(str(tmp_path), keep_last=1)).held():
-        write(store.begin(), 1)
-        store.prune()
-    assert newest(tmp_path) == 1
-    assert (tmp_path / name).is_dir()
+def test_a_name_of_any_bytes_is_nobodys(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for number, name in enumerate(["checkpoint-000009\n", "new\nline", os.fsdecode(b"\xff\xfe")]):
+        with subtests.test(name=name):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            (directory / name).mkdir()
+            with (store := CheckpointStore(str(directory), keep_last=1)).held():
+                write(store.begin(), 1)
+                store.prune()
+            assert newest(directory) == 1
+            assert (directory / name).is_dir()
 
 
 def test_a_checkpoint_path_may_be_a_link_of_the_users_own(tmp_path: Path) -> None:

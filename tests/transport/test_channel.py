@@ -33,9 +33,10 @@ def converse(pieces: Iterable[bytes], staging: int = 64) -> list[Any]:
 class TestCutting:
     """The same bytes give the same conversation wherever they are cut."""
 
-    @pytest.mark.parametrize("place", range(1, len(MESSAGES)))
-    def test_at_every_place(self, place: int) -> None:
-        assert converse(cut(MESSAGES, [place])) == EXPECTED
+    def test_at_every_place(self, subtests: pytest.Subtests) -> None:
+        for place in range(1, len(MESSAGES)):
+            with subtests.test(place=place):
+                assert converse(cut(MESSAGES, [place])) == EXPECTED
 
     @settings(deadline=None, max_examples=200)
     @given(
@@ -122,9 +123,16 @@ class TestPausing:
 class TestRedirecting:
     """Values whose place is needed are received elsewhere, from any moment on."""
 
-    @pytest.mark.parametrize("before", range(len(values(b"x" * 20)) + 1))
-    def test_nothing_of_what_comes_later_is_in_the_first_place(self, before: int) -> None:
+    def test_nothing_of_what_comes_later_is_in_the_first_place(
+        self, subtests: pytest.Subtests
+    ) -> None:
         octets = values(b"x" * 20)
+        for before in range(len(octets) + 1):
+            with subtests.test(before=before):
+                self.redirect_after(octets, before)
+
+    @staticmethod
+    def redirect_after(octets: bytes, before: int) -> None:
         place, elsewhere = bytearray(20), bytearray(64)
         received: list[Any] = []
 

@@ -29,9 +29,8 @@ class TestWhatNoWorkerSends:
         channel.begin(conversation())
         receive_all(channel)
 
-    @pytest.mark.parametrize(
-        ("octets", "words"),
-        [
+    def test_where_a_header_is_due(self, subtests: pytest.Subtests) -> None:
+        for octets, words in [
             (b"\x03\x00\x00\x00\x00", "a message of unknown kind 3 arrived"),
             (b"GET / HTTP/1.1", "a message of unknown kind 71 arrived"),
             (
@@ -44,16 +43,20 @@ class TestWhatNoWorkerSends:
             (b"\x01\x00\x00\x00\x02[]", "without a readable header"),
             (b"\x01\x00\x00\x00\x03{}}", "without a readable header"),
             (b"\x01\x00\x01\x86\xa0" + b"[" * 100_000, "without a readable header"),
-        ],
-    )
-    def test_where_a_header_is_due(self, octets: bytes, words: str) -> None:
-        with pytest.raises(TrainingError, match=words):
-            self.send(octets)
+        ]:
+            refused = pytest.raises(TrainingError, match=words)
+            with subtests.test(octets=octets, words=words), refused:
+                self.send(octets)
 
-    @pytest.mark.parametrize("size", [0, 19, 21, 2**32 - 1])
-    def test_values_of_another_length(self, size: int) -> None:
-        with pytest.raises(TrainingError, match=f"^{size} bytes of values arrived, expected 20; "):
-            self.send(bytes(values_prefix(size)), memoryview(bytearray(20)))
+    def test_values_of_another_length(self, subtests: pytest.Subtests) -> None:
+        for size in [0, 19, 21, 2**32 - 1]:
+            with (
+                subtests.test(size=size),
+                pytest.raises(
+                    TrainingError, match=f"^{size} bytes of values arrived, expected 20; "
+                ),
+            ):
+                self.send(bytes(values_prefix(size)), memoryview(bytearray(20)))
 
     def test_a_header_where_values_are_due(self) -> None:
         with pytest.raises(TrainingError, match=r"in the middle of values: .'window': 1"):

@@ -35,9 +35,10 @@ def failing(times: int, cause: Exception) -> tuple[Callable[[], str], list[int]]
     return connect, made
 
 
-@pytest.mark.parametrize(
-    "cause",
-    [
+def test_what_may_pass_is_waited_for(
+    caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests
+) -> None:
+    for cause in [
         AWAY,
         OSError(errno.ENETUNREACH, "Network is unreachable"),
         TimeoutError(errno.ETIMEDOUT, "Connection timed out"),
@@ -46,33 +47,29 @@ def failing(times: int, cause: Exception) -> tuple[Callable[[], str], list[int]]
         ConnectionLostError("the other end closed the connection"),
         SilenceError("nothing moved for 20 s"),
         socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
-    ],
-    ids=repr,
-)
-def test_what_may_pass_is_waited_for(cause: Exception, caplog: pytest.LogCaptureFixture) -> None:
-    connect, made = failing(2, cause)
-    assert reach(connect, patience_s=20) == "connected"
-    assert len(made) == 3
-    assert [record.message for record in caplog.records] == [
-        f"rank 0 cannot reach the averager: {cause}; retrying for 20 s"
-    ]
+    ]:
+        with subtests.test(cause=cause):
+            caplog.clear()
+            connect, made = failing(2, cause)
+            assert reach(connect, patience_s=20) == "connected"
+            assert len(made) == 3
+            assert [record.message for record in caplog.records] == [
+                f"rank 0 cannot reach the averager: {cause}; retrying for 20 s"
+            ]
 
 
-@pytest.mark.parametrize(
-    "cause",
-    [
+def test_what_will_not_pass_is_an_error_at_once(subtests: pytest.Subtests) -> None:
+    for cause in [
         CLOSED,
         NotAnAveragerError("the other end is not an averager"),
         OSError("the certificate found there has another SHA-256"),
         socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
-    ],
-    ids=repr,
-)
-def test_what_will_not_pass_is_an_error_at_once(cause: Exception) -> None:
-    connect, made = failing(1, cause)
-    with pytest.raises(DisconnectedError, match="rank 0 cannot reach the averager"):
-        reach(connect, patience_s=20)
-    assert len(made) == 1
+    ]:
+        with subtests.test(cause=cause):
+            connect, made = failing(1, cause)
+            with pytest.raises(DisconnectedError, match="rank 0 cannot reach the averager"):
+                reach(connect, patience_s=20)
+            assert len(made) == 1
 
 
 def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:

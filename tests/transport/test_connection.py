@@ -225,16 +225,16 @@ def test_a_header_where_values_were_due_is_returned() -> None:
     assert target.tolist() == [0.0] * 3
 
 
-@pytest.mark.parametrize("numel", [0, 3, 5])
-def test_another_number_of_values_is_refused(numel: int) -> None:
-    with connected() as (left, right):
-        left.send_values(torch.ones(numel))
-        with pytest.raises(
-            TrainingError,
-            match=rf"{4 * numel} bytes arrived where 4 values of torch.float32 "
-            r"\(16 bytes\) were expected",
-        ):
-            right.receive_values(torch.zeros(4))
+def test_another_number_of_values_is_refused(subtests: pytest.Subtests) -> None:
+    for numel in [0, 3, 5]:
+        with subtests.test(numel=numel), connected() as (left, right):
+            left.send_values(torch.ones(numel))
+            with pytest.raises(
+                TrainingError,
+                match=rf"{4 * numel} bytes arrived where 4 values of torch.float32 "
+                r"\(16 bytes\) were expected",
+            ):
+                right.receive_values(torch.zeros(4))
 
 
 def test_values_where_a_header_was_due_are_refused() -> None:
@@ -244,12 +244,12 @@ def test_values_where_a_header_was_due_are_refused() -> None:
             right.receive_header()
 
 
-@pytest.mark.parametrize("octets", [b"", b"{", b"[1]", b"3", b"null", b"\xff\xfe", b"[" * 100_000])
-def test_an_unreadable_header_is_refused(octets: bytes) -> None:
-    with pair() as (left, right):
-        left.sendall(struct.pack("!BI", 1, len(octets)) + octets)
-        with pytest.raises(TrainingError, match="readable header"):
-            Connection(right, SILENCE_S).receive_header()
+def test_an_unreadable_header_is_refused(subtests: pytest.Subtests) -> None:
+    for octets in [b"", b"{", b"[1]", b"3", b"null", b"\xff\xfe", b"[" * 100_000]:
+        with subtests.test(octets=octets), pair() as (left, right):
+            left.sendall(struct.pack("!BI", 1, len(octets)) + octets)
+            with pytest.raises(TrainingError, match="readable header"):
+                Connection(right, SILENCE_S).receive_header()
 
 
 def test_a_header_that_says_it_is_huge_is_refused_before_it_is_read() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -71,40 +73,41 @@ def both(*calls: Callable[[], Any]) -> list[Any]:
         return [future.result(timeout=30) for future in [pool.submit(call) for call in calls]]
 
 
-@pytest.mark.parametrize("numel", [0, 1, 37, 4_095, 4_096, 1_000_003])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values_survive_the_wire_bit_for_bit(
-    connected: Connect, dtype: torch.dtype, numel: int
-) -> None:
-    values = torch.randn(numel).mul(100).to(dtype)
-    received = torch.zeros(numel, dtype=dtype)
-    with connected() as (left, right):
-        both(lambda: left.send_values(values), lambda: right.receive_values(received))
-    assert torch.equal(received, values)
+def test_values_survive_the_wire_bit_for_bit(connected: Connect, subtests: pytest.Subtests) -> None:
+    for dtype, numel in itertools.product(DTYPES, [0, 1, 37, 4_095, 4_096, 1_000_003]):
+        with subtests.test(numel=numel, dtype=dtype):
+            values = torch.randn(numel).mul(100).to(dtype)
+            received = torch.zeros(numel, dtype=dtype)
+            with connected() as (left, right):
+                both(partial(left.send_values, values), partial(right.receive_values, received))
+            assert torch.equal(received, values)
 
 
-@pytest.mark.parametrize("said", [1, 20_000, 3_000_000])
-@pytest.mark.parametrize("numel", [0, 37, 1_000_003])
+def received_of(right: Connection, values: torch.Tensor) -> tuple[Any, Any]:
+    return right.receive_header(), right.receive_values(values)
+
+
 def test_a_header_sent_along_with_values_arrives_before_them(
-    connected: Connect, numel: int, said: int
+    connected: Connect, subtests: pytest.Subtests
 ) -> None:
-    values, received, header = torch.randn(numel), torch.zeros(numel), {"said": "x" * said}
+    for numel, said in itertools.product([0, 37, 1_000_003], [1, 20_000, 3_000_000]):
+        with subtests.test(said=said, numel=numel):
+            values, received, header = torch.randn(numel), torch.zeros(numel), {"said": "x" * said}
 
-    def receive() -> tuple[dict[str, Any], dict[str, Any] | None]:
-        return right.receive_header(), right.receive_values(received)
-
-    with connected() as (left, right):
-        _, came = both(lambda: left.send_values(values, header), receive)
-    assert came == (header, None)
-    assert torch.equal(received, values)
+            with connected() as (left, right):
+                receive = partial(received_of, right, received)
+                _, came = both(partial(left.send_values, values, header), receive)
+            assert came == (header, None)
+            assert torch.equal(received, values)
 
 
-@pytest.mark.parametrize("said", [1, 9_000])
-def test_a_header_and_short_values_wake_the_other_end_once(said: int) -> None:
-    left, right = local()
-    with left, right:
-        Connection(left, SILENCE_S).send_values(torch.ones(4_000), {"said": "x" * said})
-        assert len(right.recv(1 << 20, socket.MSG_DONTWAIT)) > 16_000 + said
+def test_a_header_and_short_values_wake_the_other_end_once(subtests: pytest.Subtests) -> None:
+    for said in [1, 9_000]:
+        with subtests.test(said=said):
+            left, right = local()
+            with left, right:
+                Connection(left, SILENCE_S).send_values(torch.ones(4_000), {"said": "x" * said})
+                assert len(right.recv(1 << 20, socket.MSG_DONTWAIT)) > 16_000 + said
 
 
 def test_both_ends_may_send_and_receive_at_the_same_time(connected: Connect) -> None:

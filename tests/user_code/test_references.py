@@ -76,9 +76,8 @@ def test_what_is_noted_does_not_change_the_pickle() -> None:
     assert pickled(value, set()) == cloudpickle.dumps(value)
 
 
-@pytest.mark.parametrize(
-    ("source", "package", "names"),
-    [
+def test_import_statements_of_every_form_are_seen(subtests: pytest.Subtests) -> None:
+    for source, package, names in [
         ("import a.b, c as d", None, {"a.b", "c"}),
         ("from a import b as c, d", None, {"a", "a.b", "a.d"}),
         ("from a import *", None, {"a"}),
@@ -88,13 +87,10 @@ def test_what_is_noted_does_not_change_the_pickle() -> None:
         ("from . import b", None, set()),
         ("class A:\n  def f(self):\n    return lambda: __import__('x')", None, set()),
         ("if 0.5:\n  try:\n    import a\n  except ImportError:\n    import b", None, {"a", "b"}),
-    ],
-)
-def test_import_statements_of_every_form_are_seen(
-    source: str, package: str | None, names: set[str]
-) -> None:
-    code = compile(source, "a_file", "exec")
-    assert set(imported_names(code, package)) == names
+    ]:
+        with subtests.test(source=source, package=package, names=names):
+            code = compile(source, "a_file", "exec")
+            assert set(imported_names(code, package)) == names
 
 
 def test_imports_behind_more_than_256_constants_are_seen(tmp_path: Path) -> None:

@@ -56,22 +56,23 @@ def bits(module: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().view(-1) for p in module.parameters()])
 
 
-@pytest.mark.parametrize("build", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_training_goes_on_with_the_same_bits(build: Any) -> None:
-    module = network()
-    optimizer = build(module.parameters())
-    step(module, optimizer, 3)
-    for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * 0.5  # as a schedule does
-    octets = pack_worker_state(optimizer, CPU, center_has_optimizer=False)
-    other = copy.deepcopy(module)
-    step(module, optimizer, 3)
+def test_training_goes_on_with_the_same_bits(subtests: pytest.Subtests) -> None:
+    for build in OPTIMIZERS.values():
+        with subtests.test(build=build):
+            module = network()
+            optimizer = build(module.parameters())
+            step(module, optimizer, 3)
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * 0.5  # as a schedule does
+            octets = pack_worker_state(optimizer, CPU, center_has_optimizer=False)
+            other = copy.deepcopy(module)
+            step(module, optimizer, 3)
 
-    torch.manual_seed(99)
-    resumed = build(other.parameters())
-    unpack_worker_state(octets, resumed, CPU)
-    step(other, resumed, 3)
-    assert torch.equal(bits(other), bits(module))
+            torch.manual_seed(99)
+            resumed = build(other.parameters())
+            unpack_worker_state(octets, resumed, CPU)
+            step(other, resumed, 3)
+            assert torch.equal(bits(other), bits(module))
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
@@ -188,26 +189,23 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
         unpack_worker_state(octets, torch.optim.SGD(network().parameters(), lr=0.1), CPU)
 
 
-@pytest.mark.parametrize(
-    ("said", "words"),
-    [
+def test_a_state_that_no_worker_writes_is_refused(subtests: pytest.Subtests) -> None:
+    for said, words in [
         ({"values": [], "on_device": []}, []),
         ({"values": {"group.0.lr": 1, "state.99.step": 2}, "on_device": []}, []),
         (None, []),
         ({"values": {}, "on_device": []}, [-1] * 625),
         ({"values": {}, "on_device": []}, [1 << 40] * 625),
-    ],
-    ids=["a list", "no such parameter", "nothing", "negative words", "too large words"],
-)
-def test_a_state_that_no_worker_writes_is_refused(said: Any, words: list[int]) -> None:
-    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
-    octets = pack_worker_state(optimizer, CPU, center_has_optimizer=False)
-    tensors, _ = read_tensors(io.BytesIO(octets))
-    if words:
-        tensors["random.python"] = torch.tensor(words)
-    file = io.BytesIO()
-    write_tensors(file, tensors, {"own": json.dumps(said)})
-    before = random.getstate()
-    with pytest.raises(CheckpointError, match="does not fit"):
-        unpack_worker_state(file.getvalue(), optimizer, CPU)
-    random.setstate(before)
+    ]:
+        with subtests.test(said=said, words=words):
+            optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+            octets = pack_worker_state(optimizer, CPU, center_has_optimizer=False)
+            tensors, _ = read_tensors(io.BytesIO(octets))
+            if words:
+                tensors["random.python"] = torch.tensor(words)
+            file = io.BytesIO()
+            write_tensors(file, tensors, {"own": json.dumps(said)})
+            before = random.getstate()
+            with pytest.raises(CheckpointError, match="does not fit"):
+                unpack_worker_state(file.getvalue(), optimizer, CPU)
+            random.setstate(before)
