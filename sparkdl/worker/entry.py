@@ -29,8 +29,8 @@ from sparkdl.strategies.on_worker import OnWorker
 from sparkdl.transport.address import ServiceAddress
 from sparkdl.worker.failures import as_worker_error, report_failure, where_of
 from sparkdl.worker.job import Job, Placement
+from sparkdl.worker.links import WorkerLinks
 from sparkdl.worker.loop import TrainingLoop
-from sparkdl.worker.neighbours import Neighbours
 from sparkdl.worker.state import checkpointed_state, restart_state
 from sparkdl.worker_callback import StepCalls
 
@@ -118,8 +118,8 @@ def _join_and_train(
             if job.callbacks:
                 run.calls = StepCalls(job.callbacks, rank, replica)
             try:
-                neighbours = Neighbours(job, placement, averager, address.token)
-                TrainingLoop(job, placement, run, strategy, averager, neighbours).train(batches)
+                links = WorkerLinks(job, placement, averager, address.token)
+                TrainingLoop(job, placement, run, strategy, averager, links).train(batches)
                 return True
             except (StoppedError, DeadlineError, Interrupted):
                 raise

@@ -33,7 +33,7 @@ from sparkdl.replica.losses import LossUse
 from sparkdl.strategies.base import Run
 from sparkdl.strategies.on_worker import OnWorker
 from sparkdl.worker.job import Job, Placement
-from sparkdl.worker.neighbours import Neighbours
+from sparkdl.worker.links import WorkerLinks
 from sparkdl.worker.state import unpack_worker_state
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class TrainingLoop:
         run: this worker's replica and its progress.
         strategy: the job's, on this worker.
         averager: one that this worker has joined.
-        neighbours: the other workers.
+        links: the other workers.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class TrainingLoop:
         run: Run,
         strategy: OnWorker[Any],
         averager: AveragerClient,
-        neighbours: Neighbours,
+        links: WorkerLinks,
     ) -> None:
         self._job = job
         self._run = run
         self._replica = run.replica
         self._strategy = strategy
         self._averager = averager
-        self._neighbours = neighbours
+        self._links = links
         self._feed = Feed(
             job.schema,
             batch_size=job.batch_size,
@@ -84,8 +84,8 @@ class TrainingLoop:
         """
         job, run, averager = self._job, self._run, self._averager
         self._replica.module.train()
-        with self._feed, self._neighbours.met():
-            run.peers = self._neighbours.peers
+        with self._feed, self._links.met():
+            run.peers = self._links.peers
             shard = self._read(batches)
             run.batch_size = job.batch_size
             # Replicas start equal, but must not draw equal dropout masks.
@@ -101,9 +101,9 @@ class TrainingLoop:
                     if averager.epoch_ended:
                         # All may have been interrupted before reporting it.
                         self._report_validation(position.epoch - 1)
-                    with self._neighbours.collective(run.clock) as run.collective:
+                    with self._links.collective(run.clock) as run.collective:
                         self._train_from(position)
-                    exchanges_held_out = self._neighbours.held_out_exchange is not None
+                    exchanges_held_out = self._links.held_out_exchange is not None
                     if job.metrics is not None or exchanges_held_out:
                         # Until metrics are computed, this worker may have to count again, and
                         # others may still fetch their held-out rows, or fetch them again.
@@ -161,7 +161,7 @@ class TrainingLoop:
 
     def _exchange_rows_before(self, epoch: int) -> bool:
         """Exchange rows with the other workers if that is due; returns whether it was."""
-        exchange = self._neighbours.exchange
+        exchange = self._links.exchange
         if exchange is None or not self._job.feed.reshuffles(epoch):
             return False
         with self._run.clock.phase(READ):
@@ -187,7 +187,7 @@ class TrainingLoop:
         Returns the position to continue from; None if the rest of the rows must be read first.
         """
         replica, averager, needs = self._replica, self._averager, self._job.strategy.needs
-        server = self._neighbours.row_server
+        server = self._links.row_server
         position = averager.start(
             shard,
             replica.segments(with_optimizer=False),
@@ -235,7 +235,7 @@ class TrainingLoop:
         """Report the loss on this worker's held-out rows to the driver, and its metrics' counts."""
         if self._job.schema.validation is None:
             return
-        exchange, exchanged = self._neighbours.held_out_exchange, False
+        exchange, exchanged = self._links.held_out_exchange, False
         if exchange is not None:
             with self._run.clock.phase(READ):
                 exchanged = self._feed.exchange_held_out(exchange)

@@ -18,7 +18,7 @@ from sparkdl.transport.connection import Connection
 from sparkdl.worker.job import Job, Placement
 
 
-class Neighbours:
+class WorkerLinks:
     """The other workers of a run, as far as the job needs them.
 
     Args:
