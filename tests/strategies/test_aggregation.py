@@ -198,13 +198,6 @@ def test_a_worker_that_dies_ends_the_run_by_name_where_no_loss_is_allowed() -> N
         averaged("hierarchical", data, Marked(die), max_failures=0)
 
 
-def test_what_does_not_fit_together_is_refused() -> None:
-    with pytest.raises(ConfigError, match="aggregation must be"):
-        ParameterAveraging(aggregation="everywhere")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="is for aggregation='driver'"):
-        ParameterAveraging(aggregation="executors", wire_dtype="bfloat16")
-
-
 def test_commits_between_are_for_workers_that_average_among_themselves() -> None:
     with pytest.raises(ConfigError, match="commit_every is for aggregation='executors'"):
         ParameterAveraging(commit_every=5)

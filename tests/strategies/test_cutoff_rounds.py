@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import cloudpickle
-import misbehaving
 import pytest
 import torch
-from misbehaving import KillsOnce, kill_once, resume_after
 from recorded import recorded_decisions
-from replayed import ByHand, HeavyBall
+from replayed import ByHand
 from torch import nn
 from toys import classification, make_job, mlp, relative_error, sgd_on_union
 
 from sparkdl.averager.policies.round_policy import All
 from sparkdl.averager.values.center import Center
 from sparkdl.averager.values.center_update import Contributions
-from sparkdl.checkpoint.object_spec import load_object, save_object
-from sparkdl.errors import ConfigError
-from sparkdl.estimator.persistence import EXPECTED
 from sparkdl.protocols import Segment
 from sparkdl.strategies import (
     FullPrecision,
     OuterOptimizer,
-    OuterSGD,
     ParameterAveraging,
     ParameterChanges,
-    Strategy,
 )
 from sparkdl.testing import run_world
 from sparkdl.worker import Job
 
-cloudpickle.register_pickle_by_value(misbehaving)
-
 SIZES = [40, 33, 21]
 DATA = classification(SIZES)
 STRATEGY = ParameterAveraging(2, average_optimizer_state=False, cutoff=1)
-PREDICTED = ParameterAveraging(2, cutoff="predicted")
-OUTER = OuterOptimizer(2, OuterSGD(0.7, 0.5, nesterov=False), cutoff=1)
 
 
 def job(model: nn.Module | None = None, **changes: Any) -> Job:
@@ -110,74 +96,7 @@ def test_late_parameters_count_as_changes_and_all_else_as_values() -> None:
     ]
 
 
-@pytest.mark.slow_variants
-@pytest.mark.parametrize(
-    ("strategy", "by_hand"),
-    [
-        (PREDICTED, ByHand),
-        (STRATEGY, ByHand),
-        (OUTER, partial(HeavyBall, rate=0.7, momentum=0.5)),
-        (replace(OUTER, cutoff="predicted"), partial(HeavyBall, rate=0.7, momentum=0.5)),
-    ],
-    ids=["averaging predicted", "averaging", "outer", "outer predicted"],
-)
-def test_a_killed_worker_comes_back_to_the_center_that_the_commits_give(
-    strategy: Strategy[Any], by_hand: Any, tmp_path: Path
-) -> None:
-    killed = job(KillsOnce(tmp_path, 12), strategy=strategy)
-    with recorded_decisions() as decisions:
-        outcome = kill_once(killed, DATA.shards())
-    trained = outcome.module.get_submodule("net")
-    assert relative_error(trained, by_hand(DATA).follow(decisions)) < 1e-9
-
-
-@pytest.mark.parametrize(
-    ("strategy", "windows"),
-    [(STRATEGY, 14), (OUTER, 4), (PREDICTED, 14), (replace(OUTER, cutoff="predicted"), 20)],
-    ids=["averaging", "outer", "averaging predicted", "outer predicted"],
-)
-def test_a_resumed_training_goes_on_where_each_worker_was(
-    strategy: Strategy[Any], windows: int, tmp_path: Path
-) -> None:
-    going = job(strategy=strategy)
-    outcome = resume_after(windows, going, DATA.shards(), tmp_path)
-    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
-    assert outcome.history[-1].loss < outcome.history[0].loss
-
-
 def test_without_a_cutoff_everyone_is_in_every_round_and_values_travel() -> None:
     for strategy in (ParameterAveraging(), OuterOptimizer()):
         assert type(strategy.round_policy) is All
         assert type(strategy.wire_format) is FullPrecision
-
-
-@pytest.mark.parametrize("strategy", [STRATEGY, OUTER, PREDICTED], ids=str)
-def test_it_is_saved_and_loaded_without_trust(strategy: Strategy[Any], tmp_path: Path) -> None:
-    spec = save_object(strategy, tmp_path, "strategy")
-    expected = EXPECTED["strategy"]
-    assert load_object(spec, tmp_path, "strategy", expected=expected, trust=False) == strategy
-
-
-@pytest.mark.parametrize("kind", [ParameterAveraging, OuterOptimizer])
-@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, None, "all", "1"])
-def test_a_cutoff_that_makes_no_sense_is_refused(kind: Any, wrong: object) -> None:
-    with pytest.raises(ConfigError, match=f"cutoff must be 'none', .*, got {wrong!r}"):
-        kind(cutoff=wrong)
-
-
-@pytest.mark.parametrize(
-    ("kind", "arguments", "named"),
-    [
-        (ParameterAveraging, {"aggregation": "executors"}, "aggregation='executors'"),
-        (ParameterAveraging, {"aggregation": "hierarchical"}, "aggregation='hierarchical'"),
-        (ParameterAveraging, {"wire_dtype": "bfloat16"}, "wire_dtype='bfloat16'"),
-        (OuterOptimizer, {"wire_dtype": "float8"}, "wire_dtype='float8'"),
-        (OuterOptimizer, {"fragments": 2}, "fragments, overlap or merge"),
-        (OuterOptimizer, {"overlap": 2}, "fragments, overlap or merge"),
-    ],
-)
-def test_what_needs_everyone_is_refused_beside_a_cutoff(
-    kind: Any, arguments: dict[str, Any], named: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"^{named} needs every worker in every round"):
-        kind(cutoff=1, **arguments)

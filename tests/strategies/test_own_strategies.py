@@ -19,12 +19,10 @@ import own_outer_momentum
 import pytest
 import torch
 from interruptions import same_bits
-from misbehaving import KillsOnce, kill_once, resume_after
+from misbehaving import resume_after
 from oracles import Simulated, mean, momentum, scaled
 from own_asynchronous import EachForItself
 from own_outer_momentum import OuterMomentum
-from recorded import recorded_decisions
-from replayed import ByHand
 from support.replay import recorded_commits, relative_difference, replay
 from torch import Tensor, nn
 from toys import classification, make_job, mlp, relative_error, sgd_on_union
@@ -38,7 +36,6 @@ for module in (misbehaving, own_asynchronous, own_outer_momentum):
 SIZES = [40, 33, 21]
 DATA = classification(SIZES)
 SYNCHRONOUS = OuterMomentum(period=2, momentum=0.6, rate=0.7)
-ASYNCHRONOUS = EachForItself(period=2, rate=0.8)
 
 
 def job(strategy: Any, model: nn.Module | None = None) -> Job:
@@ -86,16 +83,6 @@ def test_the_example_of_the_documentation_is_the_one_that_is_tested_here() -> No
     assert _text(own_outer_momentum).endswith(example)
 
 
-def test_with_outer_momentum_a_killed_worker_comes_back_and_the_center_is_the_oracle_s(
-    tmp_path: Path,
-) -> None:
-    killed = job(SYNCHRONOUS, KillsOnce(tmp_path, after=12))
-    with recorded_commits() as commits:
-        outcome = kill_once(killed, DATA.shards())
-    oracle = replay(job(SYNCHRONOUS), DATA.shards(), commits, Momentum().move)
-    assert relative_difference(outcome.module.get_submodule("net"), oracle) < 1e-12
-
-
 def test_with_outer_momentum_a_resumed_training_ends_in_the_same_bits_which_are_the_oracle_s(
     tmp_path: Path,
 ) -> None:
@@ -104,16 +91,6 @@ def test_with_outer_momentum_a_resumed_training_ends_in_the_same_bits_which_are_
     oracle = replay(job(SYNCHRONOUS), DATA.shards(), commits, Momentum().move)
     assert relative_difference(whole.module, oracle) < 1e-12
     assert same_bits(resume_after(14, job(SYNCHRONOUS), DATA.shards(), tmp_path), whole)
-
-
-def test_asynchronously_a_killed_worker_comes_back_and_the_center_is_what_was_decided(
-    tmp_path: Path,
-) -> None:
-    killed = job(ASYNCHRONOUS, KillsOnce(tmp_path, after=12))
-    with recorded_decisions() as decisions:
-        outcome = kill_once(killed, DATA.shards())
-    oracle = ByHand(DATA, 0.8, scale_by_staleness=True).follow(decisions)
-    assert relative_error(outcome.module.get_submodule("net"), oracle) < 1e-9
 
 
 def test_asynchronously_a_resumed_training_of_one_worker_is_plain_sgd(tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ from toys import (
 from sparkdl.averager import Averager, AveragerClient, ServiceAddress
 from sparkdl.averager.messages.run_events import RunEvent as Event
 from sparkdl.averager.messages.run_events import WorkerTimes
-from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 from sparkdl.protocols import Segment
@@ -39,23 +38,6 @@ from sparkdl.transport.connection import Connection
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 ADAM = partial(torch.optim.Adam, lr=0.02)
-
-
-@pytest.mark.parametrize("period", [0, -1, 2.5, "5", None, True])
-def test_a_period_that_is_no_positive_whole_number_is_refused(period: Any) -> None:
-    with pytest.raises(ConfigError, match=r"period must be a whole number of steps >= 1, got"):
-        ParameterAveraging(period=period)
-
-
-def test_an_unknown_wire_dtype_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="one of float32, bfloat16, got 'int8'"):
-        ParameterAveraging(wire_dtype="int8")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("value", [1, "yes", None])
-def test_average_optimizer_state_must_be_a_bool(value: Any) -> None:
-    with pytest.raises(ConfigError, match="average_optimizer_state must be a bool"):
-        ParameterAveraging(average_optimizer_state=value)
 
 
 @settings(max_examples=12, deadline=None)

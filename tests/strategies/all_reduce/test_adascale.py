@@ -7,13 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-import misbehaving
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from misbehaving import KillsOnce
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from toys import Data, batches_by_hand, classification, make_job, mlp, relative_error
@@ -25,8 +22,6 @@ from sparkdl.events import WindowReport
 from sparkdl.strategies import AdaScale, GradientAllReduce, KFACPreconditioner
 from sparkdl.strategies.all_reduce.model_and_loss import Passenger
 from sparkdl.testing import run_world
-
-cloudpickle.register_pickle_by_value(misbehaving)
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 RATE = [0.1 * 0.8 ** (step // 3) for step in range(100)]
@@ -265,22 +260,6 @@ class Interrupted(Exception):
     """The driver dies."""
 
 
-@pytest.mark.parametrize(
-    ("rows", "bucket_mb"),
-    [
-        pytest.param([22, 14], 25, id="one bucket"),
-        # DistributedDataParallel puts the parameters into these after a step in another order.
-        pytest.param([22, 14], 0.0001, id="buckets", marks=pytest.mark.slow),
-    ],
-)
-def test_resumed_in_the_middle_of_an_epoch_it_ends_in_the_same_bits(
-    rows: list[int], bucket_mb: float, tmp_path: Path
-) -> None:
-    resumed, whole = resumed_and_whole(rows, bucket_mb, tmp_path)
-    assert bits(resumed) == bits(whole)
-    assert [e.measured for e in resumed.history] == [e.measured for e in whole.history]
-
-
 @pytest.mark.slow
 def test_resumed_by_three_workers_it_ends_where_their_sums_round_alike(tmp_path: Path) -> None:
     # What the sum of three rounds to depends on its place in a bucket, here as in plain all-reduce.
@@ -313,34 +292,6 @@ def resumed_and_whole(rows: list[int], bucket_mb: float, tmp_path: Path) -> tupl
     with pytest.raises(Interrupted):
         run_world(job, data.shards(), ranks_as="processes", checkpoints=policy, on_event=on_event)
     return run_world(job, data.shards(), ranks_as="processes", checkpoints=policy), whole
-
-
-@pytest.mark.slow
-def test_a_killed_worker_costs_no_bits(tmp_path: Path) -> None:
-    """Neither of the model nor of the means by which steps are scaled, nor of the schedule."""
-    settings: dict[str, Any] = {
-        "strategy": AdaScale(commit_every=3),
-        "optimizer": SGD,
-        "scheduler": partial(ExponentialLR, gamma=0.9),
-        "scheduler_every": "step",
-        "epochs": 3,
-        "max_failures": 1,
-        "deadline_s": 90.0,
-    }
-    shards = classification([22, 14]).shards()
-    whole = run_world(make_job(mlp(), **settings), shards, ranks_as="processes")
-    killed = make_job(KillsOnce(tmp_path, after=7), **settings)
-    outcome = run_world(killed, shards, ranks_as="processes")
-    assert len(list(tmp_path.iterdir())) > 12
-    assert bits(outcome) == bits(whole)
-    assert [row.examples for row in outcome.history] == [36] * 3
-    assert [row.measured for row in outcome.history] == [row.measured for row in whole.history]
-
-
-@pytest.mark.parametrize("decay", [1, -0.1, True, "0.9", float("nan")])
-def test_a_decay_out_of_range_is_refused(decay: Any) -> None:
-    with pytest.raises(ConfigError, match="decay must be"):
-        AdaScale(decay=decay)
 
 
 def test_without_measuring_there_is_nothing_to_follow() -> None:

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-import cloudpickle
-import misbehaving
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interruptions import same_bits
-from misbehaving import KillsOnce, kill_once, resume_after
 from outer import DATA, MOMENTUM, job
 from recorded import recorded_decisions
 from replayed import Delayed
@@ -21,9 +14,6 @@ from toys import classification, relative_error
 
 from sparkdl.averager.values.center import Center
 from sparkdl.averager.values.center_update import new_memory
-from sparkdl.checkpoint.object_spec import load_object, save_object
-from sparkdl.errors import ConfigError
-from sparkdl.estimator.persistence import EXPECTED
 from sparkdl.protocols import Segment
 from sparkdl.strategies import (
     AsynchronousOuterOptimizer,
@@ -35,8 +25,6 @@ from sparkdl.strategies import (
     OuterSGD,
 )
 from sparkdl.testing import run_world
-
-cloudpickle.register_pickle_by_value(misbehaving)
 
 STRATEGY = AsynchronousOuterOptimizer(DelayedNesterov(3, 0.7, 0.5), period=2)
 ALONE = classification([41])
@@ -159,55 +147,9 @@ def test_without_momentum_it_is_asynchronous_sgd() -> None:
     assert relative_error(mine, other) < 1e-12
 
 
-@pytest.mark.parametrize("windows", [2, 5, 8])
-def test_alone_and_resumed_it_ends_in_the_same_bits(tmp_path: Path, windows: int) -> None:
-    """Also where momentum is due between two checkpoints."""
-    given = job(strategy=STRATEGY, optimizer=MOMENTUM)
-    whole = run_world(given, ALONE.shards())
-    assert same_bits(resume_after(windows, given, ALONE.shards(), tmp_path), whole)
-
-
 def test_the_center_is_what_the_decisions_say() -> None:
     with recorded_decisions() as decisions:
         outcome = run_world(job(strategy=STRATEGY), DATA.shards())
     oracle = Delayed(DATA, 3, 0.7, 0.5).follow(decisions)
     assert relative_error(outcome.module, oracle) < 1e-9
     assert outcome.history[-1].max_staleness > 0
-
-
-def test_a_killed_worker_comes_back_to_the_center_that_the_commits_give(tmp_path: Path) -> None:
-    killed = job(KillsOnce(tmp_path, after=12), strategy=STRATEGY)
-    with recorded_decisions() as decisions:
-        outcome = kill_once(killed, DATA.shards())
-    oracle = Delayed(DATA, 3, 0.7, 0.5).follow(decisions)
-    assert relative_error(outcome.module.get_submodule("net"), oracle) < 1e-9
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: DelayedNesterov(0), r"buffer must be a whole number of contributions >= 1, got 0"),
-        (
-            lambda: DelayedNesterov(2.5),
-            r"buffer must be a whole number of contributions >= 1, got 2.5",
-        ),  # type: ignore[arg-type]
-        (lambda: DelayedNesterov(2, 0), r"learning_rate must be a number > 0, got 0"),
-        (lambda: DelayedNesterov(2, float("nan")), r"learning_rate must be a number > 0, got nan"),
-        (lambda: DelayedNesterov(2, 1, 1), r"momentum must be a number >= 0 and < 1, got 1"),
-        (lambda: AsynchronousOuterOptimizer(OuterSGD()), r"outer must be a DelayedNesterov"),  # type: ignore[arg-type]
-        (
-            lambda: AsynchronousOuterOptimizer(DelayedNesterov(2), 0),
-            r"period must be a whole number of steps >= 1, got 0",
-        ),
-    ],
-)
-def test_arguments_out_of_range_are_refused(make: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make()
-
-
-def test_it_is_saved_and_loaded_without_trust(tmp_path: Path) -> None:
-    saved = save_object(STRATEGY, tmp_path, "strategy")
-    expected = EXPECTED["strategy"]
-    assert load_object(saved, tmp_path, "strategy", expected=expected, trust=False) == STRATEGY
-    assert list(tmp_path.iterdir()) == []

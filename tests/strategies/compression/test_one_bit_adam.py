@@ -8,19 +8,16 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
-import misbehaving
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from interruptions import same_bits
 from members import of_all
-from misbehaving import KillsOnce, kill_once, resume_after
 from torch import Tensor, nn
 from toys import classification, make_job, mlp, schema
 
@@ -30,8 +27,7 @@ from sparkdl.strategies.compression.one_bit_adam import chunk_sizes, chunks_of, 
 from sparkdl.testing import run_world
 from sparkdl.worker import Job
 
-for module in (sys.modules[__name__], misbehaving):
-    cloudpickle.register_pickle_by_value(module)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SIZES = [40, 33]
 DATA = classification(SIZES)
@@ -349,30 +345,6 @@ def test_it_learns_and_entries_without_a_gradient_stay() -> None:
     assert outcome.history[-1].loss < 0.8 * outcome.history[0].loss
 
 
-@pytest.mark.slow
-def test_a_killed_worker_costs_no_bits(tmp_path: Path) -> None:
-    whole = run_world(job(), DATA.shards(), ranks_as="processes")
-    killed = job(KillsOnce(tmp_path, after=25))
-    outcome = kill_once(killed, DATA.shards())
-    assert same_bits(outcome, whole)
-    assert [row.loss for row in outcome.history] == [row.loss for row in whole.history]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sizes", "windows"), [([40], 2), ([40], 6), (SIZES, 4), (SIZES, 12)], ids=str
-)
-def test_resumed_it_ends_in_the_same_bits(tmp_path: Path, sizes: list[int], windows: int) -> None:
-    """In the warm-up and after it; with a schedule, which counts the optimizer's steps."""
-    shards = classification(sizes).shards()
-    ranks_as: Any = "threads" if len(sizes) == 1 else "processes"
-    decay = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.99)
-    given = job(scheduler=decay, scheduler_every="step")
-    whole = run_world(given, shards, ranks_as=ranks_as)
-    resumed = resume_after(windows, given, shards, tmp_path, ranks_as)
-    assert same_bits(resumed, whole)
-
-
 class UsedLater(nn.Module):
     """A layer takes part from the sixth minibatch on."""
 
@@ -407,12 +379,6 @@ def test_a_first_gradient_after_the_warm_up_is_an_error_in_words() -> None:
 def test_what_has_no_frozen_step_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(WorkerError, match=words):
         run_world(job(max_failures=0, **changes), classification([8]).shards())
-
-
-@pytest.mark.parametrize("start_after", [0, -1, 1.5, True, None])
-def test_a_warm_up_out_of_range_is_refused(start_after: Any) -> None:
-    with pytest.raises(ConfigError, match="start_after"):
-        OneBitAdam(start_after)
 
 
 def test_a_part_of_the_optimizers_state_is_too_little() -> None:

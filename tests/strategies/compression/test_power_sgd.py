@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import members
-import misbehaving
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from interruptions import same_bits
 from members import of_all, steps_of
-from misbehaving import KillsOnce, kill_once, resume_after
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
     PowerSGDState,
@@ -24,18 +20,15 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 )
 from toys import classification, cnn, make_job, mlp, relative_error, schema
 
-from sparkdl.errors import ConfigError, WorkerError
+from sparkdl.errors import WorkerError
 from sparkdl.strategies import GradientAllReduce, PowerSGD, Run
 from sparkdl.strategies.compression.power_sgd import first_right
 from sparkdl.testing import run_world
 from sparkdl.worker import Job
 
-for module in (sys.modules[__name__], members, misbehaving):
+for module in (sys.modules[__name__], members):
     cloudpickle.register_pickle_by_value(module)
 
-SIZES = [40, 33]
-"""Of batches of 4: 10 and 9 steps an epoch."""
-DATA = classification(SIZES)
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 LOW_RANK = PowerSGD(1, start_after=3, min_compression_rate=0)
 
@@ -294,30 +287,6 @@ def test_each_step_sends_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) 
     assert sent == [whole] * 4 + [rest, lefts, rights] * 5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bucket_mb", [25, pytest.param(0.0001, marks=pytest.mark.slow)])
-def test_a_killed_worker_costs_no_bits(tmp_path: Path, bucket_mb: float) -> None:
-    """The last copy that the driver has is of step 12 or 18."""
-    strategy = GradientAllReduce(bucket_mb, compression=LOW_RANK, commit_every=6)
-    whole = run_world(job(strategy=strategy), DATA.shards(), ranks_as="processes")
-    killed = job(KillsOnce(tmp_path, after=17), strategy=strategy)
-    outcome = kill_once(killed, DATA.shards())
-    assert same_bits(outcome, whole)
-    assert [row.loss for row in outcome.history] == [row.loss for row in whole.history]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sizes", "windows"), [([40], 1), ([40], 5), (SIZES, 2), (SIZES, 10)], ids=str
-)
-def test_resumed_it_ends_in_the_same_bits(tmp_path: Path, sizes: list[int], windows: int) -> None:
-    shards = classification(sizes).shards()
-    ranks_as: Any = "threads" if len(sizes) == 1 else "processes"
-    whole = run_world(job(), shards, ranks_as=ranks_as)
-    resumed = resume_after(windows, job(), shards, tmp_path, ranks_as)
-    assert same_bits(resumed, whole)
-
-
 class Table(nn.Module):
     """Its gradient is sparse."""
 
@@ -334,23 +303,3 @@ def test_sparse_gradients_are_refused_in_words() -> None:
     strategy = GradientAllReduce(compression=PowerSGD(1, start_after=0))
     with pytest.raises(WorkerError, match="sparse=False, or drop compression"):
         run_world(job(Table(), strategy=strategy, max_failures=0), classification([8]).shards())
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"rank": 0}, "rank must"),
-        ({"rank": 1.5}, "rank must"),
-        ({"rank": True}, "rank must"),
-        ({"start_after": -1}, "start_after"),
-        ({"start_after": None}, "start_after"),
-        ({"min_compression_rate": -0.5}, "min_compression_rate"),
-        ({"min_compression_rate": float("nan")}, "min_compression_rate"),
-        ({"min_compression_rate": float("inf")}, "min_compression_rate"),
-        ({"min_compression_rate": True}, "min_compression_rate"),
-    ],
-    ids=str,
-)
-def test_arguments_out_of_range_are_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        PowerSGD(**changes)

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-import cloudpickle
-import misbehaving
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from interruptions import same_bits
-from misbehaving import KillsOnce, die_after, kill_once, resume_after
 from recorded import recorded_decisions
 from springs import DATA, SIZES, STRATEGY, ByHand, Watched, as_decided, in_step, job, replicas
 from torch import nn
@@ -22,15 +16,11 @@ from toys import classification, relative_error, schema
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.values.center import Center
-from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError, WorkerError
 from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.feed import FeedOptions
 from sparkdl.protocols import ColumnSpec, Segment
 from sparkdl.strategies import Contributions, ElasticAveraging, ParameterAveraging
 from sparkdl.testing import batches_of, run_world
-
-cloudpickle.register_pickle_by_value(misbehaving)
 
 ASYNCHRONOUS = ElasticAveraging(period=2, moving_rate=0.2, mode="asynchronous")
 AMONG = ElasticAveraging(period=2, moving_rate=0.2, aggregation="executors")
@@ -80,17 +70,6 @@ def test_a_round_of_springs_that_sum_to_one_is_parameter_averaging() -> None:
     assert relative_error(first, second) < 1e-12
 
 
-@pytest.mark.parametrize("strategy", [STRATEGY, ASYNCHRONOUS], ids=["in step", "one by one"])
-def test_a_killed_worker_comes_back_to_the_center(
-    strategy: ElasticAveraging, tmp_path: Path
-) -> None:
-    killed = job(KillsOnce(tmp_path, after=12), strategy=strategy)
-    with recorded_decisions() as decisions:
-        outcome = kill_once(killed, DATA.shards())
-    trained = outcome.module.get_submodule("net")
-    assert relative_error(trained, as_decided(decisions)) < 1e-11
-
-
 def normed(dropout: float = 0.0) -> nn.Module:
     """With statistics; ranks that are threads share the random numbers that dropout draws."""
     torch.manual_seed(3)
@@ -99,46 +78,6 @@ def normed(dropout: float = 0.0) -> nn.Module:
 
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True)
-
-
-@pytest.mark.parametrize("windows", [4, 13, 20])
-def test_resumed_it_ends_in_the_same_bits(tmp_path: Path, windows: int) -> None:
-    resumed = job(normed(), optimizer=MOMENTUM)
-    whole = run_world(resumed, DATA.shards())
-    assert same_bits(resume_after(windows, resumed, DATA.shards(), tmp_path), whole)
-
-
-@pytest.mark.parametrize("windows", [3, 6, 7, 9])
-def test_asynchronous_and_alone_it_resumes_in_the_same_bits(tmp_path: Path, windows: int) -> None:
-    """Of seven windows an epoch the last is empty: it waits for what the others come to."""
-    alone = classification([42])
-    resumed = job(normed(dropout=0.3), optimizer=MOMENTUM, strategy=ASYNCHRONOUS)
-    whole = run_world(resumed, alone.shards())
-    assert same_bits(resume_after(windows, resumed, alone.shards(), tmp_path), whole)
-
-
-@pytest.mark.parametrize("windows", [4, 14])
-def test_asynchronous_it_goes_on_where_each_worker_was(tmp_path: Path, windows: int) -> None:
-    interrupted = job(strategy=ASYNCHRONOUS)
-    outcome = resume_after(windows, interrupted, DATA.shards(), tmp_path)
-    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
-
-
-def test_with_another_rate_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
-    die_after(4, job(), DATA.shards(), policy)
-    other = job(strategy=ElasticAveraging(period=2, moving_rate=0.25))
-    with pytest.raises(ConfigError, match=r"strategy: was ElasticAveraging\(.*moving_rate=0.2,"):
-        run_world(other, DATA.shards(), checkpoints=policy)
-
-
-def test_when_all_start_again_each_replica_goes_on(tmp_path: Path) -> None:
-    """Workers that reshuffle their rows cannot be replaced one by one."""
-    options = FeedOptions(reshuffle_every=1)
-    whole = run_world(job(feed=options), DATA.shards(), ranks_as="processes")
-    killed = job(KillsOnce(tmp_path, after=12), feed=options)
-    outcome = kill_once(killed, DATA.shards())
-    assert same_bits(outcome, whole)
 
 
 def test_the_center_is_what_is_validated() -> None:
@@ -210,38 +149,6 @@ def test_a_rate_at_which_the_center_overshoots_is_refused() -> None:
         run_world(job(strategy=ElasticAveraging(2, moving_rate=0.9)), DATA.shards())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"period": 0}, "period must be a whole number of steps >= 1, got 0"),
-        ({"period": True}, "period must be a whole number of steps >= 1, got True"),
-        ({"moving_rate": 0.0}, "or a number > 0 and <= 1, got 0.0"),
-        ({"moving_rate": 1.1}, "or a number > 0 and <= 1, got 1.1"),
-        ({"moving_rate": float("nan")}, "or a number > 0 and <= 1, got nan"),
-        ({"moving_rate": True}, "or a number > 0 and <= 1, got True"),
-        ({"moving_rate": "0.1"}, "or a number > 0 and <= 1, got '0.1'"),
-        ({"moving_rate": 1.0, "mode": "asynchronous"}, "< 1 in asynchronous mode, got 1.0"),
-        ({"moving_rate": 1, "mode": "round_robin"}, "< 1 in round_robin mode, got 1"),
-        ({"moving_rate": 1.5, "mode": "hogwild"}, "> 0 and <= 1, got 1.5"),
-        ({"momentum": 1.0}, "momentum must be a number >= 0 and < 1, got 1.0"),
-        ({"momentum": -0.1}, "momentum must be a number >= 0 and < 1, got -0.1"),
-        ({"momentum": False}, "momentum must be a number >= 0 and < 1, got False"),
-        ({"momentum": float("nan")}, "momentum must be a number >= 0 and < 1, got nan"),
-        ({"mode": "locked"}, "synchronous, asynchronous, hogwild, round_robin, got 'locked'"),
-    ],
-    ids=str,
-)
-def test_arguments_out_of_range_are_refused(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        ElasticAveraging(**arguments)
-    assert words in str(caught.value)
-
-
-def test_two_runs_end_in_the_same_bits() -> None:
-    first, second = (run_world(job(normed()), DATA.shards()) for _ in range(2))
-    assert same_bits(first, second)
-
-
 def test_among_executors_it_is_synchronous_easgd_too() -> None:
     outcome = run_world(job(strategy=AMONG), DATA.shards(), ranks_as="processes")
     assert relative_error(outcome.module, in_step(ByHand(0.2), epochs=3)) < 1e-12
@@ -255,15 +162,6 @@ def test_among_executors_the_center_has_the_mean_of_buffers() -> None:
     first, second = outcome.module.state_dict(), driver.module.state_dict()
     for name, values in second.items():
         assert torch.allclose(first[name], values, rtol=1e-11, atol=1e-13), name
-
-
-@pytest.mark.slow
-def test_among_executors_a_lost_worker_changes_no_bit(tmp_path: Path) -> None:
-    """All are started again, each replica where it was when the last epoch ended."""
-    whole = run_world(job(strategy=AMONG), DATA.shards(), ranks_as="processes")
-    killed = job(KillsOnce(tmp_path, after=12), strategy=AMONG)
-    outcome = kill_once(killed, DATA.shards())
-    assert same_bits(outcome, whole)
 
 
 def test_among_executors_nobody_goes_alone() -> None:

@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-import cloudpickle
-import misbehaving
 import numpy as np
 import pytest
 import torch
-from interruptions import Interrupted, same_bits
-from misbehaving import KillsOnce, kill_once, resume_after
 from oracles import pulled
 from recorded import recorded_decisions
 from springs import DATA, SIZES, ByHand, as_decided, job
@@ -23,23 +17,17 @@ from torch import Tensor, nn
 from toys import batches_by_hand, classification, mlp, relative_error
 
 from sparkdl.averager.coordination import decisions as do
-from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import WorkerError
-from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.feed import FeedOptions
+from sparkdl.events import WindowReport
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
 from sparkdl.strategies import ElasticAveraging, Run
 from sparkdl.testing import run_world
 from sparkdl.testing.simulation import random_plan, simulate_strategy
 
-cloudpickle.register_pickle_by_value(misbehaving)
-
 HOGWILD = ElasticAveraging(period=2, moving_rate=0.2, mode="hogwild")
 ROUND_ROBIN = replace(HOGWILD, mode="round_robin")
 ASYNCHRONOUS = replace(HOGWILD, mode="asynchronous")
-MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True)
-MODES = pytest.mark.parametrize("strategy", [HOGWILD, ROUND_ROBIN], ids=lambda each: each.mode)
 
 
 def by_hand(strategy: ElasticAveraging) -> ByHand:
@@ -67,32 +55,6 @@ def test_round_robin_workers_meet_the_center_in_the_order_of_ranks() -> None:
     outcome = run_world(job(strategy=ROUND_ROBIN), DATA.shards())
     assert relative_error(outcome.module, round_robin(epochs=3)) < 1e-12
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
-
-
-def normed(dropout: float = 0.0) -> nn.Module:
-    torch.manual_seed(3)
-    norm, drops = nn.BatchNorm1d(8), nn.Dropout(dropout)
-    return nn.Sequential(nn.Linear(6, 8), norm, nn.Tanh(), drops, nn.Linear(8, 3)).double()
-
-
-def test_two_round_robin_runs_end_in_the_same_bits() -> None:
-    given = job(normed(), optimizer=MOMENTUM, strategy=replace(ROUND_ROBIN, period=3))
-    first, second = (run_world(given, DATA.shards()) for _ in range(2))
-    assert same_bits(first, second)
-
-
-def test_round_robin_resumed_between_epochs_ends_in_the_same_bits(tmp_path: Path) -> None:
-    given = job(normed(), optimizer=MOMENTUM, strategy=ROUND_ROBIN)
-    whole = run_world(given, DATA.shards())
-    policy = CheckpointPolicy(path=str(tmp_path / "c"))
-
-    def on_event(event: object) -> None:
-        if isinstance(event, EpochSummary) and event.epoch == 2:
-            raise Interrupted
-
-    with pytest.raises(Interrupted):
-        run_world(given, DATA.shards(), checkpoints=policy, on_event=on_event)
-    assert same_bits(run_world(given, DATA.shards(), checkpoints=policy), whole)
 
 
 def test_a_made_up_round_robin_run_without_faults_keeps_the_order() -> None:
@@ -126,55 +88,6 @@ def test_alone_hogwild_is_asynchronous_easgd(period: int) -> None:
         for each in (HOGWILD, ASYNCHRONOUS)
     ]
     assert relative_error(both[0].module, both[1].module) < 1e-11
-
-
-@MODES
-def test_a_killed_worker_comes_back_to_the_center(
-    strategy: ElasticAveraging, tmp_path: Path
-) -> None:
-    killed = job(KillsOnce(tmp_path, after=12), strategy=strategy)
-    with recorded_decisions() as decisions:
-        outcome = kill_once(killed, DATA.shards())
-    trained = outcome.module.get_submodule("net")
-    assert relative_error(trained, as_decided(decisions, by_hand(strategy))) < 1e-11
-
-
-@pytest.mark.slow_variants(every=4)
-@pytest.mark.parametrize("windows", [3, 5, 6, 9])
-@pytest.mark.parametrize("changes", [{}, {"period": 1}, {"period": 3, "momentum": 0.5}], ids=str)
-def test_hogwild_and_alone_it_resumes_in_the_same_bits(
-    changes: dict[str, Any], windows: int, tmp_path: Path
-) -> None:
-    """What a worker saves of a commit is as of a window later."""
-    alone, sgd = classification([42]), partial(torch.optim.SGD, lr=0.05)
-    schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.97)
-    resumed = job(
-        normed(dropout=0.3),
-        optimizer=sgd,
-        strategy=replace(HOGWILD, **changes),
-        scheduler=schedule,
-        scheduler_every="step",
-    )
-    whole = run_world(resumed, alone.shards())
-    assert same_bits(resume_after(windows, resumed, alone.shards(), tmp_path), whole)
-
-
-@MODES
-@pytest.mark.parametrize("windows", [4, 14])
-def test_it_goes_on_where_each_worker_was(
-    strategy: ElasticAveraging, windows: int, tmp_path: Path
-) -> None:
-    interrupted = job(strategy=strategy)
-    outcome = resume_after(windows, interrupted, DATA.shards(), tmp_path)
-    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
-
-
-def test_when_all_start_again_hogwild_loses_no_row(tmp_path: Path) -> None:
-    """Workers that reshuffle their rows cannot be replaced one by one."""
-    options = FeedOptions(reshuffle_every=1)
-    killed = job(KillsOnce(tmp_path, after=12), strategy=HOGWILD, feed=options)
-    outcome = kill_once(killed, DATA.shards())
-    assert outcome.history[-1].loss < outcome.history[0].loss
 
 
 class LateClones:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from interruptions import same_bits
-from misbehaving import resume_after
 from recorded import recorded_decisions
 from springs import DATA, ByHand, as_decided, in_step, job
 from torch import nn
@@ -53,13 +50,6 @@ def test_among_executors_it_is_too() -> None:
     among = job(strategy=strategy, optimizer=SGD)
     outcome = run_world(among, DATA.shards(), ranks_as="processes")
     assert relative_error(outcome.module, in_step(eamsgd(), epochs=3)) < 1e-11
-
-
-@pytest.mark.parametrize("windows", [4, 13])
-def test_resumed_it_ends_in_the_same_bits(tmp_path: Path, windows: int) -> None:
-    moving = job(strategy=MOVING, optimizer=partial(torch.optim.Adam, lr=0.01))
-    whole = run_world(moving, DATA.shards())
-    assert same_bits(resume_after(windows, moving, DATA.shards(), tmp_path), whole)
 
 
 def test_two_momenta_are_refused() -> None:

@@ -13,8 +13,7 @@ import misbehaving
 import numpy as np
 import pytest
 import torch
-from interruptions import same_bits
-from misbehaving import Interrupted, KillsOnce, kill_once, ranks
+from misbehaving import Interrupted, ranks
 from torch import Tensor, nn
 from toys import average_by_hand, classification, make_job, mlp, relative_error
 from virtual_time import VirtualClock
@@ -26,7 +25,6 @@ from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.collective import peers as peers_module
 from sparkdl.collective.peers import PeerAwayError, Peers, Visitors
 from sparkdl.driver import run
-from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary
 from sparkdl.strategies import GossipAveraging, ParameterAveraging
 from sparkdl.strategies.gossip.shown import Shown
@@ -148,12 +146,6 @@ def test_over_ten_seeds_losses_stay_in_a_band(mode: Any, topology: Any) -> None:
     assert np.mean(ratios) == pytest.approx(1, abs=0.1)
 
 
-def test_a_killed_worker_is_skipped_and_comes_back(tmp_path: Path) -> None:
-    killed = job(KillsOnce(tmp_path, after=12), strategy=GossipAveraging(topology="ring"))
-    outcome = kill_once(killed, DATA.shards())
-    assert outcome.history[-1].loss < outcome.history[0].loss
-
-
 def test_who_is_not_there_is_skipped_at_once_and_tried_again_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -217,7 +209,7 @@ def test_an_epoch_may_be_longer_than_the_deadline(monkeypatch: pytest.MonkeyPatc
             return outputs
 
     data = classification([4, 40, 4])
-    given = job(Slow(), deadline_s=60.0, epochs=1, strategy=GossipAveraging(5))
+    given = job(Slow(), deadline_s=60.0, epochs=1, max_failures=0, strategy=GossipAveraging(5))
     launch = ranks(given, data.shards(), {rank: rank for rank in range(3)}, averagers)
     outcome = run(given, 3, launch, now=clock)
     assert clock.passed == 2.5 * 60
@@ -225,34 +217,18 @@ def test_an_epoch_may_be_longer_than_the_deadline(monkeypatch: pytest.MonkeyPatc
 
 
 def test_it_goes_on_from_a_checkpoint_with_the_epochs_that_are_left(tmp_path: Path) -> None:
-    """Without a visit, for then two runs are the same."""
-    for strategy in (GossipAveraging(period=100), GossipAveraging(period=1)):
-        given = job(strategy=strategy, optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9))
-        whole = run_world(given, DATA.shards())
-        policy = CheckpointPolicy(path=str(tmp_path / str(strategy.period)))
+    given = job(
+        strategy=GossipAveraging(1), optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    )
+    whole = run_world(given, DATA.shards())
+    policy = CheckpointPolicy(path=str(tmp_path))
 
-        def on_event(event: RunEvent) -> None:
-            if isinstance(event, EpochSummary) and event.epoch == 2:
-                raise Interrupted
+    def on_event(event: RunEvent) -> None:
+        if isinstance(event, EpochSummary) and event.epoch == 2:
+            raise Interrupted
 
-        with pytest.raises(Interrupted):
-            run_world(given, DATA.shards(), checkpoints=policy, on_event=on_event)
-        resumed = run_world(given, DATA.shards(), checkpoints=policy)
-        assert [row.examples for row in resumed.history] == [sum(SIZES)] * 3
-        assert same_bits(resumed, whole) or strategy.period == 1
-        assert resumed.history[-1].loss == pytest.approx(whole.history[-1].loss, rel=0.3)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"period": 0}, "period"),
-        ({"period": True}, "period"),
-        ({"mode": "shout"}, "push, pull, push_pull"),
-        ({"topology": "star"}, "random, ring, exponential"),
-    ],
-    ids=str,
-)
-def test_arguments_out_of_range_are_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        GossipAveraging(**changes)
+    with pytest.raises(Interrupted):
+        run_world(given, DATA.shards(), checkpoints=policy, on_event=on_event)
+    resumed = run_world(given, DATA.shards(), checkpoints=policy)
+    assert [row.examples for row in resumed.history] == [sum(SIZES)] * 3
+    assert resumed.history[-1].loss == pytest.approx(whole.history[-1].loss, rel=0.3)

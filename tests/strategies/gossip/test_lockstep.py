@@ -8,23 +8,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import cloudpickle
-import misbehaving
 import numpy as np
 import pytest
 import torch
 from interruptions import same_bits
-from misbehaving import KillsOnce, die_after, kill_once
 from torch import nn
 from toys import Data, batches_by_hand, classification, make_job, mlp, relative_error
 from visits import connected
 
-from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import TrainingError
-from sparkdl.events import WindowReport
 from sparkdl.strategies import GossipAveraging
 from sparkdl.strategies.gossip import lockstep
 from sparkdl.strategies.gossip.gossip_averaging import TOPOLOGIES
@@ -32,8 +26,6 @@ from sparkdl.strategies.gossip.lockstep import Snapshots, lead_of, neighbors_of
 from sparkdl.testing import run_world
 from sparkdl.transport.connection import Connection
 from sparkdl.worker import Job
-
-cloudpickle.register_pickle_by_value(misbehaving)
 
 SIZES = [40, 33, 21, 16]
 """Of batches of 4: 10, 9, 6 and 4 steps an epoch."""
@@ -305,25 +297,3 @@ def test_each_neighbour_costs_a_copy_of_the_parameters_a_turn(
     outcome = run_world(job(epochs=1), classification([24] * 4).shards())
     size = sum(parameter.nbytes for parameter in outcome.module.parameters())
     assert octets[0] == 4 * 2 * (6 - 1) * size
-
-
-@pytest.mark.slow
-def test_a_killed_worker_is_skipped_and_comes_back(tmp_path: Path) -> None:
-    killed = job(KillsOnce(tmp_path, after=12), epochs=3)
-    outcome = kill_once(killed, DATA.shards())
-    assert outcome.history[-1].loss < outcome.history[0].loss
-
-
-@pytest.mark.parametrize("topology", ["ring", "random"])
-def test_resumed_it_ends_in_the_same_bits(tmp_path: Path, topology: Any) -> None:
-    """From the end of the second of four epochs, with each worker's momentum."""
-    momentum = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-    strategy = GossipAveraging(1, "symmetric", topology)
-    given = job(strategy=strategy, optimizer=momentum, epochs=4)
-    whole = run_world(given, DATA.shards())
-    policy = CheckpointPolicy(path=str(tmp_path / "c"))
-    die_after(2 * len(SIZES), given, DATA.shards(), policy)
-    resumed: list[object] = []
-    again = run_world(given, DATA.shards(), checkpoints=policy, on_event=resumed.append)
-    assert {event.epoch for event in resumed if isinstance(event, WindowReport)} <= {2, 3, 4}
-    assert same_bits(again, whole)

@@ -8,13 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import cloudpickle
-import misbehaving
 import numpy as np
 import pytest
 import torch
-from interruptions import same_bits
-from misbehaving import KillsOnce
 from torch import Tensor, nn
 from toys import Data, batches_by_hand, classification, cnn, make_job, mlp, relative_error, schema
 
@@ -26,8 +22,6 @@ from sparkdl.strategies import GradientAllReduce, KFACPreconditioner, TopK
 from sparkdl.strategies.kfac.grid import Grid, assign
 from sparkdl.strategies.kfac.layers import factored_layers
 from sparkdl.testing import run_world
-
-cloudpickle.register_pickle_by_value(misbehaving)
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 OFTEN = KFACPreconditioner(damping=0.05, factors_every=2, decompositions_every=3, kl_clip=0.02)
@@ -206,19 +200,6 @@ def test_workers_together_take_the_steps_of_one_and_resume_to_the_bit(
     assert all(torch.equal(mine, other) for mine, other in pairs)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fraction", [1.0, 0.5], ids=["COMM-OPT", "MEM-OPT"])
-def test_a_killed_worker_costs_no_bits(fraction: float, tmp_path: Path) -> None:
-    """Whose second worker has 3 steps an epoch; the last copy that the driver has is of step 4."""
-    data, settings = classification((14, 9)), KFACPreconditioner(0.05, 0.95, 2, 3, 0.02, fraction)
-    whole = trained(mlp, data, settings)
-    outcome = trained(partial(KillsOnce, tmp_path, 4), data, settings)
-    assert len(list(tmp_path.iterdir())) > 6
-    assert same_bits(outcome, whole)
-    assert [row.examples for row in outcome.history] == [23] * 2
-    assert [row.loss for row in outcome.history] == [row.loss for row in whole.history]
-
-
 def test_it_does_not_go_with_gradients_that_are_compressed() -> None:
     with pytest.raises(ConfigError, match=r"TopK\(\.\.\.\) and a preconditioner"):
         GradientAllReduce(compression=TopK(), preconditioner=KFACPreconditioner())
@@ -385,23 +366,6 @@ def test_rows_that_a_worker_runs_for_others_only_are_not_counted() -> None:
 
     beside: Any = trained(BesideNorm, sync=True)
     assert relative_error(beside.mlp, trained(mlp, sync=False)) < 1e-9
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("damping", [0, -1, True, "1", float("nan"), float("inf")]),
-        ("decay", [1, -0.1, None]),
-        ("factors_every", [0, 1.5, True]),
-        ("decompositions_every", [0, None]),
-        ("kl_clip", [0, -1, "1"]),
-        ("fraction", [0, 1.1, float("nan")]),
-    ],
-)
-def test_a_setting_out_of_range_is_refused_by_name(name: str, values: list[Any]) -> None:
-    for value in values:
-        with pytest.raises(ConfigError, match=name):
-            KFACPreconditioner(**{name: value})
 
 
 def test_something_else_is_no_preconditioner() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import pickle
 import re
 from collections.abc import Mapping
@@ -19,9 +18,6 @@ from torch import Tensor, nn
 
 from sparkdl import strategies
 from sparkdl.checkpoint.identity import text_of
-from sparkdl.checkpoint.object_spec import load_object, save_object
-from sparkdl.errors import ConfigError
-from sparkdl.estimator.persistence import EXPECTED
 from sparkdl.large_batches import LARS
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
@@ -33,60 +29,6 @@ from sparkdl.strategies import (
     Strategy,
 )
 from sparkdl.testing import run_world
-
-
-@pytest.mark.parametrize(
-    "period",
-    [
-        *(0, -1, 2.5, "5", None, True),
-        *((), (5,), [(1, 5)], ([1, 5],), ((1, 5, 6),)),
-        *(((1, 0),), ((1, True),), ((1, 2.5),)),
-        *(((0, 5),), ((2, 5),), ((1, 5), (1, 6)), ((1, 5), (9, 6), (3, 7))),
-    ],
-    ids=repr,
-)
-def test_a_period_that_is_neither_steps_nor_pairs_by_epoch_is_refused(period: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"period must be a whole number of steps >= 1, .*pairs.*got"
-    ):
-        OuterOptimizer(period)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"learning_rate": 0}, r"learning_rate must be a number > 0, got 0"),
-        ({"learning_rate": -1.0}, r"learning_rate must be a number > 0, got -1.0"),
-        ({"learning_rate": math.inf}, r"learning_rate must be a number > 0, got inf"),
-        ({"learning_rate": math.nan}, r"learning_rate must be a number > 0, got nan"),
-        ({"learning_rate": "1"}, r"learning_rate must be a number > 0, got '1'"),
-        ({"learning_rate": True}, r"learning_rate must be a number > 0, got True"),
-        ({"momentum": 1}, r"momentum must be a number >= 0 and < 1, got 1"),
-        ({"momentum": -0.1}, r"momentum must be a number >= 0 and < 1, got -0.1"),
-        ({"momentum": math.nan}, r"momentum must be a number >= 0 and < 1, got nan"),
-        ({"momentum": False}, r"momentum must be a number >= 0 and < 1, got False"),
-        ({"nesterov": 1}, r"nesterov must be a bool, got 1"),
-    ],
-    ids=str,
-)
-def test_an_outer_rule_out_of_range_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        OuterSGD(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"outer": 0.9}, r"outer must be a CenterUpdate such as OuterSGD\(\), got 0.9"),
-        ({"outer": OuterSGD}, r"outer must be a CenterUpdate such as OuterSGD\(\), got <class"),
-        ({"inner_state": "maintain"}, r"one of keep, average, reset, got 'maintain'"),
-        ({"wire_dtype": "int8"}, r"wire_dtype must be one of float32, .*, float4, got 'int8'"),
-    ],
-    ids=str,
-)
-def test_arguments_out_of_range_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        OuterOptimizer(**arguments)
 
 
 def test_the_defaults_are_those_of_diloco() -> None:
@@ -101,14 +43,6 @@ def test_its_text_is_the_same_in_every_process_and_it_can_be_pickled() -> None:
         "merge=0.0, cutoff='none')"
     )
     assert pickle.loads(pickle.dumps(strategy)) == strategy
-
-
-def test_a_saved_estimators_strategy_comes_back_without_trust(tmp_path: Path) -> None:
-    strategy = OuterOptimizer(((1, 1), (31, 16)), OuterSGD(1, 0.5), "reset", "bfloat16")
-    saved = save_object(strategy, tmp_path, "strategy")
-    expected = EXPECTED["strategy"]
-    assert load_object(saved, tmp_path, "strategy", expected=expected, trust=False) == strategy
-    assert not list(tmp_path.iterdir())
 
 
 def documented() -> type[Strategy[Any]]:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import misbehaving
 import numpy as np
 import pytest
 import torch
 from interruptions import same_bits
-from misbehaving import KillsOnce, kill_once, resume_after
-from recorded import recorded_decisions
-from replayed import Replay
+from thresholds import DATA, SGD, SIZES, STRATEGY, Encoder, job
 from torch import Tensor, nn
 from toys import (
     Data,
@@ -29,67 +24,11 @@ from toys import (
     relative_error,
 )
 
-from sparkdl.errors import ConfigError, NonFiniteError
+from sparkdl.errors import NonFiniteError
 from sparkdl.events import WindowReport
-from sparkdl.feed.feed import FeedOptions
 from sparkdl.replica import Replica
 from sparkdl.strategies import ParameterAveraging, Run, ThresholdGradientSharing
 from sparkdl.testing import run_world
-from sparkdl.worker import Job
-
-cloudpickle.register_pickle_by_value(misbehaving)
-
-SIZES = [40, 33, 21]
-"""Of batches of 4: 10, 9 and 6 steps an epoch."""
-DATA = classification(SIZES)
-SGD = partial(torch.optim.SGD, lr=0.1)
-STRATEGY = ThresholdGradientSharing(0.01, sparsity=(0.05, 0.3), clip=5.0, shake_every=4)
-AMONG = replace(STRATEGY, aggregation="executors")
-
-
-def job(model: nn.Module | None = None, **changes: Any) -> Job:
-    settings = {"strategy": STRATEGY, "epochs": 3, "max_failures": 1, **changes}
-    return make_job(model or mlp(), **settings)
-
-
-class Encoder:
-    """The rule, in float64 numpy, once more."""
-
-    def __init__(self, strategy: ThresholdGradientSharing, size: int) -> None:
-        self.strategy = strategy
-        self.residual = np.zeros(size)
-        self.threshold = rounded(strategy.threshold)
-        self.messages = 0
-
-    def encode(self, change: np.ndarray) -> np.ndarray:
-        strategy = self.strategy
-        self.messages += 1
-        shake = strategy.shake_every is not None and self.messages % strategy.shake_every == 0
-        threshold = rounded(self.threshold / 3) if shake else self.threshold
-        self.residual = self.residual + change
-        large = np.abs(self.residual) >= threshold
-        share = np.where(large, np.sign(self.residual) * threshold, 0.0)
-        if not threshold:
-            share, large = self.residual.copy(), np.ones(len(change), bool)
-        self.residual = self.residual - share
-        if strategy.clip is not None and self.messages % 5 == 0 and threshold:
-            most = strategy.clip * self.threshold
-            self.residual = np.clip(self.residual, -most, most)
-        if strategy.sparsity is not None and not shake:
-            least, most = strategy.sparsity
-            if large.mean() > most:
-                self.threshold = rounded(self.threshold * 2 ** (1 / 20))
-            elif large.mean() < least:
-                self.threshold = rounded(self.threshold / 2 ** (1 / 20))
-        return share
-
-
-def rounded(threshold: float) -> float:
-    """To 8 significant bits."""
-    if not threshold:
-        return 0.0
-    fraction, exponent = math.frexp(threshold)
-    return round(fraction * 256) / 256 * 2.0**exponent
 
 
 def shared_by_hand(
@@ -201,76 +140,6 @@ def test_buffers_are_averaged_and_never_encoded(aggregation: Any) -> None:
     assert mine["seen"]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "windows"),
-    [
-        pytest.param(STRATEGY, 4, marks=pytest.mark.slow),
-        (STRATEGY, 14),
-        pytest.param(STRATEGY, 25, marks=pytest.mark.slow),
-        pytest.param(AMONG, 7, marks=pytest.mark.slow),
-        (replace(AMONG, commit_every=3), 7),
-    ],
-    ids=["4", "14", "25", "executors", "executors' commits"],
-)
-def test_resumed_it_ends_in_the_same_bits(tmp_path: Path, strategy: Any, windows: int) -> None:
-    given = job(strategy=strategy)
-    ranks_as: Any = "threads" if strategy is STRATEGY else "processes"
-    whole = run_world(given, DATA.shards(), ranks_as=ranks_as)
-    again = resume_after(windows, given, DATA.shards(), tmp_path, ranks_as)
-    assert same_bits(again, whole)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        pytest.param({"feed": FeedOptions(reshuffle_every=1)}, marks=pytest.mark.slow),
-        pytest.param({"strategy": AMONG}, marks=pytest.mark.slow),
-        {"strategy": replace(AMONG, commit_every=3)},
-    ],
-    ids=["driver", "executors", "commits"],
-)
-def test_when_all_start_again_residuals_go_on(tmp_path: Path, given: dict[str, Any]) -> None:
-    whole = run_world(job(**given), DATA.shards(), ranks_as="processes")
-    killed = job(KillsOnce(tmp_path, after=12), **given)
-    outcome = kill_once(killed, DATA.shards())
-    assert same_bits(outcome, whole)
-
-
-class ByHand(Replay):
-    """Encoded in numpy: who joins has nothing left over."""
-
-    def __init__(self, data: Data) -> None:
-        super().__init__(data)
-        self.encoders: dict[int, Encoder] = {}
-
-    def send_center(self, rank: int, *, joins: bool) -> None:
-        if joins:
-            self.encoders[rank] = Encoder(STRATEGY, sum(map(torch.numel, self.center)))
-
-    def commit(self, windows: list[WindowReport]) -> None:
-        old = nn.utils.parameters_to_vector(self.center).numpy()
-        total, rows = np.zeros_like(old), 0
-        for window in sorted(windows, key=lambda window: window.rank):
-            self.put(self.center)
-            self.train(window)
-            if window.examples:
-                mine = nn.utils.parameters_to_vector(self.module.parameters()).detach().numpy()
-                total += window.examples * self.encoders[window.rank].encode(mine - old)
-                rows += window.examples
-        new = torch.from_numpy(old + total / max(1, rows))
-        nn.utils.vector_to_parameters(new, self.center)
-
-
-def test_a_killed_worker_comes_back_without_its_residual_and_nothing_else_is_lost(
-    tmp_path: Path,
-) -> None:
-    killed = job(KillsOnce(tmp_path, after=12))
-    with recorded_decisions() as decisions:
-        outcome = kill_once(killed, DATA.shards())
-    oracle = ByHand(DATA).follow(decisions)
-    assert relative_error(outcome.module.get_submodule("net"), oracle) < 1e-9
-
-
 class Alone:
     """A driver, and a group, of one worker, by what shares of which the center moves."""
 
@@ -358,25 +227,3 @@ class TurnsBad(nn.Module):
 def test_what_is_not_finite_does_not_hide_in_a_residual() -> None:
     with pytest.raises(NonFiniteError, match="step 6"):
         run_world(job(TurnsBad(), max_failures=0), DATA.shards())
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"threshold": -1.0}, "threshold"),
-        ({"threshold": float("nan")}, "threshold"),
-        ({"threshold": True}, "threshold"),
-        ({"sparsity": (0.1, 0.01)}, "sparsity"),
-        ({"sparsity": (0, 0.1)}, "sparsity"),
-        ({"sparsity": 0.1}, "sparsity"),
-        ({"clip": 0.5}, "clip"),
-        ({"shake_every": 0}, "shake_every"),
-        ({"period": 0}, "period"),
-        ({"aggregation": "mesh"}, "aggregation"),
-        ({"commit_every": 5}, "commit_every"),
-    ],
-    ids=str,
-)
-def test_arguments_out_of_range_are_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        ThresholdGradientSharing(**changes)

@@ -1,0 +1,141 @@
+"""Every strategy where a training is cut short, or loses a worker: by the rows of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import misbehaving
+import own_asynchronous
+import own_drifting
+import own_outer_momentum
+import pytest
+import springs
+import strategy_table
+from interruptions import same_bits
+from misbehaving import KillsOnce, die_after, kill_once
+from recorded import recorded_decisions
+from strategy_table import ROWS, Row
+from support.replay import recorded_commits
+from toys import classification, mlp, relative_error
+
+from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.driver import Outcome
+from sparkdl.events import WindowReport
+from sparkdl.testing import run_world
+
+for module in (
+    misbehaving,
+    own_asynchronous,
+    own_drifting,
+    own_outer_momentum,
+    springs,
+    strategy_table,
+):
+    cloudpickle.register_pickle_by_value(module)
+
+
+def rows_with(fact: str) -> Any:
+    slow = pytest.mark.slow
+    marked = [
+        pytest.param(row, id=row.name, marks=[slow] if fact in row.slow else [])
+        for row in ROWS
+        if getattr(row, fact) not in (None, (), False)
+    ]
+    return pytest.mark.parametrize("row", marked)
+
+
+def resumed(row: Row, windows: int, folder: Path) -> Outcome:
+    """What comes of a run that dies behind so many commits, and then goes on from there."""
+    policy = CheckpointPolicy(path=str(folder / str(windows)), every_rounds=row.every_rounds)
+    job, shards = row.job(), row.data.shards()
+    die_after(windows, job, shards, policy, row.ranks_as)
+    seen: list[object] = []
+    outcome = run_world(
+        job, shards, ranks_as=row.ranks_as, checkpoints=policy, on_event=seen.append
+    )
+    again = sum(event.examples for event in seen if isinstance(event, WindowReport))
+    rows = sum(row.data.sizes)
+    assert 0 < again < rows * job.epochs, windows
+    assert [each.examples for each in outcome.history] == [rows] * job.epochs, windows
+    return outcome
+
+
+def require_same_bits(row: Row, windows: Sequence[int], folder: Path) -> None:
+    whole = run_world(row.job(), row.data.shards(), ranks_as=row.ranks_as)
+    others = []
+    for each in windows:
+        found = resumed(row, each, folder)
+        if not (same_bits(found, whole) and measured(found) == measured(whole)):
+            others.append(each)
+    assert not others, f"resumed after {others} of {windows} commits it is another"
+
+
+def measured(outcome: Outcome) -> list[Any]:
+    return [row.measured for row in outcome.history]
+
+
+@rows_with("resumed")
+def test_resumed_it_ends_in_the_same_bits(row: Row, tmp_path: Path) -> None:
+    require_same_bits(row, row.resumed, tmp_path)
+
+
+@rows_with("alone")
+def test_alone_and_resumed_it_ends_in_the_same_bits(row: Row, tmp_path: Path) -> None:
+    alone = replace(row, data=classification([42]), ranks_as="threads")
+    require_same_bits(alone, row.alone, tmp_path)
+
+
+@rows_with("goes_on")
+def test_resumed_it_goes_on_where_each_worker_was(row: Row, tmp_path: Path) -> None:
+    for windows in row.goes_on:
+        outcome = resumed(row, windows, tmp_path)
+        assert outcome.history[-1].loss < outcome.history[0].loss, windows
+
+
+@rows_with("killed")
+def test_a_killed_worker_comes_back_to_the_center_that_the_commits_give(
+    row: Row, tmp_path: Path
+) -> None:
+    assert row.killed is not None
+    plain = replace(row, settings={})
+    with recorded_decisions() as decisions, recorded_commits() as commits:
+        outcome = kill_once(plain.job(KillsOnce(tmp_path, row.killed_after)), row.data.shards())
+    oracle = row.killed.oracle(decisions, commits)
+    assert relative_error(outcome.module.get_submodule("net"), oracle) < row.killed.within
+
+
+@rows_with("killed_learns")
+def test_a_killed_worker_is_done_without_until_it_comes_back(row: Row, tmp_path: Path) -> None:
+    plain = replace(row, settings={})
+    outcome = kill_once(plain.job(KillsOnce(tmp_path, row.killed_after)), row.data.shards())
+    assert outcome.history[-1].loss < outcome.history[0].loss
+
+
+@rows_with("restarted")
+def test_when_all_start_again_it_ends_in_the_same_bits(row: Row, tmp_path: Path) -> None:
+    again = {**row.starts_all_again(), **(row.restarted or {})}
+    whole = run_world(row.job(mlp(), **again), row.data.shards(), ranks_as="processes")
+    outcome = kill_once(row.job(KillsOnce(tmp_path, row.killed_after), **again), row.data.shards())
+    assert same_bits(outcome, whole)
+    assert measured(outcome) == measured(whole)
+    if row.strategy.needs.collective:
+        assert [each.loss for each in outcome.history] == [each.loss for each in whole.history]
+
+
+@rows_with("restarted_learns")
+def test_when_all_start_again_no_row_is_lost(row: Row, tmp_path: Path) -> None:
+    killed = row.job(KillsOnce(tmp_path, row.killed_after), **row.starts_all_again())
+    outcome = kill_once(killed, row.data.shards())
+    assert outcome.history[-1].loss < outcome.history[0].loss
+
+
+@rows_with("twice")
+def test_two_runs_end_in_the_same_bits(row: Row) -> None:
+    first, second = (
+        run_world(row.job(), row.data.shards(), ranks_as=row.ranks_as) for _ in range(2)
+    )
+    assert same_bits(first, second)

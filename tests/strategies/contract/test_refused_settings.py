@@ -1,0 +1,282 @@
+"""Arguments that make no sense are refused by name, and a strategy is saved without pickle."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from misbehaving import die_after
+from strategy_table import (
+    ASYNCHRONOUS,
+    CUT_OFF,
+    DATA,
+    DELAYED,
+    EASGD,
+    OUTER,
+    OUTER_CUT_OFF,
+    PREDICTED,
+)
+from streams import STREAMS
+from toys import make_job, mlp
+
+from sparkdl.checkpoint.object_spec import load_object, save_object
+from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.errors import ConfigError
+from sparkdl.estimator.persistence import EXPECTED
+from sparkdl.strategies import (
+    ASP,
+    BSP,
+    PBSP,
+    PSSP,
+    SSP,
+    AdaScale,
+    AsynchronousOuterOptimizer,
+    AsynchronousSGD,
+    DelayedNesterov,
+    ElasticAveraging,
+    GossipAveraging,
+    GradientAllReduce,
+    KFACPreconditioner,
+    OneBitAdam,
+    OuterOptimizer,
+    OuterSGD,
+    ParameterAveraging,
+    PowerSGD,
+    Softsync,
+    Strategy,
+    ThresholdGradientSharing,
+    TopK,
+)
+from sparkdl.testing import run_world
+
+NAN, INF = math.nan, math.inf
+NO_STEPS = (0, -1, 2.5, "5", None, True)
+Refused = tuple[Callable[..., Any], str, tuple[Any, ...], str]
+PERIODS = (
+    *((), (5,), [(1, 5)], ([1, 5],), ((1, 5, 6),)),
+    *(((1, 0),), ((1, True),), ((1, 2.5),)),
+    *(((0, 5),), ((2, 5),), ((1, 5), (1, 6)), ((1, 5), (9, 6), (3, 7))),
+)
+
+# What is called, with which argument, and the words of which each of its values is refused with.
+BY_ARGUMENT: list[Refused] = [
+    (ParameterAveraging, "period", NO_STEPS, "period must be a whole number of steps >= 1, got"),
+    (ParameterAveraging, "wire_dtype", ("int8",), "one of float32, bfloat16, got 'int8'"),
+    (ParameterAveraging, "average_optimizer_state", (1, "yes", None), "must be a bool"),
+    (ParameterAveraging, "aggregation", ("everywhere",), "aggregation must be"),
+    *(
+        (kind, "cutoff", (0, -1, 1.5, True, None, "all", "1"), "cutoff must be 'none', .*, got")
+        for kind in (ParameterAveraging, OuterOptimizer)
+    ),
+    (GradientAllReduce, "bucket_mb", (0, -1, True, "25", NAN), "bucket_mb"),
+    (GradientAllReduce, "accumulate", (0, -1, 1.5, True, "2"), "accumulate"),
+    (GradientAllReduce, "compression", ("fp8", "powersgd", True, ""), "compression"),
+    (GradientAllReduce, "commit_every", (0, -1, 1.5, True, "2"), "commit_every"),
+    (GradientAllReduce, "shard_optimizer", (1, None, "yes"), "shard_optimizer"),
+    (GradientAllReduce, "find_unused_parameters", (1, None, "yes"), "find_unused_parameters"),
+    (GradientAllReduce, "sync_batch_norm", (1, None, "yes"), "sync_batch_norm"),
+    (AdaScale, "decay", (1, -0.1, True, "0.9", NAN), "decay must be"),
+    (OneBitAdam, "start_after", (0, -1, 1.5, True, None), "start_after"),
+    (PowerSGD, "rank", (0, 1.5, True), "rank must"),
+    (PowerSGD, "start_after", (-1, None), "start_after"),
+    (PowerSGD, "min_compression_rate", (-0.5, NAN, INF, True), "min_compression_rate"),
+    (TopK, "fraction", (0, 1.01, NAN, True, "1 %"), "fraction must"),
+    (TopK, "start_after", (-1, 1.5), "start_after"),
+    (KFACPreconditioner, "damping", (0, -1, True, "1", NAN, INF), "damping"),
+    (KFACPreconditioner, "decay", (1, -0.1, None), "decay"),
+    (KFACPreconditioner, "factors_every", (0, 1.5, True), "factors_every"),
+    (KFACPreconditioner, "decompositions_every", (0, None), "decompositions_every"),
+    (KFACPreconditioner, "kl_clip", (0, -1, "1"), "kl_clip"),
+    (KFACPreconditioner, "fraction", (0, 1.1, NAN), "fraction"),
+    (DelayedNesterov, "buffer", (0, 2.5), "buffer must be a whole number of contributions >= 1"),
+    (AsynchronousOuterOptimizer, "outer", (OuterSGD(),), "outer must be a DelayedNesterov"),
+    (AsynchronousSGD, "period", (0, 2.5), "period must be a whole number of steps >= 1, got"),
+    (AsynchronousSGD, "rate", (0, NAN, INF, True), "rate must be a number > 0, got"),
+    (AsynchronousSGD, "scale_by_staleness", (1,), "scale_by_staleness must be a bool, got 1"),
+    (AsynchronousSGD, "barrier", ("ssp", SSP), r"barrier must be ASP\(\), .* got"),
+    (ElasticAveraging, "period", (0, True), "period must be a whole number of steps >= 1, got"),
+    (
+        ElasticAveraging,
+        "moving_rate",
+        (0.0, 1.1, NAN, True, "0.1"),
+        "or a number > 0 and <= 1, got",
+    ),
+    (
+        ElasticAveraging,
+        "momentum",
+        (1.0, -0.1, False, NAN),
+        "momentum must be a number >= 0 and < 1, got",
+    ),
+    (
+        ElasticAveraging,
+        "mode",
+        ("locked",),
+        "synchronous, asynchronous, hogwild, round_robin, got 'locked'",
+    ),
+    (GossipAveraging, "period", (0, True), "period"),
+    (GossipAveraging, "mode", ("shout",), "push, pull, push_pull"),
+    (GossipAveraging, "topology", ("star",), "random, ring, exponential"),
+    (
+        OuterOptimizer,
+        "period",
+        (*NO_STEPS, *PERIODS),
+        "period must be a whole number of steps >= 1, .*pairs.*got",
+    ),
+    (OuterOptimizer, "outer", (0.9, OuterSGD), r"outer must be a CenterUpdate such as OuterSGD"),
+    (OuterOptimizer, "inner_state", ("maintain",), "one of keep, average, reset, got 'maintain'"),
+    (OuterOptimizer, "wire_dtype", ("int8",), "wire_dtype must be one of float32, .*, float4, got"),
+    (OuterOptimizer, "fragments", (0, 2.5), "fragments must be a whole number >= 1, got"),
+    (OuterOptimizer, "overlap", (-1, True), "overlap must be a whole number of steps >= 0, got"),
+    (OuterOptimizer, "merge", (1, "0.5"), "merge must be a number >= 0 and < 1, got"),
+    (
+        OuterSGD,
+        "learning_rate",
+        (0, -1.0, INF, NAN, "1", True),
+        "learning_rate must be a number > 0, got",
+    ),
+    (OuterSGD, "momentum", (1, -0.1, NAN, False), "momentum must be a number >= 0 and < 1, got"),
+    (OuterSGD, "nesterov", (1,), "nesterov must be a bool, got"),
+    (ThresholdGradientSharing, "threshold", (-1.0, NAN, True), "threshold"),
+    (ThresholdGradientSharing, "sparsity", ((0.1, 0.01), (0, 0.1), 0.1), "sparsity"),
+    (ThresholdGradientSharing, "clip", (0.5,), "clip"),
+    (ThresholdGradientSharing, "shake_every", (0,), "shake_every"),
+    (ThresholdGradientSharing, "period", (0,), "period"),
+    (ThresholdGradientSharing, "aggregation", ("mesh",), "aggregation"),
+    (ThresholdGradientSharing, "commit_every", (5,), "commit_every"),
+]
+TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (
+        ParameterAveraging,
+        {"aggregation": "executors", "wire_dtype": "bfloat16"},
+        "is for aggregation='driver'",
+    ),
+    *(
+        (kind, {"cutoff": 1, **changes}, f"^{named} needs every worker in every round")
+        for kind, changes, named in (
+            (ParameterAveraging, {"aggregation": "executors"}, "aggregation='executors'"),
+            (ParameterAveraging, {"aggregation": "hierarchical"}, "aggregation='hierarchical'"),
+            (ParameterAveraging, {"wire_dtype": "bfloat16"}, "wire_dtype='bfloat16'"),
+            (OuterOptimizer, {"wire_dtype": "float8"}, "wire_dtype='float8'"),
+            (OuterOptimizer, {"fragments": 2}, "fragments, overlap or merge"),
+            (OuterOptimizer, {"overlap": 2}, "fragments, overlap or merge"),
+        )
+    ),
+    (DelayedNesterov, {"buffer": 2, "learning_rate": 0}, "learning_rate must be .* > 0, got 0"),
+    (DelayedNesterov, {"buffer": 2, "learning_rate": NAN}, "learning_rate must be .* > 0, got nan"),
+    (
+        DelayedNesterov,
+        {"buffer": 2, "learning_rate": 1, "momentum": 1},
+        "momentum must be a number >= 0 and < 1, got 1",
+    ),
+    (
+        AsynchronousOuterOptimizer,
+        {"outer": DelayedNesterov(2), "period": 0},
+        "period must be a whole number of steps >= 1, got 0",
+    ),
+    (
+        ElasticAveraging,
+        {"moving_rate": 1.0, "mode": "asynchronous"},
+        "< 1 in asynchronous mode, got 1.0",
+    ),
+    (
+        ElasticAveraging,
+        {"moving_rate": 1, "mode": "round_robin"},
+        "< 1 in round_robin mode, got 1",
+    ),
+    (ElasticAveraging, {"moving_rate": 1.5, "mode": "hogwild"}, "> 0 and <= 1, got 1.5"),
+    (
+        OuterOptimizer,
+        {"period": 4, "overlap": 4},
+        "there are 4 steps between two rounds; .* overlap=4",
+    ),
+    (
+        OuterOptimizer,
+        {"period": 4, "fragments": 3, "overlap": 1},
+        "there are 1 steps between two rounds; .* overlap=1",
+    ),
+    (
+        OuterOptimizer,
+        {"period": ((1, 9), (2, 3)), "fragments": 4},
+        "there are 0 steps between two rounds; .* overlap=0",
+    ),
+    (
+        OuterOptimizer,
+        {"fragments": 2, "inner_state": "reset"},
+        "inner_state='reset' needs blocking rounds",
+    ),
+    (
+        OuterOptimizer,
+        {"overlap": 2, "inner_state": "average"},
+        "inner_state='average' needs blocking rounds",
+    ),
+]
+
+
+def accepted(make: Callable[..., Any], arguments: dict[str, Any], words: str) -> list[str]:
+    """What is wrong with the refusal of these arguments."""
+    name = f"{make.__name__}({arguments})"
+    try:
+        make(**arguments)
+    except ConfigError as error:
+        return [] if re.search(words, str(error)) else [f"{name}: {error}"]
+    return [f"{name} is not refused"]
+
+
+def test_arguments_out_of_range_are_refused_by_name_with_what_was_given() -> None:
+    wrong = []
+    for make, name, values, words in BY_ARGUMENT:
+        for value in values:
+            got = f".*{re.escape(repr(value))}" if words.endswith("got") else ""
+            wrong += accepted(make, {name: value}, words + got)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_arguments_that_do_not_fit_together_are_refused() -> None:
+    wrong = [line for each in TOGETHER for line in accepted(*each)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_strategies_are_saved_and_loaded_without_trust(tmp_path: Path) -> None:
+    expected, barriers = EXPECTED["strategy"], (ASP(), BSP(), SSP(2), PBSP(3), PSSP(3, 2))
+    for strategy in (
+        *(AsynchronousSGD(3, 0.5, True, barrier) for barrier in (*barriers, Softsync(2))),
+        *(CUT_OFF, OUTER_CUT_OFF, PREDICTED, DELAYED),
+        OuterOptimizer(((1, 1), (31, 16)), OuterSGD(1, 0.5), "reset", "bfloat16"),
+    ):
+        saved = save_object(strategy, tmp_path, "strategy")
+        assert load_object(saved, tmp_path, "strategy", expected=expected, trust=False) == strategy
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes"),
+    [
+        (ASYNCHRONOUS, [({"barrier": SSP(2)}, "barrier=ASP()")]),
+        (EASGD, [({"moving_rate": 0.25}, "moving_rate=0.2,")]),
+        (
+            OUTER,
+            [
+                ({"outer": OuterSGD(0.7, 0.5, nesterov=False)}, "momentum=0.6"),
+                ({"period": ((1, 2), (3, 4))}, "period=2"),
+                ({"inner_state": "reset"}, "inner_state='keep'"),
+            ],
+        ),
+        (STREAMS[0], [({"fragments": 4}, "fragments=2")]),
+    ],
+    ids=["asynchronous", "elastic", "outer", "outer of fragments"],
+)
+def test_with_other_settings_a_checkpoint_is_refused(
+    strategy: Strategy[Any], changes: list[tuple[dict[str, Any], str]], tmp_path: Path
+) -> None:
+    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
+    die_after(4, make_job(mlp(), strategy=strategy), DATA.shards(), policy)
+    for change, was in changes:
+        other = make_job(mlp(), strategy=replace(strategy, **change))  # type: ignore[type-var]
+        words = rf"strategy: was {type(strategy).__name__}\(.*{re.escape(was)}"
+        with pytest.raises(ConfigError, match=words):
+            run_world(other, DATA.shards(), checkpoints=policy)
