@@ -18,9 +18,8 @@ from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.head import Head
 from sparkdl.estimator.labels import label_tensors
 from sparkdl.estimator.metric_inputs import MetricInputs
-from sparkdl.estimator.params.columns import LabelParams
-from sparkdl.estimator.params.inference import InferenceParams
-from sparkdl.estimator.params.outputs import InputOutputParams
+from sparkdl.estimator.outputs import SharedParams
+from sparkdl.estimator.params.columns import InferenceParams
 from sparkdl.estimator.persistence import ModelReader, ModelWriter
 from sparkdl.estimator.schema import scalar_column
 from sparkdl.events import EpochSummary, MetricValue
@@ -39,16 +38,16 @@ from sparkdl.spark.inference.columns import (
     require_end,
 )
 from sparkdl.spark.inference.evaluation import Evaluation, evaluate
-from sparkdl.spark.inference.predictor import OutputColumn, Predictor
+from sparkdl.spark.inference.predictor import Manner, OutputColumn, Predictor
 from sparkdl.spark.inference.scores import Labels, Score, not_of_one_output
 from sparkdl.spark.inference.shared_model import ModelSharing
 from sparkdl.spark.rows.columns import InputColumn, input_columns
 from sparkdl.spark.session.required import require_frame, require_session
 
+_PRECISIONS = {"own": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-class FittedModel(
-    Model, InputOutputParams, LabelParams, InferenceParams, MLWritable, MLReadable["FittedModel"]
-):
+
+class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["FittedModel"]):
     """A trained PyTorch model that adds columns to a DataFrame; subclasses say which ones.
 
     Attributes:
@@ -83,15 +82,7 @@ class FittedModel(
         self._head = head
         self._widths = widths
         self._sharing = ModelSharing()
-        self._setDefault(
-            featuresCols=None,
-            labelCols=None,
-            scoreCol=None,
-            featuresAsDict=False,
-            featuresAsKwargs=False,
-            shipModules=True,
-        )
-        self._set_inference_defaults()
+        self._set_declared_defaults()
 
     @property
     def hasSummary(self) -> bool:
@@ -158,6 +149,16 @@ class FittedModel(
             settings=TorchSettings.here(),
             score=score,
             broadcasts=used.broadcasts,
+        )
+
+    def manner(self) -> Manner:
+        """How the model predicts, according to the Params."""
+        return Manner(
+            batch_rows=self.getPredictBatchSize(),
+            device=self.getPredictDevice(),
+            dtype=_PRECISIONS[self.getPredictPrecision()],
+            compiled=self.getPredictCompiled(),
+            double=self.getPredictionDtype() == "float64",
         )
 
     def _transform(self, dataset: DataFrame) -> DataFrame:

@@ -1,17 +1,163 @@
-"""The tensors to compare a model's outputs with, known from the training or from the rows."""
+"""Labels: the classes of a label column, the index of each, and the tensors that they become.
+
+pyspark.ml does the indexing: a ``StringIndexerModel`` looks up each label in the JVM, where the
+rows are read.
+"""
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from pyspark.ml.feature import StringIndexerModel
 from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
 
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.head import Head
+from sparkdl.estimator.params.converters import INSTANTS, Label
 from sparkdl.protocols import UNKNOWN, ColumnSpec
-from sparkdl.spark.rows.columns import InputColumn
+from sparkdl.spark.rows.columns import InputColumn, quoted
+
+_TEXT, _INDEX = "sparkdl: text of the label", "sparkdl: index of the label"
+MAX_CLASSES = 10_000
+"""The most in a column of texts whose labels nobody has named: more are not classes."""
+
+
+def labels_of(dataset: DataFrame, column: str) -> list[Label] | None:
+    """The labels of a label column's classes; None for numbers that are their indices.
+
+    StringIndexer leaves them in the column's metadata. Otherwise one Spark job collects the texts
+    or dates of the column.
+
+    Raises:
+        ConfigError: a column of texts has too few distinct ones, or too many.
+        DataError: the column holds points in time.
+    """
+    field = _field(dataset, column)
+    if field is None:
+        return None
+    if isinstance(field.dataType, T.TimestampType | T.TimestampNTZType):
+        raise DataError(f"label column '{column}' holds timestamps: {INSTANTS}")
+    named = field.metadata.get("ml_attr", {}).get("vals")
+    if not _is_text(field):
+        return list(named) if named else None
+    rows = dataset.select(quoted(column).cast("string").alias("label")).dropna().distinct()
+    found = sorted(row["label"] for row in rows.limit(MAX_CLASSES + 1).collect())
+    if not 2 <= len(found) <= MAX_CLASSES:
+        count = f"more than {MAX_CLASSES}" if len(found) > MAX_CLASSES else len(found)
+        what = "strings" if isinstance(field.dataType, T.StringType) else "dates"
+        raise ConfigError(
+            f"label column '{column}' holds {count} different {what}, but a classifier takes 2 to "
+            f"{MAX_CLASSES} classes. Choose another labelCol"
+        )
+    return found
+
+
+def indexed(
+    dataset: DataFrame, column: str, classes: list[Label] | None, *, strict: bool = False
+) -> tuple[DataFrame, str]:
+    """The rows with the index of each label, and the column that has it.
+
+    Args:
+        dataset: the rows.
+        column: the one with the labels; returned itself if it has their indices.
+        classes: their labels.
+        strict: whether Spark raises an error for another label. Else its index is one more than the
+            last: in a training, nobody would see what Spark says.
+
+    Raises:
+        ConfigError: the labels are texts, and the column booleans: which is true?
+    """
+    field = _field(dataset, column)
+    if field is None or classes is None:
+        return dataset, column
+    texts = _is_text(field)
+    if isinstance(field.dataType, T.BooleanType) and isinstance(classes[0], str):
+        raise ConfigError(
+            f"label column '{column}' holds booleans, but labels are strings: {classes!r:.200}. "
+            "Set labels=[False, True] or [True, False], in the order of the model's outputs, or "
+            "drop labels for the first of these"
+        )
+    if not texts and isinstance(classes[0], str):
+        return dataset, column  # StringIndexer's own numbers
+    name = f"{column} (index into the labels)"  # errors about the column's values quote it
+    wanted = quoted(column) if texts else quoted(column).cast("double")
+    names = [str(each) for each in classes]
+    if not texts:  # written as Spark does, not as Python does
+        numbers = [
+            F.lit(float(each)).cast("string").alias(f"l{i}") for i, each in enumerate(classes)
+        ]
+        names = list(dataset.sparkSession.range(1).select(*numbers).first() or ())
+    lookup = StringIndexerModel.from_labels(names, _TEXT, _INDEX, handleInvalid="keep")
+    found = lookup.transform(dataset.withColumn(_TEXT, wanted.cast("string")))
+    index = F.col(f"`{_INDEX}`")
+    if strict:
+        text = F.coalesce(F.col(f"`{_TEXT}`"), F.lit("null"))
+        told = F.concat(F.lit(_holds(column)), text, F.lit(_not_among(classes)))
+        index = F.when(index < len(classes), index).otherwise(F.raise_error(told).cast("double"))
+    return found.withColumn(name, index).drop(_TEXT, _INDEX), name
+
+
+def require_known(
+    indices: DataFrame, index: str, column: str, classes: list[Label] | None, cause: Exception
+) -> None:
+    """Once something has failed, find out whether a label is not among the classes; a Spark job.
+
+    Args:
+        indices: the rows with their indices, as ``indexed`` returned them.
+        index: the one that has them.
+        column: the one with the labels.
+        classes: their labels.
+        cause: what has failed.
+
+    Raises:
+        DataError: there is such a label.
+    """
+    if classes is None or index == column:
+        return
+    others = indices.where(quoted(index) >= len(classes))
+    field = _field(indices, column)
+    label = quoted(column) if field is None or _is_text(field) else quoted(column).cast("double")
+    row = others.agg(F.count(F.lit(1)), F.min(label)).first()
+    if row is None or not row[0]:
+        return
+    value = row[1].isoformat() if isinstance(row[1], datetime.date) else row[1]
+    shown = "null" if value is None else repr(value)
+    raise DataError(
+        f"{_holds(column)}{shown}{_not_among(classes)}. {row[0]} rows hold no known label: drop "
+        "them first, or give labels and the model one class more"
+    ) from cause
+
+
+def _holds(column: str) -> str:
+    return f"label column '{column}' holds "
+
+
+def _not_among(classes: list[Label]) -> str:
+    return f", which is not among labels={classes!r:.200}"
+
+
+def with_names(dataset: DataFrame, column: str, classes: list[Label] | None) -> DataFrame:
+    """Attach to a column of indices what they stand for, where IndexToString looks for it."""
+    if classes is None or not isinstance(classes[0], str):
+        return dataset
+    attributes = {"ml_attr": {"type": "nominal", "name": column, "vals": classes}}
+    return dataset.withColumn(column, quoted(column).alias(column, metadata=attributes))
+
+
+def _is_text(field: T.StructField) -> bool:
+    """Whether the labels of a column are looked up by their text."""
+    return isinstance(field.dataType, T.StringType | T.DateType)
+
+
+def _field(dataset: DataFrame, column: str) -> T.StructField | None:
+    """The column, if it is there exactly once; whoever needs it reports if it is not."""
+    found = [field for field in dataset.schema.fields if field.name == column]
+    return found[0] if len(found) == 1 else None
 
 
 def label_tensors(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.head import Head
-from sparkdl.estimator.params.outputs import InputOutputParams
+from sparkdl.estimator.outputs import SharedParams
 from sparkdl.outputs import OutputKey, pick
 from sparkdl.protocols import Targets
 
@@ -33,7 +33,7 @@ class MetricInputs:
     key: OutputKey | None
 
     @classmethod
-    def of(cls, params: InputOutputParams, head: Head) -> MetricInputs:
+    def of(cls, params: SharedParams, head: Head) -> MetricInputs:
         """What the metrics of an estimator or a model are given.
 
         Raises:

@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.fitted import FittedModel
 from sparkdl.estimator.head import head_of
-from sparkdl.estimator.params.outputs import OutputParams
+from sparkdl.estimator.outputs import ChosenOutputs
 from sparkdl.estimator.pretrained import Example, named_features, output_widths, specs_of
 from sparkdl.protocols import SequenceInput
 from sparkdl.spark.rows.column_overrides import (
@@ -23,7 +23,7 @@ from sparkdl.spark.rows.column_overrides import (
 from sparkdl.user_code.exported import as_module
 
 
-class TorchModel(FittedModel, OutputParams):
+class TorchModel(FittedModel, ChosenOutputs):
     """A trained PyTorch model that adds columns of predictions to a DataFrame.
 
     Made by ``TorchEstimator.fit``, ``TorchModel.load`` or, from any module, by
@@ -36,10 +36,6 @@ class TorchModel(FittedModel, OutputParams):
 
     A model returned by ``fit`` also has a ``summary`` of that fit, which is not saved.
     """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._setDefault(outputCols=None, outputType="auto")
 
     @classmethod
     def from_module(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparkdl.encodings import IMAGE, NUMBERS
 from sparkdl.errors import ConfigError, ModelError
-from sparkdl.estimator.predictions import require_any_length
+from sparkdl.estimator.outputs import require_any_length
 from sparkdl.feed.columns.ragged import Ragged
 from sparkdl.feed.columns.schema import inputs_described, model_inputs
 from sparkdl.outputs import Widths, described, form_of, pick, widths_of

@@ -10,13 +10,12 @@ from pyspark.sql import DataFrame
 from torch import nn
 
 from sparkdl.errors import ConfigError, DataError
+from sparkdl.estimator.fit_settings import FitSettings
 from sparkdl.estimator.head import Head
-from sparkdl.estimator.params.estimator import EstimatorParams
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import LossFunction
 from sparkdl.spark.rows.column_overrides import (
     GROUPS_WITHOUT_PADDING,
-    ColumnOverrides,
     require_distinct,
 )
 from sparkdl.spark.rows.columns import InputColumn, held_out_fraction, input_column, input_columns
@@ -38,51 +37,44 @@ class FedColumns:
 
 
 def fed_columns(
-    params: EstimatorParams,
+    settings: FitSettings,
     frame: DataFrame,
     loss: LossFunction,
     head: Head,
     fractions: torch.dtype,
-    seed: int,
+    *,
+    by_name: bool,
 ) -> FedColumns:
     """Look up the columns and decide what they become.
 
     Args:
-        params: which columns, and what was declared about them.
+        settings: which columns, and what was declared about them.
         frame: the DataFrame to fit.
         loss: the loss that takes the labels.
         head: what it says about the model's outputs.
         fractions: the dtype of the model's parameters.
-        seed: for choosing the held-out rows, where a fraction of the rows is held out.
+        by_name: whether the model takes its features by column name.
 
     Raises:
         ConfigError: a column's shape or dtype is missing, impossible or declared for no column, or
             held-out rows are specified in two ways.
         DataError: a column is missing, duplicated or of a type that cannot become a tensor.
     """
-    several = params.getFeaturesCols() is not None
-    features = input_columns(
-        frame, params.feature_columns(), "featuresCols" if several else "featuresCol"
-    )
-    several = params.getLabelCols() is not None
-    labels = input_columns(frame, params.label_columns(), "labelCols" if several else "labelCol")
-    overrides = ColumnOverrides(
-        params.getColumnShapes(),
-        params.getColumnDtypes(),
-        params.getImageCols(),
-        params.getPadCols(),
-        params.getPadInputs(),
-    )
+    param = "featuresCol" if settings.features_cols is None else "featuresCols"
+    features = input_columns(frame, settings.feature_columns, param)
+    several = settings.label_cols is not None
+    labels = input_columns(frame, settings.label_columns, "labelCols" if several else "labelCol")
+    overrides = settings.column_overrides
     label_specs = tuple(
         overrides.spec(column, _target_dtype(column, loss, head, fractions), label=True)
         for column in labels
     )
-    weight = scalar_column(frame, params.optional_column("weightCol"), "weightCol")
-    held_out = params.held_out_by()
+    weight = scalar_column(frame, settings.weight_col, "weightCol")
+    held_out = settings.held_out_by()
     indicator: InputColumn | None
     if isinstance(held_out, float):
         content = (*features, *labels, *([] if weight is None else [weight]))
-        indicator = held_out_fraction(content, held_out, seed)
+        indicator = held_out_fraction(content, held_out, settings.seed)
     else:
         indicator = scalar_column(frame, held_out, "validationIndicatorCol")
     schema = FeedSchema(
@@ -90,10 +82,10 @@ def fed_columns(
         label_specs if several else label_specs[0],
         weight=None if weight is None else weight.spec(torch.float64),
         validation=None if indicator is None else indicator.spec(torch.bool),
-        by_name=params.features_by_name(),
+        by_name=by_name,
     )
     overrides.require_known([c.name for c in (*features, *labels)])
-    _require_paddable(params, schema)
+    _require_paddable(settings, schema)
     optional = [column for column in (weight, indicator) if column is not None]
     columns = (*features, *labels, *optional)
     for column, spec in zip(columns, schema.columns, strict=True):
@@ -101,11 +93,11 @@ def fed_columns(
     return FedColumns(schema, columns)
 
 
-def _require_paddable(params: EstimatorParams, schema: FeedSchema) -> None:
+def _require_paddable(settings: FitSettings, schema: FeedSchema) -> None:
     """Refuse settings that do not go with padded columns, or that need some."""
     if schema.by_name:
         require_distinct(schema.features)
-    named = set(params.getPadInputs() or ()) - {spec.name for spec in schema.features}
+    named = set(settings.pad_inputs or ()) - {spec.name for spec in schema.features}
     if named:
         raise ConfigError(
             f"padInputs names the label column '{min(named)}', but a model is not given labels: "
@@ -118,7 +110,7 @@ def _require_paddable(params: EstimatorParams, schema: FeedSchema) -> None:
             "of a row would be the mean over its padding too. Drop one of the two, or weight rows "
             "in a loss of your own"
         )
-    if params.getGroupByLength() and not params.getPadCols():
+    if settings.group_by_length and not settings.pad_cols:
         raise ConfigError(GROUPS_WITHOUT_PADDING)
 
 

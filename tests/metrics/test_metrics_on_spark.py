@@ -27,7 +27,7 @@ from torchmetrics.classification import (
 from sparkdl import TorchEstimator, TorchModel
 from sparkdl.callbacks import EarlyStopping
 from sparkdl.errors import ConfigError, DataError, ModelError
-from sparkdl.estimator.checks.preflight import Preflight
+from sparkdl.estimator.checks.preflight import plan_fit
 
 METRICS = {
     "accuracy": MulticlassAccuracy(CLASSES, average="micro"),
@@ -164,7 +164,7 @@ def test_a_fit_says_of_which_metrics_every_row_counts_alike(
     spark: SparkSession, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = {"accuracy": METRICS["accuracy"], "weighted": WeightedError}
-    Preflight(estimator(metrics=given, validationFraction=0.3, weightCol="id"), frame(spark, ROWS))
+    plan_fit(estimator(metrics=given, validationFraction=0.3, weightCol="id"), frame(spark, ROWS))
     assert "weightCol='id' weights the losses; the metrics accuracy count every row" in caplog.text
 
 

@@ -9,9 +9,9 @@ from torch import nn
 from sparkdl.driver import build_replica
 from sparkdl.errors import ModelError
 from sparkdl.estimator.checks.hints import SHOW_ZEROS, fail, how_to_build
+from sparkdl.estimator.fit_settings import FitSettings
 from sparkdl.estimator.head import head_of
-from sparkdl.estimator.params.estimator import EstimatorParams
-from sparkdl.estimator.params.training import SEVERAL_OPTIMIZERS
+from sparkdl.estimator.params.converters import SEVERAL_OPTIMIZERS
 from sparkdl.estimator.schema import fed_columns
 from sparkdl.protocols import UNKNOWN, LossFunction, ModelBuilder, OptimizerBuilder
 from sparkdl.replica import Replica
@@ -104,27 +104,28 @@ class LazyModelError(ModelError):
 
 
 def build_whole(
-    builder: ModelBuilder, params: EstimatorParams, frame: DataFrame
+    builder: ModelBuilder, settings: FitSettings, frame: DataFrame, *, by_name: bool
 ) -> tuple[ModelBuilder, Replica]:
     """Build the replica to try out; lazy layers take their shapes from the first row.
 
     Args:
         builder: builds the model.
-        params: the estimator.
+        settings: the estimator's.
         frame: the DataFrame to fit.
+        by_name: whether the model takes its features by column name.
 
     Returns:
         A builder of the model with all of its parameters, and the replica.
     """
-    loss, as_kwargs = params.loss_function(), params.getFeaturesAsKwargs()
+    loss, as_kwargs = settings.loss_function(), settings.features_as_kwargs
 
     def built(model: ModelBuilder) -> Replica:
         return build(
             model,
-            params.getOptimizer(),
+            settings.optimizer,
             loss,
-            params.getSeed(),
-            clip_norm=params.getClipNorm(),
+            settings.seed,
+            clip_norm=settings.clip_norm,
             features_as_kwargs=as_kwargs,
         )
 
@@ -132,7 +133,7 @@ def build_whole(
         return builder, built(builder)
     except LazyModelError as lazy:
         fractions = parameter_dtype(lazy.module)
-        fed = fed_columns(params, frame, loss, head_of(loss), fractions, params.getSeed())
+        fed = fed_columns(settings, frame, loss, head_of(loss), fractions, by_name=by_name)
     # Without their own names: ``dropna`` parses them, and they may hold a backtick.
     values_only = [each.expression().alias(f"{at}") for at, each in enumerate(fed.columns)]
     row = frame.select(values_only).dropna().first()

@@ -1,222 +1,197 @@
-"""The Params for the input columns, and what those become."""
+"""The Params that models have too: what goes in, what comes out, and how they predict."""
 
 from __future__ import annotations
 
-from typing import Self
+from collections.abc import Sequence
 
-from pyspark.ml.param import Param, Params
-from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasWeightCol
+from pyspark.ml.param.shared import (
+    HasFeaturesCol,
+    HasLabelCol,
+    HasPredictionCol,
+    HasProbabilityCol,
+    HasRawPredictionCol,
+    HasThresholds,
+)
 
-from sparkdl.errors import ConfigError
-from sparkdl.protocols import SequenceInput
-from sparkdl.spark.rows.column_overrides import dtypes, names, pad_inputs, paddings, shapes
-from sparkdl.spark.rows.converters import one_of, switch
+from sparkdl.estimator.params.converters import Label, labels
+from sparkdl.estimator.params.declaration import Declaration, DeclaredParams, Default
+from sparkdl.outputs import OutputKey
+from sparkdl.spark.cluster.devices import device_name
+from sparkdl.spark.rows.column_overrides import names, outputs
+from sparkdl.spark.rows.converters import nonempty_text, one_of, optional, switch, whole
 
 
-class FeatureParams(HasFeaturesCol):
-    """The Params for which columns the model is given, which it has itself too."""
+class FeatureParams(HasFeaturesCol, DeclaredParams, group="Columns"):
+    """Which columns the model is given."""
 
-    featuresCols: Param[list[str] | None] = Param(
-        Params._dummy(),
-        "featuresCols",
+    featuresCol = Declaration(
+        str,
+        None,
+        "features",
+        "the features column: a number, an array of numbers or a vector per row",
+        "The model receives shape (rows,) for numbers and (rows, k) for arrays and vectors.",
+    )
+    featuresCols = Declaration(
+        list[str] | None,
+        names("featuresCols"),
+        None,
         "several feature columns, passed to the model as separate arguments; wins over featuresCol",
-        typeConverter=names("featuresCols"),
+        "Integers become int64, fractions the dtype of the model's parameters.",
     )
-    featuresAsDict: Param[bool] = Param(
-        Params._dummy(),
-        "featuresAsDict",
+    featuresAsDict = Declaration(
+        bool,
+        switch("featuresAsDict"),
+        False,
         "whether the model takes its features as one dict keyed by column name",
-        typeConverter=switch("featuresAsDict"),
     )
-    featuresAsKwargs: Param[bool] = Param(
-        Params._dummy(),
-        "featuresAsKwargs",
+    featuresAsKwargs = Declaration(
+        bool,
+        switch("featuresAsKwargs"),
+        False,
         "whether the model takes its features as keyword arguments named like the columns",
-        typeConverter=switch("featuresAsKwargs"),
     )
 
-    def getFeaturesCols(self) -> list[str] | None:
-        """Gets the value of featuresCols or its default value."""
-        return self.getOrDefault(self.featuresCols)
 
-    def setFeaturesCols(self, value: list[str] | None) -> Self:
-        """Sets the value of featuresCols."""
-        self._set(featuresCols=value)
-        return self
+class LabelParams(HasLabelCol, DeclaredParams, group="Columns"):
+    """What estimators train on, and models are evaluated on."""
 
-    def getFeaturesAsDict(self) -> bool:
-        """Gets the value of featuresAsDict or its default value."""
-        return self.getOrDefault(self.featuresAsDict)
-
-    def setFeaturesAsDict(self, value: bool) -> Self:
-        """Sets the value of featuresAsDict."""
-        self._set(featuresAsDict=value)
-        return self
-
-    def getFeaturesAsKwargs(self) -> bool:
-        """Gets the value of featuresAsKwargs or its default value."""
-        return self.getOrDefault(self.featuresAsKwargs)
-
-    def setFeaturesAsKwargs(self, value: bool) -> Self:
-        """Sets the value of featuresAsKwargs."""
-        self._set(featuresAsKwargs=value)
-        return self
-
-    def setFeaturesCol(self, value: str) -> Self:
-        """Sets the value of featuresCol."""
-        self._set(featuresCol=value)
-        return self
-
-    def feature_columns(self) -> list[str]:
-        """The feature columns in the order of the model's arguments."""
-        return self.getFeaturesCols() or [self.getFeaturesCol()]
-
-    def features_by_name(self) -> bool:
-        """Whether the model takes its features by column name, in either way.
-
-        Raises:
-            ConfigError: both ways are set at once.
-        """
-        if self.getFeaturesAsDict() and self.getFeaturesAsKwargs():
-            raise ConfigError(
-                "featuresAsDict gives the model one dict, featuresAsKwargs keyword arguments: "
-                "drop one of the two"
-            )
-        return self.getFeaturesAsDict() or self.getFeaturesAsKwargs()
-
-
-class LabelParams(HasLabelCol):
-    """The labels that the estimator trains on, and that the model is evaluated on."""
-
-    labelCols: Param[list[str] | None] = Param(
-        Params._dummy(),
-        "labelCols",
+    labelCol = Declaration(str, None, "label", "the label column")
+    labelCols = Declaration(
+        list[str] | None,
+        names("labelCols"),
+        None,
         "several label columns, passed to the loss as a tuple; wins over labelCol",
-        typeConverter=names("labelCols"),
     )
 
-    def getLabelCols(self) -> list[str] | None:
-        """Gets the value of labelCols or its default value."""
-        return self.getOrDefault(self.labelCols)
 
-    def setLabelCols(self, value: list[str] | None) -> Self:
-        """Sets the value of labelCols."""
-        self._set(labelCols=value)
-        return self
+class ModuleParams(DeclaredParams, group="Workers"):
+    """Which code the executors are sent."""
 
-    def setLabelCol(self, value: str) -> Self:
-        """Sets the value of labelCol."""
-        self._set(labelCol=value)
-        return self
-
-    def label_columns(self) -> list[str]:
-        """The label columns in the order of the loss's targets."""
-        return self.getLabelCols() or [self.getLabelCol()]
-
-
-class ColumnParams(FeatureParams, LabelParams, HasWeightCol):
-    """Params of ``TorchEstimator``; its docstring says what each is for."""
-
-    columnShapes: Param[dict[str, list[int | None]] | None] = Param(
-        Params._dummy(),
-        "columnShapes",
-        "the shape of one row by column, where the type does not say; images have [channels, "
-        "height, width], padded rows [None, ...]",
-        typeConverter=shapes,
-    )
-    columnDtypes: Param[dict[str, str] | None] = Param(
-        Params._dummy(),
-        "columnDtypes",
-        "the tensor's dtype by column, for example 'bfloat16'; for a binary column, also that of "
-        "its bytes",
-        typeConverter=dtypes,
-    )
-    imageCols: Param[list[str] | None] = Param(
-        Params._dummy(),
-        "imageCols",
-        "binary columns of encoded images (BMP, GIF, JPEG, PNG or WebP), decoded on the workers",
-        typeConverter=names("imageCols"),
-    )
-    padCols: Param[dict[str, float] | None] = Param(
-        Params._dummy(),
-        "padCols",
-        "columns of arrays of unequal length, each with the number that pads shorter rows to the "
-        "longest of their minibatch",
-        typeConverter=paddings,
-    )
-    padInputs: Param[dict[str, SequenceInput] | None] = Param(
-        Params._dummy(),
-        "padInputs",
-        "what the model is given besides padded features, by column: 'padding_mask', "
-        "'attention_mask' or 'lengths'; None for a padding mask of each",
-        typeConverter=pad_inputs,
-    )
-    handleInvalid: Param[str] = Param(
-        Params._dummy(),
-        "handleInvalid",
-        "what to do about NaN and infinity among the features: 'error' or 'keep'",
-        typeConverter=one_of("handleInvalid", ("error", "keep")),
+    shipModules = Declaration(
+        bool,
+        switch("shipModules"),
+        True,
+        "whether modules of your own that the model and the other Params need, neither installed "
+        "nor of the standard library, are sent to the executors",
+        "False where the executors have them already.",
     )
 
-    def getColumnShapes(self) -> dict[str, list[int | None]] | None:
-        """Gets the value of columnShapes or its default value."""
-        return self.getOrDefault(self.columnShapes)
 
-    def setColumnShapes(self, value: dict[str, list[int | None]] | None) -> Self:
-        """Sets the value of columnShapes."""
-        self._set(columnShapes=value)
-        return self
+class PredictionParams(HasPredictionCol, DeclaredParams, group="Outputs"):
+    """The columns that all models may add."""
 
-    def getColumnDtypes(self) -> dict[str, str] | None:
-        """Gets the value of columnDtypes or its default value."""
-        return self.getOrDefault(self.columnDtypes)
+    predictionCol = Declaration(
+        str, None, "prediction", "the column that the fitted model adds for its predictions"
+    )
+    scoreCol = Declaration(
+        str | None,
+        optional(nonempty_text("scoreCol")),
+        None,
+        "a column with each row's loss, which transform adds to rows that have labels; None for "
+        "none",
+        "A loss of your own must give one value per row.",
+    )
 
-    def setColumnDtypes(self, value: dict[str, str] | None) -> Self:
-        """Sets the value of columnDtypes."""
-        self._set(columnDtypes=value)
-        return self
 
-    def getImageCols(self) -> list[str] | None:
-        """Gets the value of imageCols or its default value."""
-        return self.getOrDefault(self.imageCols)
+class OutputParams(DeclaredParams, group="Outputs"):
+    """Which outputs of a model of any kind become which columns."""
 
-    def setImageCols(self, value: list[str] | None) -> Self:
-        """Sets the value of imageCols."""
-        self._set(imageCols=value)
-        return self
+    outputCols = Declaration(
+        dict[str, OutputKey] | None,
+        outputs,
+        None,
+        "the columns that the model adds if it returns several outputs: from each column's name to "
+        "its output's name, or position in a tuple; None for predictionCol alone",
+        'For example ``{"prediction": "logits", "embedding": "pooler_output"}``. '
+        "``predictionCol`` among them holds what ``outputType`` says, the others the output "
+        "unchanged.",
+    )
+    outputType = Declaration(
+        str,
+        one_of("outputType", ("auto", "class", "probability", "raw")),
+        "auto",
+        "what predictionCol holds: 'class' (index, double), 'probability' (vector), 'raw' (the "
+        "model's output: double or vector), or 'auto': class for a classification loss, else raw",
+    )
 
-    def getPadCols(self) -> dict[str, float] | None:
-        """Gets the value of padCols or its default value."""
-        return self.getOrDefault(self.padCols)
 
-    def setPadCols(self, value: dict[str, float] | None) -> Self:
-        """Sets the value of padCols."""
-        self._set(padCols=value)
-        return self
+class ClassParams(
+    HasRawPredictionCol, HasProbabilityCol, HasThresholds, PredictionParams, group="Outputs"
+):
+    """The columns, thresholds and labels of a classifier and its model."""
 
-    def getPadInputs(self) -> dict[str, SequenceInput] | None:
-        """Gets the value of padInputs or its default value."""
-        return self.getOrDefault(self.padInputs)
+    rawPredictionCol = Declaration(
+        str,
+        None,
+        "rawPrediction",
+        "the column of the outputs, a vector with a number for each class; empty for none",
+    )
+    probabilityCol = Declaration(
+        str,
+        None,
+        "probability",
+        "the column of the probabilities, also a vector; empty for none",
+        "There is none for ``MultiMarginLoss``.",
+    )
+    predictionCol = Declaration(
+        str,
+        None,
+        "prediction",
+        "the column of the predicted class, a double: its index, with the labels where "
+        "IndexToString finds them; or the label itself if ``labels`` are numbers or booleans",
+    )
+    thresholds = Declaration(
+        Sequence[float],
+        None,
+        Default.UNSET,
+        "a number for each class; the class with the largest ratio of probability to threshold "
+        "wins. None for the most likely class",
+        held=list[float],
+    )
+    labels = Declaration(
+        Sequence[Label] | None,
+        labels,
+        None,
+        "the classes' labels, texts, numbers, booleans or dates, in the order of the model's "
+        "outputs; None for the indices 0, 1, ..., for what StringIndexer has left in the column, "
+        "for false and true, or for all texts or dates that it has, sorted",
+        held=list[Label] | None,
+    )
 
-    def setPadInputs(self, value: dict[str, SequenceInput] | None) -> Self:
-        """Sets the value of padInputs."""
-        self._set(padInputs=value)
-        return self
 
-    def getHandleInvalid(self) -> str:
-        """Gets the value of handleInvalid or its default value."""
-        return self.getOrDefault(self.handleInvalid)
+class InferenceParams(DeclaredParams, group="Prediction"):
+    """How fast and how precisely a model predicts, not what."""
 
-    def setHandleInvalid(self, value: str) -> Self:
-        """Sets the value of handleInvalid."""
-        self._set(handleInvalid=value)
-        return self
-
-    def setWeightCol(self, value: str) -> Self:
-        """Sets the value of weightCol."""
-        self._set(weightCol=value)
-        return self
-
-    def optional_column(self, param: str) -> str | None:
-        """The column that a Param names; None if it is not set."""
-        return self.getOrDefault(param) if self.isDefined(param) else None
+    predictBatchSize = Declaration(
+        int,
+        whole("predictBatchSize", 1),
+        1024,  # larger ones gain no speed on CPUs and cost memory
+        "rows that go through the model at once when it predicts (>= 1)",
+    )
+    predictDevice = Declaration(
+        str,
+        device_name("predictDevice"),
+        "auto",
+        "where the model predicts: auto, cpu, cuda or cuda:N",
+    )
+    predictPrecision = Declaration(
+        str,
+        one_of("predictPrecision", ("own", "bfloat16", "float16")),
+        "own",
+        "of the weights and features when the model predicts: 'own' (what they have), or half: "
+        "'bfloat16' or 'float16'",
+    )
+    predictCompiled = Declaration(
+        bool,
+        switch("predictCompiled"),
+        False,
+        "whether each Python process of an executor compiles the model with torch.compile, which "
+        "takes it seconds and needs a C++ compiler on the host (on a GPU, Triton too)",
+    )
+    predictionDtype = Declaration(
+        str,
+        one_of("predictionDtype", ("float64", "float32")),
+        "float64",
+        "of the predictions: 'float64' (double and vectors, as pyspark.ml takes them) or 'float32' "
+        "(float and array<float>, which are half as large)",
+    )

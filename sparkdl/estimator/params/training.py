@@ -1,206 +1,424 @@
-"""The Params for what is trained, and by which steps."""
+"""The Params that only estimators have: how, where and on which rows a model is trained."""
 
 from __future__ import annotations
 
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
-from pyspark.ml.param import Param, Params
-from pyspark.ml.param.shared import HasSeed
+from pyspark.ml.param.shared import HasSeed, HasValidationIndicatorCol, HasWeightCol
+from torch import nn
 
-from sparkdl.errors import ConfigError
+from sparkdl.callbacks import Callback, WorkerCallback
+from sparkdl.estimator.params import converters as convert
+from sparkdl.estimator.params.declaration import Declaration, DeclaredParams, Default
+from sparkdl.feed.columns.schema import BatchTransform
+from sparkdl.protocols import (
+    LossFunction,
+    ModelBuilder,
+    OptimizerBuilder,
+    SchedulerBuilder,
+    SequenceInput,
+)
+from sparkdl.spark.cluster.devices import device_name
+from sparkdl.spark.rows.column_overrides import dtypes, names, pad_inputs, paddings, shapes
 from sparkdl.spark.rows.converters import (
     any_seed,
+    fraction,
     function,
     nonempty_text,
     one_of,
     optional,
     positive,
+    switch,
     whole,
 )
-
-SEVERAL_OPTIMIZERS = (
-    "A training with several optimizers, such as a GAN's, needs a loop of its own: write it as a "
-    "function and run it on the workers with sparkdl.run(function)"
-)
+from sparkdl.spark.rows.delivery import SHUFFLES
+from sparkdl.spark.rows.scratch import STORE_PLACES
+from sparkdl.strategies import Strategy
 
 
-def _loss(value: Any) -> Any:
-    if isinstance(value, str) and value == "model":
-        return value
-    return function("loss", "a function of (outputs, targets), or 'model' for the model's own")(
-        value
-    )
+class TrainingParams(HasSeed, DeclaredParams, group="Training"):
+    """What is trained, and by which steps."""
 
-
-def _optimizer(value: Any) -> Any:
-    if isinstance(value, (dict, list, tuple)):
-        raise ConfigError(f"optimizer must be a single one, got {len(value)}. {SEVERAL_OPTIMIZERS}")
-    example = "for example partial(torch.optim.SGD, lr=0.1)"
-    return function("optimizer", f"a function of the model's parameters, {example}")(value)
-
-
-class TrainingParams(HasSeed):
-    """Params of ``TorchEstimator``; its docstring says what each is for."""
-
-    model: Param[Any] = Param(
-        Params._dummy(),
-        "model",
+    model = Declaration(
+        nn.Module | ModelBuilder,
+        function("model", "an nn.Module or a function that builds one"),
+        Default.REQUIRED,
         "an nn.Module, or a function or class without arguments that builds one",
-        typeConverter=function("model", "an nn.Module or a function that builds one"),
+        "A class or function that executors can import also makes saved models loadable without "
+        "pickle; models that torch refuses to pickle (weight_norm, TorchScript) must be given as "
+        "one. Lazy layers take their shapes from the first row. Parameters with "
+        "requires_grad=False are built by every worker, never exchanged, and must not change.",
+        held=Any,
     )
-    loss: Param[Any] = Param(
-        Params._dummy(),
-        "loss",
+    loss = Declaration(
+        LossFunction | Literal["model"],
+        convert.loss,
+        Default.REQUIRED,
         "(outputs, targets) -> scalar tensor, the mean over the minibatch; or 'model' for the one "
         "that the model computes when it is given the labels",
-        typeConverter=_loss,
+        "It may return two, (sum, weight): the sum over what counts, and what to divide it by. "
+        "torch's losses of classes divide by the labels that count. One number per row is given "
+        "as (rows,) or (rows, 1), whichever compares no row with another's target, or else as in "
+        "the column. The outputs are all that the model returns: a tensor, tuple, dict or object. "
+        'A model with ``loss="model"`` is called with ``labelCol`` as ``labels=``, or with each '
+        "of ``labelCols`` by name, and returns the loss as output ``loss``, first in a tuple, or "
+        "alone.",
+        held=Any,
     )
-    optimizer: Param[Any] = Param(
-        Params._dummy(),
-        "optimizer",
+    optimizer = Declaration(
+        OptimizerBuilder,
+        convert.optimizer,
+        Default.REQUIRED,
         "parameters -> Optimizer, for example partial(torch.optim.SGD, lr=0.1); or "
         "named_parameters -> Optimizer, of pairs (name, parameter)",
-        typeConverter=_optimizer,
+        "It is given the pairs, from which it can make parameter groups, if its first argument is "
+        "called ``named_parameters``.",
+        held=Any,
     )
-    scheduler: Param[Any] = Param(
-        Params._dummy(),
-        "scheduler",
+    scheduler = Declaration(
+        SchedulerBuilder | None,
+        optional(function("scheduler", "a function optimizer -> LRScheduler")),
+        None,
         "optimizer -> LRScheduler, for example partial(CosineAnnealingLR, T_max=10); None for none",
-        typeConverter=optional(function("scheduler", "a function optimizer -> LRScheduler")),
+        "It must depend on the number of its steps alone, except for ``ReduceLROnPlateau``, which "
+        "follows the loss of each epoch: on the held-out rows, or the training loss if there are "
+        "none.",
+        held=Any,
     )
-    schedulerEvery: Param[str] = Param(
-        Params._dummy(),
-        "schedulerEvery",
+    schedulerEvery = Declaration(
+        str,
+        one_of("schedulerEvery", ("epoch", "step")),
+        "epoch",
         "when the scheduler takes a step: every 'epoch' or every 'step' of the optimizer",
-        typeConverter=one_of("schedulerEvery", ("epoch", "step")),
+        "Those are the steps of the worker with the most rows; workers that have fewer catch up at "
+        "the end of the epoch.",
     )
-    schedulerMetric: Param[str | None] = Param(
-        Params._dummy(),
-        "schedulerMetric",
+    schedulerMetric = Declaration(
+        str | None,
+        optional(nonempty_text("schedulerMetric")),
+        None,
         "the one of metrics that ReduceLROnPlateau follows; None for the loss",
-        typeConverter=optional(nonempty_text("schedulerMetric")),
     )
-    epochs: Param[int] = Param(
-        Params._dummy(),
-        "epochs",
-        "passes over the data (>= 1)",
-        typeConverter=whole("epochs", 1),
+    epochs = Declaration(int, whole("epochs", 1), 1, "passes over the data (>= 1)")
+    batchSize = Declaration(
+        int, whole("batchSize", 1), 32, "rows per minibatch on each worker (>= 1)"
     )
-    batchSize: Param[int] = Param(
-        Params._dummy(),
-        "batchSize",
-        "rows per minibatch on each worker (>= 1)",
-        typeConverter=whole("batchSize", 1),
-    )
-    clipNorm: Param[float | None] = Param(
-        Params._dummy(),
-        "clipNorm",
+    clipNorm = Declaration(
+        float | None,
+        optional(positive("clipNorm")),
+        None,
         "the largest norm of all gradients together (> 0); larger ones are scaled down to it "
         "before each optimizer step; None for no limit",
-        typeConverter=optional(positive("clipNorm")),
     )
-    precision: Param[str] = Param(
-        Params._dummy(),
-        "precision",
+    precision = Declaration(
+        str,
+        one_of("precision", ("float32", "bf16")),
+        "float32",
         "of the forward pass and the loss: 'float32' (the parameters' own), or 'bf16' by autocast",
-        typeConverter=one_of("precision", ("float32", "bf16")),
+    )
+    seed = Declaration(
+        int,
+        any_seed("seed"),
+        0,
+        "random seed.",
+        "For the initial parameters, the shuffling and the workers' random numbers.",
     )
 
-    seed: Param[int] = Param(
-        Params._dummy(), "seed", "random seed.", typeConverter=any_seed("seed")
+
+class WorkerParams(DeclaredParams, group="Workers"):
+    """Who trains, and how the replicas agree."""
+
+    strategy = Declaration(
+        # No type argument: the reader of job configurations looks for the subclasses of a class.
+        Strategy,
+        convert.strategy,
+        Default.UNSET,
+        "how the replicas agree",
+        "``ParameterAveraging(period=5)`` by default.",
+    )
+    numWorkers = Declaration(
+        int | None,
+        optional(whole("numWorkers", 1)),
+        None,
+        "replicas to train (>= 1); None for as many as the cluster has slots",
+        "Where each Spark task has several GPUs, every GPU gets one, so it must be a multiple of "
+        "them.",
+    )
+    device = Declaration(
+        str,
+        device_name("device"),
+        "auto",
+        "where replicas live: auto, cpu, cuda or cuda:N",
+        "``auto`` is a GPU where Spark assigns or torch sees one.",
     )
 
-    def getModel(self) -> Any:
-        """Gets the value of model."""
-        return self.getOrDefault(self.model)
 
-    def setModel(self, value: Any) -> Self:
-        """Sets the value of model."""
-        self._set(model=value)
-        return self
+class ColumnParams(HasWeightCol, DeclaredParams, group="Columns"):
+    """What the columns become."""
 
-    def getLoss(self) -> Any:
-        """Gets the value of loss."""
-        return self.getOrDefault(self.loss)
+    weightCol = Declaration(
+        str,
+        None,
+        Default.UNSET,
+        "how much each row's loss counts, in any unit: weights are scaled to a mean of 1",
+        "A loss of your own must then give one value per row.",
+    )
+    columnShapes = Declaration(
+        dict[str, list[int | None]] | None,
+        shapes,
+        None,
+        "the shape of one row by column, where the type does not say; images have [channels, "
+        "height, width], padded rows [None, ...]",
+        "For nested arrays, matrices, binary columns and images.",
+    )
+    columnDtypes = Declaration(
+        dict[str, str] | None,
+        dtypes,
+        None,
+        "the tensor's dtype by column, for example 'bfloat16'; for a binary column, also that of "
+        "its bytes",
+    )
+    imageCols = Declaration(
+        list[str] | None,
+        names("imageCols"),
+        None,
+        "binary columns of encoded images (BMP, GIF, JPEG, PNG or WebP), decoded on the workers",
+        "Pillow decodes them to uint8; only the first of several frames counts. Needs "
+        "``pip install 'sparkdl-torch[images]'``.",
+    )
+    padCols = Declaration(
+        dict[str, float] | None,
+        paddings,
+        None,
+        "columns of arrays of unequal length, each with the number that pads shorter rows to the "
+        "longest of their minibatch",
+        'For example ``{"tokens": 0}``.',
+    )
+    padInputs = Declaration(
+        dict[str, SequenceInput] | None,
+        pad_inputs,
+        None,
+        "what the model is given besides padded features, by column: 'padding_mask', "
+        "'attention_mask' or 'lengths'; None for a padding mask of each",
+        "A ``padding_mask`` is bool, true at padding; an ``attention_mask`` 1 at values, 0 at "
+        "padding. They come after the features; ``{}`` for nothing.",
+    )
+    handleInvalid = Declaration(
+        str,
+        one_of("handleInvalid", ("error", "keep")),
+        "error",
+        "what to do about NaN and infinity among the features: 'error' or 'keep'",
+        "``error`` refuses them, ``keep`` feeds them.",
+    )
 
-    def setLoss(self, value: Any) -> Self:
-        """Sets the value of loss."""
-        self._set(loss=value)
-        return self
 
-    def getOptimizer(self) -> Any:
-        """Gets the value of optimizer."""
-        return self.getOrDefault(self.optimizer)
+class RowParams(DeclaredParams, group="Rows"):
+    """How rows are spread over the workers, kept there, and fed."""
 
-    def setOptimizer(self, value: Any) -> Self:
-        """Sets the value of optimizer."""
-        self._set(optimizer=value)
-        return self
+    dropLast = Declaration(
+        bool,
+        switch("dropLast"),
+        False,
+        "whether a worker leaves out the last minibatch of an epoch if it is short",
+    )
+    groupByLength = Declaration(
+        bool,
+        switch("groupByLength"),
+        False,
+        "whether rows of about equal length share a minibatch, so that little is padded",
+        "The rows of 50 minibatches at a time are sorted by length, then the minibatches are "
+        "shuffled.",
+    )
+    shuffleRows = Declaration(
+        str,
+        one_of("shuffleRows", SHUFFLES),
+        "exchange",
+        "how the rows are spread over the workers: 'exchange' (they exchange them among "
+        "themselves), 'spark' (by its shuffle) or 'none' (they stay where they are read)",
+        "With ``exchange``, each reads whole partitions, then they exchange all rows at random and "
+        "evenly. ``spark`` shuffles unless there are as many partitions as workers, of about equal "
+        "size. With ``none`` they stay even if that leaves each worker one class.",
+    )
+    reshuffleEvery = Declaration(
+        int,
+        whole("reshuffleEvery", 0),
+        0,
+        "epochs after which the workers exchange their rows again (>= 0); 0 for never",
+        "If they do exchange, losing a worker makes all start again from the last round.",
+    )
+    batchTransform = Declaration(
+        BatchTransform | None,
+        optional(function("batchTransform", "a function of a Batch")),
+        None,
+        "Batch -> Batch, called on each training minibatch; None for none",
+        "For example to augment images; torch's random numbers are seeded for it by epoch, rank "
+        "and minibatch.",
+        held=Any,
+    )
+    memoryBudget = Declaration(
+        int | None,
+        optional(whole("memoryBudget", 1)),
+        None,
+        "MiB of its stored rows that a worker keeps mapped into memory (>= 1); None for no limit",
+    )
+    streamFirstEpoch = Declaration(
+        bool,
+        switch("streamFirstEpoch"),
+        False,
+        "whether the first epoch trains on rows as they arrive, instead of once all are read",
+        "For data that take long to read. Only with averaging in the driver, and for rows that "
+        "come from files, of which each worker takes whole partitions; each block of 16 MiB is "
+        "shuffled on its own.",
+    )
+    storeIn = Declaration(
+        str,
+        one_of("storeIn", STORE_PLACES),
+        "disk",
+        "where each worker keeps its rows: 'disk' (Spark's local directory) or 'memory' (/dev/shm)",
+        "The system caches the local directory in memory as room allows.",
+    )
 
-    def getScheduler(self) -> Any:
-        """Gets the value of scheduler or its default value."""
-        return self.getOrDefault(self.scheduler)
 
-    def setScheduler(self, value: Any) -> Self:
-        """Sets the value of scheduler."""
-        self._set(scheduler=value)
-        return self
+class ValidationParams(HasValidationIndicatorCol, DeclaredParams, group="Validation"):
+    """Which rows are held out, and what is measured on them."""
 
-    def getSchedulerEvery(self) -> str:
-        """Gets the value of schedulerEvery or its default value."""
-        return self.getOrDefault(self.schedulerEvery)
+    validationIndicatorCol = Declaration(
+        str,
+        None,
+        Default.UNSET,
+        "a boolean column; rows where it is true are not trained on, and the loss on them is in "
+        "``model.history``",
+    )
+    validationFraction = Declaration(
+        float | None,
+        optional(fraction("validationFraction")),
+        None,
+        "the fraction of the rows, chosen by their content and the seed, that are not trained on "
+        "but validated with (0 < fraction < 1); None for none",
+        "A row's content (features, labels, weight) and ``seed`` decide which side it falls on, so "
+        "that it is the same in every fit; rows with the same content are on the same side.",
+    )
+    metrics = Declaration(
+        Mapping[str, Any] | None,
+        convert.metrics,
+        None,
+        "torchmetrics by name, measured on the held-out rows after each epoch; None for none",
+        "A dict by name of ``torchmetrics.Metric`` objects, which are copied, or of functions or "
+        "classes that make one; or a ``MetricCollection``. They are in ``model.history``, and "
+        "callbacks can follow them. Needs ``pip install 'sparkdl-torch[metrics]'``.",
+        held=dict[str, Any] | None,
+    )
 
-    def setSchedulerEvery(self, value: str) -> Self:
-        """Sets the value of schedulerEvery."""
-        self._set(schedulerEvery=value)
-        return self
 
-    def getSchedulerMetric(self) -> str | None:
-        """Gets the value of schedulerMetric or its default value."""
-        return self.getOrDefault(self.schedulerMetric)
+class MonitoringParams(DeclaredParams, group="Monitoring"):
+    """What is shown and called while a fit runs."""
 
-    def setSchedulerMetric(self, value: str | None) -> Self:
-        """Sets the value of schedulerMetric."""
-        self._set(schedulerMetric=value)
-        return self
+    callbacks = Declaration(
+        Sequence[Callback | WorkerCallback] | None,
+        convert.callbacks,
+        None,
+        "called in the driver after rounds, epochs and more, where they may end the training, or "
+        "on the workers around each step; None for none",
+        "See ``sparkdl.callbacks``. ``EarlyStopping`` and ``TimeBudget`` end the training with the "
+        "best epoch's model or with the model so far; ``ModelCheckpoint`` makes ``fit`` return the "
+        "best epoch's model; a ``WorkerCallback`` is called on the workers.",
+        held=list[Callback | WorkerCallback] | None,
+    )
+    progress = Declaration(
+        bool, switch("progress"), True, "whether to show a progress bar in the driver"
+    )
 
-    def getEpochs(self) -> int:
-        """Gets the value of epochs or its default value."""
-        return self.getOrDefault(self.epochs)
 
-    def setEpochs(self, value: int) -> Self:
-        """Sets the value of epochs."""
-        self._set(epochs=value)
-        return self
+class RecoveryParams(DeclaredParams, group="Recovery"):
+    """What a training survives, and how."""
 
-    def getBatchSize(self) -> int:
-        """Gets the value of batchSize or its default value."""
-        return self.getOrDefault(self.batchSize)
+    timeout = Declaration(
+        float,
+        positive("timeout"),
+        600.0,
+        "the longest time to wait for any worker or round, in seconds (> 0)",
+    )
+    maxFailures = Declaration(
+        int,
+        whole("maxFailures", 0),
+        3,
+        "how often workers may be lost during a fit (>= 0); 0 ends it at the first loss",
+        "A worker is lost if its process, executor or host died, or it was silent for too long. "
+        "Spark restarts them while the others go on; where the workers need each other, all "
+        "restart from the driver's last copy. An error that the model raises is never retried.",
+    )
+    minWorkers = Declaration(
+        int,
+        whole("minWorkers", 1),
+        1,
+        "with how many workers training goes on while others are lost (>= 1)",
+        "With fewer, training waits, up to ``timeout``, until lost ones are back.",
+    )
+    checkpointPath = Declaration(
+        str | None,
+        convert.path,
+        None,
+        "directory for checkpoints of the training, a path or URI; None for none",
+        "A path that the driver sees, or a URI that pyarrow.fs takes (``s3://bucket/directory``, "
+        "``hdfs://...``). It serves one training at a time: a second one is refused.",
+    )
+    checkpointEvery = Declaration(
+        int,
+        whole("checkpointEvery", 1),
+        1,
+        "epochs between two checkpoints (>= 1)",
+        "There is one after the last epoch too.",
+    )
+    checkpointRounds = Declaration(
+        int | None,
+        optional(whole("checkpointRounds", 1)),
+        None,
+        "rounds between two checkpoints within an epoch (>= 1); None for none within epochs",
+        "For long epochs; a resumed fit goes on in the middle of one.",
+    )
+    keepLast = Declaration(
+        int,
+        whole("keepLast", 1),
+        2,
+        "checkpoints to keep (>= 1)",
+        "With 2, one is left if the newest turns out to be damaged.",
+    )
+    resume = Declaration(
+        str,
+        one_of("resume", ("auto", "never")),
+        "auto",
+        "'auto' resumes from the newest checkpoint if there is one; 'never' starts over",
+        "``auto`` returns the model of the newest checkpoint if its training has ended, and "
+        "refuses one made with other rows, code or settings.",
+    )
 
-    def setBatchSize(self, value: int) -> Self:
-        """Sets the value of batchSize."""
-        self._set(batchSize=value)
-        return self
 
-    def getClipNorm(self) -> float | None:
-        """Gets the value of clipNorm or its default value."""
-        return self.getOrDefault(self.clipNorm)
+class NetworkParams(DeclaredParams, group="Network"):
+    """How workers and driver reach each other, and whether in secret."""
 
-    def setClipNorm(self, value: float | None) -> Self:
-        """Sets the value of clipNorm."""
-        self._set(clipNorm=value)
-        return self
-
-    def getPrecision(self) -> str:
-        """Gets the value of precision or its default value."""
-        return self.getOrDefault(self.precision)
-
-    def setPrecision(self, value: str) -> Self:
-        """Sets the value of precision."""
-        self._set(precision=value)
-        return self
-
-    def setSeed(self, value: int) -> Self:
-        """Sets the value of seed."""
-        self._set(seed=value)
-        return self
+    collectiveInterface = Declaration(
+        str | None,
+        convert.interface,
+        None,
+        "network interface (eth1), address or subnet (10.1.0.0/16) by which workers reach each "
+        "other; None for spark.sparkdl.collective.interface, or the route to the driver",
+        "For strategies whose workers exchange among themselves; of a subnet, each host has one "
+        "address.",
+    )
+    collectivePorts = Declaration(
+        str | None,
+        convert.ports,
+        None,
+        "first and last port on which rank 0 may accept the other workers (40000-40100); None for "
+        "spark.sparkdl.collective.ports, or any free one",
+    )
+    tls = Declaration(
+        bool,
+        switch("tls"),
+        False,
+        "whether the connections between workers and driver are encrypted; they also are where "
+        "Spark's settings demand it",
+        "Those of the workers to each other too; with a certificate made for this fit. Needs "
+        "``pip install 'sparkdl-torch[tls]'``.",
+    )

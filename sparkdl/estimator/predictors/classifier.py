@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
-from torch import nn
 
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.estimator.estimator import BaseEstimator, TorchEstimator
+from sparkdl.estimator.estimator import BaseEstimator
 from sparkdl.estimator.fitted import FittedModel
-from sparkdl.estimator.params.arguments import arguments_are_params
-from sparkdl.estimator.predictors.class_params import ClassParams
-from sparkdl.estimator.predictors.classes import (
-    Label,
-    indexed,
-    labels_of,
-    require_known,
-    with_names,
-)
+from sparkdl.estimator.labels import indexed, labels_of, require_known, with_names
+from sparkdl.estimator.outputs import ClassOutputs
+from sparkdl.estimator.params.declaration import constructor
+from sparkdl.estimator.params.estimators import TorchClassifierParams, TorchEstimatorParams
 from sparkdl.events import MetricValue
 
 
-class TorchClassificationModel(FittedModel, ClassParams):
+class TorchClassificationModel(FittedModel, ClassOutputs):
     """A trained classifier; adds ``rawPrediction``, ``probability`` and ``prediction``.
 
     Made by ``TorchClassifier.fit`` or ``TorchClassificationModel.load``.
@@ -33,10 +27,6 @@ class TorchClassificationModel(FittedModel, ClassParams):
         module: the plain nn.Module, on the CPU and in evaluation mode.
         history: one ``EpochSummary`` per epoch of training.
     """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._setDefault(labels=None)
 
     @property
     def numClasses(self) -> int:
@@ -66,7 +56,8 @@ class TorchClassificationModel(FittedModel, ClassParams):
             raise
 
 
-class TorchClassifier(BaseEstimator[TorchClassificationModel], ClassParams):
+@constructor(TorchEstimatorParams)
+class TorchClassifier(TorchClassifierParams, ClassOutputs, BaseEstimator[TorchClassificationModel]):
     """Trains a PyTorch model to tell classes apart, like pyspark.ml's classifiers.
 
     The fitted model adds the columns that theirs add, so it works with evaluators, ``OneVsRest``,
@@ -78,39 +69,12 @@ class TorchClassifier(BaseEstimator[TorchClassificationModel], ClassParams):
     are then kept; or booleans; or texts or dates, which are sorted; or, with ``labels``, any of
     these or any numbers.
 
-    Args:
-        rawPredictionCol: the column of the outputs, a vector with a number for each class; empty
-            for none.
-        probabilityCol: the column of the probabilities, also a vector; empty for none. There is
-            none for ``MultiMarginLoss``.
-        predictionCol: the column of the predicted class, a double: its index, with the labels where
-            IndexToString finds them; or the label itself if ``labels`` are numbers or booleans.
-        thresholds: a number for each class; the class with the largest ratio of probability to
-            threshold wins. None for the most likely class.
-        labels: the classes' labels, as texts, numbers, booleans or dates, in the order of the
-            outputs; None as described above.
-        params: all other arguments of ``TorchEstimator`` except ``outputCols`` and ``outputType``;
-            ``model`` and ``optimizer`` are required.
+    It has the arguments of ``TorchEstimator`` except ``outputCols`` and ``outputType``; ``model``
+    and ``optimizer`` are required. These are its own, or have another default:
 
     Raises:
         ConfigError: an argument is unknown or out of range.
     """
-
-    def __init__(
-        self,
-        *,
-        rawPredictionCol: str = "rawPrediction",
-        probabilityCol: str = "probability",
-        thresholds: list[float] | None = None,
-        labels: Sequence[Label] | None = None,
-        loss: Any = nn.CrossEntropyLoss(),  # noqa: B008 # it has no state
-        **params: Any,
-    ) -> None:
-        super().__init__()
-
-    __init__ = arguments_are_params(  # type: ignore[method-assign]
-        __init__, like=TorchEstimator.__init__, without=("outputCols", "outputType")
-    )
 
     def _model(self, *args: Any, **kwargs: Any) -> TorchClassificationModel:
         return TorchClassificationModel(*args, **kwargs)

@@ -15,7 +15,8 @@ from pyspark.sql import SparkSession
 from torch import nn
 
 from sparkdl.errors import ConfigError, DataError, ModelError
-from sparkdl.estimator.checks.preflight import Preflight
+from sparkdl.estimator.checks.preflight import plan_fit
+from sparkdl.estimator.checks.row_checks import RowChecks
 from sparkdl.feed.statistics.column import ColumnStatistics
 from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.strategies import (
@@ -28,20 +29,16 @@ from sparkdl.strategies import (
 
 
 def test_the_replica_that_was_tried_out_is_gone_before_training(spark: SparkSession) -> None:
-    built: list[weakref.ref[nn.Module]] = []
-
-    class Tried(Preflight):
-        def check(self, statistics: DataStatistics) -> None:
-            built.append(weakref.ref(self._replica.module))
-            super().check(statistics)
-
-    ready = Tried(estimator(), frame(spark, partitions=2))
+    plan, replica = plan_fit(estimator(), frame(spark, partitions=2))
+    checks = RowChecks(replica, estimator())
+    built = weakref.ref(replica.module)
+    del replica
     features = ColumnStatistics(shortest=WIDTH, longest=WIDTH)
     label = ColumnStatistics(smallest=0, largest=CLASSES - 1)
-    ready.check(DataStatistics((30, 30), (features, label)))
+    checks.check(plan, DataStatistics((30, 30), (features, label)))
 
     gc.collect()
-    assert built[0]() is None
+    assert built() is None
 
 
 def test_a_step_is_tried_for_the_first_rows_and_only_the_outputs_for_those_that_arrive_later(
@@ -56,18 +53,21 @@ def test_a_step_is_tried_for_the_first_rows_and_only_the_outputs_for_those_that_
             return super().step(closure)
 
     # Not given to the estimator, which would have to pickle it.
-    ready = Preflight(estimator(), frame(spark, partitions=2))
-    ready._replica.rebuild_optimizer(lambda build, parameters: Counting(parameters, lr=0.1))
-    ready._replica._build_optimizer = partial(Counting, lr=0.1)
+    plan, replica = plan_fit(estimator(), frame(spark, partitions=2))
+    replica.rebuild_optimizer(lambda build, parameters: Counting(parameters, lr=0.1))
+    replica._build_optimizer = partial(Counting, lr=0.1)
+    checks = RowChecks(replica, estimator())
     features = ColumnStatistics(shortest=WIDTH, longest=WIDTH)
     label = ColumnStatistics(smallest=0, largest=CLASSES - 1)
-    ready.check(DataStatistics((5, 5), (features, label), pending=(0, 1)))
+    checks.check(plan, DataStatistics((5, 5), (features, label), pending=(0, 1)))
     assert steps == 1
     with pytest.raises(DataError, match=f"but the model has {CLASSES} outputs"):
-        ready.check(DataStatistics((9,), (features, replace(label, largest=CLASSES)), pending=(0,)))
-    ready.check(DataStatistics((30, 30), (features, label)))
+        checks.check(
+            plan, DataStatistics((9,), (features, replace(label, largest=CLASSES)), pending=(0,))
+        )
+    checks.check(plan, DataStatistics((30, 30), (features, label)))
     assert steps == 1
-    assert not hasattr(ready, "_replica")
+    assert checks._replica is None
 
 
 class Rateless(torch.optim.Optimizer):
@@ -100,7 +100,7 @@ def test_a_strategy_that_does_not_go_with_the_rest_is_refused_before_workers_sta
     spark: SparkSession, settings: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        Preflight(estimator(**settings), frame(spark))
+        plan_fit(estimator(**settings), frame(spark))
 
 
 def test_kfac_is_refused_before_workers_start_if_no_layer_is_for_it(spark: SparkSession) -> None:
@@ -113,4 +113,4 @@ def test_kfac_is_refused_before_workers_start_if_no_layer_is_for_it(spark: Spark
             return features[:, :1] * self.scale
 
     with pytest.raises(ModelError, match="Scaled has no Linear or Conv2d layer"):
-        Preflight(estimator(model=Scaled(), strategy=KFAC), frame(spark))
+        plan_fit(estimator(model=Scaled(), strategy=KFAC), frame(spark))

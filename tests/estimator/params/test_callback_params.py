@@ -26,6 +26,7 @@ from sparkdl.callbacks import (
     WorkerStep,
 )
 from sparkdl.errors import ConfigError, ModelError
+from sparkdl.estimator.fit_settings import FitSettings
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -89,7 +90,7 @@ def test_one_that_cannot_travel_to_the_workers_is_told_of(spark: SparkSession) -
 
 def test_none_takes_them_away() -> None:
     assert estimator(callbacks=[MyOwn()]).setCallbacks(None).getCallbacks() is None
-    assert estimator(callbacks=None).driver_callbacks() == []
+    assert FitSettings.of(estimator(callbacks=None)).driver_callbacks == []
 
 
 @pytest.mark.parametrize(

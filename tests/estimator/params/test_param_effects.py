@@ -33,7 +33,7 @@ from sparkdl import (
 )
 from sparkdl.callbacks import TimeBudget
 from sparkdl.checkpoint.identity import describe
-from sparkdl.estimator.checks.preflight import Preflight
+from sparkdl.estimator.checks.preflight import plan_fit
 from sparkdl.protocols import Batch
 
 STAGES = (
@@ -184,23 +184,24 @@ def text(value: Any) -> str:
 
 def told(estimator: TorchEstimator, rows: DataFrame) -> dict[str, str]:
     """What a fit tells those who act: by whom and what, for comparison."""
-    ready = Preflight(estimator, rows)
-    job = {field.name: text(getattr(ready.job, field.name)) for field in fields(ready.job)}
+    plan, _ = plan_fit(estimator, rows)
+    settings = plan.settings
+    job = {field.name: text(getattr(plan.job, field.name)) for field in fields(plan.job)}
     apart = {"frame", "delivery", "columns"}
     workers = {
-        field.name: text(getattr(ready.workers, field.name))
-        for field in fields(ready.workers)
+        field.name: text(getattr(plan.workers, field.name))
+        for field in fields(plan.workers)
         if field.name not in apart
     }
     return {
         **job,
         **workers,
-        "delivery": repr(ready.workers.delivery),
-        "columns": text([column.name for column in ready.workers.columns]),
-        "checkpoints": repr(estimator.checkpoint_policy("application")),
-        "callbacks in the driver": text(estimator.driver_callbacks()),
-        "not finite": text(ready._refuse_not_finite),
-        "predicted": text([each.name for each in estimator.predicted_columns(ready.head, WIDTHS)]),
+        "delivery": repr(plan.workers.delivery),
+        "columns": text([column.name for column in plan.workers.columns]),
+        "checkpoints": repr(settings.checkpoint_policy("application")),
+        "callbacks in the driver": text(settings.driver_callbacks),
+        "not finite": text(settings.handle_invalid),
+        "predicted": text([each.name for each in estimator.predicted_columns(plan.head, WIDTHS)]),
     }
 
 

@@ -1,62 +1,65 @@
-"""The estimator's arguments come in the same groups wherever they are listed."""
+"""One declaration a Param: constructors, stubs and documents say what the tables say."""
 
 from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
+from itertools import groupby
 from pathlib import Path
 
 import pytest
+from stubs import FOLDER, MODULES, PAGE, page, written
 
-from sparkdl import TorchEstimator
+from sparkdl import TorchClassifier, TorchEstimator, TorchRegressor
+from sparkdl.estimator.params.declaration import GROUPS
 
-ROOT = Path(__file__).parents[3]
-ARGUMENTS = list(inspect.signature(TorchEstimator.__init__).parameters)[1:]
-
-
-def group_of(name: str) -> str:
-    """The file of the most basic of our classes that has the Param."""
-    homes = [
-        kind.__module__.rpartition(".")[2].capitalize()
-        for kind in TorchEstimator.__mro__
-        if hasattr(kind, name) and kind.__module__.startswith("sparkdl.estimator.params.")
-    ]
-    return homes[-1]
-
-
-def by_group(lines: list[str], heading: str, item: str) -> list[tuple[str, str]]:
-    """Each argument with the heading above it."""
-    found, group = [], ""
-    for line in lines:
-        if match := re.match(heading, line):
-            group = match[1]
-        elif match := re.match(item, line):
-            found += [(group, name) for name in re.findall(r"\w+", match[1])]
-    return found
+USER = """
+from functools import partial
+import torch
+from sparkdl import TorchClassifier, TorchEstimator, TorchModel, TorchRegressor
+sgd = partial(torch.optim.SGD, lr=0.1)
+mse = torch.nn.MSELoss()
+estimator = TorchEstimator(model=torch.nn.Linear(1, 1), loss=mse, optimizer=sgd, epochs=3)
+epochs: int = estimator.setEpochs(4).setNumWorkers(None).getEpochs()
+TorchClassifier(model=torch.nn.Linear(1, 2), optimizer=sgd, labels=["a", "b"])
+TorchRegressor(model=torch.nn.Linear, optimizer=sgd, featuresCols=["x"])
+precision: str = TorchModel.load("there").setPredictPrecision("bfloat16").getPredictPrecision()
+"""
+WRONG = [
+    "estimator.setEpochs('4')",
+    "TorchEstimator(model=torch.nn.Linear(1, 1), loss=mse, optimizer=sgd, epoch=3)",
+    "TorchEstimator(loss=mse, optimizer=sgd)",
+    "TorchRegressor(model=torch.nn.Linear, optimizer=sgd, outputType='raw')",
+    "TorchClassifier(model=torch.nn.Linear, optimizer=sgd, epochs='3')",
+]
 
 
-def in_docstring() -> list[tuple[str, str]]:
+@pytest.mark.slow
+def test_a_users_strict_mypy_takes_what_is_right_and_refuses_what_is_wrong(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(USER + "\n".join(WRONG) + "\n")
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    first = USER.count("\n") + 1
+    refused = {int(line) for line in re.findall(r"program\.py:(\d+): error", done.stdout)}
+    assert refused == set(range(first, first + len(WRONG))), done.stdout + done.stderr
+
+
+def test_stubs_and_page_are_what_the_declarations_say() -> None:
+    """``PYTHONPATH=. python tests/estimator/params/stubs.py`` writes them anew."""
+    old = [each for each in MODULES if (FOLDER / f"{each}.pyi").read_text() != written(each)]
+    assert old == []
+    assert PAGE.read_text() == page(PAGE.read_text())
+
+
+def test_the_docstring_lists_the_constructors_arguments_in_its_order_by_group() -> None:
     text = inspect.getdoc(TorchEstimator) or ""
-    return by_group(text.partition("Raises:")[0].splitlines(), r"(\w+):$", r"    (\w+): ")
-
-
-def in_signature() -> list[tuple[str, str]]:
-    text = inspect.getsource(TorchEstimator).partition("        *,\n")[2].partition(") -> None")[0]
-    return by_group(text.splitlines(), r" {8}# (\w+)$", r" {8}(\w+): ")
-
-
-def in_the_page() -> list[tuple[str, str]]:
-    text = (ROOT / "docs/parameters.md").read_text()
-    return by_group(text.splitlines(), r"\| \*\*(\w+)\*\*", r"\| ((?:`\w+`(?:, )?)+) \|")
-
-
-@pytest.mark.parametrize("listed", [in_docstring, in_signature, in_the_page])
-def test_arguments_are_listed_in_order_under_the_file_of_their_param(listed: object) -> None:
-    assert callable(listed)
-    assert listed() == [(group_of(name), name) for name in ARGUMENTS]
-
-
-def test_each_group_is_listed_once() -> None:
-    groups = [group_of(name) for name in ARGUMENTS]
-    starts = [now for now, before in zip(groups, ["", *groups[:-1]], strict=True) if now != before]
-    assert len(starts) == len(set(starts)) == 9
+    listed = re.findall(r"^    (\w+): ", text.partition("Raises:")[0], re.M)
+    assert listed == list(inspect.signature(TorchEstimator.__init__).parameters)[1:]
+    groups = [each.group for each in TorchEstimator.declarations.values()]
+    assert [group for group, _ in groupby(groups)] == list(GROUPS[:-1])
+    for kind in (TorchClassifier, TorchRegressor):
+        assert re.search(r"^    loss: ", inspect.getdoc(kind) or "", re.M)
+        assert not re.search(r"^    epochs: ", inspect.getdoc(kind) or "", re.M)

@@ -179,5 +179,5 @@ def test_arguments_are_those_of_torch_estimator_but_for_the_output_columns() -> 
         classifier(outputType="class")
     with pytest.raises(ConfigError, match="Did you mean 'epochs'"):
         TorchRegressor(model=Net, optimizer=torch.optim.SGD, epoch=3)
-    with pytest.raises(TypeError, match="TorchClassifier needs optimizer"):
+    with pytest.raises(TypeError, match="TorchClassifier needs 'optimizer'"):
         TorchClassifier(model=Net)

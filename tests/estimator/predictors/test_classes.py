@@ -9,7 +9,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import DataError
-from sparkdl.estimator.predictors.classes import indexed, require_known, with_names
+from sparkdl.estimator.labels import indexed, require_known, with_names
 
 
 @pytest.mark.parametrize(

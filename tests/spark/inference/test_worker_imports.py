@@ -9,7 +9,6 @@ TIMEOUT_SECONDS = 120.0
 SENT = (
     "sparkdl.spark.inference.predictor",
     "sparkdl.estimator.head",
-    "sparkdl.estimator.predictors.class_outputs",
 )
 NOT_NEEDED = ("sparkdl.estimator.estimator", "sparkdl.strategies", "sparkdl.driver", "pyspark.ml")
 

@@ -1,0 +1,223 @@
+"""What only the rows can tell, checked once the workers have read them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, replace
+
+from sparkdl.errors import DataError
+from sparkdl.estimator.checks.preflight import FitPlan
+from sparkdl.estimator.checks.probe import (
+    PREDICTED_ROWS,
+    probe,
+    require_single_row,
+    widths_of_shorter_rows,
+)
+from sparkdl.estimator.checks.rehearsal import require_steps
+from sparkdl.estimator.checks.values import (
+    UnbalancedError,
+    balanced,
+    check_held_out,
+    check_label,
+    check_weight,
+    require_holdable,
+)
+from sparkdl.estimator.outputs import SharedParams, require_any_length
+from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.outputs import Widths, pick, widths_of
+from sparkdl.protocols import ColumnSpec
+from sparkdl.replica import Replica
+from sparkdl.replica.loss_use import divides_by
+from sparkdl.replica.losses import LossUse
+from sparkdl.spark.rows.delivery import Way
+from sparkdl.worker import Job
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What only the rows could tell about a model.
+
+    Attributes:
+        features: its inputs.
+        widths: of its outputs, as ``outputs.widths_of`` returns them.
+        labels: what its outputs are compared with.
+        loss_use: how the loss does that.
+    """
+
+    features: tuple[ColumnSpec, ...]
+    widths: Widths
+    labels: tuple[ColumnSpec, ...]
+    loss_use: LossUse
+
+
+class RowChecks:
+    """Checks a fit against what its workers have read, the first rows and perhaps all later.
+
+    Args:
+        replica: one to try out, which is let go once all rows are known: its gradients and
+            optimizer state are several times the center.
+        params: the estimator, which says which columns come out.
+    """
+
+    def __init__(self, replica: Replica, params: SharedParams) -> None:
+        self._params = params
+        self._replica: Replica | None = replica
+        self._loss_use: LossUse | None = None
+        self._result: Checked | None = None
+
+    def result(self) -> Checked:
+        """What the rows have told; there is no model without."""
+        assert self._result is not None
+        return self._result
+
+    def check(self, plan: FitPlan, statistics: DataStatistics) -> LossUse:
+        """Check what the workers found in their rows, and try one step on a made-up batch.
+
+        Args:
+            plan: of the fit.
+            statistics: of the rows, every column of them sound; of the first rows if the first
+                epoch is streamed, and of all once those are known.
+
+        Returns:
+            How workers use the loss.
+
+        Raises:
+            UnbalancedError: one worker has so many rows that starting over pays off.
+            DataError: values do not fit the loss or the model.
+            ConfigError: the loss is a sum, and there are several workers.
+            ModelError: the model fails on a batch.
+        """
+        self._check_balance(plan, statistics)
+        self._check_values(plan, statistics)
+        replica, columns = self._replica, statistics.columns
+        assert replica is not None
+        schema = plan.job.schema.of_lengths([column.longest for column in columns])
+        outputs = probe(
+            replica,
+            schema,
+            columns,
+            plan.head,
+            steps=self._loss_use is None,
+            metrics=plan.job.metrics,
+            use=self._loss_use,
+            scores=plan.settings.score_col is not None,
+        )
+        if self._loss_use is None:
+            transforms = plan.job.feed.transform is not None
+            by = divides_by(plan.job.loss, schema, statistics, transforms=transforms)
+            if by is None:
+                by = "rows" if replica.divisor is None else "counts"
+            self._loss_use = replace(replica.loss_use, divides_by=by)
+            replica.use_loss(self._loss_use)
+        shorter = widths_of_shorter_rows(replica, schema, columns)
+        if statistics.complete:
+            _check_last_minibatch(replica, plan, schema, statistics)
+            _check_schedule(replica, plan.job, statistics)
+            self._replica = None
+        else:
+            replica.optimizer.zero_grad()
+            replica.rebuild_optimizer()
+        keys = list(self._params.output_keys().values())
+        for key in keys:
+            pick(outputs, key, len(PREDICTED_ROWS))
+        widths = widths_of(outputs, len(PREDICTED_ROWS))
+        if shorter is not None:
+            require_any_length(widths, shorter, keys)
+        self._params.predicted_columns(plan.head, widths)
+        self._result = Checked(schema.features, widths, schema.labels, self._loss_use)
+        return self._loss_use
+
+    def _check_values(self, plan: FitPlan, statistics: DataStatistics) -> None:
+        schema, batch_size = plan.job.schema, plan.job.batch_size
+        features = statistics.columns[: len(schema.features)]
+        labels = slice(len(features), len(features) + len(schema.labels))
+        for spec, found in zip(schema.features, features, strict=True):
+            if found.not_finite and plan.settings.handle_invalid == "error":
+                raise DataError(
+                    f"column '{spec.name}' holds NaN or infinity in {found.not_finite} of "
+                    f"{statistics.rows + statistics.held_out} rows (the first is "
+                    f"{found.where('not_finite')}). Replace them first (NaN with F.nanvl(col, "
+                    "F.lit(0.0)), in arrays with F.transform(col, lambda x: F.nanvl(x, "
+                    "F.lit(0.0)))), or feed them as they are with handleInvalid='keep'"
+                )
+            require_holdable(spec, found)
+        for column, found in zip(
+            plan.workers.columns[labels], statistics.columns[labels], strict=True
+        ):
+            check_label(column, plan.job.loss, found)
+        for spec, found in zip(schema.labels, statistics.columns[labels], strict=True):
+            require_holdable(spec, found)
+        if schema.weight is not None:
+            weights = statistics.columns[labels.stop]
+            check_weight(schema.weight.name, weights, statistics.weight, statistics.rows)
+        if not statistics.complete:
+            return
+        if schema.validation is not None:
+            check_held_out(plan.settings.held_out_by(), statistics.held_out, statistics.rows)
+        feed, most = plan.job.feed, max(statistics.shard_rows)
+        if any(map(feed.reshuffles, range(1, plan.job.epochs + 1))):
+            most = math.ceil(statistics.rows / len(statistics.shard_rows))
+        if feed.drop_last and most < batch_size:
+            raise DataError(
+                f"dropLast leaves nothing: the workers have at most {most} rows, but a minibatch "
+                f"has {batch_size}"
+            )
+
+    def _check_balance(self, plan: FitPlan, statistics: DataStatistics) -> None:
+        delivery, streams = plan.workers.delivery, plan.job.feed.stream_first_epoch
+        if delivery.way is Way.SHUFFLED or (delivery.exchanged and not streams):
+            return
+        read = _task_rows(plan, statistics)
+        known = [rows for rank, rows in enumerate(read) if rank not in statistics.pending]
+        # Of tasks with more rows it is only certain that they have no fewer.
+        if not known or balanced(read if statistics.complete else [min(known), max(read)]):
+            return
+        more = "" if statistics.complete else "more than "
+        found = f"one task has {min(known)} rows, another {more}{max(read)}"
+        stay = plan.settings.shuffle_rows == "none"
+        if self._loss_use is None and not stay:
+            raise UnbalancedError(found)
+        if statistics.complete:
+            logger.warning(
+                "%s: at the end of %s the other workers wait for the one with the most. %s",
+                found,
+                "the first epoch" if delivery.exchanged else "each epoch",
+                "With shuffleRows='exchange' all would have the same number"
+                if stay
+                else "Without streamFirstEpoch they would be spread evenly",
+            )
+
+
+def _task_rows(plan: FitPlan, statistics: DataStatistics) -> list[int]:
+    """Rows by task; how its ranks share them, Spark's shuffle cannot change."""
+    rows, ranks = statistics.shard_rows, plan.workers.ranks_a_task
+    return [sum(rows[first : first + ranks]) for first in range(0, len(rows), ranks)]
+
+
+def _shard_rows(plan: FitPlan, statistics: DataStatistics) -> set[int]:
+    """The numbers of rows that a worker may have in an epoch."""
+    feed, epochs = plan.job.feed, range(1, plan.job.epochs + 1)
+    exchanged = any(map(feed.reshuffles, epochs))
+    share, left_over = divmod(statistics.rows, len(statistics.shard_rows))
+    even = {share, share + 1} if left_over else {share}
+    as_read = set(statistics.shard_rows) if feed.epochs_as_read else set()
+    return as_read | even if exchanged else set(statistics.shard_rows)
+
+
+def _check_last_minibatch(
+    replica: Replica, plan: FitPlan, schema: FeedSchema, statistics: DataStatistics
+) -> None:
+    batch_size = plan.job.batch_size
+    lonely = [rows for rows in _shard_rows(plan, statistics) if rows % batch_size == 1]
+    if lonely and batch_size > 1 and not plan.job.feed.drop_last:
+        require_single_row(replica, schema, statistics.columns, lonely[0])
+
+
+def _check_schedule(replica: Replica, job: Job, statistics: DataStatistics) -> None:
+    by_steps = job.scheduler_every == "step"
+    steps = job.steps_before(job.epochs + 1, statistics.shard_rows) if by_steps else job.epochs - 1
+    require_steps(replica.optimizer, job.scheduler, steps)

@@ -1,0 +1,193 @@
+"""A fit's Params as one frozen value, from which everything that is told to others is made."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import nn
+
+from sparkdl.callbacks import Callback, WorkerCallback
+from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.errors import ConfigError
+from sparkdl.estimator.outputs import SharedParams
+from sparkdl.feed.feed import FeedOptions
+from sparkdl.protocols import (
+    LossFunction,
+    ModelBuilder,
+    OptimizerBuilder,
+    SchedulerBuilder,
+    SequenceInput,
+)
+from sparkdl.replica import Precision
+from sparkdl.replica.losses import ModelLoss
+from sparkdl.replica.schedule import Unit
+from sparkdl.spark.rows.column_overrides import ColumnOverrides
+from sparkdl.spark.rows.converters import in_bytes
+from sparkdl.spark.storage.files import open_hadoop
+from sparkdl.strategies import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitSettings:
+    """The Params of an estimator when ``fit`` is called: each field is named after its Param."""
+
+    model: nn.Module | ModelBuilder
+    loss: LossFunction | str
+    optimizer: OptimizerBuilder
+    scheduler: SchedulerBuilder | None
+    scheduler_every: Unit
+    scheduler_metric: str | None
+    epochs: int
+    batch_size: int
+    clip_norm: float | None
+    precision: Precision
+    seed: int
+    strategy: Strategy[Any]
+    num_workers: int | None
+    device: str
+    ship_modules: bool
+    features_col: str
+    features_cols: list[str] | None
+    features_as_dict: bool
+    features_as_kwargs: bool
+    label_col: str
+    label_cols: list[str] | None
+    weight_col: str | None
+    column_shapes: dict[str, list[int | None]] | None
+    column_dtypes: dict[str, str] | None
+    image_cols: list[str] | None
+    pad_cols: dict[str, float] | None
+    pad_inputs: dict[str, SequenceInput] | None
+    handle_invalid: str
+    drop_last: bool
+    group_by_length: bool
+    shuffle_rows: str
+    reshuffle_every: int
+    batch_transform: Any
+    memory_budget: int | None
+    stream_first_epoch: bool
+    store_in: str
+    validation_indicator_col: str | None
+    validation_fraction: float | None
+    metrics: dict[str, Any] | None
+    score_col: str | None
+    callbacks: list[Callback | WorkerCallback] | None
+    progress: bool
+    timeout: float
+    max_failures: int
+    min_workers: int
+    checkpoint_path: str | None
+    checkpoint_every: int
+    checkpoint_rounds: int | None
+    keep_last: int
+    resume: str
+    collective_interface: str | None
+    collective_ports: str | None
+    tls: bool
+
+    @classmethod
+    def of(cls, params: SharedParams) -> FitSettings:
+        """The values of an estimator's Params; None for those that are not set."""
+        values: dict[str, Any] = {}
+        for each in fields(cls):
+            param = re.sub("_(.)", lambda match: match[1].upper(), each.name)
+            values[each.name] = params.getOrDefault(param) if params.isDefined(param) else None
+        return cls(**values)
+
+    @property
+    def feature_columns(self) -> list[str]:
+        """The feature columns in the order of the model's arguments."""
+        return self.features_cols or [self.features_col]
+
+    @property
+    def label_columns(self) -> list[str]:
+        """The label columns in the order of the loss's targets."""
+        return self.label_cols or [self.label_col]
+
+    @property
+    def driver_callbacks(self) -> list[Callback]:
+        """The callbacks that run in the driver."""
+        return [each for each in self.callbacks or () if isinstance(each, Callback)]
+
+    @property
+    def worker_callbacks(self) -> tuple[WorkerCallback, ...]:
+        """The callbacks that run on the workers."""
+        return tuple(each for each in self.callbacks or () if isinstance(each, WorkerCallback))
+
+    @property
+    def column_overrides(self) -> ColumnOverrides:
+        """What was declared about columns."""
+        return ColumnOverrides(
+            self.column_shapes,
+            self.column_dtypes,
+            self.image_cols,
+            self.pad_cols,
+            self.pad_inputs,
+        )
+
+    @property
+    def feed(self) -> FeedOptions:
+        """How the rows are fed, as far as the Params say it."""
+        return FeedOptions(
+            drop_last=self.drop_last,
+            reshuffle_every=self.reshuffle_every,
+            transform=self.batch_transform,
+            resident_bytes=in_bytes(self.memory_budget),
+            group_by_length=self.group_by_length,
+        )
+
+    def loss_function(self) -> LossFunction:
+        """The loss to train with.
+
+        Raises:
+            ConfigError: it is the model's own, and another Param does not go with that.
+        """
+        if not isinstance(self.loss, str):
+            return self.loss
+        if self.weight_col is not None:
+            raise ConfigError(
+                "weightCol cannot be combined with loss='model': a model that computes its own "
+                "loss gives no value per row to weight. Drop one of the two"
+            )
+        keywords = tuple(self.label_cols or ["labels"])
+        both = set(keywords) & set(self.feature_columns) if self.features_as_kwargs else set()
+        if both:
+            raise ConfigError(
+                f"the model would be given '{min(both)}' twice: as a feature (featuresAsKwargs) "
+                "and as a label (loss='model'). Remove it from featuresCols"
+            )
+        return ModelLoss(keywords)
+
+    def held_out_by(self) -> str | float | None:
+        """The column that marks held-out rows, or the fraction to hold out; None for neither.
+
+        Raises:
+            ConfigError: both are given.
+        """
+        fraction, column = self.validation_fraction, self.validation_indicator_col
+        if fraction is not None and column is not None:
+            raise ConfigError(
+                f"validationFraction={fraction:g} and validationIndicatorCol='{column}' both say "
+                "which rows are held out: drop one of the two"
+            )
+        return column if fraction is None else fraction
+
+    def checkpoint_policy(self, application: str | None = None) -> CheckpointPolicy | None:
+        """What is asked of checkpoints; None without ``checkpointPath``.
+
+        Args:
+            application: the one that trains, to name to another that is refused its directory.
+        """
+        if self.checkpoint_path is None:
+            return None
+        return CheckpointPolicy(
+            path=self.checkpoint_path,
+            every_epochs=self.checkpoint_every,
+            every_rounds=self.checkpoint_rounds,
+            keep_last=self.keep_last,
+            resume="auto" if self.resume == "auto" else "never",
+            open_elsewhere=open_hadoop,
+            application=application,
+        )

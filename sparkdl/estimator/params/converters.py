@@ -1,0 +1,135 @@
+"""Converters of Params that take more than a number, a word or a list of names."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+from sparkdl.arguments import as_list, plain
+from sparkdl.callbacks import Callback, Hooks, WorkerCallback
+from sparkdl.errors import ConfigError
+from sparkdl.metrics import Metrics
+from sparkdl.spark.cluster.network import parse_ports
+from sparkdl.spark.rows.converters import function
+from sparkdl.strategies import Strategy
+
+AnyCallback = Callback | WorkerCallback
+Label = str | int | float | bool
+
+SEVERAL_OPTIMIZERS = (
+    "A training with several optimizers, such as a GAN's, needs a loop of its own: write it as a "
+    "function and run it on the workers with sparkdl.run(function)"
+)
+INSTANTS = (
+    "their text depends on the session's time zone. Use a date or a string of your own as the "
+    "label, for example F.to_date(...) or F.date_format(...)"
+)
+
+
+def loss(value: Any) -> Any:
+    """A function, or the model's own."""
+    if isinstance(value, str) and value == "model":
+        return value
+    return function("loss", "a function of (outputs, targets), or 'model' for the model's own")(
+        value
+    )
+
+
+def optimizer(value: Any) -> Any:
+    """A function that builds one."""
+    if isinstance(value, (dict, list, tuple)):
+        raise ConfigError(f"optimizer must be a single one, got {len(value)}. {SEVERAL_OPTIMIZERS}")
+    example = "for example partial(torch.optim.SGD, lr=0.1)"
+    return function("optimizer", f"a function of the model's parameters, {example}")(value)
+
+
+def strategy(value: Any) -> Strategy[Any]:
+    """An instance of one."""
+    if not isinstance(value, Strategy):
+        got = f"the class {value.__name__} itself" if isinstance(value, type) else repr(value)
+        raise ConfigError(
+            f"strategy must be a strategy such as ParameterAveraging(period=5), got {got}"
+        )
+    return value
+
+
+def callbacks(value: Any) -> list[AnyCallback] | None:
+    """A list of instances, or None."""
+    if value is None:
+        return None
+    wanted = "callbacks must be a list of sparkdl.callbacks.Callback or WorkerCallback"
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(f"{wanted}, got {value!r}")
+    for each in value:
+        if isinstance(each, type) and issubclass(each, Hooks):
+            raise ConfigError(f"{wanted}, but it has the class {each.__name__}: call it")
+        if not isinstance(each, AnyCallback):
+            raise ConfigError(f"{wanted}, but it has {each!r}")
+    return list(value)
+
+
+def metrics(value: Any) -> dict[str, Any] | None:
+    """What makes each metric, by name, or None."""
+    return None if value is None else dict(Metrics.of(value).makers)
+
+
+def path(value: Any) -> str | None:
+    """A path or URI, or None."""
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ConfigError(f"checkpointPath must be a path or URI, got {value!r}")
+    return value
+
+
+def interface(value: Any) -> str | None:
+    """A network interface or a subnet, or None."""
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ConfigError(
+            "collectiveInterface must be a network interface such as 'eth1' or a subnet such as "
+            f"'10.1.0.0/16', got {value!r}"
+        )
+    return value
+
+
+def ports(value: Any) -> str | None:
+    """Two ports as text, or None."""
+    if value is None:
+        return None
+    parse_ports("collectivePorts", value)
+    return str(value)
+
+
+def labels(value: Any) -> list[Label] | None:
+    """Check class labels in the order of the model's outputs.
+
+    Returns:
+        Texts, numbers or booleans, which a saved model can hold: dates become texts as Spark writes
+        them, decimals the nearest floats.
+
+    Raises:
+        ConfigError: they are not distinct values of one of these types.
+    """
+    if value is None:
+        return None
+    found = as_list(value) or []
+    if any(isinstance(each, datetime.datetime) for each in found):
+        raise ConfigError(f"labels are timestamps, starting with {found[0]!r:.100}: {INSTANTS}")
+    found = [_plain(each) for each in found]
+    kinds = [(str,), (bool,), (int, float)]
+    alike = any(all(type(each) in kind for each in found) for kind in kinds)
+    if len(found) < 2 or not alike or len(set(map(_in_tensor, found))) != len(found):
+        raise ConfigError(
+            "labels must be two or more different strings, or numbers, booleans or dates, in the "
+            f"order of the model's outputs, got {value!r:.200}"
+        )
+    return found
+
+
+def _plain(label: Any) -> Any:
+    if isinstance(label, str):
+        return str(label)
+    return label.isoformat() if isinstance(label, datetime.date) else plain(label)
+
+
+def _in_tensor(label: Label) -> str | float:
+    """How rows and predictions hold a label; classes must differ in this form."""
+    return label if isinstance(label, str) else float(label)

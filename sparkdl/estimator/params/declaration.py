@@ -1,0 +1,211 @@
+"""One declaration a Param: pyspark.ml's Param, its accessors, its argument, its documentation.
+
+The types that editors and mypy see are in the ``.pyi`` beside each table of declarations; the test
+of the stubs says how to write them anew.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, ClassVar, Self, TypeVar
+
+from pyspark.ml.param import Param, Params
+
+from sparkdl.errors import ConfigError
+from sparkdl.redaction import without_credentials
+
+GROUPS = (
+    "Training",
+    "Workers",
+    "Columns",
+    "Rows",
+    "Validation",
+    "Outputs",
+    "Monitoring",
+    "Recovery",
+    "Network",
+    "Prediction",
+)
+"""The groups of arguments, in their order."""
+
+
+class Default(Enum):
+    """What an argument is if it is not given and its Param has no default value."""
+
+    REQUIRED = "required"
+    UNSET = "unset"
+    """None, with which the Param stays as it is: some of pyspark.ml's own cannot be None."""
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A Param, declared in the body of a ``DeclaredParams`` under its name."""
+
+    type: Any
+    """What the constructor and the setter take."""
+    convert: Callable[[Any], Any] | None
+    """Checks what is set; None for a Param that pyspark.ml declares itself."""
+    default: Any
+    """Of the argument and the Param, or one of ``Default``."""
+    doc: str
+    """One line, without a capital and a full stop, that ``explainParams`` shows too."""
+    more: str = ""
+    """Further sentences for the documentation."""
+    held: Any = None
+    """What the getter returns, if another type."""
+    group: str = ""
+
+    @property
+    def text(self) -> str:
+        """All that the documentation says of it."""
+        return f"{self.doc.removesuffix('.')}.{' ' if self.more else ''}{self.more}"
+
+    def argument(self, name: str) -> inspect.Parameter:
+        """The constructor's argument."""
+        default, annotation = self.default, self.type
+        if isinstance(default, Default):
+            default = inspect.Parameter.empty if default is Default.REQUIRED else None
+        if self.default is Default.UNSET:
+            annotation = annotation | None
+        return inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+        )
+
+
+class DeclaredParams(Params):
+    """A class that has a Param, a getter and a setter for each declaration in its body."""
+
+    declarations: ClassVar[dict[str, Declaration]] = {}
+    """All that the class has, by name and in the order of the documentation."""
+
+    def __init_subclass__(cls, *, group: str = "", **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        found: dict[str, Declaration] = {}
+        for base in cls.__bases__:
+            for name, each in getattr(base, "declarations", {}).items():
+                found.setdefault(name, each)
+        for name, each in list(vars(cls).items()):
+            if isinstance(each, Declaration):
+                found[name] = each if each.group else replace(each, group=group)
+                _make_param(cls, name, each)
+        order = sorted(found.items(), key=lambda item: GROUPS.index(item[1].group))
+        cls.declarations = dict(order)
+
+    def explainParam(self, param: str | Param[Any]) -> str:
+        """A Param's name, doc, default and value, without the credentials of URIs."""
+        return without_credentials(super().explainParam(param))
+
+    def _set(self, **values: Any) -> Self:
+        # pyspark.ml lets None pass unchecked.
+        for name, value in values.items():
+            if value is None:
+                self.getParam(name).typeConverter(value)
+        return super()._set(**values)
+
+    def _set_declared_defaults(self) -> None:
+        defaults = {name: each.default for name, each in self.declarations.items()}
+        self._setDefault(**{n: v for n, v in defaults.items() if not isinstance(v, Default)})
+
+
+def _make_param(cls: type, name: str, declaration: Declaration) -> None:
+    if declaration.convert is None:
+        param = getattr(super(cls, cls), name)
+    else:
+        convert: Any = declaration.convert
+        param = Param(Params._dummy(), name, declaration.doc, typeConverter=convert)
+
+    def get(self: Any) -> Any:
+        return self.getOrDefault(name)
+
+    def set_value(self: Any, value: Any) -> Any:
+        self._set(**{name: value})
+        return self
+
+    setattr(cls, name, param)
+    accessors = {
+        "get": (get, f"Gets the value of {name} or its default value."),
+        "set": (set_value, f"Sets the value of {name}."),
+    }
+    for verb, (method, doc) in accessors.items():
+        method.__name__ = f"{verb}{name[0].upper()}{name[1:]}"
+        method.__qualname__ = f"{cls.__qualname__}.{method.__name__}"
+        method.__module__, method.__doc__ = cls.__module__, doc
+        if method.__name__ not in vars(cls):
+            setattr(cls, method.__name__, method)
+
+
+T = TypeVar("T", bound=type[DeclaredParams])
+
+
+def constructor(beside: type[DeclaredParams] | None = None) -> Callable[[T], T]:
+    """Give an estimator a constructor, and its docstring the constructor's arguments.
+
+    Arguments that are not given keep their Params' defaults; unknown ones are refused.
+
+    Args:
+        beside: a class whose arguments the docstring leaves out.
+    """
+
+    def decorated(cls: T) -> T:
+        arguments = {name: each.argument(name) for name, each in cls.declarations.items()}
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        signature = inspect.Signature([own, *arguments.values()], return_annotation=None)
+        cls.__init__ = _constructor(cls, arguments)  # type: ignore[method-assign]
+        cls.__init__.__signature__ = signature  # type: ignore[attr-defined]
+        elsewhere = {} if beside is None else beside.declarations
+        listed = {n: each for n, each in cls.declarations.items() if elsewhere.get(n) != each}
+        summary, raises, errors = inspect.cleandoc(cls.__doc__ or "").partition("Raises:")
+        cls.__doc__ = f"{summary}{described(listed)}\n{raises}{errors}"
+        return cls
+
+    return decorated
+
+
+def _constructor(
+    cls: type[DeclaredParams], arguments: dict[str, inspect.Parameter]
+) -> Callable[..., None]:
+    needed = [name for name, each in arguments.items() if each.default is each.empty]
+
+    def __init__(self: Any, **given: Any) -> None:
+        kind = type(self).__name__
+        for name in given:
+            if name not in arguments:
+                close = difflib.get_close_matches(name, arguments, n=1)
+                hint = f" Did you mean '{close[0]}'?" if close else ""
+                raise ConfigError(
+                    f"{kind} has no parameter '{name}'.{hint} It has: {', '.join(arguments)}"
+                )
+        if missing := [f"'{name}'" for name in needed if name not in given]:
+            raise TypeError(f"{kind} needs {', '.join(missing)}")
+        super(cls, self).__init__()
+        self._set_declared_defaults()
+        unset = {n for n, each in self.declarations.items() if each.default is Default.UNSET}
+        self._set(**{n: v for n, v in given.items() if v is not None or n not in unset})
+
+    __init__.__qualname__ = f"{cls.__qualname__}.__init__"
+    __init__.__module__ = cls.__module__
+    return __init__
+
+
+def described(declarations: Mapping[str, Declaration], *, width: int = 100) -> str:
+    """Arguments as a docstring lists them, by group."""
+    lines: list[str] = []
+    group = ""
+    for name, each in declarations.items():
+        if each.group != group:
+            group = each.group
+            lines += [*([""] if lines else []), f"{group}:"]
+        lines += textwrap.wrap(
+            f"{name}: {each.text}",
+            width,
+            initial_indent=" " * 4,
+            subsequent_indent=" " * 8,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines) + "\n"

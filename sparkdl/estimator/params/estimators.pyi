@@ -1,0 +1,755 @@
+"""The types of the module of the same name, written by tests/estimator/params/stubs.py."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from torch import nn
+
+from sparkdl.callbacks import Callback, WorkerCallback
+from sparkdl.estimator.params.columns import (
+    ClassParams,
+    FeatureParams,
+    LabelParams,
+    ModuleParams,
+    OutputParams,
+    PredictionParams,
+)
+from sparkdl.estimator.params.converters import Label
+from sparkdl.estimator.params.training import (
+    ColumnParams,
+    MonitoringParams,
+    NetworkParams,
+    RecoveryParams,
+    RowParams,
+    TrainingParams,
+    ValidationParams,
+    WorkerParams,
+)
+from sparkdl.feed.columns.schema import BatchTransform
+from sparkdl.outputs import OutputKey
+from sparkdl.protocols import (
+    LossFunction,
+    ModelBuilder,
+    OptimizerBuilder,
+    SchedulerBuilder,
+    SequenceInput,
+)
+from sparkdl.strategies import Strategy
+
+class EstimatorParams(
+    TrainingParams,
+    WorkerParams,
+    ModuleParams,
+    FeatureParams,
+    LabelParams,
+    ColumnParams,
+    RowParams,
+    ValidationParams,
+    PredictionParams,
+    MonitoringParams,
+    RecoveryParams,
+    NetworkParams,
+): ...
+
+class TorchEstimatorParams(EstimatorParams, OutputParams):
+    def __init__(
+        self,
+        *,
+        model: nn.Module | ModelBuilder,
+        loss: LossFunction | Literal["model"],
+        optimizer: OptimizerBuilder,
+        scheduler: SchedulerBuilder | None = None,
+        schedulerEvery: str = "epoch",
+        schedulerMetric: str | None = None,
+        epochs: int = 1,
+        batchSize: int = 32,
+        clipNorm: float | None = None,
+        precision: str = "float32",
+        seed: int = 0,
+        strategy: Strategy[Any] | None = None,
+        numWorkers: int | None = None,
+        device: str = "auto",
+        shipModules: bool = True,
+        featuresCol: str = "features",
+        featuresCols: list[str] | None = None,
+        featuresAsDict: bool = False,
+        featuresAsKwargs: bool = False,
+        labelCol: str = "label",
+        labelCols: list[str] | None = None,
+        weightCol: str | None = None,
+        columnShapes: dict[str, list[int | None]] | None = None,
+        columnDtypes: dict[str, str] | None = None,
+        imageCols: list[str] | None = None,
+        padCols: dict[str, float] | None = None,
+        padInputs: dict[str, SequenceInput] | None = None,
+        handleInvalid: str = "error",
+        dropLast: bool = False,
+        groupByLength: bool = False,
+        shuffleRows: str = "exchange",
+        reshuffleEvery: int = 0,
+        batchTransform: BatchTransform | None = None,
+        memoryBudget: int | None = None,
+        streamFirstEpoch: bool = False,
+        storeIn: str = "disk",
+        validationIndicatorCol: str | None = None,
+        validationFraction: float | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        predictionCol: str = "prediction",
+        scoreCol: str | None = None,
+        outputCols: dict[str, OutputKey] | None = None,
+        outputType: str = "auto",
+        callbacks: Sequence[Callback | WorkerCallback] | None = None,
+        progress: bool = True,
+        timeout: float = 600.0,
+        maxFailures: int = 3,
+        minWorkers: int = 1,
+        checkpointPath: str | None = None,
+        checkpointEvery: int = 1,
+        checkpointRounds: int | None = None,
+        keepLast: int = 2,
+        resume: str = "auto",
+        collectiveInterface: str | None = None,
+        collectivePorts: str | None = None,
+        tls: bool = False,
+    ) -> None:
+        """Set what is given.
+
+        Training:
+            model: an nn.Module, or a function or class without arguments that builds one. A class
+                or function that executors can import also makes saved models loadable without
+                pickle; models that torch refuses to pickle (weight_norm, TorchScript) must be given
+                as one. Lazy layers take their shapes from the first row. Parameters with
+                requires_grad=False are built by every worker, never exchanged, and must not change.
+            loss: (outputs, targets) -> scalar tensor, the mean over the minibatch; or 'model' for
+                the one that the model computes when it is given the labels. It may return two,
+                (sum, weight): the sum over what counts, and what to divide it by. torch's losses of
+                classes divide by the labels that count. One number per row is given as (rows,) or
+                (rows, 1), whichever compares no row with another's target, or else as in the
+                column. The outputs are all that the model returns: a tensor, tuple, dict or object.
+                A model with ``loss="model"`` is called with ``labelCol`` as ``labels=``, or with
+                each of ``labelCols`` by name, and returns the loss as output ``loss``, first in a
+                tuple, or alone.
+            optimizer: parameters -> Optimizer, for example partial(torch.optim.SGD, lr=0.1); or
+                named_parameters -> Optimizer, of pairs (name, parameter). It is given the pairs,
+                from which it can make parameter groups, if its first argument is called
+                ``named_parameters``.
+            scheduler: optimizer -> LRScheduler, for example partial(CosineAnnealingLR, T_max=10);
+                None for none. It must depend on the number of its steps alone, except for
+                ``ReduceLROnPlateau``, which follows the loss of each epoch: on the held-out rows,
+                or the training loss if there are none.
+            schedulerEvery: when the scheduler takes a step: every 'epoch' or every 'step' of the
+                optimizer. Those are the steps of the worker with the most rows; workers that have
+                fewer catch up at the end of the epoch.
+            schedulerMetric: the one of metrics that ReduceLROnPlateau follows; None for the loss.
+            epochs: passes over the data (>= 1).
+            batchSize: rows per minibatch on each worker (>= 1).
+            clipNorm: the largest norm of all gradients together (> 0); larger ones are scaled down
+                to it before each optimizer step; None for no limit.
+            precision: of the forward pass and the loss: 'float32' (the parameters' own), or 'bf16'
+                by autocast.
+            seed: random seed. For the initial parameters, the shuffling and the workers' random
+                numbers.
+
+        Workers:
+            strategy: how the replicas agree. ``ParameterAveraging(period=5)`` by default.
+            numWorkers: replicas to train (>= 1); None for as many as the cluster has slots. Where
+                each Spark task has several GPUs, every GPU gets one, so it must be a multiple of
+                them.
+            device: where replicas live: auto, cpu, cuda or cuda:N. ``auto`` is a GPU where Spark
+                assigns or torch sees one.
+            shipModules: whether modules of your own that the model and the other Params need,
+                neither installed nor of the standard library, are sent to the executors. False
+                where the executors have them already.
+
+        Columns:
+            featuresCol: the features column: a number, an array of numbers or a vector per row. The
+                model receives shape (rows,) for numbers and (rows, k) for arrays and vectors.
+            featuresCols: several feature columns, passed to the model as separate arguments; wins
+                over featuresCol. Integers become int64, fractions the dtype of the model's
+                parameters.
+            featuresAsDict: whether the model takes its features as one dict keyed by column name.
+            featuresAsKwargs: whether the model takes its features as keyword arguments named like
+                the columns.
+            labelCol: the label column.
+            labelCols: several label columns, passed to the loss as a tuple; wins over labelCol.
+            weightCol: how much each row's loss counts, in any unit: weights are scaled to a mean of
+                1. A loss of your own must then give one value per row.
+            columnShapes: the shape of one row by column, where the type does not say; images have
+                [channels, height, width], padded rows [None, ...]. For nested arrays, matrices,
+                binary columns and images.
+            columnDtypes: the tensor's dtype by column, for example 'bfloat16'; for a binary column,
+                also that of its bytes.
+            imageCols: binary columns of encoded images (BMP, GIF, JPEG, PNG or WebP), decoded on
+                the workers. Pillow decodes them to uint8; only the first of several frames counts.
+                Needs ``pip install 'sparkdl-torch[images]'``.
+            padCols: columns of arrays of unequal length, each with the number that pads shorter
+                rows to the longest of their minibatch. For example ``{"tokens": 0}``.
+            padInputs: what the model is given besides padded features, by column: 'padding_mask',
+                'attention_mask' or 'lengths'; None for a padding mask of each. A ``padding_mask``
+                is bool, true at padding; an ``attention_mask`` 1 at values, 0 at padding. They come
+                after the features; ``{}`` for nothing.
+            handleInvalid: what to do about NaN and infinity among the features: 'error' or 'keep'.
+                ``error`` refuses them, ``keep`` feeds them.
+
+        Rows:
+            dropLast: whether a worker leaves out the last minibatch of an epoch if it is short.
+            groupByLength: whether rows of about equal length share a minibatch, so that little is
+                padded. The rows of 50 minibatches at a time are sorted by length, then the
+                minibatches are shuffled.
+            shuffleRows: how the rows are spread over the workers: 'exchange' (they exchange them
+                among themselves), 'spark' (by its shuffle) or 'none' (they stay where they are
+                read). With ``exchange``, each reads whole partitions, then they exchange all rows
+                at random and evenly. ``spark`` shuffles unless there are as many partitions as
+                workers, of about equal size. With ``none`` they stay even if that leaves each
+                worker one class.
+            reshuffleEvery: epochs after which the workers exchange their rows again (>= 0); 0 for
+                never. If they do exchange, losing a worker makes all start again from the last
+                round.
+            batchTransform: Batch -> Batch, called on each training minibatch; None for none. For
+                example to augment images; torch's random numbers are seeded for it by epoch, rank
+                and minibatch.
+            memoryBudget: MiB of its stored rows that a worker keeps mapped into memory (>= 1); None
+                for no limit.
+            streamFirstEpoch: whether the first epoch trains on rows as they arrive, instead of once
+                all are read. For data that take long to read. Only with averaging in the driver,
+                and for rows that come from files, of which each worker takes whole partitions; each
+                block of 16 MiB is shuffled on its own.
+            storeIn: where each worker keeps its rows: 'disk' (Spark's local directory) or 'memory'
+                (/dev/shm). The system caches the local directory in memory as room allows.
+
+        Validation:
+            validationIndicatorCol: a boolean column; rows where it is true are not trained on, and
+                the loss on them is in ``model.history``.
+            validationFraction: the fraction of the rows, chosen by their content and the seed, that
+                are not trained on but validated with (0 < fraction < 1); None for none. A row's
+                content (features, labels, weight) and ``seed`` decide which side it falls on, so
+                that it is the same in every fit; rows with the same content are on the same side.
+            metrics: torchmetrics by name, measured on the held-out rows after each epoch; None for
+                none. A dict by name of ``torchmetrics.Metric`` objects, which are copied, or of
+                functions or classes that make one; or a ``MetricCollection``. They are in
+                ``model.history``, and callbacks can follow them. Needs ``pip install
+                'sparkdl-torch[metrics]'``.
+
+        Outputs:
+            predictionCol: the column that the fitted model adds for its predictions.
+            scoreCol: a column with each row's loss, which transform adds to rows that have labels;
+                None for none. A loss of your own must give one value per row.
+            outputCols: the columns that the model adds if it returns several outputs: from each
+                column's name to its output's name, or position in a tuple; None for predictionCol
+                alone. For example ``{"prediction": "logits", "embedding": "pooler_output"}``.
+                ``predictionCol`` among them holds what ``outputType`` says, the others the output
+                unchanged.
+            outputType: what predictionCol holds: 'class' (index, double), 'probability' (vector),
+                'raw' (the model's output: double or vector), or 'auto': class for a classification
+                loss, else raw.
+
+        Monitoring:
+            callbacks: called in the driver after rounds, epochs and more, where they may end the
+                training, or on the workers around each step; None for none. See
+                ``sparkdl.callbacks``. ``EarlyStopping`` and ``TimeBudget`` end the training with
+                the best epoch's model or with the model so far; ``ModelCheckpoint`` makes ``fit``
+                return the best epoch's model; a ``WorkerCallback`` is called on the workers.
+            progress: whether to show a progress bar in the driver.
+
+        Recovery:
+            timeout: the longest time to wait for any worker or round, in seconds (> 0).
+            maxFailures: how often workers may be lost during a fit (>= 0); 0 ends it at the first
+                loss. A worker is lost if its process, executor or host died, or it was silent for
+                too long. Spark restarts them while the others go on; where the workers need each
+                other, all restart from the driver's last copy. An error that the model raises is
+                never retried.
+            minWorkers: with how many workers training goes on while others are lost (>= 1). With
+                fewer, training waits, up to ``timeout``, until lost ones are back.
+            checkpointPath: directory for checkpoints of the training, a path or URI; None for none.
+                A path that the driver sees, or a URI that pyarrow.fs takes
+                (``s3://bucket/directory``, ``hdfs://...``). It serves one training at a time: a
+                second one is refused.
+            checkpointEvery: epochs between two checkpoints (>= 1). There is one after the last
+                epoch too.
+            checkpointRounds: rounds between two checkpoints within an epoch (>= 1); None for none
+                within epochs. For long epochs; a resumed fit goes on in the middle of one.
+            keepLast: checkpoints to keep (>= 1). With 2, one is left if the newest turns out to be
+                damaged.
+            resume: 'auto' resumes from the newest checkpoint if there is one; 'never' starts over.
+                ``auto`` returns the model of the newest checkpoint if its training has ended, and
+                refuses one made with other rows, code or settings.
+
+        Network:
+            collectiveInterface: network interface (eth1), address or subnet (10.1.0.0/16) by which
+                workers reach each other; None for spark.sparkdl.collective.interface, or the route
+                to the driver. For strategies whose workers exchange among themselves; of a subnet,
+                each host has one address.
+            collectivePorts: first and last port on which rank 0 may accept the other workers
+                (40000-40100); None for spark.sparkdl.collective.ports, or any free one.
+            tls: whether the connections between workers and driver are encrypted; they also are
+                where Spark's settings demand it. Those of the workers to each other too; with a
+                certificate made for this fit. Needs ``pip install 'sparkdl-torch[tls]'``.
+
+        """
+
+class TorchClassifierParams(ClassParams, EstimatorParams):
+    def __init__(
+        self,
+        *,
+        model: nn.Module | ModelBuilder,
+        loss: LossFunction | Literal["model"] = ...,
+        optimizer: OptimizerBuilder,
+        scheduler: SchedulerBuilder | None = None,
+        schedulerEvery: str = "epoch",
+        schedulerMetric: str | None = None,
+        epochs: int = 1,
+        batchSize: int = 32,
+        clipNorm: float | None = None,
+        precision: str = "float32",
+        seed: int = 0,
+        strategy: Strategy[Any] | None = None,
+        numWorkers: int | None = None,
+        device: str = "auto",
+        shipModules: bool = True,
+        featuresCol: str = "features",
+        featuresCols: list[str] | None = None,
+        featuresAsDict: bool = False,
+        featuresAsKwargs: bool = False,
+        labelCol: str = "label",
+        labelCols: list[str] | None = None,
+        weightCol: str | None = None,
+        columnShapes: dict[str, list[int | None]] | None = None,
+        columnDtypes: dict[str, str] | None = None,
+        imageCols: list[str] | None = None,
+        padCols: dict[str, float] | None = None,
+        padInputs: dict[str, SequenceInput] | None = None,
+        handleInvalid: str = "error",
+        dropLast: bool = False,
+        groupByLength: bool = False,
+        shuffleRows: str = "exchange",
+        reshuffleEvery: int = 0,
+        batchTransform: BatchTransform | None = None,
+        memoryBudget: int | None = None,
+        streamFirstEpoch: bool = False,
+        storeIn: str = "disk",
+        validationIndicatorCol: str | None = None,
+        validationFraction: float | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        predictionCol: str = "prediction",
+        scoreCol: str | None = None,
+        rawPredictionCol: str = "rawPrediction",
+        probabilityCol: str = "probability",
+        thresholds: Sequence[float] | None = None,
+        labels: Sequence[Label] | None = None,
+        callbacks: Sequence[Callback | WorkerCallback] | None = None,
+        progress: bool = True,
+        timeout: float = 600.0,
+        maxFailures: int = 3,
+        minWorkers: int = 1,
+        checkpointPath: str | None = None,
+        checkpointEvery: int = 1,
+        checkpointRounds: int | None = None,
+        keepLast: int = 2,
+        resume: str = "auto",
+        collectiveInterface: str | None = None,
+        collectivePorts: str | None = None,
+        tls: bool = False,
+    ) -> None:
+        """Set what is given.
+
+        Training:
+            model: an nn.Module, or a function or class without arguments that builds one. A class
+                or function that executors can import also makes saved models loadable without
+                pickle; models that torch refuses to pickle (weight_norm, TorchScript) must be given
+                as one. Lazy layers take their shapes from the first row. Parameters with
+                requires_grad=False are built by every worker, never exchanged, and must not change.
+            loss: (outputs, targets) -> scalar tensor, the mean over the minibatch; or 'model' for
+                the one that the model computes when it is given the labels. It may return two,
+                (sum, weight): the sum over what counts, and what to divide it by. torch's losses of
+                classes divide by the labels that count. One number per row is given as (rows,) or
+                (rows, 1), whichever compares no row with another's target, or else as in the
+                column. The outputs are all that the model returns: a tensor, tuple, dict or object.
+                A model with ``loss="model"`` is called with ``labelCol`` as ``labels=``, or with
+                each of ``labelCols`` by name, and returns the loss as output ``loss``, first in a
+                tuple, or alone.
+            optimizer: parameters -> Optimizer, for example partial(torch.optim.SGD, lr=0.1); or
+                named_parameters -> Optimizer, of pairs (name, parameter). It is given the pairs,
+                from which it can make parameter groups, if its first argument is called
+                ``named_parameters``.
+            scheduler: optimizer -> LRScheduler, for example partial(CosineAnnealingLR, T_max=10);
+                None for none. It must depend on the number of its steps alone, except for
+                ``ReduceLROnPlateau``, which follows the loss of each epoch: on the held-out rows,
+                or the training loss if there are none.
+            schedulerEvery: when the scheduler takes a step: every 'epoch' or every 'step' of the
+                optimizer. Those are the steps of the worker with the most rows; workers that have
+                fewer catch up at the end of the epoch.
+            schedulerMetric: the one of metrics that ReduceLROnPlateau follows; None for the loss.
+            epochs: passes over the data (>= 1).
+            batchSize: rows per minibatch on each worker (>= 1).
+            clipNorm: the largest norm of all gradients together (> 0); larger ones are scaled down
+                to it before each optimizer step; None for no limit.
+            precision: of the forward pass and the loss: 'float32' (the parameters' own), or 'bf16'
+                by autocast.
+            seed: random seed. For the initial parameters, the shuffling and the workers' random
+                numbers.
+
+        Workers:
+            strategy: how the replicas agree. ``ParameterAveraging(period=5)`` by default.
+            numWorkers: replicas to train (>= 1); None for as many as the cluster has slots. Where
+                each Spark task has several GPUs, every GPU gets one, so it must be a multiple of
+                them.
+            device: where replicas live: auto, cpu, cuda or cuda:N. ``auto`` is a GPU where Spark
+                assigns or torch sees one.
+            shipModules: whether modules of your own that the model and the other Params need,
+                neither installed nor of the standard library, are sent to the executors. False
+                where the executors have them already.
+
+        Columns:
+            featuresCol: the features column: a number, an array of numbers or a vector per row. The
+                model receives shape (rows,) for numbers and (rows, k) for arrays and vectors.
+            featuresCols: several feature columns, passed to the model as separate arguments; wins
+                over featuresCol. Integers become int64, fractions the dtype of the model's
+                parameters.
+            featuresAsDict: whether the model takes its features as one dict keyed by column name.
+            featuresAsKwargs: whether the model takes its features as keyword arguments named like
+                the columns.
+            labelCol: the label column.
+            labelCols: several label columns, passed to the loss as a tuple; wins over labelCol.
+            weightCol: how much each row's loss counts, in any unit: weights are scaled to a mean of
+                1. A loss of your own must then give one value per row.
+            columnShapes: the shape of one row by column, where the type does not say; images have
+                [channels, height, width], padded rows [None, ...]. For nested arrays, matrices,
+                binary columns and images.
+            columnDtypes: the tensor's dtype by column, for example 'bfloat16'; for a binary column,
+                also that of its bytes.
+            imageCols: binary columns of encoded images (BMP, GIF, JPEG, PNG or WebP), decoded on
+                the workers. Pillow decodes them to uint8; only the first of several frames counts.
+                Needs ``pip install 'sparkdl-torch[images]'``.
+            padCols: columns of arrays of unequal length, each with the number that pads shorter
+                rows to the longest of their minibatch. For example ``{"tokens": 0}``.
+            padInputs: what the model is given besides padded features, by column: 'padding_mask',
+                'attention_mask' or 'lengths'; None for a padding mask of each. A ``padding_mask``
+                is bool, true at padding; an ``attention_mask`` 1 at values, 0 at padding. They come
+                after the features; ``{}`` for nothing.
+            handleInvalid: what to do about NaN and infinity among the features: 'error' or 'keep'.
+                ``error`` refuses them, ``keep`` feeds them.
+
+        Rows:
+            dropLast: whether a worker leaves out the last minibatch of an epoch if it is short.
+            groupByLength: whether rows of about equal length share a minibatch, so that little is
+                padded. The rows of 50 minibatches at a time are sorted by length, then the
+                minibatches are shuffled.
+            shuffleRows: how the rows are spread over the workers: 'exchange' (they exchange them
+                among themselves), 'spark' (by its shuffle) or 'none' (they stay where they are
+                read). With ``exchange``, each reads whole partitions, then they exchange all rows
+                at random and evenly. ``spark`` shuffles unless there are as many partitions as
+                workers, of about equal size. With ``none`` they stay even if that leaves each
+                worker one class.
+            reshuffleEvery: epochs after which the workers exchange their rows again (>= 0); 0 for
+                never. If they do exchange, losing a worker makes all start again from the last
+                round.
+            batchTransform: Batch -> Batch, called on each training minibatch; None for none. For
+                example to augment images; torch's random numbers are seeded for it by epoch, rank
+                and minibatch.
+            memoryBudget: MiB of its stored rows that a worker keeps mapped into memory (>= 1); None
+                for no limit.
+            streamFirstEpoch: whether the first epoch trains on rows as they arrive, instead of once
+                all are read. For data that take long to read. Only with averaging in the driver,
+                and for rows that come from files, of which each worker takes whole partitions; each
+                block of 16 MiB is shuffled on its own.
+            storeIn: where each worker keeps its rows: 'disk' (Spark's local directory) or 'memory'
+                (/dev/shm). The system caches the local directory in memory as room allows.
+
+        Validation:
+            validationIndicatorCol: a boolean column; rows where it is true are not trained on, and
+                the loss on them is in ``model.history``.
+            validationFraction: the fraction of the rows, chosen by their content and the seed, that
+                are not trained on but validated with (0 < fraction < 1); None for none. A row's
+                content (features, labels, weight) and ``seed`` decide which side it falls on, so
+                that it is the same in every fit; rows with the same content are on the same side.
+            metrics: torchmetrics by name, measured on the held-out rows after each epoch; None for
+                none. A dict by name of ``torchmetrics.Metric`` objects, which are copied, or of
+                functions or classes that make one; or a ``MetricCollection``. They are in
+                ``model.history``, and callbacks can follow them. Needs ``pip install
+                'sparkdl-torch[metrics]'``.
+
+        Outputs:
+            predictionCol: the column of the predicted class, a double: its index, with the labels
+                where IndexToString finds them; or the label itself if ``labels`` are numbers or
+                booleans.
+            scoreCol: a column with each row's loss, which transform adds to rows that have labels;
+                None for none. A loss of your own must give one value per row.
+            rawPredictionCol: the column of the outputs, a vector with a number for each class;
+                empty for none.
+            probabilityCol: the column of the probabilities, also a vector; empty for none. There is
+                none for ``MultiMarginLoss``.
+            thresholds: a number for each class; the class with the largest ratio of probability to
+                threshold wins. None for the most likely class.
+            labels: the classes' labels, texts, numbers, booleans or dates, in the order of the
+                model's outputs; None for the indices 0, 1, ..., for what StringIndexer has left in
+                the column, for false and true, or for all texts or dates that it has, sorted.
+
+        Monitoring:
+            callbacks: called in the driver after rounds, epochs and more, where they may end the
+                training, or on the workers around each step; None for none. See
+                ``sparkdl.callbacks``. ``EarlyStopping`` and ``TimeBudget`` end the training with
+                the best epoch's model or with the model so far; ``ModelCheckpoint`` makes ``fit``
+                return the best epoch's model; a ``WorkerCallback`` is called on the workers.
+            progress: whether to show a progress bar in the driver.
+
+        Recovery:
+            timeout: the longest time to wait for any worker or round, in seconds (> 0).
+            maxFailures: how often workers may be lost during a fit (>= 0); 0 ends it at the first
+                loss. A worker is lost if its process, executor or host died, or it was silent for
+                too long. Spark restarts them while the others go on; where the workers need each
+                other, all restart from the driver's last copy. An error that the model raises is
+                never retried.
+            minWorkers: with how many workers training goes on while others are lost (>= 1). With
+                fewer, training waits, up to ``timeout``, until lost ones are back.
+            checkpointPath: directory for checkpoints of the training, a path or URI; None for none.
+                A path that the driver sees, or a URI that pyarrow.fs takes
+                (``s3://bucket/directory``, ``hdfs://...``). It serves one training at a time: a
+                second one is refused.
+            checkpointEvery: epochs between two checkpoints (>= 1). There is one after the last
+                epoch too.
+            checkpointRounds: rounds between two checkpoints within an epoch (>= 1); None for none
+                within epochs. For long epochs; a resumed fit goes on in the middle of one.
+            keepLast: checkpoints to keep (>= 1). With 2, one is left if the newest turns out to be
+                damaged.
+            resume: 'auto' resumes from the newest checkpoint if there is one; 'never' starts over.
+                ``auto`` returns the model of the newest checkpoint if its training has ended, and
+                refuses one made with other rows, code or settings.
+
+        Network:
+            collectiveInterface: network interface (eth1), address or subnet (10.1.0.0/16) by which
+                workers reach each other; None for spark.sparkdl.collective.interface, or the route
+                to the driver. For strategies whose workers exchange among themselves; of a subnet,
+                each host has one address.
+            collectivePorts: first and last port on which rank 0 may accept the other workers
+                (40000-40100); None for spark.sparkdl.collective.ports, or any free one.
+            tls: whether the connections between workers and driver are encrypted; they also are
+                where Spark's settings demand it. Those of the workers to each other too; with a
+                certificate made for this fit. Needs ``pip install 'sparkdl-torch[tls]'``.
+
+        """
+
+class TorchRegressorParams(EstimatorParams):
+    def __init__(
+        self,
+        *,
+        model: nn.Module | ModelBuilder,
+        loss: LossFunction | Literal["model"] = ...,
+        optimizer: OptimizerBuilder,
+        scheduler: SchedulerBuilder | None = None,
+        schedulerEvery: str = "epoch",
+        schedulerMetric: str | None = None,
+        epochs: int = 1,
+        batchSize: int = 32,
+        clipNorm: float | None = None,
+        precision: str = "float32",
+        seed: int = 0,
+        strategy: Strategy[Any] | None = None,
+        numWorkers: int | None = None,
+        device: str = "auto",
+        shipModules: bool = True,
+        featuresCol: str = "features",
+        featuresCols: list[str] | None = None,
+        featuresAsDict: bool = False,
+        featuresAsKwargs: bool = False,
+        labelCol: str = "label",
+        labelCols: list[str] | None = None,
+        weightCol: str | None = None,
+        columnShapes: dict[str, list[int | None]] | None = None,
+        columnDtypes: dict[str, str] | None = None,
+        imageCols: list[str] | None = None,
+        padCols: dict[str, float] | None = None,
+        padInputs: dict[str, SequenceInput] | None = None,
+        handleInvalid: str = "error",
+        dropLast: bool = False,
+        groupByLength: bool = False,
+        shuffleRows: str = "exchange",
+        reshuffleEvery: int = 0,
+        batchTransform: BatchTransform | None = None,
+        memoryBudget: int | None = None,
+        streamFirstEpoch: bool = False,
+        storeIn: str = "disk",
+        validationIndicatorCol: str | None = None,
+        validationFraction: float | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        predictionCol: str = "prediction",
+        scoreCol: str | None = None,
+        callbacks: Sequence[Callback | WorkerCallback] | None = None,
+        progress: bool = True,
+        timeout: float = 600.0,
+        maxFailures: int = 3,
+        minWorkers: int = 1,
+        checkpointPath: str | None = None,
+        checkpointEvery: int = 1,
+        checkpointRounds: int | None = None,
+        keepLast: int = 2,
+        resume: str = "auto",
+        collectiveInterface: str | None = None,
+        collectivePorts: str | None = None,
+        tls: bool = False,
+    ) -> None:
+        """Set what is given.
+
+        Training:
+            model: an nn.Module, or a function or class without arguments that builds one. A class
+                or function that executors can import also makes saved models loadable without
+                pickle; models that torch refuses to pickle (weight_norm, TorchScript) must be given
+                as one. Lazy layers take their shapes from the first row. Parameters with
+                requires_grad=False are built by every worker, never exchanged, and must not change.
+            loss: (outputs, targets) -> scalar tensor, the mean over the minibatch; or 'model' for
+                the one that the model computes when it is given the labels. It may return two,
+                (sum, weight): the sum over what counts, and what to divide it by. torch's losses of
+                classes divide by the labels that count. One number per row is given as (rows,) or
+                (rows, 1), whichever compares no row with another's target, or else as in the
+                column. The outputs are all that the model returns: a tensor, tuple, dict or object.
+                A model with ``loss="model"`` is called with ``labelCol`` as ``labels=``, or with
+                each of ``labelCols`` by name, and returns the loss as output ``loss``, first in a
+                tuple, or alone.
+            optimizer: parameters -> Optimizer, for example partial(torch.optim.SGD, lr=0.1); or
+                named_parameters -> Optimizer, of pairs (name, parameter). It is given the pairs,
+                from which it can make parameter groups, if its first argument is called
+                ``named_parameters``.
+            scheduler: optimizer -> LRScheduler, for example partial(CosineAnnealingLR, T_max=10);
+                None for none. It must depend on the number of its steps alone, except for
+                ``ReduceLROnPlateau``, which follows the loss of each epoch: on the held-out rows,
+                or the training loss if there are none.
+            schedulerEvery: when the scheduler takes a step: every 'epoch' or every 'step' of the
+                optimizer. Those are the steps of the worker with the most rows; workers that have
+                fewer catch up at the end of the epoch.
+            schedulerMetric: the one of metrics that ReduceLROnPlateau follows; None for the loss.
+            epochs: passes over the data (>= 1).
+            batchSize: rows per minibatch on each worker (>= 1).
+            clipNorm: the largest norm of all gradients together (> 0); larger ones are scaled down
+                to it before each optimizer step; None for no limit.
+            precision: of the forward pass and the loss: 'float32' (the parameters' own), or 'bf16'
+                by autocast.
+            seed: random seed. For the initial parameters, the shuffling and the workers' random
+                numbers.
+
+        Workers:
+            strategy: how the replicas agree. ``ParameterAveraging(period=5)`` by default.
+            numWorkers: replicas to train (>= 1); None for as many as the cluster has slots. Where
+                each Spark task has several GPUs, every GPU gets one, so it must be a multiple of
+                them.
+            device: where replicas live: auto, cpu, cuda or cuda:N. ``auto`` is a GPU where Spark
+                assigns or torch sees one.
+            shipModules: whether modules of your own that the model and the other Params need,
+                neither installed nor of the standard library, are sent to the executors. False
+                where the executors have them already.
+
+        Columns:
+            featuresCol: the features column: a number, an array of numbers or a vector per row. The
+                model receives shape (rows,) for numbers and (rows, k) for arrays and vectors.
+            featuresCols: several feature columns, passed to the model as separate arguments; wins
+                over featuresCol. Integers become int64, fractions the dtype of the model's
+                parameters.
+            featuresAsDict: whether the model takes its features as one dict keyed by column name.
+            featuresAsKwargs: whether the model takes its features as keyword arguments named like
+                the columns.
+            labelCol: the label column.
+            labelCols: several label columns, passed to the loss as a tuple; wins over labelCol.
+            weightCol: how much each row's loss counts, in any unit: weights are scaled to a mean of
+                1. A loss of your own must then give one value per row.
+            columnShapes: the shape of one row by column, where the type does not say; images have
+                [channels, height, width], padded rows [None, ...]. For nested arrays, matrices,
+                binary columns and images.
+            columnDtypes: the tensor's dtype by column, for example 'bfloat16'; for a binary column,
+                also that of its bytes.
+            imageCols: binary columns of encoded images (BMP, GIF, JPEG, PNG or WebP), decoded on
+                the workers. Pillow decodes them to uint8; only the first of several frames counts.
+                Needs ``pip install 'sparkdl-torch[images]'``.
+            padCols: columns of arrays of unequal length, each with the number that pads shorter
+                rows to the longest of their minibatch. For example ``{"tokens": 0}``.
+            padInputs: what the model is given besides padded features, by column: 'padding_mask',
+                'attention_mask' or 'lengths'; None for a padding mask of each. A ``padding_mask``
+                is bool, true at padding; an ``attention_mask`` 1 at values, 0 at padding. They come
+                after the features; ``{}`` for nothing.
+            handleInvalid: what to do about NaN and infinity among the features: 'error' or 'keep'.
+                ``error`` refuses them, ``keep`` feeds them.
+
+        Rows:
+            dropLast: whether a worker leaves out the last minibatch of an epoch if it is short.
+            groupByLength: whether rows of about equal length share a minibatch, so that little is
+                padded. The rows of 50 minibatches at a time are sorted by length, then the
+                minibatches are shuffled.
+            shuffleRows: how the rows are spread over the workers: 'exchange' (they exchange them
+                among themselves), 'spark' (by its shuffle) or 'none' (they stay where they are
+                read). With ``exchange``, each reads whole partitions, then they exchange all rows
+                at random and evenly. ``spark`` shuffles unless there are as many partitions as
+                workers, of about equal size. With ``none`` they stay even if that leaves each
+                worker one class.
+            reshuffleEvery: epochs after which the workers exchange their rows again (>= 0); 0 for
+                never. If they do exchange, losing a worker makes all start again from the last
+                round.
+            batchTransform: Batch -> Batch, called on each training minibatch; None for none. For
+                example to augment images; torch's random numbers are seeded for it by epoch, rank
+                and minibatch.
+            memoryBudget: MiB of its stored rows that a worker keeps mapped into memory (>= 1); None
+                for no limit.
+            streamFirstEpoch: whether the first epoch trains on rows as they arrive, instead of once
+                all are read. For data that take long to read. Only with averaging in the driver,
+                and for rows that come from files, of which each worker takes whole partitions; each
+                block of 16 MiB is shuffled on its own.
+            storeIn: where each worker keeps its rows: 'disk' (Spark's local directory) or 'memory'
+                (/dev/shm). The system caches the local directory in memory as room allows.
+
+        Validation:
+            validationIndicatorCol: a boolean column; rows where it is true are not trained on, and
+                the loss on them is in ``model.history``.
+            validationFraction: the fraction of the rows, chosen by their content and the seed, that
+                are not trained on but validated with (0 < fraction < 1); None for none. A row's
+                content (features, labels, weight) and ``seed`` decide which side it falls on, so
+                that it is the same in every fit; rows with the same content are on the same side.
+            metrics: torchmetrics by name, measured on the held-out rows after each epoch; None for
+                none. A dict by name of ``torchmetrics.Metric`` objects, which are copied, or of
+                functions or classes that make one; or a ``MetricCollection``. They are in
+                ``model.history``, and callbacks can follow them. Needs ``pip install
+                'sparkdl-torch[metrics]'``.
+
+        Outputs:
+            predictionCol: the column that the fitted model adds for its predictions.
+            scoreCol: a column with each row's loss, which transform adds to rows that have labels;
+                None for none. A loss of your own must give one value per row.
+
+        Monitoring:
+            callbacks: called in the driver after rounds, epochs and more, where they may end the
+                training, or on the workers around each step; None for none. See
+                ``sparkdl.callbacks``. ``EarlyStopping`` and ``TimeBudget`` end the training with
+                the best epoch's model or with the model so far; ``ModelCheckpoint`` makes ``fit``
+                return the best epoch's model; a ``WorkerCallback`` is called on the workers.
+            progress: whether to show a progress bar in the driver.
+
+        Recovery:
+            timeout: the longest time to wait for any worker or round, in seconds (> 0).
+            maxFailures: how often workers may be lost during a fit (>= 0); 0 ends it at the first
+                loss. A worker is lost if its process, executor or host died, or it was silent for
+                too long. Spark restarts them while the others go on; where the workers need each
+                other, all restart from the driver's last copy. An error that the model raises is
+                never retried.
+            minWorkers: with how many workers training goes on while others are lost (>= 1). With
+                fewer, training waits, up to ``timeout``, until lost ones are back.
+            checkpointPath: directory for checkpoints of the training, a path or URI; None for none.
+                A path that the driver sees, or a URI that pyarrow.fs takes
+                (``s3://bucket/directory``, ``hdfs://...``). It serves one training at a time: a
+                second one is refused.
+            checkpointEvery: epochs between two checkpoints (>= 1). There is one after the last
+                epoch too.
+            checkpointRounds: rounds between two checkpoints within an epoch (>= 1); None for none
+                within epochs. For long epochs; a resumed fit goes on in the middle of one.
+            keepLast: checkpoints to keep (>= 1). With 2, one is left if the newest turns out to be
+                damaged.
+            resume: 'auto' resumes from the newest checkpoint if there is one; 'never' starts over.
+                ``auto`` returns the model of the newest checkpoint if its training has ended, and
+                refuses one made with other rows, code or settings.
+
+        Network:
+            collectiveInterface: network interface (eth1), address or subnet (10.1.0.0/16) by which
+                workers reach each other; None for spark.sparkdl.collective.interface, or the route
+                to the driver. For strategies whose workers exchange among themselves; of a subnet,
+                each host has one address.
+            collectivePorts: first and last port on which rank 0 may accept the other workers
+                (40000-40100); None for spark.sparkdl.collective.ports, or any free one.
+            tls: whether the connections between workers and driver are encrypted; they also are
+                where Spark's settings demand it. Those of the workers to each other too; with a
+                certificate made for this fit. Needs ``pip install 'sparkdl-torch[tls]'``.
+
+        """
