@@ -24,15 +24,15 @@ mse = torch.nn.MSELoss()
 estimator = TorchEstimator(model=torch.nn.Linear(1, 1), loss=mse, optimizer=sgd, epochs=3)
 epochs: int = estimator.setEpochs(4).setNumWorkers(None).getEpochs()
 TorchClassifier(model=torch.nn.Linear(1, 2), optimizer=sgd, labels=["a", "b"])
-TorchRegressor(model=torch.nn.Linear, optimizer=sgd, featuresCols=["x"])
+TorchRegressor(model=torch.nn.Linear(1, 1), optimizer=sgd, featuresCols=["x"])
 precision: str = TorchModel.load("there").setPredictPrecision("bfloat16").getPredictPrecision()
 """
 WRONG = [
     "estimator.setEpochs('4')",
     "TorchEstimator(model=torch.nn.Linear(1, 1), loss=mse, optimizer=sgd, epoch=3)",
     "TorchEstimator(loss=mse, optimizer=sgd)",
-    "TorchRegressor(model=torch.nn.Linear, optimizer=sgd, outputType='raw')",
-    "TorchClassifier(model=torch.nn.Linear, optimizer=sgd, epochs='3')",
+    "TorchRegressor(model=torch.nn.Linear(1, 1), optimizer=sgd, outputType='raw')",
+    "TorchClassifier(model=torch.nn.Linear(1, 1), optimizer=sgd, epochs='3')",
 ]
 
 
