@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import io
 import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +35,9 @@ CONVERTED = frozenset({"1", "CMYK", "L", "LA", "P", "RGB", "RGBA"})
 """The modes that Pillow converts to these; it clips the values of others, such as ``F``."""
 Size = tuple[int, int]
 """Width and height in pixels."""
+_FEW_PIXELS = 2**22
+"""An image with as many may be opened whatever size is declared: it is refused by its size then."""
+_LIMITING = threading.Lock()
 _DEEP = frozenset({"I", "I;16", "I;16B", "I;16L"})
 """The modes in which versions of Pillow open a PNG with 16 bits of grey a pixel."""
 
@@ -89,12 +95,33 @@ def _opened(library: Any, octets: pa.Buffer, wanted: Size) -> Any:
         ValueError: it has another size or format; Pillow may raise other errors.
     """
     try:
-        image = library.open(io.BytesIO(octets), formats=FORMATS)
+        with _limited(library, max(math.prod(wanted), _FEW_PIXELS)):
+            image = library.open(io.BytesIO(octets), formats=FORMATS)
     except library.UnidentifiedImageError as error:
         raise ValueError(f"it is not one of {', '.join(FORMATS)}, or it is damaged") from error
+    except library.DecompressionBombError as error:
+        raise ValueError(
+            f"it claims far more pixels than {wanted[1]} x {wanted[0]}: {error}"
+        ) from error
     if image.size != wanted:
         raise ValueError(_other_size(image.size, wanted))
     return image
+
+
+@contextmanager
+def _limited(library: Any, pixels: int) -> Iterator[None]:
+    """Have Pillow refuse what claims more than twice as many pixels.
+
+    Pillow allocates memory while it reads a header: for a GIF's screen and for a WebP's canvas.
+    Its limit is one of the process, so it is put back at once.
+    """
+    with _LIMITING:
+        before = library.MAX_IMAGE_PIXELS
+        library.MAX_IMAGE_PIXELS = pixels
+        try:
+            yield
+        finally:
+            library.MAX_IMAGE_PIXELS = before
 
 
 def _converted(library: Any, image: Any, mode: str) -> Any:

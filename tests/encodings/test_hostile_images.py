@@ -260,8 +260,4 @@ def test_what_is_refused_takes_no_memory_for_the_pixels_that_it_claims() -> None
     lines = [line.split(maxsplit=2) for line in measured.stdout.decode().splitlines()]
     assert len(lines) == len(HOSTILE)
     costly = {name: (int(virtual), int(resident)) for virtual, resident, name in lines}
-    # Pillow clears the screen of a GIF while it reads the header, a byte a pixel, but for more
-    # pixels than its own limit; a canvas of WebP's it only maps.
-    assert costly.pop("a huge GIF")[1] < 200 * 1024
-    assert costly.pop("a WebP of a huge canvas")[1] < 8 * 1024
     assert {name: kb for name, kb in costly.items() if max(kb) > 8 * 1024} == {}
