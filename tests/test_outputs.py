@@ -37,31 +37,29 @@ BY_NAME: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", BY_NAME)
-def test_outputs_with_names_are_picked_by_those(kind: str) -> None:
-    outputs = BY_NAME[kind]
-    assert [*parts_of(outputs)] == ["logits", "hidden"]
-    assert pick(outputs, "logits", ROWS) is LOGITS
-    assert pick(outputs, "hidden", ROWS) is HIDDEN
-    assert widths_of(outputs, ROWS) == {"logits": 3, "hidden": 8}
+def test_outputs_with_names_are_picked_by_those() -> None:
+    for kind, outputs in BY_NAME.items():
+        assert [*parts_of(outputs)] == ["logits", "hidden"], kind
+        assert pick(outputs, "logits", ROWS) is LOGITS, kind
+        assert pick(outputs, "hidden", ROWS) is HIDDEN, kind
+        assert widths_of(outputs, ROWS) == {"logits": 3, "hidden": 8}, kind
 
 
-@pytest.mark.parametrize("kind", [tuple, list])
-def test_outputs_without_names_are_picked_by_position(kind: Any) -> None:
-    outputs = kind([LOSS, None, LOGITS, NUMBER])
-    assert pick(outputs, 2, ROWS) is LOGITS
-    assert widths_of(outputs, ROWS) == {2: 3, 3: None}
+def test_outputs_without_names_are_picked_by_position() -> None:
+    for outputs in ((LOSS, None, LOGITS, NUMBER), [LOSS, None, LOGITS, NUMBER]):
+        assert pick(outputs, 2, ROWS) is LOGITS
+        assert widths_of(outputs, ROWS) == {2: 3, 3: None}
 
 
-@pytest.mark.parametrize("outputs", [LOGITS, (LOGITS,), {"logits": LOGITS, "loss": None}])
-def test_the_only_output_needs_no_name(outputs: Any) -> None:
-    assert pick(outputs, None, ROWS) is LOGITS
-    assert widths_of(outputs, ROWS)[None] == 3
+def test_the_only_output_needs_no_name() -> None:
+    only: list[Any] = [LOGITS, (LOGITS,), {"logits": LOGITS, "loss": None}]
+    for outputs in only:
+        assert pick(outputs, None, ROWS) is LOGITS
+        assert widths_of(outputs, ROWS)[None] == 3
 
 
-@pytest.mark.parametrize(
-    ("outputs", "key", "message"),
-    [
+def test_what_cannot_be_picked_is_answered_with_what_there_is() -> None:
+    cases: list[tuple[Any, Any, str]] = [
         ({"logits": LOGITS, "hidden": HIDDEN}, "logit", r"'logit', but .* 'logits' float32 \(5, 3"),
         ((LOGITS, HIDDEN), 2, r"output 2, but the model returns a tuple of 0 float32 \(5, 3\), 1 "),
         ((LOGITS, HIDDEN), "logits", "output 'logits', but the model returns a tuple of 0"),
@@ -73,14 +71,11 @@ def test_the_only_output_needs_no_name(outputs: Any) -> None:
         ({"layers": (LOGITS, HIDDEN)}, "layers", "1 float32.* as its output 'layers', which is no"),
         ((LOSS, LOGITS), 0, r"shape \(\) as its output 0 for 5 rows; the first dimension must be"),
         ((HIDDEN[:2], LOGITS), 0, r"shape \(2, 2, 4\) as its output 0 for 5 rows"),
-    ],
-)
-def test_what_cannot_be_picked_is_answered_with_what_there_is(
-    outputs: Any, key: Any, message: str
-) -> None:
-    with pytest.raises(ModelError, match=message):
-        pick(outputs, key, ROWS)
-    assert key not in widths_of(outputs, ROWS)
+    ]
+    for outputs, key, message in cases:
+        with pytest.raises(ModelError, match=message):
+            pick(outputs, key, ROWS)
+        assert key not in widths_of(outputs, ROWS), message
 
 
 def test_outputs_within_outputs_are_described_by_their_kind() -> None:
@@ -123,10 +118,9 @@ FORMS: dict[str, tuple[Callable[[], Tensor], str]] = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of what will change or go
-@pytest.mark.parametrize("form", FORMS)
-def test_outputs_that_are_not_dense_are_refused_with_what_makes_them_so(form: str) -> None:
-    make, told = FORMS[form]
-    output = make()
-    with pytest.raises(ModelError, match=told):
-        pick(output, None, 5)
-    assert widths_of((torch.ones(5), output), 5) == {0: None}
+def test_outputs_that_are_not_dense_are_refused_with_what_makes_them_so() -> None:
+    for form, (make, told) in FORMS.items():
+        output = make()
+        with pytest.raises(ModelError, match=told):
+            pick(output, None, 5)
+        assert widths_of((torch.ones(5), output), 5) == {0: None}, form

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -75,10 +76,10 @@ def test_what_the_driver_cannot_do_is_an_error_in_its_words(wire: Wire) -> None:
         store.begin()
 
 
-@pytest.mark.parametrize("uri", ["file:///tmp/x", "FILE:/tmp/x", "/tmp/x", "", "x"])
-def test_the_drivers_own_disk_is_refused(wire: Wire, uri: str) -> None:
-    with pytest.raises(OSError, match="on the driver's own disk"):
-        open_through(wire)(uri)
+def test_the_drivers_own_disk_is_refused(wire: Wire) -> None:
+    for uri in ("file:///tmp/x", "FILE:/tmp/x", "/tmp/x", "", "x"):
+        with pytest.raises(OSError, match="on the driver's own disk"):
+            open_through(wire)(uri)
 
 
 def test_a_uri_that_nobody_can_open_is_named() -> None:
@@ -92,38 +93,40 @@ def test_a_uri_that_nobody_can_open_is_named() -> None:
         CheckpointStore(URI, keep_last=1, open_elsewhere=open_through(ask))
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        None,
-        3,
-        {},
-        {"do": "open"},
-        {"do": "open", "uri": 3},
-        {"do": "info", "uri": "another://", "paths": []},
-        {"do": "info", "uri": URI, "paths": 3},
-        {"do": "info", "uri": URI, "paths": ["/etc/passwd"]},
-        {"do": "read", "uri": URI, "paths": ["ROOT/../secret"]},
-        {"do": "read", "uri": URI, "paths": ["ROOTless/secret"]},
-        {"do": "read", "uri": URI, "paths": [None]},
-        {"do": "read", "uri": URI, "paths": []},
-        {"do": "list", "uri": URI, "paths": ["ROOT"]},
-        {"do": "move", "uri": URI, "paths": ["ROOT/a", "/tmp/b"]},
-        {"do": "__class__", "uri": URI, "paths": []},
-        {"do": "delete_root_dir_contents", "uri": URI, "paths": []},
-        {"do": "next", "stream": 7},
-        {"do": "put", "stream": [], "octets": ""},
-        {"do": "close", "stream": None},
-    ],
-    ids=str,
-)
-def test_what_no_worker_asks_for_is_an_error_and_reaches_nothing(wire: Wire, asked: Any) -> None:
+NEVER_ASKED: list[Any] = [
+    None,
+    3,
+    {},
+    {"do": "open"},
+    {"do": "open", "uri": 3},
+    {"do": "info", "uri": "another://", "paths": []},
+    {"do": "info", "uri": URI, "paths": 3},
+    {"do": "info", "uri": URI, "paths": ["/etc/passwd"]},
+    {"do": "read", "uri": URI, "paths": ["ROOT/../secret"]},
+    {"do": "read", "uri": URI, "paths": ["ROOTless/secret"]},
+    {"do": "read", "uri": URI, "paths": [None]},
+    {"do": "read", "uri": URI, "paths": []},
+    {"do": "list", "uri": URI, "paths": ["ROOT"]},
+    {"do": "move", "uri": URI, "paths": ["ROOT/a", "/tmp/b"]},
+    {"do": "__class__", "uri": URI, "paths": []},
+    {"do": "delete_root_dir_contents", "uri": URI, "paths": []},
+    {"do": "next", "stream": 7},
+    {"do": "put", "stream": [], "octets": ""},
+    {"do": "close", "stream": None},
+]
+
+
+def test_what_no_worker_asks_for_is_an_error_and_reaches_nothing(wire: Wire) -> None:
     (wire.root.parent / "secret").write_text("secret")
     _, root = open_through(wire)(URI)
-    if isinstance(asked, dict) and isinstance(asked.get("paths"), list):
-        asked["paths"] = [p.replace("ROOT", root) if p else p for p in asked["paths"]]
-    with pytest.raises((LookupError, TypeError, ValueError, AttributeError)):
-        wire.files.answer(asked)
+    answered = []
+    for asked in NEVER_ASKED:
+        if isinstance(asked, dict) and isinstance(asked.get("paths"), list):
+            paths = [path.replace("ROOT", root) if path else path for path in asked["paths"]]
+            asked = {**asked, "paths": paths}
+        with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
+            answered.append((asked, wire.files.answer(asked)))
+    assert answered == []
 
 
 def test_what_a_lost_worker_has_left_open_is_closed(wire: Wire) -> None:
