@@ -17,6 +17,8 @@ from sparkdl.averager import Averager
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
+from sparkdl.averager.coordination.decisions import Decision
+from sparkdl.averager.coordination.rank_states import Move, RankState
 from sparkdl.averager.coordination.run_state import RunSpec
 from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy
 from sparkdl.averager.values.center_update import Contributions
@@ -180,9 +182,11 @@ class TestNobody:
 class OverwritesWhatIsRead(Coordinator):
     """Has a contribution change the center that others are still sent at the start."""
 
-    def _start(self, event: on.Started) -> None:
-        super()._start(event)
-        self.round.readers.clear()
+    def _start(self, event: on.Started) -> list[Decision]:
+        decided = super()._start(event)
+        for rank in list(self.round.ranks.of(RankState.RECEIVING)):
+            self.round.ranks.move(rank, Move.TAKE)
+        return decided
 
 
 @pytest.mark.usefixtures("quiet")

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -97,10 +96,6 @@ class Session:
     def __init__(self) -> None:
         self.java = subprocess.Popen(["sleep", "120"], stdin=subprocess.PIPE)
 
-    @property
-    def sparkContext(self) -> SimpleNamespace:
-        return SimpleNamespace(_gateway=SimpleNamespace(proc=self.java))
-
     def stop(self) -> None: ...
 
 
@@ -108,6 +103,7 @@ class Session:
 def session(monkeypatch: pytest.MonkeyPatch) -> Session:
     created = Session()
     monkeypatch.setattr(prepare, "create_session", lambda *_, **__: created)
+    monkeypatch.setattr(prepare, "process_of_jvm", lambda: created.java)
     monkeypatch.setattr(prepare, "_use", lambda spark, path: None)
     return created
 
