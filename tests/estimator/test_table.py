@@ -66,6 +66,18 @@ def what_happens(case: Case, rows: DataFrame, trace: Path) -> str:
     return f"works: {case.how}" if case.how else "works"
 
 
+def says(written: str, happened: str) -> bool:
+    """Whether the page has what happened, in which its … may stand for a part of the message."""
+    return re.fullmatch(".+".join(map(re.escape, written.split("…"))), happened) is not None
+
+
+def test_what_the_page_leaves_out_is_no_more_than_that() -> None:
+    assert says("works", "works")
+    assert not says("", "works")
+    assert says("refused: it fails …. Give a function", "refused: it fails here. Give a function")
+    assert not says("refused: it fails …. Give a function", "refused: it fails here.")
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*deprecated")
@@ -74,9 +86,9 @@ def test_what_the_page_says_happens(
     case: Case, rows: DataFrame, said: dict[str, str], tmp_path: Path
 ) -> None:
     happened = what_happens(case, rows, tmp_path / "batches")
-    if REWRITES:
+    if REWRITES and not says(said.get(case.name, ""), happened):
         said[case.name] = happened
-    assert said.get(case.name) == happened
+    assert says(said.get(case.name, ""), happened)
 
 
 @pytest.mark.skipif(REWRITES, reason="the page is being written")
