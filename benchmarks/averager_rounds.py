@@ -10,7 +10,11 @@ import torch
 from round_processes import RoundProcesses
 
 from sparkdl.averager.client.client import AveragerClient
+from sparkdl.averager.coordination.run_state import RunSpec
+from sparkdl.averager.service.loop import EdgeOptions
 from sparkdl.averager.service.server import Averager
+from sparkdl.averager.service.snapshot import Snapshot
+from sparkdl.averager.values.center import CenterSpec
 from sparkdl.averager.values.wire_format import FullPrecision
 from sparkdl.events import WindowReport
 from sparkdl.feed.statistics.shards import ShardStatistics
@@ -32,7 +36,12 @@ def rounds(workers: int, numel: int, *, tls: bool = False) -> Iterator[RoundProc
     """
     layout = (Segment("parameters", torch.float32, numel),)
     with (
-        Averager(layout, [torch.zeros(numel)], workers, FullPrecision(), tls=tls) as averager,
+        Averager(
+            RunSpec(world_size=workers),
+            CenterSpec(layout=layout, wire_format=FullPrecision()),
+            Snapshot(center=[torch.zeros(numel)]),
+            edge=EdgeOptions(tls=tls),
+        ) as averager,
         members(averager, _member, workers, numel) as processes,
     ):
         yield processes

@@ -100,7 +100,10 @@ def measure(workers: int, numel: int, repeats: int) -> dict[str, float]:
     """Rounds of one size, in this process; see ``main`` for what is returned."""
     import torch
 
+    from sparkdl.averager.coordination.run_state import RunSpec
     from sparkdl.averager.service.server import Averager
+    from sparkdl.averager.service.snapshot import Snapshot
+    from sparkdl.averager.values.center import CenterSpec
     from sparkdl.averager.values.wire_format import FullPrecision
     from sparkdl.protocols import Segment
 
@@ -108,7 +111,9 @@ def measure(workers: int, numel: int, repeats: int) -> dict[str, float]:
     context = multiprocessing.get_context("spawn")
     seconds: Any = context.Array("d", repeats + 2, lock=False)
     before = resident_mb()
-    with Averager(layout, [torch.zeros(numel)], workers, FullPrecision(), deadline_s=120) as driver:
+    spec = RunSpec(world_size=workers, deadline_s=120)
+    values = CenterSpec(layout=layout, wire_format=FullPrecision())
+    with Averager(spec, values, Snapshot(center=[torch.zeros(numel)])) as driver:
         starter = threading.Thread(target=start, args=(driver,), daemon=True)
         starter.start()
         clients = min(CLIENT_PROCESSES, workers)

@@ -11,6 +11,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ import torch
 from torch import nn
 
 from sparkdl import ParameterAveraging, TorchEstimator
-from sparkdl.driver import Outcome, run
+from sparkdl.driver import Launch, Observers, Outcome, RunOptions, run
 from sparkdl.events import EpochSummary
 from sparkdl.spark.diagnostics.watchdog import watched
+from sparkdl.worker import Job
 
 WORKERS = 4
 BATCH = 8
@@ -100,14 +102,16 @@ class _Switch:
             stack.callback(lambda: self._on.close())
             yield
 
-    def run(self, *arguments: Any, on_event: Any, **options: Any) -> Outcome:
+    def run(
+        self, job: Job, size: int, launch: Launch, options: RunOptions, observers: Observers
+    ) -> Outcome:
         """Replaces ``driver.run``, and switches the watchdog for each epoch that begins."""
 
         def turn(event: Any) -> None:
-            on_event(event)
+            observers.on_event(event)
             if isinstance(event, EpochSummary):
                 self._on.close()
                 if kind_of(event.epoch + 1) in ("watchdog", "both"):
                     self._on.enter_context(watched(*self._arguments))
 
-        return run(*arguments, on_event=turn, **options)
+        return run(job, size, launch, options, replace(observers, on_event=turn))

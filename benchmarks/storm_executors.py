@@ -7,6 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from support.replay import recorded_commits, replay
 from torch import Tensor, nn
 
 from sparkdl import GradientAllReduce, ParameterAveraging, TorchEstimator, TorchModel
-from sparkdl.driver import Outcome, run
+from sparkdl.driver import Observers, Outcome, RunOptions, run
 from sparkdl.feed.record_batches.packed import unpacked
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.launch.worker_rows import Workers, worker_frame
@@ -151,16 +152,18 @@ def fit(
     )
     jobs: list[Job] = []
 
-    def stormy(job: Job, size: int, launch: Any, *, on_event: Any, **options: Any) -> Outcome:
+    def stormy(
+        job: Job, size: int, launch: Any, options: RunOptions, observers: Observers
+    ) -> Outcome:
         jobs.append(job)
         if storm is None:
-            return run(job, size, launch, on_event=on_event, **options)
+            return run(job, size, launch, options, observers)
 
         def both(event: Any) -> None:
             storm.on_event(event)
-            on_event(event)
+            observers.on_event(event)
 
-        return run(job, size, storm.over(launch), on_event=both, **options)
+        return run(job, size, storm.over(launch), options, replace(observers, on_event=both))
 
     with mock.patch("sparkdl.estimator.estimator.run", stormy):
         return estimator.fit(frame), jobs[0]

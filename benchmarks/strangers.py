@@ -28,7 +28,7 @@ import torch
 from harness import FOLDER, Claim, parse, parser, report, show
 
 from sparkdl.averager import Averager
-from sparkdl.driver import run
+from sparkdl.driver import Observers, run
 from sparkdl.events import EpochSummary
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing.world import _processes
@@ -170,7 +170,7 @@ def epoch_seconds(attack: Attack, turns: int) -> tuple[dict[str, list[float]], f
             with start(averager):
                 yield
 
-        run(job, 1, launch, on_event=take)
+        run(job, 1, launch, observers=Observers(on_event=take))
     return seconds, closed / flooded_s
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from by_keyword import run
 from toys import Data
 
 from sparkdl.averager import Averager
@@ -16,7 +17,7 @@ from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.checkpoint.policy import CheckpointPolicy
-from sparkdl.driver import Outcome, run
+from sparkdl.driver import Outcome
 from sparkdl.errors import TrainingError
 from sparkdl.events import WindowReport
 from sparkdl.testing.world import _threads

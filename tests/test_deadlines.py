@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from by_keyword import run
 from misbehaving import Marked, marked, ranks
 from torch import Tensor
 from toys import classification, make_job, mlp
@@ -17,7 +18,6 @@ from virtual_time import WAIT_S, VirtualClock, coordinator_of, eventually
 
 from sparkdl.averager import Averager
 from sparkdl.averager.client import client
-from sparkdl.driver import run
 from sparkdl.errors import DeadlineError
 from sparkdl.transport.connection import Connection
 from sparkdl.worker import Job

@@ -19,6 +19,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from by_keyword import run
 from support.faults import Proxy
 from support.replay import recorded_commits, relative_difference, replay
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from virtual_time import WAIT_S, VirtualClock, coordinator_of, eventually
 
 from sparkdl.averager import Averager
 from sparkdl.averager.coordination.membership import STRAGGLER_S
-from sparkdl.driver import Outcome, run
+from sparkdl.driver import Outcome
 from sparkdl.errors import DeadlineError, WorkerError, WorkerLostError
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.strategies import ParameterAveraging

@@ -10,10 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from by_keyword import run
 from toys import classification, make_job, mlp, schema
 
 from sparkdl.checkpoint.policy import CheckpointPolicy
-from sparkdl.driver import Outcome, run
+from sparkdl.driver import Outcome
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import ColumnSpec

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from by_keyword import run
 from every_row import every
 from interruptions import die_after, policy, same_bits, save_and_stop
 from support.replay import recorded_commits, relative_difference, replay
@@ -27,7 +28,6 @@ from virtual_time import VirtualClock, coordinator_of, eventually
 from sparkdl.averager import Averager
 from sparkdl.averager.coordination.membership import STRAGGLER_S
 from sparkdl.checkpoint.storage import CheckpointStore
-from sparkdl.driver import run
 from sparkdl.errors import ConfigError, DataError, WorkerError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed import order

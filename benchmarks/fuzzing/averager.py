@@ -14,10 +14,14 @@ import torch
 from fuzzing.calling import Call, Message, Place, Said, any_way, dialogue
 from fuzzing.loop import Fault, Target, require_threads_gone
 from sparkdl.averager.coordination.membership import Tolerance
+from sparkdl.averager.coordination.run_state import RunSpec
 from sparkdl.averager.messages.headers import window_header
 from sparkdl.averager.messages.run_events import NewRows
-from sparkdl.averager.service.saving import CheckpointPlan
+from sparkdl.averager.service.loop import EdgeOptions
+from sparkdl.averager.service.saving import CheckpointFiles, CheckpointPlan
 from sparkdl.averager.service.server import Averager
+from sparkdl.averager.service.snapshot import Snapshot
+from sparkdl.averager.values.center import CenterSpec
 from sparkdl.averager.values.wire_format import BFloat16Changes, FullPrecision, WireFormat
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import SparkDLError, TrainingError
@@ -97,14 +101,15 @@ class AveragerTarget(Target):
         with ExitStack() as stack:
             averager = stack.enter_context(
                 Averager(
-                    LAYOUT,
-                    [torch.ones(s.numel, dtype=s.center_dtype) for s in LAYOUT],
-                    workers,
-                    wire_format,
-                    deadline_s=RIGHT_DEADLINE_S if good else WRONG_DEADLINE_S,
-                    plan=self._plan() if saves else None,
-                    tolerance=Tolerance(draw.choice([0] * 9 + [2])),
-                    tls=draw.random() < 0.1,
+                    RunSpec(
+                        world_size=workers,
+                        deadline_s=RIGHT_DEADLINE_S if good else WRONG_DEADLINE_S,
+                        tolerance=Tolerance(draw.choice([0] * 9 + [2])),
+                    ),
+                    CenterSpec(layout=LAYOUT, wire_format=wire_format),
+                    Snapshot(center=[torch.ones(s.numel, dtype=s.center_dtype) for s in LAYOUT]),
+                    files=CheckpointFiles(plan=self._plan() if saves else None),
+                    edge=EdgeOptions(tls=draw.random() < 0.1),
                 )
             )
             place = Place(*averager.address.host_and_port, *_secrets(averager))

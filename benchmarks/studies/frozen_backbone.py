@@ -19,7 +19,10 @@ from round_processes import RoundProcesses
 from torch import nn
 
 from sparkdl.averager.client.client import AveragerClient
+from sparkdl.averager.coordination.run_state import RunSpec
 from sparkdl.averager.service.server import Averager
+from sparkdl.averager.service.snapshot import Snapshot
+from sparkdl.averager.values.center import CenterSpec
 from sparkdl.averager.values.wire_format import FullPrecision
 from sparkdl.driver import build_replica, initial_center
 from sparkdl.events import WindowReport
@@ -76,7 +79,11 @@ def _rounds(layers: int) -> Iterator[RoundProcesses]:
     layout, center = initial_center(replica, with_optimizer=False)
     frozen = replica.frozen.fingerprint
     with (
-        Averager(layout, center, WORKERS, FullPrecision(), frozen=frozen) as averager,
+        Averager(
+            RunSpec(world_size=WORKERS, frozen=frozen),
+            CenterSpec(layout=layout, wire_format=FullPrecision()),
+            Snapshot(center=center),
+        ) as averager,
         members(averager, _member, WORKERS, layers) as processes,
     ):
         yield processes

@@ -30,10 +30,11 @@ import cloudpickle
 import torch
 from torch import Tensor
 
+from sparkdl.averager.service.loop import EdgeOptions
 from sparkdl.averager.service.server import Averager
 from sparkdl.callbacks import Callback, Training
 from sparkdl.collective import Network
-from sparkdl.driver import first_replica, run
+from sparkdl.driver import Observers, RunOptions, first_replica, run
 from sparkdl.events import EpochSummary
 from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.worker import Job, Placement, train
@@ -303,7 +304,13 @@ def _drive(trial: Trial, links: list[str], folder: Path, host: str) -> tuple[Poi
         _publish(folder / "address", pickle.dumps(averager.address))
         yield
 
-    run(trial.job, len(trial.shards), launch, host=host, callbacks=[curve])
+    run(
+        trial.job,
+        len(trial.shards),
+        launch,
+        RunOptions(edge=EdgeOptions(host=host)),
+        Observers(callbacks=[curve]),
+    )
     nothing = Traffic(0, 0, 0, 0)
     first = Point(0, 0.0, (nothing,) * len(links), _loss(trial, None))
     return first, *(

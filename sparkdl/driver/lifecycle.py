@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from torch import Tensor, nn
+from torch import nn
 
 from sparkdl.averager.coordination.membership import Tolerance, too_many_losses
-from sparkdl.averager.messages.progress import Progress
-from sparkdl.averager.messages.run_events import RunEvent as Event
+from sparkdl.averager.coordination.run_state import Restart, RunSpec
 from sparkdl.averager.messages.run_events import WorkersRestarted
-from sparkdl.averager.messages.worker_state import WorkerState
-from sparkdl.averager.service.kept_model import KeptModel
-from sparkdl.averager.service.saving import CheckpointPlan
+from sparkdl.averager.service.loop import EdgeOptions
+from sparkdl.averager.service.saving import CheckpointFiles, CheckpointPlan
 from sparkdl.averager.service.server import Averager
-from sparkdl.averager.values.center_update import Memory
-from sparkdl.callbacks.base import Callback
+from sparkdl.averager.service.snapshot import Snapshot
+from sparkdl.averager.values.center import CenterSpec
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver.center import first_replica, initial_center
 from sparkdl.driver.identity import has_ended, identity
 from sparkdl.driver.measuring import Measuring
 from sparkdl.driver.observed import setup_of, training_of
 from sparkdl.driver.resuming import newest_checkpoint, plan_of, saved_on_sigterm
-from sparkdl.driver.serving import RowExaminer, Serving
+from sparkdl.driver.serving import Observers, RowExaminer, Serving
 from sparkdl.errors import (
     CallbackError,
     CollectiveError,
@@ -36,9 +33,7 @@ from sparkdl.errors import (
     WorkerLostError,
 )
 from sparkdl.events import EpochSummary
-from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.replica.initial import WarmStart
-from sparkdl.replica.losses import LossUse
 from sparkdl.report import Recording
 from sparkdl.user_code.tracebacks import message_of, text_of
 from sparkdl.worker import Job
@@ -66,20 +61,28 @@ class Outcome:
     stopped: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Where a run starts, and where it is served.
+
+    Attributes:
+        checkpoints: where to write checkpoints and whether to resume from one; none by default.
+        warm_start: values to begin with, which fit the model; by default those that the model is
+            built with. The job has to take care of the frozen ones.
+        edge: where the averager listens, and its clock; whether it encrypts is the job's to say.
+    """
+
+    checkpoints: CheckpointPolicy | None = None
+    warm_start: WarmStart | None = None
+    edge: EdgeOptions = field(default_factory=EdgeOptions)
+
+
 def run(
     job: Job,
     world_size: int,
     launch: Launch,
-    *,
-    host: str = "127.0.0.1",
-    advertised_host: str | None = None,
-    checkpoints: CheckpointPolicy | None = None,
-    check: Callable[[DataStatistics], LossUse | None] = lambda statistics: None,
-    on_event: Callable[[Event], None] = lambda event: None,
-    callbacks: Sequence[Callback] = (),
-    warm_start: WarmStart | None = None,
-    settings: Mapping[str, object] | None = None,
-    now: Callable[[], float] = time.monotonic,
+    options: RunOptions = RunOptions(),
+    observers: Observers = Observers(),  # noqa: B008
 ) -> Outcome:
     """Serve the rounds of one run from the initial center to the trained module.
 
@@ -87,18 +90,8 @@ def run(
         job: what the workers train.
         world_size: number of workers.
         launch: starts them, given the averager.
-        host: the interface to bind the averager to.
-        advertised_host: the name under which workers reach it.
-        checkpoints: where to write checkpoints and whether to resume from one; none by default.
-        check: called with what the workers found in their rows, before any of them trains on the
-            rows; an exception ends the run. Returns how they use the loss; None if it is not known.
-        on_event: called in this thread with the data's statistics and with each window and epoch
-            reported.
-        callbacks: also called in this thread; they may end the training.
-        warm_start: values to begin with, which fit the model; by default those that the model is
-            built with. ``job`` has to take care of the frozen ones.
-        settings: other settings of the training, by name, to be shown to callbacks and in reports.
-        now: reads the time, in seconds, by which workers are late.
+        options: where the run starts, and where it is served.
+        observers: who follows it.
 
     Raises:
         ConfigError: the newest checkpoint belongs to another training or other rows, another
@@ -112,6 +105,7 @@ def run(
         TrainingError: the run could not be finished; see ``errors``.
         SystemExit: the process received SIGTERM, and a checkpoint has been written.
     """
+    checkpoints, warm_start = options.checkpoints, options.warm_start
     replica = first_replica(job)
     if warm_start is not None:
         warm_start.apply(replica.module)
@@ -140,67 +134,53 @@ def run(
         update, memory, kept_model = job.strategy.center_update, None, None
         if resumed is not None:
             center, memory = resumed.read_center(layout, update)
-            if callbacks or has_ended(resumed, job.epochs):
+            if observers.callbacks or has_ended(resumed, job.epochs):
                 kept_model = resumed.read_kept_model(layout)
 
-        def open_averager(
-            center: list[Tensor],
-            memory: Memory | None,
-            progress: Progress | None,
-            saved: bool,
-            kept: Mapping[int, WorkerState],
-            kept_model: KeptModel | None,
-        ) -> Averager:
-            return Averager(
-                layout,
-                center,
-                world_size,
-                job.strategy.wire_format,
-                update=update,
-                memory=memory,
-                policy=job.strategy.round_policy,
-                fragments=job.strategy.fragments,
-                host=host,
-                advertised_host=advertised_host,
+        files = CheckpointFiles(plan=plan, resumed=resumed)
+        edge = replace(options.edge, tls=job.tls)
+
+        def open_averager(snapshot: Snapshot) -> Averager:
+            spec = RunSpec(
+                world_size=world_size,
                 deadline_s=job.deadline_s,
-                plan=plan,
-                resumed=resumed,
-                progress=progress,
-                saved=saved,
-                kept=kept,
                 tolerance=Tolerance(job.survivable_losses, job.min_workers),
-                tls=job.tls,
+                policy=job.strategy.round_policy,
                 frozen=replica.frozen.fingerprint,
-                followed=bool(callbacks) or measuring is not None,
+                followed=bool(observers.callbacks) or measuring is not None,
                 measures=measuring is not None,
                 metric=job.scheduler_metric,
-                kept_model=kept_model,
-                now=now,
             )
+            values = CenterSpec(
+                layout=layout,
+                wire_format=job.strategy.wire_format,
+                update=update,
+                fragments=job.strategy.fragments,
+            )
+            return Averager(spec, values, snapshot, files=files, edge=edge)
 
         progress = None if resumed is None else resumed.progress
         training = training_of(job, world_size, progress, kept_model, plan, measuring)
-        training.recording.setup = setup_of(job, replica, layout, settings or {})
+        training.recording.setup = setup_of(job, replica, layout, observers.settings)
         serve = Serving(
-            RowExaminer(job, check, resumed),
-            on_event,
-            callbacks,
+            RowExaminer(job, observers.check, resumed),
+            observers,
             training,
             job.schema,
             measuring,
         )
-        averager = open_averager(center, memory, progress, True, {}, kept_model)
+        averager = open_averager(
+            Snapshot(
+                center=center,
+                memory=memory,
+                restart=Restart(progress=progress),
+                kept_model=kept_model,
+            )
+        )
         losses: list[str] = []
         try:
             while not _finished(averager, launch, plan, serve, losses, job.resubmissions):
-                averager = open_averager(
-                    averager.center,
-                    averager.memory,
-                    averager.progress,
-                    averager.saved,
-                    averager.kept,
-                    averager.kept_model,
-                )
+                averager = open_averager(averager.snapshot())
             trained = serve.settle(averager)
             for values, tensor in zip(
                 replica.segments(with_optimizer=False), trained, strict=False

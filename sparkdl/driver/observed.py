@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 
 from sparkdl.averager.messages.progress import Progress
-from sparkdl.averager.service.kept_model import KeptModel
 from sparkdl.averager.service.saving import CheckpointPlan
+from sparkdl.averager.service.snapshot import KeptModel
 from sparkdl.callbacks.base import Training
 from sparkdl.driver.measuring import Measuring
 from sparkdl.protocols import Layout

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -35,13 +35,31 @@ LOOK_S = 1.0
 """Seconds between two calls of ``on_tick``."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Observers:
+    """Who follows a run; by default nobody.
+
+    Attributes:
+        check: called with what the workers found in their rows, before any of them trains on the
+            rows; an exception ends the run. Returns how they use the loss; None if it is not known.
+        on_event: called with the data's statistics and with each window and epoch reported, in the
+            thread that serves the run.
+        callbacks: also called in that thread; they may end the training.
+        settings: other settings of the training, by name, to be shown to callbacks and in reports.
+    """
+
+    check: Callable[[DataStatistics], LossUse | None] = lambda statistics: None
+    on_event: Callable[[Event], None] = lambda event: None
+    callbacks: Sequence[Callback] = ()
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+
 class Serving:
     """Checks what the workers report, lets them train, and passes the reports on.
 
     Args:
         examine: checks their rows.
-        on_event: called with each report.
-        callbacks: called with what concerns them.
+        observers: called with what concerns them.
         training: what the callbacks see.
         schema: the columns that are trained on.
         measuring: computes the metrics; None if there are none.
@@ -53,8 +71,7 @@ class Serving:
     def __init__(
         self,
         examine: RowExaminer,
-        on_event: Callable[[Event], None],
-        callbacks: Sequence[Callback],
+        observers: Observers,
         training: Training,
         schema: FeedSchema,
         measuring: Measuring | None = None,
@@ -62,9 +79,9 @@ class Serving:
         self._schema = schema
         self._examine = examine
         self._measuring = measuring
-        self._on_event = on_event
-        self._look_s = LOOK_S if callbacks else math.inf
-        self.calls = Calls(callbacks, training)
+        self._on_event = observers.on_event
+        self._look_s = LOOK_S if observers.callbacks else math.inf
+        self.calls = Calls(observers.callbacks, training)
 
     def __call__(self, averager: Averager) -> None:
         """Serve an averager's workers to the end."""

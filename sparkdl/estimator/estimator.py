@@ -12,9 +12,10 @@ from pyspark.ml.param import Param
 from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame
 
+from sparkdl.averager.service.loop import EdgeOptions
 from sparkdl.checkpoint.policy import OtherTrainingError
 from sparkdl.checkpoint.trust import TrustArgument
-from sparkdl.driver import Outcome, run
+from sparkdl.driver import Observers, Outcome, RunOptions, run
 from sparkdl.errors import CallbackError, ConfigError
 from sparkdl.estimator.checks.preflight import FitPlan, plan_fit
 from sparkdl.estimator.checks.row_checks import RowChecks
@@ -181,14 +182,17 @@ class BaseEstimator(
                 plan.job,
                 plan.workers.num_workers,
                 launch(plan.workers, plan.job),
-                host=host,
-                advertised_host=advertised_host,
-                checkpoints=settings.checkpoint_policy(spark.sparkContext.applicationId),
-                check=uncounted()(partial(checks.check, plan)),
-                on_event=progress,
-                callbacks=settings.driver_callbacks,
-                warm_start=plan.warm_start,
-                settings=settings_of(self),
+                RunOptions(
+                    checkpoints=settings.checkpoint_policy(spark.sparkContext.applicationId),
+                    warm_start=plan.warm_start,
+                    edge=EdgeOptions(host=host, advertised_host=advertised_host),
+                ),
+                Observers(
+                    check=uncounted()(partial(checks.check, plan)),
+                    on_event=progress,
+                    callbacks=settings.driver_callbacks,
+                    settings=settings_of(self),
+                ),
             )
         except CallbackError as error:
             if isinstance(error.model, Outcome):

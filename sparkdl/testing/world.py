@@ -23,7 +23,7 @@ from sparkdl.averager.service.server import Averager
 from sparkdl.callbacks import Callback
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.collective import Network
-from sparkdl.driver import Launch, Outcome, run
+from sparkdl.driver import Launch, Observers, Outcome, RunOptions, run
 from sparkdl.errors import DisconnectedError, TrainingError, WorkerLostError
 from sparkdl.process.lazy_compiler import defer_compiler
 from sparkdl.replica.initial import WarmStart
@@ -78,8 +78,8 @@ def run_world(
         hosts: the host that each rank believes it runs on; all the same by default.
         checkpoints: where to write checkpoints and whether to go on from one.
         on_event: called for the data's statistics and each window and epoch reported.
-        callbacks: as for ``driver.run``.
-        warm_start: as for ``driver.run``.
+        callbacks: as for ``driver.Observers``.
+        warm_start: as for ``driver.RunOptions``.
 
     Raises:
         TrainingError: as ``TorchEstimator.fit`` would.
@@ -90,10 +90,8 @@ def run_world(
             job,
             len(shards),
             launch(job, shards, Path(directory), devices, hosts),
-            checkpoints=checkpoints,
-            on_event=on_event,
-            callbacks=callbacks,
-            warm_start=warm_start,
+            RunOptions(checkpoints=checkpoints, warm_start=warm_start),
+            Observers(on_event=on_event, callbacks=callbacks),
         )
 
 

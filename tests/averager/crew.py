@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from by_keyword import open_averager
 from toys import drive
 from virtual_time import WAIT_S, Heard, VirtualClock, eventually
 
@@ -133,7 +134,7 @@ def crew(
     wire_format = wire_format or FullPrecision()
     clock = VirtualClock()
     with ExitStack() as stack:
-        averager = Averager(
+        averager = open_averager(
             LAYOUT,
             [torch.full((3,), center)],
             world_size,

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from by_keyword import run
 from torch import nn
 from toys import classification, make_job, mlp, schema, sparkdl_threads
 
 import sparkdl.testing.world
 from sparkdl.averager import Averager
-from sparkdl.driver import as_builder, build_replica, initial_center, run
+from sparkdl.driver import as_builder, build_replica, initial_center
 from sparkdl.errors import DataError, ModelError, TrainingError, WorkerError
 from sparkdl.events import WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics

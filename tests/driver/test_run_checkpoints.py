@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from by_keyword import run
 from interruptions import OPTIMIZERS, AskedToStop, Interrupted, policy, same_bits
 from toys import classification, make_job, mlp
 
@@ -19,7 +20,6 @@ from sparkdl.averager.coordination.checkpointing import Checkpointing
 from sparkdl.averager.service.loop import Loop
 from sparkdl.callbacks import Callback, Training
 from sparkdl.checkpoint.storage import CheckpointStore, PendingCheckpoint
-from sparkdl.driver import run
 from sparkdl.durable.manifest import Checksummed
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.events import EpochSummary, WindowReport

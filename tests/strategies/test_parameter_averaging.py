@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from by_keyword import open_averager
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from toys import (
     sgd_on_union,
 )
 
-from sparkdl.averager import Averager, AveragerClient, ServiceAddress
+from sparkdl.averager import AveragerClient, ServiceAddress
 from sparkdl.averager.messages.run_events import RunEvent as Event
 from sparkdl.averager.messages.run_events import WorkerTimes
 from sparkdl.events import EpochSummary, WindowReport
@@ -276,7 +277,9 @@ def test_rounds_without_any_rows_leave_every_replica_at_the_initial_model(wire_d
             client.finish()
 
     with (
-        Averager(layout, [initial.clone()], 2, strategy.wire_format, deadline_s=60) as averager,
+        open_averager(
+            layout, [initial.clone()], 2, strategy.wire_format, deadline_s=60
+        ) as averager,
         ThreadPoolExecutor(2) as pool,
     ):
         workers = [pool.submit(work, rank, averager.address) for rank in states]

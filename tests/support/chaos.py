@@ -25,7 +25,7 @@ from support.faults import Proxy
 
 from sparkdl.averager.service.server import Averager
 from sparkdl.checkpoint.policy import CheckpointPolicy
-from sparkdl.driver import Launch, Outcome, run
+from sparkdl.driver import Launch, Observers, Outcome, RunOptions, run
 from sparkdl.durable import manifest
 from sparkdl.events import WindowReport
 from sparkdl.testing.world import Shard, _processes
@@ -198,8 +198,8 @@ class Chaos:
                 self.job,
                 len(self.shards),
                 self.storm.over(_processes(self.job, self.shards, Path(folder))),
-                checkpoints=CheckpointPolicy(path=str(Path(folder, "checkpoints"))),
-                on_event=self.storm.on_event,
+                RunOptions(checkpoints=CheckpointPolicy(path=str(Path(folder, "checkpoints")))),
+                Observers(on_event=self.storm.on_event),
             )
 
 

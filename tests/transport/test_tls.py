@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from by_keyword import open_averager
 from support.faults import Proxy
 from torch import nn
 from toys import classification, make_job, mlp, parameters_of
@@ -52,7 +53,7 @@ def test_another_certificate_is_refused_before_anything_is_sent(certificate: Cer
 
 
 def test_a_worker_does_not_talk_to_a_man_in_the_middle_with_a_certificate_of_his_own() -> None:
-    with Averager(LAYOUT, [torch.ones(5)], 1, FullPrecision(), tls=True) as averager:
+    with open_averager(LAYOUT, [torch.ones(5)], 1, FullPrecision(), tls=True) as averager:
         seen: list[bytes] = []
 
         def listen(met: Connection) -> None:
@@ -73,7 +74,9 @@ def test_an_end_that_encrypts_and_one_that_does_not_never_meet(
     tls: bool, certificate: Certificate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "INTRODUCE_S", 0.5)
-    with Averager(LAYOUT, [torch.ones(5)], 1, FullPrecision(), deadline_s=5, tls=tls) as averager:
+    with open_averager(
+        LAYOUT, [torch.ones(5)], 1, FullPrecision(), deadline_s=5, tls=tls
+    ) as averager:
         other = replace(averager.address, fingerprint=None if tls else certificate.fingerprint)
         with pytest.raises(DisconnectedError, match="rank 0"):
             AveragerClient(other, 0, FullPrecision(), deadline_s=1)

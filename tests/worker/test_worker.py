@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import pyarrow as pa
 import pytest
 import torch
+from by_keyword import open_averager, run
 from misbehaving import (
     Kills,
     Marked,
@@ -29,7 +30,6 @@ from virtual_time import WAIT_S, VirtualClock, eventually
 
 from sparkdl.averager import Averager, ServiceAddress
 from sparkdl.averager.messages.progress import Position
-from sparkdl.driver import run
 from sparkdl.errors import (
     DataError,
     DisconnectedError,
@@ -405,7 +405,7 @@ def test_replicas_start_equal_and_draw_different_dropout_masks(
 def test_a_worker_stopped_by_the_averager_returns_without_raising() -> None:
     job = make_job(mlp(), deadline_s=60)
     returned: list[bool] = []
-    with Averager((), [], 2, job.strategy.wire_format, deadline_s=60) as averager:
+    with open_averager((), [], 2, job.strategy.wire_format, deadline_s=60) as averager:
 
         def work() -> None:
             train(job, Placement(rank=0, directory=Path("/tmp")), averager.address, [])
@@ -420,7 +420,7 @@ def test_a_worker_stopped_by_the_averager_returns_without_raising() -> None:
 
 
 def test_a_worker_that_comes_after_the_run_was_closed_says_so_at_once() -> None:
-    with Averager((), [], 1, make_job(mlp()).strategy.wire_format, deadline_s=60) as averager:
+    with open_averager((), [], 1, make_job(mlp()).strategy.wire_format, deadline_s=60) as averager:
         address: ServiceAddress = averager.address
     started = time.monotonic()
     with pytest.raises(DisconnectedError, match=r"rank 0 cannot reach the averager at tcp://"):

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,8 +23,8 @@ from sparkdl.averager.coordination.events import Event, Member
 from sparkdl.averager.messages.headers import stopped_header
 from sparkdl.averager.messages.run_events import RunEvent, WorkerLost
 from sparkdl.averager.service.conversation import Worker
-from sparkdl.averager.service.kept_model import KeptModel
-from sparkdl.averager.service.saving import CheckpointPlan, Resumed, Saving
+from sparkdl.averager.service.saving import CheckpointFiles, Saving
+from sparkdl.averager.service.snapshot import KeptModel
 from sparkdl.averager.values.center import Center
 from sparkdl.errors import CheckpointError, SparkDLError, TrainingError
 from sparkdl.events import EpochSummary
@@ -36,19 +37,32 @@ CLOSE_S = 10.0
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, kw_only=True)
+class EdgeOptions:
+    """Where a run meets the world: its port and its clock.
+
+    Attributes:
+        host: the interface to bind to, as an address or name of this machine.
+        advertised_host: the name under which workers reach it; ``host`` by default.
+        tls: whether connections are encrypted.
+        now: reads the time, in seconds, by which workers are late.
+    """
+
+    host: str = "127.0.0.1"
+    advertised_host: str | None = None
+    tls: bool = False
+    now: Callable[[], float] = time.monotonic
+
+
 class Loop(Service):
     """The averager's service, which may also serve others than workers in their rounds.
 
     Args:
         coordinator: makes the decisions; only this loop gives it events.
         center: what the decisions are about.
-        plan: where checkpoints go; None for none.
-        resumed: the checkpoint that this process started from, if there was one.
+        files: the checkpoints that it reads and writes.
         kept_model: the copy of the center kept up to then, if any.
-        host: see ``Service``.
-        advertised_host: see ``Service``.
-        encrypted: see ``Service``.
-        now: see ``Service``.
+        edge: where it listens, and its clock.
 
     Attributes:
         reports: what the driver is told, some events at a time; None once the run has ended.
@@ -62,24 +76,19 @@ class Loop(Service):
         self,
         coordinator: Coordinator,
         center: Center,
-        plan: CheckpointPlan | None,
-        resumed: Resumed | None,
-        kept_model: KeptModel | None = None,
-        *,
-        host: str,
-        advertised_host: str | None = None,
-        encrypted: bool = False,
-        now: Callable[[], float] = time.monotonic,
+        files: CheckpointFiles,
+        kept_model: KeptModel | None,
+        edge: EdgeOptions,
     ) -> None:
         self.coordinator = coordinator
         self.center = center
         self.saving: Saving | None = None
-        self.resumed = resumed
+        self.resumed = files.resumed
         self.kept_model = kept_model
         self.cut_short: TrainingError | None = None
         self.reports: queue.SimpleQueue[tuple[RunEvent, ...] | None] = queue.SimpleQueue()
         self.lock = threading.RLock()
-        self._plan = plan
+        self._plan = files.plan
         self._workers: set[Worker] = set()
         self._by_member: dict[Member, Worker] = {}
         self._await_turn: dict[int, tuple[Worker, int]] = {}
@@ -89,12 +98,12 @@ class Loop(Service):
         self._writer: threading.Thread | None = None
         self._told_end = False
         super().__init__(
-            host,
+            edge.host,
             {"join": lambda channel: Worker(channel, self)},
-            advertised_host=advertised_host,
-            encrypted=encrypted,
+            advertised_host=edge.advertised_host,
+            encrypted=edge.tls,
             name="sparkdl-averager",
-            now=now,
+            now=edge.now,
         )
 
     # Called by other threads.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sparkdl.averager.messages.progress import Progress
-from sparkdl.averager.service.kept_model import KeptModel
+from sparkdl.averager.service.snapshot import KeptModel
 from sparkdl.averager.values.center import named
 from sparkdl.averager.values.center_update import CenterUpdate, Memory, ReplaceByMean, new_memory
 from sparkdl.checkpoint.storage import CheckpointStore, PendingCheckpoint, SavedCheckpoint
@@ -333,3 +333,16 @@ class Resumed:
         with self.saved.open(worker_state_file(rank)) as file:
             while block := file.read(block_bytes):
                 yield block
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFiles:
+    """The checkpoints that a run reads and writes; by default none.
+
+    Attributes:
+        plan: which commits become checkpoints, and where they go.
+        resumed: the checkpoint that this process started from, if there was one.
+    """
+
+    plan: CheckpointPlan | None = None
+    resumed: Resumed | None = None

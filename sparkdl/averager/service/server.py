@@ -5,28 +5,23 @@ from __future__ import annotations
 import math
 import queue
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
-from sparkdl.averager.coordination.membership import Tolerance
-from sparkdl.averager.coordination.run_state import Restart, RunSpec
+from sparkdl.averager.coordination.run_state import RunSpec
 from sparkdl.averager.messages.progress import Progress
 from sparkdl.averager.messages.run_events import RunEvent, TimePassed
-from sparkdl.averager.messages.worker_state import WorkerState
-from sparkdl.averager.policies.round_policy import All, RoundPolicy
-from sparkdl.averager.service.kept_model import KeptModel
-from sparkdl.averager.service.loop import Loop
-from sparkdl.averager.service.saving import CheckpointPlan, Resumed, Saving
-from sparkdl.averager.values.center import Center
-from sparkdl.averager.values.center_update import CenterUpdate, Memory
-from sparkdl.averager.values.wire_format import WireFormat
+from sparkdl.averager.service.loop import EdgeOptions, Loop
+from sparkdl.averager.service.saving import CheckpointFiles, Saving
+from sparkdl.averager.service.snapshot import KeptModel, Snapshot
+from sparkdl.averager.values.center import Center, CenterSpec
 from sparkdl.errors import ConfigError, SparkDLError, TrainingError
 from sparkdl.events import EpochSummary, MetricValue
-from sparkdl.protocols import Layout
 from sparkdl.transport.service import Service
 
 
@@ -34,33 +29,11 @@ class Averager:
     """Serve rounds to ``world_size`` workers; a context manager that opens and closes the port.
 
     Args:
-        layout: kinds and sizes of the segments of the replicas' state.
-        center: the initial center, a tensor of ``center_dtype`` per segment; owned from here on.
-        world_size: number of workers.
-        wire_format: how values travel.
-        update: what contributions do to the center; by default their mean replaces it.
-        memory: what the update remembers; by default it starts fresh. Owned from here on.
-        policy: who is waited for in rounds; by default everyone.
-        fragments: how many parts of the state the rounds exchange in turn; 1 for all of it at once.
-        host: the interface to bind to, as an address or name of this machine.
-        advertised_host: the name under which workers reach it; ``host`` by default.
-        deadline_s: the longest for which a worker may be silent while it is waited for, in seconds.
-        plan: which commits become checkpoints; none by default.
-        resumed: the checkpoint that this process started from, if there was one.
-        progress: how far the training of ``center`` has come; by default it is just starting.
-        saved: whether a checkpoint holds that progress, if there is any.
-        kept: what was kept of each rank at its last commit; by default nothing.
-        tolerance: which losses of workers the run survives; none by default.
-        tls: whether connections are encrypted.
-        frozen: the fingerprint of the parameters that are not part of the center; a worker with
-            others ends the run.
-        followed: whether callbacks follow the run: ``events`` then yields more, and workers begin
-            an epoch only once ``approve_epoch`` has been called for the previous one.
-        measures: whether ``events`` yields what metrics counted, and ``measured`` is called with
-            their values; such a run is ``followed``.
-        metric: the metric that workers want to know for each epoch, instead of the loss.
-        kept_model: the copy of the center kept before; by default none.
-        now: reads the time, in seconds, by which workers are late.
+        spec: how the run is planned; its ``checkpoints`` and ``resumed`` follow from ``files``.
+        center: how the center is laid out, travels and changes.
+        snapshot: the initial center, and how far its training has come.
+        files: the checkpoints that the run reads and writes; by default none.
+        edge: where the averager listens, and its clock.
 
     Attributes:
         service: accepts the workers' connections, and others if given handlers for them.
@@ -73,86 +46,47 @@ class Averager:
 
     def __init__(
         self,
-        layout: Layout,
-        center: Sequence[Tensor],
-        world_size: int,
-        wire_format: WireFormat,
+        spec: RunSpec,
+        center: CenterSpec,
+        snapshot: Snapshot,
         *,
-        update: CenterUpdate | None = None,
-        memory: Memory | None = None,
-        policy: RoundPolicy | None = None,
-        fragments: int = 1,
-        host: str = "127.0.0.1",
-        advertised_host: str | None = None,
-        deadline_s: float = 600.0,
-        plan: CheckpointPlan | None = None,
-        resumed: Resumed | None = None,
-        progress: Progress | None = None,
-        saved: bool = True,
-        kept: Mapping[int, WorkerState] | None = None,
-        tolerance: Tolerance | None = None,
-        tls: bool = False,
-        frozen: str = "",
-        followed: bool = False,
-        measures: bool = False,
-        metric: str | None = None,
-        kept_model: KeptModel | None = None,
-        now: Callable[[], float] = time.monotonic,
+        files: CheckpointFiles = CheckpointFiles(),  # noqa: B008
+        edge: EdgeOptions = EdgeOptions(),  # noqa: B008
     ) -> None:
-        spec = RunSpec(
-            world_size=world_size,
-            deadline_s=deadline_s,
-            tolerance=tolerance or Tolerance(),
-            policy=policy or All(),
-            checkpoints=plan,
-            resumed=resumed is not None,
-            frozen=frozen,
-            followed=followed,
-            measures=measures,
-            metric=metric,
-        )
-        restart = Restart(progress=progress, saved=saved, kept=kept or {})
-        self._coordinator = Coordinator(spec, now(), restart)
-        if wire_format.replies_changes and policy is not None and not policy.in_step:
+        spec = replace(spec, checkpoints=files.plan, resumed=files.resumed is not None)
+        self._coordinator = Coordinator(spec, edge.now(), snapshot.restart)
+        policy, wire_format, fragments = spec.policy, center.wire_format, center.fragments
+        if wire_format.replies_changes and not policy.in_step:
             raise ConfigError(
                 f"wire format {wire_format.name!r} sends workers only the changes of the center, "
                 "which they can apply only if they have received every one; with "
                 f"{type(policy).__name__} they have not. Use FullPrecision, or Changes"
             )
-        if fragments > 1 and policy is not None and not policy.in_step:
+        if fragments > 1 and not policy.in_step:
             raise ConfigError(
                 f"averaging in {fragments} fragments needs workers that stay in step, but "
                 f"{type(policy).__name__} lets them drift apart. Use All, or one fragment"
             )
-        largest = max((segment.numel for segment in layout), default=0)
+        largest = max((segment.numel for segment in center.layout), default=0)
         if fragments > 1 and fragments > largest:
             raise ConfigError(
                 f"{fragments} fragments are too many for the model, which has at most {largest} "
                 "values of any one kind: use fewer"
             )
-        self._plan = plan
+        self._plan = files.plan
+        progress = snapshot.restart.progress
         self._center = Center(
-            layout,
-            center,
-            world_size,
+            center.layout,
+            snapshot.center,
+            spec.world_size,
             wire_format,
-            update,
-            memory,
+            center.update,
+            snapshot.memory,
             fragments=fragments,
             rounds=0 if progress is None else progress.all_rounds,
             rounds_of_epoch=0 if progress is None else progress.rounds,
         )
-        self._loop = Loop(
-            self._coordinator,
-            self._center,
-            plan,
-            resumed,
-            kept_model,
-            host=host,
-            advertised_host=advertised_host,
-            encrypted=tls,
-            now=now,
-        )
+        self._loop = Loop(self._coordinator, self._center, files, snapshot.kept_model, edge)
         self.service: Service = self._loop
         self.address = self._loop.address
 
@@ -169,11 +103,6 @@ class Averager:
         return self._center.values
 
     @property
-    def memory(self) -> Memory:
-        """What the update of ``center`` remembers."""
-        return self._center.memory
-
-    @property
     def history(self) -> list[EpochSummary]:
         """The epochs that have ended, including those before a checkpoint."""
         with self._loop.lock:
@@ -185,11 +114,16 @@ class Averager:
         with self._loop.lock:
             return self._coordinator.committed.progress()
 
-    @property
-    def kept(self) -> dict[int, WorkerState]:
-        """What is kept of each rank, to start it again from ``progress``."""
+    def snapshot(self) -> Snapshot:
+        """What another averager needs to go on after the last commit, once this one is closed."""
         with self._loop.lock:
-            return dict(self._coordinator.committed.kept)
+            restart = self._coordinator.restart()
+        return Snapshot(
+            center=self._center.values,
+            memory=self._center.memory,
+            restart=restart,
+            kept_model=self.kept_model,
+        )
 
     @property
     def losses(self) -> list[str]:
@@ -265,12 +199,6 @@ class Averager:
             epoch: the epoch that has just ended.
         """
         self._loop.kept_model = KeptModel(epoch, self._center.model())
-
-    @property
-    def saved(self) -> bool:
-        """Whether a checkpoint holds everything committed, if any are planned."""
-        with self._loop.lock:
-            return self._coordinator.checkpoints.has_last_commit
 
     def save_center(self) -> bool:
         """After the end, write a checkpoint if the last one lacks the last commit or kept model.

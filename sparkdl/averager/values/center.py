@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +36,23 @@ def named(layout: Layout, values: Sequence[Tensor], memory: Memory) -> dict[str,
         for name, kept in zip(names, memory, strict=True)
         for key, tensor in kept.items()
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class CenterSpec:
+    """What is settled about a center before the run begins.
+
+    Attributes:
+        layout: kinds and sizes of the segments of the replicas' state.
+        wire_format: how values travel.
+        update: what contributions do to the center; by default their mean replaces it.
+        fragments: how many parts of the state the rounds exchange in turn; 1 for all of it at once.
+    """
+
+    layout: Layout
+    wire_format: WireFormat
+    update: CenterUpdate = field(default_factory=ReplaceByMean)
+    fragments: int = 1
 
 
 class Center:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from by_keyword import open_averager
 from decisions import Run, commit, only, report, started
 from stragglers import AllButStragglers
 
-from sparkdl.averager import Averager
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
@@ -227,11 +227,11 @@ def test_every_schedule_ends_as_its_faults_allow(policy: Callable[[], RoundPolic
 @pytest.mark.parametrize("policy", [Nobody(), AllButStragglers(1)], ids=["nobody", "all but one"])
 def test_replies_of_changes_are_refused_where_not_all_get_each_of_them(policy: RoundPolicy) -> None:
     with pytest.raises(ConfigError, match=f"'bfloat16' .* with {type(policy).__name__}"):
-        Averager((), [], 2, BFloat16Changes(), policy=policy)
+        open_averager((), [], 2, BFloat16Changes(), policy=policy)
 
 
 @pytest.mark.parametrize("policy", [Nobody(), AllButStragglers(1)], ids=["nobody", "all but one"])
 def test_fragments_are_refused_where_not_all_get_each_of_them(policy: RoundPolicy) -> None:
     layout = (Segment("parameters", torch.float32, 4),)
     with pytest.raises(ConfigError, match=f"2 fragments .* {type(policy).__name__} lets them"):
-        Averager(layout, [torch.zeros(4)], 2, FullPrecision(), policy=policy, fragments=2)
+        open_averager(layout, [torch.zeros(4)], 2, FullPrecision(), policy=policy, fragments=2)

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
+from by_keyword import open_averager
 from crew import WAIT_S, crew
 from crew import window as crew_window
 from torch import Tensor
@@ -36,7 +37,7 @@ def three_workers() -> Iterator[tuple[Averager, list[AveragerClient]]]:
     """An averager whose center is zero, and three workers that have started."""
     with ExitStack() as stack:
         averager = stack.enter_context(
-            Averager(LAYOUT, [torch.zeros(3)], 3, FullPrecision(), deadline_s=DEADLINE_S)
+            open_averager(LAYOUT, [torch.zeros(3)], 3, FullPrecision(), deadline_s=DEADLINE_S)
         )
         clients = [
             stack.enter_context(AveragerClient(averager.address, rank, FullPrecision()))

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from by_keyword import open_averager
 from crew import WAIT_S, crew, sent_values, window
 from toys import drive
 
-from sparkdl.averager import Averager, AveragerClient
+from sparkdl.averager import AveragerClient
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.membership import Tolerance
@@ -67,7 +68,7 @@ def test_it_is_not_lost_though_its_values_would_not_fit_into_the_connection() ->
     # Of a send that has begun the kernel waits once for room, and once more for what is left.
     assert AHEAD * WINDOW_S > 2 * 2 * DEADLINE_S
     with ExitStack() as stack:
-        averager = Averager(
+        averager = open_averager(
             LAYOUT,
             [torch.zeros(VALUES)],
             2,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from by_keyword import open_averager
 from crew import LAYOUT, WAIT_S, Crew, crew, eventually, window
 
-from sparkdl.averager import Averager
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
 from sparkdl.averager.values.wire_format import FullPrecision
@@ -144,7 +144,7 @@ def test_who_has_finished_may_leave_before_the_others_have() -> None:
 
 
 def test_who_comes_when_the_run_has_ended_hears_it_whatever_it_has_to_say() -> None:
-    with Averager(LAYOUT, [torch.zeros(3)], 1, FullPrecision()) as averager:
+    with open_averager(LAYOUT, [torch.zeros(3)], 1, FullPrecision()) as averager:
         averager.fail(TrainingError("it was enough"))
         with pytest.raises(TrainingError):
             list(averager.events())

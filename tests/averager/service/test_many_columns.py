@@ -8,10 +8,11 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from by_keyword import open_averager
 from crew import LAYOUT, WAIT_S, crew
 from toys import drive
 
-from sparkdl.averager import Averager, AveragerClient
+from sparkdl.averager import AveragerClient
 from sparkdl.averager.messages import headers
 from sparkdl.averager.messages.headers import read_statistics, shard_header, statistics_header
 from sparkdl.averager.values.wire_format import FullPrecision
@@ -36,7 +37,9 @@ def test_the_statistics_about_columns_are_added_up_once_however_many_workers_ask
     with (
         ExitStack() as stack,
         ThreadPoolExecutor(WORKERS + 1) as pool,
-        Averager(LAYOUT, [torch.zeros(3)], WORKERS, FullPrecision(), deadline_s=10) as averager,
+        open_averager(
+            LAYOUT, [torch.zeros(3)], WORKERS, FullPrecision(), deadline_s=10
+        ) as averager,
     ):
         pool.submit(drive, averager)
         clients = [

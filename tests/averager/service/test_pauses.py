@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from by_keyword import open_averager
 from crew import LAYOUT, SILENCE_S, WAIT_S, Crew, crew, window
 from toys import drive
 
-from sparkdl.averager import Averager, AveragerClient
+from sparkdl.averager import AveragerClient
 from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.membership import Tolerance
 from sparkdl.averager.service.saving import CheckpointPlan
@@ -102,7 +103,7 @@ DEADLINE_S = 20.0
 
 def serve(told: Pipe) -> None:
     """A driver of two workers; says at the end whom it took for lost."""
-    averager = Averager(
+    averager = open_averager(
         LAYOUT,
         [torch.zeros(3)],
         2,

@@ -20,7 +20,7 @@ def test_it_is_the_same_bytes_in_the_next_attempt(
     octets = random.Random(size).randbytes(size)
     with crew(1, options={"restart_state": lambda: octets}) as workers:
         workers.exchange(window(0)).result(WAIT_S)
-        before = workers.averager
+        before = workers.averager.snapshot().restart
     with crew(1, progress=before.progress, kept=before.kept) as workers:
         client = workers.client(0)
         assert client.resumes
@@ -32,7 +32,7 @@ def test_only_the_last_commits_is_kept() -> None:
     with crew(1, options={"restart_state": iter(given).__next__}) as workers:
         for step in (1, 2, 3):
             workers.exchange(window(0, step)).result(WAIT_S)
-        before = workers.averager
+        before = workers.averager.snapshot().restart
     with crew(1, progress=before.progress, kept=before.kept) as workers:
         resume = workers.call(workers.client(0).resume, [torch.zeros(3)])
         assert resume.result(WAIT_S) == b"third"

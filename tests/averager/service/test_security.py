@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from by_keyword import open_averager
 from torch import Tensor
 from toys import drive
 from virtual_time import VirtualClock
@@ -77,7 +78,7 @@ def clock() -> VirtualClock:
 @pytest.fixture
 def averager(clock: VirtualClock) -> Iterator[Averager]:
     """One for which no time passes: no run ends because a deadline has passed."""
-    with Averager(LAYOUT, [torch.ones(5)], 1, FullPrecision(), now=clock) as averager:
+    with open_averager(LAYOUT, [torch.ones(5)], 1, FullPrecision(), now=clock) as averager:
         yield averager
 
 
@@ -186,7 +187,7 @@ def test_a_worker_with_a_wrong_token_is_stopped(averager: Averager) -> None:
 def test_tokens_differ_from_run_to_run_and_are_not_shown() -> None:
     tokens = set()
     for _ in range(3):
-        with Averager(LAYOUT, [torch.ones(5)], 1, FullPrecision()) as averager:
+        with open_averager(LAYOUT, [torch.ones(5)], 1, FullPrecision()) as averager:
             tokens.add(averager.address.token)
             assert averager.address.token not in repr(averager.address)
     assert len(tokens) == 3
@@ -194,7 +195,7 @@ def test_tokens_differ_from_run_to_run_and_are_not_shown() -> None:
 
 
 def test_the_port_is_bound_to_the_host_asked_for() -> None:
-    with Averager(LAYOUT, [torch.ones(5)], 1, FullPrecision(), host="127.0.0.1") as averager:
+    with open_averager(LAYOUT, [torch.ones(5)], 1, FullPrecision(), host="127.0.0.1") as averager:
         _, port = averager.address.host_and_port
         assert averager.address.uri == f"tcp://127.0.0.1:{port}"
         # The whole of 127/8 is this machine: another address of it must not answer.
@@ -203,7 +204,7 @@ def test_the_port_is_bound_to_the_host_asked_for() -> None:
 
 
 def test_the_advertised_host_is_the_one_in_the_address() -> None:
-    with Averager(
+    with open_averager(
         LAYOUT, [torch.ones(5)], 1, FullPrecision(), advertised_host="localhost"
     ) as averager:
         assert averager.address.uri.startswith("tcp://localhost:")
@@ -214,7 +215,7 @@ def test_an_ipv6_address_survives_its_uri() -> None:
 
 
 def test_closing_the_port_ends_connections_of_every_kind() -> None:
-    with Averager(LAYOUT, [torch.ones(5)], 1, FullPrecision(), deadline_s=60) as averager:
+    with open_averager(LAYOUT, [torch.ones(5)], 1, FullPrecision(), deadline_s=60) as averager:
         stranger = dial(averager)
         worker = dial(averager)
         assert worker.introduce(averager.address.token)

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ import sparkdl
 from sparkdl.averager import Averager
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import STRAGGLER_S
+from sparkdl.averager.service.loop import EdgeOptions
 from sparkdl.driver import lifecycle
 from sparkdl.errors import DeadlineError
 from sparkdl.spark.diagnostics import watchdog
@@ -70,8 +72,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """One for which time passes only when the test says so."""
     driver = Driver()
 
-    def opened(*arguments: Any, **options: Any) -> Averager:
-        driver.averagers.append(Averager(*arguments, **{**options, "now": driver.clock}))
+    def opened(*arguments: Any, edge: EdgeOptions, **options: Any) -> Averager:
+        edge = replace(edge, now=driver.clock)
+        driver.averagers.append(Averager(*arguments, edge=edge, **options))
         return driver.averagers[-1]
 
     monkeypatch.setattr(lifecycle, "Averager", opened)

@@ -13,6 +13,7 @@ import misbehaving
 import numpy as np
 import pytest
 import torch
+from by_keyword import run
 from misbehaving import Interrupted, ranks
 from torch import Tensor, nn
 from toys import average_by_hand, classification, make_job, mlp, relative_error
@@ -24,7 +25,6 @@ from sparkdl.averager.messages.run_events import RunEvent
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.collective import peers as peers_module
 from sparkdl.collective.peers import PeerAwayError, Peers, Visitors
-from sparkdl.driver import run
 from sparkdl.events import EpochSummary
 from sparkdl.strategies import GossipAveraging, ParameterAveraging
 from sparkdl.strategies.gossip.shown import Shown

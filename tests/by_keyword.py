@@ -1,0 +1,64 @@
+"""Averagers and runs whose options tests name one by one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from sparkdl import driver
+from sparkdl.averager import Averager
+from sparkdl.averager.coordination.run_state import Restart, RunSpec
+from sparkdl.averager.messages.progress import Progress
+from sparkdl.averager.messages.worker_state import WorkerState
+from sparkdl.averager.service.loop import EdgeOptions
+from sparkdl.averager.service.saving import CheckpointFiles, CheckpointPlan
+from sparkdl.averager.service.snapshot import Snapshot
+from sparkdl.averager.values.center import CenterSpec
+from sparkdl.averager.values.wire_format import WireFormat
+from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.driver import Launch, Observers, Outcome, RunOptions
+from sparkdl.protocols import Layout
+from sparkdl.worker import Job
+
+
+def open_averager(
+    layout: Layout,
+    center: Sequence[Tensor],
+    world_size: int,
+    wire_format: WireFormat,
+    *,
+    fragments: int = 1,
+    plan: CheckpointPlan | None = None,
+    progress: Progress | None = None,
+    kept: Mapping[int, WorkerState] | None = None,
+    host: str = "127.0.0.1",
+    advertised_host: str | None = None,
+    tls: bool = False,
+    now: Callable[[], float] = time.monotonic,
+    **spec: Any,
+) -> Averager:
+    """An averager; ``spec`` is more of its ``RunSpec``."""
+    return Averager(
+        RunSpec(world_size=world_size, **spec),
+        CenterSpec(layout=layout, wire_format=wire_format, fragments=fragments),
+        Snapshot(center=center, restart=Restart(progress=progress, kept=kept or {})),
+        files=CheckpointFiles(plan=plan),
+        edge=EdgeOptions(host=host, advertised_host=advertised_host, tls=tls, now=now),
+    )
+
+
+def run(
+    job: Job,
+    world_size: int,
+    launch: Launch,
+    *,
+    checkpoints: CheckpointPolicy | None = None,
+    now: Callable[[], float] = time.monotonic,
+    **observers: Any,
+) -> Outcome:
+    """``driver.run``; ``observers`` are those of its ``Observers``."""
+    options = RunOptions(checkpoints=checkpoints, edge=EdgeOptions(now=now))
+    return driver.run(job, world_size, launch, options, Observers(**observers))
