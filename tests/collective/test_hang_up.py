@@ -10,7 +10,7 @@ import pytest
 
 HANGS_UP = """
 import socket, sys
-from sparkdl.collective.hang_up import hang_up
+from sparkdl.collective.network import hang_up
 kept, ended = [socket.create_connection(("127.0.0.1", int(port))) for port in sys.argv[1:]]
 listener, (mine, other) = socket.create_server(("127.0.0.1", 0)), socket.socketpair()
 hang_up({kept.getpeername()[1]})

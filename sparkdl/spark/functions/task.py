@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from sparkdl.collective import Network
 from sparkdl.collective.group import ROLL_CALL_S, is_of_backend, leave_group
-from sparkdl.collective.hang_up import hang_up
-from sparkdl.collective.network import local_address
+from sparkdl.collective.network import hang_up, local_address
 from sparkdl.collective.rendezvous import Meeting, interface_settings, meet
 from sparkdl.errors import DataError, DisconnectedError, StoppedError
 from sparkdl.feed.columns.schema import FeedSchema
