@@ -16,8 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
-from sparkdl.collective.network import Network
-from sparkdl.collective.rendezvous import Gather, Meeting, interface_settings, meet
+from sparkdl.collective.network import Gather, Meeting, Network, interface_settings, meet
 from sparkdl.errors import CollectiveError
 from sparkdl.phases import EXCHANGE, PhaseClock
 from sparkdl.user_code.tracebacks import text_of

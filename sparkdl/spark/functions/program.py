@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparkdl.collective.rendezvous import Gather
+from sparkdl.collective.network import Gather
 from sparkdl.errors import ConfigError
 from sparkdl.user_code.references import imported_names
 

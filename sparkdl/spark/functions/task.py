@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from sparkdl.collective import Network
 from sparkdl.collective.group import ROLL_CALL_S, is_of_backend, leave_group
-from sparkdl.collective.network import hang_up, local_address
-from sparkdl.collective.rendezvous import Meeting, interface_settings, meet
+from sparkdl.collective.network import Meeting, hang_up, interface_settings, local_address, meet
 from sparkdl.errors import DataError, DisconnectedError, StoppedError
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed, FeedOptions

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparkdl.arguments import require_whole
 from sparkdl.checkpoint.state_files import load_state, save_state
 from sparkdl.checkpoint.storage import CheckpointStore
-from sparkdl.collective.rendezvous import Meeting
+from sparkdl.collective.network import Meeting
 from sparkdl.errors import ConfigError
 from sparkdl.feed.feed import Feed
 from sparkdl.feed.order import even_sizes

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdl.collective.rendezvous import require_distinct_gpus
+from sparkdl.collective.network import require_distinct_gpus
 from sparkdl.errors import ConfigError
 from sparkdl.spark.cluster.devices import choose_device, device_index
 from sparkdl.spark.launch import assignment
