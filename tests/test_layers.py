@@ -55,7 +55,7 @@ ROOMS: dict[str, list[tuple[str, ...]]] = {
     "strategies": [
         ("all_reduce", "asynchronous", "elastic", "gossip", "outer", "threshold"),
         ("compression", "kfac", "parameter_averaging"),
-        ("cutoff", "inner_momentum", "on_worker", "steps_ahead", "worker_group"),
+        ("cutoff", "inner_momentum", "on_worker", "worker_group"),
         ("base",),
     ],
     "feed": [

@@ -1,4 +1,4 @@
-"""A strategy on one worker, from when it is sent the center until it leaves the others."""
+"""A strategy on one worker: its state from start to end, and the steps that it is ahead of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Generic
 
+from sparkdl.protocols import Batch
 from sparkdl.strategies.base import Run, State, Strategy
 
 
@@ -40,3 +41,45 @@ class OnWorker(Generic[State]):
     def saved_state(self) -> Mapping[str, Any]:
         """The part of the state to save; empty while there is no state."""
         return {} if self._state is None else self._strategy.saved_state(self._state)
+
+
+class StepsAhead:
+    """Counts the steps of one worker that trains on while a round is under way.
+
+    Its state is saved when it learns that the round was committed, and is by then some steps ahead.
+    So whoever resumes from it must skip the minibatches of those steps.
+
+    Args:
+        run: the worker's.
+
+    Attributes:
+        steps: since the round began; counted by whoever begins one.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.steps = 0
+        self._run = run
+        self._to_skip = 0
+
+    def saved(self) -> dict[str, Any]:
+        """For ``restore``: the steps, and what belongs to the window that they are part of."""
+        run = self._run
+        window = run.window()
+        counted = {"loss_sum": window.loss_sum, "counted": window.counted}
+        return {"ahead": self.steps, "examples": run.examples, **counted}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take over what was ``saved``; ``skip`` must follow before the worker trains."""
+        self._to_skip = saved["ahead"]
+        self._run.examples, self._run.loss_sum = saved["examples"], saved["loss_sum"]
+        self._run.counted = saved.get("counted")
+
+    def skip(self, batches: Iterator[Batch]) -> Batch | None:
+        """Count the minibatches already trained on; returns the last, if there are any."""
+        batch = None
+        for _ in range(self._to_skip):
+            batch = next(batches)
+            self._run.count_step()
+            self._run.replica.schedule.after_step()
+        self._to_skip = 0
+        return batch

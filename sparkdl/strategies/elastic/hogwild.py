@@ -19,7 +19,7 @@ from typing import Any
 from sparkdl.protocols import Batch
 from sparkdl.strategies.base import Run
 from sparkdl.strategies.elastic.springs import Spring
-from sparkdl.strategies.steps_ahead import StepsAhead
+from sparkdl.strategies.on_worker import StepsAhead
 
 
 class HogwildSpring(Spring):

@@ -28,7 +28,7 @@ from sparkdl.averager.client.overlapped import merge
 from sparkdl.averager.values.chunks import plan_fragments
 from sparkdl.protocols import Batch, Segment
 from sparkdl.strategies.base import Run
-from sparkdl.strategies.steps_ahead import StepsAhead
+from sparkdl.strategies.on_worker import StepsAhead
 
 
 class Stream:
