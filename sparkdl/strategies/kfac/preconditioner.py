@@ -25,8 +25,7 @@ from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError, ModelError
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Run
-from sparkdl.strategies.kfac.grid import Grid, assign
-from sparkdl.strategies.kfac.layers import FactoredLayer, factored_layers
+from sparkdl.strategies.kfac.layers import FactoredLayer, Grid, assign, factored_layers
 
 EARLY_STEPS = 100
 """First steps of a training, in which factors and decompositions are computed more often."""

@@ -19,8 +19,7 @@ from sparkdl.driver import Outcome
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.events import WindowReport
 from sparkdl.strategies import GradientAllReduce, KFACPreconditioner, TopK
-from sparkdl.strategies.kfac.grid import Grid, assign
-from sparkdl.strategies.kfac.layers import factored_layers
+from sparkdl.strategies.kfac.layers import Grid, assign, factored_layers
 from sparkdl.testing import run_world
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
