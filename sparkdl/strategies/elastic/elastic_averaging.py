@@ -49,8 +49,7 @@ from sparkdl.strategies.base import (
     require_fraction,
     require_period,
 )
-from sparkdl.strategies.elastic.hogwild import HogwildSpring
-from sparkdl.strategies.elastic.springs import Spring, SpringAmongWorkers
+from sparkdl.strategies.elastic.springs import HogwildSpring, Spring, SpringAmongWorkers
 
 MODES = ("synchronous", "asynchronous", "hogwild", "round_robin")
 AGGREGATIONS = ("driver", "executors")
