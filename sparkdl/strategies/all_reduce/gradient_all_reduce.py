@@ -26,8 +26,12 @@ from sparkdl.replica import Replica
 from sparkdl.replica.optimizer_state import NamedParameters, takes_names
 from sparkdl.strategies.all_reduce.gradient_noise import DECAY, NoiseMeter
 from sparkdl.strategies.all_reduce.gradients import ROUNDED, FiniteGradients, FiniteSum, reduce_by
-from sparkdl.strategies.all_reduce.model_and_loss import ModelAndLoss, distribute
-from sparkdl.strategies.all_reduce.synchronized_norm import batch_norm_layers, synchronize
+from sparkdl.strategies.all_reduce.model_and_loss import (
+    ModelAndLoss,
+    batch_norm_layers,
+    distribute,
+    synchronize,
+)
 from sparkdl.strategies.base import Needs, Run, Strategy, is_number, require_steps
 from sparkdl.strategies.compression.base import Compression, Compressor
 from sparkdl.strategies.kfac import KFACPreconditioner, Preconditioning
