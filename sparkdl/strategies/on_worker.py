@@ -1,4 +1,4 @@
-"""A strategy on one worker: its state from start to end, and the steps that it is ahead of it."""
+"""A strategy on one worker: its state from start to end, and its steps since a commit."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ differ in which center a replica is pulled to:
     asynchronous    the one it meets, one worker at a time, first come first served: Async EASGD
     round_robin     the same in the order of ranks, which wait for their turns: their baseline
     hogwild         the one it has read before, and nobody waits for the reply: Hogwild EASGD
-                    (``hogwild`` says what differs)
+                    (``springs`` says what differs)
 
 The optimizer's momentum is a different one: with ``SGD(momentum=m)`` this is MEASGD (You et al.,
 equations 5 and 6). With ``SGD(momentum=m, nesterov=True)`` it is nearly EAMSGD: torch's parameters
