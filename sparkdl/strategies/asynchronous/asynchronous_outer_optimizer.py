@@ -19,7 +19,7 @@ from sparkdl.averager.policies.round_policy import Nobody, RoundPolicy
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions
 from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
-from sparkdl.strategies.asynchronous.base import ContributesChanges
+from sparkdl.strategies.asynchronous.asynchronous_sgd import ContributesChanges
 from sparkdl.strategies.base import require_fraction, require_period, require_positive
 from sparkdl.strategies.inner_momentum import warn_of_inner_momentum
 
