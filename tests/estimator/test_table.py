@@ -33,8 +33,9 @@ def rows(spark: SparkSession) -> Iterator[DataFrame]:
 
 
 def _written() -> dict[str, str]:
-    """What the page says of each case."""
-    return dict(re.findall(r"^\| (.+?) \| (.+) \|$", PAGE.read_text(), re.MULTILINE))
+    """What the page says of each case; those that work as they are share a row."""
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
+    return {name: happens for names, happens in rows for name in names.split("; ")}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,11 @@ def said() -> Iterator[dict[str, str]]:
 
 
 def _table(heading: str, cases: list[Case], said: dict[str, str]) -> str:
-    rows = [f"| {case.name} | {said.get(case.name, 'not tried')} |" for case in cases]
+    plain = [case.name for case in cases if said.get(case.name) == "works"]
+    rows = [f"| {'; '.join(plain)} | works |"]
+    rows += [
+        f"| {c.name} | {said.get(c.name, 'not tried')} |" for c in cases if c.name not in plain
+    ]
     return "\n".join([f"| {heading} | what happens |", "|---|---|", *rows])
 
 
@@ -94,4 +99,4 @@ def test_what_the_page_says_happens(
 @pytest.mark.skipif(REWRITES, reason="the page is being written")
 def test_the_page_has_a_row_for_each_case() -> None:
     names = [name for name, happens in _written().items() if happens != "what happens"]
-    assert names == [case.name for case in CASES]
+    assert sorted(names) == sorted(case.name for case in CASES)
