@@ -1,7 +1,8 @@
 """A worker from start to end: it builds its replica, joins the averager and trains.
 
 A worker is a function of (job, averager's address, iterator of record batches); it knows nothing
-about Spark. The algorithm itself is in ``loop``.
+about Spark. The algorithm itself is in ``loop``. Of an error on a worker, the driver is told
+the place, the traceback and the remedy.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ import pyarrow as pa
 import torch
 
 from sparkdl.averager.client.client import AveragerClient
+from sparkdl.averager.client.worker_channel import WorkerChannel
+from sparkdl.averager.messages.headers import failure_header
 from sparkdl.errors import (
     CollectiveError,
     DeadlineError,
     DisconnectedError,
+    NonFiniteError,
     RowsLostError,
     StoppedError,
+    TrainingError,
+    WorkerError,
 )
 from sparkdl.phases import PhaseClock
 from sparkdl.process.interrupts import Interrupted
@@ -27,7 +33,14 @@ from sparkdl.replica import Replica
 from sparkdl.strategies.base import Run
 from sparkdl.strategies.on_worker import OnWorker
 from sparkdl.transport.address import ServiceAddress
-from sparkdl.worker.failures import as_worker_error, report_failure, where_of
+from sparkdl.transport.connecting import reach
+from sparkdl.user_code.missing_modules import advice
+from sparkdl.user_code.tracebacks import (
+    TRACEBACK_CHARACTERS,
+    message_of,
+    text_of,
+    traceback_of,
+)
 from sparkdl.worker.job import Job, Placement
 from sparkdl.worker.links import WorkerLinks
 from sparkdl.worker.loop import TrainingLoop
@@ -35,6 +48,9 @@ from sparkdl.worker.state import checkpointed_state, restart_state
 from sparkdl.worker_callback import StepCalls
 
 logger = logging.getLogger(__name__)
+
+START_FAILURE_S = 60.0
+"""Seconds for which a worker that could not start tries to reach the averager, and waits for it."""
 
 
 def train(
@@ -136,3 +152,68 @@ def _join_and_train(
         # The averager ended the run and knows why, or is gone; raising would make Spark retry.
         logger.info("rank %d leaves: %s", rank, error)
     return False
+
+
+def report_failure(address: ServiceAddress, rank: int, error: BaseException) -> None:
+    """End the run from a worker that could not even start.
+
+    Args:
+        address: the driver's averager.
+        rank: the worker's rank.
+        error: why it could not start.
+
+    Raises:
+        DisconnectedError: the averager cannot be reached; ``error`` is its cause.
+    """
+    failure = failure_header(as_worker_error(error, rank, None))
+    try:
+        channel = reach(lambda: WorkerChannel(address, rank, START_FAILURE_S), START_FAILURE_S)
+        try:
+            channel.send_last(failure)
+        finally:
+            channel.close()
+    except DisconnectedError as unreachable:
+        raise unreachable from error
+    except (StoppedError, DeadlineError) as answer:
+        logger.info("rank %d leaves: %s", rank, answer)
+
+
+def as_worker_error(error: BaseException, rank: int, run: Run | None) -> WorkerError:
+    """An error that says where it happened, with the worker's own traceback."""
+    if isinstance(error, NonFiniteError):
+        return error
+    epoch, step = _when(run)
+    where = where_of(rank, run)
+    own = isinstance(error, TrainingError)
+    if own:
+        text, message = "", f"{where}: {text_of(error, TRACEBACK_CHARACTERS)}"
+    else:
+        text = traceback_of(error)
+        message = f"{where}: {message_of(error)}{_advice(error)}\n\n{text}"
+    return WorkerError(message, rank=rank, epoch=epoch, step=step, worker_traceback=text)
+
+
+def where_of(rank: int, run: Run | None) -> str:
+    """A worker and its progress, in words."""
+    epoch, step = _when(run)
+    return f"rank {rank}, epoch {epoch}, step {step}"
+
+
+def _when(run: Run | None) -> tuple[int, int]:
+    return (run.epoch, run.step) if run is not None else (0, 0)
+
+
+def _advice(error: BaseException) -> str:
+    """What to do about a lack of memory or of a module; empty for other errors."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"\n{advice(error)}"
+    if isinstance(error, torch.OutOfMemoryError):
+        return "\nThe GPU's memory is full: lower batchSize, or set precision='bf16'"
+    # torch's CPU allocator has no error class of its own.
+    if isinstance(error, MemoryError) or "can't allocate memory" in text_of(error):
+        return (
+            "\nThe worker ran out of memory: raise spark.executor.memoryOverhead (and "
+            "spark.executor.pyspark.memory, which is the limit where it is set), or lower "
+            "batchSize or memoryBudget"
+        )
+    return ""
