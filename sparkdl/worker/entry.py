@@ -34,7 +34,7 @@ from sparkdl.strategies.base import Run
 from sparkdl.strategies.on_worker import OnWorker
 from sparkdl.transport.address import ServiceAddress
 from sparkdl.transport.connecting import reach
-from sparkdl.user_code.missing_modules import advice
+from sparkdl.user_code.needed_modules import advice
 from sparkdl.user_code.tracebacks import (
     TRACEBACK_CHARACTERS,
     message_of,

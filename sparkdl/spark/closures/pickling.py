@@ -24,7 +24,7 @@ from pyspark import Accumulator, Broadcast, SparkContext
 from pyspark.core.broadcast import _broadcastRegistry, _from_id
 
 from sparkdl.errors import ModelError, SparkDLError
-from sparkdl.user_code.references import ReferencePickler, nested_code
+from sparkdl.user_code.needed_modules import ReferencePickler, nested_code
 from sparkdl.user_code.stand_ins import Uncounted, ValueOf, stands_in
 from sparkdl.user_code.tracebacks import text_of
 
@@ -34,7 +34,7 @@ class References:
     """What pickles refer to.
 
     Attributes:
-        names: of modules, or of what a module may have; see ``user_code.references``.
+        names: of modules, or of what a module may have; see ``user_code.needed_modules``.
         broadcasts: broadcast variables by number. Pickled by PySpark, they have their values in the
             task that unpickles them.
     """

@@ -16,7 +16,7 @@ from typing import Any
 
 from sparkdl.collective.network import Gather
 from sparkdl.errors import ConfigError
-from sparkdl.user_code.references import imported_names
+from sparkdl.user_code.needed_modules import imported_names
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pyspark.errors import PySparkException
 
 from sparkdl.errors import DataError, ModelError, SparkDLError
-from sparkdl.user_code.missing_modules import advice
+from sparkdl.user_code.needed_modules import advice
 from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, message_of, shortened, traceback_of
 
 _OURS = re.compile(rf"^{re.escape(SparkDLError.__module__)}\.(\w+): ", re.MULTILINE)

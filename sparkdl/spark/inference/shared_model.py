@@ -23,7 +23,7 @@ from sparkdl.spark.closures.accumulators import accumulators_here, count_again
 from sparkdl.spark.closures.pickling import ClosurePickler, References
 from sparkdl.spark.modules.arrival import Shipment, arrive, importable
 from sparkdl.spark.modules.shipping import ship
-from sparkdl.user_code.missing_modules import advice
+from sparkdl.user_code.needed_modules import advice
 
 OF_ANOTHER_SESSION = (
     "this function was made by model.udf() in a Spark session that has been stopped, whose "

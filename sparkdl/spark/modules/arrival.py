@@ -30,7 +30,7 @@ from pyspark import Broadcast
 
 from sparkdl.errors import SetupError
 from sparkdl.spark.rows.scratch import row_directory
-from sparkdl.user_code.missing_modules import left_behind
+from sparkdl.user_code.needed_modules import left_behind
 
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EPERM, errno.EACCES)
 """How the system says that something is already in the place of a new folder."""

@@ -27,8 +27,7 @@ from pyspark import Broadcast, SparkContext, SparkFiles
 from sparkdl.errors import ConfigError
 from sparkdl.spark.modules.arrival import Shipment
 from sparkdl.spark.modules.units import CannotTravelError, Finder, Unit, spec_of
-from sparkdl.user_code.missing_modules import HOW_OTHERS_TRAVEL
-from sparkdl.user_code.references import imported_names
+from sparkdl.user_code.needed_modules import HOW_OTHERS_TRAVEL, imported_names
 
 logger = logging.getLogger(__name__)
 

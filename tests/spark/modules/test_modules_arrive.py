@@ -18,7 +18,7 @@ from projects import on_path, write
 
 from sparkdl.errors import SetupError
 from sparkdl.spark.modules.arrival import Arrived, Shipment, arrive, importable
-from sparkdl.user_code.missing_modules import advice
+from sparkdl.user_code.needed_modules import advice
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.user_code.references import imported_names, pickled
+from sparkdl.user_code.needed_modules import imported_names, pickled
 
 
 def names_of(value: Any) -> set[str]:
