@@ -55,8 +55,8 @@ ROOMS: dict[str, list[tuple[str, ...]]] = {
     "strategies": [
         ("all_reduce", "asynchronous", "elastic", "gossip", "outer", "threshold"),
         ("compression", "kfac", "parameter_averaging"),
-        ("cutoff", "inner_momentum", "on_worker", "worker_group"),
-        ("base",),
+        ("on_worker", "worker_group"),
+        ("arguments", "base"),
     ],
     "feed": [
         ("feed",),

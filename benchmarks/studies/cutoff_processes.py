@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import ParameterAveraging
-from sparkdl.strategies.cutoff import Cutoff
+from sparkdl.strategies.arguments import Cutoff
 from sparkdl.testing import batches_of, run_world
 from sparkdl.worker import Job
 

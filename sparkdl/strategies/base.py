@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeGuard, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -160,43 +159,6 @@ class Run:
             counted=None if self.counted is None else float(self.counted),
             step_of_epoch=self.step_of_epoch,
         )
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Whether an argument is an int or float; a bool is none."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def require_positive(name: str, value: object) -> None:
-    """Refuse an argument that is no finite number > 0."""
-    if not is_number(value) or not 0 < value < math.inf:
-        raise ConfigError(f"{name} must be a number > 0, got {value!r}")
-
-
-def require_fraction(name: str, value: object) -> None:
-    """Refuse an argument that is no number in [0, 1)."""
-    if not is_number(value) or not 0 <= value < 1:
-        raise ConfigError(f"{name} must be a number >= 0 and < 1, got {value!r}")
-
-
-def require_steps(name: str, steps: object) -> None:
-    """Check that an argument is None or a whole number of steps >= 1.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if steps is not None and (type(steps) is not int or steps < 1):
-        raise ConfigError(f"{name} must be None or a whole number of steps >= 1, got {steps!r}")
-
-
-def require_period(period: object) -> None:
-    """Check that a period is a whole number of steps >= 1.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if type(period) is not int or period < 1:
-        raise ConfigError(f"period must be a whole number of steps >= 1, got {period!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

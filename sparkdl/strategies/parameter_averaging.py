@@ -20,8 +20,14 @@ from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.averager.values.wire_format import WIRE_FORMATS, ParameterChanges, WireFormat
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
-from sparkdl.strategies.base import Needs, Run, Strategy, require_period, require_steps
-from sparkdl.strategies.cutoff import Cutoff, cutoff_policy, require_cutoff
+from sparkdl.strategies.arguments import (
+    Cutoff,
+    cutoff_policy,
+    require_cutoff,
+    require_period,
+    require_steps,
+)
+from sparkdl.strategies.base import Needs, Run, Strategy
 from sparkdl.strategies.worker_group import WorkerGroup
 
 

@@ -32,7 +32,8 @@ from sparkdl.strategies.all_reduce.model_and_loss import (
     distribute,
     synchronize,
 )
-from sparkdl.strategies.base import Needs, Run, Strategy, is_number, require_steps
+from sparkdl.strategies.arguments import is_number, require_steps
+from sparkdl.strategies.base import Needs, Run, Strategy
 from sparkdl.strategies.compression.base import Compression, Compressor
 from sparkdl.strategies.kfac import KFACPreconditioner, Preconditioning
 from sparkdl.strategies.worker_group import WorkerGroup

@@ -19,9 +19,13 @@ from sparkdl.averager.policies.round_policy import Nobody, RoundPolicy
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions
 from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
+from sparkdl.strategies.arguments import (
+    require_fraction,
+    require_period,
+    require_positive,
+    warn_of_inner_momentum,
+)
 from sparkdl.strategies.asynchronous.asynchronous_sgd import ContributesChanges
-from sparkdl.strategies.base import require_fraction, require_period, require_positive
-from sparkdl.strategies.inner_momentum import warn_of_inner_momentum
 
 
 @dataclass(frozen=True)

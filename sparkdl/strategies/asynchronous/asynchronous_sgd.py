@@ -24,8 +24,9 @@ from sparkdl.averager.values.center_update import CenterUpdate, Contributions
 from sparkdl.averager.values.wire_format import Changes, WireFormat
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, Segment
+from sparkdl.strategies.arguments import require_period, require_positive
 from sparkdl.strategies.asynchronous.barriers import ASP, Barrier
-from sparkdl.strategies.base import Needs, Run, Strategy, require_period, require_positive
+from sparkdl.strategies.base import Needs, Run, Strategy
 
 
 class ContributesChanges(Strategy[None]):

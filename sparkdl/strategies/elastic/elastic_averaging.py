@@ -41,14 +41,8 @@ from sparkdl.averager.values.wire_format import Changes, FullPrecision, WireForm
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, Segment
 from sparkdl.replica import Replica
-from sparkdl.strategies.base import (
-    Needs,
-    Run,
-    Strategy,
-    is_number,
-    require_fraction,
-    require_period,
-)
+from sparkdl.strategies.arguments import is_number, require_fraction, require_period
+from sparkdl.strategies.base import Needs, Run, Strategy
 from sparkdl.strategies.elastic.springs import HogwildSpring, Spring, SpringAmongWorkers
 
 MODES = ("synchronous", "asynchronous", "hogwild", "round_robin")

@@ -34,7 +34,8 @@ from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
 from sparkdl.collective.peers import AWAY_TIMES, PATIENCE_S
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
-from sparkdl.strategies.base import Needs, Run, Strategy, require_period
+from sparkdl.strategies.arguments import require_period
+from sparkdl.strategies.base import Needs, Run, Strategy
 from sparkdl.strategies.gossip.lockstep import Snapshots, lead_of, neighbors_of
 from sparkdl.strategies.gossip.shown import MODES, Shown
 from sparkdl.transport.connection import Connection

@@ -39,9 +39,15 @@ from sparkdl.averager.values.wire_format import NARROW_FORMATS, ParameterChanges
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, Segment
 from sparkdl.replica import Replica
-from sparkdl.strategies.base import Needs, Run, Strategy, require_fraction, require_positive
-from sparkdl.strategies.cutoff import Cutoff, cutoff_policy, require_cutoff
-from sparkdl.strategies.inner_momentum import warn_of_inner_momentum
+from sparkdl.strategies.arguments import (
+    Cutoff,
+    cutoff_policy,
+    require_cutoff,
+    require_fraction,
+    require_positive,
+    warn_of_inner_momentum,
+)
+from sparkdl.strategies.base import Needs, Run, Strategy
 from sparkdl.strategies.outer.streaming import Stream
 
 INNER_STATES = ("keep", "average", "reset")

@@ -32,7 +32,8 @@ from sparkdl.averager.values.wire_format import FullPrecision, SparseChanges, Wi
 from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
 from sparkdl.protocols import Batch
-from sparkdl.strategies.base import Needs, Run, Strategy, is_number, require_period, require_steps
+from sparkdl.strategies.arguments import is_number, require_period, require_steps
+from sparkdl.strategies.base import Needs, Run, Strategy
 from sparkdl.strategies.threshold.threshold_encoding import Encoding, ThresholdEncoder
 from sparkdl.strategies.worker_group import WorkerGroup
 
