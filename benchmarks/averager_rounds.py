@@ -19,7 +19,7 @@ from sparkdl.averager.values.wire_format import FullPrecision
 from sparkdl.events import WindowReport
 from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.protocols import Segment
-from sparkdl.transport.address import ServiceAddress
+from sparkdl.transport.connecting import ServiceAddress
 
 
 @contextmanager

@@ -11,8 +11,7 @@ from torch import Tensor
 from sparkdl import driver
 from sparkdl.averager import Averager
 from sparkdl.averager.coordination.run_state import Restart, RunSpec
-from sparkdl.averager.messages.progress import Progress
-from sparkdl.averager.messages.worker_state import WorkerState
+from sparkdl.averager.messages.progress import Progress, WorkerState
 from sparkdl.averager.service.loop import EdgeOptions
 from sparkdl.averager.service.saving import CheckpointFiles, CheckpointPlan
 from sparkdl.averager.service.snapshot import Snapshot

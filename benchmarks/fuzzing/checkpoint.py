@@ -24,7 +24,7 @@ from sparkdl.checkpoint.state_files import STATE_FILE, load_state, save_state
 from sparkdl.checkpoint.storage import CheckpointStore, SavedCheckpoint
 from sparkdl.checkpoint.tensor_file import write_tensors
 from sparkdl.driver import build_replica, initial_center
-from sparkdl.driver.identity import identity, require_progress, require_same_rows
+from sparkdl.driver.resuming import identity, require_progress, require_same_rows
 from sparkdl.durable.manifest import MANIFEST
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.columns.schema import FeedSchema
@@ -215,7 +215,7 @@ class CheckpointTarget(_Stored):
     """A checkpoint whose checksums are right but whose contents are wrong."""
 
     name = "checkpoint"
-    reads = ("averager/messages/progress.py", "checkpoint/policy.py", "driver/identity.py")
+    reads = ("averager/messages/progress.py", "checkpoint/policy.py", "driver/resuming.py")
 
     def attempt(self, draw: random.Random) -> bool:
         """One checkpoint."""

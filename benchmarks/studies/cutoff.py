@@ -19,9 +19,8 @@ import numpy as np
 from virtual_time import VirtualRun
 
 from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.policies.cutoff import BackupWorkers, PredictedCutoff
+from sparkdl.averager.policies.cutoff import BackupWorkers, PredictedCutoff, RunTimes, best_cutoff
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
-from sparkdl.averager.policies.run_times import RunTimes, best_cutoff
 from sparkdl.events import WindowReport
 
 WORKERS, HOST = 160, 4

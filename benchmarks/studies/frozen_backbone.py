@@ -28,7 +28,7 @@ from sparkdl.driver import build_replica, initial_center
 from sparkdl.events import WindowReport
 from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.replica import Replica
-from sparkdl.transport.address import ServiceAddress
+from sparkdl.transport.connecting import ServiceAddress
 
 WORKERS = 2
 WIDTH, LAYERS, CLASSES = 500, 100, 200

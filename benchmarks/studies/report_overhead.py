@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from sparkdl import ParameterAveraging
-from sparkdl.averager.client.time_reports import TimeReports
+from sparkdl.averager.client.worker_channel import TimeReports
 from sparkdl.averager.messages.run_events import RunEvent, WorkerTimes
 from sparkdl.events import EpochSummary
 from sparkdl.feed.columns.schema import FeedSchema

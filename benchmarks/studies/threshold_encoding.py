@@ -12,7 +12,7 @@ import harness
 import numpy as np
 import torch
 
-from sparkdl.averager.values.chunks import MAX_CHUNK_BYTES
+from sparkdl.averager.values.packing import MAX_CHUNK_BYTES
 from sparkdl.averager.values.sparse import Sparse
 from sparkdl.strategies.threshold.threshold_encoding import Encoding, ThresholdEncoder
 

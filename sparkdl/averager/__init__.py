@@ -2,6 +2,6 @@
 
 from sparkdl.averager.client.client import AveragerClient
 from sparkdl.averager.service.server import Averager
-from sparkdl.transport.address import ServiceAddress
+from sparkdl.transport.connecting import ServiceAddress
 
 __all__ = ["Averager", "AveragerClient", "ServiceAddress"]

@@ -19,11 +19,15 @@ from sparkdl.averager.service.snapshot import Snapshot
 from sparkdl.averager.values.center import CenterSpec
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver.center import first_replica, initial_center
-from sparkdl.driver.identity import has_ended, identity
 from sparkdl.driver.measuring import Measuring
-from sparkdl.driver.observed import setup_of, training_of
-from sparkdl.driver.resuming import newest_checkpoint, plan_of, saved_on_sigterm
-from sparkdl.driver.serving import Observers, RowExaminer, Serving
+from sparkdl.driver.resuming import (
+    has_ended,
+    identity,
+    newest_checkpoint,
+    plan_of,
+    saved_on_sigterm,
+)
+from sparkdl.driver.serving import Observers, RowExaminer, Serving, setup_of, training_of
 from sparkdl.errors import (
     CallbackError,
     CollectiveError,

@@ -1,4 +1,11 @@
-"""The checkpoint that a training resumes from, and the one that is written on SIGTERM."""
+"""Which checkpoints a training resumes from, and the one that is written on SIGTERM.
+
+A checkpoint has to belong to the same training. A training is defined by the model and its initial
+values, the loss, the optimizer with its hyperparameters and schedule, the strategy, the columns,
+the batch transform, batch size, clipping, precision, seed and number of workers, and the rows
+themselves; but not by what changes no step: the number of epochs, paths, deadlines, which losses of
+workers are survived, devices.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +13,240 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from sparkdl.averager.service.saving import CheckpointPlan, Resumed
 from sparkdl.averager.service.server import Averager
-from sparkdl.checkpoint.policy import CheckpointPolicy, require_same
+from sparkdl.checkpoint.identity import describe, describe_model, describe_optimizer, text_of
+from sparkdl.checkpoint.policy import CheckpointPolicy, difference, refuse, require_same
 from sparkdl.checkpoint.storage import CheckpointStore
-from sparkdl.driver.identity import has_ended, require_progress
-from sparkdl.errors import PreemptedError
+from sparkdl.errors import CheckpointError, PreemptedError
+from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.protocols import ColumnSpec, Layout
+from sparkdl.replica import Replica
+from sparkdl.replica.initial import WarmStart
+from sparkdl.replica.optimizer_state import build_optimizer
+from sparkdl.replica.schedule import Schedule
+from sparkdl.worker import Job
+
+
+def identity(
+    job: Job,
+    world_size: int,
+    replica: Replica,
+    layout: Layout,
+    warm_start: WarmStart | None = None,
+) -> dict[str, Any]:
+    """What defines a training, except for its rows and its number of epochs.
+
+    Args:
+        job: what the workers train.
+        world_size: how many there are.
+        replica: the freshly built replica.
+        layout: of the part of its state that replicas exchange.
+        warm_start: the values that it begins with, if not those it was built with.
+
+    Returns:
+        JSON, for ``checkpoint.policy.require_same``.
+    """
+    # Not the replica's optimizer, where a schedule has added its own functions and settings.
+    fresh = build_optimizer(job.optimizer, replica.named_trainable())
+    optimizer = describe_optimizer(fresh)
+    hyperparameters = {
+        f"{key} of parameter group {index}": text_of(value)
+        for index, group in enumerate(fresh.param_groups)
+        for key, value in group.items()
+        if key != "params"
+    } | _membership(fresh, replica)
+    schedule = Schedule(fresh, job.scheduler, job.scheduler_every).describe()
+    kind = type(job.strategy)
+    return {
+        "model": describe_model(replica.module),
+        "warm start": None if warm_start is None else warm_start.describe(),
+        "state": [[segment.kind, str(segment.dtype), segment.numel] for segment in layout],
+        "frozen parameters": _frozen(replica),
+        # Values are saved in memory order.
+        "strides": {
+            f"strides of {name}": list(parameter.stride())
+            for name, parameter in replica.module.named_parameters()
+            if not parameter.is_contiguous()
+        },
+        "loss": describe(job.loss),
+        "optimizer": optimizer,
+        "hyperparameters": hyperparameters,
+        "scheduler": describe(
+            job.scheduler,
+            text="none" if schedule is None else " ".join(map(str, schedule)),
+            parts={"state": schedule},
+        ),
+        # Other metrics change no step.
+        "scheduler metric": _followed_metric(job),
+        # Its repr says what it was made with; each worker keeps what it has become since.
+        "strategy": describe(
+            kind, text=text_of(job.strategy), parts={"settings": text_of(job.strategy)}
+        ),
+        **_columns(job.schema),
+        "features as keyword arguments": job.features_as_kwargs,
+        "batch transform": describe(job.feed.transform),
+        "batch size": _batch_size(job),
+        "drop last": job.feed.drop_last,
+        "exchange of rows": "before the first epoch" if job.feed.exchange_rows else None,
+        "reshuffle every": job.feed.reshuffle_every,
+        "clip norm": job.clip_norm,
+        "precision": job.precision,
+        "callbacks on workers": describe(list(job.callbacks)),
+        "seed": job.seed,
+        "number of workers": world_size,
+        "first epoch": "streamed" if job.feed.stream_first_epoch else "read first",
+    }
+
+
+def _followed_metric(job: Job) -> dict[str, Any] | None:
+    """The metric that the learning rate follows, if there is one."""
+    name = job.scheduler_metric
+    if name is None or job.metrics is None:
+        return None
+    return describe(job.metrics.makers[name], text=name)
+
+
+def _batch_size(job: Job) -> int | str:
+    return f"{job.batch_size}, grouped by length" if job.feed.group_by_length else job.batch_size
+
+
+def _membership(optimizer: torch.optim.Optimizer, replica: Replica) -> dict[str, str]:
+    """Which parameters are in which group, unless there is only one group."""
+    names = {parameter: name for name, parameter in replica.named_trainable()}
+    groups = [[names.get(p, "?") for p in group["params"]] for group in optimizer.param_groups]
+    if groups == [list(names.values())]:
+        return {}
+    return {
+        f"parameters of parameter group {index}": ", ".join(group)
+        for index, group in enumerate(groups)
+    }
+
+
+def _frozen(replica: Replica) -> str | None:
+    """The parameters that no checkpoint holds, because they do not change."""
+    frozen = replica.frozen
+    if not frozen.fingerprint:
+        return None
+    return f"{frozen.numel} values (fingerprint {frozen.fingerprint})"
+
+
+def _columns(schema: FeedSchema) -> dict[str, Any]:
+    """The columns by their use; how they arrive does not matter."""
+
+    def text(*columns: ColumnSpec | None) -> str | None:
+        texts = [
+            f"{column.name} ({str(column.dtype).removeprefix('torch.')}{_padding(column)})"
+            for column in columns
+            if column is not None
+        ]
+        return ", ".join(texts) or None
+
+    return {
+        "features": text(*schema.features),
+        "features as dict": schema.by_name,
+        "label": text(*schema.labels),
+        "weight": text(schema.weight),
+        "validation indicator": text(schema.validation),
+    }
+
+
+def _padding(column: ColumnSpec) -> str:
+    """How a column's rows are padded; checkpoints have never mentioned unpadded ones."""
+    if column.padding is None:
+        return ""
+    item = f" {list(column.item_shape)}" if column.item_shape else ""
+    return f" rows of items{item} padded with {column.padding.value:g}, {column.padding.input}"
+
+
+def require_same_rows(
+    resumed: Resumed, present: dict[str, Any], columns: Sequence[ColumnSpec]
+) -> None:
+    """Check that a checkpoint belongs to the rows that the workers have read.
+
+    Args:
+        resumed: the checkpoint; if it was written before all rows had arrived, only the first rows
+            are known.
+        present: the lasting part of the statistics of all rows.
+        columns: the columns that were read.
+
+    Raises:
+        ConfigError: the rows differ; the message says in what.
+        CheckpointError: the checkpoint says nothing about rows.
+    """
+    saved = resumed.saved
+    try:
+        found = list(_other_rows(saved.description["data"], present, columns))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{saved.directory} does not say which rows it was trained on: {error!r}"
+        ) from error
+    refuse(
+        saved.directory,
+        found,
+        "If the rows are recomputed each time and come out slightly different (rand() without a "
+        "seed, floating-point sums in another order, a changing source), write them first.",
+    )
+
+
+def has_ended(resumed: Resumed, epochs: int) -> bool:
+    """Whether a training of this many epochs has nothing left to do."""
+    return resumed.progress.epoch > epochs
+
+
+def require_progress(resumed: Resumed, epochs: int, world_size: int) -> None:
+    """Check that a training has not gone further than is wanted now.
+
+    Raises:
+        ConfigError: it has.
+        CheckpointError: the checkpoint contradicts itself about the number of workers.
+    """
+    progress = resumed.progress
+    if len(progress.positions) != world_size:
+        raise CheckpointError(
+            f"{resumed.saved.directory} records the progress of {len(progress.positions)} "
+            f"workers, but says that there were {world_size}"
+        )
+    trained = progress.epoch if progress.rounds else progress.epoch - 1
+    if trained > epochs:
+        line = f"epochs: {trained} were started, but only {epochs} are wanted now"
+        refuse(resumed.saved.directory, [line])
+
+
+def _other_rows(
+    saved: dict[str, Any], present: dict[str, Any], columns: Sequence[ColumnSpec]
+) -> Iterator[str]:
+    """How the rows differ, one line per difference."""
+    if "fingerprint" not in saved:
+        for rank, (before, now) in enumerate(
+            zip(saved["openings"], present["openings"], strict=True)
+        ):
+            if before != now:
+                yield f"the first rows of worker {rank} have different values"
+        return
+    counts = {"shard_rows": "rows of each worker", "held_out": "held-out rows"}
+    for key, what in counts.items():
+        yield from difference(what, saved[key], present[key])
+    prints = {
+        "fingerprint": "the training rows",
+        "held_out_fingerprint": "the held-out rows",
+    }
+    other = [what for key, what in prints.items() if saved[key] != present[key]]
+    for what in other:
+        yield f"{what} have different values"
+    if other:
+        for spec, before, now in zip(columns, saved["columns"], present["columns"], strict=True):
+            for fact in now:
+                yield from difference(
+                    f"{fact} of column '{spec.name}'", before.get(fact), now[fact]
+                )
+
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ state move that part of the way to their mean.
 
 ``predicted`` chooses k again in each round, after Teng & Wood 2018, "High Throughput Synchronous
 Distributed Stochastic Gradient Descent": by a model of how long workers take
-(``averager.run_times``), it waits for the number of workers that gives the most contributions per
-second.
+(``averager.policies.cutoff``), it waits for the number of workers that gives the most contributions
+per second.
 """
 
 from __future__ import annotations

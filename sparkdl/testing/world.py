@@ -27,7 +27,7 @@ from sparkdl.driver import Launch, Observers, Outcome, RunOptions, run
 from sparkdl.errors import DisconnectedError, TrainingError, WorkerLostError
 from sparkdl.process.lazy_compiler import defer_compiler
 from sparkdl.replica.initial import WarmStart
-from sparkdl.transport.address import ServiceAddress
+from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.worker import Job, Placement, train
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Reaching one of the driver's ports even if the network is down for a while."""
+"""Where a port of the driver is, and reaching it even if the network is down for a while."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from sparkdl.errors import DisconnectedError, StoppedError
 from sparkdl.transport import local, sockets
@@ -19,6 +21,24 @@ from sparkdl.transport.connection import (
     SilenceError,
     WrongTokenError,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceAddress:
+    """Where a service in the driver is and what opens it; travels to the workers with the task."""
+
+    uri: str
+    """``tcp://host:port``"""
+    token: str = field(repr=False)
+    fingerprint: str | None = None
+    """Fingerprint of the certificate that it has to show; None if connections are not encrypted."""
+
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        """The parts of ``uri``."""
+        parts = urlsplit(self.uri)
+        return parts.hostname or "", parts.port or 0
+
 
 logger = logging.getLogger(__name__)
 

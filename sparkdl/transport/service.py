@@ -24,8 +24,8 @@ from typing import Any, Protocol, TypeVar
 
 from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.transport.acceptor import Acceptor
-from sparkdl.transport.address import ServiceAddress
 from sparkdl.transport.channel import HEADER, Channel, Conversation, LeftError
+from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.transport.connection import set_up
 from sparkdl.transport.daemon_pool import DaemonPool
 from sparkdl.transport.framing import header_message

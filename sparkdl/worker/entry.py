@@ -32,8 +32,7 @@ from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Run
 from sparkdl.strategies.on_worker import OnWorker
-from sparkdl.transport.address import ServiceAddress
-from sparkdl.transport.connecting import reach
+from sparkdl.transport.connecting import ServiceAddress, reach
 from sparkdl.user_code.needed_modules import advice
 from sparkdl.user_code.tracebacks import (
     TRACEBACK_CHARACTERS,

@@ -9,12 +9,11 @@ import pytest
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
-from sparkdl.averager.coordination.checkpointing import Schedule
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.decisions import Decision
 from sparkdl.averager.coordination.events import Event, Member
 from sparkdl.averager.coordination.membership import Tolerance
-from sparkdl.averager.coordination.run_state import Restart, RunSpec
+from sparkdl.averager.coordination.run_state import Restart, RunSpec, Schedule
 from sparkdl.averager.messages.progress import Progress
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.averager.values.center_update import Contributions

@@ -19,7 +19,7 @@ from sparkdl.averager.service.saving import Resumed
 from sparkdl.checkpoint.state_files import save_state
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.driver import as_builder
-from sparkdl.driver.identity import require_progress, require_same_rows
+from sparkdl.driver.resuming import require_progress, require_same_rows
 from sparkdl.durable.local_files import LocalFiles
 from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.feed.statistics.shards import DataStatistics

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from toys import classification, make_job, mlp
 
 from sparkdl.averager import AveragerClient
-from sparkdl.averager.values import chunks
+from sparkdl.averager.values import packing
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import DisconnectedError
 from sparkdl.feed.feed import FeedOptions
@@ -194,7 +194,7 @@ def test_a_training_goes_on_behind_a_checkpoint_during_which_a_worker_was_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it had sent of its state until then is no state to go on from."""
-    monkeypatch.setattr(chunks, "MAX_CHUNK_BYTES", 1 << 10)  # a state of several blocks
+    monkeypatch.setattr(packing, "MAX_CHUNK_BYTES", 1 << 10)  # a state of several blocks
     send, lost = AveragerClient._send_worker_state, list[int]()
 
     def send_or_die(self: AveragerClient) -> None:

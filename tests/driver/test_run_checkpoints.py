@@ -16,7 +16,7 @@ from interruptions import OPTIMIZERS, AskedToStop, Interrupted, policy, same_bit
 from toys import classification, make_job, mlp
 
 from sparkdl.averager import Averager
-from sparkdl.averager.coordination.checkpointing import Checkpointing
+from sparkdl.averager.coordination.run_state import Checkpointing
 from sparkdl.averager.service.loop import Loop
 from sparkdl.callbacks import Callback, Training
 from sparkdl.checkpoint.storage import CheckpointStore, PendingCheckpoint

@@ -9,7 +9,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 
-from sparkdl.transport.address import ServiceAddress
+from sparkdl.transport.connecting import ServiceAddress
 
 BLOCK_BYTES = 1 << 14
 

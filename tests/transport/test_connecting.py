@@ -14,8 +14,7 @@ from sparkdl.averager.client.client import AveragerClient
 from sparkdl.averager.values.wire_format import FullPrecision
 from sparkdl.errors import DisconnectedError
 from sparkdl.transport import connecting
-from sparkdl.transport.address import ServiceAddress
-from sparkdl.transport.connecting import RETRY_S, reach
+from sparkdl.transport.connecting import RETRY_S, ServiceAddress, reach
 from sparkdl.transport.connection import ConnectionLostError, NotAnAveragerError, SilenceError
 
 CLOSED = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from sparkdl.averager.client.overlapped import Contribution, OverlappedRound, merge
-from sparkdl.averager.client.time_reports import TimeReports
-from sparkdl.averager.client.worker_channel import Entry, WorkerChannel, blocks
+from sparkdl.averager.client.worker_channel import Entry, TimeReports, WorkerChannel, blocks
 from sparkdl.averager.messages.headers import (
     failure_header,
     join_header,
@@ -29,8 +28,7 @@ from sparkdl.events import ValidationReport, WindowReport
 from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.phases import EXCHANGE, IDLE, WAIT, PhaseClock
 from sparkdl.protocols import Layout
-from sparkdl.transport.address import ServiceAddress
-from sparkdl.transport.connecting import reach
+from sparkdl.transport.connecting import ServiceAddress, reach
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,11 @@
-"""A worker's connection to the averager, whose failures become our errors and name the rank."""
+"""A worker's connection to the averager, and what it tells about where its time goes.
+
+Failures of the connection become our errors and name the rank.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparkdl.averager.messages.headers import phases_header
 from sparkdl.errors import DeadlineError, DisconnectedError, StoppedError
-from sparkdl.transport.address import ServiceAddress
-from sparkdl.transport.connecting import introduced
+from sparkdl.phases import PhaseClock
+from sparkdl.transport.connecting import ServiceAddress, introduced
 from sparkdl.transport.connection import ConnectionLostError, SilenceError
 
 
@@ -175,3 +180,45 @@ def blocks(octets: bytes, size: int) -> list[Tensor]:
         return []
     values = torch.frombuffer(bytearray(octets), dtype=torch.uint8)
     return [values[start : start + size] for start in range(0, len(values), size)]
+
+
+TELLING_S = 0.25
+"""Seconds between reports in the middle of an epoch: writing, reading and adding up one takes half
+a millisecond, which is nothing per window and too much per step."""
+COMPARISONS = 4
+"""How often the clocks are compared when a worker joins; the fastest answer counts."""
+
+
+class TimeReports:
+    """One worker's times that have not been reported to the driver yet.
+
+    Args:
+        clock: counts them; None for no reports.
+
+    Attributes:
+        clock: as given, or one that nobody reads.
+    """
+
+    def __init__(self, clock: PhaseClock | None) -> None:
+        self.clock = PhaseClock() if clock is None else clock
+        self._tells = clock is not None
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for a report in the middle of an epoch."""
+        return self.clock.untold_s >= TELLING_S
+
+    def header(self) -> dict[str, Any]:
+        """Fields for the next header to be sent; none if nothing is reported."""
+        return phases_header(self.clock.take()) if self._tells else {}
+
+    def compare_clocks(self, channel: WorkerChannel) -> None:
+        """Compare the driver's clock with this process's."""
+        if not self._tells:
+            return
+        self.clock.forget_comparison()
+        for _ in range(COMPARISONS):
+            asked = time.monotonic()
+            channel.send_header({"clock": True})
+            theirs = float(channel.receive_header()["clock"])
+            self.clock.compare(asked, theirs, time.monotonic())

@@ -15,9 +15,8 @@ from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.decisions import Decision
 from sparkdl.averager.coordination.reports import Shards
-from sparkdl.averager.messages.progress import Position, Progress
+from sparkdl.averager.messages.progress import Position, Progress, WorkerState
 from sparkdl.averager.messages.run_events import EpochCounted, EpochValidated
-from sparkdl.averager.messages.worker_state import WorkerState
 from sparkdl.errors import TrainingError
 from sparkdl.events import (
     EpochSummary,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparkdl.averager.messages.worker_state import WorkerState
+from sparkdl.averager.messages.progress import WorkerState
 from sparkdl.errors import SparkDLError
 from sparkdl.events import MetricValue, ValidationReport, WindowReport
 from sparkdl.feed.statistics.shards import ShardStatistics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparkdl.averager.messages.worker_state import WorkerState
+from sparkdl.averager.messages.progress import WorkerState
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 from sparkdl.phases import PhaseTimes

@@ -113,13 +113,13 @@ from sparkdl.averager.messages.headers import (
     read_window,
     read_worker_state,
 )
+from sparkdl.averager.messages.progress import WorkerState
 from sparkdl.averager.messages.run_events import RunEvent, WorkerTimes
-from sparkdl.averager.messages.worker_state import WorkerState
 from sparkdl.averager.service.saving import Resumed, Saving
 from sparkdl.averager.values.accumulator import Accumulator
 from sparkdl.averager.values.center import Center
-from sparkdl.averager.values.chunks import Chunk
 from sparkdl.averager.values.finite import require_finite
+from sparkdl.averager.values.packing import Chunk
 from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.transport.channel import HEADER, PAUSE, Channel, Conversation, LeftError, Need, UpTo
 from sparkdl.transport.framing import octets_of, values_prefix

@@ -20,8 +20,14 @@ from sparkdl.averager.values.center_update import (
     ReplaceByMean,
     new_memory,
 )
-from sparkdl.averager.values.chunks import Chunk, chunk_bytes, plan_chunks, plan_fragments
-from sparkdl.averager.values.packing import AsDtype, Packing
+from sparkdl.averager.values.packing import (
+    AsDtype,
+    Chunk,
+    Packing,
+    chunk_bytes,
+    plan_chunks,
+    plan_fragments,
+)
 from sparkdl.averager.values.wire_format import WireFormat
 from sparkdl.protocols import Layout
 from sparkdl.transport.channel import Frames

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparkdl.averager.values.chunks import plan_fragments
 from sparkdl.averager.values.finite import require_finite
-from sparkdl.averager.values.packing import AsDtype, Packing
+from sparkdl.averager.values.packing import AsDtype, Packing, plan_fragments
 from sparkdl.averager.values.wire_format import WireFormat
 from sparkdl.events import WindowReport
 from sparkdl.protocols import Layout, Segment

@@ -28,8 +28,8 @@ from pyspark.sql import SparkSession
 from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.spark.diagnostics.messages import read, read_lines, unreadable
 from sparkdl.spark.diagnostics.stacks import Stacks
-from sparkdl.transport.address import ServiceAddress
 from sparkdl.transport.channel import HEADER, PAUSE, Channel, Conversation, LeftError, Need
+from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.transport.daemon_pool import DaemonPool
 from sparkdl.transport.service import Service
 

@@ -17,8 +17,7 @@ from sparkdl.errors import StoppedError, TrainingError
 from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 from sparkdl.spark.diagnostics.output import Output
 from sparkdl.spark.diagnostics.stacks import describe_threads
-from sparkdl.transport.address import ServiceAddress
-from sparkdl.transport.connecting import introduced, reach
+from sparkdl.transport.connecting import ServiceAddress, introduced, reach
 from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError
 
 logger = logging.getLogger(__name__)

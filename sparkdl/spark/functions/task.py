@@ -41,7 +41,7 @@ from sparkdl.spark.functions.program import Directory, Script, enter, leaving_wi
 from sparkdl.spark.functions.worker import FedRows, FunctionWorker, working_as
 from sparkdl.spark.launch.assignment import Assignment
 from sparkdl.spark.rows.scratch import row_directory
-from sparkdl.transport.address import ServiceAddress
+from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.user_code.needed_modules import advice
 from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, message_of, text_of, traceback_of
 

@@ -17,7 +17,7 @@ from sparkdl.spark.diagnostics.run_client import forwarded
 from sparkdl.spark.diagnostics.stacks import write_threads_on_signal
 from sparkdl.spark.launch.assignment import Assignment
 from sparkdl.spark.rows.scratch import row_directory
-from sparkdl.transport.address import ServiceAddress
+from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.worker import Job, Placement, report_failure, train
 
 OUTPUT_SCHEMA = pa.schema([pa.field("rank", pa.int64(), nullable=False)])

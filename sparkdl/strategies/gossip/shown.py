@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdl.averager.values.chunks import Chunk
 from sparkdl.averager.values.finite import count_non_finite
+from sparkdl.averager.values.packing import Chunk
 from sparkdl.errors import TrainingError
 from sparkdl.transport.connection import Connection
 

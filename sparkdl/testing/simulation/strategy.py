@@ -20,7 +20,7 @@ from sparkdl.averager.coordination.run_state import Restart, RunSpec
 from sparkdl.averager.values.accumulator import Accumulator
 from sparkdl.averager.values.center import Center as RealCenter
 from sparkdl.averager.values.center_update import Contributions
-from sparkdl.averager.values.chunks import Chunk
+from sparkdl.averager.values.packing import Chunk
 from sparkdl.protocols import Segment
 from sparkdl.strategies import Strategy
 from sparkdl.testing.simulation.plan import Plan

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from sparkdl.averager.client.time_reports import COMPARISONS, TimeReports
-from sparkdl.averager.client.worker_channel import WorkerChannel
+from sparkdl.averager.client.worker_channel import COMPARISONS, TimeReports, WorkerChannel
 from sparkdl.phases import COMPUTE, PhaseClock
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from sparkdl.averager.coordination.full_round import FullRound
+from sparkdl.averager.coordination.round_decisions import FullRound
 from sparkdl.events import WindowReport
 
 WINDOW = 10

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from sparkdl.averager.policies.run_times import Numbers, RunTimes, best_cutoff
+from sparkdl.averager.policies.cutoff import Numbers, RunTimes, best_cutoff
 
 NOBODY = np.empty((1, 0))
 

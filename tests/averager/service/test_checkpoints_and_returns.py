@@ -12,7 +12,7 @@ from crew import WAIT_S, Crew, crew, eventually, window
 from sparkdl.averager.client.worker_channel import blocks as blocks_of
 from sparkdl.averager.coordination import events as on
 from sparkdl.averager.service.saving import CheckpointPlan, worker_state_file
-from sparkdl.averager.values import chunks
+from sparkdl.averager.values import packing
 from sparkdl.checkpoint.storage import CheckpointStore
 
 
@@ -44,7 +44,7 @@ def saved_ranks(path: Path) -> dict[tuple[int, ...], list[int]]:
 def test_a_state_that_ends_early_is_not_in_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int
 ) -> None:
-    monkeypatch.setattr(chunks, "MAX_CHUNK_BYTES", 16)
+    monkeypatch.setattr(packing, "MAX_CHUNK_BYTES", 16)
     state = bytes(range(40))
     options = {"worker_state": lambda: state}
     with crew(2, plan=plan(tmp_path, 1), options=options) as workers:

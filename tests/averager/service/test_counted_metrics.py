@@ -14,8 +14,8 @@ from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import Tolerance
 from sparkdl.averager.coordination.run_state import RunSpec
 from sparkdl.averager.messages.headers import MAX_STATES_BYTES, read_states_size
+from sparkdl.averager.messages.progress import WorkerState
 from sparkdl.averager.messages.run_events import EpochCounted, EpochValidated
-from sparkdl.averager.messages.worker_state import WorkerState
 from sparkdl.errors import TrainingError
 from sparkdl.events import ValidationReport
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from crew import WAIT_S, crew, window
 
-from sparkdl.averager.values import chunks
+from sparkdl.averager.values import packing
 
 
 @pytest.mark.parametrize("size", [1, 64 << 10, (64 << 10) + 1, (3 << 20) + 5])
@@ -16,7 +16,7 @@ from sparkdl.averager.values import chunks
 def test_it_is_the_same_bytes_in_the_next_attempt(
     size: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "MAX_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(packing, "MAX_CHUNK_BYTES", chunk)
     octets = random.Random(size).randbytes(size)
     with crew(1, options={"restart_state": lambda: octets}) as workers:
         workers.exchange(window(0)).result(WAIT_S)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparkdl.averager.values.accumulator import Accumulator, RankOrder
-from sparkdl.averager.values.chunks import plan_chunks
-from sparkdl.averager.values.packing import AsDtype
+from sparkdl.averager.values.packing import AsDtype, plan_chunks
 from sparkdl.protocols import Layout, Segment
 
 LAYOUT: Layout = (

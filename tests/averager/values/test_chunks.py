@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from toys import DTYPES
 
 import sparkdl
-from sparkdl.averager.values.chunks import (
+from sparkdl.averager.values.packing import (
     HELD_BYTES,
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
