@@ -64,3 +64,15 @@ def test_every_file_that_a_page_names_is_there() -> None:
         for name in re.findall(r"`([\w/]+/\w+\.py)`", page.read_text())
         if not any((place / name).exists() for place in places)
     ] == []
+
+
+def test_every_page_is_in_the_menu() -> None:
+    """Of the site."""
+    pages = [*ROOT.glob("docs/*.md"), ROOT / "docs/reference/index.md"]
+    blocks = re.findall(
+        r"^```\{toctree\}\n(.*?)^```",
+        "\n".join(page.read_text() for page in pages),
+        re.MULTILINE | re.DOTALL,
+    )
+    listed = set(re.findall(r"([\w-]+)>?$", "".join(blocks), re.MULTILINE))
+    assert {page.stem for page in pages} - {"index"} - listed == set()
