@@ -18,7 +18,7 @@ from fuzzing.loop import Fault, Target
 from fuzzing.mutation import ODD, as_text, mutated, mutated_bytes, number_of_changes
 from fuzzing.tensors import mutated_file
 from sparkdl.averager.messages.progress import Position, Progress
-from sparkdl.averager.service.saving import CENTER, Resumed, worker_state_file
+from sparkdl.averager.service.saving import CENTER, ResumedCheckpoint, worker_state_file
 from sparkdl.checkpoint.policy import require_same
 from sparkdl.checkpoint.state_files import STATE_FILE, load_state, save_state
 from sparkdl.checkpoint.storage import CheckpointStore, SavedCheckpoint
@@ -129,7 +129,7 @@ class _Stored(Target):
 
     def _resume(self, saved: SavedCheckpoint, *, streamed: bool) -> None:
         """Do everything that a training does to go on from there."""
-        resumed = Resumed.of(saved)
+        resumed = ResumedCheckpoint.of(saved)
         require_same(saved.directory, saved.description["config"], self._config)
         require_progress(resumed, EPOCHS, WORKERS)
         resumed.read_center(self._layout)
@@ -197,7 +197,7 @@ class ManifestTarget(_Stored):
                 if saved.has(name):
                     raise Fault("a checkpoint has a file outside its directory")
             self._resume(saved, streamed=draw.random() < 0.1)
-            resumed = Resumed.of(saved)
+            resumed = ResumedCheckpoint.of(saved)
             if resumed.worker_state_bytes(0):
                 list(resumed.worker_state(0, 5))
         store.prune()

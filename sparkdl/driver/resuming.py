@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from sparkdl.averager.service.saving import CheckpointPlan, Resumed
+from sparkdl.averager.service.saving import CheckpointPlan, ResumedCheckpoint
 from sparkdl.averager.service.server import Averager
 from sparkdl.checkpoint.identity import describe, describe_model, describe_optimizer, text_of
 from sparkdl.checkpoint.policy import CheckpointPolicy, difference, refuse, require_same
@@ -166,7 +166,7 @@ def _padding(column: ColumnSpec) -> str:
 
 
 def require_same_rows(
-    resumed: Resumed, present: dict[str, Any], columns: Sequence[ColumnSpec]
+    resumed: ResumedCheckpoint, present: dict[str, Any], columns: Sequence[ColumnSpec]
 ) -> None:
     """Check that a checkpoint belongs to the rows that the workers have read.
 
@@ -195,12 +195,12 @@ def require_same_rows(
     )
 
 
-def has_ended(resumed: Resumed, epochs: int) -> bool:
+def has_ended(resumed: ResumedCheckpoint, epochs: int) -> bool:
     """Whether a training of this many epochs has nothing left to do."""
     return resumed.progress.epoch > epochs
 
 
-def require_progress(resumed: Resumed, epochs: int, world_size: int) -> None:
+def require_progress(resumed: ResumedCheckpoint, epochs: int, world_size: int) -> None:
     """Check that a training has not gone further than is wanted now.
 
     Raises:
@@ -269,12 +269,12 @@ def plan_of(policy: CheckpointPolicy, epochs: int, config: Mapping[str, Any]) ->
 
 def newest_checkpoint(
     policy: CheckpointPolicy, plan: CheckpointPlan, epochs: int, world_size: int
-) -> Resumed | None:
+) -> ResumedCheckpoint | None:
     """The newest checkpoint, if it is to be used and fits; its rows are not checked here."""
     saved = plan.store.newest() if policy.resume == "auto" else None
     if saved is None:
         return None
-    resumed = Resumed.of(saved)
+    resumed = ResumedCheckpoint.of(saved)
     require_same(saved.directory, saved.description["config"], plan.config)
     require_progress(resumed, epochs, world_size)
     if not has_ended(resumed, epochs):

@@ -23,7 +23,7 @@ from sparkdl.averager.messages.run_events import (
     TimePassed,
 )
 from sparkdl.averager.messages.run_events import RunEvent as Event
-from sparkdl.averager.service.saving import CheckpointPlan, Resumed
+from sparkdl.averager.service.saving import CheckpointPlan, ResumedCheckpoint
 from sparkdl.averager.service.server import Averager
 from sparkdl.averager.service.snapshot import KeptModel
 from sparkdl.callbacks.base import Callback, Calls, Training
@@ -174,7 +174,10 @@ class RowExaminer:
     """
 
     def __init__(
-        self, job: Job, check: Callable[[DataStatistics], LossUse | None], resumed: Resumed | None
+        self,
+        job: Job,
+        check: Callable[[DataStatistics], LossUse | None],
+        resumed: ResumedCheckpoint | None,
     ) -> None:
         self._job = job
         self._epochs = job.epochs

@@ -15,7 +15,7 @@ from interruptions import OPTIMIZERS, policy
 from toys import classification, cnn, make_job, mlp, schema
 
 from sparkdl.averager.messages.progress import Progress
-from sparkdl.averager.service.saving import Resumed
+from sparkdl.averager.service.saving import ResumedCheckpoint
 from sparkdl.checkpoint.state_files import save_state
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.driver import as_builder
@@ -102,7 +102,7 @@ def test_a_checkpoint_of_other_workers_than_it_says_is_refused_in_words(tmp_path
     with pytest.raises(
         CheckpointError, match="the progress of 1 workers, but says that there were 2"
     ):
-        require_progress(Resumed.of(saved), 2, 2)
+        require_progress(ResumedCheckpoint.of(saved), 2, 2)
 
 
 @pytest.mark.parametrize("data", [None, {}, {"openings": 7}, {"openings": []}, {"fingerprint": 1}])
@@ -116,7 +116,7 @@ def test_a_checkpoint_that_says_nothing_of_its_rows_is_refused_in_words(
     assert saved is not None
     present = {**DataStatistics((3,), (), fingerprint=7).lasting(), "openings": [1]}
     with pytest.raises(CheckpointError, match="does not say which rows"):
-        require_same_rows(Resumed.of(saved), present, ())
+        require_same_rows(ResumedCheckpoint.of(saved), present, ())
 
 
 class Unreadable(io.BytesIO):

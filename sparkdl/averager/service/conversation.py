@@ -115,7 +115,7 @@ from sparkdl.averager.messages.headers import (
 )
 from sparkdl.averager.messages.progress import WorkerState
 from sparkdl.averager.messages.run_events import RunEvent, WorkerTimes
-from sparkdl.averager.service.saving import Resumed, Saving
+from sparkdl.averager.service.saving import ResumedCheckpoint, Saving
 from sparkdl.averager.values.accumulator import Accumulator
 from sparkdl.averager.values.center import Center
 from sparkdl.averager.values.finite import require_finite
@@ -138,7 +138,7 @@ class Edge(Protocol):
     coordinator: Coordinator
     center: Center
     saving: Saving | None
-    resumed: Resumed | None
+    resumed: ResumedCheckpoint | None
     now: Callable[[], float]
 
     def tell(self, event: on.Event) -> None:

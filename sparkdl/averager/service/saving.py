@@ -114,7 +114,7 @@ class Saving:
             newest = self._plan.store.newest()
             if newest is None:
                 return
-            before = Resumed.of(newest).progress
+            before = ResumedCheckpoint.of(newest).progress
             if (before.rounds, before.positions) != (
                 self._progress.rounds,
                 self._progress.positions,
@@ -233,7 +233,7 @@ class WorkerStateFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resumed:
+class ResumedCheckpoint:
     """A checkpoint that a training resumes from.
 
     Attributes:
@@ -245,7 +245,7 @@ class Resumed:
     progress: Progress
 
     @classmethod
-    def of(cls, saved: SavedCheckpoint) -> Resumed:
+    def of(cls, saved: SavedCheckpoint) -> ResumedCheckpoint:
         """Read what a checkpoint says about itself.
 
         Raises:
@@ -345,4 +345,4 @@ class CheckpointFiles:
     """
 
     plan: CheckpointPlan | None = None
-    resumed: Resumed | None = None
+    resumed: ResumedCheckpoint | None = None

@@ -21,7 +21,7 @@ from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.replica import Replica
 from sparkdl.strategies.all_reduce.gradient_all_reduce import GradientAllReduce, Paced, _Reducer
 from sparkdl.strategies.all_reduce.gradient_noise import NoiseMeter, gain, total_square
-from sparkdl.strategies.all_reduce.model_and_loss import Passenger
+from sparkdl.strategies.all_reduce.model_and_loss import PiggybackedScalar
 from sparkdl.strategies.base import Needs, Run
 from sparkdl.strategies.worker_group import WorkerGroup
 
@@ -152,7 +152,7 @@ class _AgreedNoise(NoiseMeter):
         if run.replica.device.type == "cpu" and not rounded:
             wide = parameters[0].dtype == torch.float64
             dtype = torch.float64 if wide else torch.float32
-            self.passenger = Passenger(self._square, dtype)
+            self.scalar = PiggybackedScalar(self._square, dtype)
 
     @contextmanager
     def backward(self, weight: float, rows: int) -> Iterator[None]:
@@ -162,7 +162,7 @@ class _AgreedNoise(NoiseMeter):
             yield
         finally:
             self._looks = False
-        if self.passenger is None:
+        if self.scalar is None:
             self._local += self._square()
         elif self._norms:
             raise TrainingError("gradients arrived after the sum of their squares had been sent")
@@ -179,11 +179,11 @@ class _AgreedNoise(NoiseMeter):
     def end_step(self, rows: Sequence[int]) -> bool:
         """Note the step's gradients."""
         collective, size = self._group.collective, self._run.batch_size
-        if self.passenger is None:
+        if self.scalar is None:
             ours = torch.tensor([self._local], dtype=torch.float64, device=collective.device)
             local, self._local = float(collective.all_reduce(ours)), 0.0
         else:
-            local = self.passenger.take_sum(collective.world_size)
+            local = self.scalar.take_sum(collective.world_size)
         minibatches = [min(size, n - start) for n in rows for start in range(0, n, size)]
         count, inverse_rows = len(minibatches), sum(1 / n for n in minibatches)
         mean = total_square(self._mean_norms())

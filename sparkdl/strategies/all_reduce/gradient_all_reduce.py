@@ -202,7 +202,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
         model = distribute(
             run.replica,
             forward_pass,
-            None if meter is None else meter.passenger,
+            None if meter is None else meter.scalar,
             bucket_mb=self.bucket_mb,
             find_unused_parameters=self.find_unused_parameters,
         )

@@ -152,18 +152,18 @@ class _Told(torch.autograd.Function):
     """Zero, whose backward pass gives a parameter a number as its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, seat: Tensor, number: Callable[[], float]) -> Tensor:
+    def forward(ctx: Any, slot: Tensor, number: Callable[[], float]) -> Tensor:
         """The zero."""
-        ctx.seat, ctx.number = seat, number
-        return seat.new_zeros(())
+        ctx.slot, ctx.number = slot, number
+        return slot.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         """The number, as it is at that time."""
-        return torch.full_like(ctx.seat, ctx.number()), None
+        return torch.full_like(ctx.slot, ctx.number()), None
 
 
-class Passenger(nn.Module):
+class PiggybackedScalar(nn.Module):
     """A number that travels with the gradients, as that of a parameter no layer has.
 
     Args:
@@ -173,13 +173,13 @@ class Passenger(nn.Module):
 
     def __init__(self, number: Callable[[], float], dtype: torch.dtype) -> None:
         super().__init__()
-        self.seat = nn.Parameter(torch.zeros(1, dtype=dtype))
+        self.slot = nn.Parameter(torch.zeros(1, dtype=dtype))
         self._number = number
         self._most = torch.finfo(dtype).max / 2  # the sum is checked, and has to be finite
 
     def forward(self) -> Tensor:
         """A zero for the loss."""
-        zero: Tensor = _Told.apply(self.seat, self._bounded)  # type: ignore[no-untyped-call]
+        zero: Tensor = _Told.apply(self.slot, self._bounded)  # type: ignore[no-untyped-call]
         return zero
 
     def _bounded(self) -> float:
@@ -187,9 +187,9 @@ class Passenger(nn.Module):
 
     def take_sum(self, workers: int) -> float:
         """The sum of all workers' numbers since the last call; infinity if it was too large."""
-        assert self.seat.grad is not None
-        total = float(self.seat.grad) * workers  # DistributedDataParallel makes it a mean
-        self.seat.grad = None
+        assert self.slot.grad is not None
+        total = float(self.slot.grad) * workers  # DistributedDataParallel makes it a mean
+        self.slot.grad = None
         return total if total < self._most * 0.99 else math.inf
 
 
@@ -199,7 +199,7 @@ class ModelAndLoss(nn.Module):
     Args:
         replica: the worker's.
         forward_pass: that of its synchronized BatchNorm layers, if it has any.
-        passenger: what travels with the gradients; None for nothing.
+        scalar: what travels with the gradients; None for nothing.
         all_used: whether every parameter takes part in every loss.
     """
 
@@ -207,12 +207,12 @@ class ModelAndLoss(nn.Module):
         self,
         replica: Replica,
         forward_pass: ForwardPass | None,
-        passenger: Passenger | None,
+        scalar: PiggybackedScalar | None,
         *,
         all_used: bool,
     ) -> None:
         super().__init__()
-        self._passenger = passenger
+        self._scalar = scalar
         self.module = replica.module
         self._forward = replica.forward
         self._trainable = replica.trainable()
@@ -223,9 +223,9 @@ class ModelAndLoss(nn.Module):
 
     def forward(self, batch: Batch | None) -> Tensor:
         """The mean loss; without a batch, a zero whose gradients are zero."""
-        if self._passenger is None:
+        if self._scalar is None:
             return self._loss(batch)
-        zero: Tensor = self._passenger()  # first, so that backward has it last
+        zero: Tensor = self._scalar()  # first, so that backward has it last
         loss = self._loss(batch)
         return loss + zero.to(loss.dtype)
 
@@ -278,7 +278,7 @@ class _NoRows(torch.autograd.Function):
 def distribute(
     replica: Replica,
     forward_pass: ForwardPass | None,
-    passenger: Passenger | None = None,
+    scalar: PiggybackedScalar | None = None,
     *,
     bucket_mb: float,
     find_unused_parameters: bool,
@@ -288,7 +288,7 @@ def distribute(
     Args:
         replica: the worker's.
         forward_pass: of its synchronized BatchNorm layers, if it has any.
-        passenger: as in ``ModelAndLoss``.
+        scalar: as in ``ModelAndLoss``.
         bucket_mb: MB of gradients that are sent together.
         find_unused_parameters: whether a parameter may take no part in the loss.
 
@@ -299,7 +299,7 @@ def distribute(
         # torch is renaming the argument; older versions do not know the new name.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
         return DistributedDataParallel(
-            ModelAndLoss(replica, forward_pass, passenger, all_used=not find_unused_parameters),
+            ModelAndLoss(replica, forward_pass, scalar, all_used=not find_unused_parameters),
             bucket_cap_mb=bucket_mb,
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=True,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sparkdl.averager.messages.progress import Progress
-from sparkdl.averager.service.saving import Resumed
+from sparkdl.averager.service.saving import ResumedCheckpoint
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.checkpoint.tensor_file import write_tensors
 from sparkdl.errors import CheckpointError
@@ -49,7 +49,7 @@ def test_a_checkpoint_that_says_nothing_of_its_progress_is_refused_in_words(
     saved = store.newest()
     assert saved is not None
     with pytest.raises(CheckpointError, match="does not say how far"):
-        Resumed.of(saved)
+        ResumedCheckpoint.of(saved)
 
 
 def test_a_center_of_another_model_is_refused_in_words(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_center_of_another_model_is_refused_in_words(tmp_path: Path) -> None:
     saved = CheckpointStore(str(tmp_path), keep_last=1).newest()
     assert saved is not None
     with pytest.raises(CheckpointError, match="belongs to a different model"):
-        Resumed.of(saved).read_center((Segment("parameters", torch.float32, 3),))
+        ResumedCheckpoint.of(saved).read_center((Segment("parameters", torch.float32, 3),))
 
 
 @pytest.mark.parametrize(
@@ -76,4 +76,4 @@ def test_a_kept_model_of_another_training_is_refused_in_words(
     saved = CheckpointStore(str(tmp_path), keep_last=1).newest()
     assert saved is not None
     with pytest.raises(CheckpointError, match="belongs to a different model"):
-        Resumed.of(saved).read_kept_model((Segment("parameters", torch.float32, 3),))
+        ResumedCheckpoint.of(saved).read_kept_model((Segment("parameters", torch.float32, 3),))

@@ -20,7 +20,7 @@ from sparkdl.driver import Outcome
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.events import WindowReport
 from sparkdl.strategies import AdaScale, GradientAllReduce, KFACPreconditioner
-from sparkdl.strategies.all_reduce.model_and_loss import Passenger
+from sparkdl.strategies.all_reduce.model_and_loss import PiggybackedScalar
 from sparkdl.testing import run_world
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -189,12 +189,12 @@ def test_rounded_gradients_do_not_round_what_is_measured() -> None:
 
 def test_a_square_that_does_not_fit_is_infinite_and_never_in_the_gradients() -> None:
     numbers = iter([2.5, 1e200, math.inf])
-    passenger = Passenger(lambda: next(numbers), torch.float32)
+    scalar = PiggybackedScalar(lambda: next(numbers), torch.float32)
     told = []
     for _ in range(3):
-        (passenger() * 7).backward()
-        assert torch.isfinite(passenger.seat.grad).all()
-        told.append(passenger.take_sum(3))
+        (scalar() * 7).backward()
+        assert torch.isfinite(scalar.slot.grad).all()
+        told.append(scalar.take_sum(3))
     assert told == [7.5, math.inf, math.inf]
 
 
