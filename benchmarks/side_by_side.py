@@ -6,6 +6,7 @@ minutes: by how much each is worse here, as a median over the turns.
 """
 
 import argparse
+import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -87,7 +88,9 @@ def compare(
 def _times_worse(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
     more_is_better = ours["bound"] == "at least"
     better, worse = (ours, theirs) if more_is_better else (theirs, ours)
-    return float(worse["ratio"] / better["ratio"])
+    if worse["ratio"] == better["ratio"]:
+        return 1.0  # also where both are 0, as of threads that a run adds
+    return float(worse["ratio"] / better["ratio"]) if better["ratio"] else math.inf
 
 
 if __name__ == "__main__":

@@ -36,6 +36,13 @@ def test_the_median_of_the_turns_counts() -> None:
     assert claim.met
 
 
+def test_nothing_in_both_is_no_worse_and_something_beside_nothing_is_any_number_of_times() -> None:
+    none, some = compare([run(threads=0.0, memory=1.0)], [run(threads=0.0, memory=0.0)])
+    assert none.ratio == 1.0
+    assert some.ratio == float("inf")
+    assert not some.met
+
+
 def test_a_claim_that_only_one_of_them_makes_is_left_out() -> None:
     claims = compare([run(time=1.0, memory=3.0)], [run(time=1.0, speed=3.0)])
     assert [claim.name for claim in claims] == ["time, times worse than there"]
