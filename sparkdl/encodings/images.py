@@ -35,7 +35,7 @@ CONVERTED = frozenset({"1", "CMYK", "L", "LA", "P", "RGB", "RGBA"})
 """The modes that Pillow converts to these; it clips the values of others, such as ``F``."""
 Size = tuple[int, int]
 """Width and height in pixels."""
-_FEW_PIXELS = 2**22
+_FEW_PIXELS = 2**24
 """An image with as many may be opened whatever size is declared: it is refused by its size then."""
 _LIMITING = threading.Lock()
 _DEEP = frozenset({"I", "I;16", "I;16B", "I;16L"})

@@ -193,6 +193,15 @@ def test_every_format_of_the_list_is_read() -> None:
     assert wrong == []
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_photograph_of_another_size_is_refused_with_both_sizes() -> None:
+    target = io.BytesIO()
+    PIL.Image.new("RGB", (4_000, 3_000)).save(target, "JPEG")
+    decoded = decode(pa.array([target.getvalue()]), SPEC)
+    assert decoded.broken is not None
+    assert "it has 3000 x 4000 pixels, not 6 x 8" in decoded.broken.reason
+
+
 def test_of_several_frames_the_first_is_read() -> None:
     wrong = {}
     for kind in ("GIF", "PNG", "WEBP", "MPO"):
