@@ -42,7 +42,7 @@ from sparkdl.spark.inference.predictor import Manner, OutputColumn, Predictor
 from sparkdl.spark.inference.scores import Labels, Score, not_of_one_output
 from sparkdl.spark.inference.shared_model import ModelSharing
 from sparkdl.spark.rows.columns import InputColumn, input_columns
-from sparkdl.spark.session.required import require_frame, require_session
+from sparkdl.spark.session.required import jvm_named, require_frame, require_session
 
 _PRECISIONS = {"own": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -161,6 +161,7 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
             double=self.getPredictionDtype() == "float64",
         )
 
+    @jvm_named()
     def _transform(self, dataset: DataFrame) -> DataFrame:
         """Called by ``transform``: add the predictions to every row, in the rows' order."""
         require_frame(dataset)
@@ -220,6 +221,7 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
         specs = label_tensors(rows, columns, self._labels, self._head)
         return rows, columns, Labels(specs, as_one=not several)
 
+    @jvm_named()
     def evaluate(
         self, dataset: DataFrame, metrics: Mapping[str, Any], weightCol: str | None = None
     ) -> dict[str, MetricValue]:
@@ -240,8 +242,8 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
             A number by name; a list of numbers for a metric with several, such as one per class.
 
         Raises:
-            ConfigError: something is not a metric, no metric takes weights, or torchmetrics is not
-                installed.
+            ConfigError: something is not a metric, no metric takes weights, torchmetrics is not
+                installed, or Spark's JVM has ended.
             DataError: a column is missing, or there is no row.
             ModelError: a metric cannot be computed.
         """

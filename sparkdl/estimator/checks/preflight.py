@@ -37,7 +37,7 @@ from sparkdl.spark.session.encryption import (
     keeps_rows_in_memory,
     require_trusted_network,
 )
-from sparkdl.spark.session.required import require_frame
+from sparkdl.spark.session.required import jvm_named, require_frame
 from sparkdl.worker import Job
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,7 @@ class FitPlan:
         return replace(self, job=job, workers=replace(self.workers, delivery=spread))
 
 
+@jvm_named()
 def plan_fit(
     params: SharedParams, frame: DataFrame, warm_start: nn.Module | None = None
 ) -> tuple[FitPlan, Replica]:
@@ -85,7 +86,7 @@ def plan_fit(
 
     Raises:
         ConfigError: more workers than slots, or the strategy does not go with the model, the
-            optimizer, ``clipNorm`` or the number of workers.
+            optimizer, ``clipNorm`` or the number of workers; or Spark's JVM has ended.
         DataError: a column is missing, duplicated or not numeric.
         ModelError: the model, loss or optimizer cannot be built or shipped.
     """

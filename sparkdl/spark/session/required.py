@@ -23,6 +23,22 @@ _IN_CODE = (
 )
 
 
+@contextmanager
+def jvm_named() -> Iterator[None]:
+    """Raise that Spark's JVM has ended, if that is why a call into it fails; also a decorator.
+
+    Raises:
+        ConfigError: it has ended.
+    """
+    try:
+        yield
+    except (Py4JError, OSError) as error:
+        ended = end_of_jvm(error)
+        if ended is None:  # an interrupt in the middle of a call, for example
+            raise
+        raise ConfigError(ended) from error
+
+
 def require_frame(value: object, name: str = "df", *, to_end: str | None = None) -> None:
     """Check that a value is a DataFrame of a session that runs in this driver.
 
@@ -68,7 +84,7 @@ def require_session(spark: SparkSession | None = None) -> SparkSession:
         ConfigError: there is none, or it has been stopped or is Spark Connect's.
     """
     if spark is None:
-        with _jvm_named():
+        with jvm_named():
             spark = current_session()
     if spark is None and not has_jvm():
         raise ConfigError(
@@ -82,19 +98,8 @@ def require_session(spark: SparkSession | None = None) -> SparkSession:
 
 
 def _is_stopped(spark: SparkSession) -> bool:
-    with _jvm_named():
+    with jvm_named():
         return is_stopped(spark)
-
-
-@contextmanager
-def _jvm_named() -> Iterator[None]:
-    try:
-        yield
-    except (Py4JError, OSError) as error:
-        ended = end_of_jvm(error)
-        if ended is None:  # an interrupt in the middle of a call, for example
-            raise
-        raise ConfigError(ended) from error
 
 
 def _of_connect(what: str) -> ConfigError:

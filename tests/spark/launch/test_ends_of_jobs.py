@@ -134,6 +134,7 @@ import json, os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from frames import estimator, frame
 from pyspark import SparkContext
+from torchmetrics import MeanSquaredError
 import sparkdl
 from sparkdl.callbacks import Callback
 
@@ -149,22 +150,33 @@ class Kills(Callback):
     def on_end(self, training, error):
         seen["on_end"] = type(error).__name__
 
+def metric_killing_it():
+    if "pid" not in seen:
+        kill()
+    return MeanSquaredError()
+
+def fit(rows):
+    kept = {"callbacks": [Kills()], "checkpointPath": sys.argv[2]}
+    estimator(numWorkers=2, epochs=10_000, **kept).fit(rows)
+
+def evaluate(rows):
+    model = estimator(numWorkers=2).fit(rows)
+    model.evaluate(rows, {"mse": metric_killing_it})
+
 spark = sparkdl.create_session("without", master="local[2]", conf={"spark.ui.enabled": "false"})
 try:
-    estimator(numWorkers=2, epochs=10_000, callbacks=[Kills()], checkpointPath=sys.argv[2]).fit(
-        frame(spark, partitions=2)
-    )
+    globals()[sys.argv[3]](frame(spark, partitions=2))
 except Exception as error:
     seen["error"] = [type(error).__name__, str(error)]
 print(json.dumps(seen))
 """
 
 
-@pytest.mark.slow
-def test_the_end_of_the_jvm_is_told_as_such(tmp_path: Path) -> None:
+def _seen_as_the_jvm_ends(tmp_path: Path, during: str) -> dict[str, Any]:
+    """What a program tells whose JVM is killed ``during`` a function of the script above."""
     tests = Path(__file__).parents[2]
     ended = subprocess.run(
-        [sys.executable, "-c", WITHOUT_JVM, str(tests), str(tmp_path / "checkpoints")],
+        [sys.executable, "-c", WITHOUT_JVM, str(tests), str(tmp_path / "checkpoints"), during],
         capture_output=True,
         text=True,
         timeout=300,
@@ -172,9 +184,20 @@ def test_the_end_of_the_jvm_is_told_as_such(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     assert ended.stdout, ended.stderr
-    seen = json.loads(ended.stdout.splitlines()[-1])
-    kind, message = seen["error"]
-    assert kind == "TrainingError"
+    seen: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    message = seen["error"][1]
     assert message.startswith(f"Spark's JVM (process {seen['pid']}) was ended by SIGKILL")
+    return seen
+
+
+@pytest.mark.slow
+def test_the_end_of_the_jvm_is_told_as_such(tmp_path: Path) -> None:
+    seen = _seen_as_the_jvm_ends(tmp_path, "fit")
+    assert seen["error"][0] == "TrainingError"
     assert seen["on_end"] == "TrainingError"
     assert list((tmp_path / "checkpoints").glob("checkpoint-*"))
+
+
+@pytest.mark.slow
+def test_the_end_of_the_jvm_in_an_evaluation_is_told_as_such(tmp_path: Path) -> None:
+    assert _seen_as_the_jvm_ends(tmp_path, "evaluate")["error"][0] == "ConfigError"
