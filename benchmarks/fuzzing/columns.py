@@ -80,10 +80,9 @@ class ColumnsTarget(Target):
     reads = (
         "feed/record_batches/decode.py",
         "feed/statistics/column.py",
-        "feed/statistics/scan.py",
         "encodings/linalg.py",
         "encodings/numbers.py",
-        "encodings/lists.py",
+        "encodings/encoding.py",
         "feed/reading.py",
     )
     deadline_s = 10.0

@@ -42,7 +42,7 @@ class ImagesTarget(Target):
     reads = (
         "encodings/images.py",
         "encodings/pixels.py",
-        "encodings/lists.py",
+        "encodings/encoding.py",
     )
     deadline_s = 10.0
 

@@ -1,14 +1,17 @@
-"""What has to be known about a column's encoding, and the defaults."""
+"""What has to be known about a column's encoding, and the Arrow lists that encodings return.
+
+Lists are made and taken apart without running Python for each row.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import pyarrow as pa
-
-from sparkdl.encodings.lists import Broken
 
 if TYPE_CHECKING:  # the process that starts the ranks of a task has no torch
     import torch
@@ -19,6 +22,28 @@ UNKNOWN = -1
 
 Shape = tuple[int, ...]
 """The shape of one row: () for a number; ``UNKNOWN`` where only the data can tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """Rows that cannot be decoded.
+
+    Attributes:
+        rows: their positions, ascending, shape (n,).
+        reason: what is wrong with the first of them, as the end of a sentence about it.
+    """
+
+    rows: np.ndarray
+    reason: str
+
+    def at(self, positions: np.ndarray) -> Broken:
+        """The same rows, at their positions before others were taken out.
+
+        Args:
+            positions: the position of every row that was left, shape (rows left,).
+        """
+        return Broken(positions[self.rows], self.reason)
+
 
 DecodedRows = tuple[pa.Array, Broken | None]
 """Numbers, or one list of numbers per row, without broken rows; and the broken rows, if any."""
@@ -98,3 +123,55 @@ class Encoding(ABC):
 def has_fields(kind: pa.DataType, names: Sequence[str]) -> bool:
     """Whether an Arrow type is a struct with these fields, in this order."""
     return bool(pa.types.is_struct(kind)) and [field.name for field in kind] == list(names)
+
+
+def broken_where(wrong: np.ndarray, reason: str) -> Broken | None:
+    """The rows for which ``wrong`` is true; None if there are none.
+
+    Args:
+        wrong: shape (rows,), bool.
+        reason: what is wrong with the first.
+    """
+    return Broken(np.flatnonzero(wrong), reason) if wrong.any() else None
+
+
+def lists_of(flat: pa.Array | np.ndarray, rows: int) -> pa.Array:
+    """Lists of equal length.
+
+    Args:
+        flat: the elements of all rows.
+        rows: how many lists to cut them into.
+    """
+    elements = flat if isinstance(flat, pa.Array) else pa.array(flat)
+    width = len(elements) // rows if rows else 0
+    offsets = np.arange(rows + 1, dtype=np.int64) * width
+    return pa.LargeListArray.from_arrays(pa.array(offsets), elements)
+
+
+def numpy_of(values: pa.Array) -> np.ndarray:
+    """The values that are not null, as a view where Arrow's memory allows; booleans as bytes."""
+    present = values.drop_null() if values.null_count else values
+    numbers: np.ndarray = present.to_numpy(zero_copy_only=False)
+    return numbers.view(np.uint8) if numbers.dtype == np.bool_ else numbers
+
+
+def binary_bytes(values: pa.Array) -> pa.Array:
+    """The bytes of all rows, concatenated, without a copy.
+
+    Args:
+        values: binary rows, none null.
+    """
+    kind = pa.large_list if pa.types.is_large_binary(values.type) else pa.list_
+    _, offsets, data = values.buffers()
+    if data is None:
+        return pa.array([], pa.uint8())
+    elements = pa.Array.from_buffers(pa.uint8(), data.size, [None, data])
+    # Arrow keeps binary rows the way it keeps lists of bytes.
+    lists = pa.Array.from_buffers(
+        kind(pa.uint8()),
+        len(values),
+        [None, offsets],
+        offset=values.offset,
+        children=[elements],
+    )
+    return lists.flatten()

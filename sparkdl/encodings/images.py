@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.encodings.encoding import DecodedRows, Encoding, Shape
-from sparkdl.encodings.lists import broken_where
+from sparkdl.encodings.encoding import DecodedRows, Encoding, Shape, broken_where
 from sparkdl.encodings.numbers import RawBytes
 from sparkdl.encodings.pixels import OfPixels, channels_first
 from sparkdl.errors import SetupError

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sparkdl.encodings.encoding import DecodedRows, Encoding, Shape, has_fields
-from sparkdl.encodings.lists import broken_where, numpy_of
+from sparkdl.encodings.encoding import (
+    DecodedRows,
+    Encoding,
+    Shape,
+    broken_where,
+    has_fields,
+    lists_of,
+    numpy_of,
+)
 
 if TYPE_CHECKING:  # the process that starts the ranks of a task has no torch
     import torch
-import math
-
-from sparkdl.encodings.lists import lists_of
 
 DENSE, SPARSE = 1, 0
 """The values of the field ``type`` of a vector or matrix; no others are valid."""

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-
-from sparkdl.encodings.encoding import UNKNOWN, DecodedRows, Encoding, Shape
-from sparkdl.encodings.lists import broken_where, lists_of, numpy_of
-
-if TYPE_CHECKING:  # the process that starts the ranks of a task has no torch
-    import torch
 import pyarrow.compute as pc
 
-from sparkdl.encodings.lists import binary_bytes
+from sparkdl.encodings.encoding import (
+    UNKNOWN,
+    DecodedRows,
+    Encoding,
+    Shape,
+    binary_bytes,
+    broken_where,
+    lists_of,
+    numpy_of,
+)
 
 if TYPE_CHECKING:  # the process that starts the ranks of a task has no torch
     import torch

@@ -9,8 +9,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sparkdl.encodings.encoding import DecodedRows, Encoding, Shape, has_fields
-from sparkdl.encodings.lists import binary_bytes, broken_where, lists_of, numpy_of
+from sparkdl.encodings.encoding import (
+    DecodedRows,
+    Encoding,
+    Shape,
+    binary_bytes,
+    broken_where,
+    has_fields,
+    lists_of,
+    numpy_of,
+)
 
 if TYPE_CHECKING:  # the process that starts the ranks of a task has no torch
     import torch

@@ -13,9 +13,8 @@ from sparkdl.feed.columns.ragged import Column, picked
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.record_batches.decode import Decoded, decode, to_column, to_tensor
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN
-from sparkdl.feed.statistics.column import ColumnStatistics
+from sparkdl.feed.statistics.column import ColumnStatistics, adds_nothing, scan, scan_least
 from sparkdl.feed.statistics.fingerprint import MODULUS, row_hashes
-from sparkdl.feed.statistics.scan import adds_nothing, scan, scan_least
 from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import ColumnSpec

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from sparkdl.encodings import NUMBERS
-from sparkdl.encodings.lists import Broken, numpy_of
+from sparkdl.encodings.encoding import Broken, numpy_of
 from sparkdl.errors import DataError
 from sparkdl.feed.columns.ragged import Column, Ragged
 from sparkdl.protocols import ColumnSpec

@@ -1,12 +1,21 @@
-"""What is found in one column of a worker's rows, and where, in words that can be found again."""
+"""What is found in one column of a worker's rows, while they are read, and where it is."""
 
 from __future__ import annotations
 
+import functools
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from sparkdl.encodings.encoding import numpy_of
+from sparkdl.feed.record_batches.decode import Decoded
 from sparkdl.protocols import ColumnSpec
 
 T = TypeVar("T")
@@ -90,9 +99,7 @@ class ColumnStatistics:
 
     def where(self, name: str) -> str:
         """Where the row of a count or an extreme is, in words; empty if nobody looked."""
-        if name not in self.places:
-            return ""
-        return in_words(self.places[name])
+        return in_words(self.places[name]) if name in self.places else ""
 
 
 def _extreme(choose: Callable[[T, T], T], a: T | None, b: T | None) -> T | None:
@@ -121,3 +128,220 @@ def in_words(place: RowLocation) -> str:
     """Where a row is, as messages say it."""
     partition, row = place
     return f"row {row} of partition {partition}"
+
+
+def scan(
+    column: pa.Array | Decoded, spec: ColumnSpec, at: RowLocation = (0, 0)
+) -> ColumnStatistics:
+    """Look at one column of one record batch, whose first row is ``at`` that place."""
+    decoded = column if isinstance(column, Decoded) else Decoded(column)
+    values, rows = decoded.values, decoded.rows
+    found = _Finder(at, rows)
+    if decoded.broken is not None:
+        found.count("broken", decoded.broken.rows, among_all=True)
+    if values.null_count:
+        missing = numpy_of(values.is_null()).astype(bool)
+        found.count("nulls", np.flatnonzero(missing))
+        found.rows = np.flatnonzero(~missing) if rows is None else rows[~missing]
+        values = values.drop_null()  # a null may have elements of its own
+    if len(values):
+        _scan_arrays(values, spec, found) if spec.is_array else _scan_numbers(
+            numpy_of(values), spec, found
+        )
+    reason = decoded.broken.reason if decoded.broken is not None else found.reason
+    return ColumnStatistics(**found.statistics, reason=reason, places=found.places)
+
+
+def scan_least(column: Decoded, at: RowLocation = (0, 0)) -> ColumnStatistics:
+    """Look for the smallest number above 0 in a column of numbers of one record batch."""
+    numbers = numpy_of(column.values.fill_null(0))
+    above = np.flatnonzero(numbers > 0)
+    if not len(above):
+        return ColumnStatistics()
+    found = _Finder(at, column.rows)
+    row = int(above[numbers[above].argmin()])
+    found.extreme("least", numbers[row].item(), row)
+    return ColumnStatistics(**found.statistics, places=found.places)
+
+
+def adds_nothing(column: Decoded, spec: ColumnSpec, known: ColumnStatistics) -> bool:
+    """Whether a look at one column of one record batch would surely change nothing that is known.
+
+    Takes a fraction of the time of the look, and is true of most record batches but the first few.
+    """
+    values = column.values
+    if column.broken is not None or values.null_count or not len(values):
+        return False
+    if not known.can_become(spec):
+        return False
+    if spec.is_array:
+        lengths = numpy_of(values.value_lengths())
+        if known.shortest is None or known.longest is None:
+            return False
+        if lengths.min() < known.shortest or lengths.max() > known.longest:
+            return False
+        values = values.flatten()
+        if values.null_count:
+            return False
+        if not spec.encoding.numeric:
+            return True
+    numbers = numpy_of(values)
+    if not len(numbers):
+        return False
+    if known.smallest is None or known.largest is None:
+        return spec.is_array and numbers.dtype.kind == "f" and _all_fit(numbers, spec.dtype)
+    if numbers.dtype.kind == "f" and not spec.dtype.is_floating_point:
+        return False  # there may be fractions
+    # Comparisons with NaN are false; of an extreme that is out of range there may be more.
+    return bool(
+        all_within(known.smallest, known.largest, spec.dtype)
+        and math.isfinite(known.smallest)
+        and math.isfinite(known.largest)
+        and known.smallest <= numbers.min()
+        and numbers.max() <= known.largest
+    )
+
+
+def _all_fit(numbers: np.ndarray, dtype: torch.dtype) -> bool:
+    """Whether fractions, looked at without their extremes, are surely finite and in range."""
+    if not holds_all(dtype, numbers.dtype):
+        return all_within(numbers.min(), numbers.max(), dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        # One pass: the sum is finite only if every number is, but for overflow.
+        return bool(np.isfinite(numbers.sum()))
+
+
+class _Finder:
+    """Collects the statistics of one record batch, and where they were found."""
+
+    def __init__(self, at: RowLocation, rows: np.ndarray | None) -> None:
+        self.rows = rows
+        """Where the rows that are looked at are in the record batch; None if all are there."""
+        self._at = at
+        self.statistics: dict[str, Any] = {}
+        self.places: dict[str, RowLocation] = {}
+        self.reason: str | None = None
+
+    def count(self, name: str, found: np.ndarray, *, among_all: bool = False) -> None:
+        if len(found):
+            self.statistics[name] = self.statistics.get(name, 0) + len(found)
+            place = self._place(int(found[0]), among_all=among_all)
+            self.places.setdefault(name, place)
+
+    def extreme(self, name: str, value: int | float, row: int) -> None:
+        self.statistics[name] = value
+        self.places[name] = self._place(row)
+
+    def _place(self, row: int, *, among_all: bool = False) -> RowLocation:
+        partition, offset = self._at
+        return partition, offset + (row if among_all or self.rows is None else int(self.rows[row]))
+
+
+def _scan_numbers(numbers: np.ndarray, spec: ColumnSpec, found: _Finder) -> None:
+    # numpy's argmin and argmax take NaN for the smallest and for the largest.
+    for name, row in (("smallest", numbers.argmin()), ("largest", numbers.argmax())):
+        found.extreme(name, numbers[row].item(), int(row))
+    if not all_within(found.statistics["smallest"], found.statistics["largest"], spec.dtype):
+        found.count("out_of_range", np.flatnonzero(beyond(numbers, spec.dtype)))
+    if numbers.dtype.kind != "f":
+        return
+    if not np.isfinite(found.statistics["smallest"]) or not np.isfinite(
+        found.statistics["largest"]
+    ):
+        found.count("not_finite", np.flatnonzero(~np.isfinite(numbers)))
+    if not spec.dtype.is_floating_point:
+        found.count("fractions", np.flatnonzero(numbers != np.floor(numbers)))
+
+
+def _scan_arrays(values: pa.Array, spec: ColumnSpec, found: _Finder) -> None:
+    lengths = numpy_of(values.value_lengths())
+    # What was decoded has the declared length.
+    as_arrived = spec.encoding.is_decoded(values.type) and spec.elements is not None
+    if as_arrived and (lengths != spec.elements).any():
+        wrong = np.flatnonzero(lengths != spec.elements)
+        found.reason = (
+            f"has {lengths[wrong[0]]} elements, but the declared shape is {spec.row_shape}"
+        )
+        found.count("broken", wrong)
+    for name, row in (("shortest", lengths.argmin()), ("longest", lengths.argmax())):
+        found.extreme(name, int(lengths[row]), int(row))
+    elements = values.flatten()
+    if elements.null_count:
+        parents = numpy_of(pc.list_parent_indices(values).filter(elements.is_null()))
+        found.count("null_elements", np.unique(parents))
+    if len(elements) > elements.null_count and spec.encoding.numeric:
+        _scan_elements(numpy_of(elements), _Parents(values, elements), spec, found)
+
+
+def _scan_elements(
+    numbers: np.ndarray, parents_of: _Parents, spec: ColumnSpec, found: _Finder
+) -> None:
+    if numbers.dtype.kind in "iub":
+        for name, place in (("smallest", numbers.argmin()), ("largest", numbers.argmax())):
+            found.extreme(name, numbers[place].item(), parents_of.row(int(place)))
+        suspicious = not all_within(
+            found.statistics["smallest"], found.statistics["largest"], spec.dtype
+        )
+    else:
+        suspicious = not _all_fit(numbers, spec.dtype)
+    if suspicious:
+        for name, wrong in (
+            ("not_finite", ~np.isfinite(numbers)),
+            ("out_of_range", beyond(numbers, spec.dtype)),
+        ):
+            if wrong.any():
+                found.count(name, np.unique(parents_of.rows()[wrong]))
+
+
+class _Parents:
+    """The rows that the elements of arrays belong to, null elements left out."""
+
+    def __init__(self, values: pa.Array, elements: pa.Array) -> None:
+        self._values = values
+        self._elements = elements
+
+    def rows(self) -> np.ndarray:
+        parents = pc.list_parent_indices(self._values)
+        if self._elements.null_count:
+            parents = parents.filter(self._elements.is_valid())
+        return numpy_of(parents)
+
+    def row(self, element: int) -> int:
+        if not self._elements.null_count:
+            ends = np.cumsum(numpy_of(self._values.value_lengths()))
+            return int(np.searchsorted(ends, element, side="right"))
+        return int(self.rows()[element])
+
+
+@functools.cache
+def limits(dtype: torch.dtype) -> tuple[float, float]:
+    """The smallest and the largest number of a dtype; infinite for booleans: any can be one."""
+    if dtype == torch.bool:
+        return -math.inf, math.inf
+    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    return info.min, info.max
+
+
+def holds_all(dtype: torch.dtype, source: np.dtype[Any]) -> bool:
+    """Whether a dtype's range contains that of a floating-point type."""
+    return dtype == torch.bool or limits(dtype)[1] >= float(np.finfo(source).max)
+
+
+def all_within(smallest: float, largest: float, dtype: torch.dtype) -> bool:
+    """Whether numbers with these extremes are surely held; not if there is NaN among them."""
+    low, high = limits(dtype)
+    return smallest >= low and largest <= high
+
+
+def beyond(numbers: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Which numbers are finite but become infinite, or wrap around, in a tensor of ``dtype``."""
+    outside: np.ndarray
+    if dtype.is_floating_point:
+        # Numbers a little above the largest are rounded down to it.
+        outside = ~torch.tensor(numbers).to(dtype).isfinite().numpy()
+    else:
+        low, high = limits(dtype)
+        # One more than the largest integer is a power of two, which floats have exactly.
+        outside = (numbers < low) | (numbers >= high + 1)
+    outside &= np.isfinite(numbers)
+    return outside

@@ -12,9 +12,8 @@ from typing import Any
 
 from sparkdl.errors import DataError, TrainingError
 from sparkdl.feed.record_batches.decode import instead_of_nulls
-from sparkdl.feed.statistics.column import ColumnStatistics
+from sparkdl.feed.statistics.column import ColumnStatistics, limits
 from sparkdl.feed.statistics.fingerprint import MODULUS
-from sparkdl.feed.statistics.scan import limits
 from sparkdl.protocols import ColumnSpec
 
 

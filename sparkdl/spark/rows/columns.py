@@ -12,7 +12,7 @@ from pyspark.sql import types as T
 
 from sparkdl.encodings import NUMBERS, Encoding
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.feed.statistics.scan import limits
+from sparkdl.feed.statistics.column import limits
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 from sparkdl.spark.rows.column_types import recognized, without_decimals
 

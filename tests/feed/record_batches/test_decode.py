@@ -19,8 +19,7 @@ from torch import Tensor
 from sparkdl import encodings
 from sparkdl.errors import DataError
 from sparkdl.feed.record_batches.decode import decode, tensors_of, to_tensor
-from sparkdl.feed.statistics.column import ColumnStatistics
-from sparkdl.feed.statistics.scan import scan
+from sparkdl.feed.statistics.column import ColumnStatistics, scan
 from sparkdl.feed.statistics.shards import DataStatistics, check_statistics
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 

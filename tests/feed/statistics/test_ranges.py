@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sparkdl.feed.statistics.scan import beyond, scan
+from sparkdl.feed.statistics.column import beyond, scan
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)

@@ -16,8 +16,13 @@ from hypothesis import strategies as st
 
 from sparkdl.errors import DataError, TrainingError
 from sparkdl.feed.record_batches.decode import Decoded
-from sparkdl.feed.statistics.column import ColumnStatistics, names_places, with_places
-from sparkdl.feed.statistics.scan import adds_nothing, scan
+from sparkdl.feed.statistics.column import (
+    ColumnStatistics,
+    adds_nothing,
+    names_places,
+    scan,
+    with_places,
+)
 from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics, check_statistics
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 
