@@ -19,7 +19,7 @@ import harness
 import numpy as np
 import torch
 
-from sparkdl.feed.minibatches import keep_freed_memory
+from sparkdl.feed.prefetch import keep_freed_memory
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import ColumnSpec
 from sparkdl.reshuffle import RowExchange, RowServer

@@ -11,21 +11,18 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from sparkdl.feed.arrival import Arrivals, Look, OnRows
-from sparkdl.feed.columns.schema import BatchTransform, FeedSchema, bytes_of_rows
-from sparkdl.feed.minibatches import Minibatches, keep_freed_memory, prefetched
+from sparkdl.feed.columns.ragged import Column, joined, picked
+from sparkdl.feed.columns.schema import BatchTransform, FeedSchema, bytes_of_rows, lengths_in
+from sparkdl.feed.minibatches import Chunk, Minibatches
 from sparkdl.feed.order import (
-    GROUP_DRAWS,
     HELD_OUT,
-    block_order,
+    EpochOrder,
     block_sizes,
     even_sizes,
     full_sizes,
-    generator,
-    grouped_by_length,
-    permutation,
 )
-from sparkdl.feed.reading import Reading
+from sparkdl.feed.prefetch import keep_freed_memory, prefetched
+from sparkdl.feed.reading import Look, OnRows, Reading
 from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import Batch
@@ -123,14 +120,13 @@ class Feed:
         self._options = options or FeedOptions()
         self._training = self._new_store()
         self._held_out = self._new_store()
-        self._reading = Reading(schema, rank, self._training, self._held_out)
         self._source: Generator[pa.RecordBatch, None, None] | None = None
-        self._arrivals: Arrivals | None = None
+        self._reading = self._reading_of(())
         self._orders: dict[PartitionStore, Tensor | None] = {}
         self._exchanged_before = 0
         self._held_out_exchanged = False
         self._minibatches = Minibatches(
-            schema, batch_size, seed, rank, torch.device(device), self._options.transform
+            schema, torch.device(device), self._options.transform, seed=seed, rank=rank
         )
 
     def __enter__(self) -> Feed:
@@ -153,106 +149,77 @@ class Feed:
         """Rows to validate with."""
         return self._held_out.rows
 
-    @property
-    def steps(self) -> int:
-        """Minibatches per epoch."""
-        return -(-self.used_rows // self._batch_size)
-
     def fill(
-        self,
-        source: Iterable[pa.RecordBatch],
-        on_rows: OnRows = lambda rows: None,
+        self, source: Iterable[pa.RecordBatch], on_rows: OnRows = lambda rows: None
     ) -> ShardStatistics:
         """Read every row into the store, looking at it on the way.
 
         Rows that cannot be trained on do not stop the reading; the counts of them are the answer.
+        An epoch may follow only if every column is sound.
 
         Args:
             source: the rows, once; the columns of the schema, then perhaps ``ORDER_COLUMN``.
-            on_rows: called after each record batch with the rows read so far.
-
-        Returns:
-            What was found; an epoch may follow only if every column is sound.
+            on_rows: called after each part of a record batch with the rows read so far.
         """
-        for _ in self._reading.parts(source):
-            on_rows(self._reading.rows)
-        return self._reading.shard()
+        self._reading = self._reading_of(source, on_rows)
+        return self._reading.rest()
 
     def read_first(
         self, source: Iterable[pa.RecordBatch], on_rows: OnRows = lambda rows: None
     ) -> ShardStatistics:
         """Read what the first epoch begins with: every row, or the first block if it is streamed.
 
-        Args:
-            source: as ``fill`` takes it, without ``ORDER_COLUMN`` if the first epoch is streamed.
-            on_rows: as ``fill`` calls it, also for rows that are read later.
-
-        Returns:
-            What was found, which says whether those are all rows.
+        The arguments are those of ``fill``, without ``ORDER_COLUMN`` if the first epoch is
+        streamed; what is returned says whether those are all rows.
         """
         if not self._options.stream_first_epoch:
             return self.fill(source, on_rows)
         # Spark's side reads on only while somebody takes what it has read.
         self._source = prefetched(source, ahead=READ_AHEAD, close_s=1.0)
-        self._arrivals = Arrivals(
-            self._schema,
-            self._reading,
-            self._reading.parts(self._source),
-            on_rows,
-            self._training,
-            batch_size=self._batch_size,
-            drop_last=self._options.drop_last,
-        )
-        return self._arrivals.first()
+        self._reading = self._reading_of(self._source, on_rows)
+        return self._reading.first_block()
 
     def read_rest(self) -> ShardStatistics:
         """Read what ``read_first`` and ``arriving`` left; returns what was found in all rows."""
-        return self._reading.shard() if self._arrivals is None else self._arrivals.rest()
+        return self._reading.rest()
 
     @property
     def complete(self) -> bool:
         """Whether every row was read."""
-        return self._arrivals is None or self._arrivals.complete
+        return self._reading.complete
 
     def arriving(self, look: Look) -> Iterator[Batch]:
         """Yield the first epoch's minibatches while their rows arrive; follows ``read_first``.
 
         The same as ``epoch(1)`` yields, which needs all rows to be there.
-
-        Args:
-            look: as its type says.
         """
-        assert self._arrivals is not None
-        yield from self._minibatches.changed(
-            self._minibatches.of_blocks(
-                self._arrivals.blocks(look),
-                drop_last=self._options.drop_last,
-                group_by_length=self._options.group_by_length,
-            ),
-            1,
-        )
+        yield from self._minibatches.changed(self._minibatches.of_chunks(self._arriving(look)), 1)
+
+    def _arriving(self, look: Look) -> Iterator[Chunk]:
+        order = EpochOrder(self._seed, 1, self._rank)
+        pinned = self._minibatches.on_gpu
+        for block in self._reading.blocks(look):
+            rows = len(block.columns[0])
+            used = self._used_of(rows) if block.last else rows
+            lengths = self._grouping(self._training, lengths_in(block.columns)) if used else None
+            chosen = order.of_block(rows, used, lengths, self._sizes(used))
+            columns = [picked(column, chosen, pinned=pinned) for column in block.columns]
+            yield columns, list(self._sizes(used)), block.last
 
     def scale_weights(self, mean: float) -> None:
-        """Divide the rows' weights by their mean over all workers.
+        """Divide the rows' weights by their mean over all workers' rows to train on.
 
         The loss of a minibatch is then the mean of its weighted rows, whose expectation is the
         weighted mean over the data; contributions stay weighted by examples, and a learning rate
         means the same whatever the weights' unit.
-
-        Args:
-            mean: of the rows to train on.
         """
         self._minibatches.mean_weight = mean
 
     def reshuffle(self, epoch: int, exchange: RowExchange) -> None:
-        """Exchange the rows to train on with the other workers.
+        """Exchange the rows to train on with the other workers, all before the same epochs.
 
         Does nothing if the rows were exchanged before that epoch already, by a worker that was
         interrupted since.
-
-        Args:
-            epoch: the epoch that follows, counted from 1.
-            exchange: sends and receives rows; all workers call it before the same epochs.
         """
         if epoch <= self._exchanged_before:
             return
@@ -262,11 +229,7 @@ class Feed:
     def exchange_held_out(self, exchange: RowExchange) -> bool:
         """Exchange the rows to validate with, once: where rows are sorted one worker has them all.
 
-        Args:
-            exchange: sends and receives rows; all workers call it before they first validate.
-
-        Returns:
-            Whether they were exchanged now.
+        All workers call it before they first validate; returns whether they were exchanged now.
         """
         if self._held_out_exchanged:
             return False
@@ -280,22 +243,16 @@ class Feed:
         Each epoch follows a permutation of the order that ``ORDER_COLUMN`` gives the rows, or
         without it their arrival.
 
-        Args:
-            epoch: counted from 1.
-            first_step: minibatches that were trained on already, before an interruption.
+        Those were trained on already, before an interruption. Epochs are counted from 1.
         """
         order = self._epoch_order(epoch)[first_step * self._batch_size :]
-        batches = self._minibatches.of_store(
-            self._training, order, full_sizes(len(order), self._batch_size)
-        )
+        batches = self._minibatches.of_store(self._training, order, self._sizes(len(order)))
         yield from self._minibatches.changed(batches, epoch, first_step)
 
     def even_epoch(self, epoch: int, steps: int) -> Generator[Batch, None, None]:
         """Yield every row to train on once, in a given number of minibatches of ``even_sizes``.
 
-        Args:
-            epoch: counted from 1; its order is that of ``epoch``.
-            steps: how many minibatches; if more than there are rows, some are empty.
+        If there are more minibatches than rows, some are empty; the order is that of ``epoch``.
         """
         sizes = [even_sizes(self.rows, step, steps) for step in range(steps)]
         yield from self._minibatches.of_store(
@@ -303,30 +260,47 @@ class Feed:
         )
 
     def settle(self, lengths: Sequence[int | None]) -> None:
-        """Learn from other workers how long arrays are; a worker without rows cannot know.
-
-        Args:
-            lengths: elements of every column's arrays, None for numbers.
-        """
+        """Learn from others how long arrays are, by column; without rows a worker cannot know."""
         if not self._training.specs:
             self._training.create(self._schema.of_lengths(lengths).stored, 0)
 
     def held_out(self) -> Iterator[Batch]:
         """Yield every row to validate with once, always in the same order."""
-        order = self._positions(self._held_out)
-        if self._options.group_by_length and len(order):
-            order = order[torch.argsort(self._bytes_of_rows(self._held_out)[order], stable=True)]
-        yield from self._minibatches.of_store(
-            self._held_out, order, full_sizes(len(order), self._batch_size)
-        )
+        store = self._held_out
+        order = self._order(store)
+        if order is None:
+            order = torch.arange(store.rows)
+        if store.rows and (lengths := self._grouping(store, store.lengths())) is not None:
+            order = order[torch.argsort(lengths[order], stable=True)]
+        yield from self._minibatches.of_store(store, order, self._sizes(len(order)))
 
     @property
     def used_rows(self) -> int:
         """Rows that an epoch trains on: all, but for those that ``drop_last`` leaves out."""
-        return self.rows - (self.rows % self._batch_size if self._options.drop_last else 0)
+        return self._used_of(self.rows)
+
+    def _used_of(self, rows: int) -> int:
+        return rows - (rows % self._batch_size if self._options.drop_last else 0)
+
+    def _sizes(self, rows: int) -> Iterator[int]:
+        return full_sizes(rows, self._batch_size)
 
     def _new_store(self) -> PartitionStore:
         return PartitionStore(self._directory, resident_bytes=self._options.resident_bytes)
+
+    def _reading_of(
+        self, source: Iterable[pa.RecordBatch], on_rows: OnRows = lambda rows: None
+    ) -> Reading:
+        return Reading(
+            self._schema,
+            self._rank,
+            self._training,
+            self._held_out,
+            source,
+            on_rows,
+            batch_size=self._batch_size,
+            drop_last=self._options.drop_last,
+        )
 
     def _exchanged(self, old: PartitionStore, exchange: RowExchange, epoch: int) -> PartitionStore:
         new = self._new_store()
@@ -345,49 +319,32 @@ class Feed:
             self._orders[store] = torch.argsort(torch.cat(keys), stable=True) if keys else None
         return self._orders[store]
 
-    def _positions(self, store: PartitionStore) -> Tensor:
-        order = self._order(store)
-        return torch.arange(store.rows) if order is None else order
-
     def _epoch_order(self, epoch: int, sizes: Sequence[int] | None = None) -> Tensor:
-        """The positions in the store of an epoch's rows, shape (used rows,), int64.
-
-        Args:
-            epoch: counted from 1.
-            sizes: rows of each minibatch; None for those of ``epoch``.
-        """
-        order, blocks = self._order(self._training), [self.rows]
+        """The positions in the store of an epoch's rows, shape (used rows,), int64."""
+        store, order = self._training, self._order(self._training)
+        blocks, lengths = [self.rows], None
         if self._options.streams(epoch):
-            row_bytes = bytes_of_rows(self._training.specs, self._training.lengths())
+            row_bytes = bytes_of_rows(store.specs, store.lengths())
             blocks = block_sizes(self.rows, self._batch_size, row_bytes)
-            shuffled = block_order(blocks, seed=self._seed, epoch=1, rank=self._rank)
-        else:
-            shuffled = permutation(self.rows, seed=self._seed, epoch=epoch, rank=self._rank)
-        chosen = (shuffled if order is None else order.index_select(0, shuffled))[: self.used_rows]
-        if not self._options.group_by_length or not len(chosen):
-            return chosen
-        lengths, draws = self._bytes_of_rows(self._training), self._group_draws(epoch)
-        groups = [
-            grouped_by_length(
-                rows, lengths[rows], sizes or list(full_sizes(len(rows), self._batch_size)), draws
-            )
-            for rows in torch.split(chosen, _up_to(len(chosen), blocks))
-        ]
-        return torch.cat(groups)
+        if self.used_rows:
+            lengths = self._grouping(store, store.lengths())
+            lengths = lengths if lengths is None or order is None else lengths[order]
+        draws, first = EpochOrder(self._seed, epoch, self._rank), 0
+        drawn: list[Column] = []
+        for rows in blocks:
+            used = min(rows, max(0, self.used_rows - first))
+            of_block = None if lengths is None else lengths[first : first + rows]
+            places = draws.of_block(rows, used, of_block, sizes or self._sizes(used))
+            drawn.append(first + places if first else places)
+            first += rows
+        chosen = joined(drawn) if drawn else torch.arange(0)
+        assert isinstance(chosen, Tensor)
+        return chosen if order is None else order.index_select(0, chosen)
 
-    def _bytes_of_rows(self, store: PartitionStore) -> Tensor:
-        row_bytes = bytes_of_rows(store.specs, store.lengths())
+    def _grouping(self, store: PartitionStore, lengths: Sequence[Tensor]) -> Tensor | None:
+        """By what rows are grouped into minibatches, shape (rows,); None if they are not."""
+        if not self._options.group_by_length:
+            return None
+        row_bytes = bytes_of_rows(store.specs, lengths)
         assert isinstance(row_bytes, Tensor), "rows of equal length cannot be grouped by it"
         return row_bytes
-
-    def _group_draws(self, epoch: int) -> torch.Generator:
-        return generator(self._seed, epoch, self._rank, GROUP_DRAWS)
-
-
-def _up_to(total: int, sizes: Iterable[int]) -> list[int]:
-    """The first of these sizes that add up to a total, the last one cut short."""
-    left, kept = total, []
-    for size in sizes:
-        kept.append(min(size, left))
-        left -= kept[-1]
-    return kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -74,56 +74,63 @@ def full_sizes(rows: int, batch_size: int) -> Iterator[int]:
     return (min(batch_size, rows - start) for start in range(0, rows, batch_size))
 
 
-def block_rows(batch_size: int, row_bytes: int) -> int:
-    """Rows of a block: whole minibatches, at least one.
-
-    Args:
-        batch_size: rows per minibatch.
-        row_bytes: bytes of a stored row.
-    """
-    return batch_size * max(1, BLOCK_BYTES // max(1, batch_size * row_bytes))
-
-
-def block_sizes(rows: int, batch_size: int, row_bytes: int | Tensor) -> list[int]:
-    """Rows of each block of all rows.
+def block_sizes(
+    rows: int, batch_size: int, row_bytes: int | Tensor, block_bytes: int | None = None
+) -> list[int]:
+    """Rows of each block of all rows: whole minibatches, at least one.
 
     Args:
         rows: how many there are.
         batch_size: rows per minibatch.
         row_bytes: bytes of a stored row, or of each row in their order, shape (rows,).
+        block_bytes: the size of a block; None for ``BLOCK_BYTES``.
     """
+    wanted = block_bytes or BLOCK_BYTES
     if not isinstance(row_bytes, Tensor):
-        size = block_rows(batch_size, row_bytes)
-        return [min(size, rows - first) for first in range(0, rows, size)]
+        size = batch_size * max(1, wanted // max(1, batch_size * row_bytes))
+        return list(full_sizes(rows, size))
     reached = row_bytes.cumsum(0)[batch_size - 1 :: batch_size].contiguous()
     stops, so_far = [0], 0
     while stops[-1] < rows:
         # As many minibatches as it takes to reach the size, whatever rows follow them.
-        last = int(torch.searchsorted(reached, so_far + BLOCK_BYTES))
+        last = int(torch.searchsorted(reached, so_far + wanted))
         stops.append(min(rows, batch_size * (last + 1)))
         so_far = int(reached[last]) if last < len(reached) else 0
     return [stop - start for start, stop in itertools.pairwise(stops)]
 
 
-def block_order(sizes: Sequence[int], *, seed: int, epoch: int, rank: int) -> Tensor:
-    """The order in which a worker sees its rows when each block is shuffled for itself.
+class EpochOrder:
+    """The order in which a worker sees its rows in one epoch, drawn for one block after another.
 
     Args:
-        sizes: rows of each block.
         seed: the job's seed.
         epoch: counted from 1.
         rank: the worker's rank.
-
-    Returns:
-        Shape (rows,), int64, a permutation of 0 to rows - 1.
     """
-    draws = generator(seed, epoch, rank)
-    starts = itertools.accumulate(sizes, initial=0)
-    orders = [
-        start + torch.randperm(size, generator=draws)
-        for start, size in zip(starts, sizes, strict=False)
-    ]
-    return torch.cat(orders) if orders else torch.arange(0)
+
+    def __init__(self, seed: int, epoch: int, rank: int) -> None:
+        self._draws = generator(seed, epoch, rank)
+        self._group_draws = generator(seed, epoch, rank, GROUP_DRAWS)
+
+    def of_block(
+        self, rows: int, used: int, lengths: Tensor | None, sizes: Iterable[int]
+    ) -> Tensor:
+        """Draw the order of the next block's rows; that of a single block is ``permutation``.
+
+        Args:
+            rows: how many there are.
+            used: how many of them are trained on.
+            lengths: of the rows as they lie, shape (rows,), if rows of about equal length are to
+                share a minibatch.
+            sizes: rows of each minibatch, which add up to ``used``.
+
+        Returns:
+            Shape (used,), int64: their places in the block.
+        """
+        order = torch.randperm(rows, generator=self._draws)[:used]
+        if lengths is None:
+            return order
+        return grouped_by_length(order, lengths[order], list(sizes), self._group_draws)
 
 
 def grouped_by_length(

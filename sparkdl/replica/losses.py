@@ -170,15 +170,6 @@ def with_reduction(loss: LossFunction, reduction: str) -> LossFunction:
     return functools.partial(loss, reduction=reduction, **old)
 
 
-def loss_of_rows(loss: LossFunction) -> LossFunction:
-    """The same loss, row by row: torch's own with ``reduction="none"``.
-
-    Args:
-        loss: the loss; any but torch's own is returned as is, and must give one value per row.
-    """
-    return with_reduction(loss, "none")
-
-
 class MinibatchLoss:
     """The loss of one minibatch after another, with what each was divided by.
 
@@ -202,7 +193,7 @@ class MinibatchLoss:
         certain = self._indices is not None and self._indices.weight is not None
         self._counts_weighted = use.divides_by == "counts" or certain
         self._sum = with_reduction(loss, "sum")
-        self._of_rows = loss_of_rows(loss)
+        self._of_rows = with_reduction(loss, "none")
 
     def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Compute it.

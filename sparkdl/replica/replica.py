@@ -7,7 +7,7 @@ gradient stay where they are; see ``frozen``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from sparkdl.errors import ModelError
 from sparkdl.protocols import (
     Batch,
+    Features,
     Layout,
     LossFunction,
     OptimizerBuilder,
@@ -25,7 +26,6 @@ from sparkdl.protocols import (
     Targets,
 )
 from sparkdl.replica.buffers import Buffers
-from sparkdl.replica.calling import forward
 from sparkdl.replica.flat import apart_from, flatten
 from sparkdl.replica.frozen import FrozenParameters
 from sparkdl.replica.losses import LossUse, MinibatchLoss, ModelLoss
@@ -324,3 +324,24 @@ class Replica:
         for parameter, home, values in moved:
             home.copy_(values)
             parameter.data = home
+
+
+def forward(
+    module: nn.Module,
+    features: Features,
+    *,
+    as_kwargs: bool = False,
+    labels: Mapping[str, Tensor] | None = None,
+) -> Any:
+    """Call a module with its features as separate arguments, or as one dict.
+
+    Args:
+        module: the model.
+        features: its inputs.
+        as_kwargs: whether features with names are passed as keyword arguments.
+        labels: further keyword arguments.
+    """
+    named = labels or {}
+    if not isinstance(features, dict):
+        return module(*features, **named)
+    return module(**features, **named) if as_kwargs else module(features, **named)

@@ -10,7 +10,6 @@ others still have what they gave away.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import math
 import reprlib
@@ -29,8 +28,15 @@ from sparkdl.errors import CollectiveError, DisconnectedError, StoppedError, Tra
 from sparkdl.feed.columns.ragged import Column, Ragged
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
-from sparkdl.reshuffle.server import LENGTHS_AT_ONCE, Offer, RowServer, chunk_sizes, exchange_plan
-from sparkdl.transport.connecting import introduced, reach
+from sparkdl.reshuffle.server import (
+    LENGTHS_AT_ONCE,
+    Offer,
+    Peer,
+    RowServer,
+    chunk_sizes,
+    exchange_plan,
+)
+from sparkdl.transport.connecting import reach
 from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError
 
 logger = logging.getLogger(__name__)
@@ -181,19 +187,9 @@ class RowExchange:
         self, peer: int, epoch: int, arrivals: _Arrivals, row_servers: Sequence[Any]
     ) -> None:
         address = Peer.of(peer, row_servers, encrypted=self._tls)
+        connect = partial(address.connect, self._rank, self._token, self._deadline_s)
         try:
-            connection = reach(
-                partial(
-                    introduced,
-                    self._rank,
-                    f"rank {peer}",
-                    (address.host, address.port),
-                    self._token,
-                    address.fingerprint,
-                    self._deadline_s,
-                ),
-                min(REACH_S, self._deadline_s),
-            )
+            connection = reach(connect, min(REACH_S, self._deadline_s))
         except DisconnectedError as error:
             # Renamed, because a DisconnectedError says that the averager is gone, not this peer.
             raise ConnectionLostError(str(error)) from error
@@ -328,51 +324,6 @@ class _Arrivals:
         for chunk in chunks:
             self._store.write(chunk, first)
             first += len(chunk[0])
-
-
-@dataclass(frozen=True)
-class Peer:
-    """Where another worker serves its rows."""
-
-    host: str
-    port: int
-    fingerprint: str | None
-
-    @classmethod
-    def of(cls, rank: int, addresses: Sequence[Any], *, encrypted: bool) -> Peer:
-        """Read the address that a worker reported.
-
-        Args:
-            rank: whose address is wanted.
-            addresses: what all workers reported, by rank.
-            encrypted: whether the rows have to be encrypted.
-
-        Raises:
-            TrainingError: no worker of this job reports such an address.
-        """
-        told = addresses[rank] if rank < len(addresses) else None
-        kinds = (str, int, str if encrypted else type(None))
-        if (
-            not isinstance(told, list)
-            or tuple(map(type, told)) != kinds
-            or told[1] not in range(1, 1 << 16)
-            or not _is_address(told[0])
-            or (encrypted and not told[2].isascii())
-        ):
-            raise TrainingError(
-                f"rank {rank} gave {reprlib.repr(told)} as the address of its rows, which "
-                "is not an address"
-            )
-        return cls(*told)
-
-
-def _is_address(host: str) -> bool:
-    """Whether a host is a numeric address, and not a name that would have to be looked up."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _fit(shapes: list[Any], specs: Sequence[ColumnSpec]) -> bool:

@@ -14,11 +14,13 @@ Each fetch has its own connection; an exchange serves the rows that the worker h
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import math
 import reprlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,9 +30,10 @@ from torch import Tensor
 from sparkdl.errors import TrainingError
 from sparkdl.feed.columns.ragged import Column, Ragged
 from sparkdl.feed.columns.schema import bytes_of_rows
-from sparkdl.feed.order import HELD_OUT, stream_seed
+from sparkdl.feed.order import HELD_OUT, block_sizes, stream_seed
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import ColumnSpec
+from sparkdl.transport.connecting import introduced
 from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError
 from sparkdl.transport.port import Port
 
@@ -131,7 +134,7 @@ class RowServer:
             connection and the request; without it, such requests are refused.
 
     Attributes:
-        address: where it listens, as ``exchange.Peer.of`` reads it: JSON for the other workers.
+        address: where it listens, as ``Peer.of`` reads it: JSON for the other workers.
     """
 
     def __init__(
@@ -236,14 +239,58 @@ def chunk_sizes(rows: int, specs: Sequence[ColumnSpec], lengths: Sequence[Tensor
         specs: their columns.
         lengths: the rows' lengths in each column of unequal lengths, shape (rows,).
     """
-    row_bytes = bytes_of_rows(specs, lengths)
-    if not isinstance(row_bytes, Tensor):
-        size = max(1, CHUNK_BYTES // max(1, row_bytes))
-        return [min(size, rows - first) for first in range(0, rows, size)]
-    # A chunk holds the rows that begin within the same ``CHUNK_BYTES``.
-    begins = (row_bytes.cumsum(0) - row_bytes) // CHUNK_BYTES
-    sizes: list[int] = torch.unique_consecutive(begins, return_counts=True)[1].tolist()
-    return sizes
+    return block_sizes(rows, 1, bytes_of_rows(specs, lengths), CHUNK_BYTES)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Where another worker serves its rows."""
+
+    rank: int
+    host: str
+    port: int
+    fingerprint: str | None
+
+    @classmethod
+    def of(cls, rank: int, addresses: Sequence[Any], *, encrypted: bool) -> Peer:
+        """Read the address that a worker reported.
+
+        Args:
+            rank: whose address is wanted.
+            addresses: what all workers reported, by rank.
+            encrypted: whether the rows have to be encrypted.
+
+        Raises:
+            TrainingError: no worker of this job reports such an address.
+        """
+        told = addresses[rank] if rank < len(addresses) else None
+        kinds = (str, int, str if encrypted else type(None))
+        if (
+            not isinstance(told, list)
+            or tuple(map(type, told)) != kinds
+            or told[1] not in range(1, 1 << 16)
+            or not _is_address(told[0])
+            or (encrypted and not told[2].isascii())
+        ):
+            raise TrainingError(
+                f"rank {rank} gave {reprlib.repr(told)} as the address of its rows, which "
+                "is not an address"
+            )
+        return cls(rank, *told)
+
+    def connect(self, rank: int, token: str, silence_s: float) -> Connection:
+        """Connect to it from another rank, as ``transport.connecting.introduced`` does."""
+        address, name = (self.host, self.port), f"rank {self.rank}"
+        return introduced(rank, name, address, token, self.fingerprint, silence_s)
+
+
+def _is_address(host: str) -> bool:
+    """Whether a host is a numeric address, and not a name that would have to be looked up."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 DRAWABLE = 999_999_999

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 from sparkdl.averager.client.client import AveragerClient
 from sparkdl.collective import Collective, join_collective
@@ -12,8 +14,8 @@ from sparkdl.collective.peers import PeerAwayError, Peers, Visitors
 from sparkdl.errors import DisconnectedError, StoppedError
 from sparkdl.phases import PhaseClock
 from sparkdl.reshuffle import RowExchange, RowServer
-from sparkdl.reshuffle.exchange import Everyone, Peer
-from sparkdl.transport.connecting import introduced
+from sparkdl.reshuffle.exchange import Everyone
+from sparkdl.reshuffle.server import Peer
 from sparkdl.transport.connection import Connection
 from sparkdl.worker.job import Job, Placement
 
@@ -28,7 +30,7 @@ class WorkerLinks:
         token: by which workers prove to each other that they belong to the run.
 
     Attributes:
-        row_server: where others fetch this worker's rows and visit it; None if they never do.
+        address: where others fetch this worker's rows and visit it; None if they never do.
         exchange: exchanges rows to train on; None if there is no such exchange.
         held_out_exchange: exchanges rows to validate with; None if there is no such exchange.
         peers: the others, for a strategy that visits them; None for one that does not.
@@ -41,7 +43,7 @@ class WorkerLinks:
         self._placement = placement
         self._averager = averager
         self._token = token
-        self.row_server: RowServer | None = None
+        self.address: list[Any] | None = None
         self.exchange: RowExchange | None = None
         self.held_out_exchange: RowExchange | None = None
         self.peers: Peers | None = None
@@ -59,11 +61,11 @@ class WorkerLinks:
         visit = visitors.serve if job.strategy.needs.peers else None
         address = local_address(self._placement.network)
         with RowServer(address, self._token, job.deadline_s, tls=job.tls, visit=visit) as server:
-            self.row_server = server
+            self.address = server.address
             if exchanges_rows:
-                self.exchange = self._row_exchange(server, self._everyone)
+                self.exchange = self._row_exchange(server, held_out=False)
             if job.feed.exchange_rows and job.schema.validation is not None:
-                self.held_out_exchange = self._row_exchange(server, self._everyone_held_out)
+                self.held_out_exchange = self._row_exchange(server, held_out=True)
             yield
 
     def collective(self, clock: PhaseClock) -> AbstractContextManager[Collective | None]:
@@ -83,13 +85,13 @@ class WorkerLinks:
             clock=clock,
         )
 
-    def _row_exchange(self, server: RowServer, everyone: Callable[[], Everyone]) -> RowExchange:
+    def _row_exchange(self, server: RowServer, *, held_out: bool) -> RowExchange:
         job, averager = self._job, self._averager
         return RowExchange(
             rank=self._placement.rank,
             server=server,
             token=self._token,
-            everyone=everyone,
+            everyone=partial(self._everyone, held_out=held_out),
             specs=job.schema.stored,
             seed=job.seed,
             deadline_s=job.deadline_s,
@@ -98,27 +100,17 @@ class WorkerLinks:
             tls=job.tls,
         )
 
-    def _everyone(self) -> Everyone:
-        self._averager.ask_for_rows()
-        return Everyone(self._averager.shard_rows, self._averager.row_servers)
-
-    def _everyone_held_out(self) -> Everyone:
-        self._averager.ask_for_rows()
-        return Everyone(self._averager.held_out_rows, self._averager.row_servers)
+    def _everyone(self, *, held_out: bool) -> Everyone:
+        averager = self._averager
+        averager.ask_for_rows()
+        rows = averager.held_out_rows if held_out else averager.shard_rows
+        return Everyone(rows, averager.row_servers)
 
     def _reach(self, rank: int, silence_s: float) -> Connection:
         """Connect to another worker at its current address."""
         self._averager.ask_for_rows()
         peer = Peer.of(rank, self._averager.row_servers, encrypted=self._job.tls)
-        address = (peer.host, peer.port)
         try:
-            return introduced(
-                self._placement.rank,
-                f"rank {rank}",
-                address,
-                self._token,
-                peer.fingerprint,
-                silence_s,
-            )
+            return peer.connect(self._placement.rank, self._token, silence_s)
         except (DisconnectedError, StoppedError) as error:  # another job may listen there by now
             raise PeerAwayError(str(error)) from error

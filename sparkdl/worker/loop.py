@@ -186,44 +186,45 @@ class TrainingLoop:
 
         Returns the position to continue from; None if the rest of the rows must be read first.
         """
-        replica, averager, needs = self._replica, self._averager, self._job.strategy.needs
-        server = self._links.row_server
-        position = averager.start(
-            shard,
-            replica.segments(with_optimizer=False),
-            replica.layout(with_optimizer=False),
-            None if server is None else server.address,
-        )
+        replica = self._replica
+        segments = replica.segments(with_optimizer=False)
+        layout = replica.layout(with_optimizer=False)
+        position = self._averager.start(shard, segments, layout, self._links.address)
         if position is None:
             return None
-        whole = needs.exchanges_optimizer_state
-        octets = b""
+        octets = self._take_optimizer()
+        self._take_schedule(position)
+        self._restore(octets)
+        return position
+
+    def _take_optimizer(self) -> bytes:
+        """Give the optimizer the center's state, or none; returns this worker's own, if saved."""
+        replica, averager = self._replica, self._averager
+        whole = self._job.strategy.needs.exchanges_optimizer_state
         if averager.resumes:
-            octets = averager.resume(replica.segments(with_optimizer=whole))
-        else:
-            # An optimizer may remember the values that it was built with. If the worker has
-            # reconnected, its steps before that belong to no commit.
-            replica.rebuild_optimizer()
-            if whole:
-                replica.count_optimizer_state()
+            return averager.resume(replica.segments(with_optimizer=whole))
+        # An optimizer may remember the values that it was built with. If the worker has
+        # reconnected, its steps before that belong to no commit.
+        replica.rebuild_optimizer()
+        if whole:
+            replica.count_optimizer_state()
+        return b""
+
+    def _take_schedule(self, position: Position) -> None:
         # The last epoch's loss is known once all have validated; until then the schedule is still
         # before it.
-        not_known = replica.schedule.follows_epoch_losses and averager.epoch_ended
+        not_known = self._replica.schedule.follows_epoch_losses and self._averager.epoch_ended
         self._start_schedule(position.epoch - not_known, position.step_of_epoch)
-        self._strategy.restored = {}
+
+    def _restore(self, octets: bytes) -> None:
+        """Put back what this worker alone knew, if it was saved."""
+        replica, needs, restored = self._replica, self._job.strategy.needs, {}
         if octets:
+            pace = len(self._averager.shard_rows) if needs.leads_schedule else 1
             # If an epoch has ended, the schedule goes on from there when the next one starts.
-            self._strategy.restored = unpack_worker_state(
-                octets,
-                replica.optimizer,
-                replica.device,
-                partial(
-                    replica.schedule.stand_at,
-                    ahead=needs.steps_ahead,
-                    pace=len(averager.shard_rows) if needs.leads_schedule else 1,
-                ),
-            )
-        return position
+            stand_at = partial(replica.schedule.stand_at, ahead=needs.steps_ahead, pace=pace)
+            restored = unpack_worker_state(octets, replica.optimizer, replica.device, stand_at)
+        self._strategy.restored = restored
 
     def _start_schedule(self, epoch: int, step_of_epoch: int) -> None:
         schedule, averager = self._replica.schedule, self._averager

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from sparkdl import ParameterAveraging
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.feed.arrival import block_rows
+from sparkdl.feed.order import block_sizes
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -32,7 +32,7 @@ SHARES = ((0, 3, 5), (1, 2, 4))
 ROWS = tuple(sum(FILES[number] for number in share) for share in SHARES)
 """Of each worker."""
 BATCH = 60
-BLOCK = block_rows(BATCH, 4 * WIDTH + 8 + 8)
+BLOCK = block_sizes(1 << 30, BATCH, 4 * WIDTH + 8 + 8)[0]
 
 
 def ids_of(*files: int) -> list[int]:

@@ -105,8 +105,8 @@ def test_each_block_holds_the_rows_that_arrived_after_each_other_in_another_orde
 
 
 def test_a_block_has_whole_minibatches_and_one_at_least() -> None:
-    assert order.block_rows(32, 1000) == 16 * 1024 * 1024 // 32000 * 32
-    assert order.block_rows(64, 150 * 1024 * 1024) == 64
+    assert order.block_sizes(1 << 20, 32, 1000)[0] == 16 * 1024 * 1024 // 32000 * 32
+    assert order.block_sizes(1 << 20, 64, 150 * 1024 * 1024)[0] == 64
 
 
 def test_minibatches_come_long_before_the_last_row(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparkdl.feed import minibatches
 from sparkdl.feed.feed import Feed
-from sparkdl.feed.minibatches import DeviceChunk, to_device
+from sparkdl.feed.prefetch import DeviceChunk, to_device
 from sparkdl.feed.store.partition_store import PartitionStore
 
 PREFETCHER = "sparkdl-prefetch"

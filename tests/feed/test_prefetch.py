@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sparkdl.feed.minibatches import prefetched
+from sparkdl.feed.prefetch import prefetched
 
 
 def test_items_come_in_order_and_an_error_in_its_place() -> None:

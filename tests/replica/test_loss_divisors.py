@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sparkdl.errors import ModelError
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
-from sparkdl.replica.losses import LossUse, MinibatchLoss, loss_of_rows, reduction_of
+from sparkdl.replica.losses import LossUse, MinibatchLoss, reduction_of, with_reduction
 
 torch.manual_seed(0)
 ROWS, CLASSES, LENGTH = 12, 4, 3
@@ -183,7 +183,7 @@ def test_old_names_of_reductions_are_known() -> None:
     loss = partial(functional.mse_loss, size_average=False)
     assert reduction_of(loss) == "sum"
     outputs, targets = torch.ones(3), torch.zeros(3)
-    assert loss_of_rows(loss)(outputs, targets).tolist() == [1, 1, 1]
+    assert with_reduction(loss, "none")(outputs, targets).tolist() == [1, 1, 1]
 
 
 def test_a_class_of_ones_own_that_only_inherits_is_a_mean_over_rows() -> None:

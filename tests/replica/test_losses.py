@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sparkdl.errors import ModelError
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
-from sparkdl.replica.losses import LossUse, MinibatchLoss, ModelLoss, loss_of_rows
+from sparkdl.replica.losses import LossUse, MinibatchLoss, ModelLoss, with_reduction
 
 LOGITS = torch.tensor([[1.0, 2.0, 0.5], [0.0, -1.0, 1.0], [3.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
 CLASSES = torch.tensor([1, 0, 2, 2])
@@ -37,12 +37,12 @@ def by_row(outputs: Tensor, targets: Tensor) -> Tensor:
 )
 def test_torchs_own_losses_give_one_value_a_row(loss: Any) -> None:
     expected = [loss(LOGITS[i : i + 1], CLASSES[i : i + 1]).item() for i in range(4)]
-    assert loss_of_rows(loss)(LOGITS, CLASSES).tolist() == pytest.approx(expected)
+    assert with_reduction(loss, "none")(LOGITS, CLASSES).tolist() == pytest.approx(expected)
     assert loss(LOGITS, CLASSES).dim() == 0  # the user's object is as it was
 
 
 def test_a_loss_of_the_users_is_taken_as_it_is() -> None:
-    assert loss_of_rows(by_row) is by_row
+    assert with_reduction(by_row, "none") is by_row
 
 
 def weighted(values: Tensor) -> Tensor:

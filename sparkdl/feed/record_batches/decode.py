@@ -100,6 +100,7 @@ def to_column(values: pa.Array, spec: ColumnSpec) -> Column:
     Raises:
         DataError: nulls, or arrays of another length than the spec's.
     """
+    _require_no_nulls(values, spec)
     if spec.padding is None:
         return to_tensor(values, spec)
     width = math.prod(spec.item_shape)
@@ -110,23 +111,7 @@ def to_column(values: pa.Array, spec: ColumnSpec) -> Column:
 
 
 def to_tensor(values: pa.Array, spec: ColumnSpec) -> Tensor:
-    """Convert one decoded column of rows of equal shape.
-
-    Args:
-        values: a numeric array, or a list array of numerics; n rows.
-        spec: what it becomes.
-
-    Returns:
-        Shape (n, *spec.row_shape); read-only where it views Arrow's memory.
-
-    Raises:
-        DataError: nulls, or arrays of another length than the spec's.
-    """
-    if values.null_count:
-        raise DataError(
-            f"column '{spec.name}' has {values.null_count} null values in a batch of "
-            f"{len(values)} rows. {instead_of_nulls(spec)}"
-        )
+    """The same for rows of equal shape, without nulls."""
     rows = len(values)
     if spec.is_array:
         values = _flatten_lists(values, spec)
@@ -157,8 +142,6 @@ def tensors_of(columns: Iterable[pa.Array], specs: Iterable[ColumnSpec]) -> list
                 f"column '{spec.name}' has {len(decoded.broken.rows)} rows in a batch of "
                 f"{len(values)} that cannot be decoded: row {row} {reason}"
             )
-        if spec.padding is not None:
-            _require_numbers(decoded.values, spec)
         _require_holdable(decoded.values, spec)
         converted.append(to_column(decoded.values, spec))
     return converted
@@ -179,18 +162,21 @@ def _require_holdable(values: pa.Array, spec: ColumnSpec) -> None:
         )
 
 
-def _require_numbers(values: pa.Array, spec: ColumnSpec) -> None:
+FILL_ELEMENTS = (
+    "Fill them first, for example with F.transform(col, lambda x: F.coalesce(x, F.lit(0)))"
+)
+
+
+def _require_no_nulls(values: pa.Array, spec: ColumnSpec) -> None:
     """Refuse rows that are null, and arrays that hold a null."""
-    flat = values.flatten()
     if values.null_count:
         raise DataError(
             f"column '{spec.name}' has {values.null_count} null values in a batch of "
             f"{len(values)} rows. {instead_of_nulls(spec)}"
         )
-    if flat.null_count:
+    if spec.is_array and (nulls := values.flatten().null_count):
         raise DataError(
-            f"column '{spec.name}' has {flat.null_count} null elements inside its arrays. "
-            "Fill them first, for example with F.transform(col, lambda x: F.coalesce(x, F.lit(0)))"
+            f"column '{spec.name}' has {nulls} null elements inside its arrays. {FILL_ELEMENTS}"
         )
 
 
@@ -205,11 +191,6 @@ def _flatten_lists(values: pa.Array, spec: ColumnSpec) -> pa.Array:
         raise DataError(
             f"column '{spec.name}' holds arrays of {_some(found)} elements where every row must "
             f"have {width}. Pad or cut them to one length first"
-        )
-    if flat.null_count:
-        raise DataError(
-            f"column '{spec.name}' has {flat.null_count} null elements inside its arrays. "
-            "Fill them first, for example with F.transform(col, lambda x: F.coalesce(x, F.lit(0)))"
         )
     return flat
 

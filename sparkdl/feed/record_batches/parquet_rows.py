@@ -20,7 +20,6 @@ import pyarrow.parquet as pq
 from sparkdl.encodings import VECTOR
 from sparkdl.encodings.linalg import VECTOR_TYPE
 from sparkdl.errors import DataError
-from sparkdl.feed.record_batches.packed import by_number, columns_of, unpacked
 
 IN_FILES = "in files "
 """The beginning of the name of the column that says where rows lie; JSON follows."""
@@ -84,45 +83,16 @@ def name_of_columns(columns: Mapping[str, FileColumn]) -> str:
     return IN_FILES + json.dumps(told)
 
 
-def unpacked_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Take record batches apart, and read what they only name.
-
-    Args:
-        batches: packed (``packed``), all of the same columns.
-
-    Yields:
-        The same rows: ``c0``, ``c1`` and so on, then the others as they come; in smaller pieces if
-        part of them is read from files.
-
-    Raises:
-        DataError: a file cannot be read.
-    """
-    reader: _Reader | None = None
-    for batch in batches:
-        name = next((each for each in batch.schema.names if each.startswith(IN_FILES)), None)
-        if name is None:
-            yield unpacked(batch)
-            continue
-        if reader is None:
-            told = json.loads(name.removeprefix(IN_FILES))
-            reader = _Reader({key: FileColumn(*each) for key, each in told.items()})
-        places, rest, start = batch.column(name), batch.drop_columns([name]), 0
-        for found in reader.read(places):
-            rows = len(next(iter(found.values())))
-            others = columns_of(rest.slice(start, rows)) if rest.num_columns else {}
-            yield by_number({**others, **found})
-            start += rows
-
-
-class _Reader:
+class FileReader:
     """Reads rows of Parquet files in the order of their numbers, each file once if they come so.
 
     Args:
-        columns: what to read, by the names under which it is to arrive.
+        name: of the column that says where rows lie, from ``name_of_columns``.
     """
 
-    def __init__(self, columns: Mapping[str, FileColumn]) -> None:
-        self._columns = columns
+    def __init__(self, name: str) -> None:
+        told = json.loads(name.removeprefix(IN_FILES))
+        self._columns = {key: FileColumn(*each) for key, each in told.items()}
         self._path = ""
         self._file: pq.ParquetFile | None = None
         self._fields: dict[str, str | None] = {}

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sparkdl.errors import DataError, TrainingError
-from sparkdl.feed.record_batches.decode import instead_of_nulls
+from sparkdl.feed.record_batches.decode import FILL_ELEMENTS, instead_of_nulls
 from sparkdl.feed.statistics.column import ColumnStatistics, limits
 from sparkdl.feed.statistics.fingerprint import MODULUS
 from sparkdl.protocols import ColumnSpec
@@ -164,8 +164,7 @@ def _check_column(found: ColumnStatistics, spec: ColumnSpec, statistics: DataSta
     if found.null_elements:
         raise DataError(
             f"column '{name}' has null elements inside its arrays in {found.null_elements} "
-            f"of {rows} rows{first('null_elements')}. Fill them first, for example with "
-            "F.transform(col, lambda x: F.coalesce(x, F.lit(0)))"
+            f"of {rows} rows{first('null_elements')}. {FILL_ELEMENTS}"
         )
     if found.broken:
         raise DataError(

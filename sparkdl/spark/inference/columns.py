@@ -17,7 +17,7 @@ from pyspark.sql.pandas.functions import arrow_udf
 
 from sparkdl.encodings import arriving_as
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.feed.record_batches.parquet_rows import unpacked_rows
+from sparkdl.feed.record_batches.packed import unpacked_rows
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.inference.predictor import Predictor
 from sparkdl.spark.inference.shared_model import OF_ANOTHER_SESSION

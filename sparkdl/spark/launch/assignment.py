@@ -17,7 +17,7 @@ import pyarrow as pa
 from pyspark import BarrierTaskContext, Broadcast, SparkFiles, TaskContext
 
 from sparkdl.errors import RowsLostError
-from sparkdl.feed.record_batches.parquet_rows import unpacked_rows
+from sparkdl.feed.record_batches.packed import unpacked_rows
 from sparkdl.spark.closures.accumulators import added_here, counted
 from sparkdl.spark.closures.pickling import put_broadcasts, stored_broadcasts
 from sparkdl.spark.cluster.gpus import VISIBLE

@@ -19,13 +19,8 @@ from hypothesis import strategies as st
 
 from sparkdl.errors import DataError
 from sparkdl.feed.record_batches import parquet_rows
-from sparkdl.feed.record_batches.parquet_rows import (
-    PATH,
-    ROW,
-    FileColumn,
-    name_of_columns,
-    unpacked_rows,
-)
+from sparkdl.feed.record_batches.packed import unpacked_rows
+from sparkdl.feed.record_batches.parquet_rows import PATH, ROW, FileColumn, name_of_columns
 
 LISTS = FileColumn("x", "float", 1, exactly=True)
 

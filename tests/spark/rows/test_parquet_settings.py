@@ -18,7 +18,7 @@ from pyspark.sql import types as T
 from torch import nn
 
 from sparkdl import TorchEstimator, TorchModel
-from sparkdl.feed.record_batches.parquet_rows import unpacked_rows
+from sparkdl.feed.record_batches.packed import unpacked_rows
 from sparkdl.spark.rows.in_files import (
     AT_DEFAULT,
     FAMILIES,
