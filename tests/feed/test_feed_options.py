@@ -72,26 +72,6 @@ def test_held_out_rows_are_never_trained_on_and_all_validated_with(
             assert ids(feed.held_out()) == (held[::-1] if ordered else held)
 
 
-@every("count", [0, 3, 4, 11])
-def test_drop_last_leaves_only_full_minibatches(tmp_path: Path, count: int) -> None:
-    with open_feed(tmp_path, PLAIN, drop_last=True) as feed:
-        feed.fill(rows(count))
-        for epoch in (1, 2):
-            batches = list(feed.epoch(epoch))
-            assert [b.examples for b in batches] == [4] * (count // 4)
-            assert feed.used_rows == count - count % 4
-            assert [b.last for b in batches] == [False] * (len(batches) - 1) + [True] * bool(
-                batches
-            )
-
-
-@every(("count", "steps"), [(0, 0), (3, 1), (4, 1), (11, 3)])
-def test_steps_are_known_before_an_epoch(tmp_path: Path, count: int, steps: int) -> None:
-    with open_feed(tmp_path, PLAIN) as feed:
-        feed.fill(rows(count))
-        assert steps == len(list(feed.epoch(1)))
-
-
 @every("unit", [1.0, 1e-46, 1e-300, 1e300])
 def test_weights_have_a_mean_of_one_over_all_workers(tmp_path: Path, unit: float) -> None:
     schema = replace(PLAIN, weight=ColumnSpec("w", torch.float64))

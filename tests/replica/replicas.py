@@ -43,3 +43,20 @@ def views_of(tensors: list[Tensor], flats: list[Tensor]) -> bool:
     """Whether every tensor lives inside one of the flat buffers."""
     homes = {flat.untyped_storage().data_ptr() for flat in flats}
     return all(tensor.untyped_storage().data_ptr() in homes for tensor in tensors)
+
+
+def train_plainly(
+    module: nn.Module, optimizer: torch.optim.Optimizer, features: Any, targets: Any
+) -> Tensor:
+    """The oracle: one step of plain torch on a minibatch; returns its mean loss."""
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(module(torch.as_tensor(features)), torch.as_tensor(targets))
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Every tensor that it keeps."""
+    values = [each for state in optimizer.state.values() for each in state.values()]
+    return [each for each in values if isinstance(each, Tensor)]

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 from every_row import every
-from replicas import OPTIMIZERS, SGD, batch, batch_norm_net, replica_of, views_of
+from replicas import (
+    OPTIMIZERS,
+    SGD,
+    batch,
+    batch_norm_net,
+    replica_of,
+    state_of,
+    train_plainly,
+    views_of,
+)
 from torch import Tensor, nn
 from toys import mlp
 
@@ -20,20 +29,17 @@ from sparkdl.replica import Replica
 
 
 def test_the_layout_is_one_segment_a_kind_and_dtype() -> None:
-    layout = replica_of(batch_norm_net()).layout(with_optimizer=False)
+    replica = replica_of(batch_norm_net(), OPTIMIZERS["adam"])
+    layout = replica.layout(with_optimizer=False)
     assert [(s.kind, s.dtype, s.numel) for s in layout] == [
         ("parameters", torch.float64, 6 * 4 + 4 + 4 + 4 + 4 * 3 + 3),
         ("buffers", torch.float64, 8),
         ("buffers", torch.int64, 1),
     ]
     assert [s.averaged for s in layout] == [True, True, False]
-
-
-def test_segments_match_the_layout() -> None:
-    replica = replica_of(batch_norm_net(), OPTIMIZERS["adam"])
-    layout = replica.layout(with_optimizer=True)
     segments = replica.segments(with_optimizer=True)
-    assert [(s.dtype, s.numel) for s in layout] == [(t.dtype, t.numel()) for t in segments]
+    whole = replica.layout(with_optimizer=True)
+    assert [(s.dtype, s.numel) for s in whole] == [(t.dtype, t.numel()) for t in segments]
 
 
 def test_flattening_does_not_change_a_value() -> None:
@@ -44,12 +50,15 @@ def test_flattening_does_not_change_a_value() -> None:
 
 
 @every("name", OPTIMIZERS)
-def test_parameters_and_buffers_stay_views_of_the_flat_buffers(name: str) -> None:
+def test_everything_stays_a_view_of_the_same_flat_buffers_and_is_used_from_there(name: str) -> None:
     replica = replica_of(batch_norm_net(), OPTIMIZERS[name])
     for seed in range(3):
         replica.step(batch(seed))
         flats = replica.segments(with_optimizer=True)
-        assert views_of([*replica.module.parameters(), *replica.module.buffers()], flats)
+        module, state = replica.module, state_of(replica.optimizer)
+        assert views_of([*module.parameters(), *module.buffers(), *state], flats)
+    again = replica.segments(with_optimizer=True)
+    assert [flat.data_ptr() for flat in flats] == [flat.data_ptr() for flat in again]
 
 
 def convolutions() -> nn.Module:
@@ -67,19 +76,12 @@ def test_channels_last_stays_channels_last_and_trains_as_in_plain_torch(name: st
     for _ in range(3):
         replica.step(Batch((images,), targets, last=False))
         flats = replica.segments(with_optimizer=True)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(oracle(images), targets).backward()
-        optimizer.step()
+        train_plainly(oracle, optimizer, images, targets)
 
         parameters = list(replica.module.parameters())
         assert [parameter.stride() for parameter in parameters] == strides
         assert strides[0] == (27, 1, 9, 3)
-        moments = [
-            value
-            for state in replica.optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor) and value.dim() == 4
-        ]
+        moments = [value for value in state_of(replica.optimizer) if value.dim() == 4]
         assert all(value.is_contiguous(memory_format=torch.channels_last) for value in moments)
         assert views_of([*parameters, *moments], flats)
         torch.testing.assert_close(replica.module.state_dict(), oracle.state_dict())
@@ -92,12 +94,7 @@ def test_writing_to_the_segments_moves_the_model() -> None:
     for segment in replica.segments(with_optimizer=True):
         segment.fill_(2)
     assert all(bool((v == 2).all()) for v in replica.module.state_dict().values())
-    assert all(
-        bool((value == 2).all())
-        for values in replica.optimizer.state.values()
-        for value in values.values()
-        if isinstance(value, Tensor)
-    )
+    assert all(bool((value == 2).all()) for value in state_of(replica.optimizer))
 
 
 class WritesInForward(nn.Module):
@@ -125,9 +122,7 @@ def test_a_model_that_writes_in_its_forward_pass_trains_as_in_plain_torch(name: 
     features, targets = torch.randn(5, 6), torch.arange(5) % 3
     for _ in range(3):
         replica.step(Batch((features,), targets, last=False))
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(oracle(features), targets).backward()
-        optimizer.step()
+        train_plainly(oracle, optimizer, features, targets)
     torch.testing.assert_close(replica.module.state_dict(), oracle.state_dict())
 
 
@@ -377,9 +372,7 @@ def test_parameters_may_take_each_others_places_as_in_plain_torch() -> None:
     optimizer = SGD(plain.parameters())
     for seed in range(3):
         replica.step(batch(seed))
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(plain(*batch(seed).features), batch(seed).targets).backward()
-        optimizer.step()
+        train_plainly(plain, optimizer, batch(seed).features[0], batch(seed).targets)
         (flat,) = replica.segments(with_optimizer=False)
         torch.testing.assert_close(flat, nn.utils.parameters_to_vector(plain.parameters()))
         assert views_of([*replica.module.parameters()], [flat])

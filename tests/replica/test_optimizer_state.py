@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from every_row import every
-from replicas import OPTIMIZERS, batch, batch_norm_net, replica_of, views_of
+from replicas import (
+    OPTIMIZERS,
+    batch,
+    batch_norm_net,
+    replica_of,
+    state_of,
+    train_plainly,
+    views_of,
+)
 from torch import Tensor, nn
 from toys import mlp
 
@@ -18,37 +26,14 @@ from sparkdl.replica import Replica
 
 
 @every("name", OPTIMIZERS)
-def test_optimizer_state_lives_in_the_flat_buffers_and_is_used_from_there(name: str) -> None:
-    replica = replica_of(mlp(), OPTIMIZERS[name])
-    for seed in range(3):
-        replica.step(batch(seed))
-        flats = replica.segments(with_optimizer=True)
-        state = [
-            value
-            for values in replica.optimizer.state.values()
-            for value in values.values()
-            if isinstance(value, Tensor)
-        ]
-        assert views_of(state, flats)
-    assert [f.data_ptr() for f in flats] == [
-        f.data_ptr() for f in replica.segments(with_optimizer=True)
-    ]
-
-
-@every("name", OPTIMIZERS)
-def test_a_trained_and_an_untrained_replica_have_the_same_layout(name: str) -> None:
+def test_the_layout_is_the_same_before_training_and_asking_for_it_moves_nothing(name: str) -> None:
     trained, untrained = (replica_of(batch_norm_net(), OPTIMIZERS[name]) for _ in range(2))
     trained.step(batch(0))
     trained.step(batch(1))
     assert trained.layout(with_optimizer=True) == untrained.layout(with_optimizer=True)
-
-
-@every("name", OPTIMIZERS)
-def test_asking_an_untrained_replica_for_its_layout_does_not_move_its_parameters(name: str) -> None:
-    replica = replica_of(mlp(), OPTIMIZERS[name])
-    replica.layout(with_optimizer=True)
-    expected = mlp().state_dict()
-    assert all(torch.equal(value, expected[k]) for k, value in replica.module.state_dict().items())
+    torch.testing.assert_close(
+        untrained.module.state_dict(), batch_norm_net().state_dict(), rtol=0, atol=0
+    )
 
 
 class PartlyUsed(nn.Module):
@@ -108,10 +93,7 @@ def test_a_parameter_with_a_late_first_gradient_is_trained_as_in_plain_torch(nam
     for seed in range(6):
         replica.segments(with_optimizer=True)
         replica.step(batch(seed))
-        optimizer.zero_grad()
-        (features,), targets = batch(seed).features, batch(seed).targets
-        nn.functional.cross_entropy(oracle(features), targets).backward()
-        optimizer.step()
+        train_plainly(oracle, optimizer, batch(seed).features[0], batch(seed).targets)
         torch.testing.assert_close(
             replica.module.state_dict(), oracle.state_dict(), rtol=1e-12, atol=1e-12
         )
@@ -133,14 +115,7 @@ def test_state_that_another_replica_has_is_taken_over_with_its_parameter(name: s
         torch.testing.assert_close(
             late.module.state_dict(), early.module.state_dict(), rtol=0, atol=0
         )
-    assert views_of(
-        [value for state in late.optimizer.state.values() for value in tensors_in(state)],
-        late.segments(with_optimizer=True),
-    )
-
-
-def tensors_in(state: dict[str, Any]) -> list[Tensor]:
-    return [value for value in state.values() if isinstance(value, Tensor)]
+    assert views_of(state_of(late.optimizer), late.segments(with_optimizer=True))
 
 
 def test_a_new_optimizer_has_nothing_of_the_one_before() -> None:
@@ -210,10 +185,11 @@ class GrowsLate(torch.optim.SGD):
                 self.state[parameter].setdefault("slow", parameter.detach().clone())
 
 
-def test_optimizer_state_that_grows_after_it_was_counted_is_refused_by_name() -> None:
+def test_state_that_grows_after_it_was_counted_which_is_no_step_is_refused_by_name() -> None:
     replica = replica_of(mlp(), partial(GrowsLate, grows_at=3))
     numel = sum(parameter.numel() for parameter in replica.module.parameters())
     replica.count_optimizer_state()
+    assert replica.optimizer.param_groups[0]["steps"] == 0
     replica.step(batch(0))
     replica.segments(with_optimizer=True)
     replica.step(batch(1))
@@ -235,12 +211,6 @@ def test_counting_the_state_leaves_no_trace_in_the_training(name: str) -> None:
         replica.segments(with_optimizer=True), oracle.segments(with_optimizer=True), strict=True
     ):
         assert torch.equal(mine, other)
-
-
-def test_counting_the_state_is_no_step_for_an_optimizer_that_counts_them_itself() -> None:
-    replica = replica_of(mlp(), partial(GrowsLate, grows_at=9))
-    replica.count_optimizer_state()
-    assert replica.optimizer.param_groups[0]["steps"] == 0
 
 
 class OneStateForAll(torch.optim.SGD):

@@ -17,6 +17,7 @@ import pytest
 import torch
 from every_row import every
 from hypothesis import given, settings
+from replicas import train_plainly
 from torch import nn
 from torch.optim import lr_scheduler
 from toys import batches_by_hand, classification, make_job, mlp, schema
@@ -87,68 +88,57 @@ def test_a_schedule_can_be_taken_to_any_place_to_the_bit(
     assert hyperparameters(optimizer) == hyperparameters(oracle)
 
 
-# torch's own, on importing the sharded optimizer
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@every("every", ["step", "epoch"])
-@every(
-    "strategy",
-    [ParameterAveraging(1), GradientAllReduce(), GradientAllReduce(shard_optimizer=True)],
-)
-def test_one_worker_trains_as_plain_torch_would(strategy: Any, every: Any) -> None:
-    data, model = classification([22]), mlp()
-    oracle = mlp()
-    optimizer = torch.optim.SGD(oracle.parameters(), lr=0.1, momentum=0.9)
-    scheduler = SCHEDULERS["warmup"](optimizer)
-    for epoch in range(1, 4):
-        for features, targets in batches_by_hand(data, 0, epoch, 4):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(
-                oracle(torch.from_numpy(features)), torch.from_numpy(targets)
-            ).backward()
-            optimizer.step()
-            if every == "step":
-                scheduler.step()
-        if every == "epoch":
-            scheduler.step()
-    job = make_job(
-        model,
-        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-        strategy=strategy,
-        scheduler=SCHEDULERS["warmup"],
-        scheduler_every=every,
-        epochs=3,
-    )
-    trained = run_world(job, data.shards()).module
-    for mine, other in zip(trained.parameters(), oracle.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
-
-
 CYCLES: dict[str, Any] = {
     "OneCycleLR": partial(lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=40),
     "CyclicLR": partial(lr_scheduler.CyclicLR, base_lr=0.01, max_lr=0.1),
 }
+# Every epoch that is not better by three tenths halves the rate, so that some are and some are not.
+PLATEAU: Any = partial(lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=0, threshold=0.3)
+ONE_WORKER: list[Any] = [
+    ParameterAveraging(1),
+    GradientAllReduce(),
+    GradientAllReduce(shard_optimizer=True),
+]
 
 
-@every("scheduler", CYCLES.values())
-def test_a_schedule_that_turns_momentum_on_trains_as_plain_torch_would(scheduler: Any) -> None:
-    data, oracle = classification([22]), mlp()
-    optimizer = torch.optim.SGD(oracle.parameters(), lr=0.1)
+# torch's own, on importing the sharded optimizer
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@every(
+    ("strategy", "scheduler", "unit", "momentum", "epochs"),
+    [
+        *(
+            (strategy, *schedule)
+            for strategy in ONE_WORKER
+            for schedule in (
+                (SCHEDULERS["warmup"], "step", 0.9, 3),
+                (SCHEDULERS["warmup"], "epoch", 0.9, 3),
+                (PLATEAU, "epoch", 0.9, 10),
+            )
+        ),
+        *((ParameterAveraging(3), cycle, "step", 0.0, 2) for cycle in CYCLES.values()),
+    ],
+)
+def test_one_worker_trains_as_plain_torch_would(
+    strategy: Any, scheduler: Any, unit: Any, momentum: float, epochs: int
+) -> None:
+    """Also by a schedule that follows the training loss, or that turns momentum on."""
+    data, oracle, losses = classification([22]), mlp(), []
+    build = partial(torch.optim.SGD, lr=0.1, momentum=momentum)
+    optimizer = build(oracle.parameters())
     schedule = scheduler(optimizer)
-    for epoch in (1, 2):
+    for epoch in range(1, epochs + 1):
+        total = 0.0
         for features, targets in batches_by_hand(data, 0, epoch, 4):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(
-                oracle(torch.from_numpy(features)), torch.from_numpy(targets)
-            ).backward()
-            optimizer.step()
-            schedule.step()
-    job = make_job(
-        mlp(),
-        strategy=ParameterAveraging(3),
-        scheduler=scheduler,
-        scheduler_every="step",
-        epochs=2,
-    )
+            total += len(targets) * train_plainly(oracle, optimizer, features, targets).item()
+            if unit == "step":
+                schedule.step()
+        losses.append(total / 22)
+        if unit == "epoch":
+            schedule.step(*losses[-1:] if scheduler is PLATEAU else ())
+    if scheduler is PLATEAU:
+        rates_by_torch(losses, 0.1)
+    changes = {"optimizer": build, "strategy": strategy, "scheduler": scheduler}
+    job = make_job(mlp(), **changes, scheduler_every=unit, epochs=epochs)
     trained = run_world(job, data.shards()).module
     for mine, other in zip(trained.parameters(), oracle.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
@@ -238,10 +228,6 @@ def test_the_steps_before_an_epoch_are_those_of_the_worker_with_the_most_rows(
         steps += math.ceil(max(minibatches) / 2)
 
 
-# Every epoch that is not better by three tenths halves the rate, so that some are and some are not.
-PLATEAU: Any = partial(lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=0, threshold=0.3)
-
-
 def rates_by_torch(losses: list[float], lr: float) -> list[float]:
     """The learning rate of each epoch, if these are the losses of the epochs."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
@@ -251,40 +237,6 @@ def rates_by_torch(losses: list[float], lr: float) -> list[float]:
         scheduler.step(loss)
     assert len(set(rates)) > 1, f"{rates} would not tell one schedule from another"
     return rates
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@every(
-    "strategy",
-    [ParameterAveraging(1), GradientAllReduce(), GradientAllReduce(shard_optimizer=True)],
-)
-def test_one_worker_follows_the_training_loss_as_plain_torch_would(strategy: Any) -> None:
-    data, oracle = classification([22]), mlp()
-    optimizer = torch.optim.SGD(oracle.parameters(), lr=0.1, momentum=0.9)
-    scheduler, losses = PLATEAU(optimizer), []
-    for epoch in range(1, 11):
-        total = 0.0
-        for features, targets in batches_by_hand(data, 0, epoch, 4):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(
-                oracle(torch.from_numpy(features)), torch.from_numpy(targets)
-            )
-            loss.backward()
-            optimizer.step()
-            total += loss.item() * len(targets)
-        losses.append(total / 22)
-        scheduler.step(losses[-1])
-    rates_by_torch(losses, 0.1)
-    job = make_job(
-        mlp(),
-        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-        strategy=strategy,
-        scheduler=PLATEAU,
-        epochs=10,
-    )
-    trained = run_world(job, data.shards()).module
-    for mine, other in zip(trained.parameters(), oracle.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
 
 
 def validating(sizes: list[int], **changes: Any) -> tuple[Job, list[Any]]:

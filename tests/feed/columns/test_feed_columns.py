@@ -19,14 +19,10 @@ def test_lengths_found_in_the_data_complete_the_columns_that_had_none() -> None:
     numbers, known = ColumnSpec("a", torch.float32), ColumnSpec("b", torch.float32, (3,))
     unknown, label = ColumnSpec("c", torch.int64, (UNKNOWN,)), ColumnSpec("y", torch.int64)
     schema = FeedSchema((numbers, known, unknown), label)
+    assert schema.of_lengths([None, 3, None, None]) == schema
     assert schema.of_lengths([None, 3, 5, None]) == FeedSchema(
         (numbers, known, ColumnSpec("c", torch.int64, (5,))), label
     )
-
-
-def test_a_length_that_is_not_known_yet_stays_unknown() -> None:
-    unknown = ColumnSpec("c", torch.int64, (UNKNOWN,))
-    assert unknown.of_length(None) == unknown
 
 
 def test_a_column_is_an_array_whether_its_length_is_known_or_not() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparkdl import encodings
 from sparkdl.errors import DataError
-from sparkdl.feed.record_batches.decode import decode, tensors_of, to_tensor
+from sparkdl.feed.record_batches.decode import decode, tensors_of, to_column
 from sparkdl.feed.statistics.column import ColumnStatistics, scan
 from sparkdl.feed.statistics.shards import DataStatistics, check_statistics
 from sparkdl.protocols import UNKNOWN, ColumnSpec
@@ -328,4 +328,4 @@ def test_nulls_stay_nulls_when_decoded() -> None:
     decoded = decode(pa.array([None, b"ab", None, b"cd"]), spec)
     assert decoded.values.null_count == 2
     with pytest.raises(DataError, match="2 null values"):
-        to_tensor(decoded.values, spec)
+        to_column(decoded.values, spec)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ragged_rows import EVENTS, TOKENS
+from ragged_rows import EVENTS
 
 from sparkdl import encodings
 from sparkdl.errors import DataError
@@ -58,17 +56,6 @@ class TestDecode:
         column = self.one(pa.array(rows, kind), spec)
         assert isinstance(column, Ragged)
         assert column.padded(-1).tolist() == [[1, 2, -1, -1], [0, 0, 5, 0]]
-
-    @pytest.mark.parametrize(
-        ("rows", "words"),
-        [
-            ([[1], None], "1 null values .* an empty array"),
-            ([[1, None], [2]], "1 null elements"),
-        ],
-    )
-    def test_nulls_are_refused_in_words(self, rows: list[Any], words: str) -> None:
-        with pytest.raises(DataError, match=words):
-            self.one(pa.array(rows, pa.list_(pa.int64())), TOKENS)
 
     def test_items_of_another_width_are_refused_with_their_row(self) -> None:
         values = pa.array([[[1.0, 2.0]], [[1.0], [2.0, 3.0]]])

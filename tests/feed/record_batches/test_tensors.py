@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sparkdl.encodings import IMAGE, NUMBERS, VECTOR, Encoding
 from sparkdl.errors import DataError
-from sparkdl.feed.record_batches.decode import instead_of_nulls, to_tensor
+from sparkdl.feed.record_batches.decode import instead_of_nulls, to_column, to_tensor
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 
 NUMERIC = [
@@ -95,24 +95,39 @@ def test_a_column_in_its_final_type_is_not_copied() -> None:
     assert tensor.data_ptr() == values.buffers()[1].address
 
 
-def test_nulls_are_an_error_with_column_and_count() -> None:
-    values = pa.array([1.0, None, 3.0, None])
-    with pytest.raises(
-        DataError, match=r"column 'x' has 2 null values in a batch of 4 rows\. Drop .*IS NOT NULL"
-    ):
-        to_tensor(values, SCALAR)
+LISTS = pa.list_(pa.float64())
 
 
-def test_a_null_array_is_an_error_with_column_and_count() -> None:
-    values = pa.array([[1.0], None], pa.list_(pa.float64()))
-    with pytest.raises(DataError, match="column 'x' has 1 null values"):
-        to_tensor(values, ColumnSpec("x", torch.float32, (1,)))
-
-
-def test_null_elements_are_an_error_with_column_and_count() -> None:
-    values = pa.array([[1.0, None], [None, None]], pa.list_(pa.float64()))
-    with pytest.raises(DataError, match="column 'x' has 3 null elements inside its arrays"):
-        to_tensor(values, ColumnSpec("x", torch.float32, (2,)))
+@every(
+    ("values", "shape", "words"),
+    [
+        (
+            pa.array([1.0, None, 3.0, None]),
+            (),
+            r"2 null values in .* 4 rows\. Drop .*IS NOT",
+        ),
+        (pa.array([[1.0], None], LISTS), (1,), "1 null values in a batch of 2 rows"),
+        (pa.array([[1.0, None], [None, None]], LISTS), (2,), "3 null elements inside its arrays"),
+        (pa.array([[1], None]), None, "1 null values .* an empty array"),
+        (pa.array([[1, None], [2]]), None, "1 null elements inside its arrays"),
+        *(
+            (pa.array(rows), (2,), f" {found} elements .* must have 2")
+            for rows, found in (
+                ([[1, 2], [1, 2, 3]], "2, 3"),
+                ([[1], [1, 2, 3]], "1, 3"),
+                ([[1, 2], []], "0, 2"),
+                ([[1, 2, 3], [1, 2, 3]], "3"),
+            )
+        ),
+    ],
+)
+def test_nulls_and_other_lengths_are_refused_with_column_and_count(
+    values: pa.Array, shape: tuple[int, ...] | None, words: str
+) -> None:
+    padding = Padding(0) if shape is None else None
+    spec = ColumnSpec("x", torch.float32, (UNKNOWN,) if shape is None else shape, padding=padding)
+    with pytest.raises(DataError, match=f"column 'x' .*{words}"):
+        to_column(values, spec)
 
 
 def test_nulls_outside_a_slice_do_not_count() -> None:
@@ -120,13 +135,6 @@ def test_nulls_outside_a_slice_do_not_count() -> None:
     assert to_tensor(values, SCALAR).tolist() == [1.0, 2.0]
     lists = pa.array([[None], [1.0], [2.0]], pa.list_(pa.float64())).slice(1, 2)
     assert to_tensor(lists, ColumnSpec("x", torch.float32, (1,))).tolist() == [[1.0], [2.0]]
-
-
-@every("rows", [[[1, 2], [1, 2, 3]], [[1], [1, 2, 3]], [[1, 2], []], [[1, 2, 3], [1, 2, 3]]])
-def test_arrays_of_another_length_are_an_error_with_the_lengths(rows: list[list[int]]) -> None:
-    found = ", ".join(str(n) for n in sorted({len(row) for row in rows}))
-    with pytest.raises(DataError, match=rf"column 'x' .* {found} elements .* must have 2"):
-        to_tensor(pa.array(rows), ColumnSpec("x", torch.float32, (2,)))
 
 
 @every(

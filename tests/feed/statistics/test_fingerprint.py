@@ -13,9 +13,11 @@ from every_row import every
 from feeds import SCHEMA, open_feed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ragged_rows import ragged
 from spark_structs import VECTOR, as_vector
 
 from sparkdl import encodings
+from sparkdl.feed.columns.ragged import Ragged
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.statistics.fingerprint import fingerprint
 from sparkdl.feed.statistics.shards import DataStatistics
@@ -173,3 +175,40 @@ def test_rows_to_validate_with_are_told_apart_from_those_to_train_on(tmp_path: P
     assert first[0] != second[0]
     assert first[1] != second[1]
     assert sum(first) % 2**64 == sum(second) % 2**64
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.lists(st.lists(st.integers(-3, 3), max_size=6), min_size=1, max_size=8))
+def test_that_of_unequal_rows_is_the_sum_over_the_rows_in_any_order(
+    rows: list[list[float]],
+) -> None:
+    for dtype in (torch.int64, torch.float32, torch.uint8, torch.bfloat16):
+        column = ragged(rows, torch.int64)
+        column = Ragged(column.values.to(dtype), column.lengths)
+        whole = fingerprint([column])
+        one_by_one = sum(
+            fingerprint([column.pick(torch.tensor([k]))]) for k in reversed(range(len(rows)))
+        )
+        assert whole == one_by_one % (1 << 64)
+
+
+def test_in_unequal_rows_one_value_one_place_and_trailing_zeros_change_it() -> None:
+    variants: list[list[list[float]]] = [
+        [[1, 2], [3]],
+        [[1, 2], [4]],
+        [[2, 1], [3]],
+        [[1, 2, 0], [3]],
+        [[1, 2], [3, 0]],
+        [[1], [2, 3]],
+        [[1, 2, 3], []],
+        [[1, 2], [3], []],
+    ]
+    assert len({fingerprint([ragged(rows)]) for rows in variants}) == len(variants)
+
+
+def test_in_unequal_rows_nan_is_one_value() -> None:
+    values = torch.tensor([1.0, float("nan")])
+    other = values.view(torch.int32).clone()
+    other[1] ^= 1
+    both = [Ragged(v, torch.tensor([2])) for v in (values, other.view(torch.float32))]
+    assert fingerprint([both[0]]) == fingerprint([both[1]])

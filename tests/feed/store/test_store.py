@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparkdl.errors import TrainingError
-from sparkdl.feed.columns.ragged import Ragged
+from sparkdl.feed.columns.ragged import Column, Ragged
 from sparkdl.feed.store import rows as rows_module
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
@@ -110,13 +110,19 @@ class TestPartitionStore:
             torch.empty((rows, 0), dtype=torch.float64),
         ]
 
-    def test_no_file_is_seen_in_the_directory_even_while_open(self, tmp_path: Path) -> None:
-        store = PartitionStore(tmp_path)
-        store.append(self.COLUMNS, self.batch(1000))
-        store.slice(0, 1000)
-        assert list(tmp_path.iterdir()) == []
-        store.close()
-        assert list(tmp_path.iterdir()) == []
+    def test_no_file_is_seen_even_while_open_and_closing_closes_all(self, tmp_path: Path) -> None:
+        tokens = ColumnSpec("tokens", torch.int64, (UNKNOWN,), padding=Padding(0))
+        sequences: list[Column] = [Ragged(torch.arange(3), torch.tensor([3, 0]))]
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        tables = ((self.COLUMNS, [*self.batch(1000)]), ((tokens,), sequences))
+        for specs, columns in tables:
+            store = PartitionStore(tmp_path)
+            store.append(specs, columns)
+            store.slice(0, 2)
+            assert list(tmp_path.iterdir()) == []
+            store.close()
+            assert list(tmp_path.iterdir()) == []
+            assert len(list(Path("/proc/self/fd").iterdir())) == before
 
     @given(
         sizes=st.lists(st.integers(0, 30), min_size=1, max_size=5),
@@ -153,13 +159,6 @@ class TestPartitionStore:
         store.append([ColumnSpec("a", torch.float32, (2,))], [values])
         assert torch.equal(store.slice(0, 3)[0], values)
         store.close()
-
-    def test_closing_closes_the_files(self, tmp_path: Path) -> None:
-        before = len(list(Path("/proc/self/fd").iterdir()))
-        store = PartitionStore(tmp_path)
-        store.append(self.COLUMNS, self.batch(10))
-        store.close()
-        assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_the_first_readers_may_come_at_once_also_where_the_first_row_is_empty(

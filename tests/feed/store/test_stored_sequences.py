@@ -40,11 +40,3 @@ class TestStore:
         assert column.lengths.tolist() == [len(rows[k]) for k in chosen]
         assert column.values.tolist() == [number for k in chosen for number in rows[k]]
         assert counts.tolist() == [len(row) for row in rows]
-
-    def test_closing_closes_both_files_of_each_column(self, tmp_path: Path) -> None:
-        before = len(list(Path("/proc/self/fd").iterdir()))
-        store = PartitionStore(tmp_path)
-        store.append([TOKENS], [ragged([[1], []])])
-        assert list(tmp_path.iterdir()) == []
-        store.close()
-        assert len(list(Path("/proc/self/fd").iterdir())) == before
