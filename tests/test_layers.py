@@ -60,10 +60,8 @@ ROOMS: dict[str, list[tuple[str, ...]]] = {
     ],
     "feed": [
         ("feed",),
-        ("minibatches",),
-        ("arrival",),
-        ("reading",),
-        ("order", "statistics", "store"),
+        ("minibatches", "reading"),
+        ("order", "prefetch", "statistics", "store"),
         ("record_batches",),
         ("columns",),
     ],

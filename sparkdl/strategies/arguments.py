@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable
 from typing import Literal, TypeGuard
 
+from sparkdl.arguments import require_whole
 from sparkdl.averager.policies.cutoff import BackupWorkers, PredictedCutoff
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.errors import ConfigError
@@ -57,23 +59,27 @@ def require_fraction(name: str, value: object) -> None:
 
 
 def require_steps(name: str, steps: object) -> None:
-    """Check that an argument is None or a whole number of steps >= 1.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Refuse an argument that is neither None nor a whole number of steps >= 1."""
     if steps is not None and (type(steps) is not int or steps < 1):
         raise ConfigError(f"{name} must be None or a whole number of steps >= 1, got {steps!r}")
 
 
 def require_period(period: object) -> None:
-    """Check that a period is a whole number of steps >= 1.
+    """Refuse a period that is no whole number of steps >= 1."""
+    require_whole("period", period, 1, "steps")
 
-    Raises:
-        ConfigError: it is not.
-    """
-    if type(period) is not int or period < 1:
-        raise ConfigError(f"period must be a whole number of steps >= 1, got {period!r}")
+
+def require_bools(owner: object, *names: str) -> None:
+    """Refuse fields that are no truth values."""
+    for name in names:
+        if not isinstance(value := getattr(owner, name), bool):
+            raise ConfigError(f"{name} must be a bool, got {value!r}")
+
+
+def require_one_of(name: str, value: object, known: Iterable[str]) -> None:
+    """Refuse an argument that is none of these."""
+    if value not in (names := tuple(known)):
+        raise ConfigError(f"{name} must be one of {', '.join(names)}, got {value!r}")
 
 
 def require_cutoff(cutoff: object, others: dict[str, bool]) -> None:

@@ -23,7 +23,9 @@ from sparkdl.protocols import Batch
 from sparkdl.strategies.arguments import (
     Cutoff,
     cutoff_policy,
+    require_bools,
     require_cutoff,
+    require_one_of,
     require_period,
     require_steps,
 )
@@ -112,19 +114,9 @@ class ParameterAveraging(Strategy["Aggregation"]):
     def __post_init__(self) -> None:
         convert_numbers(self)
         require_period(self.period)
-        if not isinstance(self.average_optimizer_state, bool):
-            raise ConfigError(
-                f"average_optimizer_state must be a bool, got {self.average_optimizer_state!r}"
-            )
-        if self.wire_dtype not in WIRE_FORMATS:
-            raise ConfigError(
-                f"wire_dtype must be one of {', '.join(WIRE_FORMATS)}, got {self.wire_dtype!r}"
-            )
-        if self.aggregation not in AGGREGATIONS:
-            raise ConfigError(
-                "aggregation must be 'driver', 'executors' or 'hierarchical', got "
-                f"{self.aggregation!r}"
-            )
+        require_bools(self, "average_optimizer_state")
+        require_one_of("wire_dtype", self.wire_dtype, WIRE_FORMATS)
+        require_one_of("aggregation", self.aggregation, AGGREGATIONS)
         require_steps("commit_every", self.commit_every)
         if self.aggregation != "executors" and self.commit_every is not None:
             raise ConfigError(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sparkdl.arguments import convert_numbers
+from sparkdl.arguments import convert_numbers, require_whole
 from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
 from sparkdl.collective import release_model
 from sparkdl.errors import ConfigError
@@ -32,7 +32,11 @@ from sparkdl.strategies.all_reduce.model_and_loss import (
     distribute,
     synchronize,
 )
-from sparkdl.strategies.arguments import is_number, require_steps
+from sparkdl.strategies.arguments import (
+    is_number,
+    require_bools,
+    require_steps,
+)
 from sparkdl.strategies.base import Needs, Run, Strategy
 from sparkdl.strategies.compression.base import Compression, Compressor
 from sparkdl.strategies.kfac import KFACPreconditioner, Preconditioning
@@ -119,10 +123,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
         convert_numbers(self)
         if not is_number(self.bucket_mb) or not 0 < self.bucket_mb < math.inf:
             raise ConfigError(f"bucket_mb must be a number of MB > 0, got {self.bucket_mb!r}")
-        if type(self.accumulate) is not int or self.accumulate < 1:
-            raise ConfigError(
-                f"accumulate must be a whole number of minibatches >= 1, got {self.accumulate!r}"
-            )
+        require_whole("accumulate", self.accumulate, 1, "minibatches")
         smaller = isinstance(self.compression, Compression) or self.compression in ROUNDED
         if self.compression is not None and not smaller:
             raise ConfigError(
@@ -130,9 +131,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
                 f"got {self.compression!r}"
             )
         require_steps("commit_every", self.commit_every)
-        for name in SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        require_bools(self, *SWITCHES)
         if not isinstance(self.preconditioner, KFACPreconditioner | None):
             raise ConfigError(
                 "preconditioner must be None or a KFACPreconditioner, got "

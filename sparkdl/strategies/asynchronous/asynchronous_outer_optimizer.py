@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparkdl.arguments import convert_numbers
+from sparkdl.arguments import convert_numbers, require_whole
 from sparkdl.averager.policies.round_policy import Nobody, RoundPolicy
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions
 from sparkdl.errors import ConfigError
@@ -51,10 +51,7 @@ class DelayedNesterov(CenterUpdate):
 
     def __post_init__(self) -> None:
         convert_numbers(self)
-        if type(self.buffer) is not int or self.buffer < 1:
-            raise ConfigError(
-                f"buffer must be a whole number of contributions >= 1, got {self.buffer!r}"
-            )
+        require_whole("buffer", self.buffer, 1, "contributions")
         require_positive("learning_rate", self.learning_rate)
         require_fraction("momentum", self.momentum)
 

@@ -24,7 +24,11 @@ from sparkdl.averager.values.center_update import CenterUpdate, Contributions
 from sparkdl.averager.values.wire_format import Changes, WireFormat
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, Segment
-from sparkdl.strategies.arguments import require_period, require_positive
+from sparkdl.strategies.arguments import (
+    require_bools,
+    require_period,
+    require_positive,
+)
 from sparkdl.strategies.asynchronous.barriers import ASP, Barrier
 from sparkdl.strategies.base import Needs, Run, Strategy
 
@@ -163,8 +167,7 @@ class AsynchronousSGD(ContributesChanges):
         convert_numbers(self)
         require_period(self.period)
         require_positive("rate", self.rate)
-        if not isinstance(self.scale_by_staleness, bool):
-            raise ConfigError(f"scale_by_staleness must be a bool, got {self.scale_by_staleness!r}")
+        require_bools(self, "scale_by_staleness")
         if not isinstance(self.barrier, Barrier):
             raise ConfigError(
                 "barrier must be ASP(), BSP(), SSP(s), PBSP(beta), PSSP(beta, s) or Softsync(n), "

@@ -28,10 +28,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
-from sparkdl.arguments import convert_numbers
+from sparkdl.arguments import convert_numbers, require_whole
 from sparkdl.averager.messages.progress import Position
 from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy
-from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
 
 Clock = tuple[int, int]
@@ -103,7 +102,7 @@ class SSP(Barrier):
 
     def __post_init__(self) -> None:
         convert_numbers(self)
-        _require_whole("s", self.s, 0, "windows")
+        require_whole("s", self.s, 0, "windows")
 
     def policy(self, period: int) -> RoundPolicy:
         """Bounded by the slowest of all."""
@@ -132,7 +131,7 @@ class PBSP(Barrier):
 
     def __post_init__(self) -> None:
         convert_numbers(self)
-        _require_whole("beta", self.beta, 0, "workers")
+        require_whole("beta", self.beta, 0, "workers")
 
     def policy(self, period: int) -> RoundPolicy:
         """Bounded by a sample."""
@@ -162,8 +161,8 @@ class PSSP(Barrier):
 
     def __post_init__(self) -> None:
         convert_numbers(self)
-        _require_whole("beta", self.beta, 0, "workers")
-        _require_whole("s", self.s, 0, "windows")
+        require_whole("beta", self.beta, 0, "workers")
+        require_whole("s", self.s, 0, "windows")
 
     def policy(self, period: int) -> RoundPolicy:
         """Bounded by a sample."""
@@ -194,7 +193,7 @@ class Softsync(Barrier):
 
     def __post_init__(self) -> None:
         convert_numbers(self)
-        _require_whole("n", self.n, 1, "contributions")
+        require_whole("n", self.n, 1, "contributions")
 
     def policy(self, period: int) -> RoundPolicy:
         """The first to come."""
@@ -346,8 +345,3 @@ class SampledStaleness(_Clocks):
         others = range(len(self._clocks) - 1)
         drawn = self._draw.sample(others, min(self._size, len(others)))
         return [other + (other >= rank) for other in drawn]
-
-
-def _require_whole(name: str, value: object, least: int, what: str) -> None:
-    if type(value) is not int or value < least:
-        raise ConfigError(f"{name} must be a whole number of {what} >= {least}, got {value!r}")

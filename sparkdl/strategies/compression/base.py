@@ -165,16 +165,6 @@ class Compressor(ABC):
         return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
 
 
-def require_start_after(steps: object) -> None:
-    """Check a number of steps whose gradients are sent whole.
-
-    Raises:
-        ConfigError: it is not a whole number >= 0.
-    """
-    if type(steps) is not int or steps < 0:
-        raise ConfigError(f"start_after must be a whole number of steps >= 0, got {steps!r}")
-
-
 def by_place(name: str, saved: Mapping[str, Any]) -> dict[int, Any]:
     """What was saved as ``name.place``, by place."""
     of_name = ((key.rpartition("."), value) for key, value in saved.items())

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sparkdl.arguments import convert_numbers
+from sparkdl.arguments import convert_numbers, require_whole
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.replica import Replica
@@ -34,7 +34,6 @@ from sparkdl.strategies.compression.base import (
     Compression,
     Compressor,
     by_place,
-    require_start_after,
 )
 
 SCALE_BYTES = 4
@@ -87,7 +86,7 @@ class OneBitAdam(Compression):
 
     def __post_init__(self) -> None:
         convert_numbers(self)
-        require_start_after(self.start_after)
+        require_whole("start_after", self.start_after, 0, "steps")
         if self.start_after < 1:
             raise ConfigError("start_after must be >= 1: Adam's variance must be known by then")
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdl.arguments import convert_numbers
+from sparkdl.arguments import convert_numbers, require_whole
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
@@ -25,7 +25,6 @@ from sparkdl.strategies.compression.base import (
     Compression,
     Compressor,
     by_place,
-    require_start_after,
 )
 
 
@@ -78,9 +77,8 @@ class PowerSGD(Compression):
 
     def __post_init__(self) -> None:
         convert_numbers(self)
-        if type(self.rank) is not int or self.rank < 1:
-            raise ConfigError(f"rank must be a whole number >= 1, got {self.rank!r}")
-        require_start_after(self.start_after)
+        require_whole("rank", self.rank, 1)
+        require_whole("start_after", self.start_after, 0, "steps")
         rate = self.min_compression_rate
         if type(rate) not in (int, float) or not 0 <= rate < math.inf:
             raise ConfigError(f"min_compression_rate must be a number >= 0, got {rate!r}")

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparkdl.arguments import convert_numbers
+from sparkdl.arguments import convert_numbers, require_whole
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
-from sparkdl.strategies.compression.base import Compression, Compressor, require_start_after
+from sparkdl.strategies.compression.base import Compression, Compressor
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class TopK(Compression):
                 "fraction must be a number > 0 and <= 1, the share of entries sent, got "
                 f"{self.fraction!r}"
             )
-        require_start_after(self.start_after)
+        require_whole("start_after", self.start_after, 0, "steps")
 
     def entries(self, numel: int) -> int:
         """How many entries of a parameter a worker sends: k."""

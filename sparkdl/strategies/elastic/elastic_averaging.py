@@ -41,7 +41,12 @@ from sparkdl.averager.values.wire_format import Changes, FullPrecision, WireForm
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, Segment
 from sparkdl.replica import Replica
-from sparkdl.strategies.arguments import is_number, require_fraction, require_period
+from sparkdl.strategies.arguments import (
+    is_number,
+    require_fraction,
+    require_one_of,
+    require_period,
+)
 from sparkdl.strategies.base import Needs, Run, Strategy
 from sparkdl.strategies.elastic.springs import HogwildSpring, Spring, SpringAmongWorkers
 
@@ -126,12 +131,8 @@ class ElasticAveraging(Strategy[Spring]):
     def __post_init__(self) -> None:
         convert_numbers(self)
         require_period(self.period)
-        if self.mode not in MODES:
-            raise ConfigError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
-        if self.aggregation not in AGGREGATIONS:
-            raise ConfigError(
-                f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {self.aggregation!r}"
-            )
+        require_one_of("mode", self.mode, MODES)
+        require_one_of("aggregation", self.aggregation, AGGREGATIONS)
         if self._among_workers and not self._in_step:
             raise ConfigError(
                 f"mode={self.mode!r} is for aggregation='driver': among executors the sums are "

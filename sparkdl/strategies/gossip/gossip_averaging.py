@@ -32,9 +32,11 @@ from sparkdl.arguments import convert_numbers
 from sparkdl.averager.values.finite import require_finite
 from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
 from sparkdl.collective.peers import AWAY_TIMES, PATIENCE_S
-from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
-from sparkdl.strategies.arguments import require_period
+from sparkdl.strategies.arguments import (
+    require_one_of,
+    require_period,
+)
 from sparkdl.strategies.base import Needs, Run, Strategy
 from sparkdl.strategies.gossip.lockstep import Snapshots, lead_of, neighbors_of
 from sparkdl.strategies.gossip.shown import MODES, Shown
@@ -106,10 +108,7 @@ class GossipAveraging(Strategy["_Gossip"]):
         convert_numbers(self)
         require_period(self.period)
         for name, known in (("mode", (*MODES, SYMMETRIC)), ("topology", TOPOLOGIES)):
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
-                )
+            require_one_of(name, getattr(self, name), known)
 
     @property
     def needs(self) -> Needs:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparkdl.arguments import convert_numbers
+from sparkdl.arguments import convert_numbers, require_whole
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError, ModelError
 from sparkdl.replica import Replica
@@ -102,9 +102,7 @@ class KFACPreconditioner:
             _require("kl_clip", self.kl_clip, tiny, math.inf, "> 0, or None")
         _require("fraction", self.fraction, tiny, math.nextafter(1, 2), "in (0, 1]")
         for name in ("factors_every", "decompositions_every"):
-            steps = getattr(self, name)
-            if type(steps) is not int or steps < 1:
-                raise ConfigError(f"{name} must be a whole number of steps >= 1, got {steps!r}")
+            require_whole(name, getattr(self, name), 1, "steps")
 
     def require_fits(self, replica: Replica) -> None:
         """Check that there are layers for it, and learning rates to clip their steps by.

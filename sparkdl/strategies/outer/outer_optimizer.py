@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from sparkdl.arguments import convert_numbers
+from sparkdl.arguments import convert_numbers, require_whole
 from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions
 from sparkdl.averager.values.wire_format import NARROW_FORMATS, ParameterChanges, WireFormat
@@ -42,8 +42,10 @@ from sparkdl.replica import Replica
 from sparkdl.strategies.arguments import (
     Cutoff,
     cutoff_policy,
+    require_bools,
     require_cutoff,
     require_fraction,
+    require_one_of,
     require_positive,
     warn_of_inner_momentum,
 )
@@ -94,8 +96,7 @@ class OuterSGD(CenterUpdate):
         convert_numbers(self)
         require_positive("learning_rate", self.learning_rate)
         require_fraction("momentum", self.momentum)
-        if not isinstance(self.nesterov, bool):
-            raise ConfigError(f"nesterov must be a bool, got {self.nesterov!r}")
+        require_bools(self, "nesterov")
 
     @property
     def keeps(self) -> tuple[str, ...]:
@@ -218,14 +219,8 @@ class OuterOptimizer(Strategy["Stream | None"]):
             raise ConfigError(
                 f"outer must be a CenterUpdate such as OuterSGD(), got {self.outer!r}"
             )
-        if self.inner_state not in INNER_STATES:
-            raise ConfigError(
-                f"inner_state must be one of {', '.join(INNER_STATES)}, got {self.inner_state!r}"
-            )
-        if self.wire_dtype not in NARROW_FORMATS:
-            raise ConfigError(
-                f"wire_dtype must be one of {', '.join(NARROW_FORMATS)}, got {self.wire_dtype!r}"
-            )
+        require_one_of("inner_state", self.inner_state, INNER_STATES)
+        require_one_of("wire_dtype", self.wire_dtype, NARROW_FORMATS)
 
         self._require_rounds_apart()
         require_fraction("merge", self.merge)
@@ -244,10 +239,8 @@ class OuterOptimizer(Strategy["Stream | None"]):
         )
 
     def _require_rounds_apart(self) -> None:
-        if not _is_whole(self.fragments):
-            raise ConfigError(f"fragments must be a whole number >= 1, got {self.fragments!r}")
-        if type(self.overlap) is not int or self.overlap < 0:
-            raise ConfigError(f"overlap must be a whole number of steps >= 0, got {self.overlap!r}")
+        require_whole("fragments", self.fragments, 1)
+        require_whole("overlap", self.overlap, 0, "steps")
         periods = [self.period] if isinstance(self.period, int) else [p for _, p in self.period]
         if min(periods) // self.fragments <= self.overlap:
             raise ConfigError(
