@@ -115,17 +115,14 @@ def test_rows_are_exchanged_before_every_kth_epoch_only() -> None:
         assert epochs[2] == epochs[3]
 
 
-def test_rows_are_exchanged_before_the_first_epoch_and_then_stay() -> None:
-    seen, _ = train_on_ids([40, 0, 2], epochs=3, exchange_rows=True)
-    assert [len(ids) for ids in seen] == [3 * 14] * 3
-    for ids in seen:
-        assert set(ids[:14]) == set(ids[14:28]) == set(ids[28:])
-
-
-def test_rows_that_are_streamed_are_exchanged_before_the_second_epoch() -> None:
-    seen, _ = train_on_ids([40, 0, 2], epochs=3, exchange_rows=True, stream_first_epoch=True)
-    assert sorted(len(ids) for ids in seen) == [28, 2 + 28, 40 + 28]
-    assert all(set(ids[-14:]) == set(ids[-28:-14]) for ids in seen)
+def test_rows_are_exchanged_before_the_first_whole_epoch_and_then_stay() -> None:
+    for streamed in (False, True):
+        options = {"exchange_rows": True, "stream_first_epoch": streamed}
+        seen, _ = train_on_ids([40, 0, 2], epochs=3, **options)
+        first = [0, 2, 40] if streamed else [14, 14, 14]
+        assert sorted(map(len, seen)) == [rows + 28 for rows in first]
+        assert all(set(ids[-14:]) == set(ids[-28:-14]) for ids in seen)
+        assert streamed or all(set(ids[:14]) == set(ids[14:28]) for ids in seen)
 
 
 @every("options", [{"reshuffle_every": 1}, {"exchange_rows": True}])

@@ -199,55 +199,43 @@ def refuse(
     assert list(directory.iterdir()) == []
 
 
+NO_ADDRESS = "^rank 1 gave .* which is not an address"
+ENCRYPTED: dict[str, Any] = {"tls": True}
+
+
 @every(
-    "address",
+    ("address", "words", "how"),
     [
-        None,
-        "127.0.0.1:80",
-        {"host": "127.0.0.1"},
-        [None, 1, None],
-        ["127.0.0.1", "1", None],
-        ["127.0.0.1", 0, None],
-        ["a name", 1, None],
-        ["ü" * 300, 1, None],
-        ["127.0.0.1", 1 << 16, None],
-        ["127.0.0.1", 1, "0" * 64],
-        ["127.0.0.1", 1, None, 1],
-        ["x" * 100_000, True, None],
+        *(
+            (address, NO_ADDRESS, {})
+            for address in (
+                None,
+                "127.0.0.1:80",
+                {"host": "127.0.0.1"},
+                [None, 1, None],
+                ["127.0.0.1", "1", None],
+                ["127.0.0.1", 0, None],
+                ["a name", 1, None],
+                ["ü" * 300, 1, None],
+                ["127.0.0.1", 1 << 16, None],
+                ["127.0.0.1", 1, "0" * 64],
+                ["127.0.0.1", 1, None, 1],
+                ["x" * 100_000, True, None],
+            )
+        ),
+        # who tells of no certificate where rows are encrypted
+        *((["127.0.0.1", 1, told], NO_ADDRESS, ENCRYPTED) for told in (None, "ü" * 64, 7)),
+        *(
+            (None, "the workers disagree about the number of rows", {"rows": (5, more)})
+            for more in (-1, 1 << 60)
+        ),
+        (None, "rank 0 has 5 rows, but the other workers count 6", {"rows": (6, 5)}),
     ],
 )
-def test_an_address_that_no_worker_tells_is_refused_in_words(tmp_path: Path, address: Any) -> None:
-    refuse(tmp_path, address, TrainingError, "^rank 1 gave .* which is not an address")
-
-
-@every("fingerprint", [None, "ü" * 64, 7])
-def test_no_rows_are_fetched_from_who_tells_of_no_certificate_where_they_are_encrypted(
-    tmp_path: Path, fingerprint: Any
+def test_addresses_and_counts_that_no_worker_tells_are_refused_in_words(
+    tmp_path: Path, address: Any, words: str, how: Any
 ) -> None:
-    refuse(
-        tmp_path,
-        ["127.0.0.1", 1, fingerprint],
-        TrainingError,
-        "^rank 1 gave .* which is not an address",
-        tls=True,
-    )
-
-
-@every("rows", [(5, -1), (5, 1 << 60)])
-def test_numbers_of_rows_that_nobody_has_are_refused(tmp_path: Path, rows: Any) -> None:
-    refuse(
-        tmp_path, None, TrainingError, "the workers disagree about the number of rows", rows=rows
-    )
-
-
-def test_a_worker_whose_rows_the_others_count_otherwise_says_so(tmp_path: Path) -> None:
-    refuse(
-        tmp_path,
-        None,
-        TrainingError,
-        "rank 0 has 5 rows, but the other workers count 6",
-        rows=(6, 5),
-    )
+    refuse(tmp_path, address, TrainingError, words, **how)
 
 
 def test_a_worker_that_is_gone_ends_the_exchange_with_its_name(tmp_path: Path) -> None:
@@ -282,61 +270,51 @@ def rank_1(*messages: Any) -> Iterator[list[Any]]:
 COUNT = int(exchange_plan([5, 5], seed=SEED, epoch=2)[1, 0])
 
 
+FITS = {"rows": COUNT, "shapes": SHAPES}
+OF_ANOTHER_NUMBER = f"rank 1 has {COUNT} rows for rank 0, but answered"
+
+
 @every(
-    "answer",
+    ("messages", "words"),
     [
-        {},
-        {"refused": "no"},
-        {"rows": COUNT + 1, "shapes": SHAPES},
-        {"rows": None, "shapes": SHAPES},
+        *(
+            ([answer], OF_ANOTHER_NUMBER)
+            for answer in ({}, {"refused": "no"}, FITS | {"rows": COUNT + 1}, FITS | {"rows": None})
+        ),
+        *(
+            ([FITS | {"shapes": shapes}], "rank 1 announced rows of shapes")
+            for shapes in (
+                None,
+                "abc",
+                [[3], []],
+                [[3], [], [1]],
+                [[-1], [], []],
+                [[1 << 29], [], []],
+                [[[3]], [], []],
+            )
+        ),
+        ([FITS | {"shapes": [[4], [], []]}], "different shapes: rank 0 .*3.*, rank 1 .*4"),
+        (
+            [FITS, torch.zeros(3 * COUNT), {"waiting": True}],
+            "rank 1 sent a header in the middle of its rows",
+        ),
+        ([FITS, torch.zeros(1)], "4 bytes arrived where"),
     ],
 )
-def test_another_number_of_rows_than_the_plan_says_is_refused(tmp_path: Path, answer: Any) -> None:
-    with rank_1(answer) as address:
-        refuse(
-            tmp_path, address, TrainingError, f"rank 1 has {COUNT} rows for rank 0, but answered"
-        )
-
-
-@every(
-    "shapes",
-    [None, "abc", [[3], []], [[3], [], [1]], [[-1], [], []], [[1 << 29], [], []], [[[3]], [], []]],
-)
-def test_shapes_that_no_row_of_the_job_has_are_refused(tmp_path: Path, shapes: Any) -> None:
-    with rank_1({"rows": COUNT, "shapes": shapes}) as address:
-        refuse(tmp_path, address, TrainingError, "rank 1 announced rows of shapes")
-
-
-def test_rows_of_another_shape_than_ones_own_are_refused(tmp_path: Path) -> None:
-    with rank_1({"rows": COUNT, "shapes": [[4], [], []]}) as address:
-        match = "different shapes: rank 0 .*3.*, rank 1 .*4"
-        refuse(tmp_path, address, TrainingError, match)
-
-
-def test_a_header_among_the_rows_is_refused(tmp_path: Path) -> None:
-    wide = torch.zeros(3 * COUNT)
-    with rank_1({"rows": COUNT, "shapes": SHAPES}, wide, {"waiting": True}) as address:
-        refuse(tmp_path, address, TrainingError, "rank 1 sent a header in the middle of its rows")
-
-
-def test_values_of_another_size_are_refused(tmp_path: Path) -> None:
-    with rank_1({"rows": COUNT, "shapes": SHAPES}, torch.zeros(1)) as address:
-        refuse(tmp_path, address, TrainingError, "4 bytes arrived where")
+def test_rows_that_are_not_those_of_the_plan_are_refused(
+    tmp_path: Path, messages: list[Any], words: str
+) -> None:
+    with rank_1(*messages) as address:
+        refuse(tmp_path, address, TrainingError, words)
 
 
 @pytest.mark.slow
-def test_a_silent_worker_costs_no_more_than_the_deadline(tmp_path: Path) -> None:
-    words = "no rows came from rank 1 for 5 s"
-    with rank_1({"rows": COUNT, "shapes": SHAPES}) as address:
-        refuse(tmp_path, address, CollectiveError, words, deadline_s=5.0)
-
-
-@pytest.mark.slow
-def test_a_worker_that_only_says_that_it_waits_costs_no_more_than_the_deadline(
-    tmp_path: Path,
+@every("messages", [[FITS], [{"waiting": True}] * 3])
+def test_a_worker_that_sends_no_rows_costs_no_more_than_the_deadline(
+    tmp_path: Path, messages: list[Any]
 ) -> None:
     words = "no rows came from rank 1 for 5 s"
-    with rank_1(*[{"waiting": True}] * 3) as address:
+    with rank_1(*messages) as address:
         refuse(tmp_path, address, CollectiveError, words, deadline_s=5.0)
 
 
