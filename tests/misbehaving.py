@@ -16,13 +16,18 @@ import pytest
 import torch
 from interruptions import Interrupted, dying_after
 from torch import Tensor, nn
-from toys import SEED, Data, classification, mlp
+from toys import (
+    SEED,
+    Data,
+    classification,
+    mlp,
+    permutation,
+)
 
 from sparkdl.averager import Averager
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Outcome
 from sparkdl.events import WindowReport
-from sparkdl.feed.order import permutation
 from sparkdl.testing import run_world
 from sparkdl.worker import Job, Placement, train
 

@@ -22,7 +22,7 @@ from sparkdl.averager import Averager
 from sparkdl.averager.messages.run_events import RunEvent as Event
 from sparkdl.driver import as_builder
 from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.order import permutation
+from sparkdl.feed.order import generator
 from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import ParameterAveraging
@@ -167,6 +167,11 @@ def sgd_on_union(
             nn.functional.cross_entropy(module(features), targets).backward()
             optimizer.step()
     return module
+
+
+def permutation(rows: int, *, seed: int, epoch: int, rank: int) -> torch.Tensor:
+    """The order in which a worker sees its rows in an epoch, as documented."""
+    return torch.randperm(rows, generator=generator(seed, epoch, rank))
 
 
 def batches_by_hand(

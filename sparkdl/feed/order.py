@@ -22,21 +22,6 @@ HELD_OUT = 0
 """Names the exchange of the rows to validate with, where others are named by an epoch."""
 
 
-def permutation(rows: int, *, seed: int, epoch: int, rank: int) -> Tensor:
-    """The order in which a worker sees its rows in one epoch.
-
-    Args:
-        rows: how many there are.
-        seed: the job's seed.
-        epoch: counted from 1.
-        rank: the worker's rank.
-
-    Returns:
-        Shape (rows,), int64, a permutation of 0 to rows - 1.
-    """
-    return torch.randperm(rows, generator=generator(seed, epoch, rank))
-
-
 def generator(*key: int) -> torch.Generator:
     """A stream of random numbers of its own for each key.
 
@@ -115,7 +100,7 @@ class EpochOrder:
     def of_block(
         self, rows: int, used: int, lengths: Tensor | None, sizes: Iterable[int]
     ) -> Tensor:
-        """Draw the order of the next block's rows; that of a single block is ``permutation``.
+        """Draw the order of the next block's rows.
 
         Args:
             rows: how many there are.

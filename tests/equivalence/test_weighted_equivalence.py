@@ -10,10 +10,17 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from torch import nn
-from toys import SEED, classification, make_job, mlp, relative_error, schema
+from toys import (
+    SEED,
+    classification,
+    make_job,
+    mlp,
+    permutation,
+    relative_error,
+    schema,
+)
 
 from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.order import permutation
 from sparkdl.protocols import ColumnSpec
 from sparkdl.testing import batches_of, run_world
 

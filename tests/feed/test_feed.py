@@ -17,8 +17,9 @@ from feeds import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toys import permutation
 
-from sparkdl.feed.order import even_sizes, permutation
+from sparkdl.feed.order import even_sizes
 
 
 @settings(max_examples=80, deadline=None)

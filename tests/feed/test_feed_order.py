@@ -19,10 +19,14 @@ from feeds import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from toys import classification, make_job, mlp
+from toys import (
+    classification,
+    make_job,
+    mlp,
+    permutation,
+)
 
 from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.order import permutation
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.testing import batches_of, run_world

@@ -6,13 +6,15 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from toys import permutation
 
-from sparkdl.feed.order import even_sizes, permutation
+from sparkdl.feed.order import EpochOrder, even_sizes
 
 
 @given(rows=st.integers(0, 300), seed=st.integers(-(2**63), 2**63 - 1), epoch=st.integers(1, 999))
 def test_a_permutation_holds_every_index_once(rows: int, seed: int, epoch: int) -> None:
-    order = permutation(rows, seed=seed, epoch=epoch, rank=2)
+    order = EpochOrder(seed, epoch, 2).of_block(rows, rows, None, ())
+    assert torch.equal(order, permutation(rows, seed=seed, epoch=epoch, rank=2))
     assert order.dtype is torch.int64
     assert sorted(order.tolist()) == list(range(rows))
 

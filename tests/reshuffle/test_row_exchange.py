@@ -46,6 +46,11 @@ def filled(directory: Path, ids: Tensor, resident_bytes: int | None = None) -> P
     return store
 
 
+def whole(store: PartitionStore) -> list[Tensor]:
+    """Its columns."""
+    return store.take(torch.arange(store.rows))
+
+
 def part(rank: int, server: RowServer, everyone: Callable[[], Everyone], **changes: Any) -> Any:
     settings = {"token": "secret", "specs": SPECS, "seed": SEED, "deadline_s": 60.0, **changes}
     return RowExchange(rank=rank, server=server, everyone=everyone, **settings)
@@ -76,7 +81,7 @@ def exchanged(
             part(rank, servers[rank], lambda: everyone, tls=tls)(
                 filled(directory, ids, resident_bytes), order, new, 2
             )
-            columns = new.slice(0, new.rows)
+            columns = whole(new)
             new.close()
             return columns
 
@@ -139,7 +144,7 @@ def test_who_was_lost_fetches_the_same_rows_again(tmp_path: Path) -> None:
         first.close()
         addresses[1] = second.address
         exchange(1, second, news[2])
-    before, again = (new.slice(0, new.rows) for new in news[1:])
+    before, again = (whole(new) for new in news[1:])
     assert all(torch.equal(mine, other) for mine, other in zip(before, again, strict=True))
     for new in news:
         new.close()
@@ -171,7 +176,7 @@ def test_a_worker_that_may_come_back_is_waited_for_where_it_comes_back(tmp_path:
             part(0, mine, everyone, survives=True)(filled(tmp_path, ids), None, new, 1)
             done.result(30)
     assert len(asked) >= 3
-    seen = torch.cat([new.slice(0, new.rows)[1], other.slice(0, other.rows)[1]])
+    seen = torch.cat([whole(new)[1], whole(other)[1]])
     assert seen.sort().values.tolist() == list(range(23))
     new.close()
     other.close()

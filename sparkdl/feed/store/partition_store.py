@@ -138,14 +138,6 @@ class PartitionStore:
         with self._alone(pages):
             return [group.lengths(rows, self.rows, pages) for group in sequences]
 
-    def slice(self, start: int, stop: int) -> list[Column]:
-        """Copy consecutive rows.
-
-        Returns:
-            As ``take`` does.
-        """
-        return self.take(torch.arange(start, stop))
-
     def take(self, rows: Tensor, *, pinned: bool = False) -> list[Column]:
         """Copy rows in any order.
 

@@ -118,7 +118,7 @@ class TestPartitionStore:
         for specs, columns in tables:
             store = PartitionStore(tmp_path)
             store.append(specs, columns)
-            store.slice(0, 2)
+            store.take(torch.arange(2))
             assert list(tmp_path.iterdir()) == []
             store.close()
             assert list(tmp_path.iterdir()) == []
@@ -139,7 +139,7 @@ class TestPartitionStore:
             store = PartitionStore(Path(directory))
             for size in sizes:
                 store.append(self.COLUMNS, self.batch(size))
-            columns = store.slice(0, store.rows)
+            columns = store.take(torch.arange(store.rows))
             assert store.rows == sum(sizes)
             for position, spec in enumerate(self.COLUMNS):
                 expected = torch.cat([self.batch(size)[position] for size in sizes])
@@ -150,14 +150,14 @@ class TestPartitionStore:
 
     def test_a_store_without_rows_has_no_columns(self, tmp_path: Path) -> None:
         store = PartitionStore(tmp_path)
-        assert (store.rows, store.slice(0, 0)) == (0, [])
+        assert (store.rows, store.take(torch.arange(0))) == (0, [])
         store.close()
 
     def test_a_slice_that_is_not_contiguous_is_stored_as_it_reads(self, tmp_path: Path) -> None:
         store = PartitionStore(tmp_path)
         values = torch.arange(12.0).view(2, 6).t()[::2]
         store.append([ColumnSpec("a", torch.float32, (2,))], [values])
-        assert torch.equal(store.slice(0, 3)[0], values)
+        assert torch.equal(store.take(torch.arange(3))[0], values)
         store.close()
 
 
