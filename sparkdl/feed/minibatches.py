@@ -13,7 +13,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.feed.columns.ragged import Column, cut
 from sparkdl.feed.columns.schema import BatchTransform, FeedSchema
 from sparkdl.feed.order import stream_seed
-from sparkdl.feed.prefetch import DeviceChunk, prefetched, to_device
+from sparkdl.feed.prefetch import DeviceChunk, prefetched, to_gpu
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import Batch
 
@@ -69,16 +69,20 @@ class Minibatches:
                 first += len(rows)
                 yield store.take(rows, pinned=self.on_gpu), chunk, number == len(chunks)
 
-        # On a CPU the cores that would gather are those that compute, and the two threads would
-        # wait for each other at Python's lock.
-        return self.of_chunks(gathered(), ahead=self.on_gpu)
+        return self.of_chunks(gathered(), ahead=True)
 
     def of_chunks(self, chunks: Iterable[Chunk], *, ahead: bool = False) -> Iterator[Batch]:
-        """Yield the minibatches of chunks of rows, which another thread makes if ``ahead``."""
+        """Yield the minibatches of chunks of rows, which may be made ``ahead`` for a GPU."""
+        # On a CPU the cores that would gather are those that compute, and the two threads would
+        # wait for each other at Python's lock.
+        if not self.on_gpu:
+            for columns, sizes, last in chunks:
+                yield from self._cut(columns, sizes, last=last)
+            return
 
         def moved() -> Generator[tuple[DeviceChunk, list[int], bool], None, None]:
             for columns, sizes, last in chunks:
-                yield to_device(columns, self._device), sizes, last
+                yield to_gpu(columns, self._device), sizes, last
 
         with closing(prefetched(moved()) if ahead else moved()) as ready:
             for chunk, sizes, last in ready:

@@ -22,40 +22,32 @@ from sparkdl.feed.columns.ragged import Column, Ragged
 
 @dataclass(frozen=True)
 class DeviceChunk:
-    """Tensors on their way to a device.
+    """Columns on their way to a GPU.
 
     Attributes:
         columns: with their values on the device.
-        arrived: set on the device's own queue when the copies are complete; None if they are.
+        arrived: set on the device's own queue when the copies are complete.
     """
 
     columns: list[Column]
-    arrived: torch.cuda.Event | None = None
+    arrived: torch.cuda.Event
 
     def ready(self) -> list[Column]:
         """The columns, in the order of the current stream's work after their arrival."""
-        if self.arrived is not None:
-            tensors = [c.values if isinstance(c, Ragged) else c for c in self.columns]
-            stream = torch.cuda.current_stream(tensors[0].device)
-            stream.wait_event(self.arrived)
-            for tensor in tensors:
-                # They were allocated on the copying stream, which must not reuse them early.
-                tensor.record_stream(stream)
+        tensors = [c.values if isinstance(c, Ragged) else c for c in self.columns]
+        stream = torch.cuda.current_stream(tensors[0].device)
+        stream.wait_event(self.arrived)
+        for tensor in tensors:
+            # They were allocated on the copying stream, which must not reuse them early.
+            tensor.record_stream(stream)
         return self.columns
 
 
 _copying: dict[torch.device, torch.cuda.Stream] = {}
 
 
-def to_device(columns: Sequence[Column], device: torch.device) -> DeviceChunk:
-    """Start to copy columns to a device.
-
-    Args:
-        columns: in pinned memory if the device is a GPU.
-        device: where to.
-    """
-    if device.type != "cuda":
-        return DeviceChunk([column.to(device) for column in columns])
+def to_gpu(columns: Sequence[Column], device: torch.device) -> DeviceChunk:
+    """Start to copy columns, which are in pinned memory, to a GPU."""
     if device not in _copying:
         _copying[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream = _copying[device]

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from sparkdl.feed import minibatches
 from sparkdl.feed.feed import Feed
-from sparkdl.feed.prefetch import DeviceChunk, to_device
+from sparkdl.feed.prefetch import DeviceChunk
 from sparkdl.feed.store.partition_store import PartitionStore
 
 PREFETCHER = "sparkdl-prefetch"
+NO_EVENT: Any = None
 
 
 def test_for_a_gpu_rows_are_gathered_into_pinned_memory_and_sent_in_a_thread(
@@ -35,12 +36,12 @@ def test_for_a_gpu_rows_are_gathered_into_pinned_memory_and_sent_in_a_thread(
         def ready(self) -> list[Tensor]:
             log.append("used")
             assert threading.current_thread() is threading.main_thread()
-            return super().ready()
+            return self.columns
 
     def send(tensors: list[Tensor], device: torch.device) -> DeviceChunk:
         assert device.type == "cuda"
         assert threading.current_thread().name == PREFETCHER
-        return Chunk(tensors)
+        return Chunk(tensors, NO_EVENT)
 
     def epochs(device: str) -> list[list[int]]:
         with Feed(SCHEMA, batch_size=4, seed=1, rank=0, directory=tmp_path, device=device) as feed:
@@ -50,7 +51,7 @@ def test_for_a_gpu_rows_are_gathered_into_pinned_memory_and_sent_in_a_thread(
     expected = epochs("cpu")
     monkeypatch.setattr(minibatches, "CHUNK_BYTES", 64)
     monkeypatch.setattr(PartitionStore, "take", gather)
-    monkeypatch.setattr(minibatches, "to_device", send)
+    monkeypatch.setattr(minibatches, "to_gpu", send)
 
     assert epochs("cuda") == expected
     assert log.count("used") == log.count(f"gathered by {PREFETCHER}") > 30
@@ -73,11 +74,24 @@ def test_copies_on_their_way_are_waited_for_and_kept_by_the_stream_that_uses_the
     assert log == [("wait for", event), ("first", stream), ("second", stream)]
 
 
-def test_on_a_cpu_nothing_is_copied() -> None:
-    tensor = torch.arange(3)
-    chunk = to_device([tensor], torch.device("cpu"))
-    assert chunk.arrived is None
-    assert chunk.ready()[0] is tensor
+def test_on_a_cpu_rows_are_where_they_were_gathered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Tensor] = []
+    take = PartitionStore.take
+
+    def gather(store: PartitionStore, rows: Tensor, *, pinned: bool = False) -> list[Any]:
+        columns: list[Any] = take(store, rows, pinned=pinned)
+        taken.extend(columns)
+        return columns
+
+    monkeypatch.setattr(PartitionStore, "take", gather)
+    with Feed(SCHEMA, batch_size=4, seed=1, rank=0, directory=tmp_path) as feed:
+        feed.fill(record_batches([4]))
+        (batch,) = feed.epoch(1)
+    assert [batch.features[0].data_ptr(), batch.targets.data_ptr()] == [  # type: ignore[index,union-attr]
+        each.data_ptr() for each in taken
+    ]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

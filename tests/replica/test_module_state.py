@@ -28,59 +28,33 @@ def never() -> list[Tensor]:
     raise AssertionError("nothing was written to")
 
 
-def test_tensors_written_to_in_place_hold_again_what_they_held() -> None:
+def test_tensors_written_to_in_place_hold_again_what_they_held_as_often_as_they_are() -> None:
     module = Holds()
     state, held = ModuleState(module), contents(module)
-    module.layer(torch.randn(8, 2))
-    module.plain += 1
-    module.by_name["mean"].mul_(3)
-    state.put_back(lambda: held)
-    assert all(torch.equal(a, b) for a, b in zip(tensors_of(module), held, strict=True))
-
-
-def test_tensors_are_the_very_ones_that_they_were() -> None:
-    module = Holds()
-    state, before = ModuleState(module), tensors_of(module)
-    module.layer.running_mean = torch.full((2,), 9.0)
-    module.plain = module.plain + 1
-    module.by_name["mean"] = torch.zeros(2)
-    state.put_back(never)
-    assert all(a is b for a, b in zip(tensors_of(module), before, strict=True))
-
-
-def test_contents_of_attributes_are_put_back() -> None:
-    module = Holds()
-    state, recent = ModuleState(module), module.recent
-    module.names.add("b")
-    module.recent.append(3)
-    state.put_back(never)
-    assert (module.names, list(module.recent)) == ({"a"}, [1, 2])
-    assert module.recent is recent
-
-
-def test_attributes_that_are_new_go() -> None:
-    module = Holds()
-    state = ModuleState(module)
-    module.cache = torch.zeros(3)
-    module.register_buffer("other", torch.zeros(3))
-    state.put_back(never)
-    assert not hasattr(module, "cache")
-    assert not hasattr(module, "other")
-
-
-def test_it_is_put_back_as_often_as_it_is_changed() -> None:
-    module = Holds()
-    state = ModuleState(module)
     for _ in range(2):
-        module.plain.fill_(7.0)
-        state.put_back(lambda: contents(Holds()))
-        assert module.plain.tolist() == [0.0, 0.0]
+        module.layer(torch.randn(8, 2))
+        module.plain += 1
+        module.by_name["mean"].mul_(3)
+        state.put_back(lambda: held)
+        assert all(torch.equal(a, b) for a, b in zip(tensors_of(module), held, strict=True))
 
 
-def test_a_module_made_in_inference_mode_has_a_state_too() -> None:
+def test_attributes_and_what_they_hold_are_the_very_ones_that_they_were() -> None:
+    """Also of a module that was made in inference mode; what is new goes."""
     with torch.inference_mode():
-        module = Holds()
-    state = ModuleState(module)
-    module.names.add("b")
-    state.put_back(never)
-    assert module.names == {"a"}
+        in_inference = Holds()
+    for module in (Holds(), in_inference):
+        state, before, recent = ModuleState(module), tensors_of(module), module.recent
+        module.layer.running_mean = torch.full((2,), 9.0)
+        module.plain = module.plain + 1
+        module.by_name["mean"] = torch.zeros(2)
+        module.names.add("b")
+        module.recent.append(3)
+        module.cache = torch.zeros(3)
+        module.register_buffer("other", torch.zeros(3))
+        state.put_back(never)
+        assert all(a is b for a, b in zip(tensors_of(module), before, strict=True))
+        assert (module.names, list(module.recent)) == ({"a"}, [1, 2])
+        assert module.recent is recent
+        assert not hasattr(module, "cache")
+        assert not hasattr(module, "other")
