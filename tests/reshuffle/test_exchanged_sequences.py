@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +10,16 @@ import numpy as np
 import pytest
 import torch
 from every_row import every
+from exchanges import exchanged, part
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from sparkdl.errors import TrainingError
 from sparkdl.feed.columns.ragged import Ragged
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
-from sparkdl.reshuffle import RowExchange, RowServer, server
+from sparkdl.reshuffle import RowServer, server
 from sparkdl.reshuffle.exchange import Everyone
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.port import Port
@@ -32,7 +31,6 @@ SPECS = (
     ColumnSpec("id", torch.int64),
     ColumnSpec("events", torch.float32, (UNKNOWN, 2), padding=Padding(0)),
 )
-SEED = 5
 
 
 def counts_of(ids: np.ndarray) -> np.ndarray:
@@ -44,43 +42,12 @@ def sequences(ids: np.ndarray) -> list[list[int]]:
     return [[i + k for k in range(count)] for i, count in zip(ids, counts_of(ids), strict=True)]
 
 
-def columns_of(ids: np.ndarray) -> list[Any]:
+def columns_of(numbers: Tensor) -> list[Any]:
+    ids = numbers.numpy()
     counts = torch.from_numpy(counts_of(ids))
     tokens = torch.tensor([n for row in sequences(ids) for n in row], dtype=torch.int32)
     events = torch.from_numpy(np.repeat(ids, counts_of(ids) + 1)[:, None] * [1.0, -1.0]).float()
     return [Ragged(tokens, counts), torch.from_numpy(ids), Ragged(events, counts + 1)]
-
-
-def part(rank: int, own: RowServer, everyone: Callable[[], Everyone]) -> RowExchange:
-    return RowExchange(
-        rank=rank,
-        server=own,
-        token="secret",
-        everyone=everyone,
-        specs=SPECS,
-        seed=SEED,
-        deadline_s=60.0,
-    )
-
-
-def exchanged(directory: Path, sizes: Sequence[int], resident: int | None = None) -> list[Any]:
-    starts = np.cumsum([0, *sizes])
-    with ExitStack() as stack:
-        servers = [stack.enter_context(RowServer("127.0.0.1", "secret", 20.0)) for _ in sizes]
-        everyone = Everyone(sizes, [each.address for each in servers])
-
-        def exchange(rank: int) -> list[Any]:
-            old, new = (PartitionStore(directory, resident_bytes=resident) for _ in range(2))
-            ids = np.arange(starts[rank], starts[rank + 1])
-            if len(ids):
-                old.append(SPECS, columns_of(ids))
-            part(rank, servers[rank], lambda: everyone)(old, None, new, 2)
-            columns = new.take(torch.arange(new.rows))
-            new.close()
-            return columns
-
-        with ThreadPoolExecutor(len(sizes)) as pool:
-            return list(pool.map(exchange, range(len(sizes)), timeout=60))
 
 
 @every("resident", [None, 1])
@@ -90,15 +57,15 @@ def test_rows_of_unequal_length_travel_whole_in_many_chunks(
     monkeypatch.setattr(server, "CHUNK_BYTES", 999)
     monkeypatch.setattr(server, "LENGTHS_AT_ONCE", 100)
     monkeypatch.setattr("sparkdl.reshuffle.exchange.LENGTHS_AT_ONCE", 100)
-    ranks = exchanged(tmp_path, [1700, 0, 1], resident)
+    ranks = exchanged(tmp_path, [1700, 0, 1], SPECS, columns_of, resident_bytes=resident)
     ids = np.concatenate([each[1].numpy() for each in ranks])
     assert sorted(ids) == list(range(1701))
     for tokens, ids, events in ranks:
-        wanted = columns_of(ids.numpy())
+        wanted = columns_of(ids)
         for found, expected in ((tokens, wanted[0]), (events, wanted[2])):
             assert torch.equal(found.values, expected.values)
             assert torch.equal(found.lengths, expected.lengths)
-    again = exchanged(tmp_path, [1700, 0, 1], resident)
+    again = exchanged(tmp_path, [1700, 0, 1], SPECS, columns_of, resident_bytes=resident)
     assert all(torch.equal(a[1], b[1]) for a, b in zip(ranks, again, strict=True))
 
 
@@ -140,7 +107,7 @@ def test_lengths_that_no_row_has_are_refused(
         with RowServer("127.0.0.1", "secret", 20.0) as own:
             everyone = Everyone([0, 4], [own.address, ["127.0.0.1", port.number, None]])
             with pytest.raises(TrainingError, match=words):
-                part(0, own, lambda: everyone)(PartitionStore(tmp_path), None, new, 1)
+                part(0, own, lambda: everyone, SPECS)(PartitionStore(tmp_path), None, new, 1)
     finally:
         left.set()
         port.close()

@@ -86,29 +86,23 @@ def loss_by_torch(module: torch.nn.Module, rows: tuple[np.ndarray, np.ndarray]) 
 
 
 @pytest.mark.parametrize(
-    "feed",
-    [EXCHANGED, FeedOptions(exchange_rows=True, stream_first_epoch=True)],
-    ids=["read first", "streamed"],
+    ("feed", "validated"),
+    [
+        (EXCHANGED, [10, 10, 11]),
+        (FeedOptions(exchange_rows=True, stream_first_epoch=True), [10, 10, 11]),
+        (FeedOptions(), [0, 0, 31]),
+    ],
+    ids=["read first", "streamed", "not exchanged"],
 )
-def test_workers_validate_on_as_many_rows_each_wherever_the_rows_were(
-    reports: list[ValidationReport], feed: FeedOptions
+def test_workers_validate_on_as_many_rows_each_wherever_the_rows_were_if_they_exchange_them(
+    reports: list[ValidationReport], feed: FeedOptions, validated: list[int]
 ) -> None:
     job, shards, rows = sorted_job([0, 31, 0], [25, 4, 20], feed=feed)
     outcome = run_world(job, shards)
     by_epoch = [sorted(r.examples for r in reports if r.epoch == epoch) for epoch in (1, 2)]
-    assert by_epoch == [[10, 10, 11]] * 2
+    assert by_epoch == [validated] * 2
     last = outcome.history[-1]
     assert last.validation_examples == 31
-    assert last.validation_loss == pytest.approx(loss_by_torch(outcome.module, rows), rel=1e-9)
-
-
-def test_rows_that_nobody_exchanges_are_validated_with_where_they_are(
-    reports: list[ValidationReport],
-) -> None:
-    job, shards, rows = sorted_job([0, 31], [25, 4], feed=FeedOptions())
-    outcome = run_world(job, shards)
-    assert sorted(report.examples for report in reports) == [0, 0, 31, 31]
-    last = outcome.history[-1]
     assert last.validation_loss == pytest.approx(loss_by_torch(outcome.module, rows), rel=1e-9)
 
 

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import exchanges
 import numpy as np
 import pytest
 import torch
 from every_row import every
+from exchanges import SEED, whole
 from torch import Tensor
 
 from sparkdl.errors import CollectiveError, SparkDLError, TrainingError
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
-from sparkdl.reshuffle import RowExchange, RowServer
+from sparkdl.reshuffle import RowServer
 from sparkdl.reshuffle.exchange import Everyone
 from sparkdl.reshuffle.server import exchange_plan
 from sparkdl.transport.connection import Connection
@@ -35,58 +38,20 @@ SPECS = (
 )
 KNOWN = tuple(spec.of_length(3) for spec in SPECS)
 SHAPES = [[3], [], []]
-SEED = 5
 
 
-def filled(directory: Path, ids: Tensor, resident_bytes: int | None = None) -> PartitionStore:
-    store = PartitionStore(directory, resident_bytes=resident_bytes)
-    if len(ids):
-        wide = torch.stack([ids, ids * 2, ids * 3], dim=1).float()
-        store.append(KNOWN, [wide, ids, ids.bfloat16()])
+def columns_of(ids: Tensor) -> list[Tensor]:
+    return [torch.stack([ids, ids * 2, ids * 3], dim=1).float(), ids, ids.bfloat16()]
+
+
+def filled(directory: Path, ids: Tensor) -> PartitionStore:
+    store = PartitionStore(directory)
+    store.append(KNOWN, columns_of(ids))
     return store
 
 
-def whole(store: PartitionStore) -> list[Tensor]:
-    """Its columns."""
-    return store.take(torch.arange(store.rows))
-
-
-def part(rank: int, server: RowServer, everyone: Callable[[], Everyone], **changes: Any) -> Any:
-    settings = {"token": "secret", "specs": SPECS, "seed": SEED, "deadline_s": 60.0, **changes}
-    return RowExchange(rank=rank, server=server, everyone=everyone, **settings)
-
-
-def exchanged(
-    directory: Path,
-    sizes: Sequence[int],
-    orders: Sequence[Tensor | None] | None = None,
-    *,
-    tls: bool = False,
-    resident_bytes: int | None = None,
-) -> list[list[Tensor]]:
-    """The columns of each rank after an exchange of so many rows, numbered through all ranks."""
-    starts = np.cumsum([0, *sizes])
-    with ExitStack() as stack:
-        servers = [
-            stack.enter_context(RowServer("127.0.0.1", "secret", 20.0, tls=tls)) for _ in sizes
-        ]
-        everyone = Everyone(sizes, [server.address for server in servers])
-
-        def exchange(rank: int) -> list[Tensor]:
-            ids = torch.arange(starts[rank], starts[rank + 1])
-            order = orders[rank] if orders else None
-            new = PartitionStore(directory, resident_bytes=resident_bytes)
-            if order is not None:
-                ids = ids[torch.argsort(order)]  # so that ``order`` puts them right
-            part(rank, servers[rank], lambda: everyone, tls=tls)(
-                filled(directory, ids, resident_bytes), order, new, 2
-            )
-            columns = whole(new)
-            new.close()
-            return columns
-
-        with ThreadPoolExecutor(len(sizes)) as pool:
-            return list(pool.map(exchange, range(len(sizes)), timeout=60))
+exchanged = partial(exchanges.exchanged, specs=SPECS, columns_of=columns_of, known=KNOWN)
+part = partial(exchanges.part, specs=SPECS)
 
 
 @every("how", [{}, {"tls": True}, {"resident_bytes": 4 << 20}])
@@ -104,7 +69,7 @@ def test_rows_that_arrive_in_another_order_end_in_the_same_places(tmp_path: Path
     sizes = [50, 20, 9]
     generator = torch.Generator().manual_seed(1)
     orders = [torch.randperm(size, generator=generator) for size in sizes]
-    as_they_lie, by_order = exchanged(tmp_path, sizes), exchanged(tmp_path, sizes, orders)
+    as_they_lie, by_order = exchanged(tmp_path, sizes), exchanged(tmp_path, sizes, orders=orders)
     for mine, other in zip(as_they_lie, by_order, strict=True):
         assert torch.equal(mine[1], other[1])
 
