@@ -14,7 +14,7 @@ from typing import Any
 
 from sparkdl.arguments import convert_numbers
 from sparkdl.callbacks.base import Callback, Training, imported
-from sparkdl.callbacks.mlflow_model import Flavor, OfColumns
+from sparkdl.callbacks.mlflow_model import OfColumns, saving_arguments
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary
 from sparkdl.feed.statistics.shards import DataStatistics
@@ -46,7 +46,8 @@ class MLflow(Callback):
         tracking_uri: where MLflow keeps it; None for what MLflow is otherwise configured to use
             (``MLFLOW_TRACKING_URI``, ``mlflow.set_tracking_uri``).
         log_model: whether the model is logged at the end, with its signature, as ``model``;
-            ``mlflow.pytorch.load_model`` and ``mlflow.pyfunc.load_model`` load it.
+            ``mlflow.pytorch.load_model`` loads it, and ``mlflow.pyfunc.load_model`` one of a single
+            column that returns one tensor.
         registered_model_name: the name to register it under, as a new version; None not to.
 
     Raises:
@@ -169,6 +170,7 @@ class _Run:
         assert training.schema is not None
         if LOGGED in self._tags and not training.recording.rows.any():
             return
+        import mlflow.pytorch
         from mlflow.models import Model
 
         features = training.schema.features
@@ -181,12 +183,11 @@ class _Run:
         with self._store():
             info = Model.log(
                 None,
-                flavor=Flavor(),
+                flavor=mlflow.pytorch,
                 name="model",
                 run_id=self._id,
                 registered_model_name=self._wanted.registered_model_name,
-                model=model,
-                features=features,
+                **saving_arguments(model, features),
             )
         self._client.set_tag(self._id, LOGGED, info.model_uri)
         logger.info("the model was logged as %s", info.model_uri)
