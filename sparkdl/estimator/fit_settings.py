@@ -2,99 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, fields
-from typing import Any
-
-from torch import nn
-
 from sparkdl.callbacks import Callback, WorkerCallback
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError
-from sparkdl.estimator.outputs import SharedParams
+from sparkdl.estimator.params.estimators import ParamValues
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.protocols import (
-    LossFunction,
-    ModelBuilder,
-    OptimizerBuilder,
-    SchedulerBuilder,
-    SequenceInput,
-)
-from sparkdl.replica import Precision
+from sparkdl.protocols import LossFunction
 from sparkdl.replica.losses import ModelLoss
-from sparkdl.replica.schedule import Unit
 from sparkdl.spark.rows.column_overrides import ColumnOverrides
 from sparkdl.spark.rows.converters import in_bytes
 from sparkdl.spark.storage.files import open_hadoop
-from sparkdl.strategies import Strategy
 
 
-@dataclass(frozen=True, kw_only=True)
-class FitSettings:
-    """The Params of an estimator when ``fit`` is called: each field is named after its Param."""
-
-    model: nn.Module | ModelBuilder
-    loss: LossFunction | str
-    optimizer: OptimizerBuilder
-    scheduler: SchedulerBuilder | None
-    scheduler_every: Unit
-    scheduler_metric: str | None
-    epochs: int
-    batch_size: int
-    clip_norm: float | None
-    precision: Precision
-    seed: int
-    strategy: Strategy[Any]
-    num_workers: int | None
-    device: str
-    ship_modules: bool
-    features_col: str
-    features_cols: list[str] | None
-    features_as_dict: bool
-    features_as_kwargs: bool
-    label_col: str
-    label_cols: list[str] | None
-    weight_col: str | None
-    column_shapes: dict[str, list[int | None]] | None
-    column_dtypes: dict[str, str] | None
-    image_cols: list[str] | None
-    pad_cols: dict[str, float] | None
-    pad_inputs: dict[str, SequenceInput] | None
-    handle_invalid: str
-    drop_last: bool
-    group_by_length: bool
-    shuffle_rows: str
-    reshuffle_every: int
-    batch_transform: Any
-    memory_budget: int | None
-    stream_first_epoch: bool
-    store_in: str
-    validation_indicator_col: str | None
-    validation_fraction: float | None
-    metrics: dict[str, Any] | None
-    score_col: str | None
-    callbacks: list[Callback | WorkerCallback] | None
-    progress: bool
-    timeout: float
-    max_failures: int
-    min_workers: int
-    checkpoint_path: str | None
-    checkpoint_every: int
-    checkpoint_rounds: int | None
-    keep_last: int
-    resume: str
-    collective_interface: str | None
-    collective_ports: str | None
-    tls: bool
-
-    @classmethod
-    def of(cls, params: SharedParams) -> FitSettings:
-        """The values of an estimator's Params; None for those that are not set."""
-        values: dict[str, Any] = {}
-        for each in fields(cls):
-            param = re.sub("_(.)", lambda match: match[1].upper(), each.name)
-            values[each.name] = params.getOrDefault(param) if params.isDefined(param) else None
-        return cls(**values)
+class FitSettings(ParamValues):
+    """The Params of an estimator when ``fit`` is called, and what is made of them."""
 
     @property
     def feature_columns(self) -> list[str]:

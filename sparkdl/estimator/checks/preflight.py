@@ -91,7 +91,7 @@ def plan_fit(
         ModelError: the model, loss or optimizer cannot be built or shipped.
     """
     require_frame(frame, to_end="Fit")
-    settings = FitSettings.of(params)
+    settings = FitSettings(params)
     for name in ("model", "loss", "optimizer", "scheduler", "strategy", "batchTransform"):
         require_picklable(name, params.getOrDefault(name))
     require_picklable("callbacks", list(settings.worker_callbacks))

@@ -1,4 +1,4 @@
-"""The Params that models have too: what goes in, what comes out, and how they predict."""
+"""The Params of columns, what goes in and what comes out, and of how a model predicts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,30 @@ from pyspark.ml.param.shared import (
     HasProbabilityCol,
     HasRawPredictionCol,
     HasThresholds,
+    HasWeightCol,
 )
 
 from sparkdl.estimator.params.converters import Label, labels
-from sparkdl.estimator.params.declaration import Declaration, DeclaredParams, Default
+from sparkdl.estimator.params.declaration import (
+    Declaration,
+    DeclaredParams,
+    Default,
+    choice,
+    flag,
+    number,
+)
 from sparkdl.outputs import OutputKey
+from sparkdl.protocols import SequenceInput
 from sparkdl.spark.cluster.devices import device_name
-from sparkdl.spark.rows.column_overrides import names, outputs
-from sparkdl.spark.rows.converters import nonempty_text, one_of, optional, switch, whole
+from sparkdl.spark.rows.column_overrides import (
+    dtypes,
+    names,
+    outputs,
+    pad_inputs,
+    paddings,
+    shapes,
+)
+from sparkdl.spark.rows.converters import nonempty_text, optional
 
 
 class FeatureParams(HasFeaturesCol, DeclaredParams, group="Columns"):
@@ -38,15 +54,11 @@ class FeatureParams(HasFeaturesCol, DeclaredParams, group="Columns"):
         "several feature columns, passed to the model as separate arguments; wins over featuresCol",
         "Integers become int64, fractions the dtype of the model's parameters.",
     )
-    featuresAsDict = Declaration(
-        bool,
-        switch("featuresAsDict"),
+    featuresAsDict = flag(
         False,
         "whether the model takes its features as one dict keyed by column name",
     )
-    featuresAsKwargs = Declaration(
-        bool,
-        switch("featuresAsKwargs"),
+    featuresAsKwargs = flag(
         False,
         "whether the model takes its features as keyword arguments named like the columns",
     )
@@ -64,12 +76,67 @@ class LabelParams(HasLabelCol, DeclaredParams, group="Columns"):
     )
 
 
+class ColumnParams(HasWeightCol, DeclaredParams, group="Columns"):
+    """What the columns become."""
+
+    weightCol = Declaration(
+        str,
+        None,
+        Default.UNSET,
+        "how much each row's loss counts, in any unit: weights are scaled to a mean of 1",
+        "A loss of your own must then give one value per row.",
+    )
+    columnShapes = Declaration(
+        dict[str, list[int | None]] | None,
+        shapes,
+        None,
+        "the shape of one row by column, where the type does not say; images have [channels, "
+        "height, width], padded rows [None, ...]",
+        "For nested arrays, matrices, binary columns and images.",
+    )
+    columnDtypes = Declaration(
+        dict[str, str] | None,
+        dtypes,
+        None,
+        "the tensor's dtype by column, for example 'bfloat16'; for a binary column, also that of "
+        "its bytes",
+    )
+    imageCols = Declaration(
+        list[str] | None,
+        names("imageCols"),
+        None,
+        "binary columns of encoded images (BMP, GIF, JPEG, PNG or WebP), decoded on the workers",
+        "Pillow decodes them to uint8; only the first of several frames counts. Needs "
+        "``pip install 'sparkdl-torch[images]'``.",
+    )
+    padCols = Declaration(
+        dict[str, float] | None,
+        paddings,
+        None,
+        "columns of arrays of unequal length, each with the number that pads shorter rows to the "
+        "longest of their minibatch",
+        'For example ``{"tokens": 0}``.',
+    )
+    padInputs = Declaration(
+        dict[str, SequenceInput] | None,
+        pad_inputs,
+        None,
+        "what the model is given besides padded features, by column: 'padding_mask', "
+        "'attention_mask' or 'lengths'; None for a padding mask of each",
+        "A ``padding_mask`` is bool, true at padding; an ``attention_mask`` 1 at values, 0 at "
+        "padding. They come after the features; ``{}`` for nothing.",
+    )
+    handleInvalid = choice(
+        ("error", "keep"),
+        "what to do about NaN and infinity among the features: 'error' or 'keep'",
+        "``error`` refuses them, ``keep`` feeds them.",
+    )
+
+
 class ModuleParams(DeclaredParams, group="Workers"):
     """Which code the executors are sent."""
 
-    shipModules = Declaration(
-        bool,
-        switch("shipModules"),
+    shipModules = flag(
         True,
         "whether modules of your own that the model and the other Params need, neither installed "
         "nor of the standard library, are sent to the executors",
@@ -106,10 +173,8 @@ class OutputParams(DeclaredParams, group="Outputs"):
         "``predictionCol`` among them holds what ``outputType`` says, the others the output "
         "unchanged.",
     )
-    outputType = Declaration(
-        str,
-        one_of("outputType", ("auto", "class", "probability", "raw")),
-        "auto",
+    outputType = choice(
+        ("auto", "class", "probability", "raw"),
         "what predictionCol holds: 'class' (index, double), 'probability' (vector), 'raw' (the "
         "model's output: double or vector), or 'auto': class for a classification loss, else raw",
     )
@@ -162,9 +227,8 @@ class ClassParams(
 class InferenceParams(DeclaredParams, group="Prediction"):
     """How fast and how precisely a model predicts, not what."""
 
-    predictBatchSize = Declaration(
-        int,
-        whole("predictBatchSize", 1),
+    predictBatchSize = number(
+        1,
         1024,  # larger ones gain no speed on CPUs and cost memory
         "rows that go through the model at once when it predicts (>= 1)",
     )
@@ -174,24 +238,18 @@ class InferenceParams(DeclaredParams, group="Prediction"):
         "auto",
         "where the model predicts: auto, cpu, cuda or cuda:N",
     )
-    predictPrecision = Declaration(
-        str,
-        one_of("predictPrecision", ("own", "bfloat16", "float16")),
-        "own",
+    predictPrecision = choice(
+        ("own", "bfloat16", "float16"),
         "of the weights and features when the model predicts: 'own' (what they have), or half: "
         "'bfloat16' or 'float16'",
     )
-    predictCompiled = Declaration(
-        bool,
-        switch("predictCompiled"),
+    predictCompiled = flag(
         False,
         "whether each Python process of an executor compiles the model with torch.compile, which "
         "takes it seconds and needs a C++ compiler on the host (on a GPU, Triton too)",
     )
-    predictionDtype = Declaration(
-        str,
-        one_of("predictionDtype", ("float64", "float32")),
-        "float64",
+    predictionDtype = choice(
+        ("float64", "float32"),
         "of the predictions: 'float64' (double and vectors, as pyspark.ml takes them) or 'float32' "
         "(float and array<float>, which are half as large)",
     )

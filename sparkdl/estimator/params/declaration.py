@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from pyspark.ml.param import Param, Params
 
 from sparkdl.errors import ConfigError
 from sparkdl.redaction import without_credentials
+from sparkdl.spark.rows import converters
 
 GROUPS = (
     "Training",
@@ -49,7 +51,8 @@ class Declaration:
     type: Any
     """What the constructor and the setter take."""
     convert: Callable[[Any], Any] | None
-    """Checks what is set; None for a Param that pyspark.ml declares itself."""
+    """Checks what is set, or makes what does of the Param's name if ``named``; None for a Param
+    that pyspark.ml declares itself."""
     default: Any
     """Of the argument and the Param, or one of ``Default``."""
     doc: str
@@ -59,6 +62,7 @@ class Declaration:
     held: Any = None
     """What the getter returns, if another type."""
     group: str = ""
+    named: bool = False
 
     @property
     def text(self) -> str:
@@ -75,6 +79,37 @@ class Declaration:
         return inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
         )
+
+
+def flag(default: bool, doc: str, more: str = "") -> Declaration:
+    """A Param that is True or False."""
+    return Declaration(bool, converters.switch, default, doc, more, named=True)
+
+
+def number(least: int, default: int | None, doc: str, more: str = "") -> Declaration:
+    """A Param that is a whole number; or None, if that is its default."""
+
+    def convert(name: str) -> Any:
+        whole = converters.whole(name, least)
+        return converters.optional(whole) if default is None else whole
+
+    return Declaration(
+        int | None if default is None else int, convert, default, doc, more, named=True
+    )
+
+
+def choice(words: tuple[str, ...], doc: str, more: str = "", *, held: Any = str) -> Declaration:
+    """A Param that is one of some words, by default the first."""
+
+    def convert(name: str) -> Any:
+        return converters.one_of(name, words)
+
+    return Declaration(str, convert, words[0], doc, more, held, named=True)
+
+
+def field_of(param: str) -> str:
+    """The name that a Param's value has in ``ParamValues``."""
+    return re.sub("[A-Z]", lambda found: f"_{found[0].lower()}", param)
 
 
 class DeclaredParams(Params):
@@ -117,6 +152,8 @@ def _make_param(cls: type, name: str, declaration: Declaration) -> None:
         param = getattr(super(cls, cls), name)
     else:
         convert: Any = declaration.convert
+        if declaration.named:
+            convert = convert(name)
         param = Param(Params._dummy(), name, declaration.doc, typeConverter=convert)
 
     def get(self: Any) -> Any:

@@ -8,6 +8,7 @@ from torch import nn
 from sparkdl.callbacks import Callback, WorkerCallback
 from sparkdl.estimator.params.columns import (
     ClassParams,
+    ColumnParams,
     FeatureParams,
     LabelParams,
     ModuleParams,
@@ -15,8 +16,8 @@ from sparkdl.estimator.params.columns import (
     PredictionParams,
 )
 from sparkdl.estimator.params.converters import Label
+from sparkdl.estimator.params.declaration import DeclaredParams
 from sparkdl.estimator.params.training import (
-    ColumnParams,
     MonitoringParams,
     NetworkParams,
     RecoveryParams,
@@ -34,6 +35,8 @@ from sparkdl.protocols import (
     SchedulerBuilder,
     SequenceInput,
 )
+from sparkdl.replica import Precision
+from sparkdl.replica.schedule import Unit
 from sparkdl.strategies import Strategy
 
 class EstimatorParams(
@@ -50,6 +53,63 @@ class EstimatorParams(
     RecoveryParams,
     NetworkParams,
 ): ...
+
+class ParamValues:
+    def __init__(self, params: DeclaredParams) -> None: ...
+    model: nn.Module | ModelBuilder
+    loss: LossFunction | Literal["model"]
+    optimizer: OptimizerBuilder
+    scheduler: SchedulerBuilder | None
+    scheduler_every: Unit
+    scheduler_metric: str | None
+    epochs: int
+    batch_size: int
+    clip_norm: float | None
+    precision: Precision
+    seed: int
+    strategy: Strategy[Any]
+    num_workers: int | None
+    device: str
+    ship_modules: bool
+    features_col: str
+    features_cols: list[str] | None
+    features_as_dict: bool
+    features_as_kwargs: bool
+    label_col: str
+    label_cols: list[str] | None
+    weight_col: str | None
+    column_shapes: dict[str, list[int | None]] | None
+    column_dtypes: dict[str, str] | None
+    image_cols: list[str] | None
+    pad_cols: dict[str, float] | None
+    pad_inputs: dict[str, SequenceInput] | None
+    handle_invalid: str
+    drop_last: bool
+    group_by_length: bool
+    shuffle_rows: str
+    reshuffle_every: int
+    batch_transform: BatchTransform | None
+    memory_budget: int | None
+    stream_first_epoch: bool
+    store_in: str
+    validation_indicator_col: str | None
+    validation_fraction: float | None
+    metrics: dict[str, Any] | None
+    prediction_col: str
+    score_col: str | None
+    callbacks: list[Callback | WorkerCallback] | None
+    progress: bool
+    timeout: float
+    max_failures: int
+    min_workers: int
+    checkpoint_path: str | None
+    checkpoint_every: int
+    checkpoint_rounds: int | None
+    keep_last: int
+    resume: str
+    collective_interface: str | None
+    collective_ports: str | None
+    tls: bool
 
 class TorchEstimatorParams(EstimatorParams, OutputParams):
     def __init__(

@@ -5,32 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pyspark.ml.param.shared import HasSeed, HasValidationIndicatorCol, HasWeightCol
+from pyspark.ml.param.shared import HasSeed, HasValidationIndicatorCol
 from torch import nn
 
 from sparkdl.callbacks import Callback, WorkerCallback
 from sparkdl.estimator.params import converters as convert
-from sparkdl.estimator.params.declaration import Declaration, DeclaredParams, Default
+from sparkdl.estimator.params.declaration import (
+    Declaration,
+    DeclaredParams,
+    Default,
+    choice,
+    flag,
+    number,
+)
 from sparkdl.feed.columns.schema import BatchTransform
 from sparkdl.protocols import (
     LossFunction,
     ModelBuilder,
     OptimizerBuilder,
     SchedulerBuilder,
-    SequenceInput,
 )
+from sparkdl.replica import Precision
+from sparkdl.replica.schedule import Unit
 from sparkdl.spark.cluster.devices import device_name
-from sparkdl.spark.rows.column_overrides import dtypes, names, pad_inputs, paddings, shapes
 from sparkdl.spark.rows.converters import (
     any_seed,
     fraction,
     function,
     nonempty_text,
-    one_of,
     optional,
     positive,
-    switch,
-    whole,
 )
 from sparkdl.spark.rows.delivery import SHUFFLES
 from sparkdl.spark.rows.scratch import STORE_PLACES
@@ -86,13 +90,12 @@ class TrainingParams(HasSeed, DeclaredParams, group="Training"):
         "none.",
         held=Any,
     )
-    schedulerEvery = Declaration(
-        str,
-        one_of("schedulerEvery", ("epoch", "step")),
-        "epoch",
+    schedulerEvery = choice(
+        ("epoch", "step"),
         "when the scheduler takes a step: every 'epoch' or every 'step' of the optimizer",
         "Those are the steps of the worker with the most rows; workers that have fewer catch up at "
         "the end of the epoch.",
+        held=Unit,
     )
     schedulerMetric = Declaration(
         str | None,
@@ -100,10 +103,8 @@ class TrainingParams(HasSeed, DeclaredParams, group="Training"):
         None,
         "the one of metrics that ReduceLROnPlateau follows; None for the loss",
     )
-    epochs = Declaration(int, whole("epochs", 1), 1, "passes over the data (>= 1)")
-    batchSize = Declaration(
-        int, whole("batchSize", 1), 32, "rows per minibatch on each worker (>= 1)"
-    )
+    epochs = number(1, 1, "passes over the data (>= 1)")
+    batchSize = number(1, 32, "rows per minibatch on each worker (>= 1)")
     clipNorm = Declaration(
         float | None,
         optional(positive("clipNorm")),
@@ -111,11 +112,10 @@ class TrainingParams(HasSeed, DeclaredParams, group="Training"):
         "the largest norm of all gradients together (> 0); larger ones are scaled down to it "
         "before each optimizer step; None for no limit",
     )
-    precision = Declaration(
-        str,
-        one_of("precision", ("float32", "bf16")),
-        "float32",
+    precision = choice(
+        ("float32", "bf16"),
         "of the forward pass and the loss: 'float32' (the parameters' own), or 'bf16' by autocast",
+        held=Precision,
     )
     seed = Declaration(
         int,
@@ -137,9 +137,8 @@ class WorkerParams(DeclaredParams, group="Workers"):
         "how the replicas agree",
         "``ParameterAveraging(period=5)`` by default.",
     )
-    numWorkers = Declaration(
-        int | None,
-        optional(whole("numWorkers", 1)),
+    numWorkers = number(
+        1,
         None,
         "replicas to train (>= 1); None for as many as the cluster has slots",
         "Where each Spark task has several GPUs, every GPU gets one, so it must be a multiple of "
@@ -154,95 +153,29 @@ class WorkerParams(DeclaredParams, group="Workers"):
     )
 
 
-class ColumnParams(HasWeightCol, DeclaredParams, group="Columns"):
-    """What the columns become."""
-
-    weightCol = Declaration(
-        str,
-        None,
-        Default.UNSET,
-        "how much each row's loss counts, in any unit: weights are scaled to a mean of 1",
-        "A loss of your own must then give one value per row.",
-    )
-    columnShapes = Declaration(
-        dict[str, list[int | None]] | None,
-        shapes,
-        None,
-        "the shape of one row by column, where the type does not say; images have [channels, "
-        "height, width], padded rows [None, ...]",
-        "For nested arrays, matrices, binary columns and images.",
-    )
-    columnDtypes = Declaration(
-        dict[str, str] | None,
-        dtypes,
-        None,
-        "the tensor's dtype by column, for example 'bfloat16'; for a binary column, also that of "
-        "its bytes",
-    )
-    imageCols = Declaration(
-        list[str] | None,
-        names("imageCols"),
-        None,
-        "binary columns of encoded images (BMP, GIF, JPEG, PNG or WebP), decoded on the workers",
-        "Pillow decodes them to uint8; only the first of several frames counts. Needs "
-        "``pip install 'sparkdl-torch[images]'``.",
-    )
-    padCols = Declaration(
-        dict[str, float] | None,
-        paddings,
-        None,
-        "columns of arrays of unequal length, each with the number that pads shorter rows to the "
-        "longest of their minibatch",
-        'For example ``{"tokens": 0}``.',
-    )
-    padInputs = Declaration(
-        dict[str, SequenceInput] | None,
-        pad_inputs,
-        None,
-        "what the model is given besides padded features, by column: 'padding_mask', "
-        "'attention_mask' or 'lengths'; None for a padding mask of each",
-        "A ``padding_mask`` is bool, true at padding; an ``attention_mask`` 1 at values, 0 at "
-        "padding. They come after the features; ``{}`` for nothing.",
-    )
-    handleInvalid = Declaration(
-        str,
-        one_of("handleInvalid", ("error", "keep")),
-        "error",
-        "what to do about NaN and infinity among the features: 'error' or 'keep'",
-        "``error`` refuses them, ``keep`` feeds them.",
-    )
-
-
 class RowParams(DeclaredParams, group="Rows"):
     """How rows are spread over the workers, kept there, and fed."""
 
-    dropLast = Declaration(
-        bool,
-        switch("dropLast"),
+    dropLast = flag(
         False,
         "whether a worker leaves out the last minibatch of an epoch if it is short",
     )
-    groupByLength = Declaration(
-        bool,
-        switch("groupByLength"),
+    groupByLength = flag(
         False,
         "whether rows of about equal length share a minibatch, so that little is padded",
         "The rows of 50 minibatches at a time are sorted by length, then the minibatches are "
         "shuffled.",
     )
-    shuffleRows = Declaration(
-        str,
-        one_of("shuffleRows", SHUFFLES),
-        "exchange",
+    shuffleRows = choice(
+        SHUFFLES,
         "how the rows are spread over the workers: 'exchange' (they exchange them among "
         "themselves), 'spark' (by its shuffle) or 'none' (they stay where they are read)",
         "With ``exchange``, each reads whole partitions, then they exchange all rows at random and "
         "evenly. ``spark`` shuffles unless there are as many partitions as workers, of about equal "
         "size. With ``none`` they stay even if that leaves each worker one class.",
     )
-    reshuffleEvery = Declaration(
-        int,
-        whole("reshuffleEvery", 0),
+    reshuffleEvery = number(
+        0,
         0,
         "epochs after which the workers exchange their rows again (>= 0); 0 for never",
         "If they do exchange, losing a worker makes all start again from the last round.",
@@ -256,25 +189,20 @@ class RowParams(DeclaredParams, group="Rows"):
         "and minibatch.",
         held=Any,
     )
-    memoryBudget = Declaration(
-        int | None,
-        optional(whole("memoryBudget", 1)),
+    memoryBudget = number(
+        1,
         None,
         "MiB of its stored rows that a worker keeps mapped into memory (>= 1); None for no limit",
     )
-    streamFirstEpoch = Declaration(
-        bool,
-        switch("streamFirstEpoch"),
+    streamFirstEpoch = flag(
         False,
         "whether the first epoch trains on rows as they arrive, instead of once all are read",
         "For data that take long to read. Only with averaging in the driver, and for rows that "
         "come from files, of which each worker takes whole partitions; each block of 16 MiB is "
         "shuffled on its own.",
     )
-    storeIn = Declaration(
-        str,
-        one_of("storeIn", STORE_PLACES),
-        "disk",
+    storeIn = choice(
+        STORE_PLACES,
         "where each worker keeps its rows: 'disk' (Spark's local directory) or 'memory' (/dev/shm)",
         "The system caches the local directory in memory as room allows.",
     )
@@ -325,9 +253,7 @@ class MonitoringParams(DeclaredParams, group="Monitoring"):
         "best epoch's model; a ``WorkerCallback`` is called on the workers.",
         held=list[Callback | WorkerCallback] | None,
     )
-    progress = Declaration(
-        bool, switch("progress"), True, "whether to show a progress bar in the driver"
-    )
+    progress = flag(True, "whether to show a progress bar in the driver")
 
 
 class RecoveryParams(DeclaredParams, group="Recovery"):
@@ -339,18 +265,16 @@ class RecoveryParams(DeclaredParams, group="Recovery"):
         600.0,
         "the longest time to wait for any worker or round, in seconds (> 0)",
     )
-    maxFailures = Declaration(
-        int,
-        whole("maxFailures", 0),
+    maxFailures = number(
+        0,
         3,
         "how often workers may be lost during a fit (>= 0); 0 ends it at the first loss",
         "A worker is lost if its process, executor or host died, or it was silent for too long. "
         "Spark restarts them while the others go on; where the workers need each other, all "
         "restart from the driver's last copy. An error that the model raises is never retried.",
     )
-    minWorkers = Declaration(
-        int,
-        whole("minWorkers", 1),
+    minWorkers = number(
+        1,
         1,
         "with how many workers training goes on while others are lost (>= 1)",
         "With fewer, training waits, up to ``timeout``, until lost ones are back.",
@@ -363,31 +287,26 @@ class RecoveryParams(DeclaredParams, group="Recovery"):
         "A path that the driver sees, or a URI that pyarrow.fs takes (``s3://bucket/directory``, "
         "``hdfs://...``). It serves one training at a time: a second one is refused.",
     )
-    checkpointEvery = Declaration(
-        int,
-        whole("checkpointEvery", 1),
+    checkpointEvery = number(
+        1,
         1,
         "epochs between two checkpoints (>= 1)",
         "There is one after the last epoch too.",
     )
-    checkpointRounds = Declaration(
-        int | None,
-        optional(whole("checkpointRounds", 1)),
+    checkpointRounds = number(
+        1,
         None,
         "rounds between two checkpoints within an epoch (>= 1); None for none within epochs",
         "For long epochs; a resumed fit goes on in the middle of one.",
     )
-    keepLast = Declaration(
-        int,
-        whole("keepLast", 1),
+    keepLast = number(
+        1,
         2,
         "checkpoints to keep (>= 1)",
         "With 2, one is left if the newest turns out to be damaged.",
     )
-    resume = Declaration(
-        str,
-        one_of("resume", ("auto", "never")),
-        "auto",
+    resume = choice(
+        ("auto", "never"),
         "'auto' resumes from the newest checkpoint if there is one; 'never' starts over",
         "``auto`` returns the model of the newest checkpoint if its training has ended, and "
         "refuses one made with other rows, code or settings.",
@@ -413,9 +332,7 @@ class NetworkParams(DeclaredParams, group="Network"):
         "first and last port on which rank 0 may accept the other workers (40000-40100); None for "
         "spark.sparkdl.collective.ports, or any free one",
     )
-    tls = Declaration(
-        bool,
-        switch("tls"),
+    tls = flag(
         False,
         "whether the connections between workers and driver are encrypted; they also are where "
         "Spark's settings demand it",

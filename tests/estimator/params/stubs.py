@@ -14,11 +14,14 @@ from itertools import groupby
 from pathlib import Path
 
 import sparkdl
-from sparkdl.estimator.params.declaration import described
+from sparkdl.estimator.params.declaration import Default, described, field_of
+from sparkdl.estimator.params.estimators import EstimatorParams
 
 FOLDER = Path(sparkdl.__file__).parent / "estimator" / "params"
 PAGE = FOLDER.parents[2] / "docs" / "parameters.md"
 MODULES = ("columns", "training", "estimators")
+KINDS = {"flag": "bool", "number": "int", "choice": "str"}
+"""Functions that declare a Param, and the type of what each takes."""
 HEADER = (
     '"""The types of the module of the same name, written by tests/estimator/params/stubs.py."""'
 )
@@ -72,13 +75,15 @@ def written(module: str) -> str:
 def _declared(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
     for each in ast.walk(tree):
         value = each.value if isinstance(each, ast.Assign) else None
-        if isinstance(value, ast.Call) and ast.unparse(value.func) == "Declaration":
+        if isinstance(value, ast.Call) and ast.unparse(value.func) in ("Declaration", *KINDS):
             yield ast.unparse(each.targets[0]), value
 
 
 def _types(call: ast.Call) -> tuple[str, str]:
     """What is taken, and what is held."""
-    taken = re.sub(r"\bStrategy\b", "Strategy[Any]", ast.unparse(call.args[0]))
+    made = KINDS.get(ast.unparse(call.func), ast.unparse(call.args[0]))
+    optional = made == "int" and ast.unparse(call.args[1]) == "None"
+    taken = re.sub(r"\bStrategy\b", "Strategy[Any]", made) + (" | None" if optional else "")
     held = [ast.unparse(each.value) for each in call.keywords if each.arg == "held"]
     return taken, held[0] if held else taken
 
@@ -94,8 +99,19 @@ def _class_lines(module: str, node: ast.ClassDef, declared: dict[str, ast.Call])
         yield f"    def set{capital}(self, value: {taken}) -> Self: ..."
     if node.name.startswith("Torch"):
         yield from _constructor_lines(module, node.name, declared)
+    elif node.name == "ParamValues":
+        yield from _value_lines(declared)
     elif not own:
         yield "    ..."
+
+
+def _value_lines(declared: dict[str, ast.Call]) -> Iterator[str]:
+    yield "    def __init__(self, params: DeclaredParams) -> None: ..."
+    for name, declaration in EstimatorParams.declarations.items():
+        taken, held = _types(declared[name])
+        unset = declaration.default is Default.UNSET and name != "strategy"
+        one = taken if held == "Any" else held
+        yield f"    {field_of(name)}: {one}{' | None' if unset else ''}"
 
 
 def _constructor_lines(module: str, name: str, declared: dict[str, ast.Call]) -> Iterator[str]:

@@ -90,7 +90,7 @@ def test_one_that_cannot_travel_to_the_workers_is_told_of(spark: SparkSession) -
 
 def test_none_takes_them_away() -> None:
     assert estimator(callbacks=[MyOwn()]).setCallbacks(None).getCallbacks() is None
-    assert FitSettings.of(estimator(callbacks=None)).driver_callbacks == []
+    assert FitSettings(estimator(callbacks=None)).driver_callbacks == []
 
 
 @pytest.mark.parametrize(

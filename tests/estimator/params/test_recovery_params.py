@@ -47,13 +47,13 @@ def test_getters_and_setters_agree() -> None:
 
 
 def test_there_are_no_checkpoints_unless_asked_for() -> None:
-    assert FitSettings.of(estimator()).checkpoint_policy() is None
+    assert FitSettings(estimator()).checkpoint_policy() is None
 
 
 def test_saved_estimators_keep_them(spark: SparkSession, tmp_path: Path) -> None:
     estimator(checkpointPath="a", checkpointRounds=7, keepLast=5).save(str(tmp_path / "saved"))
     loaded = TorchEstimator.load(str(tmp_path / "saved"), trust=True)
-    policy = FitSettings.of(loaded).checkpoint_policy()
+    policy = FitSettings(loaded).checkpoint_policy()
     assert policy is not None
     assert (policy.path, policy.every_epochs, policy.every_rounds, policy.keep_last) == (
         "a",
