@@ -67,7 +67,7 @@ class WindowReport:
     """Sum of what the minibatches' losses were divided by; None where those were their rows."""
     step_of_epoch: int = 0
     """The worker's optimizer steps since the start of the epoch."""
-    stands_for: float | None = None
+    group_weight: float | None = None
     """The weight of all workers that formed this contribution together; 0 for those among them that
     do not send it, 1 where all contributions count equally, None where each has its own weight."""
     measured: Mapping[str, float] = field(default_factory=dict)
@@ -84,8 +84,8 @@ class WindowReport:
     @property
     def weight(self) -> float:
         """How much the contribution counts: its divisor; at 0 there is no contribution."""
-        if self.stands_for is not None:
-            return self.stands_for
+        if self.group_weight is not None:
+            return self.group_weight
         # Where nothing counts in anyone's window, what the optimizers did without is agreed on.
         return max(self.divisor, NOTHING * self.examples)
 

@@ -186,7 +186,7 @@ def _steps(draw: random.Random) -> dict[str, Any]:
         "windows": [draw.choice([1, 2, 3]) for _ in range(draw.choice([1, 2]))],
         "keeps": draw.random() < 0.5,
         "reads": draw.random() < 0.3,
-        "stands_for": draw.choice([None, None, None, 2]),
+        "group_weight": draw.choice([None, None, None, 2]),
         "measured": draw.choice([{}, {}, {"noise": 2.5}]),
         "weightless": draw.random() < 0.1,
         "takes_reply": draw.random() < 0.8,
@@ -217,7 +217,7 @@ def _messages(steps: dict[str, Any], rank: int, wire_format: str, *, saves: bool
                 loss_sum=0.5,
                 last=number == windows,
                 step_of_epoch=number,
-                stands_for=steps["stands_for"],
+                group_weight=steps["group_weight"],
                 measured=steps["measured"],
             )
             said += [*_contribution(steps, report, wire_format), *worker_state]

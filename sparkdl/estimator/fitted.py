@@ -38,7 +38,7 @@ from sparkdl.spark.inference.columns import (
     require_end,
 )
 from sparkdl.spark.inference.evaluation import Evaluation, evaluate
-from sparkdl.spark.inference.predictor import Manner, OutputColumn, Predictor
+from sparkdl.spark.inference.predictor import OutputColumn, PredictionSettings, Predictor
 from sparkdl.spark.inference.scores import Labels, Score, not_of_one_output
 from sparkdl.spark.inference.shared_model import ModelSharing
 from sparkdl.spark.rows.columns import InputColumn, input_columns
@@ -145,15 +145,15 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
             outputs=outputs,
             names=names if self.features_by_name() else None,
             as_kwargs=self.getFeaturesAsKwargs(),
-            manner=self.manner(),
+            prediction=self.prediction_settings(),
             settings=TorchSettings.here(),
             score=score,
             broadcasts=used.broadcasts,
         )
 
-    def manner(self) -> Manner:
+    def prediction_settings(self) -> PredictionSettings:
         """How the model predicts, according to the Params."""
-        return Manner(
+        return PredictionSettings(
             batch_rows=self.getPredictBatchSize(),
             device=self.getPredictDevice(),
             dtype=_PRECISIONS[self.getPredictPrecision()],

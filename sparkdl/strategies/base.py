@@ -115,12 +115,12 @@ class Run:
         self.loss_sum += counts * mean
         self.counted = counts if self.counted is None else self.counted + counts
 
-    def close_window(self, *, last: bool, stands_for: float | None = None) -> WindowReport:
+    def close_window(self, *, last: bool, group_weight: float | None = None) -> WindowReport:
         """Sum up the minibatches since the last round, and start counting again.
 
         Args:
             last: whether it is the epoch's last window.
-            stands_for: the weight of all who have formed the contribution together, or 1 where
+            group_weight: the weight of all who have formed the contribution together, or 1 where
                 all contributions count equally.
 
         Raises:
@@ -129,7 +129,9 @@ class Run:
         if last:
             # Checked before the epoch counts, as its end may become a checkpoint.
             self.replica.frozen.require_unchanged()
-        report = replace(self.window(), last=last, stands_for=stands_for, measured=self.measured)
+        report = replace(
+            self.window(), last=last, group_weight=group_weight, measured=self.measured
+        )
         self.examples = 0
         self.loss_sum = 0.0
         self.counted = None

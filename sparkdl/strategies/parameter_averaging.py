@@ -272,9 +272,9 @@ class ByHost(Aggregation):
         examples = group.examples_of(window)
         group.require_announced(run, examples)
         weights = group.weights_of(run, window)
-        stands_for = sum(weights) if group.collective.index == 0 else 0
+        group_weight = sum(weights) if group.collective.index == 0 else 0
         mine = run.window()
-        report = run.close_window(last=last, stands_for=stands_for)
+        report = run.close_window(last=last, group_weight=group_weight)
         if any(weights):
             group.average(segments, weights, mine)
         group.exchange(run, segments, report)

@@ -172,8 +172,8 @@ class WorkerGroup:
         self.require_announced(run, announced)
         self._commit_wanted = False
         self.steps = self._steps_committed = 0 if last else self.steps
-        stands_for = sum(announced) if run.rank == 0 else 0
-        run.averager.commit(segments, run.close_window(last=last, stands_for=stands_for))
+        group_weight = sum(announced) if run.rank == 0 else 0
+        run.averager.commit(segments, run.close_window(last=last, group_weight=group_weight))
 
     def require_announced(self, run: Run, announced: Sequence[int]) -> None:
         """Check that this worker trained on the rows by which the others weight its values.

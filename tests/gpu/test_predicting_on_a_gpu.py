@@ -19,7 +19,7 @@ from sparkdl.checkpoint.portable import pickled_module
 from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.inference import predictor as predictor_module
-from sparkdl.spark.inference.predictor import Manner, OutputColumn, Predictor
+from sparkdl.spark.inference.predictor import OutputColumn, PredictionSettings, Predictor
 from sparkdl.spark.inference.shared_model import SharedModel
 
 ROWS, WIDTH = 3_000, 6
@@ -101,7 +101,9 @@ def test_predictions_are_those_of_a_cpu(
         [OutputColumn("prediction", None, lambda outputs: outputs, wide=True)],
         None,
         False,
-        Manner(batch_rows=256, device="auto", dtype=dtype, compiled=compiled, double=False),
+        PredictionSettings(
+            batch_rows=256, device="auto", dtype=dtype, compiled=compiled, double=False
+        ),
         TorchSettings.here(),
     )
     rows = np.random.default_rng(1).normal(size=(ROWS, WIDTH)).astype(np.float32)

@@ -28,7 +28,7 @@ _WINDOW_TYPES: _Types = {
     "last": (bool,),
     "step_of_epoch": (int,),
     "counted": (float, int, type(None)),
-    "stands_for": (float, int, type(None)),
+    "group_weight": (float, int, type(None)),
     "measured": (dict,),
 }
 _VALIDATION_TYPES: _Types = {
@@ -250,7 +250,7 @@ def read_window(header: dict[str, Any], rank: int) -> WindowReport:
         TrainingError: the header is not one, or belongs to another rank.
     """
     fields = _checked(header.get("window"), _WINDOW_TYPES, rank)
-    counts = fields["examples"], fields["stands_for"] or 0, fields["counted"] or 0
+    counts = fields["examples"], fields["group_weight"] or 0, fields["counted"] or 0
     possible = all(0 <= count < MOST for count in counts) and are_measured(fields["measured"])
     if not possible or fields["rank"] != rank:
         raise TrainingError(

@@ -75,7 +75,7 @@ def require_finite(values: Tensor, window: WindowReport) -> None:
     bad = count_non_finite(values)
     if bad:
         who = f"rank {window.rank}"
-        if (window.stands_for or 0) > max(1, window.divisor):
+        if (window.group_weight or 0) > max(1, window.divisor):
             who += ", which reports for all workers averaged with it,"
         raise NonFiniteError(
             f"{who} has {bad} NaN or infinite values among its parameters, "

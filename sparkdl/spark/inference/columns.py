@@ -125,7 +125,7 @@ def prediction_columns(
     # The stubs know iterators of one array, or of tuples, but not both in one function.
     udf = arrow_udf(predict, f"struct<{', '.join(types)}>")  # type: ignore[call-overload]
     predictions = udf(*inputs.values())
-    as_vectors = predictor.manner.double
+    as_vectors = predictor.prediction.double
     return {
         each.name: (
             array_to_vector(predictions[field]) if each.wide and as_vectors else predictions[field]

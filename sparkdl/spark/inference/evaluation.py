@@ -59,7 +59,7 @@ class Evaluation:
                 features = tensors_of(columns[:count], self.features)
                 weights = None if self.weight is None else _weights(columns.pop(), self.weight)
                 labels = self.labels.tensors(columns[count:])
-                most = self.predictor.manner.batch_rows
+                most = self.predictor.prediction.batch_rows
                 for start, outputs in run.outputs(features, self.features):
                     targets = self.labels.targets(labels, start, most, run.device)
                     cut = None if weights is None else weights[start : start + most].to(run.device)

@@ -48,7 +48,7 @@ class OutputColumn:
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class PredictionSettings:
     """How a model predicts.
 
     Attributes:
@@ -75,7 +75,7 @@ class Predictor:
         outputs: the columns of predictions.
         names: of the features, if the model takes them by name; None for separate arguments.
         as_kwargs: whether names are keyword arguments rather than keys of one dict.
-        manner: how it predicts.
+        prediction: how it predicts.
         settings: the driver's torch settings, which apply here too.
         score: a pickled ``Score`` for the last of ``outputs``, which is each row's loss; the rows
             then have labels after their features. None for none.
@@ -86,7 +86,7 @@ class Predictor:
     outputs: Sequence[OutputColumn]
     names: Sequence[str] | None
     as_kwargs: bool
-    manner: Manner
+    prediction: PredictionSettings
     settings: TorchSettings
     score: bytes | None = None
     broadcasts: dict[int, Broadcast[Any]] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class Predictor:
     @property
     def sql_types(self) -> list[str]:
         """The SQL types of the predictions."""
-        element = "double" if self.manner.double else "float"
+        element = "double" if self.prediction.double else "float"
         return [f"array<{element}>" if each.wide else element for each in self.outputs]
 
     def predictions(
@@ -131,7 +131,7 @@ class Predictor:
                     labels = [label[order] for label in labels]
                 pieces = []
                 for start, outputs in run.outputs(features, specs[:count]):
-                    rows = min(self.manner.batch_rows, len(features[0]) - start)
+                    rows = min(self.prediction.batch_rows, len(features[0]) - start)
                     piece = self._columns(outputs, rows)
                     if score is not None:
                         targets = score.labels.targets(labels, start, rows, run.device)
@@ -148,13 +148,13 @@ class Predictor:
         context = TaskContext.get()
         assert context is not None
         torch.set_num_threads(context.cpus())
-        device = choose_device(self.manner.device, first_gpu(context), context.partitionId())
+        device = choose_device(self.prediction.device, first_gpu(context), context.partitionId())
         model = loaded(
             self.model,
             device,
-            self.manner.dtype,
+            self.prediction.dtype,
             self.settings,
-            compiled=self.manner.compiled,
+            compiled=self.prediction.compiled,
         )
         # Not in inference mode, where a model cannot differentiate even within enable_grad.
         with model as module, self.settings.hold(), torch.no_grad():
@@ -164,7 +164,7 @@ class Predictor:
         """The predictions for some rows, by column."""
         predicted = self.outputs if self.score is None else self.outputs[:-1]
         picked = [pick(returned, each.key, rows) for each in predicted]
-        if self.manner.dtype is not None:  # so that probabilities are not rounded again
+        if self.prediction.dtype is not None:  # so that probabilities are not rounded again
             picked = [each.float() for each in picked]
         return [each.function(output).cpu() for each, output in zip(predicted, picked, strict=True)]
 
@@ -172,7 +172,7 @@ class Predictor:
         whole = torch.cat(list(outputs)) if outputs else torch.empty(0)
         if order is not None:
             whole = torch.empty_like(whole).index_copy_(0, order, whole)
-        predictions = whole.to(torch.float64 if self.manner.double else torch.float32)
+        predictions = whole.to(torch.float64 if self.prediction.double else torch.float32)
         flat = pa.array(predictions.reshape(-1).numpy())
         if not wide:
             return flat
@@ -211,8 +211,8 @@ class Running:
             The position of the first row, and what was returned.
         """
         predictor, rows = self.predictor, len(features[0])
-        starts = range(0, rows, predictor.manner.batch_rows)
-        sizes = [min(predictor.manner.batch_rows, rows - start) for start in starts]
+        starts = range(0, rows, predictor.prediction.batch_rows)
+        sizes = [min(predictor.prediction.batch_rows, rows - start) for start in starts]
         pieces = zip(*(cut(column, sizes) for column in features), strict=True)
         for start, piece in zip(starts, pieces, strict=True):
             moved = [self._moved(column) for column in piece]
@@ -229,6 +229,6 @@ class Running:
 
     def _moved(self, column: Column) -> Column:
         values = column.values if isinstance(column, Ragged) else column
-        dtype = self.predictor.manner.dtype if values.is_floating_point() else None
+        dtype = self.predictor.prediction.dtype if values.is_floating_point() else None
         moved = values.to(self.device, dtype)
         return Ragged(moved, column.lengths) if isinstance(column, Ragged) else moved

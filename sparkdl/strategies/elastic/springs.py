@@ -83,7 +83,7 @@ class Spring:
             return
         self._fill_in()
         # All pull equally, whatever their rows.
-        run.averager.exchange(self._other, run.close_window(last=last, stands_for=1))
+        run.averager.exchange(self._other, run.close_window(last=last, group_weight=1))
         if not self._from_last:
             self._find_pull(self._segments(), self._other, self._rate_after)
 
@@ -309,7 +309,7 @@ class HogwildSpring(Spring):
             return
         self._fill_in()
         # All pull equally, whatever their rows.
-        run.averager.begin_exchange(self._other, run.close_window(last=False, stands_for=1))
+        run.averager.begin_exchange(self._other, run.close_window(last=False, group_weight=1))
         self._under_way = True
 
     def move(self) -> None:

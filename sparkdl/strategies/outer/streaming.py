@@ -84,7 +84,7 @@ class Stream:
         if not (self._overlap or self._merge):
             self._exchange(last=False)
             return
-        window = self._run.close_window(last=False, stands_for=self._count())
+        window = self._run.close_window(last=False, group_weight=self._count())
         self._due, self._under_way = (self._overlap, self._merge), True
         self._run.averager.begin_exchange(self._segments(), window)
         if not self._overlap:
@@ -124,7 +124,7 @@ class Stream:
 
     def _exchange(self, *, last: bool) -> None:
         """Take part in the next fragment's round, and wait for it."""
-        window = self._run.close_window(last=last, stands_for=self._count())
+        window = self._run.close_window(last=last, group_weight=self._count())
         # Whether this is saved before the answer or after it, the fragment is the center's.
         self._due, self._ends_epoch = (0, 0.0), last
         self._run.averager.exchange(self._segments(), window)

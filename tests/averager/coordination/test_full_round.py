@@ -24,7 +24,7 @@ def windows_of(rank: int, rows: int, weight_of_a_row: int | None = None) -> list
             examples=size,
             loss_sum=0.0,
             last=number == len(sizes),
-            stands_for=None if weight_of_a_row is None else size * weight_of_a_row,
+            group_weight=None if weight_of_a_row is None else size * weight_of_a_row,
         )
         for number, size in enumerate(sizes, 1)
     ]
@@ -95,7 +95,7 @@ def test_the_weights_that_contributions_carry_count_and_not_their_rows() -> None
 
 def test_windows_without_any_weight_change_nothing_and_are_rows_that_were_there() -> None:
     full = FullRound(2)
-    nothing = replace(windows_of(0, 20)[0], stands_for=0)
+    nothing = replace(windows_of(0, 20)[0], group_weight=0)
     assert full.share([nothing]) == 1.0
     assert full.share([windows_of(0, 20)[1]]) == pytest.approx(10 / (10 + 10 * 10 / 20))
 

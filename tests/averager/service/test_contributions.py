@@ -78,14 +78,16 @@ def exchange(clients: list[AveragerClient], windows: list[WindowReport]) -> list
 
 def test_a_contribution_weighs_what_it_stands_for() -> None:
     with three_workers() as (_, clients):
-        windows = [window(0, stands_for=6), window(1, stands_for=0), window(2)]
+        windows = [window(0, group_weight=6), window(1, group_weight=0), window(2)]
         # (6 * 1 + 2 * 3) / 8
         assert exchange(clients, windows) == [[1.5] * 3] * 3
 
 
 def test_examples_and_losses_are_counted_where_they_happened() -> None:
     with three_workers() as (averager, clients):
-        exchange(clients, [window(0, stands_for=4, examples=1), window(1, stands_for=0), window(2)])
+        exchange(
+            clients, [window(0, group_weight=4, examples=1), window(1, group_weight=0), window(2)]
+        )
         events = averager.events()
         windows = [next(events) for _ in range(3)]
         assert [event.examples for event in windows if isinstance(event, WindowReport)] == [1, 2, 2]
@@ -107,7 +109,7 @@ def test_rounds_without_any_weight_change_nothing(wire_format: WireFormat) -> No
         assert exchanged(1, 7.0, examples=0) == [[1.0] * 3] * 2
         assert exchanged(2, 3.0) == [[3.0] * 3] * 2
         assert exchanged(3, 7.0, examples=0) == [[3.0] * 3] * 2
-        assert exchanged(4, 7.0, stands_for=0) == [[3.0] * 3] * 2
+        assert exchanged(4, 7.0, group_weight=0) == [[3.0] * 3] * 2
         assert exchanged(5, 4.0, last=True) == [[4.0] * 3] * 2
 
 

@@ -65,7 +65,7 @@ WINDOW = {
     "last": False,
     "step_of_epoch": 1,
     "counted": None,
-    "stands_for": None,
+    "group_weight": None,
     "measured": {},
 }
 
@@ -348,10 +348,10 @@ WRONG_MESSAGES: dict[str, tuple[Message, ...]] = {
     "another-rank": (header(rank=1),),
     "examples-is-text": (header(examples="many"), torch.ones(5)),
     "examples-is-negative": (header(examples=-4), torch.ones(5)),
-    "stands-for-less-than-nothing": (header(stands_for=-1), torch.ones(5)),
+    "stands-for-less-than-nothing": (header(group_weight=-1), torch.ones(5)),
     "counts-less-than-nothing": (header(counted=-0.5), torch.ones(5)),
     "counts-no-number": (header(counted=float("nan")), torch.ones(5)),
-    "stands-for-infinity": (header(stands_for=float("inf")), torch.ones(5)),
+    "stands-for-infinity": (header(group_weight=float("inf")), torch.ones(5)),
     "measured-is-text": (header(measured={"noise": "low"}), torch.ones(5)),
     "measured-too-much": (header(measured=dict.fromkeys("abcdefghijklmnopq", 1.0)), torch.ones(5)),
     "loss-is-text": (header(loss_sum="low", last=True), torch.ones(5)),

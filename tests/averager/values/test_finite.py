@@ -61,9 +61,9 @@ def test_what_one_has_is_told_from_what_all_have_agreed_on() -> None:
     with pytest.raises(NonFiniteError, match=r"^rank 3 has 1 NaN .* epoch 2, step 7 .*: 2\)"):
         require_finite(values, WINDOW)
     with pytest.raises(NonFiniteError, match=r"^rank 3 has 1 NaN"):
-        require_finite(values, replace(WINDOW, stands_for=1))
+        require_finite(values, replace(WINDOW, group_weight=1))
     agreed = WindowReport(
-        rank=0, epoch=2, step=7, examples=4, loss_sum=8.0, last=True, stands_for=12
+        rank=0, epoch=2, step=7, examples=4, loss_sum=8.0, last=True, group_weight=12
     )
     with pytest.raises(NonFiniteError, match=r"^rank 0, which reports for all workers averaged"):
         require_finite(values, agreed)

@@ -251,5 +251,5 @@ def test_each_changes_the_columns_of_the_outputs(name: str) -> None:
 @pytest.mark.parametrize("name", OF_PREDICTING)
 def test_each_changes_how_a_model_predicts(name: str) -> None:
     model = TorchModel.from_module(nn.Linear(2, 2), torch.zeros(1, 2))
-    before = model.manner()
-    assert model._set(**{name: OF_PREDICTING[name]}).manner() != before
+    before = model.prediction_settings()
+    assert model._set(**{name: OF_PREDICTING[name]}).prediction_settings() != before

@@ -17,7 +17,7 @@ from sparkdl.errors import DataError, ModelError
 from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.inference.failures import told_in_driver
-from sparkdl.spark.inference.predictor import Manner, OutputColumn, Predictor, Running
+from sparkdl.spark.inference.predictor import OutputColumn, PredictionSettings, Predictor, Running
 from sparkdl.spark.inference.scores import Labels, Score
 
 
@@ -45,7 +45,9 @@ def predict(
         outputs=[OutputColumn("prediction", None, lambda output: output, wide=True)] * 2,
         names=None,
         as_kwargs=False,
-        manner=Manner(batch_rows=3, device="cpu", dtype=None, compiled=False, double=True),
+        prediction=PredictionSettings(
+            batch_rows=3, device="cpu", dtype=None, compiled=False, double=True
+        ),
         settings=TorchSettings.here(),
         score=None if score is None else cloudpickle.dumps(score),
     )

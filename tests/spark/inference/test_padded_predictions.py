@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
-from sparkdl.spark.inference.predictor import Manner, OutputColumn, Predictor, Running
+from sparkdl.spark.inference.predictor import OutputColumn, PredictionSettings, Predictor, Running
 
 ROWS = 23
 
@@ -42,7 +42,9 @@ def test_predictions_come_in_the_order_of_the_rows_whatever_their_lengths(
         outputs=[OutputColumn("prediction", None, lambda output: output, wide=True)],
         names=["tokens", "age"],
         as_kwargs=True,
-        manner=Manner(batch_rows=4, device="cpu", dtype=None, compiled=False, double=True),
+        prediction=PredictionSettings(
+            batch_rows=4, device="cpu", dtype=None, compiled=False, double=True
+        ),
         settings=TorchSettings.here(),
     )
 
