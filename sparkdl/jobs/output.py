@@ -35,7 +35,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from sparkdl.durable.lease import Lease, belongs_to_lease, held
-from sparkdl.durable.local_files import Files, LocalFiles, delete
+from sparkdl.durable.local_files import Files, LocalFiles, delete, exists, synchronize
 from sparkdl.durable.publishing import ASIDE, put_file, replace_directory
 from sparkdl.errors import CheckpointError, ConfigError, InUseError
 
@@ -175,7 +175,7 @@ class Output:
             self._synchronize_tree(self.staged, listed)
             self._lease.check()
             self._put(self.staged, MARKER, whole)
-            self._synchronize(posixpath.dirname(self.staged))
+            synchronize(self._files, posixpath.dirname(self.staged))
             self._publish(self.staged, whole)
         except _STORAGE_ERRORS as error:
             raise CheckpointError(f"{self._path} could not be written: {error}") from error
@@ -183,22 +183,22 @@ class Output:
 
     def _recovered(self) -> Result | None:
         """Finish or clear what an earlier attempt left; the result if the run is complete."""
+        files, aside = self._files, self._path + ASIDE
         decided = {path: found for path in self._staged() if (found := self._decided(path))}
         mine = [path for path, found in decided.items() if self._is_this_run(found)]
-        if self._completed() is None:
-            if mine:
-                self._publish(mine[0], decided[mine[0]])
-            elif not self._exists(self._path) and self._exists(self._path + ASIDE):
-                self._files.move(self._path + ASIDE, self._path)
-        done = self._completed()
+        if mine and self._completed() is None:
+            self._publish(mine[0], decided[mine[0]])
+        elif exists(files, aside) and not exists(files, self._path):
+            files.move(aside, self._path)
+        elif decided and not self._renames and self._result_at(self._path) is None:
+            delete(files, self._path)  # another run was killed while it moved its files there
         for path in self._staged():
             self._discard(path)
-        if self._exists(self._path):
-            delete(self._files, self._path + ASIDE)
+        if exists(files, self._path):
+            delete(files, aside)
+        done = self._completed()
         if done is None:
-            # A decided run of a store that renames nothing may have been killed while publishing.
-            if not decided or self._result_at(self._path) is not None:
-                self._require_replaceable()
+            self._require_replaceable()
             self._keep_work_of_this_run()
         return done
 
@@ -228,7 +228,7 @@ class Output:
 
     def _require_replaceable(self) -> None:
         """Refuse to replace what no job of this kind has made."""
-        if not self._exists(self._path):
+        if not exists(self._files, self._path):
             return
         found = self._result_at(self._path)
         if found is None:
@@ -257,7 +257,7 @@ class Output:
 
     def _move_files(self, staged: str, result: Result) -> None:
         marker = posixpath.join(self._path, MARKER)
-        if self._exists(marker):
+        if exists(self._files, marker):
             self._files.delete_file(marker)
         wanted: dict[str, int] = result["files"]
         for name, _ in list(self._walk(self._path)):
@@ -265,9 +265,9 @@ class Output:
                 self._files.delete_file(posixpath.join(self._path, name))
         for name in wanted:
             source, target = posixpath.join(staged, name), posixpath.join(self._path, name)
-            if not self._exists(source):
+            if not exists(self._files, source):
                 continue  # moved before an interruption
-            if self._exists(target):
+            if exists(self._files, target):
                 self._files.delete_file(target)
             self._files.create_dir(posixpath.dirname(target), recursive=True)
             self._files.move(source, target)
@@ -338,7 +338,7 @@ class Output:
 
     def _clear_work(self) -> None:
         """Delete all but the lease."""
-        if self._exists(self._work):
+        if exists(self._files, self._work):
             for info in self._list(self._work):
                 if not belongs_to_lease(info.base_name):
                     delete(self._files, posixpath.join(self._work, info.base_name))
@@ -348,12 +348,12 @@ class Output:
         if isinstance(self._files, LocalFiles):
             with contextlib.suppress(OSError):  # not empty: to be resumed, or in use again
                 self._files.delete_empty_dir(self._work)
-        elif self._exists(self._work) and not self._list(self._work):
+        elif exists(self._files, self._work) and not self._list(self._work):
             self._files.delete_dir(self._work)
 
     def _leftovers(self) -> bool:
         beside = (self._work, self._path + ASIDE)
-        return any(self._exists(path) for path in beside) or bool(self._staged())
+        return any(exists(self._files, path) for path in beside) or bool(self._staged())
 
     def _staged(self) -> list[str]:
         parent, name = posixpath.split(self._path)
@@ -366,15 +366,12 @@ class Output:
     def _discard(self, staged: str, *, unless_decided: bool = False) -> None:
         """Delete a staged directory, its marker first, lest a part of it be taken for the whole."""
         marker = posixpath.join(staged, MARKER)
-        if self._exists(marker):
+        if exists(self._files, marker):
             if unless_decided:
                 return
             self._files.delete_file(marker)
-            self._synchronize(staged)
+            synchronize(self._files, staged)
         delete(self._files, staged)
-
-    def _exists(self, path: str) -> bool:
-        return bool(self._files.get_file_info(path).type != fs.FileType.NotFound)
 
     def _list(self, directory: str) -> list[fs.FileInfo]:
         found = self._files.get_file_info(fs.FileSelector(directory, allow_not_found=True))
@@ -410,14 +407,10 @@ class Output:
         octets = json.dumps(said, indent=1, allow_nan=False).encode()
         put_file(self._files, posixpath.join(directory, name), octets)
 
-    def _synchronize(self, path: str) -> None:
-        if isinstance(self._files, LocalFiles):
-            self._files.synchronize(path)
-
     def _synchronize_tree(self, directory: str, names: dict[str, int]) -> None:
         above = {part for name in names for part in _directories_of(name)}
         for name in [*names, *sorted(above, key=len, reverse=True), ""]:
-            self._synchronize(f"{directory}/{name}".rstrip("/"))
+            synchronize(self._files, f"{directory}/{name}".rstrip("/"))
 
 
 def _directories_of(name: str) -> Iterator[str]:
