@@ -30,7 +30,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("checkpoint", "metrics"),
     ("outputs",),
     ("protocols",),
-    ("encodings", "events", "hooks", "phases"),
+    ("encodings", "events", "phases"),
     ("durable", "process", "user_code"),
     ("arguments",),
     ("errors", "redaction"),

@@ -9,8 +9,7 @@ from sparkdl.callbacks.mlflow_run import MLflow
 from sparkdl.callbacks.stopping import EarlyStopping, TimeBudget
 from sparkdl.callbacks.tensorboard import TensorBoard
 from sparkdl.callbacks.training_report import TrainingReport
-from sparkdl.hooks import Hooks
-from sparkdl.worker_callback import WorkerCallback, WorkerStep
+from sparkdl.worker_callback import Hooks, WorkerCallback, WorkerStep
 
 __all__ = [
     "Callback",

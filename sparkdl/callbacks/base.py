@@ -28,10 +28,10 @@ from sparkdl.errors import CallbackError, SetupError, SparkDLError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.statistics.shards import DataStatistics
-from sparkdl.hooks import Hooks
 from sparkdl.redaction import without_credentials
 from sparkdl.report.recording import Recording
 from sparkdl.user_code.tracebacks import message_of
+from sparkdl.worker_callback import Hooks
 
 logger = logging.getLogger(__name__)
 
