@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from frames import estimator, frame, same_bits
-from models import Net, decayed
+from models import decayed
 from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
-from sparkdl import TorchEstimator, TorchModel
+from sparkdl import TorchModel
 from sparkdl.errors import ConfigError, ModelError
 
 
@@ -75,10 +75,3 @@ def test_the_batches_of_a_stream_are_trained_on_one_after_another(
     assert same_bits(second, first)
     begun = estimator().getModel().state_dict()
     assert not torch.equal(first.module.state_dict()["0.weight"], begun["0.weight"])
-
-
-def test_an_optimizer_that_takes_names_is_saved_with_the_estimator(tmp_path: Path) -> None:
-    path = str(tmp_path / "estimator")
-    estimator(model=Net, optimizer=partial(decayed, lr=0.5)).write().save(path)
-    loaded = TorchEstimator.load(path, trust=["models"]).getOptimizer()
-    assert (loaded.func, loaded.keywords) == (decayed, {"lr": 0.5})

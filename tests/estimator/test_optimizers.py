@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from sparkdl.errors import ConfigError, ModelError
+from sparkdl.errors import ModelError
 from sparkdl.estimator.checks.building import LazyModelError, build
 from sparkdl.estimator.checks.rehearsal import require_steady_state, require_steps
-from sparkdl.estimator.params.training import TrainingParams
 
 
 class GrowsAt(torch.optim.SGD):
@@ -93,8 +92,6 @@ def test_several_optimizers_are_refused_with_where_to_write_such_a_loop(several:
 
     with pytest.raises(ModelError, match=rf"builds a {several.__name__};.* sparkdl\.run"):
         build(lambda: nn.Linear(2, 2), optimizers, nn.MSELoss(), 0)
-    with pytest.raises(ConfigError, match=r"got 2\..* sparkdl\.run"):
-        TrainingParams.optimizer.typeConverter(several([torch.optim.SGD, torch.optim.Adam]))
 
 
 def test_lazy_layers_are_told_from_other_models() -> None:

@@ -119,13 +119,6 @@ def test_a_saved_model_adds_the_same_columns(
     assert loaded.transform(rows).collect() == fitted.transform(rows).collect()
 
 
-def test_a_saved_estimator_keeps_the_models_own_loss(tmp_path: Path) -> None:
-    own_loss(model=OwnLoss).save(str(tmp_path / "estimator"))
-    loaded = TorchEstimator.load(str(tmp_path / "estimator"), trust=["models"])
-    assert loaded.getLoss() == "model"
-    assert loaded.getOutputCols() == BOTH
-
-
 def test_several_heads_are_trained_by_one_loss_and_chosen_by_position(rows: DataFrame) -> None:
     def both(outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> Tensor:
         return functional.cross_entropy(outputs[0], targets[0]) + functional.mse_loss(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from frames import estimator, features_of, frame
-from models import Net
+from models import Net, decayed
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator
 from pyspark.ml.feature import VectorAssembler
@@ -29,6 +29,7 @@ from sparkdl import (
     trusted_modules,
     trusted_pickles,
 )
+from sparkdl.callbacks import EarlyStopping, ModelCheckpoint, TimeBudget
 from sparkdl.errors import ConfigError, SparkDLError
 
 
@@ -263,7 +264,7 @@ def test_a_loaded_estimator_keeps_every_param(tmp_path: Path) -> None:
     original = estimator(
         model=partial(Net, outputs=5),
         loss=nn.CrossEntropyLoss(label_smoothing=0.1),
-        optimizer=partial(torch.optim.AdamW, lr=0.01, betas=(0.8, 0.99)),
+        optimizer=partial(decayed, lr=0.5),
         scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=3),
         schedulerEvery="step",
         strategy=ParameterAveraging(period=4, average_optimizer_state=False, wire_dtype="bfloat16"),
@@ -273,6 +274,11 @@ def test_a_loaded_estimator_keeps_every_param(tmp_path: Path) -> None:
         labelCols=["target", "other"],
         weightCol="weight",
         validationIndicatorCol="held_out",
+        validationFraction=0.2,
+        checkpointPath="a",
+        checkpointRounds=7,
+        keepLast=5,
+        callbacks=[EarlyStopping("loss", patience=7), TimeBudget(60.0), ModelCheckpoint("loss")],
         columnShapes={"a": [2, 3]},
         columnDtypes={"a": "bfloat16"},
         imageCols=["b"],
@@ -311,6 +317,9 @@ def test_a_loaded_estimator_keeps_every_param(tmp_path: Path) -> None:
     }
     assert isinstance(loaded.getLoss(), nn.CrossEntropyLoss)
     assert loaded.getLoss().label_smoothing == 0.1
+    own_loss = str(tmp_path / "own loss")
+    estimator(model=Net, loss="model").save(own_loss)
+    assert TorchEstimator.load(own_loss, trust=["models"]).getLoss() == "model"
     for name in ("model", "optimizer", "scheduler"):
         mine, other = loaded.getOrDefault(name), original.getOrDefault(name)
         assert (mine.func, mine.args, mine.keywords) == (other.func, other.args, other.keywords)

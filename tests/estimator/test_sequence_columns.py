@@ -157,18 +157,6 @@ def test_what_does_not_go_with_padding_is_refused_in_words(
     assert words in str(caught.value)
 
 
-def test_what_padding_cannot_be_is_refused_when_it_is_set() -> None:
-    for changes, words in (
-        ({"padCols": {"tokens": "0"}}, "padCols must give for each column the number"),
-        ({"padCols": {"tokens": float("nan")}}, "padCols must give"),
-        ({"padCols": {}}, "padCols must give"),
-        ({"padInputs": {"tokens": "mask"}}, "one of padding_mask, attention_mask, lengths"),
-        ({"columnShapes": {"events": [2, None]}}, "None for the length"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            estimator(**{**SETTINGS, **changes})
-
-
 def test_a_word_that_the_embedding_lacks_is_named_with_its_row_before_anybody_trains(
     rows: DataFrame, refuse: Refuse
 ) -> None:

@@ -257,5 +257,3 @@ def test_a_collection_or_none_sets_them_and_other_things_are_refused() -> None:
     assert given.setMetrics(None).getMetrics() is None
     with pytest.raises(ConfigError, match="must be a dict of torchmetrics by name"):
         estimator(metrics=[MeanSquaredError()])
-    with pytest.raises(ConfigError, match="schedulerMetric must be a name"):
-        estimator(schedulerMetric=3)

@@ -2,47 +2,102 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
+from every_row import every
 from frames import Refuse, estimator, frame
 from pyspark.sql import SparkSession
 from torch import nn
 
 from sparkdl import GradientAllReduce, ParameterAveraging, TorchEstimator
+from sparkdl.callbacks import EarlyStopping
 from sparkdl.errors import ConfigError, SparkDLError
+from sparkdl.estimator.params.training import TrainingParams
+
+SGD = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+COUNTS = (
+    ["batchSize", "epochs", "numWorkers", "checkpointEvery", "checkpointRounds", "keepLast"],
+    [0, -3, 1.5, True, "4"],
+)
+A_NUMBER, A_LIST = "a number > 0", "a list of column names"
+FRACTION, PADDING = "a number between 0 and 1", "give for each column the number"
+PORTS, INTERFACE = "two ports such as '40000-401", "a network interface such"
+OUTPUTS = "give for each column the name of the"
+WRONG: list[tuple[str, Any, str]] = [
+    *(
+        (name, value, f"a whole number >= 1, got {value!r}")
+        for name in COUNTS[0]
+        for value in COUNTS[1]
+    ),
+    *((name, None, "a whole number >= 1, got None") for name in ("batchSize", "epochs")),
+    *(
+        ("collectivePorts", value, PORTS)
+        for value in ("40000", "2-1", "0-10", "1-70000", 40000, (1, 2), "")
+    ),
+    *(("collectiveInterface", value, INTERFACE) for value in ("", 7, ["eth1"])),
+    *(("outputCols", value, OUTPUTS) for value in ({}, ["a"], {"p": -1}, {"p": True}, {"p": None})),
+    *(
+        ("validationFraction", value, FRACTION)
+        for value in (0, 1, 1.5, -0.1, "0.2", True, float("nan"))
+    ),
+    *(("checkpointPath", value, f"a path or URI, got {value!r}") for value in ("", 3)),
+    *(("padCols", value, PADDING) for value in ({"x": "0"}, {"x": float("nan")}, {})),
+    ("padInputs", {"x": "mask"}, "one of padding_mask, attention_mask, lengths"),
+    ("columnShapes", {"x": [2, None]}, "None for the length"),
+    ("resume", "yes", "one of auto, never, got 'yes'"),
+    ("outputType", "logits", "auto, class, probability, raw"),
+    ("precision", "fp16", "float32, bf16"),
+    ("device", "gpu", "auto, cpu, cuda or cuda:N"),
+    ("timeout", 0, A_NUMBER),
+    ("timeout", float("nan"), A_NUMBER),
+    ("clipNorm", 0, A_NUMBER),
+    ("clipNorm", "1", A_NUMBER),
+    ("featuresCols", "features", A_LIST),
+    ("featuresCols", [], A_LIST),
+    ("schedulerMetric", 3, "a name"),
+    ("model", 3, "an nn.Module or a function that builds one"),
+    ("loss", "mse", "a function of (outputs, targets), or 'model'"),
+    ("optimizer", 0.1, "a function of the model's parameters"),
+    ("optimizer", SGD, "partial(torch.optim.SGD, lr=0.1), got one of type SGD"),
+    ("optimizer", "adam", "partial(torch.optim.SGD, lr=0.1), got 'adam'"),
+    ("strategy", "average", "ParameterAveraging(period=5)"),
+    ("strategy", GradientAllReduce, "got the class GradientAllReduce itself"),
+    ("callbacks", EarlyStopping(), "a list"),
+    ("callbacks", [EarlyStopping], "has the class EarlyStopping: call it"),
+    ("callbacks", [print], "has <built-in function print>"),
+]
 
 
-@pytest.mark.parametrize("name", ["batchSize", "epochs", "numWorkers"])
-@pytest.mark.parametrize("value", [0, -3, 1.5, True, "4"])
-def test_a_count_below_one_or_not_whole_is_refused(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"{name} must be a whole number >= 1, got {value!r}"):
+@every(("name", "value", "words"), WRONG)
+def test_a_wrong_value_is_answered_with_its_param_and_what_fits(
+    name: str, value: Any, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must .*{re.escape(words)}"):
         estimator(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["batchSize", "epochs", "numWorkers"])
-def test_a_setter_refuses_what_the_constructor_refuses(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be a whole number >= 1, got 0"):
-        getattr(estimator(), "set" + name[0].upper() + name[1:])(0)
+def test_a_setter_refuses_what_the_constructor_refuses() -> None:
+    with pytest.raises(ConfigError, match="epochs must be a whole number >= 1, got 0"):
+        estimator().setEpochs(0)
+    with pytest.raises((SparkDLError, TypeError), match="labelCol"):
+        estimator(labelCol=3)
+    with pytest.raises(ConfigError, match=r"got 2\..* sparkdl\.run"):
+        TrainingParams.optimizer.typeConverter([torch.optim.SGD, torch.optim.Adam])
 
 
-@pytest.mark.parametrize("name", ["batchSize", "epochs"])
-def test_none_is_refused_where_there_is_no_default(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be a whole number >= 1, got None"):
-        estimator(**{name: None})
-
-
-@pytest.mark.parametrize("value", ["40000", "2-1", "0-10", "1-70000", 40000, (1, 2), ""])
-def test_ports_that_are_no_range_are_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match="collectivePorts must be two ports such as '40000-401"):
-        estimator(collectivePorts=value)
-
-
-@pytest.mark.parametrize("value", ["", 7, ["eth1"]])
-def test_an_interface_that_is_no_name_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match="collectiveInterface must be a network interface such"):
-        estimator(collectiveInterface=value)
+def test_an_argument_that_is_unknown_or_missing_is_answered_with_those_there_are() -> None:
+    meant = {"batch_size": "batchSize", "num_workers": "numWorkers", "epoch": "epochs"}
+    for wrong, right in meant.items():
+        words = rf"no parameter '{wrong}'\. Did you mean '{right}'\? It has: model, loss"
+        with pytest.raises(ConfigError, match=words):
+            estimator(**{wrong: 3})
+    with pytest.raises(ConfigError, match=r"no parameter 'zzz'\. It has: model, loss"):
+        estimator(zzz=3)
+    with pytest.raises(TypeError, match="'optimizer'"):
+        TorchEstimator(model=nn.Linear(1, 1), loss=nn.MSELoss())
 
 
 def test_more_workers_than_slots_are_refused_with_both_numbers(
@@ -51,83 +106,19 @@ def test_more_workers_than_slots_are_refused_with_both_numbers(
     refuse(frame(spark), ConfigError, "numWorkers is 4", "3 slots", "at most 3", numWorkers=4)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@every(
+    ("changes", "words"),
     [
         ({"strategy": GradientAllReduce()}, "agree on the number of steps before the first"),
         ({"strategy": ParameterAveraging(aggregation="executors")}, "aggregation='driver'"),
         ({"weightCol": "label"}, "cannot be combined with weightCol"),
     ],
-    ids=["all-reduce", "executors", "weights"],
 )
 def test_streaming_is_refused_where_all_rows_have_to_be_known_first(
-    spark: SparkSession, refuse: Refuse, changes: dict[str, Any], message: str
+    spark: SparkSession, refuse: Refuse, changes: dict[str, Any], words: str
 ) -> None:
-    refuse(
-        frame(spark),
-        ConfigError,
-        "streamFirstEpoch cannot be combined with",
-        message,
-        streamFirstEpoch=True,
-        **changes,
-    )
-
-
-@pytest.mark.parametrize(
-    ("wrong", "meant"),
-    [("batch_size", "batchSize"), ("num_workers", "numWorkers"), ("epoch", "epochs")],
-)
-def test_an_unknown_param_is_answered_with_the_one_that_was_meant(wrong: str, meant: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"no parameter '{wrong}'\. Did you mean '{meant}'\? It has: model, loss"
-    ):
-        estimator(**{wrong: 3})
-
-
-def test_an_unknown_param_like_no_other_is_answered_with_the_list() -> None:
-    with pytest.raises(ConfigError, match=r"no parameter 'zzz'\. It has: model, loss"):
-        estimator(zzz=3)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "allowed"),
-    [
-        ("outputType", "logits", "auto, class, probability, raw"),
-        ("precision", "fp16", "float32, bf16"),
-        ("device", "gpu", "auto, cpu, cuda or cuda:N"),
-        ("timeout", 0, "a number > 0"),
-        ("clipNorm", 0, "a number > 0"),
-        ("clipNorm", "1", "a number > 0"),
-        ("timeout", float("nan"), "a number > 0"),
-        ("featuresCols", "features", "a list of column names"),
-        ("featuresCols", [], "a list of column names"),
-        ("model", 3, "an nn.Module or a function that builds one"),
-        ("loss", "mse", r"a function of \(outputs, targets\), or 'model'"),
-        ("optimizer", 0.1, "a function of the model's parameters"),
-        ("strategy", "average", r"ParameterAveraging\(period=5\)"),
-    ],
-)
-def test_a_value_of_the_wrong_kind_is_answered_with_what_fits(
-    name: str, value: Any, allowed: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be .*{allowed}"):
-        estimator(**{name: value})
-
-
-@pytest.mark.parametrize("value", [{}, ["logits"], {"p": -1}, {"p": True}, {"p": None}])
-def test_outputs_that_are_neither_names_nor_positions_are_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match="outputCols must give for each column the name of the"):
-        estimator(outputCols=value)
-
-
-def test_a_column_that_is_no_name_is_refused_by_its_param() -> None:
-    with pytest.raises((SparkDLError, TypeError), match="labelCol"):
-        estimator(labelCol=3)
-
-
-def test_a_missing_argument_is_named() -> None:
-    with pytest.raises(TypeError, match="'optimizer'"):
-        TorchEstimator(model=nn.Linear(1, 1), loss=nn.MSELoss())
+    both = "streamFirstEpoch cannot be combined with"
+    refuse(frame(spark), ConfigError, both, words, streamFirstEpoch=True, **changes)
 
 
 def test_speculation_is_refused_with_the_setting_to_change(
@@ -142,37 +133,9 @@ def test_speculation_is_refused_with_the_setting_to_change(
         conf.set("spark.speculation", before or "false")
 
 
-@pytest.mark.slow_variants
-@pytest.mark.parametrize("output_type", ["class", "probability"])
-def test_an_output_type_that_the_loss_cannot_give_is_refused(
-    spark: SparkSession, refuse: Refuse, output_type: str
+def test_an_output_type_that_the_loss_cannot_give_is_refused_before_training(
+    spark: SparkSession, refuse: Refuse
 ) -> None:
-    """Not after an hour of training, in ``transform``."""
-    refuse(
-        frame(spark),
-        ConfigError,
-        f"outputType='{output_type}' needs",
-        "outputType='raw'",
-        model=nn.Linear(4, 1),
-        loss=nn.MSELoss(),
-        outputType=output_type,
-    )
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "got"),
-    [
-        (torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), "one of type SGD"),
-        ("adam", "'adam'"),
-    ],
-)
-def test_an_optimizer_that_is_no_function_is_answered_with_an_example(
-    optimizer: Any, got: str
-) -> None:
-    with pytest.raises(ConfigError, match=rf"partial\(torch.optim.SGD, lr=0.1\), got {got}"):
-        estimator(optimizer=optimizer)
-
-
-def test_a_strategy_whose_parentheses_were_forgotten_is_named_as_a_class() -> None:
-    with pytest.raises(ConfigError, match="got the class GradientAllReduce itself"):
-        estimator(strategy=GradientAllReduce)
+    words = "outputType='probability' needs", "outputType='raw'"
+    settings = {"model": nn.Linear(4, 1), "loss": nn.MSELoss(), "outputType": "probability"}
+    refuse(frame(spark), ConfigError, *words, **settings)

@@ -20,8 +20,6 @@ from sparkdl import TorchEstimator
 from sparkdl.callbacks import (
     Callback,
     EarlyStopping,
-    ModelCheckpoint,
-    TimeBudget,
     WorkerCallback,
     WorkerStep,
 )
@@ -65,13 +63,6 @@ def test_a_fit_stops_early_with_the_best_model_and_workers_tell_of_steps(
         assert torch.equal(mine, other)
 
 
-def test_callbacks_are_saved_with_the_estimator(spark: SparkSession, tmp_path: Path) -> None:
-    callbacks = [EarlyStopping("loss", patience=7), TimeBudget(60.0), ModelCheckpoint("loss")]
-    path = str(tmp_path / "estimator")
-    estimator(model=Net, callbacks=callbacks).write().save(path)
-    assert TorchEstimator.load(path, trust=["models"]).getCallbacks() == callbacks
-
-
 def test_one_of_ones_own_needs_trust(spark: SparkSession, tmp_path: Path) -> None:
     path = str(tmp_path / "estimator")
     estimator(model=Net, callbacks=[MyOwn(), Steps("here", 0)]).write().save(path)
@@ -91,18 +82,3 @@ def test_one_that_cannot_travel_to_the_workers_is_told_of(spark: SparkSession) -
 def test_none_takes_them_away() -> None:
     assert estimator(callbacks=[MyOwn()]).setCallbacks(None).getCallbacks() is None
     assert FitSettings(estimator(callbacks=None)).driver_callbacks == []
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (EarlyStopping(), "must be a list"),
-        ([EarlyStopping], "has the class EarlyStopping: call it"),
-        ([print], "has <built-in function print>"),
-    ],
-)
-def test_what_is_no_list_of_callbacks_is_refused(
-    spark: SparkSession, value: Any, words: str
-) -> None:
-    with pytest.raises(ConfigError, match=words):
-        estimator(callbacks=value)

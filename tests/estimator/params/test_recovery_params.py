@@ -13,54 +13,13 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from torch import Tensor, nn
 
-from sparkdl import TorchEstimator
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.fit_settings import FitSettings
 from sparkdl.protocols import Batch
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"checkpointPath": ""}, "checkpointPath must be a path or URI, got ''"),
-        ({"checkpointPath": 3}, "checkpointPath must be a path or URI, got 3"),
-        ({"checkpointEvery": 0}, "checkpointEvery must be a whole number >= 1, got 0"),
-        ({"checkpointEvery": 1.5}, "checkpointEvery must be a whole number >= 1, got 1.5"),
-        ({"checkpointRounds": 0}, "checkpointRounds must be a whole number >= 1, got 0"),
-        ({"keepLast": 0}, "keepLast must be a whole number >= 1, got 0"),
-        ({"resume": "yes"}, "resume must be one of auto, never, got 'yes'"),
-    ],
-    ids=str,
-)
-def test_a_wrong_value_is_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        estimator(**changes)
-
-
-def test_getters_and_setters_agree() -> None:
-    chosen = estimator().setCheckpointPath("a").setCheckpointEvery(3).setKeepLast(4)
-    chosen.setResume("never").setCheckpointRounds(9)
-    assert chosen.getCheckpointRounds() == 9
-    assert chosen.getCheckpointPath() == "a"
-    assert (chosen.getCheckpointEvery(), chosen.getKeepLast()) == (3, 4)
-    assert chosen.getResume() == "never"
-
-
 def test_there_are_no_checkpoints_unless_asked_for() -> None:
     assert FitSettings(estimator()).checkpoint_policy() is None
-
-
-def test_saved_estimators_keep_them(spark: SparkSession, tmp_path: Path) -> None:
-    estimator(checkpointPath="a", checkpointRounds=7, keepLast=5).save(str(tmp_path / "saved"))
-    loaded = TorchEstimator.load(str(tmp_path / "saved"), trust=True)
-    policy = FitSettings(loaded).checkpoint_policy()
-    assert policy is not None
-    assert (policy.path, policy.every_epochs, policy.every_rounds, policy.keep_last) == (
-        "a",
-        1,
-        7,
-        5,
-    )
 
 
 def test_a_fit_goes_on_from_the_checkpoint_of_a_shorter_one(
