@@ -36,27 +36,32 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, CLASSES))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
     """One row of the table.
 
     Attributes:
         name: what it is called there, in Markdown.
         model: builds the model.
-        as_function: whether the estimator is given that, not what it builds.
-        how: what the user has to set, if it is not plain.
         settings: changes of the estimator's arguments.
+        how: what the user has to set, if it is not plain.
+        as_function: whether the estimator is given that, not what it builds.
         random: whether each training is another one.
         by_name: whether the optimizer is built from parameters with their names.
     """
 
     name: str
     model: Callable[[], Any] = network
-    as_function: bool = False
-    how: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    how: str = ""
+    as_function: bool = False
     random: bool = False
     by_name: bool = False
+
+
+def as_function(name: str, model: Callable[[], Any]) -> Case:
+    """A model that works if it is given as a function."""
+    return Case(name, model, how="given as a function", as_function=True)
 
 
 class Seeded:

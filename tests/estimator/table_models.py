@@ -10,7 +10,7 @@ import cloudpickle
 import torch
 import torch.nn.functional as functional
 from frames import CLASSES
-from table_case import WIDTH, WORDS, Case, network
+from table_case import WIDTH, WORDS, Case, as_function, network
 from table_networks import (
     Caches,
     Clips,
@@ -68,27 +68,23 @@ SERIES = {"columnShapes": {"features": [4, 4]}}
 SENTENCE = {"featuresCol": "tokens"}
 
 MODELS = [
-    Case(name="`Linear`", model=lambda: nn.Linear(WIDTH, CLASSES)),
+    Case("`Linear`", lambda: nn.Linear(WIDTH, CLASSES)),
+    Case("a class", ExtraState, as_function=True),
+    Case("an MLP with `Dropout`", lambda: mlp(nn.Dropout(0.5)), random=True),
+    Case("`BatchNorm1d`", lambda: mlp(nn.BatchNorm1d(8))),
+    Case("a model in evaluation mode", lambda: mlp(nn.BatchNorm1d(8)).eval()),
+    Case("`SyncBatchNorm`", lambda: mlp(nn.SyncBatchNorm(8))),
+    Case("`LayerNorm`", lambda: mlp(nn.LayerNorm(8))),
+    Case("`GroupNorm`", lambda: mlp(nn.GroupNorm(2, 8))),
     Case(
-        name="a class",
-        model=ExtraState,
-        as_function=True,
-    ),
-    Case(name="an MLP with `Dropout`", model=lambda: mlp(nn.Dropout(0.5)), random=True),
-    Case(name="`BatchNorm1d`", model=lambda: mlp(nn.BatchNorm1d(8))),
-    Case(name="a model in evaluation mode", model=lambda: mlp(nn.BatchNorm1d(8)).eval()),
-    Case(name="`SyncBatchNorm`", model=lambda: mlp(nn.SyncBatchNorm(8))),
-    Case(name="`LayerNorm`", model=lambda: mlp(nn.LayerNorm(8))),
-    Case(name="`GroupNorm`", model=lambda: mlp(nn.GroupNorm(2, 8))),
-    Case(
-        name="`Conv1d`",
-        model=lambda: nn.Sequential(nn.Conv1d(4, 8, 3), nn.Tanh(), nn.Flatten(), head(16)),
-        how="`columnShapes={'features': [channels, length]}`",
-        settings=SERIES,
+        "`Conv1d`",
+        lambda: nn.Sequential(nn.Conv1d(4, 8, 3), nn.Tanh(), nn.Flatten(), head(16)),
+        SERIES,
+        "`columnShapes={'features': [channels, length]}`",
     ),
     Case(
-        name="`Conv2d` with `BatchNorm2d` and pooling",
-        model=lambda: nn.Sequential(
+        "`Conv2d` with `BatchNorm2d` and pooling",
+        lambda: nn.Sequential(
             nn.Conv2d(1, 4, 3, padding=1),
             nn.BatchNorm2d(4),
             nn.ReLU(),
@@ -96,208 +92,157 @@ MODELS = [
             nn.Flatten(),
             head(16),
         ),
-        how="`columnShapes={'features': [channels, height, width]}`",
-        settings=IMAGE,
+        IMAGE,
+        "`columnShapes={'features': [channels, height, width]}`",
     ),
     Case(
-        name="`Conv2d` of flat rows",
-        model=lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), head(16)),
+        "`Conv2d` of flat rows", lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), head(16))
     ),
     Case(
-        name="a model in `channels_last`",
-        model=lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), head(16)).to(
+        "a model in `channels_last`",
+        lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), head(16)).to(
             memory_format=torch.channels_last
         ),
         settings=IMAGE,
     ),
     Case(
-        name="`Embedding`",
-        model=lambda: Model(
+        "`Embedding`",
+        lambda: Model(
             lambda self, tokens: self.head(self.table(tokens).mean(dim=1)),
             table=nn.Embedding(WORDS, 8),
             head=head(),
         ),
         settings=SENTENCE,
     ),
-    Case(name="`EmbeddingBag`", model=embedding_bag, settings=SENTENCE),
+    Case("`EmbeddingBag`", embedding_bag, settings=SENTENCE),
     Case(
-        name="`EmbeddingBag(max_norm=0.5)`",
-        model=lambda: nn.Sequential(nn.EmbeddingBag(WORDS, 8, max_norm=0.5), head()),
+        "`EmbeddingBag(max_norm=0.5)`",
+        lambda: nn.Sequential(nn.EmbeddingBag(WORDS, 8, max_norm=0.5), head()),
         settings=SENTENCE,
     ),
     Case(
-        name="`EmbeddingBag(sparse=True)` with SGD",
-        model=partial(embedding_bag, sparse=True, mode="sum"),
+        "`EmbeddingBag(sparse=True)` with SGD",
+        partial(embedding_bag, sparse=True, mode="sum"),
         settings=SENTENCE,
     ),
     Case(
-        name="`EmbeddingBag(sparse=True)` with Adam",
-        model=partial(embedding_bag, sparse=True, mode="sum"),
+        "`EmbeddingBag(sparse=True)` with Adam",
+        partial(embedding_bag, sparse=True, mode="sum"),
         settings={**SENTENCE, "optimizer": torch.optim.Adam},
     ),
     Case(
-        name="an embedding with fewer rows than the column has values",
-        model=lambda: nn.Sequential(nn.EmbeddingBag(WORDS - 1, 8), head()),
+        "an embedding with fewer rows than the column has values",
+        lambda: nn.Sequential(nn.EmbeddingBag(WORDS - 1, 8), head()),
         settings=SENTENCE,
     ),
-    Case(name="`GRU`", model=partial(recurrent, nn.GRU), settings=SERIES),
-    Case(name="`LSTM`", model=partial(recurrent, nn.LSTM), settings=SERIES),
+    Case("`GRU`", partial(recurrent, nn.GRU), settings=SERIES),
+    Case("`LSTM`", partial(recurrent, nn.LSTM), settings=SERIES),
     Case(
-        name="a bare `GRU`, which returns (outputs, state)",
-        model=lambda: nn.GRU(4, CLASSES, batch_first=True),
-        how="a loss of both; `outputCols={'states': 0}`",
-        settings={
+        "a bare `GRU`, which returns (outputs, state)",
+        lambda: nn.GRU(4, CLASSES, batch_first=True),
+        {
             **SERIES,
             "loss": lambda outputs, targets: functional.cross_entropy(outputs[0][:, -1], targets),
             "outputCols": {"states": 0},
         },
+        "a loss of both; `outputCols={'states': 0}`",
     ),
     Case(
-        name="a bare `LSTM`, which returns (outputs, (state, cell))",
-        model=lambda: nn.LSTM(4, CLASSES, batch_first=True),
-        how="a loss of all of them; `outputCols={'states': 0}`",
-        settings={
+        "a bare `LSTM`, which returns (outputs, (state, cell))",
+        lambda: nn.LSTM(4, CLASSES, batch_first=True),
+        {
             **SERIES,
             "loss": lambda outputs, targets: functional.cross_entropy(outputs[0][:, -1], targets),
             "outputCols": {"states": 0},
         },
+        "a loss of all of them; `outputCols={'states': 0}`",
     ),
     Case(
-        name="the same with `CrossEntropyLoss()`",
-        model=lambda: nn.LSTM(4, CLASSES, batch_first=True),
+        "the same with `CrossEntropyLoss()`",
+        lambda: nn.LSTM(4, CLASSES, batch_first=True),
         settings=SERIES,
     ),
-    Case(name="`TransformerEncoder`", model=partial(transformer, 0.0), settings=SERIES),
+    Case("`TransformerEncoder`", partial(transformer, 0.0), settings=SERIES),
     Case(
-        name="`TransformerEncoder` with dropout",
-        model=partial(transformer, 0.1),
-        settings=SERIES,
-        random=True,
+        "`TransformerEncoder` with dropout", partial(transformer, 0.1), settings=SERIES, random=True
     ),
     Case(
-        name="`MultiheadAttention`",
-        model=lambda: Model(
+        "`MultiheadAttention`",
+        lambda: Model(
             attends, attention=nn.MultiheadAttention(4, 2, batch_first=True), head=head(4)
         ),
         settings=SERIES,
     ),
-    Case(
-        name="`weight_norm`",
-        model=lambda: nn.Sequential(parametrizations.weight_norm(body()), head()),
-        as_function=True,
-        how="given as a function",
+    as_function(
+        "`weight_norm`", lambda: nn.Sequential(parametrizations.weight_norm(body()), head())
     ),
     Case(
-        name="`weight_norm`, as an instance",
-        model=lambda: nn.Sequential(parametrizations.weight_norm(body()), head()),
+        "`weight_norm`, as an instance",
+        lambda: nn.Sequential(parametrizations.weight_norm(body()), head()),
     ),
-    Case(
-        name="hook-based `torch.nn.utils.weight_norm`",
-        model=old_weight_norm,
-        as_function=True,
-        how="given as a function",
+    as_function("hook-based `torch.nn.utils.weight_norm`", old_weight_norm),
+    Case("hook-based `torch.nn.utils.weight_norm`, as an instance", old_weight_norm),
+    as_function(
+        "`spectral_norm`", lambda: nn.Sequential(parametrizations.spectral_norm(body()), head())
     ),
-    Case(name="hook-based `torch.nn.utils.weight_norm`, as an instance", model=old_weight_norm),
-    Case(
-        name="`spectral_norm`",
-        model=lambda: nn.Sequential(parametrizations.spectral_norm(body()), head()),
-        as_function=True,
-        how="given as a function",
+    as_function(
+        "`spectral_norm` behind `BatchNorm1d`",
+        lambda: nn.Sequential(body(), nn.BatchNorm1d(8), parametrizations.spectral_norm(head())),
     ),
+    as_function("`orthogonal`", lambda: nn.Sequential(parametrizations.orthogonal(body()), head())),
+    as_function("a pruned model (`torch.nn.utils.prune`)", pruned),
+    Case("a pruned model, as an instance", pruned),
+    as_function("`torch.jit.script`", lambda: torch.jit.script(network())),
+    Case("`torch.jit.script`, as an instance", lambda: torch.jit.script(network())),
+    as_function("`torch.jit.trace`", traced),
+    as_function("`torch.compile`", lambda: torch.compile(network(), backend="eager")),
+    Case("`torch.export`", exported, as_function=True),
+    Case("`torch.fx.symbolic_trace`", lambda: torch.fx.symbolic_trace(network())),
+    Case("`DataParallel`", lambda: nn.DataParallel(network())),
     Case(
-        name="`spectral_norm` behind `BatchNorm1d`",
-        model=lambda: nn.Sequential(
-            body(), nn.BatchNorm1d(8), parametrizations.spectral_norm(head())
-        ),
-        as_function=True,
-        how="given as a function",
-    ),
-    Case(
-        name="`orthogonal`",
-        model=lambda: nn.Sequential(parametrizations.orthogonal(body()), head()),
-        as_function=True,
-        how="given as a function",
-    ),
-    Case(
-        name="a pruned model (`torch.nn.utils.prune`)",
-        model=pruned,
-        as_function=True,
-        how="given as a function",
-    ),
-    Case(name="a pruned model, as an instance", model=pruned),
-    Case(
-        name="`torch.jit.script`",
-        model=lambda: torch.jit.script(network()),
-        as_function=True,
-        how="given as a function",
-    ),
-    Case(name="`torch.jit.script`, as an instance", model=lambda: torch.jit.script(network())),
-    Case(name="`torch.jit.trace`", model=traced, as_function=True, how="given as a function"),
-    Case(
-        name="`torch.compile`",
-        model=lambda: torch.compile(network(), backend="eager"),
-        as_function=True,
-        how="given as a function",
-    ),
-    Case(name="`torch.export`", model=exported, as_function=True),
-    Case(name="`torch.fx.symbolic_trace`", model=lambda: torch.fx.symbolic_trace(network())),
-    Case(
-        name="`DataParallel`",
-        model=lambda: nn.DataParallel(network()),
-    ),
-    Case(
-        name="`DistributedDataParallel`",
-        model=lambda: nn.parallel.DistributedDataParallel(network()),
+        "`DistributedDataParallel`",
+        lambda: nn.parallel.DistributedDataParallel(network()),
         as_function=True,
     ),
+    Case("`AveragedModel`", lambda: torch.optim.swa_utils.AveragedModel(network())),
     Case(
-        name="`AveragedModel`",
-        model=lambda: torch.optim.swa_utils.AveragedModel(network()),
-    ),
-    Case(
-        name="`LazyLinear`",
-        model=lambda: nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(CLASSES)),
+        "`LazyLinear`",
+        lambda: nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(CLASSES)),
         how="the first row gives the shapes",
         random=True,
     ),
-    Case(name="shared parameters (tied weights)", model=tied),
-    Case(name="a frozen backbone", model=frozen),
+    Case("shared parameters (tied weights)", tied),
+    Case("a frozen backbone", frozen),
+    Case("a model frozen as a whole", lambda: network().requires_grad_(False)),
+    Case("a model without parameters", lambda: nn.Softmax(dim=1)),
     Case(
-        name="a model frozen as a whole",
-        model=lambda: network().requires_grad_(False),
-    ),
-    Case(name="a model without parameters", model=lambda: nn.Softmax(dim=1)),
-    Case(
-        name="a parameter that no forward pass uses",
-        model=lambda: Model(
+        "a parameter that no forward pass uses",
+        lambda: Model(
             lambda self, features: self.used(features),
             used=nn.Linear(WIDTH, CLASSES),
             unused=nn.Linear(WIDTH, CLASSES),
         ),
     ),
-    Case(name="weights that get other memory (`weight.data = ...`)", model=Clips),
-    Case(name="layers that the first forward pass makes", model=GrowsLayers),
-    Case(name="`ParameterList`, `ParameterDict`", model=with_listed_parameters),
-    Case(name="integer buffers, and buffers that are reassigned", model=Counts),
-    Case(name="a buffer that is None until the first forward pass", model=FillsBuffer),
+    Case("weights that get other memory (`weight.data = ...`)", Clips),
+    Case("layers that the first forward pass makes", GrowsLayers),
+    Case("`ParameterList`, `ParameterDict`", with_listed_parameters),
+    Case("integer buffers, and buffers that are reassigned", Counts),
+    Case("a buffer that is None until the first forward pass", FillsBuffer),
+    Case("a cache (`persistent=False`) that is None until the first forward pass", FillsCache),
+    Case("a cache (`persistent=False`) that grows with the batches", Caches),
+    Case("complex and boolean buffers", Rotates),
+    Case("a buffer of 8-bit floats", Quantizes, as_function=True),
+    Case("a sparse buffer", Spreads),
     Case(
-        name="a cache (`persistent=False`) that is None until the first forward pass",
-        model=FillsCache,
-    ),
-    Case(name="a cache (`persistent=False`) that grows with the batches", model=Caches),
-    Case(name="complex and boolean buffers", model=Rotates),
-    Case(name="a buffer of 8-bit floats", model=Quantizes, as_function=True),
-    Case(name="a sparse buffer", model=Spreads),
-    Case(
-        name="complex parameters",
-        model=lambda: Model(
+        "complex parameters",
+        lambda: Model(
             lambda self, features: (features.to(torch.complex64) @ self.weight).abs(),
             weight=nn.Parameter(torch.randn(WIDTH, CLASSES, dtype=torch.complex64)),
         ),
     ),
     Case(
-        name="complex outputs",
-        model=lambda: Model(
+        "complex outputs",
+        lambda: Model(
             lambda self, features: features.to(torch.complex64) @ self.weight,
             weight=nn.Parameter(torch.randn(WIDTH, CLASSES, dtype=torch.complex64)),
         ),
@@ -306,39 +251,39 @@ MODELS = [
         },
     ),
     Case(
-        name="parameters that are scalar, empty or transposed",
-        model=lambda: Model(
+        "parameters that are scalar, empty or transposed",
+        lambda: Model(
             lambda self, features: features @ self.transposed * self.scalar + self.empty.sum(),
             transposed=nn.Parameter(torch.randn(CLASSES, WIDTH).t()),
             scalar=nn.Parameter(torch.tensor(2.0)),
             empty=nn.Parameter(torch.zeros(0, 3)),
         ),
     ),
-    Case(name="`float64` parameters", model=lambda: network().double()),
-    Case(name="`float16` parameters", model=lambda: network().half()),
-    Case(name="`bfloat16` parameters", model=lambda: network().bfloat16()),
+    Case("`float64` parameters", lambda: network().double()),
+    Case("`float16` parameters", lambda: network().half()),
+    Case("`bfloat16` parameters", lambda: network().bfloat16()),
     Case(
-        name="parameters of several dtypes",
-        model=lambda: Model(
+        "parameters of several dtypes",
+        lambda: Model(
             lambda self, features: self.head(self.body(features).tanh().double()),
             body=body(),
             head=head().double(),
         ),
     ),
-    Case(name="a quantized model (`quantize_dynamic`)", model=quantized, as_function=True),
-    Case(name="a model on the `meta` device", model=on_no_device),
+    Case("a quantized model (`quantize_dynamic`)", quantized, as_function=True),
+    Case("a model on the `meta` device", on_no_device),
     Case(
-        name="an ensemble by `torch.vmap`",
-        model=lambda: Model(ensemble, weights=nn.Parameter(torch.randn(3, WIDTH, CLASSES))),
+        "an ensemble by `torch.vmap`",
+        lambda: Model(ensemble, weights=nn.Parameter(torch.randn(3, WIDTH, CLASSES))),
     ),
     Case(
-        name="a model that differentiates itself, with `enable_grad`",
-        model=lambda: Model(forces, body=body(), head=head()),
+        "a model that differentiates itself, with `enable_grad`",
+        lambda: Model(forces, body=body(), head=head()),
         settings={"loss": forces_loss, "outputCols": {"prediction": "logits"}},
     ),
     Case(
-        name="gradient checkpointing",
-        model=lambda: Model(
+        "gradient checkpointing",
+        lambda: Model(
             lambda self, features: self.head(
                 checkpoint(self.body, features, use_reentrant=False).tanh()
             ),
@@ -347,120 +292,112 @@ MODELS = [
         ),
     ),
     Case(
-        name="an `autograd.Function` of its own",
-        model=lambda: Model(
+        "an `autograd.Function` of its own",
+        lambda: Model(
             lambda self, features: self.head(Dropped.apply(self.body(features))),
             body=body(),
             head=head(),
         ),
     ),
-    Case(name="forward hooks", model=hooked),
+    Case("forward hooks", hooked),
     Case(
-        name="a dict of outputs",
-        model=partial(several, lambda logits, hidden: {"logits": logits, "hidden": hidden}),
-        how="a loss that takes the dict; `outputCols={'prediction': 'logits'}`",
-        settings={"loss": named, "outputCols": {"prediction": "logits", "embedding": "hidden"}},
+        "a dict of outputs",
+        partial(several, lambda logits, hidden: {"logits": logits, "hidden": hidden}),
+        {"loss": named, "outputCols": {"prediction": "logits", "embedding": "hidden"}},
+        "a loss that takes the dict; `outputCols={'prediction': 'logits'}`",
     ),
     Case(
-        name="a dataclass of outputs",
-        model=partial(several, Outputs),
-        how="the same",
-        settings={"loss": named, "outputCols": {"prediction": "logits"}},
+        "a dataclass of outputs",
+        partial(several, Outputs),
+        {"loss": named, "outputCols": {"prediction": "logits"}},
+        "the same",
     ),
     Case(
-        name="a named tuple of outputs",
-        model=partial(several, Pair),
-        how="the same",
-        settings={"loss": named, "outputCols": {"prediction": "logits"}},
+        "a named tuple of outputs",
+        partial(several, Pair),
+        {"loss": named, "outputCols": {"prediction": "logits"}},
+        "the same",
     ),
     Case(
-        name="a tuple of outputs",
-        model=partial(several, lambda *outputs: outputs),
-        how="the same, by position: `outputCols={'prediction': 0}`",
-        settings={"loss": first, "outputCols": {"prediction": 0}},
+        "a tuple of outputs",
+        partial(several, lambda *outputs: outputs),
+        {"loss": first, "outputCols": {"prediction": 0}},
+        "the same, by position: `outputCols={'prediction': 0}`",
     ),
     Case(
-        name="a tuple of outputs without `outputCols`",
-        model=partial(several, lambda *outputs: outputs),
+        "a tuple of outputs without `outputCols`",
+        partial(several, lambda *outputs: outputs),
         settings={"loss": first},
     ),
     Case(
-        name="more outputs in training than in evaluation",
-        model=lambda: Model(auxiliary, body=body(), head=head(), other=head()),
+        "more outputs in training than in evaluation",
+        lambda: Model(auxiliary, body=body(), head=head(), other=head()),
         settings={"loss": auxiliary_loss},
     ),
     Case(
-        name="a model that computes its own loss",
-        model=lambda: Model(own_loss, head=head(WIDTH)),
-        how="`loss='model'`",
-        settings={"loss": "model", "outputCols": {"prediction": "logits"}},
+        "a model that computes its own loss",
+        lambda: Model(own_loss, head=head(WIDTH)),
+        {"loss": "model", "outputCols": {"prediction": "logits"}},
+        "`loss='model'`",
     ),
+    Case("a loss with parameters of its own", settings={"loss": Margin()}),
     Case(
-        name="a loss with parameters of its own",
-        settings={"loss": Margin()},
-    ),
-    Case(
-        name="several inputs (wide and deep)",
-        model=lambda: Model(
+        "several inputs (wide and deep)",
+        lambda: Model(
             lambda self, features, scale: self.head(features) + scale[:, None] * self.scale,
             head=head(WIDTH),
             scale=nn.Parameter(torch.ones(CLASSES)),
         ),
-        how="`featuresCols`, in the order of the arguments",
-        settings={"featuresCols": ["features", "scale"]},
+        {"featuresCols": ["features", "scale"]},
+        "`featuresCols`, in the order of the arguments",
     ),
     Case(
-        name="inputs by keyword",
-        model=lambda: Model(
-            lambda self, *, features, scale: self.head(features) * scale[:, None],
-            head=head(WIDTH),
+        "inputs by keyword",
+        lambda: Model(
+            lambda self, *, features, scale: self.head(features) * scale[:, None], head=head(WIDTH)
         ),
-        how="`featuresAsKwargs=True`",
-        settings={"featuresCols": ["scale", "features"], "featuresAsKwargs": True},
+        {"featuresCols": ["scale", "features"], "featuresAsKwargs": True},
+        "`featuresAsKwargs=True`",
     ),
     Case(
-        name="inputs as one dict",
-        model=lambda: Model(
+        "inputs as one dict",
+        lambda: Model(
             lambda self, given: self.head(given["features"]) * given["scale"][:, None],
             head=head(WIDTH),
         ),
-        how="`featuresAsDict=True`",
-        settings={"featuresCols": ["scale", "features"], "featuresAsDict": True},
+        {"featuresCols": ["scale", "features"], "featuresAsDict": True},
+        "`featuresAsDict=True`",
     ),
     Case(
-        name="several heads with a label each",
-        model=lambda: Model(
+        "several heads with a label each",
+        lambda: Model(
             lambda self, features: (self.kind(features), self.size(features)),
             kind=head(WIDTH),
             size=nn.Linear(WIDTH, 1),
         ),
-        how="`labelCols`, and a loss of both tuples",
-        settings={
-            "loss": both_heads,
-            "labelCols": ["label", "scale"],
-            "outputCols": {"kind": 0, "size": 1},
-        },
+        {"loss": both_heads, "labelCols": ["label", "scale"], "outputCols": {"kind": 0, "size": 1}},
+        "`labelCols`, and a loss of both tuples",
     ),
     Case(
-        name="a variational autoencoder",
-        model=lambda: Model(variational, encode=nn.Linear(WIDTH, 4), decode=nn.Linear(2, WIDTH)),
-        how="the label is the features column",
-        settings={"loss": bound, "labelCol": "features", "outputCols": {"code": "mean"}},
+        "a variational autoencoder",
+        lambda: Model(variational, encode=nn.Linear(WIDTH, 4), decode=nn.Linear(2, WIDTH)),
+        {"loss": bound, "labelCol": "features", "outputCols": {"code": "mean"}},
         random=True,
+        how="the label is the features column",
     ),
     Case(
-        name="a model that holds a lock or an open file",
-        model=lambda: Model(
+        "a model that holds a lock or an open file",
+        lambda: Model(
             lambda self, features: self.head(features), head=head(WIDTH), lock=threading.Lock()
         ),
     ),
     Case(
-        name="a model that holds a tensor which is neither parameter nor buffer",
-        model=lambda: Model(
+        "a model that holds a tensor which is neither parameter nor buffer",
+        lambda: Model(
             lambda self, features: self.head(features * self.scale),
             head=head(WIDTH),
             scale=torch.full((WIDTH,), 2.0),
         ),
     ),
-    Case(name="`get_extra_state`", model=ExtraState),
+    Case("`get_extra_state`", ExtraState),
 ]

@@ -21,7 +21,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def by(name: str, optimizer: Any, **more: Any) -> Case:
-    return Case(name=name, settings={"optimizer": optimizer, **more})
+    return Case(name, settings={"optimizer": optimizer, **more})
 
 
 class Lion(optim.Optimizer):
@@ -144,18 +144,18 @@ OPTIMIZERS = [
         partial(optim.RMSprop, lr=1e-3, centered=True, momentum=0.9),
     ),
     Case(
-        name="`Muon`, for matrices alone",
+        "`Muon`, for matrices alone",
         model=lambda: nn.Linear(WIDTH, CLASSES, bias=False),
         settings={"optimizer": optim.Muon},
     ),
     by("`Muon`, with biases", optim.Muon),
     Case(
-        name="`SparseAdam`, for sparse embeddings alone",
+        "`SparseAdam`, for sparse embeddings alone",
         model=lambda: nn.EmbeddingBag(WORDS, CLASSES, sparse=True, mode="sum"),
         settings={**SENTENCE, "optimizer": partial(optim.SparseAdam, lr=0.01)},
     ),
     Case(
-        name="`SparseAdam`, each replica its own state",
+        "`SparseAdam`, each replica its own state",
         how=OWN_STATE,
         model=lambda: nn.EmbeddingBag(WORDS, CLASSES, sparse=True, mode="sum"),
         settings={
@@ -173,12 +173,12 @@ OPTIMIZERS = [
     by("`Adam(differentiable=True)`", partial(optim.Adam, lr=0.01, differentiable=True)),
     by("`Adam(lr=tensor)`", partial(optim.Adam, lr=torch.tensor(0.01))),
     Case(
-        name="groups of parameters",
+        "groups of parameters",
         how="a function that makes them of the parameters' shapes",
         settings={"optimizer": groups},
     ),
     Case(
-        name="groups of parameters by their names",
+        "groups of parameters by their names",
         how="a function of `named_parameters`",
         by_name=True,
         settings={"optimizer": groups_by_name},
@@ -188,7 +188,7 @@ OPTIMIZERS = [
     by("`clipNorm`", partial(optim.SGD, lr=0.1), clipNorm=0.01),
     by("an optimizer whose state grows after its first step", partial(Lookahead, lr=0.1)),
     Case(
-        name="the same, each replica its own state",
+        "the same, each replica its own state",
         how=OWN_STATE,
         settings={
             "optimizer": partial(Lookahead, lr=0.1),
@@ -209,7 +209,7 @@ def scheduled(name: str, scheduler: Callable[..., Any], optimizer: Any = None) -
     settings = {"scheduler": scheduler, "schedulerEvery": "step"}
     if optimizer is not None:
         settings["optimizer"] = optimizer
-    return Case(name=name, settings=settings)
+    return Case(name, settings=settings)
 
 
 def in_turn(optimizer: Any) -> Any:
@@ -258,8 +258,7 @@ SCHEDULERS = [
     scheduled("`PolynomialLR`", partial(lr_scheduler.PolynomialLR, total_iters=EPOCHS)),
     scheduled("`CosineAnnealingLR`", partial(lr_scheduler.CosineAnnealingLR, T_max=EPOCHS)),
     scheduled(
-        "`CosineAnnealingWarmRestarts`",
-        partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=2),
+        "`CosineAnnealingWarmRestarts`", partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=2)
     ),
     scheduled("`OneCycleLR` with SGD without momentum", one_cycle),
     scheduled("`OneCycleLR` with Adam", one_cycle, partial(optim.Adam, lr=0.01)),
@@ -280,12 +279,12 @@ SCHEDULERS = [
     scheduled("`SWALR`", partial(optim.swa_utils.SWALR, swa_lr=0.05, anneal_epochs=2)),
     scheduled("an `LRScheduler` of one's own", Halved),
     Case(
-        name="a schedule by epochs",
+        "a schedule by epochs",
         how="`schedulerEvery='epoch'`, the default",
         settings={"scheduler": partial(lr_scheduler.StepLR, step_size=2)},
     ),
     Case(
-        name="`ReduceLROnPlateau`",
+        "`ReduceLROnPlateau`",
         how="`schedulerEvery='epoch'`; follows the loss on held-out rows, else the training loss",
         settings={"scheduler": plateau},
     ),
