@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_row import every
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -21,7 +22,14 @@ class MyCrossEntropy(nn.CrossEntropyLoss):
     pass
 
 
-@pytest.mark.parametrize(
+class Unhashable:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, outputs: Any, targets: Any) -> Any:
+        return outputs
+
+
+@every(
     ("loss", "head"),
     [
         (nn.CrossEntropyLoss(), Head.LOGITS),
@@ -41,20 +49,11 @@ class MyCrossEntropy(nn.CrossEntropyLoss):
         (nn.MSELoss(), Head.UNKNOWN),
         (functional.l1_loss, Head.UNKNOWN),
         (lambda outputs, targets: outputs.mean(), Head.UNKNOWN),
+        (Unhashable(), Head.UNKNOWN),
     ],
 )
 def test_the_head_is_told_from_the_loss(loss: Any, head: Head) -> None:
     assert head_of(loss) is head
-
-
-def test_an_unhashable_callable_is_an_unknown_head() -> None:
-    class Unhashable:
-        __hash__ = None  # type: ignore[assignment]
-
-        def __call__(self, outputs: Any, targets: Any) -> Any:
-            return outputs
-
-    assert head_of(Unhashable()) is Head.UNKNOWN
 
 
 logits = st.lists(
@@ -63,42 +62,29 @@ logits = st.lists(
 
 
 @given(rows=logits)
-def test_probabilities_of_logits_are_their_softmax(rows: list[list[float]]) -> None:
-    probabilities = Head.LOGITS.probabilities(torch.tensor(rows))
-    for row, mine in zip(rows, probabilities.tolist(), strict=True):
-        exponentials = [math.exp(value - max(row)) for value in row]
-        assert mine == pytest.approx([e / sum(exponentials) for e in exponentials], abs=1e-6)
-
-
-@given(rows=logits)
-def test_the_class_of_logits_has_the_largest_probability(rows: list[list[float]]) -> None:
+def test_logits_become_softmax_probabilities_and_the_largest_wins(rows: list[list[float]]) -> None:
     outputs = torch.tensor(rows)
     classes = Head.LOGITS.classes(outputs)
     assert classes.dtype is torch.float64
-    for row, winner in zip(rows, classes.tolist(), strict=True):
+    found = zip(rows, Head.LOGITS.probabilities(outputs).tolist(), classes.tolist(), strict=True)
+    for row, mine, winner in found:
+        exponentials = [math.exp(value - max(row)) for value in row]
+        assert mine == pytest.approx([e / sum(exponentials) for e in exponentials], abs=1e-6)
         assert row[int(winner)] == max(row)
 
 
-@pytest.mark.parametrize("shape", [(5,), (5, 1)])
-def test_one_logit_becomes_two_probabilities(shape: tuple[int, ...]) -> None:
+@every("shape", [(5,), (5, 1)])
+def test_one_output_a_row_is_for_class_one(shape: tuple[int, ...]) -> None:
     values = [-3.0, -0.1, 0.0, 0.1, 3.0]
-    probabilities = Head.BINARY_LOGIT.probabilities(torch.tensor(values).view(shape))
+    outputs = torch.tensor(values).view(shape)
     expected = [[1 - p, p] for p in (1 / (1 + math.exp(-v)) for v in values)]
-    torch.testing.assert_close(probabilities, torch.tensor(expected))
-
-
-@pytest.mark.parametrize("shape", [(5,), (5, 1)])
-def test_the_class_of_one_logit_is_its_sign(shape: tuple[int, ...]) -> None:
-    outputs = torch.tensor([-3.0, -0.1, 0.0, 0.1, 3.0]).view(shape)
+    torch.testing.assert_close(Head.BINARY_LOGIT.probabilities(outputs), torch.tensor(expected))
     assert Head.BINARY_LOGIT.classes(outputs).tolist() == [0, 0, 0, 1, 1]
-
-
-@pytest.mark.parametrize("shape", [(4,), (4, 1)])
-def test_one_probability_is_that_of_class_one(shape: tuple[int, ...]) -> None:
-    outputs = torch.tensor([0.0, 0.25, 0.75, 1.0]).view(shape)
+    outputs = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0]).view(shape)
     head = Head.BINARY_PROBABILITY
-    assert head.classes(outputs).tolist() == [0, 0, 1, 1]
-    assert head.probabilities(outputs).tolist() == [[1, 0], [0.75, 0.25], [0.25, 0.75], [0, 1]]
+    assert head.classes(outputs).tolist() == [0, 0, 0, 1, 1]
+    both = [[1, 0], [0.75, 0.25], [0.5, 0.5], [0.25, 0.75], [0, 1]]
+    assert head.probabilities(outputs).tolist() == both
 
 
 def test_log_probabilities_are_exponentiated() -> None:
@@ -108,26 +94,24 @@ def test_log_probabilities_are_exponentiated() -> None:
     assert torch.equal(Head.LOG_PROBABILITIES.classes(outputs), scores.argmax(dim=1).double())
 
 
-@pytest.mark.parametrize("head", [Head.SCORES, Head.UNKNOWN])
-def test_probabilities_need_a_loss_that_says_what_outputs_mean(head: Head) -> None:
-    with pytest.raises(ConfigError, match=r"CrossEntropyLoss.*outputType='raw'"):
-        head.probabilities(torch.zeros(2, 3))
+SINGLE = (Head.BINARY_LOGIT, Head.BINARY_PROBABILITY)
 
 
-@pytest.mark.parametrize("shape", [(4, 2), (4, 1, 1)])
-@pytest.mark.parametrize("head", [Head.BINARY_LOGIT, Head.BINARY_PROBABILITY])
-def test_a_single_output_head_refuses_other_shapes(head: Head, shape: tuple[int, ...]) -> None:
-    for method in (head.classes, head.probabilities):
-        with pytest.raises(ConfigError, match="single output") as caught:
-            method(torch.zeros(shape))
-        assert str(shape) in str(caught.value)
-
-
-@pytest.mark.parametrize("shape", [(4,), (4, 1), (4, 3, 2)])
-def test_classes_need_one_score_a_class(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match="shape") as caught:
-        Head.LOGITS.classes(torch.zeros(shape))
-    assert str(shape) in str(caught.value)
+@every(
+    ("method", "shape", "words"),
+    [
+        *((h.probabilities, (2, 3), "CrossEntropyLoss") for h in (Head.SCORES, Head.UNKNOWN)),
+        *((h.classes, shape, "single output") for h in SINGLE for shape in ((4, 2), (4, 1, 1))),
+        *((h.probabilities, shape, "single") for h in SINGLE for shape in ((4, 2), (4, 1, 1))),
+        *((Head.LOGITS.classes, shape, "shape") for shape in ((4,), (4, 1), (4, 3, 2))),
+    ],
+)
+def test_outputs_that_have_no_classes_or_probabilities_are_refused(
+    method: Any, shape: tuple[int, ...], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s){words}.*outputType='raw'") as caught:
+        method(torch.zeros(shape))
+    assert str(shape) in str(caught.value) or words == "CrossEntropyLoss"
 
 
 def test_what_targets_a_head_takes() -> None:
@@ -139,7 +123,7 @@ def test_what_targets_a_head_takes() -> None:
     assert {head for head in Head if not head.is_classification} == {Head.UNKNOWN}
 
 
-@pytest.mark.parametrize("output_type", ["auto", "class", "probability", "raw"])
+@every("output_type", ["auto", "class", "probability", "raw"])
 def test_outputs_without_any_number_a_row_are_refused(output_type: str) -> None:
     with pytest.raises(ConfigError, match="with no numbers per row"):
         output_function(output_type, Head.LOGITS, 0)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from hypothesis import given
 from hypothesis import strategies as st
 from models import Net
@@ -33,14 +34,11 @@ def columns(head: Head, outputs: Tensor, **changes: Any) -> dict[str, np.ndarray
     return {each.name: each.function(outputs).numpy() for each in made}
 
 
-@given(st.integers(0, 1000))
-def test_scores_become_softmax_probabilities_and_the_largest_wins(seed: int) -> None:
-    scores = np.random.default_rng(seed).normal(size=(5, CLASSES))
-    found = columns(Head.LOGITS, torch.tensor(scores))
-    exponents = np.exp(scores)
+def test_scores_become_a_column_each_with_probabilities_and_classes() -> None:
+    scores = torch.randn(5, CLASSES, dtype=torch.float64)
+    found = columns(Head.LOGITS, scores)
     np.testing.assert_array_equal(found["rawPrediction"], scores)
-    expected = exponents / exponents.sum(1, keepdims=True)
-    np.testing.assert_allclose(found["probability"], expected)
+    np.testing.assert_allclose(found["probability"], scores.softmax(1))
     np.testing.assert_array_equal(found["prediction"], scores.argmax(1))
 
 
@@ -49,15 +47,16 @@ def test_one_score_is_one_for_and_one_against() -> None:
     for outputs in (scores, scores[:, 0]):
         found = columns(Head.BINARY_LOGIT, outputs)
         assert found["rawPrediction"].tolist() == [[2.0, -2.0], [0.0, 0.0], [-3.0, 3.0]]
-        positive = 1 / (1 + np.exp(-scores[:, 0].numpy()))
-        np.testing.assert_allclose(found["probability"][:, 1], positive, rtol=1e-6)
+        np.testing.assert_allclose(found["probability"][:, 1], scores[:, 0].sigmoid())
         assert found["prediction"].tolist() == [0.0, 0.0, 1.0]
 
 
-def test_a_loss_without_probabilities_has_no_such_column() -> None:
+def test_a_loss_without_probabilities_or_an_empty_name_leaves_a_column_out() -> None:
     found = columns(Head.SCORES, torch.tensor([[1.0, 2.0, 0.0]]))
     assert found.keys() == {"rawPrediction", "prediction"}
     assert found["prediction"].tolist() == [1.0]
+    found = columns(Head.LOGITS, torch.eye(CLASSES), rawPredictionCol="", probabilityCol="")
+    assert found.keys() == {"prediction"}
 
 
 @given(
@@ -87,26 +86,18 @@ def test_labels_that_are_numbers_are_predicted_themselves() -> None:
     found = columns(Head.LOGITS, outputs, labels=[10, 2.5, -1])
     assert found["prediction"].tolist() == [10.0, 2.5, -1.0]
     assert columns(Head.LOGITS, outputs, labels=["a", "b", "c"])["prediction"].tolist() == [0, 1, 2]
+    both = columns(Head.LOGITS, torch.eye(2), labels=[True, False])
+    assert both["prediction"].tolist() == [1.0, 0.0]
 
 
-def test_an_empty_name_leaves_a_column_out() -> None:
-    found = columns(Head.LOGITS, torch.eye(CLASSES), rawPredictionCol="", probabilityCol="")
-    assert found.keys() == {"prediction"}
-
-
-@pytest.mark.parametrize(
+@every(
     ("head", "widths", "changes", "words"),
     [
         (Head.UNKNOWN, {None: 3}, {}, "needs one of torch's losses for classes"),
         (Head.LOGITS, {"a": 3, "b": 2}, {}, "there are outputs 'a', 'b'"),
         (Head.LOGITS, {None: 1}, {}, "one output per class, but the model gives 1 per row"),
         (Head.BINARY_LOGIT, {None: 3}, {}, "one output per row, for two classes, but the model g"),
-        (
-            Head.LOGITS,
-            {None: 3},
-            {"labels": ["a", "b"]},
-            "distinguishes 3 classes, but there are 2",
-        ),
+        (Head.LOGITS, {None: 3}, {"labels": ["a", "b"]}, "3 classes, but there are 2 labels"),
         (Head.LOGITS, {None: 3}, {"thresholds": [1.0, 1.0]}, "thresholds must be 3 numbers > 0"),
         (Head.LOGITS, {None: 3}, {"thresholds": [0.0, 0.0, 1.0]}, "at most one may be 0"),
         (Head.LOGITS, {None: 3}, {"thresholds": [-1.0, 1.0, 1.0]}, "thresholds must be 3"),
@@ -121,18 +112,10 @@ def test_what_is_no_classifier_is_refused(
         classifier(**changes).predicted_columns(head, widths)
 
 
-@pytest.mark.parametrize(
+@every(
     "value",
     [
-        [],
-        ["a"],
-        ["a", "a"],
-        ["a", 1],
-        "ab",
-        3,
-        [True, 0],
-        [True, True],
-        [1, None],
+        *([], ["a"], ["a", "a"], ["a", 1], "ab", 3, [True, 0], [True, True], [1, None]),
         [date(2024, 1, 1), 5],
         [2**53, 2**53 + 1],  # one and the same double
         [Decimal("0.1"), 0.1],
@@ -152,12 +135,6 @@ def test_labels_of_other_types_become_what_a_saved_model_can_hold() -> None:
     assert classifier(labels=days).getLabels() == ["2024-12-31", "0999-01-01"]
     with pytest.raises(ConfigError, match="depends on the session's time zone"):
         classifier(labels=[datetime(2024, 1, 1), datetime(2025, 1, 1)])
-
-
-def test_booleans_are_predicted_as_0_and_1_whatever_their_order() -> None:
-    outputs = torch.eye(2)
-    assert columns(Head.LOGITS, outputs, labels=[True, False])["prediction"].tolist() == [1.0, 0.0]
-    assert columns(Head.LOGITS, outputs)["prediction"].tolist() == [0.0, 1.0]
 
 
 def test_a_regressor_predicts_one_number() -> None:
