@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.feed import Feed
+from sparkdl.feed.feed import Feed, FeedOptions
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN
 from sparkdl.protocols import UNKNOWN, Batch, ColumnSpec
 
@@ -40,13 +40,15 @@ def record_batches(sizes: Sequence[int]) -> list[pa.RecordBatch]:
 
 def open_feed(
     directory: Path,
-    *,
+    schema: FeedSchema = SCHEMA,
     batch_size: int = 4,
+    *,
     seed: int = 1,
     rank: int = 0,
-    schema: FeedSchema = SCHEMA,
+    **options: Any,
 ) -> Feed:
-    return Feed(schema, batch_size=batch_size, seed=seed, rank=rank, directory=directory)
+    settings: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "rank": rank}
+    return Feed(schema, **settings, directory=directory, options=FeedOptions(**options))
 
 
 def epochs_of(

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from functools import partial
 
+import feeds
 import numpy as np
 import pyarrow as pa
 import torch
 
 from sparkdl.feed.columns.ragged import Ragged
 from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.feed import Feed, FeedOptions
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN
 from sparkdl.protocols import UNKNOWN, Batch, ColumnSpec, Padding
 
@@ -58,17 +57,7 @@ def record_batches(lengths: Sequence[int], size: int) -> list[pa.RecordBatch]:
     return [record_batch(lengths[k : k + size], k) for k in range(0, len(lengths), size)]
 
 
-def open_feed(directory: Path, *, batch_size: int = 4, **options: Any) -> Feed:
-    schema = options.pop("schema", SCHEMA)
-    rank, seed = options.pop("rank", 0), options.pop("seed", 1)
-    return Feed(
-        schema,
-        batch_size=batch_size,
-        seed=seed,
-        rank=rank,
-        directory=directory,
-        options=FeedOptions(**options),
-    )
+open_feed = partial(feeds.open_feed, schema=SCHEMA)
 
 
 def padded(rows: Sequence[np.ndarray], value: float) -> np.ndarray:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
 import torch
-from feeds import SCHEMA, ids_of, record_batch, record_batch_sizes, record_batches
+from feeds import SCHEMA, ids_of, open_feed, record_batch, record_batch_sizes, record_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdl.feed import order
 from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.feed import READ_AHEAD, Feed, FeedOptions
+from sparkdl.feed.feed import READ_AHEAD
 from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.protocols import Batch, ColumnSpec
 
@@ -30,10 +30,7 @@ class RefusedError(Exception):
     """The driver does not want these rows."""
 
 
-def streaming(directory: Path, *, batch_size: int = 4, **changes: Any) -> Feed:
-    schema = changes.pop("schema", SCHEMA)
-    options = FeedOptions(stream_first_epoch=True, **changes)
-    return Feed(schema, batch_size=batch_size, seed=1, rank=2, directory=directory, options=options)
+streaming = partial(open_feed, rank=2, stream_first_epoch=True)
 
 
 def accept(shard: ShardStatistics) -> None:

@@ -14,12 +14,12 @@ import pyarrow as pa
 import pytest
 import torch
 from every_row import every
+from feeds import open_feed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdl.errors import ConfigError
 from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.feed import Feed, FeedOptions
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN
 from sparkdl.protocols import Batch, ColumnSpec
 
@@ -30,17 +30,6 @@ LABEL = ColumnSpec("y", torch.float32)
 def rows(count: int, **more: Any) -> list[pa.RecordBatch]:
     columns = {"id": np.arange(count), "y": np.zeros(count), **more}
     return pa.table({name: pa.array(values) for name, values in columns.items()}).to_batches(7)
-
-
-def open_feed(directory: Path, schema: FeedSchema, batch_size: int = 4, **options: Any) -> Feed:
-    return Feed(
-        schema,
-        batch_size=batch_size,
-        seed=3,
-        rank=1,
-        directory=directory,
-        options=FeedOptions(**options),
-    )
 
 
 def ids(batches: Any) -> list[int]:
@@ -76,7 +65,7 @@ def test_held_out_rows_are_never_trained_on_and_all_validated_with(
 def test_weights_have_a_mean_of_one_over_all_workers(tmp_path: Path, unit: float) -> None:
     schema = replace(PLAIN, weight=ColumnSpec("w", torch.float64))
     weights = np.array([3.0, 1.0, 0.0, 2.0, 2.0])
-    with open_feed(tmp_path, schema) as feed:
+    with open_feed(tmp_path, schema, rank=1) as feed:
         shard = feed.fill(rows(5, w=weights * unit))
         assert shard.weight == pytest.approx(8 * unit)
         assert (shard.columns[-1].least, shard.columns[-1].places["least"]) == (unit, (1, 1))
