@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,37 +24,30 @@ Chunk = tuple[list[Column], list[int], bool]
 """Rows, how many each of their minibatches has, and whether the epoch ends with them."""
 
 
+@dataclass(eq=False)
 class Minibatches:
     """Cuts rows into minibatches on a device.
 
-    Args:
+    Attributes:
         schema: what the columns become.
         device: where the minibatches are wanted.
         transform: changes each minibatch to train on.
         seed: of the job.
         rank: the worker's rank.
-
-    Attributes:
-        on_gpu: whether that is a GPU, which fetches rows from pinned memory.
         mean_weight: what the rows' weights are divided by.
     """
 
-    def __init__(
-        self,
-        schema: FeedSchema,
-        device: torch.device,
-        transform: BatchTransform | None,
-        *,
-        seed: int,
-        rank: int,
-    ) -> None:
-        self.on_gpu = device.type == "cuda"
-        self.mean_weight = 1.0
-        self._schema = schema
-        self._device = device
-        self._transform = transform
-        self._seed = seed
-        self._rank = rank
+    schema: FeedSchema
+    device: torch.device
+    transform: BatchTransform | None
+    seed: int
+    rank: int
+    mean_weight: float = 1.0
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU, which fetches rows from pinned memory."""
+        return self.device.type == "cuda"
 
     def of_store(
         self, store: PartitionStore, order: Tensor, sizes: Iterable[int]
@@ -82,31 +75,31 @@ class Minibatches:
 
         def moved() -> Generator[tuple[DeviceChunk, list[int], bool], None, None]:
             for columns, sizes, last in chunks:
-                yield to_gpu(columns, self._device), sizes, last
+                yield to_gpu(columns, self.device), sizes, last
 
         with closing(prefetched(moved()) if ahead else moved()) as ready:
             for chunk, sizes, last in ready:
                 yield from self._cut(chunk.ready(), sizes, last=last)
 
     def _cut(self, columns: list[Column], sizes: list[int], *, last: bool) -> Iterator[Batch]:
-        if self._schema.weight is not None:
+        if self.schema.weight is not None:
             weights = columns[-1]
             assert isinstance(weights, Tensor)
             # Weights that float32 cannot hold are of the right size once they are scaled.
             columns[-1] = (weights.double() / self.mean_weight).float()
         cuts = (cut(column, sizes) for column in columns)
         for number, piece in enumerate(zip(*cuts, strict=True), start=1):
-            yield self._schema.batch(piece, last=last and number == len(sizes))
+            yield self.schema.batch(piece, last=last and number == len(sizes))
 
     def changed(self, batches: Iterator[Batch], epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield minibatches as the user's function makes them, if there is one."""
-        if self._transform is None:
+        if self.transform is None:
             yield from batches
             return
         for index, batch in enumerate(batches, start=first_step):
-            with torch.random.fork_rng(devices=[self._device] if self.on_gpu else []):
-                torch.manual_seed(stream_seed(self._seed, epoch, self._rank, 1 + index))
-                changed = self._transform(batch)
+            with torch.random.fork_rng(devices=[self.device] if self.on_gpu else []):
+                torch.manual_seed(stream_seed(self.seed, epoch, self.rank, 1 + index))
+                changed = self.transform(batch)
             if not isinstance(changed, Batch):
                 raise ConfigError(
                     f"batchTransform returns a {type(changed).__name__}; it takes and returns a "

@@ -15,7 +15,7 @@ import math
 import reprlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -64,10 +64,11 @@ class Everyone:
     row_servers: Sequence[Any]
 
 
+@dataclass(kw_only=True, eq=False)
 class RowExchange:
     """One worker's part in the exchanges of rows; called as ``feed.RowExchange``.
 
-    Args:
+    Attributes:
         rank: this worker's rank.
         server: this worker's row server.
         token: the job's secret, which both ends of each connection prove that they know.
@@ -81,32 +82,18 @@ class RowExchange:
         tls: whether the rows are encrypted in transit.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        server: RowServer,
-        token: str,
-        everyone: Callable[[], Everyone],
-        specs: tuple[ColumnSpec, ...],
-        seed: int,
-        deadline_s: float,
-        survives: bool = False,
-        on_rows: Callable[[int], None] = lambda rows: None,
-        tls: bool = False,
-    ) -> None:
-        self._rank = rank
-        self._server = server
-        self._token = token
-        self._everyone = everyone
-        self._specs = specs
-        self._seed = seed
-        self._deadline_s = deadline_s
-        self._survives = survives
-        self._on_rows = on_rows
-        self._tls = tls
-        self._rows: list[int] | None = None
-        self._heard = time.monotonic()
+    rank: int
+    server: RowServer
+    token: str = field(repr=False)
+    everyone: Callable[[], Everyone]
+    specs: tuple[ColumnSpec, ...]
+    seed: int
+    deadline_s: float
+    survives: bool = False
+    on_rows: Callable[[int], None] = lambda rows: None
+    tls: bool = False
+    _rows: list[int] | None = field(default=None, init=False)
+    _heard: float = field(default_factory=time.monotonic, init=False)
 
     def __call__(
         self, store: PartitionStore, order: Tensor | None, received: PartitionStore, epoch: int
@@ -126,31 +113,31 @@ class RowExchange:
                 be reached.
             TrainingError: another worker reports or sends something that does not fit.
         """
-        everyone = self._everyone()
+        everyone = self.everyone()
         rows = self._rows or list(everyone.rows)
         if min(rows) < 0 or sum(rows) > MAX_ROWS:
             raise TrainingError(
                 f"the workers disagree about the number of rows: {reprlib.repr(rows)}"
             )
-        plan = exchange_plan(rows, seed=self._seed, epoch=epoch)
-        offer = self._server.offered(epoch)
+        plan = exchange_plan(rows, seed=self.seed, epoch=epoch)
+        offer = self.server.offered(epoch)
         if offer is None:
-            if store.rows != rows[self._rank]:
+            if store.rows != rows[self.rank]:
                 raise TrainingError(
-                    f"rank {self._rank} has {store.rows} rows, but the other workers count "
-                    f"{rows[self._rank]}"
+                    f"rank {self.rank} has {store.rows} rows, but the other workers count "
+                    f"{rows[self.rank]}"
                 )
-            key = (self._seed, epoch, self._rank)
-            offer = Offer(store, order, plan[self._rank].tolist(), key, keep=self._survives)
-            self._server.offer(epoch, offer)
-        arrivals = _Arrivals(self._specs, received, plan[:, self._rank])
-        if offer.count(self._rank):
-            arrivals.expect(self._rank, offer.shapes)
-            arrivals.put(self._rank, offer.chunks(self._rank))
-        offer.taken(self._rank)
+            key = (self.seed, epoch, self.rank)
+            offer = Offer(store, order, plan[self.rank].tolist(), key, keep=self.survives)
+            self.server.offer(epoch, offer)
+        arrivals = _Arrivals(self.specs, received, plan[:, self.rank])
+        if offer.count(self.rank):
+            arrivals.expect(self.rank, offer.shapes)
+            arrivals.put(self.rank, offer.chunks(self.rank))
+        offer.taken(self.rank)
         # Each worker starts with its neighbour, so that they do not all fetch from the same one.
-        for peer in [*range(self._rank + 1, len(rows)), *range(self._rank)]:
-            if plan[peer, self._rank]:
+        for peer in [*range(self.rank + 1, len(rows)), *range(self.rank)]:
+            if plan[peer, self.rank]:
                 self._fetch(peer, epoch, arrivals, everyone)
         self._rows = plan.sum(axis=0).tolist()
 
@@ -162,23 +149,23 @@ class RowExchange:
                 self._fetch_once(peer, epoch, arrivals, everyone.row_servers)
                 return
             except ConnectionLostError as error:
-                if not self._survives or time.monotonic() >= self._heard + self._deadline_s:
+                if not self.survives or time.monotonic() >= self._heard + self.deadline_s:
                     raise CollectiveError(
-                        f"rank {self._rank} could not fetch its rows from rank {peer}: {error}. "
+                        f"rank {self.rank} could not fetch its rows from rank {peer}: {error}. "
                         "Workers have to reach each other to exchange rows; where they cannot, set "
                         "shuffleRows='spark'",
                         ranks=(peer,),
                     ) from error
                 if not told:
                     logger.warning(
-                        "rank %d is waiting for rows from rank %d: %s", self._rank, peer, error
+                        "rank %d is waiting for rows from rank %d: %s", self.rank, peer, error
                     )
                     told = True
                 time.sleep(RETRY_S)
-                everyone = self._everyone()  # it may be back at another address
+                everyone = self.everyone()  # it may be back at another address
             except SilenceError as error:
                 raise CollectiveError(
-                    f"no rows came from rank {peer} for {self._deadline_s:g} s while the "
+                    f"no rows came from rank {peer} for {self.deadline_s:g} s while the "
                     "workers exchanged rows",
                     ranks=(peer,),
                 ) from error
@@ -186,21 +173,21 @@ class RowExchange:
     def _fetch_once(
         self, peer: int, epoch: int, arrivals: _Arrivals, row_servers: Sequence[Any]
     ) -> None:
-        address = Peer.of(peer, row_servers, encrypted=self._tls)
-        connect = partial(address.connect, self._rank, self._token, self._deadline_s)
+        address = Peer.of(peer, row_servers, encrypted=self.tls)
+        connect = partial(address.connect, self.rank, self.token, self.deadline_s)
         try:
-            connection = reach(connect, min(REACH_S, self._deadline_s))
+            connection = reach(connect, min(REACH_S, self.deadline_s))
         except DisconnectedError as error:
             # Renamed, because a DisconnectedError says that the averager is gone, not this peer.
             raise ConnectionLostError(str(error)) from error
         except StoppedError as error:
             raise TrainingError(f"rank {peer} does not know the job's token") from error
         try:
-            connection.send_header({"rows_for": self._rank, "epoch": epoch})
+            connection.send_header({"rows_for": self.rank, "epoch": epoch})
             answer = self._answer(connection)
             if "refused" in answer or answer.get("rows") != arrivals.count(peer):
                 raise TrainingError(
-                    f"rank {peer} has {arrivals.count(peer)} rows for rank {self._rank}, but "
+                    f"rank {peer} has {arrivals.count(peer)} rows for rank {self.rank}, but "
                     f"answered {reprlib.repr(answer)} when they were fetched"
                 )
             arrivals.expect(peer, answer.get("shapes"))
@@ -211,11 +198,11 @@ class RowExchange:
 
     def _answer(self, connection: Connection) -> dict[str, Any]:
         """The answer, which comes once the other worker has reached this exchange too."""
-        until = time.monotonic() + self._deadline_s
+        until = time.monotonic() + self.deadline_s
         while "waiting" in (answer := connection.receive_header()):
             if time.monotonic() >= until:
                 raise SilenceError("it is itself waiting")
-            self._on_rows(0)
+            self.on_rows(0)
         return answer
 
     def _received(
@@ -235,31 +222,28 @@ class RowExchange:
             for column in chunk:
                 receive(column.values if isinstance(column, Ragged) else column)
             arrived += len(chunk[0])
-            self._on_rows(arrived)
+            self.on_rows(arrived)
             yield chunk
 
 
+@dataclass(eq=False)
 class _Arrivals:
     """Where each worker's rows belong in the receiving worker's store.
 
-    Args:
+    Attributes:
         specs: the columns; lengths that only the data tell may be missing.
         store: the receiving store, empty.
         counts: how many rows come from each rank, by rank.
     """
 
-    def __init__(
-        self, specs: tuple[ColumnSpec, ...], store: PartitionStore, counts: np.ndarray
-    ) -> None:
-        self._specs = specs
-        self._store = store
-        self._counts = counts
-        self._ends = np.cumsum(counts)
-        self._known: tuple[int, Any] | None = None
+    specs: tuple[ColumnSpec, ...]
+    store: PartitionStore
+    counts: np.ndarray
+    _known: tuple[int, Any] | None = None
 
     def count(self, rank: int) -> int:
         """The number of rows that come from a rank."""
-        return int(self._counts[rank])
+        return int(self.counts[rank])
 
     def expect(self, rank: int, shapes: Any) -> None:
         """Take note of the shapes of a rank's rows; the first call makes room.
@@ -267,7 +251,7 @@ class _Arrivals:
         Raises:
             TrainingError: the columns cannot have those shapes, or other ranks' rows have others.
         """
-        if not isinstance(shapes, list) or not _fit(shapes, self._specs):
+        if not isinstance(shapes, list) or not _fit(shapes, self.specs):
             raise TrainingError(
                 f"rank {rank} announced rows of shapes {reprlib.repr(shapes)}, which no worker "
                 "of this job has"
@@ -276,9 +260,9 @@ class _Arrivals:
             self._known = rank, shapes
             known = [
                 replace(spec, row_shape=tuple(shape))
-                for spec, shape in zip(self._specs, shapes, strict=True)
+                for spec, shape in zip(self.specs, shapes, strict=True)
             ]
-            self._store.create(known, int(self._counts.sum()))
+            self.store.create(known, int(self.counts.sum()))
         other, known_shapes = self._known
         if known_shapes != shapes:
             raise TrainingError(
@@ -290,7 +274,7 @@ class _Arrivals:
         """Tensors for the lengths of a rank's rows, one for each column of unequal lengths."""
         return [
             torch.empty(self.count(rank), dtype=torch.int64)
-            for spec in self._specs
+            for spec in self.specs
             if spec.padding is not None
         ]
 
@@ -304,7 +288,7 @@ class _Arrivals:
         Raises:
             TrainingError: no row can have such a length.
         """
-        padded = [spec for spec in self._specs if spec.padding is not None]
+        padded = [spec for spec in self.specs if spec.padding is not None]
         for spec, each in zip(padded, lengths, strict=True):
             item_bytes = math.prod(spec.item_shape) * spec.dtype.itemsize
             low, high = int(each.min()), int(each.max())
@@ -313,16 +297,16 @@ class _Arrivals:
                     f"rank {rank} announced rows with {low} to {high} items in column "
                     f"'{spec.name}', which no worker of this job has"
                 )
-        sizes = chunk_sizes(self.count(rank), self._store.specs, lengths)
+        sizes = chunk_sizes(self.count(rank), self.store.specs, lengths)
         cuts = zip(*(torch.split(each, sizes) for each in lengths), strict=True)
         for size, known in zip(sizes, cuts if lengths else repeat(()), strict=False):
-            yield self._store.empty_packed(size, known)
+            yield self.store.empty_packed(size, known)
 
     def put(self, rank: int, chunks: Iterable[list[Column]]) -> None:
         """Write a rank's rows."""
-        first = int(self._ends[rank] - self._counts[rank])
+        first = int(self.counts[:rank].sum())
         for chunk in chunks:
-            self._store.write(chunk, first)
+            self.store.write(chunk, first)
             first += len(chunk[0])
 
 

@@ -20,7 +20,7 @@ import reprlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -46,10 +46,11 @@ WAITING_S = 1.0
 """Seconds between two heartbeats to a worker that waits for rows."""
 
 
+@dataclass(eq=False)
 class Offer:
     """The rows that one worker had before an exchange, and which of them each worker gets.
 
-    Args:
+    Attributes:
         store: the rows; owned from here on.
         order: the order that they have in every run, shape (rows,), int64; None for the stored
             order.
@@ -58,28 +59,21 @@ class Offer:
         keep: whether rows may be asked for again after everyone has them.
     """
 
-    def __init__(
-        self,
-        store: PartitionStore,
-        order: Tensor | None,
-        counts: Sequence[int],
-        key: tuple[int, int, int],
-        *,
-        keep: bool,
-    ) -> None:
-        self.store = store
-        self._order = order
-        self._counts = list(counts)
-        self._key = key
-        self._keep = keep
-        self._lock = threading.Lock()
-        self._shares: list[np.ndarray] | None = None
-        self._missing = {rank for rank, count in enumerate(counts) if count}
+    store: PartitionStore
+    order: Tensor | None
+    counts: list[int]
+    key: tuple[int, int, int]
+    keep: bool = field(kw_only=True)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _shares: list[np.ndarray] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._missing = {rank for rank, count in enumerate(self.counts) if count}
 
     @property
     def world_size(self) -> int:
         """Number of ranks that can get rows."""
-        return len(self._counts)
+        return len(self.counts)
 
     @property
     def shapes(self) -> list[list[int]] | None:
@@ -88,11 +82,11 @@ class Offer:
 
     def count(self, rank: int) -> int:
         """How many rows a rank gets."""
-        return self._counts[rank]
+        return self.counts[rank]
 
     def chunks(self, rank: int) -> Iterator[list[Column]]:
         """A rank's rows, as from ``PartitionStore.take_packed``, ``CHUNK_BYTES`` at a time."""
-        if not self._counts[rank]:
+        if not self.counts[rank]:
             return
         rows = self._rows_of(rank)
         sizes = chunk_sizes(len(rows), self.store.specs, self.store.lengths(rows))
@@ -101,7 +95,7 @@ class Offer:
 
     def lengths(self, rank: int) -> list[Tensor]:
         """Lengths of a rank's rows in each column of unequal lengths, shape (rows,), int64."""
-        return self.store.lengths(self._rows_of(rank)) if self._counts[rank] else []
+        return self.store.lengths(self._rows_of(rank)) if self.counts[rank] else []
 
     def taken(self, rank: int) -> None:
         """Take note that a rank has received its rows."""
@@ -111,15 +105,15 @@ class Offer:
                 return
             # Frees 8 bytes per row; computed again for a worker that comes back.
             self._shares = None
-            if not self._keep:
+            if not self.keep:
                 self.store.close()
 
     def _rows_of(self, rank: int) -> Tensor:
         with self._lock:
             if self._shares is None:
-                self._shares = shares(self._counts, key=self._key)
+                self._shares = shares(self.counts, key=self.key)
             share = torch.from_numpy(self._shares[rank])
-        return share if self._order is None else self._order[share]
+        return share if self.order is None else self.order[share]
 
 
 class RowServer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,47 +21,43 @@ from sparkdl.transport.connection import Connection
 from sparkdl.worker.job import Job, Placement
 
 
+@dataclass(eq=False)
 class WorkerLinks:
     """The other workers of a run, as far as the job needs them.
 
-    Args:
+    Attributes:
         job: what is trained.
         placement: where this worker runs.
         averager: knows where the others are.
         token: by which workers prove to each other that they belong to the run.
-
-    Attributes:
         address: where others fetch this worker's rows and visit it; None if they never do.
         exchange: exchanges rows to train on; None if there is no such exchange.
         held_out_exchange: exchanges rows to validate with; None if there is no such exchange.
         peers: the others, for a strategy that visits them; None for one that does not.
     """
 
-    def __init__(
-        self, job: Job, placement: Placement, averager: AveragerClient, token: str
-    ) -> None:
-        self._job = job
-        self._placement = placement
-        self._averager = averager
-        self._token = token
-        self.address: list[Any] | None = None
-        self.exchange: RowExchange | None = None
-        self.held_out_exchange: RowExchange | None = None
-        self.peers: Peers | None = None
+    job: Job
+    placement: Placement
+    averager: AveragerClient
+    token: str = field(repr=False)
+    address: list[Any] | None = field(default=None, init=False)
+    exchange: RowExchange | None = field(default=None, init=False)
+    held_out_exchange: RowExchange | None = field(default=None, init=False)
+    peers: Peers | None = field(default=None, init=False)
 
     @contextmanager
     def met(self) -> Iterator[None]:
         """Let the others fetch rows from this worker and visit it for a while, if they ever do."""
-        job, visitors = self._job, Visitors()
+        job, visitors = self.job, Visitors()
         exchanges_rows = job.feed.exchange_rows or bool(job.feed.reshuffle_every)
         if job.strategy.needs.peers:
-            self.peers = Peers(self._placement.rank, self._reach, visitors)
+            self.peers = Peers(self.placement.rank, self._reach, visitors)
         elif not exchanges_rows:
             yield
             return
         visit = visitors.serve if job.strategy.needs.peers else None
-        address = local_address(self._placement.network)
-        with RowServer(address, self._token, job.deadline_s, tls=job.tls, visit=visit) as server:
+        address = local_address(self.placement.network)
+        with RowServer(address, self.token, job.deadline_s, tls=job.tls, visit=visit) as server:
             self.address = server.address
             if exchanges_rows:
                 self.exchange = self._row_exchange(server, held_out=False)
@@ -74,23 +71,23 @@ class WorkerLinks:
         Args:
             clock: counts the time that its operations take.
         """
-        if not self._job.strategy.needs.collective:
+        if not self.job.strategy.needs.collective:
             return nullcontext()
         return join_collective(
-            self._placement.rank,
-            self._averager.gather,
-            device=self._placement.device,
-            deadline_s=self._job.deadline_s,
-            network=self._placement.network,
+            self.placement.rank,
+            self.averager.gather,
+            device=self.placement.device,
+            deadline_s=self.job.deadline_s,
+            network=self.placement.network,
             clock=clock,
         )
 
     def _row_exchange(self, server: RowServer, *, held_out: bool) -> RowExchange:
-        job, averager = self._job, self._averager
+        job, averager = self.job, self.averager
         return RowExchange(
-            rank=self._placement.rank,
+            rank=self.placement.rank,
             server=server,
-            token=self._token,
+            token=self.token,
             everyone=partial(self._everyone, held_out=held_out),
             specs=job.schema.stored,
             seed=job.seed,
@@ -101,16 +98,16 @@ class WorkerLinks:
         )
 
     def _everyone(self, *, held_out: bool) -> Everyone:
-        averager = self._averager
+        averager = self.averager
         averager.ask_for_rows()
         rows = averager.held_out_rows if held_out else averager.shard_rows
         return Everyone(rows, averager.row_servers)
 
     def _reach(self, rank: int, silence_s: float) -> Connection:
         """Connect to another worker at its current address."""
-        self._averager.ask_for_rows()
-        peer = Peer.of(rank, self._averager.row_servers, encrypted=self._job.tls)
+        self.averager.ask_for_rows()
+        peer = Peer.of(rank, self.averager.row_servers, encrypted=self.job.tls)
         try:
-            return peer.connect(self._placement.rank, self._token, silence_s)
+            return peer.connect(self.placement.rank, self.token, silence_s)
         except (DisconnectedError, StoppedError) as error:  # another job may listen there by now
             raise PeerAwayError(str(error)) from error
