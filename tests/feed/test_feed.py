@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
+import pytest
 import torch
 from feeds import (
     ids_of,
@@ -19,22 +20,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import permutation
 
+from sparkdl.feed import minibatches
 from sparkdl.feed.order import even_sizes
 
 
 @settings(max_examples=80, deadline=None)
-@given(sizes=record_batch_sizes, batch_size=st.integers(1, 20))
+@given(
+    sizes=record_batch_sizes,
+    batch_size=st.integers(1, 20),
+    chunk_bytes=st.sampled_from([64, 4 << 20]),
+)
 def test_every_row_comes_whole_and_once_an_epoch_in_batches_of_which_the_last_may_be_short(
-    sizes: list[int], batch_size: int
+    sizes: list[int], batch_size: int, chunk_bytes: int
 ) -> None:
     full, tail = divmod(sum(sizes), batch_size)
     expected = [batch_size] * full + [tail] * (tail > 0)
-    for batches in read(sizes, batch_size=batch_size):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(minibatches, "CHUNK_BYTES", chunk_bytes)
+        epochs = read(sizes, batch_size=batch_size)
+    for batches in epochs:
         assert sorted(ids_of(batches)) == list(range(sum(sizes)))
         assert [batch.examples for batch in batches] == expected
-        assert [batch.last for batch in batches] == [
-            n + 1 == len(expected) for n in range(len(expected))
-        ]
+        assert [batch.last for batch in batches[-1:]] == [True] * bool(batches)
+        assert not any(batch.last for batch in batches[:-1])
         for batch in batches:
             (wide,) = batch.features
             assert (wide.dtype, batch.targets.dtype) == (torch.float32, torch.int64)
