@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import random
-import time
 from collections import Counter
 from collections.abc import Generator, Iterator
 
@@ -17,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from pyspark.sql import SparkSession
 from toys import sparkdl_threads
+from waiting import eventually
 
 from sparkdl import create_session
 
@@ -122,10 +122,7 @@ def nobody_stays() -> Iterator[None]:
     """Every thread of ours that the test started has ended soon after it."""
     before = set(sparkdl_threads())
     yield
-    deadline = time.monotonic() + 60
-    while set(sparkdl_threads()) - before and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert set(sparkdl_threads()) - before == set()
+    assert eventually(lambda: set(sparkdl_threads()) <= before, 60), sparkdl_threads()
 
 
 @pytest.fixture

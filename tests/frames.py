@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
+from waiting import eventually
 
 from sparkdl import ParameterAveraging, TorchEstimator, TorchModel
 
@@ -57,6 +60,36 @@ def features_of(ids: Sequence[int] | np.ndarray, width: int = WIDTH) -> np.ndarr
 
 def labels_of(ids: Sequence[int] | np.ndarray) -> np.ndarray:
     return (np.asarray(ids, dtype=np.int64) * 31) % CLASSES
+
+
+def in_files(rows: DataFrame, path: Path) -> DataFrame:
+    """The rows, read from Parquet files below a path that is not there yet."""
+    rows.write.parquet(path.as_uri())
+    return rows.sparkSession.read.parquet(path.as_uri())
+
+
+def ids_by_partition(rows: DataFrame) -> list[list[int]]:
+    """The ids in each partition, in their order."""
+    return [[row.id for row in part] for part in rows.rdd.glom().collect()]
+
+
+@contextmanager
+def configured(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
+    """A session with settings, which it has no longer after the block."""
+    before = {name: spark.conf.get(name, None) for name in settings}
+    for name, value in settings.items():
+        spark.conf.set(name, value)
+    try:
+        yield
+    finally:
+        for name, old in before.items():
+            spark.conf.unset(name) if old is None else spark.conf.set(name, old)
+
+
+def all_jobs_end(spark: SparkSession, wait_s: float = 10.0) -> bool:
+    """Whether all jobs end soon; the tracker hears of an end a little after its caller does."""
+    tracker = spark.sparkContext.statusTracker()
+    return eventually(lambda: not tracker.getActiveJobsIds(), wait_s)
 
 
 def estimator(**changes: Any) -> TorchEstimator:

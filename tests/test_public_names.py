@@ -6,11 +6,10 @@ import ast
 import importlib
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from subprocesses import printed_by
 
 import sparkdl
 
@@ -60,10 +59,8 @@ def test_the_list_is_found_in_a_package_that_is_zipped(tmp_path: Path) -> None:
         f"import sys; sys.path.insert(0, {zipped!r}); import sparkdl; print(sparkdl.__file__, "
     )
     program += "sparkdl.__version__, len(sparkdl.__all__))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == [
+    printed = printed_by("-c", program)
+    assert printed.split() == [
         f"{zipped}/sparkdl/__init__.py",
         sparkdl.__version__,
         str(len(listed())),

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from waiting import WAIT_S
+
 from sparkdl.averager import Averager
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.decisions import Decision
 from sparkdl.averager.coordination.events import Event
 from sparkdl.transport.service import Service
-
-WAIT_S = 30.0
-"""The longest that a test waits for anything; it never lasts so long, however busy the machine."""
 
 T = TypeVar("T")
 
@@ -72,14 +71,6 @@ def settle(service: Service) -> None:
         done = threading.Event()
         service.post(done.set)
         assert done.wait(WAIT_S)
-
-
-def eventually(question: Callable[[], bool], wait_s: float = WAIT_S) -> bool:
-    """Whether something becomes true."""
-    until = time.monotonic() + wait_s
-    while not question() and time.monotonic() < until:
-        time.sleep(0.005)
-    return question()
 
 
 class Heard:

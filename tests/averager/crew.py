@@ -14,7 +14,8 @@ import pytest
 import torch
 from by_keyword import open_averager
 from toys import drive
-from virtual_time import WAIT_S, Heard, VirtualClock, eventually
+from virtual_time import Heard, VirtualClock
+from waiting import WAIT_S, eventually
 
 from sparkdl.averager import Averager, AveragerClient
 from sparkdl.averager.coordination.membership import Tolerance

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from toys import classification, make_job, mlp
-from virtual_time import coordinator_of, eventually
+from virtual_time import coordinator_of
+from waiting import eventually
 
 from sparkdl.averager import Averager
 from sparkdl.callbacks import Callback, TimeBudget, Training

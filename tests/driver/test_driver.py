@@ -16,6 +16,7 @@ import torch
 from by_keyword import run
 from torch import nn
 from toys import classification, make_job, mlp, schema, sparkdl_threads
+from waiting import eventually
 
 import sparkdl.testing.world
 from sparkdl.averager import Averager
@@ -53,10 +54,7 @@ def replica_of(job: Job) -> Replica:
 
 
 def assert_nothing_left(addresses: list[tuple[str, int]]) -> None:
-    deadline = time.monotonic() + 60
-    while sparkdl_threads() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert sparkdl_threads() == []
+    assert eventually(lambda: not sparkdl_threads(), 60), sparkdl_threads()
     for address in addresses:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(address, timeout=2)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from pyarrow import fs
-from virtual_time import eventually
+from waiting import eventually
 
 from sparkdl.checkpoint import storage
 from sparkdl.checkpoint.storage import CheckpointStore

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from pyspark.ml.evaluation import MulticlassClassificationEvaluator
 from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuilder
 from pyspark.sql import DataFrame, SparkSession
+from subprocesses import printed_by
 from torch import nn
 
 from sparkdl import (
@@ -154,17 +153,9 @@ def test_a_model_loads_without_java_and_gives_identical_outputs(
     environment["PATH"] = str(tmp_path)
     environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
 
-    done = subprocess.run(
-        [sys.executable, "-c", script, path, json.dumps(features)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    printed = printed_by("-c", script, path, json.dumps(features), env=environment)
 
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+    answer = json.loads(printed)
     expected = described.module(torch.tensor(features)).tolist()
     assert answer == {"outputs": expected, "again": expected, "epochs": 2, "jvm": False}
 

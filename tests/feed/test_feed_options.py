@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,7 @@ from every_row import every
 from feeds import open_feed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from subprocesses import printed_by
 
 from sparkdl.errors import ConfigError
 from sparkdl.feed.columns.schema import FeedSchema
@@ -207,14 +206,8 @@ def test_rows_of_four_times_the_budget_are_read_and_fed_in_flat_memory(
     tmp_path: Path, how: str
 ) -> None:
     script = textwrap.dedent(MEMORY_SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(BUDGET), str(tmp_path), how],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    peak, stored = map(int, done.stdout.split())
+    printed = printed_by("-c", script, BUDGET, tmp_path, how)
+    peak, stored = map(int, printed.split())
     assert stored > 3.9 * BUDGET
     # beside the mapped rows there are record batches, chunks on their way and the order of the
     # rows; of rows that arrive also a block of 16 MiB: in pieces, put together, and shuffled

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from subprocesses import run_python
 from torch import nn
 from toys import mlp
 
@@ -35,13 +36,8 @@ def chosen(address: str, visible: str | None) -> subprocess.CompletedProcess[str
     environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
     if visible is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible
-    return subprocess.run(
-        [sys.executable, "-c", CHOOSE, address],
-        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    return run_python(
+        "-c", CHOOSE, address, env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)}
     )
 
 

@@ -5,12 +5,12 @@ Whether a module was imported is a fact about a process, so each test has one of
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from subprocesses import printed_by
 
 from sparkdl.process.lazy_compiler import COMPILER, defer_compiler
 
@@ -50,15 +50,7 @@ kinds = [
 
 def in_a_process(code: str, *, start: str = START) -> None:
     """Run code in a Python of its own; fails with its traceback if it fails."""
-    done = subprocess.run(
-        [sys.executable, "-c", start + textwrap.dedent(code)],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    printed_by("-c", start + textwrap.dedent(code), cwd=Path(__file__).parents[1])
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from toys import classification, make_job, mlp
-from virtual_time import VirtualClock, eventually
+from virtual_time import VirtualClock
+from waiting import eventually
 
 from sparkdl import phases
 from sparkdl.callbacks import Callback, TrainingReport, WorkerCallback

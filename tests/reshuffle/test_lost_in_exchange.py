@@ -17,6 +17,7 @@ from every_row import every
 from support.replay import recorded_commits, relative_difference, replay
 from torch import Tensor, nn
 from toys import classification, make_job, mlp, relative_error
+from waiting import eventually
 
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.reshuffle.exchange import RowExchange
@@ -109,9 +110,7 @@ def test_a_worker_that_is_killed_is_back_in_time_for_one_that_still_fetches_its_
 
         def until_it_is_gone(self: RowExchange, peer: int, *args: Any) -> None:
             if multiprocessing.current_process().name == "rank 2" and peer == 1:
-                deadline = time.monotonic() + 20
-                while not died.exists() and time.monotonic() < deadline:
-                    time.sleep(0.05)
+                eventually(died.exists, 20)
                 time.sleep(1)  # rank 0 contributes
 
         _call_before(RowExchange, "_fetch", until_it_is_gone)

@@ -19,7 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.flood import Flood
 from toys import sparkdl_threads
-from virtual_time import WAIT_S, VirtualClock, eventually
+from virtual_time import VirtualClock
+from waiting import WAIT_S, eventually
 
 from sparkdl.errors import DisconnectedError
 from sparkdl.transport import acceptor, local

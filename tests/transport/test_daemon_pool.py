@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from concurrent.futures import CancelledError
 
 import pytest
+from subprocesses import printed_by
 from toys import sparkdl_threads
 
 from sparkdl.transport.daemon_pool import DaemonPool
@@ -42,21 +41,13 @@ assert started.wait(20)
 """
 
 
-def printed_by(program: str) -> str:
-    """What a process of its own prints until it has ended by itself."""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
-    return done.stdout
-
-
 @pytest.mark.slow
 def test_a_job_that_hangs_does_not_keep_the_process_from_ending() -> None:
-    assert printed_by(HANGING) == "ended\n"
+    assert printed_by("-c", HANGING, timeout=60) == "ended\n"
 
 
 def test_a_job_that_is_about_to_end_may_do_so_before_the_process() -> None:
-    assert printed_by(FINISHING) == "finished\n"
+    assert printed_by("-c", FINISHING, timeout=60) == "finished\n"
 
 
 def test_what_a_job_returns_or_raises_is_the_futures() -> None:

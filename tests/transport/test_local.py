@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from virtual_time import WAIT_S, VirtualClock
+from virtual_time import VirtualClock
+from waiting import WAIT_S
 
 from sparkdl.transport import local
 from sparkdl.transport.connecting import dial

@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from virtual_time import WAIT_S, VirtualClock
+from virtual_time import VirtualClock
+from waiting import WAIT_S
 
 from sparkdl.errors import DisconnectedError
 from sparkdl.transport import local

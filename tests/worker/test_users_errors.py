@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 
 import pytest
 from misbehaving import Marked, marked
+from subprocesses import run_python
 from toys import classification, make_job, mlp
 
 from sparkdl.averager.messages.headers import failure_header, stopped_header
@@ -116,12 +115,6 @@ print("not reached")
 
 
 def test_an_interrupt_of_the_process_differs_from_one_that_the_user_raises() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ended = run_python("-c", INTERRUPTED)
     assert json.loads(ended.stdout) == {"raised": False, "sent": True}
     assert ended.returncode == -signal.SIGINT

@@ -26,7 +26,8 @@ from misbehaving import (
 )
 from torch import Tensor, nn
 from toys import classification, make_job, mlp
-from virtual_time import WAIT_S, VirtualClock, eventually
+from virtual_time import VirtualClock
+from waiting import WAIT_S, eventually
 
 from sparkdl.averager import Averager, ServiceAddress
 from sparkdl.averager.messages.progress import Position

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from subprocesses import printed_by
 
 from sparkdl.collective.network import require_distinct_gpus
 from sparkdl.errors import ConfigError
@@ -222,14 +221,7 @@ def test_spark_assigns_two_faked_gpus_to_two_ranks(tmp_path: Path, a_task: str) 
     discovery.chmod(0o755)
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(SESSION))
-    done = subprocess.run(
-        [sys.executable, str(program), str(discovery), a_task],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assigned, refused = json.loads(done.stdout.strip().splitlines()[-1])
+    printed = printed_by(program, discovery, a_task)
+    assigned, refused = json.loads(printed.strip().splitlines()[-1])
     assert sorted(assigned) == [["0"], ["1"]]
     assert "num_workers is 3" in refused

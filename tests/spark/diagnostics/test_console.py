@@ -7,7 +7,6 @@ import logging
 import socket
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from models import Net
 from pyspark.sql import SparkSession
 from services import console_of
 from torch import Tensor
+from waiting import eventually
 
 from sparkdl.spark.diagnostics.console import Display
 from sparkdl.spark.diagnostics.run_client import RunClient, forwarded
@@ -163,9 +163,7 @@ def test_a_standard_output_that_nobody_reads_keeps_no_other_worker_of_the_servic
         talks.send_lines(["nobody reads this"], 0)
         assert shown.wait(30)
         with RunClient(console.address, 1) as other:
-            deadline = time.monotonic() + 60
-            while not console.stacks.ask([1]) and time.monotonic() < deadline:
-                time.sleep(0.01)
+            assert eventually(lambda: console.stacks.ask([1]), 60)
             assert console.stacks.ask([1]).startswith("rank 1 on ")
             other.finish()
         read.set()

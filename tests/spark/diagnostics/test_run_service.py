@@ -5,13 +5,14 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from services import run_of
+from waiting import eventually
 
 from sparkdl.averager.messages import headers
 from sparkdl.errors import SparkDLError, StoppedError, TrainingError, WorkerError, WorkerLostError
@@ -32,10 +33,8 @@ def run() -> Iterator[RunService]:
 
 
 def failure_of(run: RunService, within_s: float = 10.0) -> SparkDLError:
-    deadline = time.monotonic() + within_s
-    while run.failure is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert run.failure is not None, "the run has not failed"
+    assert eventually(lambda: run.failure, within_s), "the run has not failed"
+    assert run.failure is not None
     return run.failure
 
 
@@ -53,10 +52,7 @@ def test_what_is_gathered_arrives_in_the_order_of_the_ranks_any_number_of_times(
 
     expected = [[{"from": rank, "turn": turn} for rank in (0, 1)] for turn in range(20)]
     assert first == second == expected
-    deadline = time.monotonic() + 60
-    while not run.all_finished and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert run.all_finished
+    assert eventually(lambda: run.all_finished, 60)
     assert run.failure is None
 
 
@@ -120,14 +116,14 @@ def test_who_has_returned_waits_for_the_others_and_is_known(run: RunService) -> 
         ThreadPoolExecutor(1) as pool,
     ):
         waiting = pool.submit(first.say_returned)
-        wait_until(lambda: run.left_behind(0.0) == ([0], [1]))
+        assert eventually(lambda: run.left_behind(0.0) == ([0], [1]), 60)
         assert run.left_behind(60.0) == ([], [])
         assert not waiting.done()
         other.say_returned()
         waiting.result(timeout=60)
         other.finish()
         first.finish()
-        wait_until(lambda: run.all_finished)
+        assert eventually(lambda: run.all_finished, 60)
     assert run.left_behind(0.0)[1] == []
 
 
@@ -142,11 +138,11 @@ def test_who_waits_for_a_rank_that_has_returned_ends_the_run(
     ):
         if returns_first:
             returned = pool.submit(returns.say_returned)
-            wait_until(lambda: run.left_behind(0.0) == ([0], [1]))
+            assert eventually(lambda: run.left_behind(0.0) == ([0], [1]), 60)
             waiting = pool.submit(waits.gather, {})
         else:
             waiting = pool.submit(waits.gather, {})
-            wait_until(lambda: bool(run._giving))
+            assert eventually(lambda: bool(run._giving), 60)
             returned = pool.submit(returns.say_returned)
         assert "rank 1 would wait for all ranks" in str(failure_of(run))
         assert "but rank 0 already returned" in str(run.failure)
@@ -165,20 +161,13 @@ def test_an_exchange_that_breaks_after_a_rank_has_returned_is_told_so(
         ThreadPoolExecutor(1) as pool,
     ):
         waiting = pool.submit(returned.say_returned)
-        wait_until(lambda: run.left_behind(0.0) == ([1], [0]))
+        assert eventually(lambda: run.left_behind(0.0) == ([1], [0]), 60)
         failing.report_failure("rank 0: closed by peer", "in train", of_exchange=of_exchange)
         error = failure_of(run)
         run.__exit__(None, None, None)
         assert isinstance(waiting.exception(10), StoppedError)
     assert ("rank 1 had returned when an exchange failed on rank 0" in str(error)) is told
     assert "rank 0: closed by peer" in str(error)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert condition()
 
 
 def test_lines_arrive_with_their_rank(run: RunService) -> None:
@@ -228,10 +217,7 @@ def test_a_rank_that_joins_twice_ends_the_run(run: RunService) -> None:
 def test_missing_ranks_are_known(run: RunService) -> None:
     assert run.missing == [0, 1]
     with RunClient(run.address, 1):
-        deadline = time.monotonic() + 60
-        while run.missing != [0] and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert run.missing == [0]
+        assert eventually(lambda: run.missing == [0], 60)
 
 
 def test_nobody_gets_in_without_the_token(run: RunService) -> None:
@@ -397,7 +383,7 @@ def test_who_leaves_before_saying_who_it_is_is_no_rank_that_is_lost(
     connection = Connection(connected, 60)
     assert connection.introduce(address.token)
     connection.close()
-    wait_until(lambda: "disconnected before giving its rank" in caplog.text)
+    assert eventually(lambda: "disconnected before giving its rank" in caplog.text, 60)
     with RunClient(address, 0) as first, RunClient(address, 1) as other:
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(first.gather, {"from": 0})
@@ -438,7 +424,9 @@ def test_a_file_that_cannot_be_closed_for_a_worker_that_has_left_keeps_no_other_
             other.send_lines(["there"], 0)
             seen = [run.events.get(timeout=60) for _ in range(2)]
             gone.back.set()
-            wait_until(lambda: "could not be closed: the file system is gone" in caplog.text)
+            assert eventually(
+                lambda: "could not be closed: the file system is gone" in caplog.text, 60
+            )
             first.send_lines(["still there"], 0)
             seen.append(run.events.get(timeout=60))
         assert {each.lines for each in seen if each is not None} == {("there",), ("still there",)}
@@ -464,7 +452,7 @@ def test_what_a_worker_prints_waits_at_the_worker_while_nobody_shows_it(run: Run
     with ThreadPoolExecutor(2) as pool, RunClient(run.address, 0) as client:
         told = pool.submit(say_all)
         with RunClient(run.address, 1) as other:
-            wait_until(lambda: len(run.events) >= MOST_UNREAD)
+            assert eventually(lambda: len(run.events) >= MOST_UNREAD, 60)
             seen = []
             while len(seen) < sent:
                 assert len(run.events) <= MOST_UNREAD
@@ -478,7 +466,7 @@ def test_a_worker_that_waits_to_be_shown_is_heard_again_when_the_run_fails(run: 
     with ThreadPoolExecutor(1) as pool, RunClient(run.address, 0) as client:
         for number in range(10 * MOST_UNREAD):
             client.send_report({"number": float(number)})
-        wait_until(lambda: len(run.events) >= MOST_UNREAD)
+        assert eventually(lambda: len(run.events) >= MOST_UNREAD, 60)
         gathered = pool.submit(client.gather, {})
         run.fail(TrainingError("the end"))
         assert isinstance(gathered.exception(10), StoppedError)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from services import console_of, run_of
+from waiting import eventually
 
 from sparkdl.spark.diagnostics import stacks
 from sparkdl.spark.diagnostics.console import Console
@@ -40,10 +40,7 @@ def stuck() -> Iterator[None]:
 
 
 def wait_until_connected(console: Console, ranks: set[int]) -> None:
-    deadline = time.monotonic() + 60
-    while set(console.stacks._workers) != ranks and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert set(console.stacks._workers) == ranks
+    assert eventually(lambda: set(console.stacks._workers) == ranks, 60)
 
 
 def test_the_stacks_of_every_other_thread_are_described_the_main_threads_first(

@@ -25,7 +25,8 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import LongType
 from torch import Tensor, nn
-from virtual_time import VirtualClock, coordinator_of, eventually
+from virtual_time import VirtualClock, coordinator_of
+from waiting import eventually
 
 import sparkdl
 from sparkdl.averager import Averager

@@ -14,7 +14,7 @@ import cloudpickle
 import pytest
 import torch
 from pyspark.sql import SparkSession
-from virtual_time import eventually
+from waiting import eventually
 
 import sparkdl
 from sparkdl.errors import TrainingError, WorkerError, WorkerLostError

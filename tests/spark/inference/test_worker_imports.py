@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from subprocesses import printed_by
 
 TIMEOUT_SECONDS = 120.0
 SENT = (
@@ -19,11 +18,5 @@ def test_predicting_imports_nothing_that_only_training_needs() -> None:
         f"for name in {SENT}: importlib.import_module(name)\n"
         f"print(*(name for name in {NOT_NEEDED} if name in sys.modules))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        check=True,
-    )
-    assert done.stdout.split() == []
+    printed = printed_by("-c", script, timeout=TIMEOUT_SECONDS)
+    assert printed.split() == []

@@ -23,6 +23,7 @@ from frames import estimator, features_of, frame, frame_of_sizes, labels_of, sam
 from models import Saboteur
 from pyspark.sql import DataFrame, SparkSession
 from torch import Tensor, nn
+from waiting import eventually
 
 from sparkdl import GradientAllReduce
 from sparkdl.errors import ConfigError, TrainingError, WorkerError
@@ -185,9 +186,7 @@ def test_slots_held_by_another_job_are_an_error_with_numbers_in_seconds(
     other = threading.Thread(target=run_other)
     other.start()
     try:
-        deadline = time.monotonic() + 60
-        while len(os.listdir(folder)) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        assert eventually(lambda: len(os.listdir(folder)) == 2, 60)
         with pytest.raises(ConfigError, match=r"3 workers .* other jobs hold 2 of the.* 3"):
             estimator(strategy=ALL_REDUCE, numWorkers=3).fit(frame(spark))
         require_free_slots(spark, 1)

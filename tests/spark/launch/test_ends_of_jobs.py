@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +13,9 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from frames import estimator, frame
+from frames import all_jobs_end, estimator, frame
 from pyspark.sql import DataFrame, SparkSession
+from subprocesses import run_python
 from toys import classification, make_job, mlp
 
 import sparkdl
@@ -72,11 +72,7 @@ def test_an_interrupt_before_spark_has_the_job_leaves_none_running(
         trains(frame(spark, partitions=2))
     assert time.monotonic() - began < 25  # not JOB_END_S
     assert planned[0].ended
-    tracker = spark.sparkContext.statusTracker()
-    deadline = time.monotonic() + PATIENCE_S  # it hears of an end a little later
-    while tracker.getActiveJobsIds() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not tracker.getActiveJobsIds()
+    assert all_jobs_end(spark, PATIENCE_S)
 
 
 @pytest.mark.slow
@@ -175,12 +171,13 @@ print(json.dumps(seen))
 def _seen_as_the_jvm_ends(tmp_path: Path, during: str) -> dict[str, Any]:
     """What a program tells whose JVM is killed ``during`` a function of the script above."""
     tests = Path(__file__).parents[2]
-    ended = subprocess.run(
-        [sys.executable, "-c", WITHOUT_JVM, str(tests), str(tmp_path / "checkpoints"), during],
-        capture_output=True,
-        text=True,
+    ended = run_python(
+        "-c",
+        WITHOUT_JVM,
+        tests,
+        tmp_path / "checkpoints",
+        during,
         timeout=300,
-        check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     assert ended.stdout, ended.stderr

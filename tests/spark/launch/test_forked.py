@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from subprocesses import run_python
+from waiting import eventually, eventually_gone
 
 from sparkdl.errors import TrainingError
 from sparkdl.spark.launch import forked
@@ -128,29 +130,11 @@ def test_ranks_end_with_the_server(number: signal.Signals, tmp_path: Path) -> No
         "threading.Thread(target=end_server, args=told).start()\n"
         f"call(server, 'sleep', {str(path)!r})"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_python("-c", program)
     assert "WorkerLostError" in done.stderr
     assert eventually_gone(int(path.read_text()))
 
 
 def end_server(server: ForkServer, path: str, number: int) -> None:
-    deadline = time.monotonic() + 60
-    while not (os.path.exists(path) and Path(path).read_text()) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    eventually(lambda: os.path.exists(path) and Path(path).read_text(), 60)
     os.kill(server._process.pid, number)
-
-
-def eventually_gone(process: int) -> bool:
-    deadline = time.monotonic() + 60
-    while (there := is_there(process)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not there
-
-
-def is_there(process: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
-    except OSError:
-        return False

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import eventually, eventually_gone, is_there
 
 from sparkdl.errors import TrainingError, WorkerLostError
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN
@@ -110,20 +111,6 @@ def calls(function: str, *arguments: tuple[Any, ...]) -> list[RankCall]:
     ]
 
 
-def is_there(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-
-
-def eventually_gone(pid: int) -> bool:
-    deadline = time.monotonic() + 60
-    while is_there(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not is_there(pid)
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
     started = ForkServer([__name__], {})
@@ -197,9 +184,7 @@ def test_a_rank_ends_with_the_task_that_is_killed(tmp_path: Path) -> None:
         f"list(host_ranks(sleeping, [], ForkServer([], {{}})))"
     )
     task = subprocess.Popen([sys.executable, "-c", program])
-    deadline = time.monotonic() + 60
-    while not (sleeper.is_file() and sleeper.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    assert eventually(lambda: sleeper.is_file() and sleeper.read_text(), 60)
     assert is_there(int(sleeper.read_text()))
     task.kill()
     task.wait()

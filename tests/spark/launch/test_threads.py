@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from subprocesses import printed_by
 
 PROGRAM = """
 import functools
@@ -62,14 +61,7 @@ def test_a_task_of_three_cores_computes_on_three_threads(tmp_path: Path) -> None
     program, notes = tmp_path / "program.py", tmp_path / "notes"
     program.write_text(PROGRAM)
     notes.mkdir()
-    done = subprocess.run(
-        [sys.executable, str(program), str(notes)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    called, fitted = json.loads(done.stdout.splitlines()[-1])
+    printed = printed_by(program, notes)
+    called, fitted = json.loads(printed.splitlines()[-1])
     assert called == [[3, "3"]]
     assert fitted == ["3"]

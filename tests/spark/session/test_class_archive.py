@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from subprocesses import printed_by
 
 from sparkdl.errors import SetupError
 from sparkdl.spark.session import prepare
@@ -46,39 +47,33 @@ def prepared(home: Path) -> Path:
     return path
 
 
-def test_a_machine_that_was_not_prepared_gets_no_settings(home: Path) -> None:
+def test_only_a_local_clusters_executors_are_told_of_an_archive_that_is_there(home: Path) -> None:
+    """Others may be elsewhere."""
     assert archive_settings(java_of(home), "local-cluster[2,1,1024]") == {}
-
-
-def test_a_local_clusters_driver_and_executors_are_told_of_the_archive(home: Path) -> None:
     option = f"-XX:SharedArchiveFile={prepared(home)}"
     assert archive_settings(java_of(home), "local-cluster[2,1,1024]") == {
         DRIVER_OPTIONS: option,
         EXECUTOR_OPTIONS: option,
     }
+    for master in (None, "local[2]", "yarn", "spark://there:7077"):
+        assert set(archive_settings(java_of(home), master)) == {DRIVER_OPTIONS}, master
 
 
-@pytest.mark.parametrize("master", [None, "local[2]", "yarn", "spark://there:7077"])
-def test_executors_that_may_be_elsewhere_are_not_told_of_it(home: Path, master: str | None) -> None:
+def test_an_upgrade_asks_for_a_new_archive(home: Path) -> None:
     prepared(home)
-    assert set(archive_settings(java_of(home), master)) == {DRIVER_OPTIONS}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda home: (home / "java/release").write_text('JAVA_VERSION="17.0.16"\n'),
-        lambda home: (home / "spark/jars/spark-core.jar").write_text("another core"),
-        lambda home: (home / "spark/jars/extra.jar").write_text(""),
-        lambda home: os.utime(home / "spark/jars/spark-core.jar", (0, 0)),
-    ],
-    ids=["java", "jar", "more-jars", "time"],
-)
-def test_an_upgrade_asks_for_a_new_archive(home: Path, change: object) -> None:
-    prepared(home)
-    assert callable(change)
-    change(home)
-    assert archive_settings(java_of(home), "local[2]") == {}
+    jar, java = home / "spark/jars/spark-core.jar", home / "java/release"
+    assert archive_settings(java_of(home), "local[2]")
+    names = {archive_path(java_of(home))}
+    for change in (
+        lambda: java.write_text('JAVA_VERSION="17.0.16"\n'),
+        lambda: jar.write_text("another core"),
+        lambda: (home / "spark/jars/extra.jar").write_text(""),
+        lambda: os.utime(jar, (0, 0)),
+    ):
+        change()
+        assert archive_settings(java_of(home), "local[2]") == {}
+        names.add(archive_path(java_of(home)))
+    assert len(names) == 5
 
 
 def test_a_java_that_writes_no_archive_is_an_error_and_leaves_nothing(
@@ -143,18 +138,7 @@ assert spark.range(3).count() == 3
 def test_sessions_of_a_prepared_machine_map_sparks_classes(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
 
-    def run(*command: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *command],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=170,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
+    run = partial(printed_by, env=environment, timeout=170)
     said = run("-c", "from sparkdl.spark.session.prepare import main; main([])")
     (archive,) = (tmp_path / "sparkdl").iterdir()
     for_others = [line.split(maxsplit=1) for line in said.splitlines()[-2:]]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
+from subprocesses import printed_by, run_python
 
 from sparkdl import create_session
 from sparkdl.errors import SetupError
@@ -30,18 +30,16 @@ def test_a_java_home_without_java_is_named(monkeypatch: pytest.MonkeyPatch, tmp_
         find_java()
 
 
-def test_java_home_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_java_home_or_java_on_the_path_is_enough(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "java").touch(mode=0o755)
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "")
     find_java()
-
-
-def test_java_on_the_path_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "java").touch(mode=0o755)
-    monkeypatch.delenv("JAVA_HOME", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("JAVA_HOME")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     find_java()
 
 
@@ -50,13 +48,8 @@ def test_create_session_in_a_process_without_java_fails_with_the_fix_and_no_stac
 ) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("JAVA_HOME", "SPARK_HOME")}
     environment["PATH"] = str(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", "import sparkdl; sparkdl.create_session('app', 'local[1]')"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    done = run_python(
+        "-c", "import sparkdl; sparkdl.create_session('app', 'local[1]')", env=environment
     )
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
@@ -65,11 +58,10 @@ def test_create_session_in_a_process_without_java_fails_with_the_fix_and_no_stac
     assert "JAVA_GATEWAY_EXITED" not in done.stderr
 
 
-def test_a_second_session_is_the_first(spark: SparkSession) -> None:
+def test_a_second_session_is_the_first_and_executors_run_the_drivers_python(
+    spark: SparkSession,
+) -> None:
     assert create_session("another").sparkContext is spark.sparkContext
-
-
-def test_executors_run_the_drivers_python(spark: SparkSession) -> None:
     assert spark.sparkContext.pythonExec == sys.executable
 
 
@@ -95,10 +87,8 @@ def test_java_options_of_ones_own_come_beside_ours_and_the_compiler_beside_java(
         "print(*java.management.ManagementFactory.getRuntimeMXBean().getInputArguments()); "
         "spark.stop()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
-    )
-    compiler_is_there, mine, arguments = done.stdout.splitlines()[-3:]
+    printed = printed_by("-c", script)
+    compiler_is_there, mine, arguments = printed.splitlines()[-3:]
     assert (compiler_is_there, mine) == ("True", "1")
     assert "-XX:Tier4CompileThreshold=" in arguments
 
@@ -107,9 +97,7 @@ def test_java_options_of_ones_own_come_beside_ours_and_the_compiler_beside_java(
 def test_an_archive_that_is_not_there_is_named_with_the_setting_and_the_fix() -> None:
     settings = {"spark.archives": "nowhere/environment.tar.gz#environment"}
     script = f"import sparkdl; sparkdl.create_session('app', 'local[1]', {settings!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_python("-c", script)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(
