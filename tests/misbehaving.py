@@ -6,15 +6,18 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from by_keyword import run
 from interruptions import Interrupted, dying_after
+from support.faults import Proxy
 from torch import Tensor, nn
 from toys import (
     SEED,
@@ -29,6 +32,7 @@ from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Outcome
 from sparkdl.events import WindowReport
 from sparkdl.testing import run_world
+from sparkdl.testing.world import _threads
 from sparkdl.worker import Job, Placement, train
 
 MARK = 777.0
@@ -67,35 +71,70 @@ class Marked(nn.Module):
 
 class Raises(Marked):
     def at_mark(self) -> None:
-        raise ZeroDivisionError("the user's own mistake")
+        explode()
 
 
 class Kills(Marked):
     def at_mark(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill()
 
 
-class KillsOnce(nn.Module):
-    """Kills the process of rank 1 in one of all passes that its processes make.
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def explode() -> None:
+    raise ZeroDivisionError("the user's own mistake")
+
+
+class Misbehaves(nn.Module):
+    """Does ``deed`` in a pass of rank 1 behind the ``after``-th, forwards or in backward.
+
+    Only ``times`` in all; passes are counted over all processes of the rank.
 
     Args:
         folder: an empty one, in which the passes are counted.
+        deed: what is done.
         after: how many passes go well.
+        times: how many then do not.
+        backward: whether it is done in backward.
     """
 
-    def __init__(self, folder: Path, after: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        deed: Callable[[], None],
+        after: int,
+        times: int = 1,
+        backward: bool = False,
+    ) -> None:
         super().__init__()
         self.net = mlp()
-        self.folder, self.after = str(folder), after
+        self.folder, self.deed, self.backward = str(folder), deed, backward
+        self.due = range(after, after + times)
 
     def forward(self, features: Tensor) -> Tensor:
+        inner = self.net[0](features)
         if "rank 1" in multiprocessing.current_process().name:
             passes = len(os.listdir(self.folder))
-            Path(self.folder, str(passes)).touch()
-            if passes == self.after:
-                os.kill(os.getpid(), signal.SIGKILL)
-        outputs: Tensor = self.net(features)
+            Path(self.folder, f"{passes:05d}-{os.getpid()}").touch()
+            if passes in self.due and not self.backward:
+                self.deed()
+            elif passes in self.due:
+                # The gradients of the last layer are on their way by then.
+                inner.register_hook(lambda _: self.deed())
+        outputs: Tensor = self.net[2](self.net[1](inner))
         return outputs
+
+
+def passes_in(folder: Path) -> int:
+    """How many passes rank 1 has begun."""
+    return len(os.listdir(folder))
+
+
+def processes_in(folder: Path) -> set[int]:
+    """The processes in which rank 1 has begun passes."""
+    return {int(name.split("-")[1]) for name in os.listdir(folder)}
 
 
 def die_after(
@@ -120,11 +159,11 @@ def resume_after(
 
 
 def kill_once(job: Job, shards: Any) -> Outcome:
-    """What comes of a run whose model is a ``KillsOnce``: all rows are counted once an epoch."""
+    """What comes of a run whose model ``Misbehaves``: all rows are counted once an epoch."""
     outcome = run_world(job, shards, ranks_as="processes")
     model = job.model()
-    assert isinstance(model, KillsOnce)
-    assert len(os.listdir(model.folder)) > model.after
+    assert isinstance(model, Misbehaves)
+    assert passes_in(Path(model.folder)) > model.due.start
     rows = sum(batch.num_rows for shard in shards for batch in shard)
     assert [row.examples for row in outcome.history] == [rows] * job.epochs
     return outcome
@@ -173,3 +212,26 @@ def ranks(
         return started(workers, 20)
 
     return launch
+
+
+def seen_through(proxy: Proxy, averager: Averager) -> Any:
+    """The averager as workers see it who have to pass the proxy."""
+    return SimpleNamespace(address=proxy.address, fail=averager.fail)
+
+
+def run_with_breaks(
+    job: Job, shards: Any, folder: Path, limits: Iterable[int]
+) -> tuple[Outcome, Proxy]:
+    """A run behind a proxy that breaks a connection after each of so many bytes."""
+    proxies: list[Proxy] = []
+    start = _threads(job, shards, folder)
+    left = iter(limits)
+
+    @contextmanager
+    def launch(averager: Averager) -> Iterator[None]:
+        with Proxy(averager.address, lambda: next(left, None)) as proxy:
+            proxies.append(proxy)
+            with start(seen_through(proxy, averager)):
+                yield
+
+    return run(job, len(shards), launch), proxies[0]

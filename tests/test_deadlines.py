@@ -14,7 +14,8 @@ from by_keyword import run
 from misbehaving import Marked, marked, ranks
 from torch import Tensor
 from toys import classification, make_job, mlp
-from virtual_time import WAIT_S, VirtualClock, coordinator_of, eventually
+from virtual_time import VirtualClock, coordinator_of
+from waiting import WAIT_S, eventually
 
 from sparkdl.averager import Averager
 from sparkdl.averager.client import client
@@ -68,17 +69,19 @@ def clock() -> VirtualClock:
     return VirtualClock()
 
 
-def with_time_passing(
+def require_named_in_time(
+    named: str,
     job: Job,
     shards: Any,
     wanted: list[int],
     clock: VirtualClock,
     once: Callable[[Averager], bool],
     release: Callable[[], None] = lambda: None,
-) -> Any:
-    """Launch these ranks, and let time pass once all but the late ones wait.
+) -> None:
+    """Run these ranks, and let time pass once all but the late one wait: it is named.
 
     Args:
+        named: what the error says.
         job: what they train.
         shards: the rows of all ranks.
         wanted: the ranks.
@@ -97,7 +100,9 @@ def with_time_passing(
             finally:
                 release()
 
-    return launch
+    with pytest.raises(DeadlineError, match=named):
+        run(job, len(shards), launch, now=clock)
+    assert DEADLINE_S <= clock.passed <= DEADLINE_S + 2
 
 
 def wait_in_round(averager: Averager, waiting: set[int]) -> bool:
@@ -111,14 +116,7 @@ def test_a_rank_that_never_joins_is_named_at_the_deadline(clock: VirtualClock) -
     def others_are_ready(averager: Averager) -> bool:
         return all(rank in coordinator_of(averager).shards for rank in (0, 2))
 
-    with pytest.raises(DeadlineError, match="rank 1"):
-        run(
-            job,
-            3,
-            with_time_passing(job, shards, [0, 2], clock, others_are_ready),
-            now=clock,
-        )
-    assert DEADLINE_S <= clock.passed <= DEADLINE_S + 2
+    require_named_in_time("rank 1", job, shards, [0, 2], clock, others_are_ready)
 
 
 @pytest.mark.parametrize("silent", [0, 1, 2])
@@ -131,14 +129,8 @@ def test_a_rank_that_goes_silent_is_named_at_the_deadline(
     def others_wait(averager: Averager) -> bool:
         return blocked.there.is_set() and wait_in_round(averager, {0, 1, 2} - {silent})
 
-    with pytest.raises(DeadlineError, match=f"rank {silent}"):
-        run(
-            job,
-            3,
-            with_time_passing(job, shards, [0, 1, 2], clock, others_wait, blocked.release),
-            now=clock,
-        )
-    assert DEADLINE_S <= clock.passed <= DEADLINE_S + 2
+    named = f"rank {silent}"
+    require_named_in_time(named, job, shards, [0, 1, 2], clock, others_wait, blocked.release)
 
 
 @pytest.mark.slow
@@ -240,16 +232,8 @@ def test_a_worker_whose_rows_do_not_arrive_is_named_at_the_deadline(
             and coordinator.members.there == {0, 1}
         )
 
-    with pytest.raises(DeadlineError, match=r"^rank 1 on .* of its rows within 60 s"):
-        run(
-            job,
-            2,
-            with_time_passing(
-                job, [quick, stuck(slow)], [0, 1], clock, other_waits, blocked.release
-            ),
-            now=clock,
-        )
-    assert DEADLINE_S <= clock.passed <= DEADLINE_S + 2
+    named, shards = r"^rank 1 on .* of its rows within 60 s", [quick, stuck(slow)]
+    require_named_in_time(named, job, shards, [0, 1], clock, other_waits, blocked.release)
 
 
 def test_a_slow_upload_does_not_make_its_sender_look_lost(
@@ -280,11 +264,4 @@ def test_a_slow_upload_does_not_make_its_sender_look_lost(
         averagers[:] = [averager]
         return sent.is_set() and wait_in_round(averager, {0})
 
-    with pytest.raises(DeadlineError, match="rank 1"):
-        run(
-            job,
-            2,
-            with_time_passing(job, shards, [0, 1], clock, has_sent, blocked.release),
-            now=clock,
-        )
-    assert DEADLINE_S <= clock.passed <= DEADLINE_S + 2
+    require_named_in_time("rank 1", job, shards, [0, 1], clock, has_sent, blocked.release)

@@ -7,67 +7,47 @@ import random
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import repeat
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
 import pytest
 import torch
 from by_keyword import run
+from every_row import every
+from misbehaving import (
+    Misbehaves,
+    Raises,
+    kill,
+    marked,
+    processes_in,
+    run_with_breaks,
+    seen_through,
+)
 from support.faults import Proxy
 from support.replay import recorded_commits, relative_difference, replay
-from torch import Tensor, nn
 from toys import classification, make_job, mlp
-from virtual_time import WAIT_S, VirtualClock, coordinator_of, eventually
+from virtual_time import VirtualClock, coordinator_of
+from waiting import WAIT_S, eventually
 
 from sparkdl.averager import Averager
 from sparkdl.averager.coordination.membership import STRAGGLER_S
-from sparkdl.driver import Outcome
 from sparkdl.errors import DeadlineError, WorkerError, WorkerLostError
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
-from sparkdl.testing.world import Shard, _processes, _threads
-from sparkdl.worker import Job
+from sparkdl.testing.world import _processes, _threads
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 pytestmark = pytest.mark.usefixtures("nobody_stays")
 
 SIZES = [40, 33, 21]
-
-
-class Misbehaves(nn.Module):
-    """Does ``deed`` on rank 1 in its first ``times`` passes after the ``after``-th."""
-
-    def __init__(self, folder: Path, deed: Callable[[], None], after: int, times: int = 1) -> None:
-        super().__init__()
-        self.net = mlp()
-        self.folder, self.deed, self.after, self.times = str(folder), deed, after, times
-
-    def forward(self, features: Tensor) -> Tensor:
-        if "rank 1" in _process_name():
-            Path(self.folder, f"{time.monotonic_ns()}-{os.getpid()}").touch()
-            passes = len(os.listdir(self.folder))
-            if self.after < passes <= self.after + self.times:
-                self.deed()
-        return self.net(features)
-
-
-def _process_name() -> str:
-    import multiprocessing
-
-    return multiprocessing.current_process().name
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stop() -> None:
@@ -77,32 +57,6 @@ def stop() -> None:
 def state_of(pid: int) -> str:
     """The state of a process on Linux: T if it has been stopped."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def explode() -> None:
-    raise ZeroDivisionError("the user's own mistake")
-
-
-def seen_through(proxy: Proxy, averager: Averager) -> Any:
-    """The averager as workers see it who have to pass the proxy."""
-    return SimpleNamespace(address=proxy.address, fail=averager.fail)
-
-
-def run_with_breaks(
-    job: Job, shards: list[Shard], folder: Path, breaks_after: Callable[[], int | None]
-) -> tuple[Outcome, Proxy]:
-    """A run behind a proxy that breaks connections after as many bytes as it is told."""
-    proxies: list[Proxy] = []
-    start = _threads(job, shards, folder)
-
-    @contextmanager
-    def launch(averager: Averager) -> Iterator[None]:
-        with Proxy(averager.address, breaks_after) as proxy:
-            proxies.append(proxy)
-            with start(seen_through(proxy, averager)):
-                yield
-
-    return run(job, len(shards), launch), proxies[0]
 
 
 @pytest.mark.slow_variants(fast=2)
@@ -131,7 +85,7 @@ def test_connections_reset_at_any_byte_cost_no_row(
         job,
         classification(SIZES).shards(),
         tmp_path,
-        lambda: limits.pop() if limits else None,
+        limits,
     )
     assert proxy.breaks >= 3
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 8
@@ -139,72 +93,47 @@ def test_connections_reset_at_any_byte_cost_no_row(
     assert outcome.history[-1].loss < outcome.history[0].loss
 
 
-@pytest.mark.parametrize("limit", [10, 60, 110, 150])
+@every(
+    ("limits", "max_failures"),
+    [*(([limit], 1) for limit in (10, 60, 110, 150)), *(([limit] * 3, 0) for limit in (10, 60))],
+)
 def test_a_connection_that_breaks_while_the_ends_prove_themselves_is_tried_again(
-    tmp_path: Path, limit: int
+    tmp_path: Path, limits: list[int], max_failures: int
 ) -> None:
-    limits = [limit]
-    outcome, proxy = run_with_breaks(
-        make_job(mlp(), max_failures=1),
-        classification(SIZES).shards(),
-        tmp_path,
-        lambda: limits.pop() if limits else None,
-    )
-    assert proxy.breaks == 1
+    """Before its worker has joined it is no loss."""
+    job = make_job(mlp(), max_failures=max_failures)
+    outcome, proxy = run_with_breaks(job, classification(SIZES).shards(), tmp_path, limits)
+    assert proxy.breaks == len(limits)
     assert [row.examples for row in outcome.history] == [sum(SIZES)]
 
 
-@pytest.mark.parametrize("limit", [10, 60])
-def test_a_connection_that_breaks_before_its_worker_has_joined_is_no_loss(
-    tmp_path: Path, limit: int
-) -> None:
-    limits = [limit] * 3
-    outcome, proxy = run_with_breaks(
-        make_job(mlp(), max_failures=0),
-        classification(SIZES).shards(),
-        tmp_path,
-        lambda: limits.pop() if limits else None,
-    )
-    assert proxy.breaks == 3
-    assert [row.examples for row in outcome.history] == [sum(SIZES)]
-
-
-@pytest.mark.parametrize("limit", range(1500, 5000, 700))
+@every("limit", range(1500, 5000, 700))
 def test_steps_before_the_first_commit_are_forgotten_with_their_optimizers_state(
     tmp_path: Path, limit: int
 ) -> None:
     """All three connections break in their first window, so that nothing was committed."""
-    limits = [limit] * len(SIZES)
     adam = partial(torch.optim.Adam, lr=0.01)
     job = make_job(mlp(), optimizer=adam, strategy=ParameterAveraging(2), max_failures=3)
     shards = classification(SIZES).shards()
     with recorded_commits() as commits:
-        outcome, proxy = run_with_breaks(
-            job, shards, tmp_path, lambda: limits.pop() if limits else None
-        )
+        outcome, proxy = run_with_breaks(job, shards, tmp_path, [limit] * len(SIZES))
     assert proxy.breaks == 3
     assert relative_difference(outcome.module, replay(job, shards, commits)) < 1e-6
 
 
-def test_without_tolerance_the_first_reset_ends_the_run(tmp_path: Path) -> None:
-    limits = [8_000]
-    with pytest.raises(WorkerLostError, match=r"rank \d on \S+ ended its connection"):
-        run_with_breaks(
-            make_job(mlp(), epochs=20),
-            classification(SIZES).shards(),
-            tmp_path,
-            lambda: limits.pop() if limits else None,
-        )
-
-
-def test_one_failure_too_many_names_the_last_ones(tmp_path: Path) -> None:
-    with pytest.raises(WorkerLostError, match=r"4 workers were lost, .*maxFailures .*\(3\): rank"):
-        run_with_breaks(
-            make_job(mlp(), epochs=50, max_failures=3),
-            classification(SIZES).shards(),
-            tmp_path,
-            lambda: 8_000,
-        )
+@every(
+    ("limits", "max_failures", "message"),
+    [
+        ([8_000], 0, r"rank \d on \S+ ended its connection"),
+        (repeat(8_000), 3, r"4 workers were lost, .*maxFailures .*\(3\): rank"),
+    ],
+)
+def test_one_failure_too_many_ends_the_run_and_names_the_last_ones(
+    tmp_path: Path, limits: Iterable[int], max_failures: int, message: str
+) -> None:
+    job = make_job(mlp(), epochs=50, max_failures=max_failures)
+    with pytest.raises(WorkerLostError, match=message):
+        run_with_breaks(job, classification(SIZES).shards(), tmp_path, limits)
 
 
 @pytest.mark.slow
@@ -222,7 +151,7 @@ def test_a_killed_process_is_started_again_and_no_row_is_lost(
     )
     outcome = run_world(job, classification(SIZES).shards(), ranks_as="processes")
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
-    assert len({name.split("-")[1] for name in os.listdir(tmp_path)}) == 2
+    assert len(processes_in(tmp_path)) == 2
 
 
 @pytest.mark.slow
@@ -239,7 +168,7 @@ def test_a_stopped_process_is_dropped_and_comes_back(tmp_path: Path) -> None:
         pids: set[int] = set()
 
         def stopped() -> bool:
-            pids.update(int(name.split("-")[1]) for name in os.listdir(tmp_path))
+            pids.update(processes_in(tmp_path))
             return bool(pids) and all(state_of(pid) == "T" for pid in pids)
 
         assert eventually(stopped)
@@ -265,21 +194,12 @@ def test_a_stopped_process_is_dropped_and_comes_back(tmp_path: Path) -> None:
     assert len(averagers[0].losses) == 1
     assert "rank 1" in averagers[0].losses[0]
     assert "did not contribute to round" in averagers[0].losses[0]
-    assert len({name.split("-")[1] for name in os.listdir(tmp_path)}) == 1
+    assert len(processes_in(tmp_path)) == 1
 
 
-def test_the_users_error_is_not_tried_again(tmp_path: Path) -> None:
-    class Explodes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = mlp()
-
-        def forward(self, features: Tensor) -> Tensor:
-            explode()
-            return self.net(features)
-
+def test_the_users_error_is_not_tried_again() -> None:
     with pytest.raises(WorkerError, match="the user's own mistake"):
-        run_world(make_job(Explodes(), max_failures=9), classification(SIZES).shards())
+        run_world(make_job(Raises(), max_failures=9), marked(SIZES, 0).shards())
 
 
 def test_a_worker_that_never_comes_back_is_named_with_why_it_was_lost(tmp_path: Path) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import random
-import signal
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,15 +15,17 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from interruptions import same_bits
+from misbehaving import Misbehaves, explode, kill, passes_in
 from torch import Tensor, nn
-from toys import Data, classification, make_job, mlp
+from toys import Data, classification, make_job
 
 from sparkdl.averager import Averager
 from sparkdl.averager.messages.run_events import WorkersRestarted
 from sparkdl.callbacks import Callback, Training
 from sparkdl.callbacks.base import Calls
-from sparkdl.driver import Launch, as_builder, run
+from sparkdl.driver import Launch, Outcome, as_builder, run
 from sparkdl.errors import CallbackError, ConfigError, DataError, WorkerError, WorkerLostError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.feed import FeedOptions
@@ -41,41 +40,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ADAM = partial(torch.optim.Adam, lr=0.01)
 SIZES = [42, 22]
 """Of minibatches of 4: 11 and 6 steps an epoch."""
-
-
-class Misbehaves(nn.Module):
-    """Does ``deed`` in a pass of rank 1 behind the ``after``-th, forwards or in backward.
-
-    Only ``times`` in all; passes are counted over all processes of the rank.
-    """
-
-    def __init__(
-        self, folder: Path, deed: Callable[[], None], after: int, times: int, backward: bool
-    ) -> None:
-        super().__init__()
-        self.net = mlp()
-        self.folder, self.deed, self.backward = str(folder), deed, backward
-        self.due = range(after, after + times)
-
-    def forward(self, features: Tensor) -> Tensor:
-        inner = self.net[0](features)
-        if self.training and "rank 1" in multiprocessing.current_process().name:
-            passes = len(os.listdir(self.folder))
-            Path(self.folder, f"{passes:05d}").touch()
-            if passes in self.due and not self.backward:
-                self.deed()
-            elif passes in self.due:
-                # The gradients of the last layer are on their way by then.
-                inner.register_hook(lambda _: self.deed())
-        return self.net[2](self.net[1](inner))
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def explode() -> None:
-    raise ZeroDivisionError("the user's own mistake")
 
 
 def misbehaving(
@@ -94,8 +58,45 @@ def misbehaving(
     return make_job(model, strategy=strategy, **settings)
 
 
-def passes(folder: Path) -> int:
-    return len(os.listdir(folder))
+@dataclass(frozen=True)
+class Pair:
+    """A run in which a worker was lost, and one in which none was.
+
+    Attributes:
+        outcome: of the one with a loss.
+        whole: of the other.
+        events: of the one with a loss.
+        repeated: how many passes of rank 1 it made more.
+    """
+
+    outcome: Outcome
+    whole: Outcome
+    events: list[object]
+    repeated: int
+
+
+def lost_and_whole(
+    folder: Path, strategy: Strategy, *, noisy: bool = False, **changes: Any
+) -> Pair:
+    """Runs with a loss and without, which come to the same bits and count all rows once."""
+    data, events = classification(SIZES), list[object]()
+    outcomes = []
+    for name, times in (("whole", 0), ("lost", 1)):
+        job = misbehaving(folder / name, strategy, **{**changes, "times": times})
+        if noisy:
+            model = job.model()
+            assert isinstance(model, Misbehaves)
+            model.net = noise()
+            job = replace(job, model=as_builder(model))
+        events.clear()
+        outcomes.append(run_world(job, data.shards(), ranks_as="processes", on_event=events.append))
+    whole, outcome = outcomes
+    assert same_bits(outcome, whole)
+    repeated = passes_in(folder / "lost") - passes_in(folder / "whole")
+    assert repeated > 0
+    assert [row.examples for row in outcome.history] == [sum(SIZES)] * job.epochs
+    assert_told_once(events, data, job.epochs)
+    return Pair(outcome, whole, events, repeated)
 
 
 DECAY = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9)
@@ -103,7 +104,7 @@ DECAY = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9)
 
 @pytest.mark.slow_variants(fast=2)
 @pytest.mark.parametrize(
-    ("strategy", "after", "backward", "repeated", "every"),
+    ("strategy", "after", "backward", "repeated", "scheduled"),
     [
         # 6 passes of rank 1 an epoch; what is behind the last commit is done again.
         (GradientAllReduce(bucket_mb=0.0001, commit_every=3), 10, True, 2, "step"),
@@ -115,20 +116,18 @@ DECAY = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9)
     ids=["all-reduce", "epochs", "accumulating", "averaging", "first-step"],
 )
 def test_a_worker_killed_in_the_middle_costs_the_steps_since_the_last_commit_and_no_bits(
-    tmp_path: Path, strategy: Strategy, after: int, backward: bool, repeated: int, every: str
+    tmp_path: Path, strategy: Strategy, after: int, backward: bool, repeated: int, scheduled: str
 ) -> None:
-    data = classification(SIZES)
-    scheduled: dict[str, Any] = {"scheduler": DECAY, "scheduler_every": every}
-    calm = misbehaving(tmp_path / "calm", strategy, times=0, **scheduled)
-    whole = run_world(calm, data.shards(), ranks_as="processes")
-    events: list[object] = []
-    job = misbehaving(tmp_path / "wild", strategy, after=after, backward=backward, **scheduled)
-    outcome = run_world(job, data.shards(), ranks_as="processes", on_event=events.append)
-    assert same_bits(outcome, whole)
-    assert passes(tmp_path / "wild") == passes(tmp_path / "calm") + repeated
-    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
-    assert [row.loss for row in outcome.history] == [row.loss for row in whole.history]
-    assert_told_once(events, data, epochs=3)
+    pair = lost_and_whole(
+        tmp_path,
+        strategy,
+        after=after,
+        backward=backward,
+        scheduler=DECAY,
+        scheduler_every=scheduled,
+    )
+    assert pair.repeated == repeated
+    assert [row.loss for row in pair.outcome.history] == [row.loss for row in pair.whole.history]
 
 
 class EightBit(torch.optim.SGD):
@@ -145,13 +144,9 @@ class EightBit(torch.optim.SGD):
 
 def test_whole_numbers_of_an_optimizer_come_back_however_many(tmp_path: Path) -> None:
     """As those of 8-bit optimizers; the driver keeps them beside the center's fractions."""
+    optimizer = partial(EightBit, lr=0.5)
     strategy = GradientAllReduce(commit_every=3)
-    settings: dict[str, Any] = {"optimizer": partial(EightBit, lr=0.5), "epochs": 2}
-    calm = misbehaving(tmp_path / "calm", strategy, times=0, **settings)
-    whole = run_world(calm, classification(SIZES).shards(), ranks_as="processes")
-    job = misbehaving(tmp_path / "wild", strategy, after=10, **settings)
-    outcome = run_world(job, classification(SIZES).shards(), ranks_as="processes")
-    assert same_bits(outcome, whole)
+    lost_and_whole(tmp_path, strategy, after=10, optimizer=optimizer, epochs=2)
 
 
 class Noise(nn.Module):
@@ -162,7 +157,7 @@ class Noise(nn.Module):
         return dropped * np.random.normal(1.0, 0.1) * random.gauss(1.0, 0.1)
 
 
-def noisy() -> nn.Module:
+def noise() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(6, 8), Noise(), nn.Linear(8, 3)).double()
 
@@ -186,17 +181,7 @@ def noisy() -> nn.Module:
 def test_random_numbers_go_on_as_if_nobody_had_been_lost(
     tmp_path: Path, strategy: Strategy, after: int, feed: FeedOptions
 ) -> None:
-    data = classification(SIZES)
-    outcomes = []
-    for name, times in (("calm", 0), ("wild", 1)):
-        job = misbehaving(tmp_path / name, strategy, after=after, times=times, feed=feed)
-        model = job.model()
-        assert isinstance(model, Misbehaves)
-        model.net = noisy()
-        job = replace(job, model=as_builder(model))
-        outcomes.append(run_world(job, data.shards(), ranks_as="processes"))
-    assert passes(tmp_path / "wild") > passes(tmp_path / "calm")
-    assert same_bits(*outcomes)
+    lost_and_whole(tmp_path, strategy, after=after, feed=feed, noisy=True)
 
 
 class Losses(Callback):
@@ -247,7 +232,7 @@ def test_a_callback_may_end_the_training_where_all_would_start_again(tmp_path: P
     shards = classification(SIZES).shards()
     outcome = run_world(job, shards, ranks_as="processes", callbacks=[stopping])
     assert outcome.stopped == "one is too many"
-    assert passes(tmp_path / "wild") == 9
+    assert passes_in(tmp_path / "wild") == 9
     straight = misbehaving(tmp_path / "calm", strategy, times=0, epochs=1)
     assert same_bits(outcome, run_world(straight, shards, ranks_as="processes"))
 
@@ -258,7 +243,7 @@ def test_a_callback_that_fails_where_all_would_start_again_ends_the_fit(tmp_path
     with pytest.raises(CallbackError, match="callback Losses failed in on_worker_lost: ZeroDiv"):
         run_world(job, classification(SIZES).shards(), ranks_as="processes", callbacks=[failing])
     assert isinstance(failing.error, CallbackError)
-    assert passes(tmp_path / "wild") == 9
+    assert passes_in(tmp_path / "wild") == 9
 
 
 def test_a_loss_of_nobody_knows_whom_is_told_of_too() -> None:
@@ -296,38 +281,42 @@ def test_rows_that_are_exchanged_are_exchanged_again_and_counted_once(
     tmp_path: Path, strategy: Strategy, options: FeedOptions
 ) -> None:
     """Without a collective too; workers who gave their rows away cannot be replaced one by one."""
-    data, events = classification(SIZES), list[object]()
-    calm = misbehaving(tmp_path / "calm", strategy, times=0, feed=options)
-    whole = run_world(calm, data.shards(), ranks_as="processes")
-    job = misbehaving(tmp_path / "wild", strategy, after=13, feed=options)
-    outcome = run_world(job, data.shards(), ranks_as="processes", on_event=events.append)
-    assert passes(tmp_path / "wild") > passes(tmp_path / "calm")
-    assert same_bits(outcome, whole)
-    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
-    assert_told_once(events, data, epochs=3)
+    lost_and_whole(tmp_path, strategy, after=13, feed=options)
 
 
-def test_one_loss_too_many_ends_the_run_and_names_the_last(tmp_path: Path) -> None:
-    job = misbehaving(tmp_path / "wild", GradientAllReduce(), times=99, max_failures=2)
-    with pytest.raises(
-        WorkerLostError, match=r"3 workers were lost, .*maxFailures .*\(2\): .*rank 1"
-    ):
+@every(
+    ("strategy", "settings", "passes", "error", "message"),
+    [
+        (
+            GradientAllReduce(),
+            {"times": 99, "max_failures": 2},
+            6 + 3 + 1 + 1,
+            WorkerLostError,
+            r"3 workers were lost, .*maxFailures .*\(2\): .*rank 1",
+        ),
+        # No commit holds what it would have to start from.
+        (GradientAllReduce(shard_optimizer=True), {}, 9, WorkerLostError, "rank 1"),
+        (
+            GradientAllReduce(),
+            {"deed": explode},
+            9,
+            WorkerError,
+            r"rank 1, epoch 2, step 14: .*the user's own mistake",
+        ),
+    ],
+)
+def test_one_loss_too_many_or_the_users_error_ends_the_run(
+    tmp_path: Path,
+    strategy: Strategy,
+    settings: dict[str, Any],
+    passes: int,
+    error: type[Exception],
+    message: str,
+) -> None:
+    job = misbehaving(tmp_path / "lost", strategy, **settings)
+    with pytest.raises(error, match=message):
         run_world(job, classification(SIZES).shards(), ranks_as="processes")
-    assert passes(tmp_path / "wild") == 6 + 3 + 1 + 1
-
-
-def test_what_no_commit_holds_is_not_started_again(tmp_path: Path) -> None:
-    job = misbehaving(tmp_path / "wild", GradientAllReduce(shard_optimizer=True))
-    with pytest.raises(WorkerLostError, match="rank 1"):
-        run_world(job, classification(SIZES).shards(), ranks_as="processes")
-    assert passes(tmp_path / "wild") == 9
-
-
-def test_the_users_error_is_not_tried_again(tmp_path: Path) -> None:
-    job = misbehaving(tmp_path / "wild", GradientAllReduce(), deed=explode)
-    with pytest.raises(WorkerError, match=r"rank 1, epoch 2, step 14: .*the user's own mistake"):
-        run_world(job, classification(SIZES).shards(), ranks_as="processes")
-    assert passes(tmp_path / "wild") == 9
+    assert passes_in(tmp_path / "lost") == passes
 
 
 def another_way_the_second_time(first: Launch, second: Launch) -> Launch:

@@ -19,11 +19,12 @@ import torch
 from by_keyword import run
 from every_row import every
 from interruptions import die_after, policy, same_bits, save_and_stop
+from misbehaving import Misbehaves, kill, run_with_breaks
 from support.replay import recorded_commits, relative_difference, replay
-from test_lost_workers import Misbehaves, kill, run_with_breaks
 from torch import Tensor, nn
 from toys import Data, classification, make_job, mlp, schema
-from virtual_time import VirtualClock, coordinator_of, eventually
+from virtual_time import VirtualClock, coordinator_of
+from waiting import eventually
 
 from sparkdl.averager import Averager
 from sparkdl.averager.coordination.membership import STRAGGLER_S
@@ -40,7 +41,6 @@ from sparkdl.testing.world import _threads
 from sparkdl.worker import Job
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-cloudpickle.register_pickle_by_value(sys.modules["test_lost_workers"])
 
 pytestmark = pytest.mark.usefixtures("nobody_stays")
 
@@ -291,9 +291,7 @@ def test_connections_that_break_in_the_first_epoch_cost_no_row(tmp_path: Path, s
     job = streamed(optimizer=partial(torch.optim.Adam, lr=0.01), max_failures=40)
     shards = classification(SIZES).shards()
     with recorded_commits() as commits:
-        outcome, proxy = run_with_breaks(
-            job, shards, tmp_path, lambda: limits.pop() if limits else None
-        )
+        outcome, proxy = run_with_breaks(job, shards, tmp_path, limits)
     assert proxy.breaks >= 2
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
     assert relative_difference(outcome.module, replay(job, shards, commits)) < 1e-6

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from interruptions import die_after, policy, same_bits
-from misbehaving import KillsOnce
+from misbehaving import Misbehaves, kill
 from torch import Tensor, nn
 from toys import classification, cnn, make_job, mlp, relative_error, schema
 
@@ -210,7 +210,7 @@ def test_rows_weigh_on_it_what_they_weigh_on_cpus() -> None:
 
 def test_a_worker_that_is_killed_on_it_comes_back_for_its_rows(tmp_path: Path) -> None:
     job = make_job(
-        KillsOnce(tmp_path, after=7),
+        Misbehaves(tmp_path, kill, after=7),
         optimizer=ADAM,
         strategy=ParameterAveraging(2),
         epochs=3,

@@ -16,7 +16,7 @@ import pytest
 import springs
 import strategy_table
 from interruptions import same_bits
-from misbehaving import KillsOnce, die_after, kill_once
+from misbehaving import Misbehaves, die_after, kill, kill_once
 from recorded import recorded_decisions
 from strategy_table import ROWS, Row
 from support.replay import recorded_commits
@@ -103,7 +103,9 @@ def test_a_killed_worker_comes_back_to_the_center_that_the_commits_give(
     assert row.killed is not None
     plain = replace(row, settings={})
     with recorded_decisions() as decisions, recorded_commits() as commits:
-        outcome = kill_once(plain.job(KillsOnce(tmp_path, row.killed_after)), row.data.shards())
+        outcome = kill_once(
+            plain.job(Misbehaves(tmp_path, kill, row.killed_after)), row.data.shards()
+        )
     oracle = row.killed.oracle(decisions, commits)
     assert relative_error(outcome.module.get_submodule("net"), oracle) < row.killed.within
 
@@ -111,7 +113,7 @@ def test_a_killed_worker_comes_back_to_the_center_that_the_commits_give(
 @rows_with("killed_learns")
 def test_a_killed_worker_is_done_without_until_it_comes_back(row: Row, tmp_path: Path) -> None:
     plain = replace(row, settings={})
-    outcome = kill_once(plain.job(KillsOnce(tmp_path, row.killed_after)), row.data.shards())
+    outcome = kill_once(plain.job(Misbehaves(tmp_path, kill, row.killed_after)), row.data.shards())
     assert outcome.history[-1].loss < outcome.history[0].loss
 
 
@@ -119,7 +121,9 @@ def test_a_killed_worker_is_done_without_until_it_comes_back(row: Row, tmp_path:
 def test_when_all_start_again_it_ends_in_the_same_bits(row: Row, tmp_path: Path) -> None:
     again = {**row.starts_all_again(), **(row.restarted or {})}
     whole = run_world(row.job(mlp(), **again), row.data.shards(), ranks_as="processes")
-    outcome = kill_once(row.job(KillsOnce(tmp_path, row.killed_after), **again), row.data.shards())
+    outcome = kill_once(
+        row.job(Misbehaves(tmp_path, kill, row.killed_after), **again), row.data.shards()
+    )
     assert same_bits(outcome, whole)
     assert measured(outcome) == measured(whole)
     if row.strategy.needs.collective:
@@ -128,7 +132,7 @@ def test_when_all_start_again_it_ends_in_the_same_bits(row: Row, tmp_path: Path)
 
 @rows_with("restarted_learns")
 def test_when_all_start_again_no_row_is_lost(row: Row, tmp_path: Path) -> None:
-    killed = row.job(KillsOnce(tmp_path, row.killed_after), **row.starts_all_again())
+    killed = row.job(Misbehaves(tmp_path, kill, row.killed_after), **row.starts_all_again())
     outcome = kill_once(killed, row.data.shards())
     assert outcome.history[-1].loss < outcome.history[0].loss
 
