@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -99,8 +98,8 @@ def decided_by(kind: type[RoundDecisions]) -> type[Coordinator]:
 class AsksWhoComesBack(RoundDecisions):
     """Waits for the worker state of who is let in after a checkpoint's commit, and asks nobody."""
 
-    def _save_if_due(self, windows: Iterable[on.WindowClosed], now: float) -> list[do.Decision]:
-        begun = super()._save_if_due(windows, now)
+    def _save_if_due(self, now: float) -> list[do.Decision]:
+        begun = super()._save_if_due(now)
         if begun:
             self._checkpoints.awaited.update(self._run.to_let_in)
         return begun

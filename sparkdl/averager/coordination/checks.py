@@ -54,7 +54,7 @@ def require_everyone(run: RunState, member: Member, what: str) -> None:
     Raises:
         TrainingError: somebody has left.
     """
-    if run.ranks.of(RankState.FINISHED):
+    if run.finished:
         raise TrainingError(
             f"{member} {what}, but {run.members.name(run.finished)} had already left the run: "
             "all workers must train the same number of epochs"
@@ -68,8 +68,11 @@ def require_window_order(run: RunState, window: WindowClosed) -> None:
         TrainingError: it may not.
     """
     member, report = window.member, window.report
+    state, in_order = run.ranks[member.rank], TRANSITIONS[Move.CLOSE]
+    if state in in_order and report.epoch == run.committed.epoch and not run.finished:
+        return
     require_admitted(run, member)
-    if run.ranks[member.rank] is RankState.CLOSED:
+    if state is RankState.CLOSED:
         raise TrainingError(f"{member} closed a window twice")
     require_everyone(run, member, f"contributed a window of epoch {report.epoch}")
     if report.epoch != run.committed.epoch:
@@ -77,11 +80,10 @@ def require_window_order(run: RunState, window: WindowClosed) -> None:
             f"{member} contributed a window of epoch {report.epoch}, but the run is in epoch "
             f"{run.committed.epoch}. {ONE_LAST_WINDOW}"
         )
-    if run.ranks[member.rank] not in TRANSITIONS[Move.CLOSE]:
-        raise TrainingError(
-            f"rank {member.rank} contributed a window out of order in epoch {report.epoch}, step "
-            f"{report.step}"
-        )
+    raise TrainingError(
+        f"rank {member.rank} contributed a window out of order in epoch {report.epoch}, step "
+        f"{report.step}"
+    )
 
 
 def require_end_of_epoch(run: RunState, member: Member) -> None:

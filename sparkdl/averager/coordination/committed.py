@@ -7,7 +7,7 @@ final: with held-out rows, once every rank has validated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,6 @@ class CommittedProgress:
     Attributes:
         round: rounds committed in this run.
         epoch: the epoch under way, counted from 1.
-        positions: where each rank continues, by rank.
         kept: what each rank sent to be kept with its last committed window; with that, its position
             and the center, the worker continues exactly as it would have.
         commit_wanted: whether the driver wants a commit before the epoch ends; set until there is
@@ -49,7 +48,8 @@ class CommittedProgress:
     def __init__(self, progress: Progress, kept: Mapping[int, WorkerState], now: float) -> None:
         self.round = 0
         self.epoch = progress.epoch
-        self.positions = list(progress.positions)
+        # Up to date once the windows of ``_reports`` from ``_placed`` on are taken into account.
+        self._positions, self._placed = list(progress.positions), len(progress.reports)
         self._history = list(progress.history)
         self.kept = dict(kept)
         self.commit_wanted = False
@@ -60,6 +60,14 @@ class CommittedProgress:
         self._not_counted: set[int] = set()
         self._states: dict[int, WorkerState] = {}
         self.start_epoch(now)
+
+    @property
+    def positions(self) -> Sequence[Position]:
+        """Where each rank continues, by rank."""
+        for report in self._reports[self._placed :]:
+            self._positions[report.rank] = Position.after(report)
+        self._placed = len(self._reports)
+        return self._positions
 
     @property
     def begun(self) -> bool:
@@ -90,9 +98,7 @@ class CommittedProgress:
         self.round += 1
         self.commit_wanted = False
         self.kept |= kept
-        for report in windows:
-            self.positions[report.rank] = Position.after(report)
-            self._reports.append(report)
+        self._reports += windows
 
     def end_epoch(self, now: float) -> EpochSummary:
         """Go on to the next epoch; returns the summary of the one that ended."""
@@ -101,9 +107,9 @@ class CommittedProgress:
         summary = summarize_epoch(self.epoch, self._reports, rounds, seconds)
         self._history.append(summary)
         self.epoch += 1
-        self.positions = [position.next_epoch() for position in self.positions]
+        self._positions = [position.next_epoch() for position in self.positions]
         self._first_round = self.round
-        self._reports = []
+        self._reports, self._placed = [], 0
         self._states = {}
         self.start_epoch(now)
         return summary
@@ -123,7 +129,7 @@ class CommittedProgress:
     def take_states(self) -> tuple[WorkerState | None, ...]:
         """What each rank's metrics counted after the last epoch; no longer kept here."""
         states, self._states = self._states, {}
-        return tuple(states.get(rank) for rank in range(len(self.positions)))
+        return tuple(states.get(rank) for rank in range(len(self._positions)))
 
     def measured(self, epoch: int, values: Mapping[str, MetricValue]) -> EpochSummary:
         """Add the metrics' values to an epoch's summary, and return it."""
@@ -142,7 +148,7 @@ class CommittedProgress:
         Args:
             validates: whether it is the loss on held-out rows, which each rank has to report.
         """
-        told = len(self.validated_by) == len(self.positions) or not self.at_end_of_epoch
+        told = len(self.validated_by) == len(self._positions) or not self.at_end_of_epoch
         return self.epoch - 1 if told or not validates else self.epoch - 2
 
     def epoch_losses(self, first: int, last: int, metric: str | None = None) -> tuple[Any, ...]:

@@ -63,6 +63,7 @@ class Coordinator:
         self.followed = spec.followed
         self.failure: SparkDLError | None = None
         self.stopped: str | None = None
+        self.ended = False
         self._stop_wanted: on.StopWanted | None = None
         self._ranks = self.state.ranks
         # Those that have finished and wait for a checkpoint to be written.
@@ -115,13 +116,13 @@ class Coordinator:
         member: Member | None = getattr(event, "member", None)
         if self.ended:
             return self._after_the_end(event)
-        if member is not None and member.gone and not isinstance(event, on.Finished):
-            return []
         if member is not None and not isinstance(event, on.Joined):
+            if member.gone and not isinstance(event, on.Finished):
+                return []
             self.members.note_heartbeat(member.rank, now)
         decided: list[Decision] = []
         try:
-            decided += self._handlers[type(event)](event)
+            decided = self._handlers[type(event)](event)
             if self.round.queue and not self.ended:
                 decided += self._rounds.enter_held(now)
         except FencedError as error:
@@ -135,13 +136,6 @@ class Coordinator:
         """Take note that something arrived from a worker, or that it read something."""
         if not member.gone:
             self.members.note_heartbeat(member.rank, now)
-
-    @property
-    def ended(self) -> bool:
-        """Whether the run is over."""
-        finished = len(self._ranks.of(RankState.FINISHED)) == self.members.world_size
-        done = finished and not self._leaving
-        return self.failure is not None or self.stopped is not None or done
 
     def restart(self) -> Restart:
         """What another run needs to go on after the last commit."""
@@ -335,7 +329,8 @@ class Coordinator:
     def _dismiss_leaving(self) -> list[Decision]:
         decided: list[Decision] = [do.Dismiss(member) for member in self._leaving.values()]
         self._leaving = {}
-        return [*decided, do.End(None)] if self.ended else decided
+        finished = len(self._ranks.of(RankState.FINISHED)) == self.members.world_size
+        return [*decided, self._end()] if finished else decided
 
     def _stop(self, event: on.StopWanted) -> list[Decision]:
         """End the run as it is, but only once a checkpoint being written exists."""
@@ -343,12 +338,16 @@ class Coordinator:
         if self.checkpoints.under_way:
             return []
         self.stopped = event.reason
-        return [do.End(None, event.reason)]
+        return [self._end()]
 
     def _fail(self, error: SparkDLError) -> list[Decision]:
         # A driver that was told to end may see its workers fail too.
         self.failure = self.checkpoints.told_to_end or error
-        return [do.End(self.failure)]
+        return [self._end()]
+
+    def _end(self) -> Decision:
+        self.ended = True
+        return do.End(self.failure, self.stopped)
 
     def _refuse(self, member: Member, reason: str) -> list[Decision]:
         member.gone = True

@@ -1,7 +1,7 @@
 """What the decisions of a run say: values that cross the border to the outside.
 
 The loop at the edge turns them into bytes (``service/loop.py``). The input to the decisions is in
-``events``, what the driver is told in ``run_events``.
+``events``, which also says why none is frozen; what the driver is told is in ``run_events``.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from sparkdl.feed.statistics.shards import DataStatistics
 # What is to be done at a worker's connection.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReadOn:
     """Tell a worker that has reported only its first rows to read all of them."""
 
     member: Member
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Welcome:
     """Send a worker its position and the center; ``Taken`` has to follow."""
 
     member: Member
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GoOn:
     """Tell a worker that it may train on the rows it has shown."""
 
     member: Member
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tell:
     """Send workers what all gave, by rank.
 
@@ -54,7 +54,7 @@ class Tell:
     commit: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TellEpochLosses:
     """Send a worker the losses of epochs that it does not know yet."""
 
@@ -62,7 +62,7 @@ class TellEpochLosses:
     losses: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Receive:
     """Add a worker's contribution to the sum; ``Contributed`` has to follow.
 
@@ -77,14 +77,14 @@ class Receive:
     staleness: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StartOver:
     """Forget the sum; tell workers, even those still sending, to contribute the same again."""
 
     members: tuple[Member, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reply:
     """Send a worker the result of its round; ``Taken`` has to follow.
 
@@ -102,21 +102,21 @@ class Reply:
     worker_state: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AskWorkerState:
     """Have a worker that is waiting for an epoch's end send its state for a checkpoint now."""
 
     member: Member
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SayWaiting:
     """Tell workers waiting for others that the run goes on."""
 
     members: tuple[Member, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Drop:
     """End a worker's connection; ``why`` follows its name in messages."""
 
@@ -124,7 +124,7 @@ class Drop:
     why: str = field(default="", compare=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Refuse:
     """Tell a worker why it cannot take part, and end its connection."""
 
@@ -132,7 +132,7 @@ class Refuse:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Dismiss:
     """End the connection of a worker that has finished."""
 
@@ -142,21 +142,21 @@ class Dismiss:
 # What is to be done with the center.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OpenSum:
     """Begin a round's sum, in the order of ``ranks``."""
 
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Skip:
     """A rank contributes nothing to the sum."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Commit:
     """Let the sum change the center.
 
@@ -167,7 +167,7 @@ class Commit:
     contributions: Contributions
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BeginCheckpoint:
     """Copy the center, which is about to change, for a checkpoint of what has been committed.
 
@@ -180,7 +180,7 @@ class BeginCheckpoint:
     data: DataStatistics
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WriteCheckpoint:
     """Write the rest of the checkpoint, now that every worker's state is in.
 
@@ -191,14 +191,14 @@ class WriteCheckpoint:
 # What is to be done in the driver.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Report:
     """Tell the driver."""
 
     event: RunEvent
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class End:
     """The run is over.
 

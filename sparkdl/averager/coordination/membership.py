@@ -62,6 +62,7 @@ class Membership:
     Attributes:
         losses: which workers were lost, and why.
         dropped: the ranks of workers dropped for their silence, in the order of the drops.
+        tick_s: seconds between two checks of the clock.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Membership:
         self.world_size = world_size
         self.everyone = frozenset(range(world_size))
         self.deadline_s = deadline_s
+        self.tick_s = min(1.0, deadline_s / 4)
         self.tolerance = tolerance
         self.losses: list[str] = []
         self.dropped: list[int] = []
@@ -205,11 +207,6 @@ class Membership:
     def double_patience(self) -> None:
         """Grant more after dropping a worker that may merely have been busy for long."""
         self._patience *= 2
-
-    @property
-    def tick_s(self) -> float:
-        """Seconds between two checks of the clock."""
-        return min(1.0, self.deadline_s / 4)
 
     def look(self, now: float) -> bool:
         """Check the clock; returns whether this process has paused since the last check.

@@ -6,7 +6,7 @@ other code, get that far. docs/architecture.md shows the table.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, KeysView, Mapping
+from collections.abc import Callable, Iterable, KeysView, Mapping
 from enum import Enum
 
 from sparkdl.averager.coordination.events import WindowClosed
@@ -108,34 +108,32 @@ WITH_WINDOW = frozenset(
 """The states of those who have closed a window, and wait."""
 
 
-STAYS_ACTIVE = frozenset({Move.TAKE, Move.CLOSE, Move.ENTER, Move.COMPLETE, Move.COMMIT})
-"""What happens in every round, and changes nothing but the state."""
+CHANGES_ONLY_THE_STATE = frozenset({Move.TAKE, Move.CLOSE, Move.ENTER, Move.COMPLETE, Move.COMMIT})
+"""What changes neither who is active, nor who waits: the most frequent ones do not."""
 
 
-class Ranks:
-    """The states of all ranks.
+class Ranks(dict[int, RankState]):
+    """The states of all ranks, by rank; only ``move`` changes them.
 
     Attributes:
+        of: called with a state, returns the ranks in it, in the order of their arrival there; kept
+            up to date.
         admitted: the ranks that have been let in.
         active: those of them that have not ended the epoch.
         windows: by rank, the window that it has closed, as long as it waits.
     """
 
     def __init__(self, everyone: Iterable[int]) -> None:
+        super().__init__(dict.fromkeys(everyone, RankState.AWAY))
         self.admitted: set[int] = set()
         self.active: set[int] = set()
         self.windows: dict[int, WindowClosed] = {}
-        self._states = dict.fromkeys(everyone, RankState.AWAY)
-        # In the order of their arrival there.
         self._in: dict[RankState, dict[int, None]] = {state: {} for state in RankState}
-        self._in[RankState.AWAY] = dict.fromkeys(self._states)
-
-    def __getitem__(self, rank: int) -> RankState:
-        return self._states[rank]
-
-    def of(self, state: RankState) -> KeysView[int]:
-        """The ranks in a state, in the order of their arrival there."""
-        return self._in[state].keys()
+        self._in[RankState.AWAY] = dict.fromkeys(self)
+        # Asked several times in each event: with a function of our own, rounds would take longer.
+        self.of: Callable[[RankState], KeysView[int]] = {
+            state: ranks.keys() for state, ranks in self._in.items()
+        }.__getitem__
 
     def windows_of(self, state: RankState) -> list[WindowClosed]:
         """The windows of the ranks in a state."""
@@ -147,14 +145,14 @@ class Ranks:
         Raises:
             TrainingError: that cannot happen in its state.
         """
-        before = self._states[rank]
+        before, places = self[rank], self._in
         after = TRANSITIONS[how].get(before)
         if after is None:
             raise TrainingError(f"rank {rank} {how.value} out of order: it is {before.value}")
-        del self._in[before][rank]
-        self._in[after][rank] = None
-        self._states[rank] = after
-        if how in STAYS_ACTIVE:
+        self[rank] = after
+        del places[before][rank]
+        places[after][rank] = None
+        if how in CHANGES_ONLY_THE_STATE:
             return
         (self.admitted.discard if after in NOT_ADMITTED else self.admitted.add)(rank)
         (self.active.discard if after in NOT_ACTIVE else self.active.add)(rank)

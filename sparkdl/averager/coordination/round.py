@@ -92,16 +92,13 @@ class Round:
         while self.queue and not self.ranks.of(RankState.RECEIVING):
             window = self.queue[0]
             rank = window.member.rank
-            waits = self.ranks.windows.get(rank) is window and self._is_closed(rank)
+            waits = self.ranks[rank] is RankState.CLOSED and self.ranks.windows[rank] is window
             if waits and self.is_open and rank not in self.group:
                 break
             self.queue.popleft()
             if waits and self._may_enter(rank):
                 return window
         return None
-
-    def _is_closed(self, rank: int) -> bool:
-        return self.ranks[rank] is RankState.CLOSED
 
     def _may_enter(self, rank: int) -> bool:
         if rank in self.newcomers and not self.policy.goes_on(rank, self.ranks.active):
@@ -216,18 +213,19 @@ class Round:
             The window that each of them contributed last.
         """
         assert not self.is_open
-        closed, at_barrier = self.ranks.of(RankState.CLOSED), self.ranks.of(RankState.AT_BARRIER)
+        states, windows, active = self.ranks, self.ranks.windows, self.ranks.active
+        closed, at_barrier = states.of(RankState.CLOSED), states.of(RankState.AT_BARRIER)
         may_wait = closed if self.policy.holds_windows else self.newcomers
         ranks = [*at_barrier, *may_wait] if self._ask_about_all else self._to_ask
         self._to_ask, self._ask_about_all = [], False
-        # ``next`` asks the policy about these, once they have trained.
-        asked = [rank for rank in ranks if rank in may_wait and rank in closed]
-        self.queue.extend(self.ranks.windows[rank] for rank in asked)
         released = []
         for rank in ranks:
-            if rank in at_barrier and self.policy.goes_on(rank, self.ranks.active):
-                released.append(self.ranks.windows[rank])
-                self.ranks.move(rank, Move.GO_ON)
+            if rank in at_barrier and self.policy.goes_on(rank, active):
+                released.append(windows[rank])
+                states.move(rank, Move.GO_ON)
+            elif rank in closed and rank in may_wait:
+                # ``next`` asks the policy about it, once it has trained.
+                self.queue.append(windows[rank])
         return released
 
     def end_epoch(self) -> list[WindowClosed]:

@@ -119,16 +119,17 @@ class RoundDecisions:
         """Commit if everyone has contributed and enough workers are present."""
         if not self._round.is_complete:
             return []
-        present = len(self._run.ranks.admitted) + len(self._run.to_let_in)
+        ranks = self._run.ranks
+        present = len(ranks.admitted) + len(ranks.of(RankState.READY))
         return self._commit(now) if present >= self._members.tolerance.min_workers else []
 
     def _commit(self, now: float) -> list[Decision]:
         """Make the round's sum the new center, and count its windows."""
         windows = self._round.commit()
         reports = [self._with_staleness(window) for window in windows]
-        weighted = [report for report in reports if report.weight]
-        weights = tuple(report.weight for report in weighted)
-        staleness = max((report.staleness for report in weighted), default=0)
+        weights = tuple(weight for report in reports if (weight := report.weight))
+        # Reports without weight have none.
+        staleness = max((report.staleness for report in reports), default=0)
         in_step = self._round.policy.in_step
         share = 1.0 if in_step else self._full_round.share(reports)
         world_size = self._members.world_size
@@ -143,12 +144,12 @@ class RoundDecisions:
         decided += map(do.Report, reports)
         if self._run.spec.followed:
             decided.append(do.Report(RoundCommitted(self._committed.round, tuple(reports))))
-        waiting, final = self._round.committed_windows, list[on.WindowClosed]()
-        if not self._round.pending:
+        ends = not self._round.pending
+        if ends:
             decided += self._end_epoch(now)
-            final = self._round.end_epoch()
-        begun = self._save_if_due(waiting, now)
+        begun = self._save_if_due(now)
         decided += begun
+        final = self._round.end_epoch() if ends else ()
         decided += self.admit(now, saves=bool(begun), final=final)
         self._members.restart_clock(now)
         return decided
@@ -159,22 +160,19 @@ class RoundDecisions:
         self._checkpoints.end_epoch(summary.epoch)
         return [do.Report(summary), *self._run.epoch_losses.news()]
 
-    def _save_if_due(self, windows: Iterable[on.WindowClosed], now: float) -> list[Decision]:
-        """Begin a checkpoint of the latest commit, if it is time.
-
-        Args:
-            windows: the last windows of the workers whose state is that of the commit.
-            now: the time, in seconds.
-        """
-        if not self._checkpoints.begin_if_due(windows, now):
+    def _save_if_due(self, now: float) -> list[Decision]:
+        """Begin a checkpoint of the latest commit, if it is time."""
+        if not self._checkpoints.due:
             return []
+        # Workers that come back later have another state.
+        self._checkpoints.begin((each.member.rank for each in self._round.committed_windows), now)
         begin = do.BeginCheckpoint(self._committed.progress(), self._run.shards.statistics)
         return [begin] if self._checkpoints.awaited else [begin, do.WriteCheckpoint()]
 
     def _with_staleness(self, window: on.WindowClosed) -> WindowReport:
         """A window's report, with how often the center was updated meanwhile."""
-        staleness = self._staleness(window.member.rank) if window.report.weight else 0
-        return replace(window.report, staleness=staleness) if staleness else window.report
+        staleness, report = self._staleness(window.member.rank), window.report
+        return replace(report, staleness=staleness) if staleness and report.weight else report
 
     def _staleness(self, rank: int) -> int:
         return self._updates - self._sent[rank]

@@ -6,7 +6,7 @@ training goes on. A round after which the next is due waits until it has been wr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, KeysView, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -86,24 +86,20 @@ class Checkpointing:
         ends = self.told_to_end is not None
         return ends or window.report.last or self._schedule.due_within(rounds)
 
-    def begin_if_due(self, windows: Iterable[on.WindowClosed], now: float) -> bool:
-        """Begin a checkpoint of the latest commit, if it is time.
-
-        Args:
-            windows: the last windows of the workers whose state is that of the commit. These are
-                asked for it; workers that come back later are not.
-            now: the time, in seconds.
-        """
+    @property
+    def due(self) -> bool:
+        """Whether the latest commit becomes a checkpoint."""
         if self._schedule is None or self._since is not None:
             return False
         rounds = self._committed.round - self._begun_round
-        if not self._asked and not self._schedule.due_within(rounds):
-            return False
+        return self._asked or self._schedule.due_within(rounds)
+
+    def begin(self, awaited: Iterable[int], now: float) -> None:
+        """Begin a checkpoint of the latest commit, with the worker states of ``awaited``."""
         self._asked = False
         self._begun_round = self._committed.round
         self._since = now
-        self.awaited = {window.member.rank for window in windows}
-        return True
+        self.awaited = set(awaited)
 
     def forgo(self, rank: int) -> bool:
         """Take note that a rank's state has come, or never will; returns whether none is left."""
@@ -235,6 +231,6 @@ class RunState:
         return sorted(self.ranks.of(RankState.READY)) if self.started else []
 
     @property
-    def finished(self) -> set[int]:
+    def finished(self) -> KeysView[int]:
         """The ranks that have trained their last epoch; nobody waits for them."""
-        return set(self.ranks.of(RankState.FINISHED))
+        return self.ranks.of(RankState.FINISHED)
