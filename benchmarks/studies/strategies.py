@@ -64,8 +64,9 @@ LONG_PERIOD = 20
 TARGET = 0.7
 """The best strategy's share of all-reduce's seconds, on the transformer at 100 Mbit/s."""
 RESULTS = harness.FOLDER / "results" / "strategies.jsonl"
-PAGE = harness.FOLDER.parent / "docs" / "strategies.md"
-PICTURE = PAGE.with_name("strategies-on-links.svg")
+DOCS = harness.FOLDER.parent / "docs"
+PAGE = DOCS / "notes" / "strategies.md"
+PICTURE = DOCS / "strategies-on-links.svg"
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ OPTIMIZERS = [
     by("`clipNorm`", partial(optim.SGD, lr=0.1), clipNorm=0.01),
     by("an optimizer whose state grows after its first step", partial(Lookahead, lr=0.1)),
     Case(
-        "the same, each replica its own state",
+        "an optimizer whose state grows, each replica its own state",
         how=OWN_STATE,
         settings={
             "optimizer": partial(Lookahead, lr=0.1),

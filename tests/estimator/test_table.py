@@ -33,7 +33,7 @@ def rows(spark: SparkSession) -> Iterator[DataFrame]:
 
 
 def _written() -> dict[str, str]:
-    """What the page says of each case; those that work as they are share a row."""
+    """What the page says of each case; those of which it says the same share a row."""
     rows = re.findall(r"^\| (.+?) \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
     return {name: happens for names, happens in rows for name in names.split("; ")}
 
@@ -50,11 +50,10 @@ def said() -> Iterator[dict[str, str]]:
 
 
 def _table(heading: str, cases: list[Case], said: dict[str, str]) -> str:
-    plain = [case.name for case in cases if said.get(case.name) == "works"]
-    rows = [f"| {'; '.join(plain)} | works |"]
-    rows += [
-        f"| {c.name} | {said.get(c.name, 'not tried')} |" for c in cases if c.name not in plain
-    ]
+    names: dict[str, list[str]] = {}
+    for case in cases:
+        names.setdefault(said.get(case.name, "not tried"), []).append(case.name)
+    rows = [f"| {'; '.join(each)} | {happens} |" for happens, each in names.items()]
     return "\n".join([f"| {heading} | what happens |", "|---|---|", *rows])
 
 

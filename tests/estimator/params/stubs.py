@@ -153,7 +153,7 @@ def page(text: str) -> str:
         for name, each in members:
             default = each.argument(name).default
             shown = "" if default is inspect.Parameter.empty else f"`{default!r}`"
-            rows.append(f"| `{name}` | {shown} | {each.text.replace('``', '`')} |")
+            rows.append(f"| `{name}` | {shown} | {each.doc.removesuffix('.').replace('``', '`')} |")
     before, _, rest = text.partition("| Param |")
     return f"{before}{chr(10).join(rows)}\n\n{rest.partition(chr(10) * 2)[2]}"
 
