@@ -73,7 +73,7 @@ def test_with_large_steps_the_center_has_last_seen_the_slow_one_unless_a_bound_h
 
 
 def test_scaled_by_staleness_the_slow_one_counts_several_times() -> None:
-    """As strategy-asynchronous.md says of Zhang et al.'s rule."""
+    """As notes/strategies.md says of Zhang et al.'s rule."""
     strategy = AsynchronousSGD(2, scale_by_staleness=True)
     assert ends_at(strategy, rate=0.005) == pytest.approx(0.45, abs=0.01)
     assert ends_at(strategy, rate=1 / STEPS) == pytest.approx(0.61, abs=0.01)
