@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
+from every_row import every
 
 from sparkdl.collective.network import (
     Network,
@@ -25,12 +26,12 @@ def test_without_a_choice_it_is_the_interface_that_routes_to_the_driver() -> Non
     assert local_address(Network(driver="localhost")) == "127.0.0.1"
 
 
-@pytest.mark.parametrize("choice", ["lo", "127.0.0.0/8", "127.0.0.1"])
+@every("choice", ["lo", "127.0.0.0/8", "127.0.0.1"])
 def test_an_interface_is_chosen_by_name_subnet_or_address(choice: str) -> None:
     assert local_address(Network(driver="192.0.2.1", interface=choice)) == "127.0.0.1"
 
 
-@pytest.mark.parametrize("choice", ["nonsense0", "203.0.113.0/24"])
+@every("choice", ["nonsense0", "203.0.113.0/24"])
 def test_an_interface_that_is_not_there_is_an_error_that_lists_those_that_are(choice: str) -> None:
     with pytest.raises(ConfigError, match=rf"'{choice}'.*lo \(127\.0\.0\.1\)"):
         local_address(Network(interface=choice))

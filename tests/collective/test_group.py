@@ -14,6 +14,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from every_row import every
 from open_files import open_files
 from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
@@ -31,7 +32,7 @@ def alone(**changes: Any) -> Any:
     return join_collective(0, lambda value: [value], **{**settings, **changes})
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@every("world_size", [1, 2, 3])
 def test_tensors_are_added_over_all_ranks_and_sent_from_one(world_size: int) -> None:
     def body(collective: Collective, _: Any) -> Any:
         mine = torch.full((5,), float(collective.rank + 1), dtype=torch.float64)

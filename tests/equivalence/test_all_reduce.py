@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from torch import nn
 from toys import Data, batches_by_hand, classification, cnn, make_job, mlp, relative_error, schema
 
@@ -88,8 +89,8 @@ def test_any_shards_equal_one_process_on_the_union_batch(sizes: list[int], name:
     assert [row.examples for row in outcome.history] == [sum(sizes)] * 3
 
 
-@pytest.mark.parametrize("sizes", [[12, 12], [23, 5, 0]], ids=["equal", "unequal"])
-@pytest.mark.parametrize("accumulate", [2, 3])
+@every("sizes", [[12, 12], [23, 5, 0]])
+@every("accumulate", [2, 3])
 def test_accumulated_minibatches_equal_one_larger_batch(sizes: list[int], accumulate: int) -> None:
     data = classification(sizes)
     strategy = GradientAllReduce(accumulate=accumulate)
@@ -112,7 +113,7 @@ def test_buckets_smaller_than_the_model_change_nothing() -> None:
     assert relative_error(outcome.module, oracle) <= 1e-10
 
 
-@pytest.mark.parametrize(
+@every(
     ("strategy", "error"),
     [
         (GradientAllReduce(), 1e-10),
@@ -122,7 +123,6 @@ def test_buckets_smaller_than_the_model_change_nothing() -> None:
         (ParameterAveraging(period=1), 1e-10),
         (ParameterAveraging(period=1, aggregation="executors"), 1e-10),
     ],
-    ids=lambda value: str(value) if isinstance(value, Strategy) else "",
 )
 def test_channels_last_changes_no_result_and_stays(strategy: Strategy, error: float) -> None:
     data = classification([9, 14], width=36)
@@ -161,7 +161,7 @@ def test_a_sharded_optimizer_changes_nothing(name: str) -> None:
     assert relative_error(outcome.module, oracle) <= 1e-10
 
 
-@pytest.mark.parametrize(("compression", "error"), [("fp16", 3e-3), ("bf16", 3e-2)])
+@every(("compression", "error"), [("fp16", 3e-3), ("bf16", 3e-2)])
 def test_compressed_gradients_are_the_gradients_to_the_precision_that_was_sent(
     compression: Any, error: float
 ) -> None:
@@ -199,7 +199,7 @@ def test_the_history_holds_the_loss_over_all_rows() -> None:
     assert outcome.history[0].examples == 19
 
 
-@pytest.mark.parametrize("sizes", [[8, 16], [0, 8]])
+@every("sizes", [[8, 16], [0, 8]])
 def test_batch_norm_statistics_are_averaged_by_examples(sizes: list[int]) -> None:
     torch.manual_seed(5)
     norm = nn.BatchNorm1d(6, momentum=None, affine=False).double()
@@ -238,9 +238,7 @@ class HalfUsed(nn.Module):
         return self.used(features)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "name"), [([9, 6], "momentum"), ([0, 13], "adam")], ids=["unequal", "empty"]
-)
+@every(("sizes", "name"), [([9, 6], "momentum"), ([0, 13], "adam")])
 def test_parameters_outside_the_loss_keep_their_values(sizes: list[int], name: str) -> None:
     data = classification(sizes)
     strategy = GradientAllReduce(find_unused_parameters=True, commit_every=1)
@@ -263,7 +261,7 @@ class UsedLater(HalfUsed):
         return self.used(features) + late
 
 
-@pytest.mark.parametrize("name", ["momentum", "adam"])
+@every("name", ["momentum", "adam"])
 def test_a_first_gradient_that_comes_late_is_the_first_to_the_optimizer(name: str) -> None:
     data = classification([12, 12])
     strategy = GradientAllReduce(find_unused_parameters=True, commit_every=1)
@@ -290,7 +288,7 @@ def test_one_worker_takes_the_same_path_alone() -> None:
     assert relative_error(outcome.module, oracle) <= 1e-12
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@every("sharded", [False, True])
 def test_the_norm_that_is_clipped_is_that_of_the_union_batch(sharded: bool) -> None:
     data = classification([13, 6])
     strategy = GradientAllReduce(shard_optimizer=sharded)

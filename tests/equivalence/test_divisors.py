@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as functional
+from every_row import every
 from torch import Tensor, nn
 from toys import Data, batches_by_hand, classification, make_job, mlp, relative_error
 
@@ -67,8 +68,8 @@ AMONG_WORKERS: list[Strategy[Any]] = [
 ]
 
 
-@pytest.mark.parametrize("loss", [WEIGHTED, pair], ids=["torch's", "a pair"])
-@pytest.mark.parametrize("sizes", [[13, 19], [23]], ids=["two", "one"])
+@every("loss", [WEIGHTED, pair])
+@every("sizes", [[13, 19], [23]])
 def test_averaging_equals_one_process_whatever_labels_count(sizes: list[int], loss: Any) -> None:
     data = some_ignored(sizes)
     outcome = run_world(make_job(mlp(), loss=loss, epochs=3), data.shards())
@@ -92,7 +93,7 @@ def test_workers_among_themselves_equal_one_process_whatever_labels_count(
     assert outcome.history[-1].loss == pytest.approx(value, rel=1e-9)
 
 
-@pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
+@every("optimizer", [partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
 def test_a_window_in_which_nothing_counts_goes_on_as_in_torch(optimizer: Any) -> None:
     data = classification([12])
     data.targets[:4] = -100

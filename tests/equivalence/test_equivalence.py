@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -31,9 +32,9 @@ from sparkdl.testing import run_world
 Model = Callable[[], nn.Module]
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize(("model", "width"), [(mlp, 6), (cnn, 36)], ids=["mlp", "cnn"])
-@pytest.mark.parametrize("batch_size", [12, 5], ids=["whole-shard", "several-batches"])
+@every("workers", [2, 3])
+@every(("model", "width"), [(mlp, 6), (cnn, 36)])
+@every("batch_size", [12, 5])
 def test_period_one_equals_sgd_on_the_union_batch_in_float64(
     workers: int, model: Model, width: int, batch_size: int
 ) -> None:
@@ -48,7 +49,7 @@ def test_period_one_equals_sgd_on_the_union_batch_in_float64(
     assert relative_error(outcome.module, oracle) <= 1e-10
 
 
-@pytest.mark.parametrize(("model", "width"), [(mlp, 6), (cnn, 36)], ids=["mlp", "cnn"])
+@every(("model", "width"), [(mlp, 6), (cnn, 36)])
 def test_period_one_equals_sgd_on_the_union_batch_in_float32(model: Model, width: int) -> None:
     data = classification([10, 10, 10], width=width, dtype=np.float32)
     job = make_job(model().float(), schema=schema(width, torch.float32), epochs=4, batch_size=5)
@@ -97,8 +98,8 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("averaged", [True, False], ids=["averaged-state", "own-state"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@every("averaged", [True, False])
+@every("name", OPTIMIZERS)
 def test_averaging_with_tails_equals_the_algorithm_by_hand(name: str, averaged: bool) -> None:
     data = classification([31, 18, 26])  # 8, 5 and 7 batches of 4: tails of 2, 2 and 1 steps
     optimizer = OPTIMIZERS[name]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as functional
+from every_row import every
 from torch import Tensor, nn
 from toys import classification, make_job, relative_error, schema, sgd_on_union
 
@@ -31,8 +31,8 @@ class Own(nn.Module):
         return {"logits": logits, "loss": functional.cross_entropy(logits, kind)}
 
 
-@pytest.mark.parametrize("strategy", [ParameterAveraging(period=1), GradientAllReduce()], ids=repr)
-@pytest.mark.parametrize("as_kwargs", [False, True], ids=["argument", "keyword"])
+@every("strategy", [ParameterAveraging(period=1), GradientAllReduce()])
+@every("as_kwargs", [False, True])
 def test_the_loss_of_the_model_itself_equals_sgd_on_the_union_batch(
     strategy: Strategy[Any], as_kwargs: bool
 ) -> None:

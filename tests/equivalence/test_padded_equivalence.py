@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from every_row import every
 from torch import Tensor, nn
 from toys import make_job, relative_error
 
@@ -93,7 +94,7 @@ def job(batch_size: int, epochs: int, **options: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("options", [OPTIONS[0], *OPTIONS[3:]], ids=str)
+@every("options", [OPTIONS[0], *OPTIONS[3:]])
 def test_a_step_on_all_rows_is_one_of_gradient_descent(options: dict[str, Any]) -> None:
     rows = rows_of(47)
     outcome = run_world(job(len(rows), 3, **options), shards_of(rows, 3))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_row import every
 from test_all_reduce import OPTIMIZERS, all_reduce, train_on_union
 from torch import nn
 from toys import classification, mlp, relative_error, schema
@@ -43,10 +44,8 @@ def image_network() -> nn.Module:
     ).double()
 
 
-@pytest.mark.parametrize(
-    "sizes", [[12, 12], [14, 6], [7, 12, 1]], ids=["equal", "unequal", "used-up-early"]
-)
-@pytest.mark.parametrize("name", ["sgd", "adam"])
+@every("sizes", [[12, 12], [14, 6], [7, 12, 1]])
+@every("name", ["sgd", "adam"])
 def test_parameters_and_statistics_are_those_of_one_process(sizes: list[int], name: str) -> None:
     data = classification(sizes)
 
@@ -80,14 +79,13 @@ def test_workers_accumulate_different_numbers_of_minibatches() -> None:
     assert [epoch.examples for epoch in outcome.history] == [28, 28]
 
 
-@pytest.mark.parametrize(
+@every(
     ("sizes", "model", "message"),
     [
         ([8, 0], flat_network, "rank 1.*no rows left before its first step"),
         ([8, 8], mlp, "Sequential has no BatchNorm layer"),
         ([1], flat_network, "1 value per channel across all workers"),
     ],
-    ids=["a-worker-without-rows", "nothing-to-synchronize", "a-single-row"],
 )
 def test_what_cannot_be_normalized_is_refused(sizes: list[int], model: Any, message: str) -> None:
     with pytest.raises(WorkerError, match=message):

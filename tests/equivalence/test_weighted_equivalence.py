@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as functional
+from every_row import every
 from torch import nn
 from toys import (
     SEED,
@@ -67,8 +68,8 @@ def shards(data: Any, **more: np.ndarray) -> list[Any]:
     return result
 
 
-@pytest.mark.parametrize("sizes", [[24], [12, 12], [15, 7, 2]])
-@pytest.mark.parametrize("unit", [1.0, 1000.0])
+@every("sizes", [[24], [12, 12], [15, 7, 2]])
+@every("unit", [1.0, 1000.0])
 def test_weighted_rows_train_as_in_one_process_whatever_the_weights_unit(
     sizes: list[int], unit: float
 ) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from every_row import every
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 from toys import classification, make_job, mlp, schema
@@ -67,9 +68,7 @@ def checksums(batch: Batch, busy: Callable[[], object]) -> Tensor:
     return torch.stack(found)
 
 
-@pytest.mark.parametrize(
-    ("kind", "grouped"), [*((kind, False) for kind in KINDS), ("sequences", True)]
-)
+@every(("kind", "grouped"), [*((kind, False) for kind in KINDS), ("sequences", True)])
 def test_every_minibatch_is_the_same_while_the_gpu_is_busy(
     tmp_path: Path, kind: str, grouped: bool
 ) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from every_row import every
 from subprocesses import run_python
 from torch import nn
 from toys import mlp
@@ -41,8 +42,8 @@ def chosen(address: str, visible: str | None) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.parametrize("visible", [None, "0", "uuid", "shortened"])
-@pytest.mark.parametrize("address", ["0", "uuid", "shortened"])
+@every("visible", [None, "0", "uuid", "shortened"])
+@every("address", ["0", "uuid", "shortened"])
 def test_an_address_is_found_under_each_name_that_cuda_takes(
     address: str, visible: str | None
 ) -> None:
@@ -62,7 +63,7 @@ def test_what_nvidia_smi_lists_is_what_torch_calls_it() -> None:
     assert f"0, {uuid()}" in listed.stdout.splitlines()
 
 
-@pytest.mark.parametrize(
+@every(
     ("address", "visible"),
     [("7", None), ("GPU-00000000", None), ("MIG-77", None), ("MIG-77", "MIG-77"), ("0", "")],
 )
@@ -72,7 +73,7 @@ def test_a_gpu_that_is_not_there_is_an_error_in_words(address: str, visible: str
     assert "ConfigError" in failed.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
+@every(
     ("dtype", "tolerance", "compiled"),
     [
         (None, 1e-6, False),
@@ -80,7 +81,6 @@ def test_a_gpu_that_is_not_there_is_an_error_in_words(address: str, visible: str
         (torch.bfloat16, 3e-2, False),
         (torch.float16, 5e-3, True),
     ],
-    ids=str,
 )
 def test_predictions_are_those_of_a_cpu(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None, tolerance: float, *, compiled: bool

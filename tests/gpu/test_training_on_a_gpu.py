@@ -14,6 +14,7 @@ import misbehaving
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from interruptions import die_after, policy, same_bits
 from misbehaving import Misbehaves, kill
 from torch import Tensor, nn
@@ -118,15 +119,14 @@ def check(strategy: Strategy[Any], ranks: int, name: str, ranks_as: Any, **chang
     assert losses[0] == pytest.approx(losses[1], rel=bound)
 
 
-KINDS = pytest.mark.parametrize(
+KINDS = every(
     ("optimizer", "dtype"),
     [(SGD, torch.float64), (ADAM, torch.float32)],
-    ids=["momentum, float64", "Adam, float32"],
 )
 
 
 @KINDS
-@pytest.mark.parametrize("name", IN_STEP)
+@every("name", IN_STEP)
 def test_two_replicas_on_it_learn_what_they_learn_on_cpus(
     name: str, optimizer: Any, dtype: torch.dtype
 ) -> None:
@@ -134,7 +134,7 @@ def test_two_replicas_on_it_learn_what_they_learn_on_cpus(
 
 
 @KINDS
-@pytest.mark.parametrize("name", ALONE)
+@every("name", ALONE)
 def test_a_replica_that_waits_for_nobody_learns_the_same(
     name: str, optimizer: Any, dtype: torch.dtype
 ) -> None:
@@ -146,7 +146,7 @@ def normalized() -> nn.Module:
 
 
 @KINDS
-@pytest.mark.parametrize("name", COLLECTIVE)
+@every("name", COLLECTIVE)
 def test_with_nccl_a_rank_learns_what_it_learns_with_gloo(
     name: str, optimizer: Any, dtype: torch.dtype
 ) -> None:
@@ -174,14 +174,14 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@every("name", OPTIMIZERS)
+@every("dtype", [torch.float64, torch.float32])
 def test_the_state_of_an_optimizer_on_a_gpu_is_averaged(name: str, dtype: torch.dtype) -> None:
     changes = {"optimizer": OPTIMIZERS[name], "dtype": dtype, "clip_norm": 1.0}
     check(ParameterAveraging(2), 2, "", "threads", **changes)
 
 
-@pytest.mark.parametrize(
+@every(
     "options",
     [
         FeedOptions(exchange_rows=True),
@@ -189,7 +189,6 @@ def test_the_state_of_an_optimizer_on_a_gpu_is_averaged(name: str, dtype: torch.
         FeedOptions(stream_first_epoch=True),
         FeedOptions(drop_last=True),
     ],
-    ids=["exchanged", "reshuffled", "streamed", "last dropped"],
 )
 def test_however_rows_are_fed_it_learns_the_same(options: FeedOptions) -> None:
     check(ParameterAveraging(2), 2, "", "threads", feed=options)
@@ -234,8 +233,8 @@ class Dropping(nn.Module):
         return self.net(self.drop(features))
 
 
-@pytest.mark.parametrize("windows", [2, 8])
-@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["momentum", "Adam"])
+@every("windows", [2, 8])
+@every("optimizer", [SGD, ADAM])
 def test_interrupted_and_resumed_on_a_gpu_it_ends_in_the_same_bits(
     tmp_path: Path, optimizer: Any, windows: int
 ) -> None:
@@ -288,9 +287,7 @@ class Poisoned(nn.Module):
         return self.net(features) * (math.nan if self.passes >= 3 else 1.0)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "step"), [(ParameterAveraging(1), 3), (GradientAllReduce(), 3)], ids=str
-)
+@every(("strategy", "step"), [(ParameterAveraging(1), 3), (GradientAllReduce(), 3)])
 def test_gradients_that_are_not_finite_end_it_with_rank_and_step(
     strategy: Strategy[Any], step: int
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from every_row import every
 from interruptions import same_bits
 from torch import Tensor, nn
 from toys import Data, batches_by_hand, classification, make_job, mlp, relative_error
@@ -102,7 +103,7 @@ def test_batch_norm_statistics_and_its_counter_are_those_of_the_driver() -> None
         assert counted == driver.module.get_buffer("1.num_batches_tracked")
 
 
-@pytest.mark.parametrize("aggregation", ["executors", "hierarchical"])
+@every("aggregation", ["executors", "hierarchical"])
 def test_the_same_seed_and_data_give_the_same_bits(aggregation: str) -> None:
     data = classification([31, 18, 26])
     first, second = (averaged(aggregation, data, mlp()) for _ in range(2))
@@ -167,8 +168,8 @@ def die(model: nn.Module) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("aggregation", ["executors", "hierarchical"])
-@pytest.mark.parametrize("period", [1, 2, 3])
+@every("aggregation", ["executors", "hierarchical"])
+@every("period", [1, 2, 3])
 def test_values_that_are_not_finite_are_reported_with_the_rank_that_made_them(
     aggregation: str, period: int
 ) -> None:
@@ -182,7 +183,7 @@ def test_values_that_are_not_finite_are_reported_with_the_rank_that_made_them(
     assert (caught.value.rank, caught.value.epoch, caught.value.step) == (2, 1, window_ends)
 
 
-@pytest.mark.parametrize("aggregation", ["executors", "hierarchical"])
+@every("aggregation", ["executors", "hierarchical"])
 def test_who_has_no_rows_left_is_not_blamed_for_what_others_sent(aggregation: str) -> None:
     data = classification([4, 12, 4])
     data.features[8:16, 0] = 1e6  # of rank 1, behind the last window of the others

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
+from every_row import every
 from recorded import recorded_decisions
 from replayed import ByHand
 from torch import nn
@@ -56,7 +56,7 @@ class Normalized(nn.Module):
         return outputs
 
 
-@pytest.mark.parametrize("inner", [torch.optim.Adam, torch.optim.Adagrad])
+@every("inner", [torch.optim.Adam, torch.optim.Adagrad])
 def test_alone_it_is_the_same_as_without_buffers_and_optimizer_included(inner: Any) -> None:
     data = classification([42])
     settings = {"optimizer": partial(inner, lr=0.01), "epochs": 2}

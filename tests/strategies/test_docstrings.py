@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import re
 
-import pytest
+from every_row import every
 
 from sparkdl import strategies
 from sparkdl.strategies import Barrier, Compression, KFACPreconditioner, Strategy
@@ -43,7 +43,7 @@ def test_there_are_as_many_as_the_pages_have() -> None:
     assert len(BARRIERS) >= 6
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda each: each.__name__)
+@every("algorithm", ALGORITHMS)
 def test_an_algorithm_has_its_rule_its_phases_and_when_to_choose_it(algorithm: type) -> None:
     found = sections(algorithm)
     assert {"Rule", "Phases", *CHOICE, "Args"} <= found.keys()
@@ -53,18 +53,18 @@ def test_an_algorithm_has_its_rule_its_phases_and_when_to_choose_it(algorithm: t
     assert len(steps) >= 3
 
 
-@pytest.mark.parametrize("barrier", BARRIERS, ids=lambda each: each.__name__)
+@every("barrier", BARRIERS)
 def test_a_barrier_says_when_to_choose_it(barrier: type) -> None:
     assert sections(barrier).keys() >= CHOICE
 
 
-@pytest.mark.parametrize("public", [*ALGORITHMS, *BARRIERS], ids=lambda each: each.__name__)
+@every("public", [*ALGORITHMS, *BARRIERS])
 def test_each_argument_is_spoken_of_and_nothing_that_is_none(public: type) -> None:
     names = {field.name for field in dataclasses.fields(public) if field.init}
     assert (arguments(public) if names else names) == names
 
 
-@pytest.mark.parametrize("public", [*ALGORITHMS, *BARRIERS], ids=lambda each: each.__name__)
+@every("public", [*ALGORITHMS, *BARRIERS])
 def test_whether_to_choose_it_is_said_in_sentences(public: type) -> None:
     for name in CHOICE:
         said = " ".join(sections(public)[name].split())

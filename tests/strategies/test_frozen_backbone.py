@@ -16,6 +16,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from every_row import every
 from torch import Tensor, nn
 from toys import Data, classification, make_job, relative_error, sgd_on_union
 
@@ -101,7 +102,7 @@ def values_of(log: bytes) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize(
+@every(
     ("strategy", "received", "sent"),
     [
         (ParameterAveraging(period=2), 8, 8),
@@ -110,7 +111,6 @@ def values_of(log: bytes) -> list[int]:
         (GradientAllReduce(), 1, 0),
         (GradientAllReduce(commit_every=1), 4, 0),
     ],
-    ids=str,
 )
 def test_rounds_and_copies_have_the_bytes_of_what_is_trained(
     strategy: Strategy, received: int, sent: int, monkeypatch: pytest.MonkeyPatch
@@ -145,7 +145,7 @@ STRATEGIES: list[Strategy] = [
 ]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@every("strategy", STRATEGIES)
 def test_it_equals_sgd_in_one_process_and_the_backbone_keeps_its_bits(strategy: Strategy) -> None:
     data = classification([13, 8, 4])
     job = make_job(on_backbone(), strategy=strategy, epochs=3, deadline_s=120.0)
@@ -270,7 +270,7 @@ def move_unseen(parameter: nn.Parameter) -> None:
     parameter.data.mul_(0.99)
 
 
-@pytest.mark.parametrize(
+@every(
     ("deed", "step", "words"),
     [
         (unfreeze, 3, "'layers.0.weight' required no gradient when the model was built, but does"),
@@ -339,7 +339,7 @@ def sizes_below(path: Path) -> dict[str, int]:
     return {each.name: each.stat().st_size for each in newest.iterdir() if each.suffix != ".json"}
 
 
-@pytest.mark.parametrize("averaged", [True, False], ids=["averaged-state", "own-state"])
+@every("averaged", [True, False])
 def test_a_checkpoint_has_the_size_of_one_of_the_head_alone(tmp_path: Path, averaged: bool) -> None:
     strategy = ParameterAveraging(2, average_optimizer_state=averaged)
     data = classification([8, 8])
@@ -380,13 +380,12 @@ def nudged(module: nn.Module) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize(
+@every(
     ("other", "words"),
     [
         (lambda: nudged(on_backbone()), r"was 3906 values \(.*\), is now 3906 values \("),
         (lambda: on_backbone().requires_grad_(True), r"was 3906 values \(.*\), is now none"),
     ],
-    ids=["values", "unfrozen"],
 )
 def test_a_checkpoint_is_not_continued_on_another_backbone(
     tmp_path: Path, other: Callable[[], nn.Module], words: str

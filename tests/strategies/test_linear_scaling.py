@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
+from every_row import every
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR
 from toys import Data, batches_by_hand, classification, make_job, mlp, relative_error
@@ -47,13 +47,12 @@ def by_hand(data: Data, epochs: int) -> tuple[nn.Module, list[float]]:
     return module, rates
 
 
-@pytest.mark.parametrize(
+@every(
     ("strategy", "sizes"),
     [
         (GradientAllReduce(), (16, 9)),
         (ParameterAveraging(period=1), (16, 14, 13)),
     ],
-    ids=["all-reduce", "averaging"],
 )
 def test_workers_with_the_recipes_warm_up_train_as_one_process_does(
     strategy: Strategy[Any], sizes: tuple[int, ...]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from by_keyword import open_averager
+from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -110,8 +111,8 @@ class SlowAtRandom(nn.Module):
         return self.net(features)
 
 
-@pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("optimizer", [MOMENTUM, ADAM], ids=["momentum", "adam"])
+@every("wire_dtype", ["float32", "bfloat16"])
+@every("optimizer", [MOMENTUM, ADAM])
 def test_two_runs_with_three_ranks_give_the_same_bits(wire_dtype: Any, optimizer: Any) -> None:
     job = make_job(
         SlowAtRandom(),
@@ -186,9 +187,9 @@ def final_replicas(monkeypatch: pytest.MonkeyPatch, job: Any, shards: Any) -> tu
     return run_world(job, shards), states
 
 
-@pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("sizes", [[16, 16, 16], [28, 8, 17], [0, 12, 30]], ids=str)
-@pytest.mark.parametrize("optimizer", [MOMENTUM, ADAM], ids=["momentum", "adam"])
+@every("wire_dtype", ["float32", "bfloat16"])
+@every("sizes", [[16, 16, 16], [28, 8, 17], [0, 12, 30]])
+@every("optimizer", [MOMENTUM, ADAM])
 def test_every_replica_ends_with_the_bits_of_the_center(
     monkeypatch: pytest.MonkeyPatch, wire_dtype: Any, sizes: list[int], optimizer: Any
 ) -> None:
@@ -208,7 +209,7 @@ def test_every_replica_ends_with_the_bits_of_the_center(
             assert torch.equal(mine, other)
 
 
-@pytest.mark.parametrize("sizes", [[16, 16], [28, 9]], ids=str)
+@every("sizes", [[16, 16], [28, 9]])
 def test_bfloat16_ends_close_to_float32(sizes: list[int]) -> None:
     data = classification(sizes)
     job = partial(make_job, mlp(), epochs=4, batch_size=4)
@@ -258,7 +259,7 @@ def test_bfloat16_does_not_lose_updates_that_are_tiny_beside_the_parameter() -> 
     assert value == pytest.approx(1 - 50e-4, abs=2e-5)
 
 
-@pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
+@every("wire_dtype", ["float32", "bfloat16"])
 def test_rounds_without_any_rows_leave_every_replica_at_the_initial_model(wire_dtype: Any) -> None:
     """Such a run is refused by the driver; the rounds themselves have to bear it."""
     strategy = ParameterAveraging(wire_dtype=wire_dtype)

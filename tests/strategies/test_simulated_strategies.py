@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from every_row import every
 from oracles import ORACLES, Simulated, scaled
 
 from sparkdl.strategies import ASP
@@ -22,21 +23,20 @@ def outcomes(simulated: Simulated, schedules: int) -> list[Outcome]:
     return [simulated.run(seed) for seed in range(schedules)]
 
 
-@pytest.mark.parametrize("name", ORACLES)
+@every("name", ORACLES)
 def test_every_schedule_ends_with_the_center_that_its_commits_give(name: str) -> None:
     ended = outcomes(ORACLES[name], 70)
     assert sum(outcome.failure is None for outcome in ended) > 50
     assert sum(outcome.losses for outcome in ended) > 20
 
 
-@pytest.mark.parametrize(
+@every(
     ("changes", "error", "words"),
     [
         ({"oracle": partial(scaled, 0.8, by_staleness=True)}, AssertionError, "and the oracle's"),
         ({"oracle": partial(scaled, 0.7, by_staleness=False)}, AssertionError, "and the oracle's"),
         ({"most_ahead": 2}, Violation, r"continues after \d windows, but the slowest has \d"),
     ],
-    ids=["staleness", "rate", "bound"],
 )
 def test_what_does_not_hold_is_found(
     changes: dict[str, Any], error: type[Exception], words: str

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from toys import classification, make_job, mlp, schema
 
 from sparkdl.strategies import (
@@ -92,10 +93,9 @@ def test_the_driver_receives_and_sends_so_many_copies_of_the_parameters_an_epoch
     assert traffic["out"] == (WORKERS + sent) * P  # every worker starts with the center
 
 
-@pytest.mark.parametrize(
+@every(
     ("inner_state", "wire_dtype", "copies", "octets"),
     [("keep", "float32", 1, 4), ("keep", "bfloat16", 1, 2), ("average", "bfloat16", 2, 2)],
-    ids=str,
 )
 def test_the_driver_of_an_outer_optimizer_receives_and_sends_so_many_bytes_an_epoch(
     inner_state: Any, wire_dtype: Any, copies: int, octets: int, traffic: Counter[str]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from every_row import every
 from speeds import Speeds
 
 from sparkdl.strategies import (
@@ -47,15 +48,13 @@ BY_SHARE = [
 ]
 
 
-@pytest.mark.parametrize("strategy", BY_SHARE, ids=lambda each: str(each)[:90])
+@every("strategy", BY_SHARE)
 def test_a_slow_workers_rows_count_as_much_as_any_others(strategy: Strategy[Any]) -> None:
     """Steps are small enough for the order of an epoch's windows not to matter."""
     assert ends_at(strategy, rate=0.005) == pytest.approx(0.25, abs=0.03)
 
 
-@pytest.mark.parametrize(
-    "strategy", [averaging(), OuterOptimizer(2, SLOW_MOMENTUM)], ids=["averaging", "outer"]
-)
+@every("strategy", [averaging(), OuterOptimizer(2, SLOW_MOMENTUM)])
 def test_with_everyone_in_each_round_they_do_at_any_rate(strategy: Strategy[Any]) -> None:
     for rate in (0.005, 0.05):
         assert ends_at(strategy, rate) == pytest.approx(0.25, abs=0.005)
@@ -79,7 +78,7 @@ def test_scaled_by_staleness_the_slow_one_counts_several_times() -> None:
     assert ends_at(strategy, rate=1 / STEPS) == pytest.approx(0.61, abs=0.01)
 
 
-@pytest.mark.parametrize("strategy", BY_SHARE[:-1], ids=lambda each: str(each)[:90])
+@every("strategy", BY_SHARE[:-1])
 def test_an_epoch_has_as_many_full_rounds_as_windows_however_it_is_divided(
     strategy: Strategy[Any],
 ) -> None:

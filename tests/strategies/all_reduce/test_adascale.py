@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from every_row import every
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from toys import Data, batches_by_hand, classification, make_job, mlp, relative_error
@@ -72,7 +73,7 @@ def by_hand(
     return module, history, gains
 
 
-@pytest.mark.parametrize("bucket_mb", [25, 0.0001], ids=["one bucket", "buckets"])
+@every("bucket_mb", [25, 0.0001])
 def test_it_is_the_papers_algorithm_with_its_schedule_in_steps_of_one_worker(
     bucket_mb: float,
 ) -> None:
@@ -236,7 +237,7 @@ def test_a_step_that_kfac_clips_is_as_long_at_any_gain() -> None:
     assert relative_error(*modules) < 1e-9
 
 
-@pytest.mark.parametrize(("compression", "a_step"), [(None, []), ("bf16", [8])])
+@every(("compression", "a_step"), [(None, []), ("bf16", [8])])
 def test_what_is_measured_travels_with_the_gradients_unless_these_are_rounded(
     compression: Any, a_step: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

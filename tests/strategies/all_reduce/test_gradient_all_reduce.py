@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from every_row import every
 from torch import Tensor, nn
 from toys import classification, make_job, mlp, schema
 
@@ -109,7 +110,7 @@ def test_buckets_are_sent_off_while_backward_still_runs(monkeypatch: pytest.Monk
     assert events.count("sent") > 1
 
 
-@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+@every("compression", ["fp16", "bf16"])
 def test_rounded_gradients_are_half_the_bytes(
     compression: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from torch import nn
 from toys import batches_by_hand, classification, make_job, mlp
 
@@ -25,7 +26,7 @@ from sparkdl.testing import run_world
 WINDOW = WindowReport(rank=0, epoch=1, step=1, examples=2, loss_sum=0.5, last=True)
 
 
-@pytest.mark.parametrize("rows", [(8,) * 8, (4, 12, 16)], ids=["equal", "unequal"])
+@every("rows", [(8,) * 8, (4, 12, 16)])
 def test_the_noise_scale_is_the_trace_of_the_covariance_over_the_squared_gradient(
     rows: tuple[int, ...],
 ) -> None:
@@ -182,10 +183,9 @@ def test_an_epoch_has_the_mean_of_what_each_worker_measured_last() -> None:
     assert summarize_epoch(1, windows, 1, 1.0).measured == {"a": 4.0, "b": 1.0}
 
 
-@pytest.mark.parametrize(
+@every(
     "measured",
     [[], {"a": "1"}, {"a": True}, {"a": math.inf}, {"a" * 65: 1.0}, {str(k): 1 for k in range(17)}],
-    ids=["list", "text", "bool", "infinity", "long", "many"],
 )
 def test_what_no_strategy_measures_is_refused(measured: Any) -> None:
     header = window_header(WINDOW)

@@ -10,6 +10,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from torch import Tensor, nn
 from toys import Data, batches_by_hand, classification, make_job, mlp
 
@@ -140,7 +141,7 @@ def test_sparse_gradients_are_looked_at_too() -> None:
     assert (error.rank, error.epoch, error.step) == (1, 1, step)
 
 
-@pytest.mark.parametrize(
+@every(
     "strategy",
     [
         {"bucket_mb": 0.0001},
@@ -150,7 +151,6 @@ def test_sparse_gradients_are_looked_at_too() -> None:
         {"shard_optimizer": True},
         {"find_unused_parameters": True},
     ],
-    ids=str,
 )
 def test_however_the_gradients_travel(strategy: dict[str, Any]) -> None:
     data, minibatch = marked_data([20, 16], 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from outer import DATA, MOMENTUM, job
@@ -102,10 +103,7 @@ def grows_by(reach: float, workers: int, momentum: float) -> float:
     return float(np.abs(np.linalg.eigvals(np.stack(columns, axis=1))).max())
 
 
-@pytest.mark.parametrize(
-    ("workers", "momentum", "reach"),
-    [(4, 0.9, 1.08), (8, 0.9, 0.81), (4, 0.5, 1.64)],
-)
+@every(("workers", "momentum", "reach"), [(4, 0.9, 1.08), (8, 0.9, 0.81), (4, 0.5, 1.64)])
 def test_changes_that_are_a_round_old_are_stable_up_to_windows_of_some_length(
     workers: int, momentum: float, reach: float
 ) -> None:

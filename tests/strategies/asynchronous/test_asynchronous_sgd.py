@@ -10,6 +10,7 @@ import cloudpickle
 import misbehaving
 import pytest
 import torch
+from every_row import every
 from interruptions import same_bits
 from misbehaving import die_after
 from recorded import recorded_decisions
@@ -57,8 +58,8 @@ def by_hand(strategy: AsynchronousSGD) -> ByHand:
     return ByHand(DATA, strategy.rate, scale_by_staleness=strategy.scale_by_staleness)
 
 
-@pytest.mark.parametrize("scale_by_staleness", [True, False], ids=["scaled", "unscaled"])
-@pytest.mark.parametrize("barrier", [ASP(), SSP(1), PSSP(1, 1), Softsync(2)], ids=str)
+@every("scale_by_staleness", [True, False])
+@every("barrier", [ASP(), SSP(1), PSSP(1, 1), Softsync(2)])
 def test_the_center_is_what_the_decisions_say(barrier: Any, scale_by_staleness: bool) -> None:
     strategy = replace(STRATEGY, barrier=barrier, scale_by_staleness=scale_by_staleness)
     with recorded_decisions() as decisions:
@@ -86,7 +87,7 @@ def test_with_everyone_in_each_update_it_is_parameter_averaging() -> None:
     assert [(row.mean_staleness, row.max_staleness) for row in outcome.history] == [(0.0, 0)] * 3
 
 
-@pytest.mark.parametrize("barrier", [SSP(0), PBSP(2)], ids=str)
+@every("barrier", [SSP(0), PBSP(2)])
 def test_where_everyone_waits_for_everyone_the_changes_of_equal_workers_add_up_to_their_mean(
     barrier: Any,
 ) -> None:

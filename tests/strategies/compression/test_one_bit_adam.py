@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from every_row import every
 from interruptions import same_bits
 from members import of_all
 from torch import Tensor, nn
@@ -46,9 +47,9 @@ def job(model: nn.Module | None = None, **changes: Any) -> Job:
     return make_job(model or mlp(), **{**settings, **changes})
 
 
-@pytest.mark.parametrize("entries", [1, 7, 8, 9, 64, 100])
-@pytest.mark.parametrize("workers", [1, 3, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@every("entries", [1, 7, 8, 9, 64, 100])
+@every("workers", [1, 3, 8])
+@every("dtype", [torch.float32, torch.float64])
 def test_a_message_is_signs_and_a_scale_of_each_chunk(
     entries: int, workers: int, dtype: torch.dtype
 ) -> None:
@@ -131,9 +132,8 @@ def of_parameters(optimizer: torch.optim.Optimizer, parameters: list[nn.Paramete
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "decay"),
-    [(torch.optim.Adam, 0.0), (torch.optim.Adam, 0.1), (torch.optim.AdamW, 0.1)],
+@every(
+    ("kind", "decay"), [(torch.optim.Adam, 0.0), (torch.optim.Adam, 0.1), (torch.optim.AdamW, 0.1)]
 )
 def test_it_is_the_papers_rule_in_numpy(kind: type[torch.optim.Adam], decay: float) -> None:
     workers, warm_up, steps = 3, 6, 14
@@ -169,7 +169,7 @@ def test_it_is_the_papers_rule_in_numpy(kind: type[torch.optim.Adam], decay: flo
             assert counted[place] == steps
 
 
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.9)], ids=str)
+@every("betas", [(0.9, 0.999), (0.9, 0.9)])
 def test_an_entry_with_hardly_any_variance_moves_by_no_more_than_adams_bound(
     betas: tuple[float, float],
 ) -> None:
@@ -366,7 +366,7 @@ def test_a_first_gradient_after_the_warm_up_is_an_error_in_words() -> None:
         run_world(given, classification([40]).shards())
 
 
-@pytest.mark.parametrize(
+@every(
     ("changes", "words"),
     [
         ({"optimizer": partial(torch.optim.SGD, lr=0.1)}, "not of SGD"),
@@ -374,7 +374,6 @@ def test_a_first_gradient_after_the_warm_up_is_an_error_in_words() -> None:
         ({"optimizer": partial(torch.optim.Adam, amsgrad=True)}, "amsgrad=True"),
         ({"clip_norm": 1.0}, "clipNorm"),
     ],
-    ids=str,
 )
 def test_what_has_no_frozen_step_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(WorkerError, match=words):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from every_row import every
 from members import of_all, steps_of
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
@@ -131,7 +132,7 @@ def gradients(rank: int, step: int, dtype: torch.dtype = torch.float64) -> dict[
     }
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@every("world_size", [1, 3])
 def test_what_is_agreed_on_and_what_is_left_out_are_what_was_to_be_sent(world_size: int) -> None:
     settings = PowerSGD(2, min_compression_rate=0)
     ranks = of_all(world_size, lambda member: steps_of(member, gradients, settings, 4))
@@ -178,7 +179,7 @@ def test_the_mean_of_factors_are_the_factors_of_the_mean() -> None:
             torch.testing.assert_close(agreed[place], expected[place], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("rank", [9, 1000])
+@every("rank", [9, 1000])
 def test_a_rank_as_large_as_the_matrix_is_the_mean_of_all_gradients(rank: int) -> None:
     settings = PowerSGD(rank, min_compression_rate=0)
     ranks = of_all(3, lambda member: steps_of(member, gradients, settings, 3))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from every_row import every
 from members import of_all, steps_of
 from torch import Tensor, nn
 from toys import classification, make_job, mlp, relative_error, schema
@@ -71,7 +72,7 @@ def by_hand(fraction: float, workers: int, steps: int) -> list[dict[int, np.ndar
     return agreed
 
 
-@pytest.mark.parametrize("fraction", [0.001, 0.1, 0.5, 1.0])
+@every("fraction", [0.001, 0.1, 0.5, 1.0])
 def test_it_is_the_rule_in_numpy_to_the_bit(fraction: float) -> None:
     ranks = of_all(3, lambda member: steps_of(member, gradients, TopK(fraction), 4))
     for number, expected in enumerate(by_hand(fraction, 3, 4)):
@@ -80,7 +81,7 @@ def test_it_is_the_rule_in_numpy_to_the_bit(fraction: float) -> None:
                 np.testing.assert_array_equal(agreed.numpy(), expected[place])
 
 
-@pytest.mark.parametrize("fraction", [0.01, 0.3])
+@every("fraction", [0.01, 0.3])
 def test_what_was_sent_and_what_is_left_are_what_was_to_be_sent_to_the_bit(fraction: float) -> None:
     """Of one worker, what all agree on is what it has sent."""
     (steps,) = of_all(1, lambda one: steps_of(one, gradients, TopK(fraction), 5))
@@ -103,7 +104,7 @@ def test_all_entries_are_the_mean_of_all_gradients_and_nothing_is_left() -> None
                 assert not errors[place].any()
 
 
-@pytest.mark.parametrize(
+@every(
     ("entries", "dtype"),
     [
         ([], torch.int32),
@@ -142,7 +143,7 @@ def test_half_precision_keeps_its_errors_in_float32() -> None:
         assert torch.equal(given[place].float() + error.view_as(whole), whole)
 
 
-@pytest.mark.parametrize(("dtype", "octets"), [(torch.float32, 4), (torch.float64, 8)], ids=str)
+@every(("dtype", "octets"), [(torch.float32, 4), (torch.float64, 8)])
 def test_each_step_sends_what_the_formula_says(
     dtype: torch.dtype, octets: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from every_row import every
 from torch import Tensor, nn
 from toys import classification, make_job
 
@@ -42,7 +43,7 @@ def mean(outputs: Tensor, targets: Tensor) -> Tensor:
     return outputs.mean()
 
 
-@pytest.mark.parametrize(
+@every(
     ("optimizer", "often", "seldom"),
     [
         (torch.optim.SGD, TopK(0.3), TopK(0.3)),
@@ -50,7 +51,6 @@ def mean(outputs: Tensor, targets: Tensor) -> Tensor:
         # Of five steps of the warm-up three use the parameter.
         (partial(torch.optim.Adam, betas=(0.7, 0.9)), OneBitAdam(3), OneBitAdam(5)),
     ],
-    ids=["top_k", "power_sgd", "one_bit_adam"],
 )
 def test_steps_that_do_not_use_a_parameter_are_none_to_it(
     optimizer: Any, often: Any, seldom: Any

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from every_row import every
 from misbehaving import die_after
 from strategy_table import (
     ASYNCHRONOUS,
@@ -253,7 +254,7 @@ def test_strategies_are_saved_and_loaded_without_trust(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
+@every(
     ("strategy", "changes"),
     [
         (ASYNCHRONOUS, [({"barrier": SSP(2)}, "barrier=ASP()")]),
@@ -268,7 +269,6 @@ def test_strategies_are_saved_and_loaded_without_trust(tmp_path: Path) -> None:
         ),
         (STREAMS[0], [({"fragments": 4}, "fragments=2")]),
     ],
-    ids=["asynchronous", "elastic", "outer", "outer of fragments"],
 )
 def test_with_other_settings_a_checkpoint_is_refused(
     strategy: Strategy[Any], changes: list[tuple[dict[str, Any], str]], tmp_path: Path

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from oracles import pulled
 from recorded import recorded_decisions
 from springs import DATA, SIZES, ByHand, as_decided, job
@@ -80,7 +81,7 @@ def test_hogwild_workers_pull_to_the_center_that_they_have_read_before() -> None
     assert max(each.staleness for each in commits) > 0
 
 
-@pytest.mark.parametrize("period", [1, 2])
+@every("period", [1, 2])
 def test_alone_hogwild_is_asynchronous_easgd(period: int) -> None:
     alone = classification([42])
     both = [
@@ -155,7 +156,7 @@ def edge(lr: float, workers: int) -> float:
     return stable
 
 
-@pytest.mark.parametrize(("lr", "workers"), [(0.1, 2), (0.5, 3)])
+@every(("lr", "workers"), [(0.1, 2), (0.5, 3)])
 def test_hogwild_springs_break_where_their_linear_map_does(lr: float, workers: int) -> None:
     rate = edge(lr, workers)
     for part, stable in ((0.98, True), (1.02, False)):

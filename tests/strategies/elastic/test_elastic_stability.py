@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from springs import DATA, ByHand, Watched, in_step, job, replicas
 from torch import Tensor, nn
 from toys import Data
@@ -46,8 +47,8 @@ def equal_rows(*values: float, steps: int) -> Data:
     return Data(features, np.zeros(len(features), np.int64), (steps,) * len(values))
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.7])
-@pytest.mark.parametrize("mode", ["synchronous", "asynchronous", "hogwild", "round_robin"])
+@every("momentum", [0.0, 0.7])
+@every("mode", ["synchronous", "asynchronous", "hogwild", "round_robin"])
 def test_what_leaves_the_replicas_arrives_in_the_center(mode: Any, momentum: float) -> None:
     """On slopes of 1, -2, 5 each step takes that times the learning rate from the sum of all."""
     data, strategy = equal_rows(1.0, -2.0, 5.0, steps=9), Watched(2, 0.3, momentum, mode)
@@ -119,7 +120,7 @@ def distance(rate: float, lr: float, workers: int = 1) -> float:
     return abs(float(clones.center.values[0]))
 
 
-@pytest.mark.parametrize("lr", [0.5, 1.2])
+@every("lr", [0.5, 1.2])
 def test_the_edge_of_stability_is_the_paper_s(lr: float) -> None:
     """(4 - 2 eta) / (4 - eta) for one worker; bisected to 1 %."""
     stable, unstable = 0.0, 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from every_row import every
 
 from sparkdl.strategies.elastic.nesterov import NesterovMomentum
 
@@ -43,7 +44,7 @@ def test_without_momentum_nothing_is_kept_and_nothing_moves() -> None:
     assert momentum.saved() == {}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@every("dtype", [torch.bfloat16, torch.float16])
 def test_of_half_precision_small_velocities_add_up(dtype: torch.dtype) -> None:
     """Each step is one unit in the last place, of which half precision could not keep a tenth."""
     values = torch.ones(1, dtype=dtype)

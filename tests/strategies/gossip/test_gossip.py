@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from visits import connected
@@ -58,8 +59,8 @@ def matrix(n: int, mode: str, caller: int, called: int) -> np.ndarray:
     return mixed
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@every("mode", MODES)
+@every("topology", TOPOLOGIES)
 def test_visits_multiply_the_workers_by_the_mixing_matrices(mode: str, topology: str) -> None:
     n, generator = 5, np.random.default_rng(1)
     expected = generator.normal(size=(n, 7))
@@ -140,7 +141,7 @@ def test_on_a_ring_too_turn_after_turn() -> None:
     assert np.exp(np.mean(np.log(rates[-4:]))) == pytest.approx(second, rel=0.05)
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
+@every("n", [2, 4, 8])
 def test_log2_turns_of_the_exponential_topology_form_the_mean(n: int) -> None:
     """If all pull at once, as matrices."""
     product = np.eye(n)
@@ -150,8 +151,8 @@ def test_log2_turns_of_the_exponential_topology_form_the_mean(n: int) -> None:
     np.testing.assert_allclose(product, 1 / n)
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("n", [2, 3, 7, 100])
+@every("topology", TOPOLOGIES)
+@every("n", [2, 3, 7, 100])
 def test_a_peer_is_another_worker_and_everyone_is_reached(topology: str, n: int) -> None:
     reached = {0}
     for iteration in range(120):
@@ -214,7 +215,7 @@ def test_who_has_ended_its_epoch_or_is_in_another_is_away() -> None:
     np.testing.assert_array_equal(one.end(), 0)
 
 
-@pytest.mark.parametrize(
+@every(
     "header",
     [
         {},
@@ -223,14 +224,13 @@ def test_who_has_ended_its_epoch_or_is_in_another_is_away() -> None:
         {"gossip": "pull", "epoch": 1, "values": 5},
         {"gossip": "pull", "epoch": 1, "values": None},
     ],
-    ids=str,
 )
 def test_a_visit_that_no_worker_makes_is_refused(header: dict[str, Any]) -> None:
     with pytest.raises(TrainingError, match="expected a visit to 4 values, got"):
         say(Worker(np.zeros(4)).shown, header)
 
 
-@pytest.mark.parametrize("mode", ["push", "push_pull"])
+@every("mode", ["push", "push_pull"])
 def test_what_is_not_finite_stays_out(mode: str) -> None:
     host = Worker(np.zeros(3))
     header = {"gossip": mode, "epoch": 1, "values": 3}

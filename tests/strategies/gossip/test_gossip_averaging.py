@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from by_keyword import run
+from every_row import every
 from misbehaving import Interrupted, ranks
 from torch import Tensor, nn
 from toys import average_by_hand, classification, make_job, mlp, relative_error
@@ -80,7 +81,7 @@ def is_of_visit(connection: Connection) -> bool:
     return hasattr(connection, "is_of_visitor") or name == "sparkdl-port-connection"
 
 
-@pytest.mark.parametrize("mode", MODES)
+@every("mode", MODES)
 def test_it_learns_counts_rows_once_and_moves_the_bytes_of_the_formula(
     mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

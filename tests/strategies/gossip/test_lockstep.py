@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from interruptions import same_bits
 from torch import nn
 from toys import Data, batches_by_hand, classification, make_job, mlp, relative_error
@@ -50,8 +51,8 @@ def metropolis(topology: str, n: int, iteration: int, there: set[int] | None = N
     return mixing + np.diag(1 - mixing.sum(1))
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 16])
+@every("topology", TOPOLOGIES)
+@every("n", [1, 2, 3, 4, 7, 16])
 def test_the_mixing_matrix_is_symmetric_doubly_stochastic_and_brings_all_together(
     topology: str, n: int
 ) -> None:
@@ -65,7 +66,7 @@ def test_the_mixing_matrix_is_symmetric_doubly_stochastic_and_brings_all_togethe
     np.testing.assert_allclose(product, 1 / n, atol=0.02)
 
 
-@pytest.mark.parametrize("n", [3, 5, 8])
+@every("n", [3, 5, 8])
 def test_the_ring_has_a_third_for_each_and_the_known_eigenvalue(n: int) -> None:
     mixing = metropolis("ring", n, 0)
     assert set(np.round(mixing[0], 12)) <= {0, round(1 / 3, 12)}
@@ -104,7 +105,7 @@ def stepped(
     return values - 0.1 * gradient
 
 
-@pytest.mark.parametrize(("topology", "period"), [("ring", 1), ("exponential", 2)])
+@every(("topology", "period"), [("ring", 1), ("exponential", 2)])
 def test_a_training_is_the_product_of_steps_and_matrices_in_the_same_bits_each_time(
     topology: Any, period: int
 ) -> None:
@@ -181,8 +182,8 @@ def test_who_has_no_more_turns_is_mixed_with_at_its_last_and_by_nobody_after() -
     }
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("n", [4, 7])
+@every("topology", TOPOLOGIES)
+@every("n", [4, 7])
 def test_who_is_late_is_waited_for_by_those_that_it_meets_turns_later(
     topology: str, n: int
 ) -> None:
@@ -255,7 +256,7 @@ def test_who_has_yet_to_come_there_is_waited_for_until_patience_ends(
     assert asked(shown, 2, 0, lambda: True)
 
 
-@pytest.mark.parametrize(
+@every(
     "header",
     [
         {},
@@ -264,7 +265,6 @@ def test_who_has_yet_to_come_there_is_waited_for_until_patience_ends(
         {"gossip": "symmetric", "epoch": None, "iteration": 0, "values": 4},
         {"gossip": "symmetric", "epoch": 1, "iteration": 0, "values": 5},
     ],
-    ids=str,
 )
 def test_a_visit_that_no_worker_makes_is_refused(header: dict[str, Any]) -> None:
     shown = Snapshots([torch.zeros(4)])

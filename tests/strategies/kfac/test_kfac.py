@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from torch import Tensor, nn
 from toys import Data, batches_by_hand, classification, cnn, make_job, mlp, relative_error, schema
 
@@ -137,11 +138,7 @@ def trained(
     return run_world(job, data.shards(), ranks_as=ranks, **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("build", "width", "kl_clip"),
-    [(mlp, 6, None), (mlp, 6, 0.02), (cnn, 36, 0.02)],
-    ids=["mlp", "clipped", "cnn"],
-)
+@every(("build", "width", "kl_clip"), [(mlp, 6, None), (mlp, 6, 0.02), (cnn, 36, 0.02)])
 def test_gradients_are_multiplied_by_the_inverse_of_the_kronecker_product(
     build: Any, width: int, kl_clip: float | None
 ) -> None:
@@ -219,14 +216,13 @@ class Group:
         return tensor
 
 
-@pytest.mark.parametrize(
+@every(
     ("fraction", "decomposition", "gradient"),
     [
         (1.0, [(4, 49 + 7 + 64 + 8 + 81 + 9 + 9 + 3)], []),
         (0.5, [(2, 49 + 7 + 64 + 8)], [(2, 56 + 27)]),  # rank 0 has the first layer
         (0.25, [], [(4, 56 + 27)]),
     ],
-    ids=["COMM-OPT", "HYBRID", "MEM-OPT"],
 )
 def test_what_is_sent_is_what_the_papers_say(
     fraction: float, decomposition: list[Any], gradient: list[Any]

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from every_row import every
 from interruptions import same_bits
-from outer import DATA, job, named
+from outer import DATA, job
 from torch import Tensor, nn
 
 from sparkdl import strategies
@@ -66,7 +67,7 @@ def sgd(momentum: float) -> partial[torch.optim.Optimizer]:
     return partial(torch.optim.SGD, lr=0.1, momentum=momentum)
 
 
-@pytest.mark.parametrize(
+@every(
     ("strategy", "optimizer", "remedy"),
     [
         (
@@ -90,7 +91,6 @@ def sgd(momentum: float) -> partial[torch.optim.Optimizer]:
         (AsynchronousOuterOptimizer(DelayedNesterov(4)), sgd(0.9), None),
         (AsynchronousOuterOptimizer(DelayedNesterov(4, 0.7, 0.9)), sgd(0.0), None),
     ],
-    ids=lambda value: named(value) if isinstance(value, partial) else str(value)[:60],
 )
 def test_outer_momentum_on_inner_momentum_is_warned_of_with_the_remedy(
     strategy: Strategy[Any],

@@ -11,8 +11,8 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
+from every_row import every
 from interruptions import same_bits
 from outer import (
     ADAGRAD,
@@ -24,7 +24,6 @@ from outer import (
     SLOW_MOMENTUM,
     STRATEGY,
     job,
-    named,
 )
 from torch import Tensor, nn
 from toys import (
@@ -84,13 +83,12 @@ def by_hand(
     return center
 
 
-@pytest.mark.parametrize(
+@every(
     ("inner_state", "inner"),
     [
         *(("keep", MOMENTUM), ("average", MOMENTUM), ("reset", MOMENTUM)),
         *(("keep", ADAM), ("average", ADAM), ("reset", ADAGRAD)),
     ],
-    ids=named,
 )
 def test_it_is_the_algorithm_by_hand_on_unequal_shards(inner_state: Any, inner: Any) -> None:
     outer = OuterSGD(0.7, 0.5)
@@ -115,7 +113,7 @@ def test_the_period_changes_with_the_epoch() -> None:
     assert relative_error(outcome.module, oracle) < 1e-12
 
 
-@pytest.mark.parametrize(
+@every(
     ("period", "ends"),
     [
         (4, {0: [4, 8, 10], 1: [4, 8, 9], 2: [4, 6]}),
@@ -124,7 +122,6 @@ def test_the_period_changes_with_the_epoch() -> None:
         (((1, 4), (2, 3)), {0: [3, 6, 9, 10], 1: [3, 6, 9], 2: [3, 6]}),
         (((1, 500), (2, 4), (9, 1)), {0: [4, 8, 10], 1: [4, 8, 9], 2: [4, 6]}),
     ],
-    ids=str,
 )
 def test_rounds_come_after_every_period_and_at_the_end_of_an_epoch(
     period: Any, ends: dict[int, list[int]]
@@ -144,8 +141,8 @@ def test_rounds_come_after_every_period_and_at_the_end_of_an_epoch(
 # Limits
 
 
-@pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("average", [True, False], ids=["average", "keep"])
+@every("wire_dtype", ["float32", "bfloat16"])
+@every("average", [True, False])
 def test_a_rate_of_one_without_momentum_is_parameter_averaging_to_the_bit(
     average: bool, wire_dtype: Any
 ) -> None:
@@ -158,7 +155,7 @@ def test_a_rate_of_one_without_momentum_is_parameter_averaging_to_the_bit(
     assert same_bits(mine, other)
 
 
-@pytest.mark.parametrize("nesterov", [True, False], ids=["nesterov", "heavy ball"])
+@every("nesterov", [True, False])
 def test_at_period_one_it_is_sgd_with_that_momentum_on_the_union_batch(nesterov: bool) -> None:
     strategy = OuterOptimizer(1, OuterSGD(0.7, 0.9, nesterov))
     outcome = run_world(job(strategy=strategy), DATA.shards())
@@ -199,7 +196,7 @@ def test_buffers_become_the_workers_mean() -> None:
     assert differ == {name for name, _ in normalized().named_parameters()}
 
 
-@pytest.mark.parametrize("every", ["step", "epoch"])
+@every("every", ["step", "epoch"])
 def test_where_there_is_no_state_a_reset_changes_nothing_of_the_learning_rate(every: Any) -> None:
     schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.8)
     given = {"scheduler": schedule, "scheduler_every": every}
@@ -222,7 +219,7 @@ class SlowAtRandom(nn.Module):
         return outputs
 
 
-@pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
+@every("wire_dtype", ["float32", "bfloat16"])
 def test_the_same_seed_gives_the_same_bits_whoever_comes_first(wire_dtype: Any) -> None:
     strategy = dataclasses.replace(STRATEGY, wire_dtype=wire_dtype)
     first, second = (

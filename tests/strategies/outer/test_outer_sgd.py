@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -93,10 +94,9 @@ def test_without_nesterov_it_is_slowmo_at_any_inner_learning_rate(
         np.testing.assert_allclose(center, oracle, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(
+@every(
     ("update", "times"),
     [(OuterSGD(), 7), (OuterSGD(1, 3 / 4), 4), (OuterSGD(1, 3 / 4, nesterov=False), 4)],
-    ids=str,
 )
 def test_changes_that_stay_the_same_move_the_center_so_many_times_as_far(
     update: CenterUpdate, times: float

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from every_row import every
 from interruptions import same_bits
-from outer import ADAM, DATA, MOMENTUM, SGD, SIZES, job, named
-from streams import OUTER, STREAMS, ByHand, described, vector_of
+from outer import ADAM, DATA, MOMENTUM, SGD, SIZES, job
+from streams import OUTER, STREAMS, ByHand, vector_of
 from torch import Tensor, nn
 from toys import (
     classification,
@@ -28,8 +29,8 @@ from sparkdl.testing import run_world
 
 
 @pytest.mark.slow_variants(every=2)
-@pytest.mark.parametrize("inner", [SGD, MOMENTUM, ADAM], ids=named)
-@pytest.mark.parametrize("strategy", STREAMS, ids=described)
+@every("inner", [SGD, MOMENTUM, ADAM])
+@every("strategy", STREAMS)
 def test_it_is_the_algorithm_by_hand_on_unequal_shards(
     strategy: OuterOptimizer, inner: Any
 ) -> None:
@@ -56,7 +57,7 @@ def test_with_a_merge_factor_of_nearly_nothing_it_is_diloco() -> None:
     assert relative_error(streaming, diloco) < 1e-12
 
 
-@pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
+@every("wire_dtype", ["float32", "bfloat16"])
 def test_of_one_epochs_last_rounds_all_fragments_together_are_diloco(wire_dtype: Any) -> None:
     """In windows as long as an epoch every fragment is sent once, after all steps."""
     whole, parts = (
@@ -69,7 +70,7 @@ def test_of_one_epochs_last_rounds_all_fragments_together_are_diloco(wire_dtype:
     assert same_bits(whole, parts)
 
 
-@pytest.mark.parametrize("fragments", [1, 3])
+@every("fragments", [1, 3])
 def test_without_an_outer_optimizer_a_single_worker_trains_as_if_alone(fragments: int) -> None:
     data = classification([41])
     strategy = OuterOptimizer(6, OuterSGD(1, 0), fragments=fragments)
@@ -78,7 +79,7 @@ def test_without_an_outer_optimizer_a_single_worker_trains_as_if_alone(fragments
     assert relative_error(outcome.module, oracle) < 1e-9
 
 
-@pytest.mark.parametrize(("wire_dtype", "off"), [("bfloat16", 64), ("float8", 8), ("float4", 2)])
+@every(("wire_dtype", "off"), [("bfloat16", 64), ("float8", 8), ("float4", 2)])
 def test_rounded_changes_end_close_to_float32(wire_dtype: Any, off: float) -> None:
     strategy = OuterOptimizer(4, OUTER, fragments=2, overlap=1, merge=0.5)
     exact, rounded = (
@@ -98,7 +99,7 @@ def rounds_of(strategy: OuterOptimizer) -> Iterator[WindowReport]:
     return (event for event in events if isinstance(event, WindowReport))
 
 
-@pytest.mark.parametrize(
+@every(
     ("strategy", "steps"),
     [
         (
@@ -111,7 +112,6 @@ def rounds_of(strategy: OuterOptimizer) -> Iterator[WindowReport]:
         ),
         (OuterOptimizer(3, overlap=2), {0: [3, 6, 9, 10], 1: [3, 6, 9], 2: [3, 6]}),
     ],
-    ids=lambda each: described(each) if isinstance(each, OuterOptimizer) else "",
 )
 def test_each_worker_sends_fragments_in_turn_and_all_of_them_at_the_end(
     strategy: OuterOptimizer, steps: dict[int, list[int]]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,7 +37,7 @@ def sent(encoder: ThresholdEncoder, produced: list[torch.Tensor]) -> list[torch.
     return zero
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@every("dtype", [torch.float32, torch.float64])
 def test_a_message_is_the_rule_in_numpy(dtype: torch.dtype) -> None:
     encoder = ThresholdEncoder(encoding(), changes(0, dtype))
     residuals = [np.zeros(n, changes(0, dtype)[0].numpy().dtype) for n in SIZES]

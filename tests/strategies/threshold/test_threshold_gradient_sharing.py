@@ -11,6 +11,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from interruptions import same_bits
 from thresholds import DATA, SGD, SIZES, STRATEGY, Encoder, job
 from torch import Tensor, nn
@@ -89,8 +90,8 @@ def test_it_is_the_rule_in_numpy(strategy: Any, aggregation: Any) -> None:
     assert same_bits(outcome, again)
 
 
-@pytest.mark.parametrize("aggregation", ["driver", "executors"])
-@pytest.mark.parametrize("period", [1, 3])
+@every("aggregation", ["driver", "executors"])
+@every("period", [1, 3])
 def test_without_a_threshold_it_is_parameter_averaging(aggregation: Any, period: int) -> None:
     strategy = ThresholdGradientSharing(0, period=period, aggregation=aggregation)
     momentum = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -126,7 +127,7 @@ class Normed(nn.Module):
 cloudpickle.register_pickle_by_value(__import__(__name__))
 
 
-@pytest.mark.parametrize("aggregation", ["driver", "executors"])
+@every("aggregation", ["driver", "executors"])
 def test_buffers_are_averaged_and_never_encoded(aggregation: Any) -> None:
     data = classification([24, 24, 16])
     averaging = ParameterAveraging(period=2, average_optimizer_state=False)
@@ -181,7 +182,7 @@ def share(run: Run, state: Any, times: int) -> None:
         state.exchange(run)
 
 
-@pytest.mark.parametrize("aggregation", ["driver", "executors"])
+@every("aggregation", ["driver", "executors"])
 def test_thresholds_below_half_precision_add_up_in_the_center(aggregation: Any) -> None:
     strategy = ThresholdGradientSharing(2.0**-10, None, None, aggregation=aggregation)
     run = half_precision_run()

@@ -8,8 +8,8 @@ from functools import partial
 
 import cloudpickle
 import numpy as np
-import pytest
 import torch
+from every_row import every
 from torch import nn
 from toys import classification, make_job, schema
 
@@ -36,7 +36,7 @@ def total_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return outputs[:, 0].mean()
 
 
-@pytest.mark.parametrize(
+@every(
     ("moving", "up", "down"),
     [
         (0, 8, 8),
