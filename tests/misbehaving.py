@@ -146,15 +146,25 @@ def die_after(
 
 
 def resume_after(
-    windows: int, job: Job, shards: Any, folder: Path, ranks_as: Any = "threads"
+    windows: int,
+    job: Job,
+    shards: Any,
+    folder: Path,
+    ranks_as: Any = "threads",
+    every_rounds: int | None = 1,
 ) -> Outcome:
-    """What comes of a run that dies after so many windows, and then goes on from there."""
-    policy = CheckpointPolicy(path=str(folder / "c"), every_rounds=1)
+    """What comes of a run that dies after so many windows, and then goes on from there.
+
+    All rows are counted once an epoch, and some of them were trained on before.
+    """
+    policy = CheckpointPolicy(path=str(folder / str(windows)), every_rounds=every_rounds)
     die_after(windows, job, shards, policy, ranks_as)
     seen: list[object] = []
     outcome = run_world(job, shards, ranks_as=ranks_as, checkpoints=policy, on_event=seen.append)
     again = sum(event.examples for event in seen if isinstance(event, WindowReport))
-    assert 0 < again < sum(row.examples for row in outcome.history)
+    rows = sum(batch.num_rows for shard in shards for batch in shard)
+    assert 0 < again < rows * job.epochs, windows
+    assert [row.examples for row in outcome.history] == [rows] * job.epochs, windows
     return outcome
 
 

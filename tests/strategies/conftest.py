@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from sparkdl.transport import channel
 from sparkdl.transport.channel import Channel, Frames
@@ -33,3 +36,25 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(channel, "read_prefix", counting_read)
     monkeypatch.setattr(Channel, "send", counting_send)
     return counted
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, torch.dtype, int]]:
+    """What this process gives torch to exchange: by which function, of which type, how many bytes.
+
+    DistributedDataParallel's own sums are not among it: Python does not see them.
+    """
+    noted: list[tuple[str, torch.dtype, int]] = []
+
+    def noting(name: str, place: int) -> Callable[..., Any]:
+        exchange = getattr(dist, name)
+
+        def note(*arguments: Any, **options: Any) -> Any:
+            noted.append((name, arguments[place].dtype, arguments[place].nbytes))
+            return exchange(*arguments, **options)
+
+        return note
+
+    for name, place in (("all_reduce", 0), ("all_to_all_single", 1), ("all_gather", 1)):
+        monkeypatch.setattr(dist, name, noting(name, place))
+    return noted

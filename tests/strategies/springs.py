@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+import trainings
 from torch import nn
-from toys import batches_by_hand, classification, make_job, mlp
+from toys import batches_by_hand, classification, mlp
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.events import WindowReport
 from sparkdl.strategies import ElasticAveraging, Run
-from sparkdl.worker import Job
 
 SIZES = [40, 34, 22]
 DATA = classification(SIZES)
 STRATEGY = ElasticAveraging(period=2, moving_rate=0.2)
 
 
-def job(model: nn.Module | None = None, **changes: Any) -> Job:
-    settings = {"strategy": STRATEGY, "epochs": 3, "max_failures": 1, "deadline_s": 120.0}
-    return make_job(model or mlp(), **{**settings, **changes})
+job = partial(trainings.job, strategy=STRATEGY)
 
 
 class ByHand:

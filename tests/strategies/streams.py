@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from outer import DATA, SIZES
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from toys import _train_by_hand, batches_by_hand, mlp
+from trainings import DATA, SIZES
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.events import EpochSummary, WindowReport

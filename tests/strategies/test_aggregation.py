@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from toys import Data, batches_by_hand, classification, make_job, mlp, relative_error
 
 from sparkdl.driver import Outcome
-from sparkdl.errors import ConfigError, NonFiniteError, TrainingError
+from sparkdl.errors import NonFiniteError, TrainingError
 from sparkdl.events import WindowReport
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
@@ -197,10 +197,3 @@ def test_a_worker_that_dies_ends_the_run_by_name_where_no_loss_is_allowed() -> N
     data.features[30, 0] = 1e6
     with pytest.raises(TrainingError, match="rank 2"):
         averaged("hierarchical", data, Marked(die), max_failures=0)
-
-
-def test_commits_between_are_for_workers_that_average_among_themselves() -> None:
-    with pytest.raises(ConfigError, match="commit_every is for aggregation='executors'"):
-        ParameterAveraging(commit_every=5)
-    with pytest.raises(ConfigError, match="commit_every is for aggregation='executors'"):
-        ParameterAveraging(commit_every=5, aggregation="hierarchical")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
-from every_row import every
+import trainings
 from recorded import recorded_decisions
 from replayed import ByHand
-from torch import nn
-from toys import classification, make_job, mlp, relative_error, sgd_on_union
+from toys import relative_error
+from trainings import DATA, SIZES
 
 from sparkdl.averager.policies.round_policy import All
 from sparkdl.averager.values.center import Center
@@ -23,16 +22,11 @@ from sparkdl.strategies import (
     ParameterChanges,
 )
 from sparkdl.testing import run_world
-from sparkdl.worker import Job
 
-SIZES = [40, 33, 21]
-DATA = classification(SIZES)
 STRATEGY = ParameterAveraging(2, average_optimizer_state=False, cutoff=1)
 
 
-def job(model: nn.Module | None = None, **changes: Any) -> Job:
-    settings = {"strategy": STRATEGY, "epochs": 3, "max_failures": 1, **changes}
-    return make_job(model or mlp(), **settings)
+job = partial(trainings.job, strategy=STRATEGY)
 
 
 def test_the_center_moves_by_the_mean_change_whenever_contributions_began() -> None:
@@ -43,35 +37,6 @@ def test_the_center_moves_by_the_mean_change_whenever_contributions_began() -> N
     # The third of three is left out of the first round.
     assert outcome.history[0].max_staleness > 0
     assert outcome.history[-1].loss < outcome.history[0].loss
-
-
-class Normalized(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(6, dtype=torch.float64)
-        self.net = mlp()
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = self.net(self.norm(features))
-        return outputs
-
-
-@every("inner", [torch.optim.Adam, torch.optim.Adagrad])
-def test_alone_it_is_the_same_as_without_buffers_and_optimizer_included(inner: Any) -> None:
-    data = classification([42])
-    settings = {"optimizer": partial(inner, lr=0.01), "epochs": 2}
-    ends = [
-        run_world(make_job(Normalized(), strategy=strategy, **settings), data.shards())
-        for strategy in (ParameterAveraging(2, cutoff=1), ParameterAveraging(2))
-    ]
-    assert relative_error(ends[0].module, ends[1].module) < 1e-9
-
-
-def test_alone_it_is_sgd() -> None:
-    data = classification([41])
-    outcome = run_world(job(), data.shards())
-    oracle = sgd_on_union(mlp(), data, lr=0.1, epochs=3, batch_size=4, dtype=torch.float64)
-    assert relative_error(outcome.module, oracle) < 1e-9
 
 
 def test_late_parameters_count_as_changes_and_all_else_as_values() -> None:

@@ -14,8 +14,8 @@ from torch import nn
 from toys import classification, make_job, mlp
 
 from sparkdl.checkpoint.policy import CheckpointPolicy
-from sparkdl.errors import ConfigError, WorkerError
-from sparkdl.strategies import Needs, ParameterAveraging, Run
+from sparkdl.errors import WorkerError
+from sparkdl.strategies import ParameterAveraging, Run
 from sparkdl.testing import run_world
 from sparkdl.worker import Job
 
@@ -37,12 +37,6 @@ def test_what_only_pickle_could_save_is_refused_in_words(tmp_path: Path) -> None
     policy = CheckpointPolicy(path=str(tmp_path))
     with pytest.raises(WorkerError, match="the strategy keeps state that cannot be saved without"):
         run_world(job(strategy=Unsaveable()), DATA.shards(), checkpoints=policy)
-
-
-@pytest.mark.parametrize("without", [{}, {"gang_start": True}, {"resumes_alone": False}])
-def test_workers_that_need_each_other_cannot_do_without(without: dict[str, bool]) -> None:
-    with pytest.raises(ConfigError, match="set gang_start=True and resumes_alone=False"):
-        Needs(exchanges_optimizer_state=True, collective=True, **without)
 
 
 EVENTS: list[tuple[str, int]] = []

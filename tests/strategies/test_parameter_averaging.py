@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import random
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -36,7 +34,6 @@ from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 from sparkdl.protocols import Segment
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
-from sparkdl.transport.connection import Connection
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 ADAM = partial(torch.optim.Adam, lr=0.02)
@@ -98,38 +95,6 @@ def test_the_loss_of_an_epoch_is_the_mean_over_its_rows() -> None:
     assert outcome.history[0].loss == pytest.approx(loss.item(), rel=1e-12)
 
 
-class SlowAtRandom(nn.Module):
-    """Ranks overtake each other: every forward takes another time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-
-    def forward(self, features: Tensor) -> Tensor:
-        time.sleep(random.choice([0, 0, 0.002, 0.006]))
-        return self.net(features)
-
-
-@every("wire_dtype", ["float32", "bfloat16"])
-@every("optimizer", [MOMENTUM, ADAM])
-def test_two_runs_with_three_ranks_give_the_same_bits(wire_dtype: Any, optimizer: Any) -> None:
-    job = make_job(
-        SlowAtRandom(),
-        strategy=ParameterAveraging(period=2, wire_dtype=wire_dtype),
-        optimizer=optimizer,
-        schema=schema(dtype=torch.float32),
-        epochs=3,
-    )
-    data = classification([30, 16, 22])
-
-    first, second = (run_world(job, data.shards()) for _ in range(2))
-
-    states = first.module.state_dict(), second.module.state_dict()
-    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
-    assert [row.loss for row in first.history] == [row.loss for row in second.history]
-
-
 def test_the_size_of_spark_record_batches_does_not_matter() -> None:
     job = make_job(mlp(), epochs=2, batch_size=5)
     data = classification([17, 11])
@@ -137,39 +102,6 @@ def test_the_size_of_spark_record_batches_does_not_matter() -> None:
     for key in states[0]:
         assert torch.equal(states[0][key], states[1][key])
         assert torch.equal(states[0][key], states[2][key])
-
-
-@pytest.fixture
-def contributions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of each message that workers send."""
-    sizes: list[int] = []
-    send_values = Connection.send_values
-
-    def counted(connection: Connection, values: Tensor, *header: Any) -> None:
-        if threading.current_thread().name.startswith("sparkdl-rank"):
-            sizes.append(values.nbytes)
-        send_values(connection, values, *header)
-
-    monkeypatch.setattr(Connection, "send_values", counted)
-    return sizes
-
-
-def test_bfloat16_halves_the_bytes_of_float32(contributions: list[int]) -> None:
-    total = {}
-    for wire_dtype in ("float32", "bfloat16"):
-        contributions.clear()
-        job = make_job(
-            mlp().float(),
-            strategy=ParameterAveraging(period=2, wire_dtype=wire_dtype),  # type: ignore[arg-type]
-            optimizer=MOMENTUM,
-            schema=schema(dtype=torch.float32),
-        )
-        run_world(job, classification([16, 16]).shards())
-        total[wire_dtype] = sum(contributions)
-    parameters = sum(p.numel() for p in mlp().parameters())
-    rounds, workers, with_momentum = 2, 2, 2
-    assert total["float32"] == 4 * parameters * rounds * workers * with_momentum
-    assert total["bfloat16"] * 2 == total["float32"]
 
 
 def final_replicas(monkeypatch: pytest.MonkeyPatch, job: Any, shards: Any) -> tuple[Any, Any]:

@@ -11,21 +11,33 @@ from typing import Any
 
 import pytest
 from every_row import every
-from oracles import ORACLES, Simulated, scaled
+from oracles import ORACLES, Simulated, mean, momentum, scaled
+from own_asynchronous import EachForItself
+from own_outer_momentum import OuterMomentum
 
 from sparkdl.strategies import ASP
 from sparkdl.testing.simulation import Outcome, Violation
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
+SIMULATED = {
+    **ORACLES,
+    "outer momentum of one's own": Simulated(
+        OuterMomentum(1, 0.5, 0.7), partial(momentum, mean, nesterov=False)
+    ),
+    "asynchronous of one's own": Simulated(
+        EachForItself(1, 0.8), partial(scaled, 0.8, by_staleness=True)
+    ),
+}
+
 
 def outcomes(simulated: Simulated, schedules: int) -> list[Outcome]:
     return [simulated.run(seed) for seed in range(schedules)]
 
 
-@every("name", ORACLES)
+@every("name", SIMULATED)
 def test_every_schedule_ends_with_the_center_that_its_commits_give(name: str) -> None:
-    ended = outcomes(ORACLES[name], 70)
+    ended = outcomes(SIMULATED[name], 70)
     assert sum(outcome.failure is None for outcome in ended) > 50
     assert sum(outcome.losses for outcome in ended) > 20
 

@@ -5,29 +5,22 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
+import trainings
 from replayed import Replay
 from torch import nn
-from toys import Data, classification, make_job, mlp
+from toys import Data
 
 from sparkdl.events import WindowReport
 from sparkdl.strategies import ThresholdGradientSharing
-from sparkdl.worker import Job
 
-SIZES = [40, 33, 21]
-"""Of batches of 4: 10, 9 and 6 steps an epoch."""
-DATA = classification(SIZES)
-SGD = partial(torch.optim.SGD, lr=0.1)
 STRATEGY = ThresholdGradientSharing(0.01, sparsity=(0.05, 0.3), clip=5.0, shake_every=4)
 AMONG = replace(STRATEGY, aggregation="executors")
 
 
-def job(model: nn.Module | None = None, **changes: Any) -> Job:
-    settings = {"strategy": STRATEGY, "epochs": 3, "max_failures": 1, **changes}
-    return make_job(model or mlp(), **settings)
+job = partial(trainings.job, strategy=STRATEGY)
 
 
 class Encoder:

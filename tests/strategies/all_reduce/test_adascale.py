@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from every_row import every
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from toys import Data, batches_by_hand, classification, make_job, mlp, relative_error
 
-from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Outcome
-from sparkdl.errors import ConfigError, TrainingError
-from sparkdl.events import WindowReport
+from sparkdl.errors import TrainingError
 from sparkdl.strategies import AdaScale, GradientAllReduce, KFACPreconditioner
 from sparkdl.strategies.all_reduce.model_and_loss import PiggybackedScalar
 from sparkdl.testing import run_world
@@ -132,20 +128,6 @@ def test_workers_of_unequal_rows_and_steps_of_several_minibatches_are_weighed_as
     assert outcome.history[0].measured["adascale_steps"] == pytest.approx(worth, rel=1e-9)
 
 
-@pytest.mark.slow
-def test_it_is_the_same_where_parameters_may_be_unused_and_the_optimizer_is_sharded() -> None:
-    shards = classification([22, 13]).shards()
-    modules = [
-        run_world(
-            make_job(mlp(), strategy=AdaScale(**others), optimizer=SGD),
-            shards,
-            ranks_as="processes",
-        ).module
-        for others in ({}, {"find_unused_parameters": True, "shard_optimizer": True})
-    ]
-    assert relative_error(*modules) < 1e-12
-
-
 class Embeds(nn.Module):
     """A table whose rows are chosen by a feature's sign, and a layer."""
 
@@ -239,65 +221,14 @@ def test_a_step_that_kfac_clips_is_as_long_at_any_gain() -> None:
 
 @every(("compression", "a_step"), [(None, []), ("bf16", [8])])
 def test_what_is_measured_travels_with_the_gradients_unless_these_are_rounded(
-    compression: Any, a_step: list[int], monkeypatch: pytest.MonkeyPatch
+    compression: Any, a_step: list[int], sent: list[tuple[str, torch.dtype, int]]
 ) -> None:
-    """DistributedDataParallel's own sums, the gradients, are not torch.distributed's to Python."""
-    sent: list[int] = []
-    all_reduce = dist.all_reduce
-
-    def counting(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-        if tensor.dtype == torch.float64:
-            sent.append(tensor.nbytes)
-        return all_reduce(tensor, *args, **options)
-
-    monkeypatch.setattr(dist, "all_reduce", counting)
+    sent.clear()
     job = make_job(mlp(), strategy=AdaScale(compression=compression), optimizer=SGD, epochs=2)
     run_world(job, classification([22]).shards())
     steps, at_an_epochs_end = 6, [3 * 8]
-    assert sent == (a_step * steps + at_an_epochs_end) * 2
-
-
-class Interrupted(Exception):
-    """The driver dies."""
-
-
-@pytest.mark.slow
-def test_resumed_by_three_workers_it_ends_where_their_sums_round_alike(tmp_path: Path) -> None:
-    # What the sum of three rounds to depends on its place in a bucket, here as in plain all-reduce.
-    resumed, whole = resumed_and_whole([22, 14, 9], 0.0001, tmp_path)
-    assert relative_error(resumed.module, whole.module) < 1e-12
-
-
-def resumed_and_whole(rows: list[int], bucket_mb: float, tmp_path: Path) -> tuple[Outcome, Outcome]:
-    """How a training ends that was interrupted within an epoch, and how one that was not."""
-    data = classification(rows)
-    job = make_job(
-        mlp(),
-        strategy=AdaScale(bucket_mb, commit_every=2),
-        optimizer=SGD,
-        # Each step starts from the rate before, so one that is left out would show.
-        scheduler=partial(ExponentialLR, gamma=0.9),
-        scheduler_every="step",
-        epochs=3,
-    )
-    whole = run_world(job, data.shards(), ranks_as="processes")
-    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
-    seen = 0
-
-    def on_event(event: object) -> None:
-        nonlocal seen
-        seen += isinstance(event, WindowReport)
-        if seen > 9:
-            raise Interrupted
-
-    with pytest.raises(Interrupted):
-        run_world(job, data.shards(), ranks_as="processes", checkpoints=policy, on_event=on_event)
-    return run_world(job, data.shards(), ranks_as="processes", checkpoints=policy), whole
-
-
-def test_without_measuring_there_is_nothing_to_follow() -> None:
-    with pytest.raises(ConfigError, match="measure_noise"):
-        AdaScale(measure_noise=False)
+    measured = [octets for _, dtype, octets in sent if dtype is torch.float64]
+    assert measured == (a_step * steps + at_an_epochs_end) * 2
 
 
 class Rateless(torch.optim.Optimizer):

@@ -16,10 +16,10 @@ from toys import batches_by_hand, classification, make_job, mlp
 
 from sparkdl.averager.messages.headers import read_window, window_header
 from sparkdl.averager.messages.progress import Progress
-from sparkdl.errors import ConfigError, TrainingError
+from sparkdl.errors import TrainingError
 from sparkdl.events import WindowReport, summarize_epoch
 from sparkdl.report.history import metrics_of
-from sparkdl.strategies import GradientAllReduce, PowerSGD
+from sparkdl.strategies import GradientAllReduce
 from sparkdl.strategies.all_reduce.gradient_noise import GradientNoise, gain, noise_scale
 from sparkdl.testing import run_world
 
@@ -161,11 +161,6 @@ def test_one_worker_compares_the_minibatches_of_a_step() -> None:
 def test_one_minibatch_has_nothing_to_be_compared_with() -> None:
     job = make_job(mlp(), strategy=GradientAllReduce(measure_noise=True))
     assert run_world(job, classification([40]).shards()).history[0].measured == {}
-
-
-def test_a_compression_leaves_nothing_to_measure() -> None:
-    with pytest.raises(ConfigError, match=r"PowerSGD\(\.\.\.\) leaves too little"):
-        GradientAllReduce(measure_noise=True, compression=PowerSGD())
 
 
 def test_an_epoch_has_the_mean_of_what_each_worker_measured_last() -> None:

@@ -8,27 +8,23 @@ import torch
 from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outer import DATA, MOMENTUM, job
 from recorded import recorded_decisions
 from replayed import Delayed
-from toys import classification, relative_error
+from toys import relative_error
+from trainings import DATA, job
 
 from sparkdl.averager.values.center import Center
 from sparkdl.averager.values.center_update import new_memory
 from sparkdl.protocols import Segment
 from sparkdl.strategies import (
     AsynchronousOuterOptimizer,
-    AsynchronousSGD,
     Changes,
     Contributions,
     DelayedNesterov,
-    OuterOptimizer,
-    OuterSGD,
 )
 from sparkdl.testing import run_world
 
 STRATEGY = AsynchronousOuterOptimizer(DelayedNesterov(3, 0.7, 0.5), period=2)
-ALONE = classification([41])
 
 
 @settings(max_examples=40, deadline=None)
@@ -121,28 +117,6 @@ def test_changes_that_are_a_round_old_are_stable_up_to_windows_of_some_length(
             begun[number % workers] = center.clone()
         distance = max(abs(each.item()) for each in begun)
         assert distance < 0.1 if factor < 1 else distance > 1
-
-
-def test_one_worker_with_a_buffer_of_one_is_diloco() -> None:
-    mine, diloco = (
-        run_world(job(strategy=strategy, optimizer=MOMENTUM), ALONE.shards()).module
-        for strategy in (
-            AsynchronousOuterOptimizer(DelayedNesterov(1, 0.7, 0.5), 4),
-            OuterOptimizer(4, OuterSGD(0.7, 0.5)),
-        )
-    )
-    assert relative_error(mine, diloco) < 1e-12
-
-
-def test_without_momentum_it_is_asynchronous_sgd() -> None:
-    mine, other = (
-        run_world(job(strategy=strategy), ALONE.shards()).module
-        for strategy in (
-            AsynchronousOuterOptimizer(DelayedNesterov(4, 0.8, 0.0), 3),
-            AsynchronousSGD(3, 0.2, scale_by_staleness=False),
-        )
-    )
-    assert relative_error(mine, other) < 1e-12
 
 
 def test_the_center_is_what_the_decisions_say() -> None:

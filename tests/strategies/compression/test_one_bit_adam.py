@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -15,18 +14,17 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+import trainings
 from every_row import every
 from interruptions import same_bits
 from members import of_all
 from torch import Tensor, nn
-from toys import classification, make_job, mlp, schema
+from toys import classification, mlp, schema
 
-from sparkdl.errors import ConfigError, WorkerError
+from sparkdl.errors import WorkerError
 from sparkdl.strategies import GradientAllReduce, OneBitAdam
 from sparkdl.strategies.compression.one_bit_adam import chunk_sizes, chunks_of, decode, encode
 from sparkdl.testing import run_world
-from sparkdl.worker import Job
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -36,15 +34,7 @@ ADAM = partial(torch.optim.Adam, lr=0.01, betas=(0.8, 0.9))
 STRATEGY = GradientAllReduce(compression=OneBitAdam(12), commit_every=4)
 
 
-def job(model: nn.Module | None = None, **changes: Any) -> Job:
-    settings: dict[str, Any] = {
-        "strategy": STRATEGY,
-        "optimizer": ADAM,
-        "epochs": 4,
-        "max_failures": 1,
-        "deadline_s": 90.0,  # a busy machine may keep ranks from starting
-    }
-    return make_job(model or mlp(), **{**settings, **changes})
+job = partial(trainings.job, strategy=STRATEGY, optimizer=ADAM, epochs=4)
 
 
 @every("entries", [1, 7, 8, 9, 64, 100])
@@ -283,21 +273,7 @@ def test_in_the_warm_up_it_is_all_reduced_adam_to_the_bit(sizes: list[int]) -> N
     assert not same_bits(adam, compressed)
 
 
-def counted(name: str, place: int, sent: list[tuple[str, int]]) -> Callable[..., Any]:
-    """One of torch's exchanges, which notes the bytes of an argument."""
-    exchange = getattr(dist, name)
-
-    def counting(*arguments: Any, **options: Any) -> Any:
-        sent.append((name, arguments[place].nbytes))
-        return exchange(*arguments, **options)
-
-    return counting
-
-
-def test_each_step_sends_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[tuple[str, int]] = []
-    for name, place in (("all_reduce", 0), ("all_to_all_single", 1), ("all_gather", 1)):
-        monkeypatch.setattr(dist, name, counted(name, place, sent))
+def test_each_step_sends_what_the_formula_says(sent: list[tuple[str, torch.dtype, int]]) -> None:
     model = nn.Sequential(nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 3))
     given = job(
         model,
@@ -308,15 +284,9 @@ def test_each_step_sends_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) 
     run_world(given, classification([4 * 7], width=60, dtype=np.float32).shards())
     entries = [60 * 40, 40, 40 * 3, 3]
     octets = sum(math.ceil(each / 8) + 4 for each in entries)
-    assert (
-        sent
-        == [("all_reduce", 4 * sum(entries))] * 3
-        + [
-            ("all_to_all_single", octets),
-            ("all_gather", octets),
-        ]
-        * 4
-    )
+    expected = [("all_reduce", 4 * sum(entries))] * 3
+    expected += [("all_to_all_single", octets), ("all_gather", octets)] * 4
+    assert [(name, count) for name, _, count in sent] == expected
 
 
 def test_members_send_a_chunk_to_each_and_one_to_all() -> None:
@@ -378,10 +348,3 @@ def test_a_first_gradient_after_the_warm_up_is_an_error_in_words() -> None:
 def test_what_has_no_frozen_step_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(WorkerError, match=words):
         run_world(job(max_failures=0, **changes), classification([8]).shards())
-
-
-def test_a_part_of_the_optimizers_state_is_too_little() -> None:
-    with pytest.raises(
-        ConfigError, match=r"OneBitAdam\(\.\.\.\).*shard_optimizer each has only a part"
-    ):
-        GradientAllReduce(compression=OneBitAdam(5), shard_optimizer=True)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import trainings
 from every_row import every
 from members import of_all, steps_of
 from torch import Tensor, nn
@@ -19,31 +20,23 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
     PowerSGDState,
     powerSGD_hook,
 )
-from toys import classification, cnn, make_job, mlp, relative_error, schema
+from toys import classification, cnn, mlp, relative_error, schema
+from trainings import MOMENTUM
 
 from sparkdl.errors import WorkerError
 from sparkdl.strategies import GradientAllReduce, PowerSGD, Run
 from sparkdl.strategies.compression.power_sgd import first_right
 from sparkdl.testing import run_world
-from sparkdl.worker import Job
 
 for module in (sys.modules[__name__], members):
     cloudpickle.register_pickle_by_value(module)
 
-MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-LOW_RANK = PowerSGD(1, start_after=3, min_compression_rate=0)
+STRATEGY = GradientAllReduce(
+    compression=PowerSGD(1, start_after=3, min_compression_rate=0), commit_every=4
+)
 
 
-def job(model: nn.Module | None = None, **changes: Any) -> Job:
-    strategy = GradientAllReduce(compression=LOW_RANK, commit_every=4)
-    settings: dict[str, Any] = {
-        "strategy": strategy,
-        "optimizer": MOMENTUM,
-        "epochs": 3,
-        "max_failures": 1,
-        "deadline_s": 90.0,  # a busy machine may keep ranks from starting
-    }
-    return make_job(model or mlp(), **{**settings, **changes})
+job = partial(trainings.job, strategy=STRATEGY, optimizer=MOMENTUM)
 
 
 class OfTorch(GradientAllReduce):
@@ -264,16 +257,8 @@ def test_half_precision_is_compressed_in_float32() -> None:
     assert octets == 4 * factors + 2 * 12
 
 
-def test_each_step_sends_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_step_sends_what_the_formula_says(sent: list[tuple[str, torch.dtype, int]]) -> None:
     """(n + m) * rank values for each matrix that is compressed, and the others as they are."""
-    sent: list[int] = []
-    all_reduce = dist.all_reduce
-
-    def counting(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        sent.append(tensor.nbytes)
-        return all_reduce(tensor, *args, **options)
-
-    monkeypatch.setattr(dist, "all_reduce", counting)
     model = nn.Sequential(nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 3))
     steps, compression = 9, PowerSGD(3, start_after=4)
     given = job(
@@ -285,7 +270,7 @@ def test_each_step_sends_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) 
     run_world(given, classification([4 * steps], width=60, dtype=np.float32).shards())
     whole = 4 * sum(parameter.numel() for parameter in model.parameters())
     rest, lefts, rights = 4 * (40 + 40 * 3 + 3), 4 * 3 * 40, 4 * 3 * 60
-    assert sent == [whole] * 4 + [rest, lefts, rights] * 5
+    assert [octets for *_, octets in sent] == [whole] * 4 + [rest, lefts, rights] * 5
 
 
 class Table(nn.Module):

@@ -16,7 +16,6 @@ import own_drifting
 import own_outer_momentum
 import springs
 import torch
-from outer import ADAGRAD, ADAM, MOMENTUM, SGD, SLOW_MOMENTUM
 from replayed import ByHand, Delayed, HeavyBall
 from streams import ROUNDED, STREAMS
 from streams import AsDecided as AsDecidedInFragments
@@ -27,6 +26,7 @@ from thresholds import STRATEGY as SHARED
 from thresholds import ByHand as SharedByHand
 from torch import Tensor, nn
 from toys import Data, classification, make_job, mlp, relative_error
+from trainings import ADAGRAD, ADAM, DATA, MOMENTUM, SGD, STRATEGY, normed
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.feed.feed import FeedOptions
@@ -52,8 +52,6 @@ from sparkdl.strategies import (
 )
 from sparkdl.worker import Job
 
-DATA = classification([40, 33, 21])
-"""Of batches of 4: 10, 9 and 6 steps an epoch."""
 TWO = classification([40, 33])
 SCHEDULE = {
     "scheduler": partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.97),
@@ -129,13 +127,6 @@ class Row:
         return {"feed": FeedOptions(reshuffle_every=1)} if alone else {}
 
 
-def normed(dropout: float = 0.0) -> nn.Module:
-    """With statistics; ranks that are threads share the random numbers that dropout draws."""
-    torch.manual_seed(3)
-    norm, drops = nn.BatchNorm1d(8), nn.Dropout(dropout)
-    return nn.Sequential(nn.Linear(6, 8), norm, nn.Tanh(), drops, nn.Linear(8, 3)).double()
-
-
 def followed(make: Callable[[], Any], within: float = 1e-9) -> Killed:
     """By an oracle that follows decisions."""
     return Killed(lambda decisions, _: make().follow(decisions), within)
@@ -179,7 +170,7 @@ def in_fragments(strategy: OuterOptimizer) -> Killed:
 
 EASGD = springs.STRATEGY
 HOGWILD = replace(EASGD, mode="hogwild")
-OUTER = OuterOptimizer(period=2, outer=SLOW_MOMENTUM)
+OUTER = STRATEGY
 CUT_OFF = ParameterAveraging(2, average_optimizer_state=False, cutoff=1)
 PREDICTED = ParameterAveraging(2, cutoff="predicted")
 OUTER_CUT_OFF = OuterOptimizer(2, OuterSGD(0.7, 0.5, nesterov=False), cutoff=1)
@@ -191,7 +182,6 @@ OWN_MOMENTUM = own_outer_momentum.OuterMomentum(period=2, momentum=0.6, rate=0.7
 OWN_ASYNCHRONOUS = own_asynchronous.EachForItself(period=2, rate=0.8)
 NOISY = {"model": partial(normed, dropout=0.3)}
 DELAYS = {"optimizer": partial(torch.optim.SGD, lr=0.05), **SCHEDULE}
-BUSY = {"deadline_s": 90.0}
 OF_TWO: dict[str, Any] = {"data": TWO, "ranks_as": "processes", "slow": ("resumed", "restarted")}
 
 
@@ -201,6 +191,15 @@ def preconditioned(fraction: float) -> GradientAllReduce:
 
 
 ROWS = [
+    Row("averaging", ParameterAveraging(2), {"optimizer": ADAM}, normed, springs.DATA, twice=True),
+    Row(
+        "averaging in bfloat16",
+        ParameterAveraging(2, wire_dtype="bfloat16"),
+        {"optimizer": MOMENTUM},
+        normed,
+        springs.DATA,
+        twice=True,
+    ),
     Row(
         "elastic",
         EASGD,
@@ -295,8 +294,10 @@ ROWS = [
         {"optimizer": MOMENTUM},
         resumed=(4, 20),
         killed=with_momentum(OUTER),
+        twice=True,
         restarted={"optimizer": SGD},
     ),
+    Row("outer in bfloat16", replace(OUTER, wire_dtype="bfloat16"), twice=True),
     Row("outer on Adam", OUTER, {"optimizer": ADAM}, resumed=(14,)),
     Row(
         "outer of averaged states",
@@ -381,7 +382,7 @@ ROWS = [
         killed=followed(lambda: ByHand(DATA, 0.8)),
     ),
     Row("asynchronous PBSP", replace(ASYNCHRONOUS, barrier=PBSP(1)), goes_on=(14,)),
-    Row("asynchronous BSP", replace(ASYNCHRONOUS, barrier=BSP()), resumed=(14,)),
+    Row("asynchronous BSP", replace(ASYNCHRONOUS, barrier=BSP()), resumed=(14,), twice=True),
     Row(
         "delayed Nesterov",
         DELAYED,
@@ -395,6 +396,7 @@ ROWS = [
         resumed=(4, 14, 25),
         killed=followed(lambda: SharedByHand(DATA)),
         restarted={},
+        twice=True,
         slow=("restarted",),
     ),
     Row(
@@ -403,7 +405,8 @@ ROWS = [
         ranks_as="processes",
         resumed=(7,),
         restarted={},
-        slow=("resumed", "restarted"),
+        twice=True,
+        slow=("resumed", "restarted", "twice"),
     ),
     Row(
         "threshold among executors with commits",
@@ -419,7 +422,6 @@ ROWS = [
             "optimizer": partial(torch.optim.Adam, lr=0.01, betas=(0.8, 0.9)),
             "epochs": 4,
             **SCHEDULE,
-            **BUSY,
         },
         resumed=(4, 12),  # in the warm-up, and after it
         alone=(2, 6),
@@ -430,7 +432,7 @@ ROWS = [
     Row(
         "PowerSGD",
         GradientAllReduce(compression=LOW_RANK, commit_every=4),
-        {"optimizer": MOMENTUM, **BUSY},
+        {"optimizer": MOMENTUM},
         resumed=(2, 10),
         alone=(1, 5),
         restarted={},
@@ -440,7 +442,7 @@ ROWS = [
     Row(
         "PowerSGD of many buckets",
         GradientAllReduce(0.0001, compression=LOW_RANK, commit_every=6),
-        {"optimizer": MOMENTUM, **BUSY},
+        {"optimizer": MOMENTUM},
         restarted={},
         killed_after=17,
         **OF_TWO,
@@ -448,7 +450,7 @@ ROWS = [
     Row(
         "top-k",
         GradientAllReduce(compression=TopK(0.1, start_after=2), commit_every=6),
-        {"optimizer": MOMENTUM, **BUSY},
+        {"optimizer": MOMENTUM},
         resumed=(2, 8),
         alone=(1, 4),
         restarted={},
@@ -459,8 +461,10 @@ ROWS = [
         Row(
             f"K-FAC {name}",
             preconditioned(fraction),
-            {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9), "epochs": 2, **BUSY},
+            {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9), "epochs": 2},
             data=classification([14, 9]),
+            ranks_as="processes",
+            resumed=(4,),
             restarted={},
             killed_after=4,  # of 3 steps an epoch; the last copy that the driver has is of step 4
             slow=("restarted",),
@@ -476,7 +480,6 @@ ROWS = [
                 # Each step starts from the rate before, so one that is left out would show.
                 "scheduler": partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9),
                 "scheduler_every": "step",
-                **BUSY,
             },
             data=classification([22, 14]),
             ranks_as="processes",
@@ -488,7 +491,14 @@ ROWS = [
         # DistributedDataParallel puts the parameters into these after a step in another order.
         for name, bucket_mb in (("one bucket", 25.0), ("buckets", 0.0001))
     ),
-    Row("gossip", GossipAveraging(topology="ring"), killed_learns=True),
+    # Checkpoints come with commits, of which there is one an epoch.
+    Row(
+        "gossip",
+        GossipAveraging(topology="ring"),
+        every_rounds=None,
+        goes_on=(3,),
+        killed_learns=True,
+    ),
     Row(
         "gossip without visits",
         GossipAveraging(period=100),
@@ -504,6 +514,7 @@ ROWS = [
             data=classification([40, 33, 21, 16]),
             resumed=(8,),
             killed_learns=topology == "ring",
+            twice=True,
             slow=("killed_learns",),
         )
         for topology in ("ring", "random")
@@ -517,6 +528,7 @@ ROWS = [
     Row(
         "asynchronous of one's own",
         OWN_ASYNCHRONOUS,
+        alone=(7,),
         killed=followed(lambda: ByHand(DATA, 0.8, scale_by_staleness=True)),
     ),
     Row(

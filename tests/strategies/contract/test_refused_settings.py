@@ -43,6 +43,7 @@ from sparkdl.strategies import (
     GossipAveraging,
     GradientAllReduce,
     KFACPreconditioner,
+    Needs,
     OneBitAdam,
     OuterOptimizer,
     OuterSGD,
@@ -81,6 +82,8 @@ BY_ARGUMENT: list[Refused] = [
     (GradientAllReduce, "shard_optimizer", (1, None, "yes"), "shard_optimizer"),
     (GradientAllReduce, "find_unused_parameters", (1, None, "yes"), "find_unused_parameters"),
     (GradientAllReduce, "sync_batch_norm", (1, None, "yes"), "sync_batch_norm"),
+    (GradientAllReduce, "preconditioner", ("kfac",), "preconditioner must be"),
+    (AdaScale, "measure_noise", (False,), "measure_noise"),
     (AdaScale, "decay", (1, -0.1, True, "0.9", NAN), "decay must be"),
     (OneBitAdam, "start_after", (0, -1, 1.5, True, None), "start_after"),
     (PowerSGD, "rank", (0, 1.5, True), "rank must"),
@@ -100,6 +103,7 @@ BY_ARGUMENT: list[Refused] = [
     (AsynchronousSGD, "rate", (0, NAN, INF, True), "rate must be a number > 0, got"),
     (AsynchronousSGD, "scale_by_staleness", (1,), "scale_by_staleness must be a bool, got 1"),
     (AsynchronousSGD, "barrier", ("ssp", SSP), r"barrier must be ASP\(\), .* got"),
+    (ElasticAveraging, "aggregation", ("host",), "aggregation must be one of driver, executors"),
     (ElasticAveraging, "period", (0, True), "period must be a whole number of steps >= 1, got"),
     (
         ElasticAveraging,
@@ -155,6 +159,38 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         ParameterAveraging,
         {"aggregation": "executors", "wire_dtype": "bfloat16"},
         "is for aggregation='driver'",
+    ),
+    *(
+        (ParameterAveraging, {"commit_every": 5, **changes}, "commit_every is for .*'executors'")
+        for changes in ({}, {"aggregation": "hierarchical"})
+    ),
+    (
+        ElasticAveraging,
+        {"mode": "asynchronous", "aggregation": "executors"},
+        "mode='asynchronous' is for aggregation='driver'",
+    ),
+    (
+        GradientAllReduce,
+        {"compression": TopK(), "preconditioner": KFACPreconditioner()},
+        r"TopK\(\.\.\.\) and a preconditioner",
+    ),
+    (
+        GradientAllReduce,
+        {"compression": OneBitAdam(5), "shard_optimizer": True},
+        r"OneBitAdam\(\.\.\.\).*shard_optimizer each has only a part",
+    ),
+    (
+        GradientAllReduce,
+        {"compression": PowerSGD(), "measure_noise": True},
+        r"PowerSGD\(\.\.\.\) leaves too little",
+    ),
+    *(
+        (
+            Needs,
+            {"exchanges_optimizer_state": True, "collective": True, **without},
+            "set gang_start=True and resumes_alone=False",
+        )
+        for without in ({}, {"gang_start": True}, {"resumes_alone": False})
     ),
     *(
         (kind, {"cutoff": 1, **changes}, f"^{named} needs every worker in every round")

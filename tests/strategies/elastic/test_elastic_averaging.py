@@ -2,82 +2,114 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from hypothesis import given
 from hypothesis import strategies as st
 from recorded import recorded_decisions
-from springs import DATA, SIZES, STRATEGY, ByHand, Watched, as_decided, in_step, job, replicas
+from springs import DATA, SIZES, ByHand, Watched, as_decided, in_step, job, replicas
 from torch import nn
 from toys import classification, relative_error, schema
+from trainings import normed
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.values.center import Center
 from sparkdl.errors import ConfigError, WorkerError
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import ColumnSpec, Segment
-from sparkdl.strategies import Contributions, ElasticAveraging, ParameterAveraging
+from sparkdl.replica import Replica
+from sparkdl.strategies import Contributions, ElasticAveraging
 from sparkdl.testing import batches_of, run_world
 
 ASYNCHRONOUS = ElasticAveraging(period=2, moving_rate=0.2, mode="asynchronous")
+NESTEROV = partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True)
 AMONG = ElasticAveraging(period=2, moving_rate=0.2, aggregation="executors")
 
 
-def test_it_is_synchronous_easgd() -> None:
-    outcome = run_world(job(), DATA.shards())
-    assert relative_error(outcome.module, in_step(ByHand(0.2), epochs=3)) < 1e-12
+MOVING = ElasticAveraging(period=2, moving_rate=0.2, momentum=0.8)
+
+
+def eamsgd(*, reads: bool = False) -> ByHand:
+    """Zhang et al.'s algorithm 2."""
+    return ByHand(0.2, 0.8, looks_ahead=True, reads=reads)
+
+
+def of_torch(*, nesterov: bool) -> dict[str, Any]:
+    return {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.8, nesterov=nesterov)}
+
+
+IN_STEP: dict[str, tuple[dict[str, Any], Callable[[], ByHand], float]] = {
+    "EASGD": ({}, lambda: ByHand(0.2), 1e-12),
+    "the paper's rate, by default": (
+        {"strategy": ElasticAveraging(2)},
+        lambda: ByHand(0.9 / 3),
+        1e-12,
+    ),
+    "MEASGD": (of_torch(nesterov=False), lambda: ByHand(0.2, 0.8), 1e-11),
+    "nearly EAMSGD": (
+        of_torch(nesterov=True),
+        lambda: ByHand(0.2, 0.8, looks_ahead=True, ends_ahead=True),
+        1e-11,
+    ),
+    "EAMSGD": ({"strategy": MOVING}, eamsgd, 1e-11),
+    "EASGD among executors": ({"strategy": AMONG}, lambda: ByHand(0.2), 1e-12),
+    "EAMSGD among executors": (
+        {"strategy": replace(MOVING, aggregation="executors")},
+        eamsgd,
+        1e-11,
+    ),
+}
+
+
+@every(("name", "given"), IN_STEP.items())
+def test_in_step_it_is_the_papers_algorithm(name: str, given: Any) -> None:
+    changes, hand, within = given
+    ranks_as: Any = "processes" if "among" in name else "threads"
+    outcome = run_world(job(**changes), DATA.shards(), ranks_as=ranks_as)
+    assert relative_error(outcome.module, in_step(hand(), epochs=3)) < within
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
 
 
-def test_the_paper_s_rate_is_the_default() -> None:
-    outcome = run_world(job(strategy=ElasticAveraging(2)), DATA.shards())
-    assert relative_error(outcome.module, in_step(ByHand(0.9 / 3), epochs=3)) < 1e-12
+def test_eamsgd_is_not_what_momentum_of_the_optimizer_comes_to() -> None:
+    outcome = run_world(job(**of_torch(nesterov=True)), DATA.shards())
+    assert relative_error(outcome.module, in_step(eamsgd(), epochs=3)) > 1e-4
 
 
-@pytest.mark.parametrize("nesterov", [False, True], ids=["MEASGD", "nearly EAMSGD"])
-def test_with_momentum_of_the_optimizer_it_is(nesterov: bool) -> None:
-    optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.8, nesterov=nesterov)
-    outcome = run_world(job(optimizer=optimizer), DATA.shards())
-    hand = in_step(ByHand(0.2, 0.8, looks_ahead=nesterov, ends_ahead=nesterov), epochs=3)
-    assert relative_error(outcome.module, hand) < 1e-11
+AS_DECIDED = [
+    *((ASYNCHRONOUS, False), (replace(ASYNCHRONOUS, mode="hogwild"), True)),
+    *((replace(MOVING, mode=mode), mode == "hogwild") for mode in ("asynchronous", "hogwild")),
+    (replace(MOVING, mode="round_robin"), False),
+]
 
 
-def test_it_is_asynchronous_easgd() -> None:
+@every(("strategy", "reads"), AS_DECIDED)
+def test_one_by_one_it_is_the_papers_algorithm_too(strategy: Any, reads: bool) -> None:
+    hand = eamsgd(reads=reads) if strategy.momentum else ByHand(0.2, reads=reads)
     with recorded_decisions() as decisions:
-        outcome = run_world(job(strategy=ASYNCHRONOUS), DATA.shards())
-    assert relative_error(outcome.module, as_decided(decisions)) < 1e-11
+        outcome = run_world(job(strategy=strategy), DATA.shards())
+    assert relative_error(outcome.module, as_decided(decisions, hand)) < 1e-11
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
     commits = [each.contributions for each in decisions if isinstance(each, do.Commit)]
-    assert {len(each.weights) for each in commits} == {0, 1}
-    assert max(each.staleness for each in commits) > 0
+    assert reads or {len(each.weights) for each in commits} == {0, 1}
+    assert strategy.mode == "round_robin" or max(each.staleness for each in commits) > 0
 
 
-def test_alone_both_modes_are_one() -> None:
-    alone = classification([42])
-    both = [run_world(job(strategy=each), alone.shards()) for each in (STRATEGY, ASYNCHRONOUS)]
-    assert relative_error(both[0].module, both[1].module) < 1e-11
+def test_two_momenta_are_refused() -> None:
+    def replica(momentum: float) -> Replica:
+        sgd = partial(torch.optim.SGD, lr=0.1, momentum=momentum)
+        return Replica(nn.Linear(2, 1), sgd, nn.MSELoss())
 
-
-def test_a_round_of_springs_that_sum_to_one_is_parameter_averaging() -> None:
-    """With b = workers * a = 1 the center becomes the mean, weighted alike."""
-    data = classification([20, 20, 20])
-    springs = job(strategy=ElasticAveraging(5, moving_rate=1 / 3), epochs=1)
-    mean = job(strategy=ParameterAveraging(5, average_optimizer_state=False), epochs=1)
-    first, second = (run_world(each, data.shards()).module for each in (springs, mean))
-    assert relative_error(first, second) < 1e-12
-
-
-def normed(dropout: float = 0.0) -> nn.Module:
-    """With statistics; ranks that are threads share the random numbers that dropout draws."""
-    torch.manual_seed(3)
-    norm, drops = nn.BatchNorm1d(8), nn.Dropout(dropout)
-    return nn.Sequential(nn.Linear(6, 8), norm, nn.Tanh(), drops, nn.Linear(8, 3)).double()
-
-
-MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True)
+    MOVING.require_fits(replica(0.0))
+    ElasticAveraging().require_fits(replica(0.9))
+    with pytest.raises(ConfigError, match=r"momentum=0.8.* SGD already has its own"):
+        MOVING.require_fits(replica(0.9))
 
 
 def test_the_center_is_what_is_validated() -> None:
@@ -149,23 +181,10 @@ def test_a_rate_at_which_the_center_overshoots_is_refused() -> None:
         run_world(job(strategy=ElasticAveraging(2, moving_rate=0.9)), DATA.shards())
 
 
-def test_among_executors_it_is_synchronous_easgd_too() -> None:
-    outcome = run_world(job(strategy=AMONG), DATA.shards(), ranks_as="processes")
-    assert relative_error(outcome.module, in_step(ByHand(0.2), epochs=3)) < 1e-12
-    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
-
-
 def test_among_executors_the_center_has_the_mean_of_buffers() -> None:
-    driver = run_world(job(normed(), optimizer=MOMENTUM), DATA.shards())
-    among = job(normed(), optimizer=MOMENTUM, strategy=AMONG)
+    driver = run_world(job(normed(), optimizer=NESTEROV), DATA.shards())
+    among = job(normed(), optimizer=NESTEROV, strategy=AMONG)
     outcome = run_world(among, DATA.shards(), ranks_as="processes")
     first, second = outcome.module.state_dict(), driver.module.state_dict()
     for name, values in second.items():
         assert torch.allclose(first[name], values, rtol=1e-11, atol=1e-13), name
-
-
-def test_among_executors_nobody_goes_alone() -> None:
-    with pytest.raises(ConfigError, match="mode='asynchronous' is for aggregation='driver'"):
-        ElasticAveraging(mode="asynchronous", aggregation="executors")
-    with pytest.raises(ConfigError, match="aggregation must be one of driver, executors"):
-        ElasticAveraging(aggregation="host")  # type: ignore[arg-type]

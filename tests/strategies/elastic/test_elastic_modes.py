@@ -12,7 +12,7 @@ import torch
 from every_row import every
 from oracles import pulled
 from recorded import recorded_decisions
-from springs import DATA, SIZES, ByHand, as_decided, job
+from springs import DATA, SIZES, ByHand, job
 from test_elastic_stability import Point, parabola
 from torch import Tensor, nn
 from toys import batches_by_hand, classification, mlp, relative_error
@@ -29,10 +29,6 @@ from sparkdl.testing.simulation import random_plan, simulate_strategy
 HOGWILD = ElasticAveraging(period=2, moving_rate=0.2, mode="hogwild")
 ROUND_ROBIN = replace(HOGWILD, mode="round_robin")
 ASYNCHRONOUS = replace(HOGWILD, mode="asynchronous")
-
-
-def by_hand(strategy: ElasticAveraging) -> ByHand:
-    return ByHand(0.2, reads=strategy == HOGWILD)
 
 
 def laps(windows: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -70,25 +66,6 @@ def test_a_made_up_round_robin_run_without_faults_keeps_the_order() -> None:
         expected = [rank for rank, _ in laps([max(count, 1) for count in plan.windows])]
         for epoch in range(1, plan.epochs + 1):
             assert [each.rank for each in windows if each.epoch == epoch] == expected
-
-
-def test_hogwild_workers_pull_to_the_center_that_they_have_read_before() -> None:
-    with recorded_decisions() as decisions:
-        outcome = run_world(job(strategy=HOGWILD), DATA.shards())
-    assert relative_error(outcome.module, as_decided(decisions, by_hand(HOGWILD))) < 1e-11
-    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
-    commits = [each.contributions for each in decisions if isinstance(each, do.Commit)]
-    assert max(each.staleness for each in commits) > 0
-
-
-@every("period", [1, 2])
-def test_alone_hogwild_is_asynchronous_easgd(period: int) -> None:
-    alone = classification([42])
-    both = [
-        run_world(job(strategy=replace(each, period=period)), alone.shards())
-        for each in (HOGWILD, ASYNCHRONOUS)
-    ]
-    assert relative_error(both[0].module, both[1].module) < 1e-11
 
 
 class LateClones:

@@ -5,44 +5,36 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import misbehaving
 import numpy as np
 import pytest
-import torch
+import trainings
 from by_keyword import run
 from every_row import every
-from misbehaving import Interrupted, ranks
+from misbehaving import ranks
 from torch import Tensor, nn
-from toys import average_by_hand, classification, make_job, mlp, relative_error
+from toys import classification, mlp
+from trainings import DATA, SIZES
 from virtual_time import VirtualClock
 
 from sparkdl.averager import Averager
 from sparkdl.averager.client import client
-from sparkdl.averager.messages.run_events import RunEvent
-from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.collective import peers as peers_module
 from sparkdl.collective.peers import PeerAwayError, Peers, Visitors
-from sparkdl.events import EpochSummary
 from sparkdl.strategies import GossipAveraging, ParameterAveraging
 from sparkdl.strategies.gossip.shown import Shown
 from sparkdl.testing import run_world
 from sparkdl.transport.connection import Connection, ConnectionLostError
-from sparkdl.worker import Job
 
 cloudpickle.register_pickle_by_value(misbehaving)
 
-SIZES = [40, 33, 21]
-DATA = classification(SIZES)
 MODES = ["push", "pull", "push_pull"]
 
 
-def job(model: nn.Module | None = None, **changes: Any) -> Job:
-    settings = {"strategy": GossipAveraging(), "epochs": 3, "max_failures": 1, **changes}
-    return make_job(model or mlp(), **settings)
+job = partial(trainings.job, strategy=GossipAveraging())
 
 
 class Visits:
@@ -98,27 +90,6 @@ def test_it_learns_counts_rows_once_and_moves_the_bytes_of_the_formula(
     ways = {"pull": (0, 1), "push": (1, 0), "push_pull": (1, 1)}[mode]
     expected = [way * len(visits.made) * size for way in ways]
     assert [visits.octets["visitors"], visits.octets["hosts"]] == expected
-
-
-def test_without_a_visit_it_is_averaging_once_an_epoch() -> None:
-    outcome = run_world(job(strategy=GossipAveraging(period=100)), DATA.shards())
-    oracle = average_by_hand(
-        mlp(),
-        partial(torch.optim.SGD, lr=0.1),
-        DATA,
-        period=100,
-        epochs=3,
-        batch_size=4,
-        average_optimizer_state=False,
-    )
-    assert relative_error(outcome.module, oracle) < 1e-12
-
-
-def test_alone_it_is_sgd() -> None:
-    data = classification([41])
-    outcome = run_world(job(strategy=GossipAveraging()), data.shards())
-    alone = run_world(job(strategy=ParameterAveraging(100)), data.shards())
-    assert relative_error(outcome.module, alone.module) < 1e-12
 
 
 def test_over_connections_that_are_encrypted_too() -> None:
@@ -215,21 +186,3 @@ def test_an_epoch_may_be_longer_than_the_deadline(monkeypatch: pytest.MonkeyPatc
     outcome = run(given, 3, launch, now=clock)
     assert clock.passed == 2.5 * 60
     assert outcome.history[0].examples == 48
-
-
-def test_it_goes_on_from_a_checkpoint_with_the_epochs_that_are_left(tmp_path: Path) -> None:
-    given = job(
-        strategy=GossipAveraging(1), optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-    )
-    whole = run_world(given, DATA.shards())
-    policy = CheckpointPolicy(path=str(tmp_path))
-
-    def on_event(event: RunEvent) -> None:
-        if isinstance(event, EpochSummary) and event.epoch == 2:
-            raise Interrupted
-
-    with pytest.raises(Interrupted):
-        run_world(given, DATA.shards(), checkpoints=policy, on_event=on_event)
-    resumed = run_world(given, DATA.shards(), checkpoints=policy)
-    assert [row.examples for row in resumed.history] == [sum(SIZES)] * 3
-    assert resumed.history[-1].loss == pytest.approx(whole.history[-1].loss, rel=0.3)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from every_row import every
 from interruptions import same_bits
-from outer import DATA, job
 from torch import Tensor, nn
+from trainings import DATA, job
 
 from sparkdl import strategies
 from sparkdl.checkpoint.identity import text_of

@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import random
-import time
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from every_row import every
-from interruptions import same_bits
-from outer import (
-    ADAGRAD,
-    ADAM,
-    DATA,
-    MOMENTUM,
-    SGD,
-    SIZES,
-    SLOW_MOMENTUM,
-    STRATEGY,
-    job,
-)
-from torch import Tensor, nn
+from torch import nn
 from toys import (
     _average_optimizers,
     _train_by_hand,
@@ -33,7 +17,16 @@ from toys import (
     classification,
     mlp,
     relative_error,
-    sgd_on_union,
+)
+from trainings import (
+    ADAGRAD,
+    ADAM,
+    DATA,
+    MOMENTUM,
+    SGD,
+    SIZES,
+    SLOW_MOMENTUM,
+    job,
 )
 
 from sparkdl.events import WindowReport
@@ -141,20 +134,6 @@ def test_rounds_come_after_every_period_and_at_the_end_of_an_epoch(
 # Limits
 
 
-@every("wire_dtype", ["float32", "bfloat16"])
-@every("average", [True, False])
-def test_a_rate_of_one_without_momentum_is_parameter_averaging_to_the_bit(
-    average: bool, wire_dtype: Any
-) -> None:
-    outer = OuterOptimizer(2, OuterSGD(1, 0), "average" if average else "keep", wire_dtype)
-    averaging = ParameterAveraging(2, average_optimizer_state=average, wire_dtype=wire_dtype)
-    mine, other = (
-        run_world(job(strategy=strategy, optimizer=MOMENTUM), DATA.shards())
-        for strategy in (outer, averaging)
-    )
-    assert same_bits(mine, other)
-
-
 @every("nesterov", [True, False])
 def test_at_period_one_it_is_sgd_with_that_momentum_on_the_union_batch(nesterov: bool) -> None:
     strategy = OuterOptimizer(1, OuterSGD(0.7, 0.9, nesterov))
@@ -167,12 +146,6 @@ def test_at_period_one_it_is_sgd_with_that_momentum_on_the_union_batch(nesterov:
             parts = [plan[step] for plan in plans if step < len(plan)]
             union = tuple(np.concatenate(part) for part in zip(*parts, strict=True))
             _train_by_hand(oracle, sgd, [union])  # type: ignore[list-item]
-    assert relative_error(outcome.module, oracle) < 1e-10
-
-
-def test_at_period_one_without_momentum_it_is_sgd_at_the_product_of_the_rates() -> None:
-    outcome = run_world(job(strategy=OuterOptimizer(1, OuterSGD(0.5, 0))), DATA.shards())
-    oracle = sgd_on_union(mlp(), DATA, lr=0.05, epochs=3, batch_size=4, dtype=torch.float64)
     assert relative_error(outcome.module, oracle) < 1e-10
 
 
@@ -194,38 +167,6 @@ def test_buffers_become_the_workers_mean() -> None:
     ]
     differ = {key for key in states[0] if not torch.equal(states[0][key], states[1][key])}
     assert differ == {name for name, _ in normalized().named_parameters()}
-
-
-@every("every", ["step", "epoch"])
-def test_where_there_is_no_state_a_reset_changes_nothing_of_the_learning_rate(every: Any) -> None:
-    schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.8)
-    given = {"scheduler": schedule, "scheduler_every": every}
-    reset = dataclasses.replace(STRATEGY, inner_state="reset")
-    kept = run_world(job(**given), DATA.shards())
-    assert same_bits(run_world(job(strategy=reset, **given), DATA.shards()), kept)
-    assert not same_bits(run_world(job(), DATA.shards()), kept)
-
-
-class SlowAtRandom(nn.Module):
-    """Makes the ranks arrive in another order each time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-
-    def forward(self, features: Tensor) -> Tensor:
-        time.sleep(random.SystemRandom().uniform(0, 0.003))
-        outputs: Tensor = self.net(features)
-        return outputs
-
-
-@every("wire_dtype", ["float32", "bfloat16"])
-def test_the_same_seed_gives_the_same_bits_whoever_comes_first(wire_dtype: Any) -> None:
-    strategy = dataclasses.replace(STRATEGY, wire_dtype=wire_dtype)
-    first, second = (
-        run_world(job(SlowAtRandom(), strategy=strategy, epochs=2), DATA.shards()) for _ in range(2)
-    )
-    assert same_bits(first, second)
 
 
 def test_bfloat16_ends_close_to_float32() -> None:

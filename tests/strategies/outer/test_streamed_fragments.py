@@ -9,22 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from every_row import every
-from interruptions import same_bits
-from outer import ADAM, DATA, MOMENTUM, SGD, SIZES, job
 from streams import OUTER, STREAMS, ByHand, vector_of
 from torch import Tensor, nn
 from toys import (
-    classification,
     mlp,
     relative_error,
-    sgd_on_union,
 )
+from trainings import ADAM, DATA, MOMENTUM, SGD, SIZES, job
 
 from sparkdl.errors import ConfigError, WorkerError
 from sparkdl.events import WindowReport
-from sparkdl.strategies import OuterOptimizer, OuterSGD
+from sparkdl.strategies import OuterOptimizer
 from sparkdl.testing import run_world
 
 
@@ -47,36 +43,6 @@ def test_each_setting_gives_another_model() -> None:
 
 
 # Limits
-
-
-def test_with_a_merge_factor_of_nearly_nothing_it_is_diloco() -> None:
-    diloco, streaming = (
-        run_world(job(strategy=OuterOptimizer(4, OUTER, merge=merge)), DATA.shards()).module
-        for merge in (0.0, 1e-300)
-    )
-    assert relative_error(streaming, diloco) < 1e-12
-
-
-@every("wire_dtype", ["float32", "bfloat16"])
-def test_of_one_epochs_last_rounds_all_fragments_together_are_diloco(wire_dtype: Any) -> None:
-    """In windows as long as an epoch every fragment is sent once, after all steps."""
-    whole, parts = (
-        run_world(
-            job(strategy=OuterOptimizer(50, OUTER, wire_dtype=wire_dtype, fragments=fragments)),
-            DATA.shards(),
-        )
-        for fragments in (1, 4)
-    )
-    assert same_bits(whole, parts)
-
-
-@every("fragments", [1, 3])
-def test_without_an_outer_optimizer_a_single_worker_trains_as_if_alone(fragments: int) -> None:
-    data = classification([41])
-    strategy = OuterOptimizer(6, OuterSGD(1, 0), fragments=fragments)
-    outcome = run_world(job(strategy=strategy), data.shards())
-    oracle = sgd_on_union(mlp(), data, lr=0.1, epochs=3, batch_size=4, dtype=torch.float64)
-    assert relative_error(outcome.module, oracle) < 1e-9
 
 
 @every(("wire_dtype", "off"), [("bfloat16", 64), ("float8", 8), ("float4", 2)])

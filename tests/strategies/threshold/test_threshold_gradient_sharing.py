@@ -12,18 +12,17 @@ import numpy as np
 import pytest
 import torch
 from every_row import every
-from interruptions import same_bits
-from thresholds import DATA, SGD, SIZES, STRATEGY, Encoder, job
+from thresholds import STRATEGY, Encoder, job
 from torch import Tensor, nn
 from toys import (
     Data,
-    average_by_hand,
     batches_by_hand,
     classification,
     make_job,
     mlp,
     relative_error,
 )
+from trainings import DATA, SGD, SIZES
 
 from sparkdl.errors import NonFiniteError
 from sparkdl.events import WindowReport
@@ -86,27 +85,6 @@ def test_it_is_the_rule_in_numpy(strategy: Any, aggregation: Any) -> None:
     assert relative_error(outcome.module, oracle) < 1e-9
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
     assert outcome.history[-1].loss < outcome.history[0].loss
-    again = run_world(job(strategy=given), DATA.shards(), ranks_as=ranks_as)
-    assert same_bits(outcome, again)
-
-
-@every("aggregation", ["driver", "executors"])
-@every("period", [1, 3])
-def test_without_a_threshold_it_is_parameter_averaging(aggregation: Any, period: int) -> None:
-    strategy = ThresholdGradientSharing(0, period=period, aggregation=aggregation)
-    momentum = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-    given = job(strategy=strategy, optimizer=momentum)
-    outcome = run_world(given, DATA.shards(), ranks_as="processes")
-    oracle = average_by_hand(
-        mlp(),
-        momentum,
-        DATA,
-        period=period,
-        epochs=3,
-        batch_size=4,
-        average_optimizer_state=False,
-    )
-    assert relative_error(outcome.module, oracle) < 1e-9
 
 
 class Normed(nn.Module):

@@ -1,4 +1,4 @@
-"""What the tests of outer optimizers share."""
+"""What most tests of strategies train: rows of three ranks, optimizers, and a job of 3 epochs."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ ADAGRAD = partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1)
 
 
 def job(model: nn.Module | None = None, **changes: Any) -> Job:
+    """Of ``STRATEGY`` if no other is given."""
     settings = {"strategy": STRATEGY, "epochs": 3, "max_failures": 1, **changes}
     return make_job(model or mlp(), **settings)
 
 
-def named(value: Any) -> str:
-    """A parameter of a test, for its name."""
-    return value.func.__name__ if isinstance(value, partial) else str(value)
+def normed(dropout: float = 0.0) -> nn.Module:
+    """With statistics; ranks that are threads share the random numbers that dropout draws."""
+    torch.manual_seed(3)
+    norm, drops = nn.BatchNorm1d(8), nn.Dropout(dropout)
+    return nn.Sequential(nn.Linear(6, 8), norm, nn.Tanh(), drops, nn.Linear(8, 3)).double()

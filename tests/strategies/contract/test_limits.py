@@ -1,0 +1,225 @@
+"""In its limits a strategy is another one, or SGD: of one worker, or without momentum."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import own_asynchronous
+import pytest
+import torch
+from every_row import every
+from interruptions import same_bits
+from strategy_table import CUT_OFF, DATA, EASGD, HOGWILD, SCHEDULE
+from streams import OUTER
+from torch import nn
+from toys import Data, classification, mlp, relative_error, sgd_on_union
+from trainings import MOMENTUM, STRATEGY, job
+
+from sparkdl.strategies import (
+    BSP,
+    PBSP,
+    SSP,
+    AdaScale,
+    AsynchronousOuterOptimizer,
+    AsynchronousSGD,
+    DelayedNesterov,
+    GossipAveraging,
+    GradientAllReduce,
+    OuterOptimizer,
+    OuterSGD,
+    ParameterAveraging,
+    Strategy,
+    ThresholdGradientSharing,
+    TopK,
+)
+from sparkdl.testing import run_world
+
+for module in (sys.modules[__name__], own_asynchronous):
+    cloudpickle.register_pickle_by_value(module)
+
+ALONE, EQUAL = classification([41]), classification([24, 24, 24])
+ADAGRAD = partial(torch.optim.Adagrad, lr=0.01)
+MEAN = ParameterAveraging(2, average_optimizer_state=False)
+ELASTIC = replace(EASGD, mode="asynchronous")
+
+
+def normalized() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.BatchNorm1d(6, dtype=torch.float64), mlp())
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Two strategies that come to the same.
+
+    Attributes:
+        strategy: one of them.
+        other: the other; by default SGD in one process.
+        data: the rows.
+        within: the relative error; 0 is the same bits.
+        settings: other changes of both jobs.
+        rate: of SGD.
+        ranks_as: what ranks are.
+    """
+
+    strategy: Strategy[Any]
+    other: Strategy[Any] | None = None
+    data: Data = ALONE
+    within: float = 1e-12
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    rate: float = 0.1
+    ranks_as: Any = "threads"
+
+    def holds(self) -> None:
+        mine = self._run(self.strategy)
+        if self.other is None:
+            oracle = sgd_on_union(
+                mlp(), self.data, lr=self.rate, epochs=3, batch_size=4, dtype=torch.float64
+            )
+        else:
+            oracle = (other := self._run(self.other)).module
+            assert self.within or same_bits(mine, other)
+        assert relative_error(mine.module, oracle) <= self.within
+
+    def _run(self, strategy: Strategy[Any]) -> Any:
+        model = self.settings.get("model", mlp)()
+        changes = {key: each for key, each in self.settings.items() if key != "model"}
+        given = job(model, strategy=strategy, **changes)
+        return run_world(given, self.data.shards(), ranks_as=self.ranks_as)
+
+
+def averages(period: int, **options: Any) -> ParameterAveraging:
+    return ParameterAveraging(period, average_optimizer_state=False, **options)
+
+
+LIMITS = {
+    "asynchronous, alone": Limit(AsynchronousSGD(2), within=1e-9),
+    "cut off, alone": Limit(CUT_OFF, within=1e-9),
+    "gossip, alone": Limit(GossipAveraging()),
+    "of one's own, alone": Limit(own_asynchronous.EachForItself(2), within=1e-9),
+    **{
+        f"no outer optimizer, {count} fragments, alone": Limit(
+            OuterOptimizer(6, OuterSGD(1, 0), fragments=count), within=1e-9
+        )
+        for count in (1, 3)
+    },
+    "outer rate at period one": Limit(
+        OuterOptimizer(1, OuterSGD(0.5, 0)), data=DATA, within=1e-10, rate=0.05
+    ),
+    # Of 41 rows the last minibatch has one, which BatchNorm would not take.
+    **{
+        f"cut off, alone, of {optimizer.func.__name__}": Limit(
+            ParameterAveraging(2, cutoff=1),
+            ParameterAveraging(2),
+            classification([42]),
+            1e-9,
+            {"model": normalized, "optimizer": optimizer, "epochs": 2},
+        )
+        for optimizer in (partial(torch.optim.Adam, lr=0.01), ADAGRAD)
+    },
+    "elastic, asynchronous, alone": Limit(EASGD, ELASTIC, within=1e-11),
+    **{
+        f"hogwild each {period}, alone": Limit(
+            replace(HOGWILD, period=period), replace(ELASTIC, period=period), within=1e-11
+        )
+        for period in (1, 2)
+    },
+    # With b = workers * a = 1 the center becomes the mean, weighted alike.
+    "springs that sum to one": Limit(
+        replace(EASGD, period=6, moving_rate=1 / 3), averages(6), EQUAL, settings={"epochs": 1}
+    ),
+    "delayed Nesterov without delay, alone": Limit(
+        AsynchronousOuterOptimizer(DelayedNesterov(1, 0.7, 0.5), 4),
+        OuterOptimizer(4, OUTER),
+        settings={"optimizer": MOMENTUM},
+    ),
+    "delayed Nesterov without momentum, alone": Limit(
+        AsynchronousOuterOptimizer(DelayedNesterov(4, 0.8, 0.0), 3), AsynchronousSGD(3, 0.2)
+    ),
+    "asynchronous of everyone": Limit(AsynchronousSGD(2, barrier=BSP()), MEAN, DATA),
+    # Where all wait for all, the changes of equal workers add up to their mean.
+    "asynchronous SSP(0)": Limit(AsynchronousSGD(2, barrier=SSP(0)), MEAN, EQUAL),
+    "asynchronous PBSP(all)": Limit(AsynchronousSGD(2, barrier=PBSP(2)), MEAN, EQUAL),
+    "gossip without a visit": Limit(GossipAveraging(period=100), averages(100), DATA),
+    **{
+        f"no threshold, {where}, each {period}": Limit(
+            ThresholdGradientSharing(0, period=period, aggregation=where),
+            averages(period),
+            DATA,
+            1e-9,
+            {"optimizer": MOMENTUM},
+            ranks_as=ranks_as,
+        )
+        for where, ranks_as in (("driver", "threads"), ("executors", "processes"))
+        for period in (1, 3)
+    },
+    **{
+        f"outer rate one without momentum, {state}, {wire}": Limit(
+            OuterOptimizer(2, OuterSGD(1, 0), state, wire),
+            ParameterAveraging(2, average_optimizer_state=state == "average", wire_dtype=wire),
+            DATA,
+            0.0,
+            {"optimizer": MOMENTUM},
+        )
+        for state in ("average", "keep")
+        for wire in ("float32", "bfloat16")
+    },
+    "merged with nearly nothing": Limit(
+        OuterOptimizer(4, OUTER, merge=1e-300), OuterOptimizer(4, OUTER), DATA
+    ),
+    # In windows as long as an epoch every fragment is sent once, after all steps.
+    **{
+        f"fragments of one round, {wire}": Limit(
+            OuterOptimizer(50, OUTER, wire_dtype=wire, fragments=4),
+            OuterOptimizer(50, OUTER, wire_dtype=wire),
+            DATA,
+            0.0,
+        )
+        for wire in ("float32", "bfloat16")
+    },
+    **{
+        f"a reset without a state, of a rate each {every_}": Limit(
+            replace(STRATEGY, inner_state="reset"),
+            STRATEGY,
+            DATA,
+            0.0,
+            {**SCHEDULE, "scheduler_every": every_},
+        )
+        for every_ in ("step", "epoch")
+    },
+}
+SLOW = {
+    "AdaScale, of unused parameters and a sharded optimizer": Limit(
+        AdaScale(find_unused_parameters=True, shard_optimizer=True),
+        AdaScale(),
+        classification([22, 13]),
+        settings={"optimizer": MOMENTUM},
+        ranks_as="processes",
+    ),
+    **{
+        f"top-k of all, {bucket_mb} MB": Limit(
+            GradientAllReduce(bucket_mb, compression=TopK(1)),
+            GradientAllReduce(bucket_mb),
+            classification([40, 33]),
+            settings={"optimizer": MOMENTUM},
+            ranks_as="processes",
+        )
+        for bucket_mb in (25, 0.0001)
+    },
+}
+
+
+@every(("name", "limit"), LIMITS.items())
+def test_in_this_limit_it_is_the_other(name: str, limit: Limit) -> None:
+    limit.holds()
+
+
+@pytest.mark.slow
+@every(("name", "limit"), SLOW.items())
+def test_in_this_limit_workers_among_themselves_are_the_other(name: str, limit: Limit) -> None:
+    limit.holds()
