@@ -164,9 +164,10 @@ def _processes(
     hosts: Sequence[str] | None = None,
 ) -> Launch:
     places = _places(len(shards), directory, devices, hosts)
-    # Each rank is forked from a process that has imported everything; this one has threads.
+    # Each rank is forked from a process that has imported everything; this one has threads. Arrow
+    # imports pandas with its first array, which takes longer than most trainings of a test.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([__name__, "pandas"])
     payload = cloudpickle.dumps(job)
 
     @contextmanager

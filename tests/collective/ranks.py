@@ -15,7 +15,7 @@ from sparkdl.collective import Collective, join_collective
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["sparkdl.testing"])
+CONTEXT.set_forkserver_preload(["sparkdl.testing", "pandas"])  # as ``run_world`` does
 TIMEOUT_S = 300.0
 
 
