@@ -98,6 +98,7 @@ class Misbehaves(nn.Module):
         after: how many passes go well.
         times: how many then do not.
         backward: whether it is done in backward.
+        net: layers that are trained, by default ``mlp()``.
     """
 
     def __init__(
@@ -107,9 +108,10 @@ class Misbehaves(nn.Module):
         after: int,
         times: int = 1,
         backward: bool = False,
+        net: nn.Sequential | None = None,
     ) -> None:
         super().__init__()
-        self.net = mlp()
+        self.net = net or mlp()
         self.folder, self.deed, self.backward = str(folder), deed, backward
         self.due = range(after, after + times)
 
@@ -123,7 +125,7 @@ class Misbehaves(nn.Module):
             elif passes in self.due:
                 # The gradients of the last layer are on their way by then.
                 inner.register_hook(lambda _: self.deed())
-        outputs: Tensor = self.net[2](self.net[1](inner))
+        outputs: Tensor = self.net[1:](inner)
         return outputs
 
 

@@ -43,10 +43,7 @@ def _rank(payload: bytes, rank: int, pipe: Any, deadline_s: float) -> None:
 
 
 def run_ranks(
-    world_size: int,
-    body: Callable[[Collective, Gathering], Any],
-    *,
-    deadline_s: float = 120.0,
+    world_size: int, body: Callable[[Collective, Gathering], Any], *, deadline_s: float = 120.0
 ) -> list[Any]:
     """Run ``body`` on every rank; returns results by rank, errors as ``("error", text)``.
 

@@ -296,12 +296,7 @@ def test_the_norm_that_is_clipped_is_that_of_the_union_batch(sharded: bool) -> N
     outcome = all_reduce(data, mlp(), strategy, epochs=3, clip_norm=0.05)
 
     by_hand = partial(
-        train_on_union,
-        mlp(),
-        partial(torch.optim.SGD, lr=0.1),
-        data,
-        epochs=3,
-        batch_size=4,
+        train_on_union, mlp(), partial(torch.optim.SGD, lr=0.1), data, epochs=3, batch_size=4
     )
     assert relative_error(outcome.module, by_hand(clip_norm=0.05)) <= 1e-10
     assert relative_error(outcome.module, by_hand()) > 1e-3

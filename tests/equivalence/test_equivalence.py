@@ -110,13 +110,7 @@ def test_averaging_with_tails_equals_the_algorithm_by_hand(name: str, averaged: 
     )
 
     oracle = average_by_hand(
-        mlp(),
-        optimizer,
-        data,
-        period=3,
-        epochs=3,
-        batch_size=4,
-        average_optimizer_state=averaged,
+        mlp(), optimizer, data, period=3, epochs=3, batch_size=4, average_optimizer_state=averaged
     )
     assert relative_error(outcome.module, oracle) <= 1e-9
 

@@ -111,10 +111,7 @@ def test_validation_and_its_metrics_are_computed_on_it() -> None:
         held = pa.array(np.arange(table.num_rows) % 3 == 0)
         shards.append(table.append_column("held", held).to_batches(max_chunksize=50))
     metrics = Metrics.of(
-        {
-            "accuracy": MulticlassAccuracy(3, average="micro"),
-            "auroc": MulticlassAUROC(3),
-        },
+        {"accuracy": MulticlassAccuracy(3, average="micro"), "auroc": MulticlassAUROC(3)},
         lambda outputs, targets: (outputs.softmax(1), targets),
     )
     job = make_job(

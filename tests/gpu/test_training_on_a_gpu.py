@@ -119,10 +119,7 @@ def check(strategy: Strategy[Any], ranks: int, name: str, ranks_as: Any, **chang
     assert losses[0] == pytest.approx(losses[1], rel=bound)
 
 
-KINDS = every(
-    ("optimizer", "dtype"),
-    [(SGD, torch.float64), (ADAM, torch.float32)],
-)
+KINDS = every(("optimizer", "dtype"), [(SGD, torch.float64), (ADAM, torch.float32)])
 
 
 @KINDS

@@ -15,12 +15,7 @@ from sparkdl.averager.policies.round_policy import All
 from sparkdl.averager.values.center import Center
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.protocols import Segment
-from sparkdl.strategies import (
-    FullPrecision,
-    OuterOptimizer,
-    ParameterAveraging,
-    ParameterChanges,
-)
+from sparkdl.strategies import FullPrecision, OuterOptimizer, ParameterAveraging, ParameterChanges
 from sparkdl.testing import run_world
 
 STRATEGY = ParameterAveraging(2, average_optimizer_state=False, cutoff=1)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
 import struct
 import sys
 from collections import Counter
@@ -13,9 +11,12 @@ from functools import partial
 from pathlib import Path
 
 import cloudpickle
+import misbehaving
 import pytest
 import torch
 from every_row import every
+from interruptions import same_bits
+from misbehaving import Misbehaves, kill, kill_once
 from torch import Tensor, nn
 from toys import Data, classification, make_job, relative_error, sgd_on_union
 
@@ -25,7 +26,8 @@ from sparkdl.events import WindowReport
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import run_world
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
+for module in (sys.modules[__name__], misbehaving):
+    cloudpickle.register_pickle_by_value(module)
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 TRAINED = (6 * 3 + 3) * 8
@@ -60,10 +62,7 @@ def test_rounds_and_copies_have_the_bytes_of_what_is_trained(
     traffic.clear()
     job = make_job(on_backbone(), strategy=strategy, optimizer=MOMENTUM)
     run_world(
-        job,
-        classification([16] * 4).shards(),
-        ranks_as="processes",
-        hosts=["a", "b", "a", "b"],
+        job, classification([16] * 4).shards(), ranks_as="processes", hosts=["a", "b", "a", "b"]
     )
     # Parameters and momentum in a round; parameters alone for each worker that begins.
     assert traffic["in"] == TRAINED * 2 * received
@@ -183,7 +182,7 @@ def test_a_worker_that_freezes_other_layers_ends_the_run_before_it_trains() -> N
         run_world(make_job(build), classification([8, 8]).shards(), ranks_as="processes")
 
 
-class Misbehaves(nn.Module):
+class Thaws(nn.Module):
     """Does something to its backbone in its third minibatch."""
 
     def __init__(self, deed: Callable[[nn.Parameter], object]) -> None:
@@ -224,28 +223,10 @@ def test_a_backbone_that_begins_to_change_is_an_error_before_its_epoch_counts(
     tmp_path: Path, deed: Callable[[nn.Parameter], None], step: int, words: str
 ) -> None:
     """One that leaves no trace at the end of the epoch, which becomes no checkpoint."""
-    job, data = make_job(Misbehaves(deed), epochs=2), classification([16, 16])
+    job, data = make_job(Thaws(deed), epochs=2), classification([16, 16])
     with pytest.raises(WorkerError, match=rf"rank [01], epoch 1, step {step}: .*{words}"):
         run_world(job, data.shards(), checkpoints=CheckpointPolicy(path=str(tmp_path / "c")))
     assert not list(tmp_path.glob("c/checkpoint-*"))
-
-
-class DiesOnce(nn.Module):
-    """Kills the process of rank 1 in its sixth minibatch, the first time that it comes so far."""
-
-    def __init__(self, marker: Path) -> None:
-        super().__init__()
-        self.layers = on_backbone()
-        self.marker = str(marker)
-        self.passes = 0
-
-    def forward(self, features: Tensor) -> Tensor:
-        self.passes += 1
-        if self.passes == 6 and elsewhere() and not Path(self.marker).exists():
-            Path(self.marker).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        outputs: Tensor = self.layers(features)
-        return outputs
 
 
 @pytest.mark.parametrize(
@@ -257,21 +238,18 @@ def test_a_lost_worker_comes_back_with_the_same_backbone(
     tmp_path: Path, strategy: Strategy
 ) -> None:
     job = make_job(
-        DiesOnce(tmp_path / "dead"),
+        Misbehaves(tmp_path, kill, 5, net=on_backbone()),
         strategy=strategy,
         optimizer=MOMENTUM,
         epochs=3,
         max_failures=2,
     )
     data = classification([16, 16])
-    outcome = run_world(job, data.shards(), ranks_as="processes")
-    assert (tmp_path / "dead").exists()
-    assert [row.examples for row in outcome.history] == [32] * 3
-    assert_same_backbone(outcome.module.layers)
+    outcome = kill_once(job, data.shards())
+    assert_same_backbone(outcome.module.net)
     if strategy.needs.collective:
-        whole = run_world(job, data.shards(), ranks_as="processes").module
-        for one, other in zip(outcome.module.parameters(), whole.parameters(), strict=True):
-            assert torch.equal(one, other)
+        whole = run_world(job, data.shards(), ranks_as="processes")
+        assert same_bits(outcome, whole)
 
 
 def sizes_below(path: Path) -> dict[str, int]:
@@ -311,8 +289,7 @@ def test_a_resumed_training_takes_its_backbone_from_the_model_and_ends_in_the_sa
     half_trained(tmp_path / "c", on_backbone(), data)
     resumed = run_world(job, data.shards(), checkpoints=policy)
     assert_same_backbone(resumed.module)
-    for one, other in zip(resumed.module.parameters(), whole.module.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert same_bits(resumed, whole)
 
 
 def nudged(module: nn.Module) -> nn.Module:

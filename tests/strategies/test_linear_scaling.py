@@ -49,10 +49,7 @@ def by_hand(data: Data, epochs: int) -> tuple[nn.Module, list[float]]:
 
 @every(
     ("strategy", "sizes"),
-    [
-        (GradientAllReduce(), (16, 9)),
-        (ParameterAveraging(period=1), (16, 14, 13)),
-    ],
+    [(GradientAllReduce(), (16, 9)), (ParameterAveraging(period=1), (16, 14, 13))],
 )
 def test_workers_with_the_recipes_warm_up_train_as_one_process_does(
     strategy: Strategy[Any], sizes: tuple[int, ...]

@@ -49,16 +49,8 @@ WORKERS, HOSTS, ROUNDS = 4, ["a", "b", "a", "b"], 2
         (ParameterAveraging(period=2, aggregation="executors", commit_every=2), 2, 0),
         (ElasticAveraging(period=2), ROUNDS * WORKERS, ROUNDS * WORKERS),
         # Each is sent the final center besides, for it had its answer before the others.
-        (
-            ElasticAveraging(period=2, mode="asynchronous"),
-            ROUNDS * WORKERS,
-            (ROUNDS + 1) * WORKERS,
-        ),
-        (
-            ElasticAveraging(period=2, mode="round_robin"),
-            ROUNDS * WORKERS,
-            (ROUNDS + 1) * WORKERS,
-        ),
+        (ElasticAveraging(period=2, mode="asynchronous"), ROUNDS * WORKERS, (ROUNDS + 1) * WORKERS),
+        (ElasticAveraging(period=2, mode="round_robin"), ROUNDS * WORKERS, (ROUNDS + 1) * WORKERS),
         (ElasticAveraging(period=2, mode="hogwild"), ROUNDS * WORKERS, ROUNDS * WORKERS),
         (ElasticAveraging(period=2, aggregation="executors"), 1, 0),
         (AsynchronousSGD(period=2), ROUNDS * WORKERS, ROUNDS * WORKERS),
@@ -130,11 +122,7 @@ def scales(values: int) -> int:
         ("float32", lambda n: 4 * n, lambda n: 4 * n),
         ("bfloat16", lambda n: 2 * n, lambda n: 2 * n),
         ("float8", lambda n: n + scales(n), lambda n: n + scales(n)),
-        (
-            "float4",
-            lambda n: math.ceil(n / 2) + scales(n),
-            lambda n: n + scales(n),
-        ),
+        ("float4", lambda n: math.ceil(n / 2) + scales(n), lambda n: n + scales(n)),
     ],
     ids=["float32", "bfloat16", "float8", "float4"],
 )

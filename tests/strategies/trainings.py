@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from toys import classification, make_job, mlp
 
 from sparkdl.strategies import OuterOptimizer, OuterSGD
@@ -34,3 +34,16 @@ def normed(dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(3)
     norm, drops = nn.BatchNorm1d(8), nn.Dropout(dropout)
     return nn.Sequential(nn.Linear(6, 8), norm, nn.Tanh(), drops, nn.Linear(8, 3)).double()
+
+
+class SparseTable(nn.Module):
+    """Its gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.table = nn.Embedding(5, 3, sparse=True).double()
+
+    def forward(self, features: Tensor) -> Tensor:
+        outputs: Tensor = self.table((features[:, 0].abs() % 5).long())
+        return outputs

@@ -16,15 +16,7 @@ from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import FencedError
 from sparkdl.averager.coordination.rank_states import RankState
 from sparkdl.averager.coordination.round_decisions import RoundDecisions
-from sparkdl.testing.simulation import (
-    Fault,
-    Kind,
-    Plan,
-    Violation,
-    random_plan,
-    shrink,
-    simulate,
-)
+from sparkdl.testing.simulation import Fault, Kind, Plan, Violation, random_plan, shrink, simulate
 from sparkdl.testing.simulation.averager import Averager, Conversation
 from sparkdl.testing.simulation.workers import Message
 

@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from toys import Data, batches_by_hand, classification, make_job, mlp, relative_error
 
 from sparkdl.driver import Outcome
-from sparkdl.errors import TrainingError
 from sparkdl.strategies import AdaScale, GradientAllReduce, KFACPreconditioner
 from sparkdl.strategies.all_reduce.model_and_loss import PiggybackedScalar
 from sparkdl.testing import run_world
@@ -229,19 +228,3 @@ def test_what_is_measured_travels_with_the_gradients_unless_these_are_rounded(
     steps, at_an_epochs_end = 6, [3 * 8]
     measured = [octets for _, dtype, octets in sent if dtype is torch.float64]
     assert measured == (a_step * steps + at_an_epochs_end) * 2
-
-
-class Rateless(torch.optim.Optimizer):
-    """Keeps its learning rate to itself."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    def step(self, closure: Any = None) -> None:
-        """Take none."""
-
-
-def test_an_optimizer_without_a_learning_rate_is_refused() -> None:
-    job = make_job(mlp(), strategy=AdaScale(), optimizer=Rateless)
-    with pytest.raises(TrainingError, match="Rateless has no learning rate"):
-        run_world(job, classification([8]).shards())

@@ -10,6 +10,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+import trainings
 from every_row import every
 from torch import Tensor, nn
 from toys import Data, batches_by_hand, classification, make_job, mlp
@@ -18,7 +19,8 @@ from sparkdl.errors import NonFiniteError
 from sparkdl.strategies import GradientAllReduce, PowerSGD
 from sparkdl.testing import run_world
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
+for module in (sys.modules[__name__], trainings):
+    cloudpickle.register_pickle_by_value(module)
 
 MARK = 1e6
 
@@ -120,24 +122,16 @@ def test_what_cannot_be_found_again_ends_the_run_all_the_same() -> None:
     assert "though each worker's own are when computed again" in str(error)
 
 
-class SparseTable(nn.Module):
-    """Its gradient is sparse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.table = nn.Embedding(5, 3, sparse=True).double()
-        self.spoilt = False
-
+class MarkedTable(trainings.SparseTable):
     def forward(self, features: Tensor) -> Tensor:
-        outputs: Tensor = self.table((features[:, 0].abs() % 5).long())
         marked = (features.abs() >= MARK).any()
+        outputs = super().forward(features)
         return _Steep.apply(outputs, float("nan")) if marked else outputs
 
 
 def test_sparse_gradients_are_looked_at_too() -> None:
     data, step = marked_data([20, 16], 1)
-    error = error_of(data, SparseTable())
+    error = error_of(data, MarkedTable())
     assert (error.rank, error.epoch, error.step) == (1, 1, step)
 
 

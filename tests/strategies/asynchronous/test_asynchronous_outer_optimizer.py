@@ -16,12 +16,7 @@ from trainings import DATA, job
 from sparkdl.averager.values.center import Center
 from sparkdl.averager.values.center_update import new_memory
 from sparkdl.protocols import Segment
-from sparkdl.strategies import (
-    AsynchronousOuterOptimizer,
-    Changes,
-    Contributions,
-    DelayedNesterov,
-)
+from sparkdl.strategies import AsynchronousOuterOptimizer, Changes, Contributions, DelayedNesterov
 from sparkdl.testing import run_world
 
 STRATEGY = AsynchronousOuterOptimizer(DelayedNesterov(3, 0.7, 0.5), period=2)

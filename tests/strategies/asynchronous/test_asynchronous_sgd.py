@@ -21,14 +21,7 @@ from trainings import DATA, SIZES
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.strategies import (
-    ASP,
-    BSP,
-    PSSP,
-    SSP,
-    AsynchronousSGD,
-    Softsync,
-)
+from sparkdl.strategies import ASP, BSP, PSSP, SSP, AsynchronousSGD, Softsync
 from sparkdl.testing import run_world
 
 cloudpickle.register_pickle_by_value(misbehaving)

@@ -21,7 +21,6 @@ from members import of_all
 from torch import Tensor, nn
 from toys import classification, mlp, schema
 
-from sparkdl.errors import WorkerError
 from sparkdl.strategies import GradientAllReduce, OneBitAdam
 from sparkdl.strategies.compression.one_bit_adam import chunk_sizes, chunks_of, decode, encode
 from sparkdl.testing import run_world
@@ -313,38 +312,3 @@ def test_it_learns_and_entries_without_a_gradient_stay() -> None:
     weight = outcome.module.state_dict()["0.weight"]
     assert torch.equal(weight[:, 2], mlp().state_dict()["0.weight"][:, 2])
     assert outcome.history[-1].loss < 0.8 * outcome.history[0].loss
-
-
-class UsedLater(nn.Module):
-    """A layer takes part from the sixth minibatch on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(6, 3).double(), nn.Linear(6, 3).double()
-        self.minibatches = 0
-
-    def forward(self, features: Tensor) -> Tensor:
-        self.minibatches += 1
-        late = self.unused(features) if self.minibatches > 5 else 0.0
-        return self.used(features) + late
-
-
-def test_a_first_gradient_after_the_warm_up_is_an_error_in_words() -> None:
-    strategy = GradientAllReduce(compression=OneBitAdam(3), find_unused_parameters=True)
-    given = job(UsedLater(), strategy=strategy, max_failures=0)
-    with pytest.raises(WorkerError, match="first gradient after the warm-up of 3 steps"):
-        run_world(given, classification([40]).shards())
-
-
-@every(
-    ("changes", "words"),
-    [
-        ({"optimizer": partial(torch.optim.SGD, lr=0.1)}, "not of SGD"),
-        ({"optimizer": partial(torch.optim.NAdam, lr=0.1)}, "not of NAdam"),
-        ({"optimizer": partial(torch.optim.Adam, amsgrad=True)}, "amsgrad=True"),
-        ({"clip_norm": 1.0}, "clipNorm"),
-    ],
-)
-def test_what_has_no_frozen_step_is_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(WorkerError, match=words):
-        run_world(job(max_failures=0, **changes), classification([8]).shards())

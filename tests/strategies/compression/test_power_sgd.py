@@ -16,14 +16,10 @@ import trainings
 from every_row import every
 from members import of_all, steps_of
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
-    PowerSGDState,
-    powerSGD_hook,
-)
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from toys import classification, cnn, mlp, relative_error, schema
 from trainings import MOMENTUM
 
-from sparkdl.errors import WorkerError
 from sparkdl.strategies import GradientAllReduce, PowerSGD, Run
 from sparkdl.strategies.compression.power_sgd import first_right
 from sparkdl.testing import run_world
@@ -80,11 +76,7 @@ class OfTorch(GradientAllReduce):
 )
 @pytest.mark.parametrize(
     ("model", "settings"),
-    [
-        (mlp(36), PowerSGD(1, 2, 1)),
-        (mlp(36), PowerSGD(4, 5, 1)),
-        (cnn(), PowerSGD(2, 3, 1)),
-    ],
+    [(mlp(36), PowerSGD(1, 2, 1)), (mlp(36), PowerSGD(4, 5, 1)), (cnn(), PowerSGD(2, 3, 1))],
     ids=["first", "fourth", "convolutions"],
 )
 def test_it_is_what_torchs_hook_computes(
@@ -271,21 +263,3 @@ def test_each_step_sends_what_the_formula_says(sent: list[tuple[str, torch.dtype
     whole = 4 * sum(parameter.numel() for parameter in model.parameters())
     rest, lefts, rights = 4 * (40 + 40 * 3 + 3), 4 * 3 * 40, 4 * 3 * 60
     assert [octets for *_, octets in sent] == [whole] * 4 + [rest, lefts, rights] * 5
-
-
-class Table(nn.Module):
-    """Its gradient is sparse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 3, sparse=True).double()
-
-    def forward(self, features: Tensor) -> Tensor:
-        outputs: Tensor = self.table((features[:, 0].abs() % 5).long())
-        return outputs
-
-
-def test_sparse_gradients_are_refused_in_words() -> None:
-    strategy = GradientAllReduce(compression=PowerSGD(1, start_after=0))
-    with pytest.raises(WorkerError, match="sparse=False, or drop compression"):
-        run_world(job(Table(), strategy=strategy, max_failures=0), classification([8]).shards())

@@ -354,12 +354,7 @@ ROWS = [
         slow=("killed_learns",),
     ),
     Row("cut off", CUT_OFF, goes_on=(14,), killed=followed(lambda: ByHand(DATA)), slow=("killed",)),
-    Row(
-        "cut off as predicted",
-        PREDICTED,
-        goes_on=(14,),
-        killed=followed(lambda: ByHand(DATA)),
-    ),
+    Row("cut off as predicted", PREDICTED, goes_on=(14,), killed=followed(lambda: ByHand(DATA))),
     Row(
         "outer cut off",
         OUTER_CUT_OFF,

@@ -6,10 +6,12 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from every_row import every
 from misbehaving import die_after
 from strategy_table import (
@@ -23,11 +25,13 @@ from strategy_table import (
     PREDICTED,
 )
 from streams import STREAMS
-from toys import make_job, mlp
+from torch import Tensor, nn
+from toys import classification, make_job, mlp
+from trainings import ADAM, SparseTable, job
 
 from sparkdl.checkpoint.object_spec import load_object, save_object
 from sparkdl.checkpoint.policy import CheckpointPolicy
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, TrainingError, WorkerError
 from sparkdl.estimator.persistence import EXPECTED
 from sparkdl.strategies import (
     ASP,
@@ -64,6 +68,31 @@ PERIODS = (
     *(((1, 0),), ((1, True),), ((1, 2.5),)),
     *(((0, 5),), ((2, 5),), ((1, 5), (1, 6)), ((1, 5), (9, 6), (3, 7))),
 )
+
+
+class Rateless(torch.optim.Optimizer):
+    """Keeps its learning rate to itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        """Take none."""
+
+
+class UsedLater(nn.Module):
+    """A layer takes part from the sixth minibatch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 3).double(), nn.Linear(6, 3).double()
+        self.minibatches = 0
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.minibatches += 1
+        late = self.unused(features) if self.minibatches > 5 else 0.0
+        return self.used(features) + late
+
 
 # What is called, with which argument, and the words of which each of its values is refused with.
 BY_ARGUMENT: list[Refused] = [
@@ -220,11 +249,7 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         {"moving_rate": 1.0, "mode": "asynchronous"},
         "< 1 in asynchronous mode, got 1.0",
     ),
-    (
-        ElasticAveraging,
-        {"moving_rate": 1, "mode": "round_robin"},
-        "< 1 in round_robin mode, got 1",
-    ),
+    (ElasticAveraging, {"moving_rate": 1, "mode": "round_robin"}, "< 1 in round_robin mode, got 1"),
     (ElasticAveraging, {"moving_rate": 1.5, "mode": "hogwild"}, "> 0 and <= 1, got 1.5"),
     (
         OuterOptimizer,
@@ -254,6 +279,64 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
 ]
 
 
+# A strategy, what else there is to a run, how many rows each worker has, and what ends it.
+Run = tuple[Strategy[Any], dict[str, Any], list[int], type[Exception], str]
+RUNS: list[Run] = [
+    (
+        replace(EASGD, moving_rate=0.9),
+        {},
+        [8, 8, 8],
+        WorkerError,
+        r"moving_rate=0.9 is too high for 3 workers.*0.5; .*0.3",
+    ),
+    (
+        replace(EASGD, moving_rate=0.35, mode="hogwild"),
+        {},
+        [8, 8, 8],
+        WorkerError,
+        r"too high for 3 workers.* 1 / workers = 0.333333; 0.9",
+    ),
+    (
+        OuterOptimizer(10_000, fragments=sum(p.numel() for p in mlp().parameters()) + 1),
+        {},
+        [8, 8],
+        ConfigError,
+        "fragments are too many for the model",
+    ),
+    (
+        GradientAllReduce(compression=PowerSGD(1, start_after=0)),
+        {"model": SparseTable()},
+        [8],
+        WorkerError,
+        "sparse=False, or drop compression",
+    ),
+    (
+        GradientAllReduce(preconditioner=KFACPreconditioner()),
+        {"model": nn.Bilinear(2, 2, 3)},
+        [8],
+        TrainingError,
+        "no Linear or Conv2d layer",
+    ),
+    (AdaScale(), {"optimizer": Rateless}, [8], TrainingError, "Rateless has no learning rate"),
+    *(
+        (GradientAllReduce(compression=OneBitAdam(12)), changes, [8], WorkerError, words)
+        for changes, words in (
+            ({"optimizer": partial(torch.optim.SGD, lr=0.1)}, "not of SGD"),
+            ({"optimizer": partial(torch.optim.NAdam, lr=0.1)}, "not of NAdam"),
+            ({"optimizer": partial(torch.optim.Adam, amsgrad=True)}, "amsgrad=True"),
+            ({"optimizer": ADAM, "clip_norm": 1.0}, "clipNorm"),
+        )
+    ),
+    (
+        GradientAllReduce(compression=OneBitAdam(3), find_unused_parameters=True),
+        {"model": UsedLater(), "optimizer": ADAM},
+        [40],
+        WorkerError,
+        "first gradient after the warm-up of 3 steps",
+    ),
+]
+
+
 def accepted(make: Callable[..., Any], arguments: dict[str, Any], words: str) -> list[str]:
     """What is wrong with the refusal of these arguments."""
     name = f"{make.__name__}({arguments})"
@@ -276,6 +359,15 @@ def test_arguments_out_of_range_are_refused_by_name_with_what_was_given() -> Non
 def test_arguments_that_do_not_fit_together_are_refused() -> None:
     wrong = [line for each in TOGETHER for line in accepted(*each)]
     assert not wrong, "\n".join(wrong)
+
+
+@every(("strategy", "changes", "rows", "kind", "words"), RUNS)
+def test_what_only_a_run_shows_is_refused(
+    strategy: Any, changes: dict[str, Any], rows: list[int], kind: type[Exception], words: str
+) -> None:
+    given = {"model": mlp(), **changes}
+    with pytest.raises(kind, match=words):
+        run_world(job(strategy=strategy, max_failures=0, **given), classification(rows).shards())
 
 
 def test_strategies_are_saved_and_loaded_without_trust(tmp_path: Path) -> None:

@@ -50,9 +50,7 @@ def test_among_executors_a_sum_is_awaited_when_the_next_round_begins() -> None:
     assert group.seen == ["begun", "awaited"] * 3 + ["committed"]
 
 
-def test_each_round_adds_up_the_parameters_once(
-    sent: list[tuple[str, torch.dtype, int]],
-) -> None:
+def test_each_round_adds_up_the_parameters_once(sent: list[tuple[str, torch.dtype, int]]) -> None:
     """Two steps each and one at the end of each epoch; buffers beside it."""
     norm, net = nn.BatchNorm1d(6).double(), mlp()
     strategy = ElasticAveraging(2, aggregation="executors")

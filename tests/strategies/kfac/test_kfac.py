@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from toys import Data, batches_by_hand, classification, cnn, make_job, mlp, relative_error, schema
 
 from sparkdl.driver import Outcome
-from sparkdl.errors import TrainingError
 from sparkdl.strategies import GradientAllReduce, KFACPreconditioner
 from sparkdl.strategies.kfac.layers import Grid, assign, factored_layers
 from sparkdl.testing import run_world
@@ -334,10 +333,3 @@ def test_rows_that_a_worker_runs_for_others_only_are_not_counted() -> None:
 
     beside: Any = trained(BesideNorm, sync=True)
     assert relative_error(beside.mlp, trained(mlp, sync=False)) < 1e-9
-
-
-def test_a_model_without_a_layer_for_it_is_refused() -> None:
-    model = nn.Bilinear(2, 2, 3)
-    job = make_job(model, strategy=GradientAllReduce(preconditioner=OFTEN))
-    with pytest.raises(TrainingError, match="no Linear or Conv2d layer"):
-        run_world(job, classification([8]).shards())

@@ -93,10 +93,7 @@ def sgd(momentum: float) -> partial[torch.optim.Optimizer]:
     ],
 )
 def test_outer_momentum_on_inner_momentum_is_warned_of_with_the_remedy(
-    strategy: Strategy[Any],
-    optimizer: Any,
-    remedy: str | None,
-    caplog: pytest.LogCaptureFixture,
+    strategy: Strategy[Any], optimizer: Any, remedy: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     strategy.require_fits(Replica(nn.Linear(2, 1), optimizer, nn.MSELoss()))
     if remedy is None:

@@ -18,23 +18,10 @@ from toys import (
     mlp,
     relative_error,
 )
-from trainings import (
-    ADAGRAD,
-    ADAM,
-    DATA,
-    MOMENTUM,
-    SGD,
-    SIZES,
-    SLOW_MOMENTUM,
-    job,
-)
+from trainings import ADAGRAD, ADAM, DATA, MOMENTUM, SGD, SIZES, SLOW_MOMENTUM, job
 
 from sparkdl.events import WindowReport
-from sparkdl.strategies import (
-    OuterOptimizer,
-    OuterSGD,
-    ParameterAveraging,
-)
+from sparkdl.strategies import OuterOptimizer, OuterSGD, ParameterAveraging
 from sparkdl.testing import run_world
 
 

@@ -14,11 +14,7 @@ from torch import Tensor, nn
 
 from sparkdl.averager.values.center_update import new_memory
 from sparkdl.protocols import Segment
-from sparkdl.strategies import (
-    CenterUpdate,
-    Contributions,
-    OuterSGD,
-)
+from sparkdl.strategies import CenterUpdate, Contributions, OuterSGD
 
 
 def steps_of(update: CenterUpdate, changes: Iterable[Tensor]) -> list[Tensor]:

@@ -12,13 +12,10 @@ import pytest
 from every_row import every
 from streams import OUTER, STREAMS, ByHand, vector_of
 from torch import Tensor, nn
-from toys import (
-    mlp,
-    relative_error,
-)
+from toys import mlp, relative_error
 from trainings import ADAM, DATA, MOMENTUM, SGD, SIZES, job
 
-from sparkdl.errors import ConfigError, WorkerError
+from sparkdl.errors import WorkerError
 from sparkdl.events import WindowReport
 from sparkdl.strategies import OuterOptimizer
 from sparkdl.testing import run_world
@@ -110,9 +107,3 @@ def test_an_error_in_training_while_a_round_is_under_way_ends_the_run(tmp_path: 
 
 
 # Arguments
-
-
-def test_more_fragments_than_values_are_refused() -> None:
-    strategy = OuterOptimizer(10_000, fragments=len(vector_of(mlp())) + 1)
-    with pytest.raises(ConfigError, match=r"fragments are too many for the model"):
-        run_world(job(strategy=strategy), DATA.shards())

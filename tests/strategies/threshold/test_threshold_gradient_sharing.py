@@ -14,14 +14,7 @@ import torch
 from every_row import every
 from thresholds import STRATEGY, Encoder, job
 from torch import Tensor, nn
-from toys import (
-    Data,
-    batches_by_hand,
-    classification,
-    make_job,
-    mlp,
-    relative_error,
-)
+from toys import Data, batches_by_hand, classification, make_job, mlp, relative_error
 from trainings import DATA, SGD, SIZES
 
 from sparkdl.errors import NonFiniteError
