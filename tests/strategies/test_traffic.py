@@ -93,6 +93,7 @@ def test_the_driver_of_an_outer_optimizer_receives_and_sends_so_many_bytes_an_ep
     inner_state: Any, wire_dtype: Any, copies: int, octets: int, traffic: Counter[str]
 ) -> None:
     """Changes but for the first and the last that a worker receives, which are the center."""
+    traffic.clear()
     strategy = OuterOptimizer(1, OuterSGD(), inner_state, wire_dtype)
     data = classification([16] * WORKERS, dtype=np.float32)
     job = make_job(

@@ -50,6 +50,7 @@ def test_the_driver_receives_and_sends_what_the_formula_says(
     moving: int, up: int, down: int, traffic: Counter[str]
 ) -> None:
     """Every entry that moves does so by the learning rate, which is the threshold."""
+    traffic.clear()
     steps, workers = 4, 2
     strategy = ThresholdGradientSharing(2**-5, sparsity=None)
     given = make_job(
