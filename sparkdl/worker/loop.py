@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,10 +40,11 @@ from sparkdl.worker.state import unpack_worker_state
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class TrainingLoop:
     """Trains one replica from the center that the averager holds to the end of the last epoch.
 
-    Args:
+    Attributes:
         job: what to train.
         placement: where this worker runs.
         run: this worker's replica and its progress.
@@ -51,21 +53,15 @@ class TrainingLoop:
         links: the other workers.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        placement: Placement,
-        run: Run,
-        strategy: OnWorker[Any],
-        averager: AveragerClient,
-        links: WorkerLinks,
-    ) -> None:
-        self._job = job
-        self._run = run
-        self._replica = run.replica
-        self._strategy = strategy
-        self._averager = averager
-        self._links = links
+    job: Job
+    placement: Placement
+    run: Run
+    strategy: OnWorker[Any]
+    averager: AveragerClient
+    links: WorkerLinks
+
+    def __post_init__(self) -> None:
+        job, placement = self.job, self.placement
         self._feed = Feed(
             job.schema,
             batch_size=job.batch_size,
@@ -82,10 +78,10 @@ class TrainingLoop:
         Args:
             batches: the worker's rows, once.
         """
-        job, run, averager = self._job, self._run, self._averager
-        self._replica.module.train()
-        with self._feed, self._links.met():
-            run.peers = self._links.peers
+        job, run, averager = self.job, self.run, self.averager
+        self.run.replica.module.train()
+        with self._feed, self.links.met():
+            run.peers = self.links.peers
             shard = self._read(batches)
             run.batch_size = job.batch_size
             # Replicas start equal, but must not draw equal dropout masks.
@@ -97,13 +93,13 @@ class TrainingLoop:
                         shard = self._read_rest()
                         continue
                     self._feed.scale_weights(averager.mean_weight)
-                    self._replica.use_loss(LossUse.from_json(averager.loss_use))
+                    self.run.replica.use_loss(LossUse.from_json(averager.loss_use))
                     if averager.epoch_ended:
                         # All may have been interrupted before reporting it.
                         self._report_validation(position.epoch - 1)
-                    with self._links.collective(run.clock) as run.collective:
+                    with self.links.collective(run.clock) as run.collective:
                         self._train_from(position)
-                    exchanges_held_out = self._links.held_out_exchange is not None
+                    exchanges_held_out = self.links.held_out_exchange is not None
                     if job.metrics is not None or exchanges_held_out:
                         # Until metrics are computed, this worker may have to count again, and
                         # others may still fetch their held-out rows, or fetch them again.
@@ -119,20 +115,20 @@ class TrainingLoop:
 
     def _train_from(self, position: Position) -> None:
         """Train from a position to the end of the last epoch."""
-        run, job, feed = self._run, self._job, self._feed
+        run, job, feed = self.run, self.job, self._feed
         run.start_at(position)
         if position.epoch <= job.epochs:
             # The rows that this worker had then result from all earlier exchanges.
             for earlier in range(1, position.epoch + 1):
                 self._exchange_rows_before(earlier)
         run.rows = feed.used_rows
-        run.world_size = len(self._averager.shard_rows)
-        with self._strategy.started(run) as state:
+        run.world_size = len(self.averager.shard_rows)
+        with self.strategy.started(run) as state:
             for epoch in range(position.epoch, job.epochs + 1):
                 first_step = position.step_of_epoch if epoch == position.epoch else 0
                 run.start_epoch(epoch, first_step)
-                if self._averager.asks_leave:
-                    self._averager.epoch_losses(epoch - 1)
+                if self.averager.asks_leave:
+                    self.averager.epoch_losses(epoch - 1)
                 self._start_schedule(epoch, first_step)
                 if epoch > position.epoch and self._exchange_rows_before(epoch):
                     run.rows = feed.used_rows
@@ -142,13 +138,13 @@ class TrainingLoop:
                     job.strategy.train_epoch(run, state, minibatches)
                 self._require_closed(epoch)
                 if job.feed.streams(epoch):
-                    self._averager.ask_for_rows()
+                    self.averager.ask_for_rows()
                 self._report_validation(epoch)
 
     def _read(self, batches: Iterable[pa.RecordBatch]) -> ShardStatistics:
         """Read what the first epoch begins with."""
-        clock, report = self._run.clock, self._averager.report_reading
-        if self._job.feed.stream_first_epoch:
+        clock, report = self.run.clock, self.averager.report_reading
+        if self.job.feed.stream_first_epoch:
             # Another thread receives the rows, but the clock is this one's.
             with clock.phase(READ):
                 return self._feed.read_first(batches, report)
@@ -156,28 +152,28 @@ class TrainingLoop:
             return self._feed.read_first(clock.each(READ, batches), report)
 
     def _read_rest(self) -> ShardStatistics:
-        with self._run.clock.phase(READ):
+        with self.run.clock.phase(READ):
             return self._feed.read_rest()
 
     def _exchange_rows_before(self, epoch: int) -> bool:
         """Exchange rows with the other workers if that is due; returns whether it was."""
-        exchange = self._links.exchange
-        if exchange is None or not self._job.feed.reshuffles(epoch):
+        exchange = self.links.exchange
+        if exchange is None or not self.job.feed.reshuffles(epoch):
             return False
-        with self._run.clock.phase(READ):
+        with self.run.clock.phase(READ):
             self._feed.reshuffle(epoch, exchange)
         return True
 
     def _minibatches(self, epoch: int, first_step: int) -> Iterable[Batch]:
         if not self._feed.complete:
-            return self._run.clock.each(READ, self._feed.arriving(self._averager.show_rows))
-        first = first_step * self._job.strategy.needs.minibatches_a_step
-        return self._run.clock.each(DECODE, self._feed.epoch(epoch, first_step=first))
+            return self.run.clock.each(READ, self._feed.arriving(self.averager.show_rows))
+        first = first_step * self.job.strategy.needs.minibatches_a_step
+        return self.run.clock.each(DECODE, self._feed.epoch(epoch, first_step=first))
 
     def _require_closed(self, epoch: int) -> None:
-        if self._averager.closed_epoch != epoch:
+        if self.averager.closed_epoch != epoch:
             raise TrainingError(
-                f"{type(self._job.strategy).__name__} ended the epoch without exchanging a "
+                f"{type(self.job.strategy).__name__} ended the epoch without exchanging a "
                 "window with last=True, so the other workers would wait for it forever"
             )
 
@@ -186,10 +182,10 @@ class TrainingLoop:
 
         Returns the position to continue from; None if the rest of the rows must be read first.
         """
-        replica = self._replica
+        replica = self.run.replica
         segments = replica.segments(with_optimizer=False)
         layout = replica.layout(with_optimizer=False)
-        position = self._averager.start(shard, segments, layout, self._links.address)
+        position = self.averager.start(shard, segments, layout, self.links.address)
         if position is None:
             return None
         octets = self._take_optimizer()
@@ -199,8 +195,8 @@ class TrainingLoop:
 
     def _take_optimizer(self) -> bytes:
         """Give the optimizer the center's state, or none; returns this worker's own, if saved."""
-        replica, averager = self._replica, self._averager
-        whole = self._job.strategy.needs.exchanges_optimizer_state
+        replica, averager = self.run.replica, self.averager
+        whole = self.job.strategy.needs.exchanges_optimizer_state
         if averager.resumes:
             return averager.resume(replica.segments(with_optimizer=whole))
         # An optimizer may remember the values that it was built with. If the worker has
@@ -213,43 +209,43 @@ class TrainingLoop:
     def _take_schedule(self, position: Position) -> None:
         # The last epoch's loss is known once all have validated; until then the schedule is still
         # before it.
-        not_known = self._replica.schedule.follows_epoch_losses and self._averager.epoch_ended
+        not_known = self.run.replica.schedule.follows_epoch_losses and self.averager.epoch_ended
         self._start_schedule(position.epoch - not_known, position.step_of_epoch)
 
     def _restore(self, octets: bytes) -> None:
         """Put back what this worker alone knew, if it was saved."""
-        replica, needs, restored = self._replica, self._job.strategy.needs, {}
+        replica, needs, restored = self.run.replica, self.job.strategy.needs, {}
         if octets:
-            pace = len(self._averager.shard_rows) if needs.leads_schedule else 1
+            pace = len(self.averager.shard_rows) if needs.leads_schedule else 1
             # If an epoch has ended, the schedule goes on from there when the next one starts.
             stand_at = partial(replica.schedule.stand_at, ahead=needs.steps_ahead, pace=pace)
             restored = unpack_worker_state(octets, replica.optimizer, replica.device, stand_at)
-        self._strategy.restored = restored
+        self.strategy.restored = restored
 
     def _start_schedule(self, epoch: int, step_of_epoch: int) -> None:
-        schedule, averager = self._replica.schedule, self._averager
+        schedule, averager = self.run.replica.schedule, self.averager
         losses = averager.epoch_losses(epoch - 1) if schedule.follows_epoch_losses else ()
-        before = self._job.steps_before(epoch, averager.shard_rows)
+        before = self.job.steps_before(epoch, averager.shard_rows)
         schedule.start_at(epoch, before + step_of_epoch, losses)
 
     def _report_validation(self, epoch: int) -> None:
         """Report the loss on this worker's held-out rows to the driver, and its metrics' counts."""
-        if self._job.schema.validation is None:
+        if self.job.schema.validation is None:
             return
-        exchange, exchanged = self._links.held_out_exchange, False
+        exchange, exchanged = self.links.held_out_exchange, False
         if exchange is not None:
-            with self._run.clock.phase(READ):
+            with self.run.clock.phase(READ):
                 exchanged = self._feed.exchange_held_out(exchange)
-        if self._job.metrics is None:
-            self._averager.report_validation(_validate(self._run, self._feed, epoch))
+        if self.job.metrics is None:
+            self.averager.report_validation(_validate(self.run, self._feed, epoch))
         else:
-            counted = self._job.metrics.begin(self._replica.device)
-            report = _validate(self._run, self._feed, epoch, counted.update)
-            self._averager.report_validation(report, counted.states())
+            counted = self.job.metrics.begin(self.run.replica.device)
+            report = _validate(self.run, self._feed, epoch, counted.update)
+            self.averager.report_validation(report, counted.states())
         if exchanged:
             # Others may have yet to fetch their rows; if one were lost meanwhile, it would find the
             # rest in the next epoch, and its rows would be missing from this epoch's loss.
-            self._averager.epoch_losses(epoch)
+            self.averager.epoch_losses(epoch)
 
 
 def _validate(

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -303,10 +303,11 @@ class Paced:
         """
 
 
+@dataclass(eq=False)
 class _Reducer:
     """What one worker needs to take part in every step.
 
-    Args:
+    Attributes:
         model: its model, wrapped.
         group: this worker among the others.
         finite: checks its gradients.
@@ -314,30 +315,17 @@ class _Reducer:
         batch_size: rows per minibatch.
         meter: measures their noise; None if nobody asks.
         preconditioning: what is applied to them; None for nothing.
-
-    Attributes:
         paced: sets the learning rate of the optimizer's steps.
     """
 
-    def __init__(
-        self,
-        model: DistributedDataParallel,
-        group: WorkerGroup,
-        finite: FiniteGradients | FiniteSum,
-        compressor: Compressor | None,
-        batch_size: int,
-        meter: NoiseMeter | None,
-        preconditioning: Preconditioning | None,
-    ) -> None:
-        self.model = model
-        self.group = group
-        self.finite = finite
-        self.compressor = compressor
-        self.meter = meter
-        self.preconditioning = preconditioning
-        self.paced = Paced()
-        self._batch_size = batch_size
-        self._loss: ModelAndLoss = model.module
+    model: DistributedDataParallel
+    group: WorkerGroup
+    finite: FiniteGradients | FiniteSum
+    compressor: Compressor | None
+    batch_size: int
+    meter: NoiseMeter | None
+    preconditioning: Preconditioning | None
+    paced: Paced = field(default_factory=Paced)
 
     def step(
         self, replica: Replica, batches: Iterator[Batch], *, all_passes: bool
@@ -355,8 +343,9 @@ class _Reducer:
         collective, step = self.group.collective, self.group.steps
         rows = self.group.examples_of(range(step, step + 1))
         total = sum(rows)
-        passes = math.ceil((max(rows) if all_passes else rows[collective.rank]) / self._batch_size)
-        self._loss.remember_used()
+        passes = math.ceil((max(rows) if all_passes else rows[collective.rank]) / self.batch_size)
+        wrapped: ModelAndLoss = self.model.module
+        wrapped.remember_used()
         replica.optimizer.zero_grad()
         trained: list[Batch | None] = []
         # What compressors leave out, they send later, when others count.
