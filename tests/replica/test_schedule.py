@@ -144,24 +144,6 @@ def test_one_worker_trains_as_plain_torch_would(
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
 
 
-@every("scheduler", CYCLES.values())
-def test_a_schedule_that_turns_momentum_on_can_be_resumed(scheduler: Any, tmp_path: Path) -> None:
-    job = make_job(
-        mlp(),
-        strategy=ParameterAveraging(2),
-        scheduler=scheduler,
-        scheduler_every="step",
-        epochs=2,
-    )
-    shards = classification([14, 9]).shards()
-    straight = run_world(job, shards).module
-    checkpoints = CheckpointPolicy(path=str(tmp_path))
-    run_world(replace(job, epochs=1), shards, checkpoints=checkpoints)
-    resumed = run_world(job, shards, checkpoints=checkpoints).module
-    for mine, other in zip(resumed.parameters(), straight.parameters(), strict=True):
-        assert torch.equal(mine, other)
-
-
 class Recording(torch.optim.SGD):
     """Notes the learning rate of each step that has gradients, by the thread that takes it."""
 
@@ -176,36 +158,37 @@ class Recording(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_workers_with_fewer_rows_catch_up_at_the_end_of_each_epoch() -> None:
+BY_STEP = [round(1 / (1 + step), 9) for step in range(19)]
+
+
+@every(
+    ("sizes", "epochs", "feed", "first", "second"),
+    [
+        ([20, 9], 2, FeedOptions(), BY_STEP[:10], [*BY_STEP[:3], *BY_STEP[5:8]]),
+        # two epochs of 5 and 1 minibatches, then three of 3 each
+        (
+            [20, 4],
+            5,
+            FeedOptions(reshuffle_every=2),
+            BY_STEP,
+            [BY_STEP[0], BY_STEP[5], *BY_STEP[10:]],
+        ),
+    ],
+)
+def test_workers_with_fewer_rows_catch_up_at_the_end_of_each_epoch_and_no_rate_comes_twice(
+    sizes: list[int], epochs: int, feed: FeedOptions, first: list[float], second: list[float]
+) -> None:
     rates: dict[str, list[float]] = {}
     job = make_job(
         mlp(),
         optimizer=partial(Recording, rates=rates, lr=1.0),
         scheduler=partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
         scheduler_every="step",
-        epochs=2,
+        epochs=epochs,
+        feed=feed,
     )
-    run_world(job, classification([20, 9]).shards())
-    by_step = [round(1 / (1 + step), 9) for step in range(10)]
-    assert rates["sparkdl-rank-0"] == by_step
-    assert rates["sparkdl-rank-1"] == [*by_step[:3], *by_step[5:8]]
-
-
-def test_no_rate_comes_twice_when_rows_are_reshuffled() -> None:
-    rates: dict[str, list[float]] = {}
-    job = make_job(
-        mlp(),
-        optimizer=partial(Recording, rates=rates, lr=1.0),
-        scheduler=partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
-        scheduler_every="step",
-        epochs=5,
-        feed=FeedOptions(reshuffle_every=2),
-    )
-    run_world(job, classification([20, 4]).shards())
-    by_step = [round(1 / (1 + step), 9) for step in range(19)]
-    # two epochs of 5 and 1 minibatches, then three of 3 each
-    assert rates["sparkdl-rank-0"] == by_step
-    assert rates["sparkdl-rank-1"] == [by_step[0], by_step[5], *by_step[10:]]
+    run_world(job, classification(sizes).shards())
+    assert rates == {"sparkdl-rank-0": first, "sparkdl-rank-1": second}
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -282,13 +265,21 @@ def test_all_workers_follow_the_loss_on_all_held_out_rows_through_lost_connectio
     assert rates["sparkdl-rank-1"] == [rate for rate in by_epoch for _ in range(2)]
 
 
-@every("epochs", [1, 4])
-def test_a_schedule_that_follows_losses_can_be_resumed(epochs: int, tmp_path: Path) -> None:
-    job, shards = validating(
-        [24, 12], optimizer=partial(torch.optim.SGD, lr=1.0, momentum=0.9), epochs=6
-    )
+@every(
+    ("scheduler", "epochs"), [(PLATEAU, 1), (PLATEAU, 4), *((each, 1) for each in CYCLES.values())]
+)
+def test_a_schedule_that_follows_losses_or_turns_momentum_on_can_be_resumed(
+    scheduler: Any, epochs: int, tmp_path: Path
+) -> None:
+    if scheduler is PLATEAU:
+        momentum = partial(torch.optim.SGD, lr=1.0, momentum=0.9)
+        job, shards = validating([24, 12], optimizer=momentum, epochs=6)
+    else:
+        job = make_job(mlp(), scheduler=scheduler, scheduler_every="step", epochs=2)
+        job, shards = replace(job, strategy=ParameterAveraging(2)), classification([14, 9]).shards()
     straight = run_world(job, shards)
-    rates_by_torch([epoch.validation_loss or 0.0 for epoch in straight.history], 1.0)
+    if scheduler is PLATEAU:
+        rates_by_torch([epoch.validation_loss or 0.0 for epoch in straight.history], 1.0)
     checkpoints = CheckpointPolicy(path=str(tmp_path))
     run_world(replace(job, epochs=epochs), shards, checkpoints=checkpoints)
     resumed = run_world(job, shards, checkpoints=checkpoints)
