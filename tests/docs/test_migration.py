@@ -108,7 +108,7 @@ def test_a_name_that_is_not_there_would_be_noticed() -> None:
 
 def test_the_programs_name_what_there_is() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 1
     for block in blocks:
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and node.module == "sparkdl":

@@ -152,7 +152,7 @@ def page(text: str) -> str:
         rows.append(f"| **{group}** | | |")
         for name, each in members:
             default = each.argument(name).default
-            shown = "" if default is inspect.Parameter.empty else f"`{default!r}`"
+            shown = "" if default in (None, inspect.Parameter.empty) else f"`{default!r}`"
             rows.append(f"| `{name}` | {shown} | {each.doc.removesuffix('.').replace('``', '`')} |")
     before, _, rest = text.partition("| Param |")
     return f"{before}{chr(10).join(rows)}\n\n{rest.partition(chr(10) * 2)[2]}"
