@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import io
-import queue
 import random
 from contextlib import ExitStack, redirect_stdout
 
 from fuzzing.calling import Call, Message, Place, any_way, conversation
 from fuzzing.loop import Fault, Target, require_threads_gone
 from sparkdl.spark.diagnostics.console import Display
-from sparkdl.spark.diagnostics.messages import Lines, Report
 from sparkdl.spark.diagnostics.run_service import RunService
-from sparkdl.spark.functions.job import shown_report
 from sparkdl.transport.service import Service
 
 
@@ -34,7 +31,7 @@ class RunTarget(Target):
         proved = True
         with ExitStack() as stack:
             service = stack.enter_context(Service("127.0.0.1", encrypted=draw.random() < 0.1))
-            run = stack.enter_context(RunService(service, workers))
+            run = stack.enter_context(RunService(service, workers, Display("its log")))
             address = run.address
             place = Place(*address.host_and_port, address.token, address.fingerprint)
             lines = [stack.enter_context(Call(place, any_way(draw))) for _ in range(workers)]
@@ -74,7 +71,8 @@ def _messages(steps: list[str], rank: int, *, fails: bool) -> list[Message]:
         "report": {"report": {"loss": 0.5, "step": 3}},
         "stacks": {"stacks": "thread MainThread, most recent call last:\n  File ..."},
     }
-    failure: Message = {"failure": {"message": "m", "traceback": "t", "of_data": False}}
+    failure: Message = {"failure": {"message": "m", "traceback": "t"}}
+    failure["failure"] |= {"of_data": False, "of_exchange": False}
     leaves: Message = failure if fails else {"finish": True}
     return [{"attend": rank, "host": "h", "pid": 1}, *(told[step] for step in steps), leaves]
 
@@ -82,13 +80,5 @@ def _messages(steps: list[str], rank: int, *, fails: bool) -> list[Message]:
 def _show(run: RunService) -> None:
     """What the driver does with what was reported."""
     with redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="utf-8")):
-        display = Display("the executor's log")
-        while True:
-            try:
-                event = run.events.get(timeout=0.0)
-            except queue.Empty:
-                return
-            if isinstance(event, Lines):
-                display(event.rank, event.lines, event.left_out)
-            elif isinstance(event, Report):
-                display(event.rank, [shown_report(event.metrics)], 0)
+        while run.show_next(0.0):
+            pass

@@ -17,9 +17,10 @@ from sparkdl.phases import PHASES, PhaseTimes
 from sparkdl.transport.framing import MAX_HEADER_BYTES
 from sparkdl.user_code.tracebacks import shortened
 
-_Types = dict[str, tuple[type, ...]]
+Types = dict[str, tuple[type, ...]]
+"""The fields of a message by name, each with the types that it may have."""
 
-_WINDOW_TYPES: _Types = {
+_WINDOW_TYPES: Types = {
     "rank": (int,),
     "epoch": (int,),
     "step": (int,),
@@ -31,14 +32,14 @@ _WINDOW_TYPES: _Types = {
     "group_weight": (float, int, type(None)),
     "measured": (dict,),
 }
-_VALIDATION_TYPES: _Types = {
+_VALIDATION_TYPES: Types = {
     "rank": (int,),
     "epoch": (int,),
     "examples": (int,),
     "loss_sum": (float, int),
     "weight": (float, int),
 }
-_SHARD_TYPES: _Types = {
+_SHARD_TYPES: Types = {
     "rows": (int,),
     "columns": (list,),
     "held_out": (int,),
@@ -48,7 +49,7 @@ _SHARD_TYPES: _Types = {
     "held_out_fingerprint": (int,),
     "opening": (int, type(None)),
 }
-_PHASES_TYPES: _Types = {
+_PHASES_TYPES: Types = {
     "began": (float,),
     "ended": (float,),
     "seconds": (list,),
@@ -58,7 +59,7 @@ _PHASES_TYPES: _Types = {
 }
 _OPTIONAL_COUNT = (int, type(None))
 _OPTIONAL_NUMBER = (float, int, type(None))
-_COLUMN_TYPES: _Types = {
+_COLUMN_TYPES: Types = {
     **dict.fromkeys(COUNTS, (int,)),
     "shortest": _OPTIONAL_COUNT,
     "longest": _OPTIONAL_COUNT,
@@ -82,7 +83,7 @@ SAFE_COLUMNS = 1000
 """Statistics of this many columns fit into a header, whatever they are."""
 TEXT_CHARACTERS = 100_000
 """The longest text of an error in a header, which has room for ten such, each character escaped."""
-_FAILURE_TYPES: _Types = {
+_FAILURE_TYPES: Types = {
     "message": (str,),
     "non_finite": (bool,),
     "rank": (int,),
@@ -199,8 +200,8 @@ def read_shard(header: dict[str, Any], rank: int | None) -> ShardStatistics:
     Raises:
         TrainingError: the header does not say.
     """
-    fields = _checked(header.get("shard"), _SHARD_TYPES, rank)
-    columns = [_checked(column, _COLUMN_TYPES, rank) for column in fields["columns"]]
+    fields = checked(header.get("shard"), _SHARD_TYPES, rank)
+    columns = [checked(column, _COLUMN_TYPES, rank) for column in fields["columns"]]
     counts = [column[name] for column in columns for name in COUNTS]
     if min([fields["rows"], fields["held_out"], *counts]) < 0:
         shown = _quoted(fields)
@@ -249,7 +250,7 @@ def read_window(header: dict[str, Any], rank: int) -> WindowReport:
     Raises:
         TrainingError: the header is not one, or belongs to another rank.
     """
-    fields = _checked(header.get("window"), _WINDOW_TYPES, rank)
+    fields = checked(header.get("window"), _WINDOW_TYPES, rank)
     counts = fields["examples"], fields["group_weight"] or 0, fields["counted"] or 0
     possible = all(0 <= count < MOST for count in counts) and are_measured(fields["measured"])
     if not possible or fields["rank"] != rank:
@@ -272,7 +273,7 @@ def read_phases(header: dict[str, Any], rank: int) -> PhaseTimes | None:
     """
     if "phases" not in header:
         return None
-    fields = _checked(header["phases"], _PHASES_TYPES, rank)
+    fields = checked(header["phases"], _PHASES_TYPES, rank)
     seconds = fields.pop("seconds")
     times = [fields["began"], fields["ended"], fields["uncertainty"], *seconds]
     if (
@@ -346,7 +347,7 @@ def read_validation(header: dict[str, Any], rank: int) -> ValidationReport:
     Raises:
         TrainingError: the header is not one, or belongs to another rank.
     """
-    fields = _checked(header.get("validation"), _VALIDATION_TYPES, rank)
+    fields = checked(header.get("validation"), _VALIDATION_TYPES, rank)
     if fields["examples"] < 0 or fields["rank"] != rank:
         raise TrainingError(
             f"rank {rank} sent a validation report that cannot be its own: {fields}"
@@ -381,7 +382,7 @@ def raise_reported_failure(header: dict[str, Any]) -> None:
         raise CollectiveError(header["broken"], ranks=known)
     if "failure" not in header:
         return
-    fields = _checked(header["failure"], _FAILURE_TYPES, None)
+    fields = checked(header["failure"], _FAILURE_TYPES, None)
     kind = NonFiniteError if fields.pop("non_finite") else WorkerError
     raise kind(fields.pop("message"), **fields)
 
@@ -397,7 +398,12 @@ def _place(place: Any, rank: int | None) -> RowLocation:
     return place[0], place[1]
 
 
-def _checked(fields: Any, types: _Types, rank: int | None) -> dict[str, Any]:
+def checked(fields: Any, types: Types, rank: int | None) -> dict[str, Any]:
+    """The fields of a message, which are those of a table and of its types.
+
+    Raises:
+        TrainingError: they are not; it shows them.
+    """
     if (
         not isinstance(fields, dict)
         or fields.keys() != types.keys()

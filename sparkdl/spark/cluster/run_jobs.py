@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from py4j.protocol import Py4JError
-from pyspark import InheritableThread, SparkContext, SparkJobInfo
+from pyspark import InheritableThread, SparkContext, SparkStageInfo
 
 from sparkdl.spark.catalyst.cluster import jobs_with_tag
 
@@ -131,11 +131,13 @@ class RunJobs:
                         "Spark jobs with tag %s did not end within %.0f s", self.tag, JOB_END_S
                     )
 
-    def infos(self) -> list[SparkJobInfo]:
-        """The run's jobs that Spark knows of."""
+    def stages(self) -> list[SparkStageInfo]:
+        """The stages of the run's jobs that Spark knows of."""
         tracker = self._context.statusTracker()
-        found = [tracker.getJobInfo(job) for job in jobs_with_tag(self._context, self.tag)]
-        return [job for job in found if job is not None]
+        jobs = [tracker.getJobInfo(job) for job in jobs_with_tag(self._context, self.tag)]
+        numbers = sorted({stage for job in jobs if job is not None for stage in job.stageIds})
+        stages = [tracker.getStageInfo(number) for number in numbers]
+        return [stage for stage in stages if stage is not None]
 
     def _cancel(self, running: list[threading.Event]) -> None:
         while not all(each.is_set() for each in running):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import re
+import reprlib
 import sys
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -25,8 +26,8 @@ from typing import Any, Self, TypeVar
 
 from pyspark.sql import SparkSession
 
+from sparkdl.averager.messages.headers import Types, checked
 from sparkdl.errors import SparkDLError, TrainingError
-from sparkdl.spark.diagnostics.messages import read, read_lines, unreadable
 from sparkdl.spark.diagnostics.stacks import Stacks
 from sparkdl.transport.channel import HEADER, PAUSE, Channel, Conversation, LeftError, Need
 from sparkdl.transport.connecting import ServiceAddress
@@ -39,6 +40,18 @@ T = TypeVar("T")
 
 Show = Callable[[int, Sequence[str], int], None]
 """Shows a rank's lines, and how many were left out after them."""
+
+MESSAGES: dict[str, Types] = {
+    "attend": {"attend": (int,), "host": (str,)},
+    "lines": {"lines": (list,), "left_out": (int,)},
+    "report": {"report": (dict,)},
+    "stacks": {"stacks": (str,)},
+    "failure": {"failure": (dict,)},
+    "returned": {"returned": (bool,)},
+}
+"""By name: the fields that a message has. What is not in here is checked by whom it is for."""
+ONLY_SHOWN = ("lines", "report", "stacks")
+"""The messages that a run can do without."""
 
 _showing = threading.Lock()
 
@@ -106,7 +119,6 @@ class Console:
         service: accepts their connections.
         on_lines: called with what arrives, in a thread of its own: a slow reader of the output
             may delay that thread and the workers whose lines it has not taken, but nobody else.
-            By default it goes to standard output.
 
     Attributes:
         address: the service's address.
@@ -115,7 +127,7 @@ class Console:
             conversation, and the worker is not listened to until that has ended.
     """
 
-    def __init__(self, service: Service, on_lines: Show | None = None) -> None:
+    def __init__(self, service: Service, on_lines: Show) -> None:
         self.address: ServiceAddress = service.address
         self.stacks = Stacks()
         self.handlers: dict[
@@ -125,7 +137,7 @@ class Console:
             "stacks": self._note_stacks,
         }
         self._service = service
-        self._on_lines = on_lines or Display("the executor's log")
+        self._on_lines = on_lines
         self._showing = DaemonPool(1, "sparkdl-console")
         self._workers: set[ReportingWorker] = set()
         service.handlers["attend"] = partial(ReportingWorker, self, service)
@@ -134,12 +146,12 @@ class Console:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._service.post(lambda: self._end(list(self._workers)))
+        self.end()
         self._showing.close()
 
-    def _end(self, workers: Sequence[ReportingWorker]) -> None:
-        for worker in workers:
-            self._service.close_channel(worker.channel)
+    def end(self) -> None:
+        """End all connections."""
+        self._service.post(self._close_all)
 
     # Called by the service's thread.
 
@@ -148,39 +160,69 @@ class Console:
         self._workers.add(worker)
 
     def answer(self, worker: ReportingWorker, header: Mapping[str, Any]) -> Conversation | None:
-        """Handle a worker's header."""
-        for field, handler in self.handlers.items():
-            if field in header:
-                return handler(worker, header)
-        raise unreadable(worker.rank, header)
+        """Handle a worker's header; what is only shown is left out if it cannot be read."""
+        name = next((name for name in self.handlers if name in header), None)
+        if name is None:
+            raise unreadable(worker.rank, header)
+        try:
+            require(name, worker.rank, header)
+        except TrainingError as error:
+            if name not in ONLY_SHOWN:
+                raise
+            logger.warning("%s; it is left out", error)
+            return None
+        return self.handlers[name](worker, header)
+
+    def show(self, worker: ReportingWorker, call: Callable[[], None]) -> Conversation:
+        """Have something shown; until it is, its worker is not listened to."""
+        yield from worker.elsewhere(call, self._showing)
 
     def finished(self, worker: ReportingWorker) -> None:
         """Take note of a worker that leaves properly."""
 
-    def left(self, worker: ReportingWorker, error: LeftError) -> None:
-        """Take note of a worker that leaves without saying so."""
-        logger.debug("the output of a worker is no longer shown: %s", error)
-
-    def failed(self, worker: ReportingWorker, error: SparkDLError) -> None:
-        """End the connection of a worker that cannot be understood or served."""
-        logger.warning("the output of a worker is no longer shown: %s", error)
-        self._service.close_channel(worker.channel)
+    def lost(self, worker: ReportingWorker, error: LeftError | SparkDLError) -> None:
+        """Take note of a worker that leaves without saying so, or cannot be understood."""
+        level = logging.DEBUG if isinstance(error, LeftError) else logging.WARNING
+        logger.log(level, "the output of a worker is no longer shown: %s", error)
 
     def closed(self, worker: ReportingWorker) -> None:
         """Take note that a worker's connection is closed."""
         self._workers.discard(worker)
 
+    def _close_all(self) -> None:
+        for worker in list(self._workers):
+            self._service.close_channel(worker.channel)
+
     def _show_lines(self, worker: ReportingWorker, header: Mapping[str, Any]) -> Conversation:
-        told = read_lines(worker.rank, header)
-        show_them = partial(self._on_lines, worker.rank, told.lines, told.left_out)
-        yield from worker.elsewhere(show_them, self._showing)
+        lines, left_out = tuple(header["lines"]), header["left_out"]
+        yield from self.show(worker, partial(self._on_lines, worker.rank, lines, left_out))
 
     def _note_stacks(self, worker: ReportingWorker, header: Mapping[str, Any]) -> None:
-        self.stacks.note(worker.rank, *read("stacks", worker.rank, header))
+        self.stacks.note(worker.rank, header["stacks"])
+
+
+def require(name: str, rank: int, header: Mapping[str, Any]) -> None:
+    """Check that a message has what the table says.
+
+    Raises:
+        TrainingError: it does not.
+    """
+    types = MESSAGES.get(name, {})
+    checked({field: header.get(field) for field in types}, types, rank)
+    lines, report = header.get("lines", []), header.get("report", {})
+    sound = all(isinstance(line, str) for line in lines) and header.get("left_out", 0) >= 0
+    # Numbers travel as floats; a whole number could be too large for one.
+    if not sound or not all(type(number) is float for number in report.values()):
+        raise unreadable(rank, header)
+
+
+def unreadable(rank: int, header: Mapping[str, Any]) -> TrainingError:
+    """The error that shows what a rank sent."""
+    return TrainingError(f"rank {rank} sent a header that no worker sends: {reprlib.repr(header)}")
 
 
 class ReportingWorker:
-    """A worker connected to the console; see ``service.Peer``.
+    """A worker connected to the console; see ``service.Session``.
 
     Args:
         console: answers it.
@@ -200,13 +242,19 @@ class ReportingWorker:
         self._console = console
         self._service = service
 
-    def conversation(self, said: dict[str, Any]) -> Conversation:
+    def conversation(self, first: dict[str, Any]) -> Conversation:
         """Listen to it until it leaves."""
         console = self._console
         try:
-            self.rank, self.host = read("attend", self.rank, said)
+            try:
+                require("attend", self.rank, first)
+            except TrainingError as error:
+                raise TrainingError(
+                    f"a worker must join with a rank and a host, not with {reprlib.repr(first)}"
+                ) from error
+            self.rank, self.host = first["attend"], first["host"]
             console.joined(self)
-            with console.stacks.of(self.rank, said, self._ask_for_stacks):
+            with console.stacks.of(self.rank, first, self._ask_for_stacks):
                 while not (header := (yield HEADER)).get("finish"):
                     yield from console.answer(self, header) or ()
             console.finished(self)
@@ -222,22 +270,24 @@ class ReportingWorker:
         self, job: Callable[[], T], pool: DaemonPool | None = None
     ) -> Generator[Need, Future[T], T]:
         """Do something slow outside the service's thread, and go on with what it returns."""
-        guard = self._service.guard
-        self._service.elsewhere(
-            job, lambda done: guard(self.channel, lambda: self.channel.wake(done)), pool
-        )
+        self._service.elsewhere(job, self.wake, pool)
         return (yield PAUSE).result()
+
+    def wake(self, value: Any = None) -> None:
+        """Go on with the conversation, in the service's thread."""
+        self._service.guard(self.channel, lambda: self.channel.wake(value))
 
     def note_heartbeat(self) -> None:
         """Heartbeats do nothing: its silence is not timed."""
 
     def left(self, error: LeftError) -> None:
         """Handle the worker's leaving."""
-        self._console.left(self, error)
+        self._console.lost(self, error)
 
     def failed(self, error: SparkDLError) -> None:
         """Handle a worker that cannot be understood or served."""
-        self._console.failed(self, error)
+        self._console.lost(self, error)
+        self._service.close_channel(self.channel)
 
     def closed(self) -> None:
         """Handle the closing of the connection."""

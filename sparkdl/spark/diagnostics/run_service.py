@@ -25,33 +25,58 @@ connection breaks.
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
-from sparkdl.averager.messages.headers import read_gather, read_shard, statistics_header
-from sparkdl.checkpoint.storage import OpenElsewhere
-from sparkdl.errors import SparkDLError, StoppedError, TrainingError, WorkerLostError
-from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
-from sparkdl.spark.diagnostics.console import Console, ReportingWorker
-from sparkdl.spark.diagnostics.messages import (
-    Lines,
-    Report,
-    Unread,
-    named,
-    read,
-    read_failure,
-    read_lines,
-    unreadable,
+from sparkdl.averager.messages.headers import (
+    Types,
+    checked,
+    read_gather,
+    read_shard,
+    statistics_header,
 )
+from sparkdl.checkpoint.storage import OpenElsewhere
+from sparkdl.errors import (
+    DataError,
+    SparkDLError,
+    StoppedError,
+    TrainingError,
+    WorkerError,
+    WorkerLostError,
+)
+from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
+from sparkdl.spark.diagnostics.console import Console, ReportingWorker, Show, unreadable
 from sparkdl.spark.storage.driver_files import DriverFiles
+from sparkdl.spark.storage.files import open_hadoop
 from sparkdl.transport.channel import PAUSE, Conversation, LeftError
 from sparkdl.transport.framing import header_message
 from sparkdl.transport.service import Service
 
 logger = logging.getLogger(__name__)
+
+OnReport = Callable[[int, Mapping[str, float]], None]
+"""(rank, numbers by name)."""
+
+_FAILURE: Types = {
+    "message": (str,),
+    "traceback": (str,),
+    "of_data": (bool,),
+    "of_exchange": (bool,),
+}
+
+
+class _Waiting(NamedTuple):
+    """A rank that waits for all others: what it gives them, or that its function has returned."""
+
+    worker: ReportingWorker
+    value: Any
+    returned: bool
+    since: float
 
 
 class RunService(Console):
@@ -60,37 +85,45 @@ class RunService(Console):
     Args:
         service: accepts the workers' connections.
         world_size: number of workers.
-        open_uri: opens file systems that workers cannot; None to open none.
+        on_lines: called with what workers print, by ``show_next``.
+        on_report: called with what they report, by ``show_next``; None to show that too.
+        open_uri: opens file systems that workers cannot.
 
     Attributes:
-        events: what workers print and report; None once the run has failed.
-        failure: why it failed.
+        failure: why the run failed.
     """
 
     def __init__(
-        self, service: Service, world_size: int, *, open_uri: OpenElsewhere | None = None
+        self,
+        service: Service,
+        world_size: int,
+        on_lines: Show,
+        on_report: OnReport | None = None,
+        *,
+        open_uri: OpenElsewhere = open_hadoop,
     ) -> None:
-        super().__init__(service)
+        super().__init__(service, on_lines)
         self.world_size = world_size
-        self.events = Unread()
         self.failure: SparkDLError | None = None
-        self.handlers = {
+        self.handlers |= {
             "gather": self._gather,
             "shard": self._gather,
             "failure": self._take_failure,
-            "returned": self._return,
+            "returned": self._gather,
             "files": self._answer_for_files,
-            "lines": self._show,
-            "report": self._show,
-            "stacks": self._show,
+            "report": self._report,
         }
-        self._open_uri = open_uri or _open_nothing
+        self._on_report = on_report
+        self._open_uri = open_uri
         self._files: dict[ReportingWorker, DriverFiles] = {}
+        # What is to be shown, at most one thing of each rank: what else a rank prints waits there,
+        # and not in the driver's memory. None once the run has failed.
+        self._unshown: queue.SimpleQueue[tuple[ReportingWorker, Callable[[], None]] | None]
+        self._unshown = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._hosts: dict[int, str] = {}
+        self._joined: set[int] = set()
         self._done: set[int] = set()
-        self._returned: dict[int, tuple[float, ReportingWorker]] = {}
-        self._giving: dict[int, tuple[Any, ReportingWorker]] = {}
+        self._waiting: dict[int, _Waiting] = {}
         service.on_break(self.fail)
 
     def __exit__(self, *error: object) -> None:
@@ -100,7 +133,7 @@ class RunService(Console):
     @property
     def missing(self) -> list[int]:
         """Ranks that have not joined."""
-        return sorted(set(range(self.world_size)) - self._hosts.keys())
+        return sorted(set(range(self.world_size)) - self._joined)
 
     @property
     def all_finished(self) -> bool:
@@ -114,57 +147,77 @@ class RunService(Console):
             seconds: how long since the last of the former returned.
         """
         with self._lock:
-            returned = sorted(self._returned)
-            last = max((when for when, _ in self._returned.values()), default=0.0)
-            running = sorted(self._hosts.keys() - self._returned.keys())
-        if not returned or time.monotonic() < last + seconds:
+            returned = {rank: each.since for rank, each in self._waiting.items() if each.returned}
+            running = sorted(self._joined - returned.keys())
+        if not returned or time.monotonic() < max(returned.values()) + seconds:
             return [], []
-        return returned, running
+        return sorted(returned), running
+
+    def show_next(self, timeout_s: float) -> bool:
+        """Show the next thing that a worker has sent; False if there is none, or the run ends.
+
+        Args:
+            timeout_s: how long to wait for it, in seconds.
+        """
+        try:
+            unshown = self._unshown.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
+        if unshown is None:
+            return False
+        worker, call = unshown
+        call()
+        self._service.post(worker.wake)
+        return True
 
     def fail(self, error: SparkDLError) -> None:
         """End the run; later failures are consequences of the first and are dropped."""
         with self._lock:
             if first := self.failure is None and not self.all_finished:
                 self.failure = error
-            waiting = [each for _, each in [*self._giving.values(), *self._returned.values()]]
         if first:
-            self.events.end()
-        self._service.post(lambda: self._end(waiting))
+            self._unshown.put(None)
+        self.end()
 
     # Called by the service's thread.
 
     def joined(self, worker: ReportingWorker) -> None:
         """Take note of a rank, which may join only once."""
         super().joined(worker)
-        rank, host = worker.rank, worker.host
+        if self.failure is not None:
+            raise StoppedError(f"the run ended: {self.failure}")
+        if worker.rank not in self.missing:
+            raise TrainingError(
+                f"rank {worker.rank} on {worker.host} is not part of this run, or has already "
+                "joined"
+            )
         with self._lock:
-            if rank not in self.missing:
-                raise TrainingError(
-                    f"rank {rank} on {host} is not part of this run, or has already joined"
-                )
-            self._hosts[rank] = host
+            self._joined.add(worker.rank)
         self._files[worker] = DriverFiles(self._open_uri)
+
+    def show(self, worker: ReportingWorker, call: Callable[[], None]) -> Conversation:
+        """Have something shown by the thread that waits for the run's end."""
+        self._unshown.put((worker, call))
+        yield PAUSE
 
     def finished(self, worker: ReportingWorker) -> None:
         """Take note of a rank that is done."""
         with self._lock:
             self._done.add(worker.rank)
 
-    def left(self, worker: ReportingWorker, error: LeftError) -> None:
-        """End the run: a process has ended."""
-        if worker.rank < 0:
+    def lost(self, worker: ReportingWorker, error: LeftError | SparkDLError) -> None:
+        """End the run: a process has ended, or has failed."""
+        if isinstance(error, SparkDLError):
+            self.fail(error)
+        elif worker.rank < 0:
             # A worker that was too late to be let in comes back; one that never comes is missing.
             logger.info("a worker disconnected before giving its rank: %s", error)
-            return
-        where = self._hosts.get(worker.rank, "an unknown host")
-        self.fail(
-            WorkerLostError(f"rank {worker.rank} on {where} exited without reporting why ({error})")
-        )
-
-    def failed(self, worker: ReportingWorker, error: SparkDLError) -> None:
-        """End the run."""
-        self.fail(error)
-        self._service.close_channel(worker.channel)
+        else:
+            self.fail(
+                WorkerLostError(
+                    f"rank {worker.rank} on {worker.host} exited without reporting why ({error})"
+                )
+            )
 
     def closed(self, worker: ReportingWorker) -> None:
         """Close what the worker has left open."""
@@ -174,7 +227,19 @@ class RunService(Console):
             self._service.elsewhere(self._files.pop(worker).close, _note_left_open)
 
     def _take_failure(self, worker: ReportingWorker, header: Mapping[str, Any]) -> NoReturn:
-        raise read_failure(worker.rank, header, sorted(self._returned))
+        failure = checked(header["failure"], _FAILURE, worker.rank)
+        message = failure["message"]
+        if failure["of_data"]:
+            raise DataError(message)
+        returned = sorted(rank for rank, each in self._waiting.items() if each.returned)
+        if failure["of_exchange"] and returned:
+            message = (
+                f"{named(returned)} had returned when an exchange failed on rank {worker.rank}: "
+                f"all ranks must take the same number of steps\n{message}"
+            )
+        raise WorkerError(
+            message, rank=worker.rank, epoch=0, step=0, worker_traceback=failure["traceback"]
+        )
 
     def _answer_for_files(self, worker: ReportingWorker, header: Mapping[str, Any]) -> Conversation:
         files = self._files[worker]
@@ -184,79 +249,46 @@ class RunService(Console):
             raise unreadable(worker.rank, header) from error
         worker.channel.send_header(answer)
 
-    def _show(self, worker: ReportingWorker, header: Mapping[str, Any]) -> Conversation:
-        """Take what is only for display: the run can do without it."""
-        rank = worker.rank
-        told: Lines | Report
-        try:
-            if "lines" in header:
-                told = read_lines(rank, header)
-            elif "report" in header:
-                told = Report(rank, *read("report", rank, header))
-            else:
-                self._note_stacks(worker, header)
-                return
-        except TrainingError as error:
-            logger.warning("%s; it is left out", error)
+    def _report(self, worker: ReportingWorker, header: Mapping[str, Any]) -> Conversation:
+        rank, metrics = worker.rank, header["report"]
+        if self._on_report is not None:
+            yield from self.show(worker, partial(self._on_report, rank, metrics))
             return
-        service, channel = self._service, worker.channel
-
-        def wake() -> None:
-            service.post(lambda: service.guard(channel, channel.wake))
-
-        if self.events.put(told, wake):
-            yield PAUSE
-
-    def _return(self, worker: ReportingWorker, header: Mapping[str, Any]) -> None:
-        """Note that a rank's function has returned; after the last one, everybody is told."""
-        read("returned", worker.rank, header)
-        with self._lock:
-            self._require_no_failure()
-            self._returned[worker.rank] = time.monotonic(), worker
-            self._require_no_waiting_in_vain()
-            if len(self._returned) < self.world_size:
-                return
-        _tell((each for _, each in self._returned.values()), [])
+        text = ", ".join(f"{name} {value:g}" for name, value in metrics.items())
+        yield from self.show(worker, partial(self._on_lines, rank, [text], 0))
 
     def _gather(self, worker: ReportingWorker, header: Mapping[str, Any]) -> None:
-        """Take what a rank gives; after the last one, everybody is told."""
+        """Take what a rank gives, or that it has returned; after the last one, all are told."""
         rank, value = worker.rank, self._given(worker.rank, dict(header))
         with self._lock:
-            self._require_no_failure()
-            if rank in self._giving:
+            if rank in self._waiting:
                 raise TrainingError(f"rank {rank} sent a second object while the first was pending")
-            self._giving[rank] = value, worker
-            self._require_no_waiting_in_vain()
-            if len(self._giving) < self.world_size:
+            self._waiting[rank] = _Waiting(worker, value, "returned" in header, time.monotonic())
+            returned = sorted(each for each, at in self._waiting.items() if at.returned)
+            gives = sorted(self._waiting.keys() - set(returned))
+            if returned and gives:
+                raise TrainingError(
+                    f"{named(gives)} would wait for all ranks, as save_checkpoint does, but "
+                    f"{named(returned)} already returned: all must call it the same number of times"
+                )
+            if len(self._waiting) < self.world_size:
                 return
-            given = self._giving
-            # Until the result is known they wait, and are told if this fails.
-            gathered = _merged([given[each][0] for each in sorted(given)])
-            self._giving = {}
-        _tell((each for _, each in given.values()), gathered)
+            waiting = [self._waiting[each] for each in sorted(self._waiting)]
+            self._waiting = {}
+        gathered = _merged([each.value for each in waiting if not each.returned])
+        message = memoryview(header_message({"gathered": gathered}))
+        for each in waiting:
+            each.worker.channel.send([message])
 
     def _given(self, rank: int, header: dict[str, Any]) -> Any:
         if "gather" in header:
             return read_gather(header, rank, self.world_size)
-        return read_shard(header, rank)
-
-    def _require_no_failure(self) -> None:
-        if self.failure is not None:
-            raise StoppedError(f"the run ended: {self.failure}")
-
-    def _require_no_waiting_in_vain(self) -> None:
-        if self._giving and self._returned:
-            raise TrainingError(
-                f"{named(sorted(self._giving))} would wait for all ranks, as save_checkpoint "
-                f"does, but {named(sorted(self._returned))} already returned: all must call it "
-                "the same number of times"
-            )
+        return read_shard(header, rank) if "shard" in header else None
 
 
-def _tell(workers: Iterable[ReportingWorker], gathered: list[Any]) -> None:
-    message = memoryview(header_message({"gathered": gathered}))
-    for worker in workers:
-        worker.channel.send([message])
+def named(ranks: Sequence[int]) -> str:
+    """Ranks, formatted for a message."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _merged(values: list[Any]) -> list[Any]:
@@ -272,7 +304,3 @@ def _merged(values: list[Any]) -> list[Any]:
 def _note_left_open(closed: Future[None]) -> None:
     if (error := closed.exception()) is not None:
         logger.warning("a file left open by a worker could not be closed: %s", error)
-
-
-def _open_nothing(uri: str) -> NoReturn:
-    raise OSError(f"the driver will not open {uri}")

@@ -9,10 +9,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from py4j.protocol import Py4JError
-from pyspark import SparkContext
+from pyspark import SparkContext, SparkStageInfo
+from pyspark.sql import SparkSession
 
 from sparkdl.averager.service.server import Averager
 from sparkdl.errors import CollectiveError, DeadlineError
@@ -28,19 +28,9 @@ LEAVE_S = 1.0
 """Seconds within which workers that are not stuck leave."""
 
 
-class StageProgress(NamedTuple):
-    """How far Spark has come with a stage: its tasks, those running, and those completed."""
-
-    number: int
-    attempt: int
-    tasks: int
-    active: int
-    completed: int
-
-
 @contextmanager
 def watched(
-    averager: Averager, stacks: Stacks, context: SparkContext, jobs: RunJobs, tasks: int
+    averager: Averager, stacks: Stacks, jobs: RunJobs, spark: SparkSession, tasks: int
 ) -> Iterator[None]:
     """Watch the workers of a run while it lasts.
 
@@ -52,15 +42,17 @@ def watched(
     Args:
         averager: the run's averager.
         stacks: asks the workers.
-        context: the Spark context.
         jobs: the run's jobs.
+        spark: the session.
         tasks: the number of tasks in which the workers run.
     """
     ended = threading.Event()
     thread = threading.Thread(
-        target=_watch, args=(averager, stacks, context, jobs, tasks, ended), name="sparkdl-watchdog"
+        target=_watch,
+        args=(averager, stacks, spark.sparkContext, jobs, tasks, ended),
+        name="sparkdl-watchdog",
+        daemon=True,
     )
-    thread.daemon = True
     thread.start()
     try:
         with stacks_on_signal(stacks):
@@ -109,12 +101,12 @@ def _watch(
     tasks: int,
     ended: threading.Event,
 ) -> None:
-    before: list[StageProgress] = []
+    before: list[SparkStageInfo] = []
     seen = 0
     while not ended.wait(INTERVAL_S):
         if not averager.anyone_joined:
             try:
-                now = progress(context, jobs)
+                now = jobs.stages()
                 if now != before or computes_upstream(context, now, tasks):
                     averager.postpone_deadline()
             except (Py4JError, OSError) as error:
@@ -127,25 +119,7 @@ def _watch(
         seen = len(dropped)
 
 
-def progress(context: SparkContext, jobs: RunJobs) -> list[StageProgress]:
-    """How far Spark has come with the jobs of a run, by stage."""
-    tracker = context.statusTracker()
-    stages = {stage for job in jobs.infos() for stage in job.stageIds}
-    infos = [tracker.getStageInfo(stage) for stage in sorted(stages)]
-    return [
-        StageProgress(
-            info.stageId,
-            info.currentAttemptId,
-            info.numTasks,
-            info.numActiveTasks,
-            info.numCompletedTasks,
-        )
-        for info in infos
-        if info is not None
-    ]
-
-
-def computes_upstream(context: SparkContext, stages: Sequence[StageProgress], tasks: int) -> bool:
+def computes_upstream(context: SparkContext, stages: Sequence[SparkStageInfo], tasks: int) -> bool:
     """Whether tasks are running whose results the workers need; a single one may take hours.
 
     Args:
@@ -155,6 +129,7 @@ def computes_upstream(context: SparkContext, stages: Sequence[StageProgress], ta
             shuffle and has as many: a worker that runs there and has not joined may hang.
     """
     return any(
-        stage.active and (stage.tasks != tasks or feeds_a_shuffle(context, stage.number))
+        stage.numActiveTasks
+        and (stage.numTasks != tasks or feeds_a_shuffle(context, stage.stageId))
         for stage in stages
     )

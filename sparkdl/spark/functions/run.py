@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import astuple
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
+import cloudpickle
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.arguments import require_whole
-from sparkdl.errors import ConfigError, SparkDLError, WorkerLostError
+from sparkdl.errors import ConfigError, DeadlineError
 from sparkdl.protocols import SequenceInput
+from sparkdl.spark.closures.pickling import References, pickled_or_refused
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.cluster.slots import (
@@ -20,13 +28,15 @@ from sparkdl.spark.cluster.slots import (
     require_static_allocation,
 )
 from sparkdl.spark.diagnostics.console import display, driver_hosts, echoes
-from sparkdl.spark.diagnostics.run_service import RunService
+from sparkdl.spark.diagnostics.run_client import JOIN_S
+from sparkdl.spark.diagnostics.run_service import OnReport, RunService, named
 from sparkdl.spark.diagnostics.watchdog import stacks_on_signal
-from sparkdl.spark.functions.job import Job, OnReport, watch
-from sparkdl.spark.functions.program import Directory, function_of
+from sparkdl.spark.functions.program import Directory, Script, function_of
 from sparkdl.spark.functions.rows import Keeping, Rows, rows_of
 from sparkdl.spark.functions.task import Call, Placement
-from sparkdl.spark.launch.launcher import LEAVE_S, REASON_S
+from sparkdl.spark.launch.launcher import WorkerJob, rank_task
+from sparkdl.spark.launch.worker_rows import Task
+from sparkdl.spark.modules.shipping import ship
 from sparkdl.spark.rows.column_overrides import (
     GROUPS_WITHOUT_PADDING,
     ColumnOverrides,
@@ -38,8 +48,15 @@ from sparkdl.spark.rows.column_overrides import (
 )
 from sparkdl.spark.session.encryption import encrypts_connections, require_trusted_network
 from sparkdl.spark.session.required import require_frame, require_session
-from sparkdl.spark.storage.files import open_hadoop
+from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.transport.service import Service
+
+logger = logging.getLogger(__name__)
+
+RESULTS_S = 120.0
+"""Seconds for Spark to deliver what the workers returned, once all of them have finished."""
+RETURNED_S = 10.0
+"""Seconds after which to report that some workers have returned and others have not."""
 
 
 def run(
@@ -183,24 +200,125 @@ def run_call(
     require_trusted_network(spark, False, "what sparkdl.run calls")
     tls = encrypts_connections(spark, False)
     host, advertised = driver_hosts(spark)
+    tasks = num_workers // ranks
     with (
-        queued(spark, num_workers // ranks, profile),
+        queued(spark, tasks, profile),
         Service(host, advertised_host=advertised, encrypted=tls) as connections,
-        RunService(connections, num_workers, open_uri=open_hadoop) as service,
+        RunService(connections, num_workers, display(spark), on_report) as service,
     ):
-        require_free_slots(spark, num_workers // ranks, profile, ranks)
-        job = Job(spark, service, call, placement, rows, ship_modules)
-        try:
-            job.start()
-            with stacks_on_signal(service.stacks):
-                watch(service, job, display(spark), on_report)
-        except SparkDLError as error:
-            lost = isinstance(error, WorkerLostError)
-            job.end(patience_s=REASON_S if lost else LEAVE_S)
-            known = job.explained(error)
-            if known is error:
-                raise
-            raise known from error
-        finally:
-            job.end(patience_s=0.0)
-        return job.results()
+        require_free_slots(spark, tasks, profile, ranks)
+        called = getattr(call.function, "__name__", getattr(call.function, "path", "a function"))
+        job = WorkerJob(
+            spark,
+            _task(spark, call, called, placement, rows, service.address, ranks, ship_modules),
+            service.fail,
+            description=f"sparkdl: run {called} on {num_workers} workers",
+            device=placement.device,
+            tasks=tasks,
+            ranks_a_task=ranks,
+            barrier=True,
+            rows=None if rows is None else (rows.workers, rows.feeding.seed),
+            ended_early="the Spark job ended before its workers did: one exited without reporting "
+            "why",
+            unexplained=". The executor's log says why; a process killed for memory needs more "
+            "spark.executor.memoryOverhead",
+        )
+        with job, stacks_on_signal(service.stacks):
+            watch(service, job)
+        return [cloudpickle.loads(row.result) for row in job.yielded()]
+
+
+def _task(
+    spark: SparkSession,
+    call: Call,
+    called: str,
+    placement: Placement,
+    rows: Rows | None,
+    address: ServiceAddress,
+    ranks: int,
+    ship_modules: bool,
+) -> Task:
+    """What each task runs."""
+    # The call is pickled separately: a worker may lack what it imports, which the user must be
+    # told.
+    used = References()
+    feeding = None if rows is None else rows.feeding
+    payload = cloudpickle.dumps((placement, feeding, _pickled(call, called, used)))
+    shipment = None
+    if ship_modules:
+        script = call.function if isinstance(call.function, Script) else None
+        used.names |= set() if script is None else script.imports()
+        first = [] if script is None else [str(Path(script.path).parent)]
+        shipment = ship(used.names, spark.sparkContext, first)
+    entry = "sparkdl.spark.functions.task:run_function_task"
+    return rank_task(entry, (payload, astuple(address)), ranks, shipment, used, apart=True)
+
+
+def _pickled(call: Call, name: str, used: References) -> bytes:
+    """Pickle what every worker runs.
+
+    Raises:
+        ConfigError: it cannot be pickled; the message names the variable or argument at fault.
+    """
+    parts = {name: call.function}
+    with suppress(TypeError, ValueError):  # its arguments do not fit, or nobody knows them
+        if not isinstance(call.function, Script):
+            bound = signature(call.function).bind(*call.args, **call.kwargs)
+            parts |= {f"the argument '{each}'": value for each, value in bound.arguments.items()}
+    parts |= {f"the argument {index}": each for index, each in enumerate(call.args, 1)}
+    parts |= {f"the argument '{each}'": value for each, value in call.kwargs.items()}
+    return pickled_or_refused(call, parts, used, ConfigError)
+
+
+def watch(service: RunService, job: WorkerJob) -> None:
+    """Show what the workers print and report until all have finished, or one has failed.
+
+    Args:
+        service: the one that the workers are connected to.
+        job: the one that runs them.
+
+    Raises:
+        DeadlineError: workers did not start, or what they returned did not arrive.
+        SparkDLError: whatever ended the run.
+    """
+    deadline = time.monotonic() + JOIN_S
+    results_due: float | None = None
+    tell_of_returned = True
+    while True:
+        if service.show_next(0.2):
+            continue
+        if tell_of_returned and (behind := _left_behind(service)):
+            logger.warning("%s", behind)
+            tell_of_returned = False
+        elif service.failure is not None:
+            raise service.failure
+        elif service.all_finished:
+            if job.jobs.ended:
+                return
+            results_due = results_due or time.monotonic() + RESULTS_S
+            if time.monotonic() > results_due:
+                raise DeadlineError(
+                    f"all {service.world_size} workers have finished, but Spark's job did not "
+                    f"deliver what they returned within {RESULTS_S:g} s. Is it very large? "
+                    "Write it to a file and return its path. Spark's UI shows which tasks are "
+                    "left"
+                )
+        elif service.missing and job.makes_rows:
+            deadline = time.monotonic() + JOIN_S
+        elif service.missing and time.monotonic() > deadline:
+            raise DeadlineError(
+                f"rank {', '.join(map(str, service.missing))} of {service.world_size} workers did "
+                f"not start within {JOIN_S:g} s, and they need a gang-scheduled start: are other "
+                "jobs using the cluster? An executor that cannot reach the driver says so in its "
+                "log"
+            )
+
+
+def _left_behind(service: RunService) -> str:
+    """Which ranks still run long after others have returned, and where; empty if none do."""
+    returned, running = service.left_behind(RETURNED_S)
+    tops = service.stacks.tops(running) if running else {}
+    if not tops:
+        return ""
+    where = "; ".join(f"{named([rank])} is still running, in {top}" for rank, top in tops.items())
+    return f"{named(returned)} already returned; {where}"

@@ -27,16 +27,14 @@ from sparkdl.errors import DataError, DisconnectedError, StoppedError
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed, FeedOptions
 from sparkdl.feed.statistics.shards import check_statistics
-from sparkdl.process.interrupts import Interrupted, interrupted_by_signals_alone
+from sparkdl.process.interrupts import Interrupted
 from sparkdl.process.lazy_compiler import defer_compiler
 from sparkdl.reshuffle import RowExchange, RowServer
 from sparkdl.reshuffle.exchange import Everyone
-from sparkdl.spark.closures.accumulators import discard_added
 from sparkdl.spark.cluster.devices import choose_device
 from sparkdl.spark.cluster.gpus import VISIBLE
 from sparkdl.spark.diagnostics.output import Output
 from sparkdl.spark.diagnostics.run_client import JOIN_S, RunClient
-from sparkdl.spark.diagnostics.stacks import write_threads_on_signal
 from sparkdl.spark.functions.program import Directory, Script, enter, leaving_with_zero, run_script
 from sparkdl.spark.functions.worker import FedRows, FunctionWorker, working_as
 from sparkdl.spark.launch.assignment import Assignment
@@ -47,10 +45,6 @@ from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, message_of, text_
 
 logger = logging.getLogger(__name__)
 
-OUTPUT_SCHEMA = pa.schema(
-    [pa.field("rank", pa.int64(), nullable=False), pa.field("result", pa.binary())]
-)
-OUTPUT_DDL = "rank bigint, result binary"
 STORE_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others to form a group: torch's own default."""
 
@@ -106,7 +100,7 @@ def run_function_task(
     address: tuple[str, str, str | None],
     assigned: Assignment,
     batches: Iterator[pa.RecordBatch],
-) -> Iterator[pa.RecordBatch]:
+) -> bytes | None:
     """Call the user's function as one of several ranks, in a process that ends with it.
 
     Args:
@@ -116,32 +110,23 @@ def run_function_task(
         assigned: the rank, its cores and its GPU.
         batches: the rank's rows; meaningless without a ``Feeding``.
 
-    Yields:
-        The rank with the pickled result, or without one if the run has failed; the driver knows
-        why.
+    Returns:
+        The pickled result; None if the run has failed, and the driver knows why.
 
     Raises:
         DisconnectedError: the driver cannot be reached.
     """
-    rank = assigned.rank
-    write_threads_on_signal()
     torch.set_num_threads(assigned.cores)
-    result: bytes | None = None
     try:
-        with (
-            interrupted_by_signals_alone(),
-            RunClient(ServiceAddress(*address), rank, JOIN_S) as driver,
-        ):
-            result = _report_errors(
-                driver, rank, lambda: _serve(payload, driver, assigned, batches)
+        with RunClient(ServiceAddress(*address), assigned.rank, JOIN_S) as driver:
+            return _report_errors(
+                driver, assigned.rank, lambda: _serve(payload, driver, assigned, batches)
             )
     except DisconnectedError:
         raise  # the driver knows nothing of this worker; Spark can tell it
     except StoppedError as error:
-        logger.info("rank %d leaves: %s", rank, error)
-    if result is None:
-        discard_added()
-    yield pa.record_batch([pa.array([rank]), pa.array([result], pa.binary())], OUTPUT_SCHEMA)
+        logger.info("rank %d leaves: %s", assigned.rank, error)
+        return None
 
 
 def _serve(

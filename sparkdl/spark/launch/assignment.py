@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,15 +18,22 @@ from pyspark import BarrierTaskContext, Broadcast, SparkFiles, TaskContext
 
 from sparkdl.errors import RowsLostError
 from sparkdl.feed.record_batches.packed import unpacked_rows
-from sparkdl.spark.closures.accumulators import added_here, counted
+from sparkdl.process.interrupts import interrupted_by_signals_alone
+from sparkdl.spark.closures.accumulators import added_here, counted, discard_added
 from sparkdl.spark.closures.pickling import put_broadcasts, stored_broadcasts
 from sparkdl.spark.cluster.gpus import VISIBLE
+from sparkdl.spark.diagnostics.stacks import write_threads_on_signal
 from sparkdl.spark.launch.bootstrap import require
 from sparkdl.spark.launch.forked import fork_server
 from sparkdl.spark.launch.rank_host import RankCall, host_ranks
 from sparkdl.spark.modules.arrival import Arrived, Shipment, arrive, importable
 from sparkdl.user_code.tracebacks import message_of
 
+OUTPUT_SCHEMA = pa.schema(
+    [pa.field("rank", pa.int64(), nullable=False), pa.field("result", pa.binary())]
+)
+OUTPUT_DDL = "rank bigint, result binary"
+"""What a task yields: each of its ranks with what came of it, null if it has failed."""
 _OF_BARRIERS = ("_conn_info", "_port", "_secret")
 """PySpark's attributes, in its various versions, by which a task reaches the executor's barrier."""
 
@@ -102,7 +109,7 @@ def run_ranks(
 
     Args:
         entry: ``module:function``, called with ``*arguments``, an ``Assignment`` and the rank's
-            rows; yields record batches.
+            rows; returns bytes, or None if it has failed, of which others know.
         arguments: plain values.
         ranks: ranks per task.
         apart: whether the only rank of a task gets a process of its own too.
@@ -122,7 +129,7 @@ def run_ranks(
     if ranks == 1 and not apart and assigned[0].environment.items() <= os.environ.items():
         require(versions)
         with importable(arrived):
-            yield from _function(entry)(*arguments, assigned[0], batches)
+            yield from _worked(entry, arguments, assigned[0], batches)
         return
     surroundings = Surroundings.of(context, broadcasts)
     yielded = host_ranks(
@@ -212,13 +219,21 @@ def run_rank(
     surroundings.restore()
     with importable(arrived):
         put_broadcasts(surroundings.broadcasts)
-        yield from _function(entry)(*arguments, assigned, batches)
+        yield from _worked(entry, arguments, assigned, batches)
         yield from added_here()
 
 
-def _function(entry: str) -> Callable[..., Iterator[pa.RecordBatch]]:
+def _worked(
+    entry: str, arguments: tuple[Any, ...], assigned: Assignment, batches: Iterator[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    """Call a rank's function; yields the rank with what it returned."""
+    write_threads_on_signal()
     module, name = entry.split(":")
-    function: Callable[..., Iterator[pa.RecordBatch]] = getattr(
-        importlib.import_module(module), name
+    function = getattr(importlib.import_module(module), name)
+    with interrupted_by_signals_alone():
+        result = function(*arguments, assigned, batches)
+    if result is None:
+        discard_added()
+    yield pa.record_batch(
+        [pa.array([assigned.rank]), pa.array([result], pa.binary())], OUTPUT_SCHEMA
     )
-    return function

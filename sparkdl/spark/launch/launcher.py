@@ -1,17 +1,19 @@
-"""Run the workers of one fit as one Spark job, in the background while the driver runs rounds."""
+"""Run workers as one Spark job, in the background while the driver serves them."""
 
 from __future__ import annotations
 
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
-from typing import Any
+from typing import Any, Self
 
 import torch
+from py4j.protocol import Py4JError
 from pyspark import cloudpickle as spark_cloudpickle
+from pyspark.sql import Row, SparkSession
 
 from sparkdl.averager.service.server import Averager
 from sparkdl.driver import Launch
@@ -31,10 +33,15 @@ from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import JOB_END_S, RunJobs
 from sparkdl.spark.cluster.slots import require_free_slots
 from sparkdl.spark.diagnostics.console import Console, display, echoes
-from sparkdl.spark.diagnostics.task_failures import is_loss, memory_advice, with_sparks_reason
+from sparkdl.spark.diagnostics.task_failures import (
+    end_of_a_rank,
+    is_loss,
+    memory_advice,
+    with_sparks_reason,
+)
 from sparkdl.spark.diagnostics.watchdog import watched
 from sparkdl.spark.launch import bootstrap
-from sparkdl.spark.launch.task import OUTPUT_DDL
+from sparkdl.spark.launch.assignment import OUTPUT_DDL
 from sparkdl.spark.launch.worker_rows import (
     Task,
     Workers,
@@ -80,84 +87,177 @@ spark_cloudpickle.register_pickle_by_value(bootstrap)  # type: ignore[no-untyped
 def launch(workers: Workers, job: Job) -> Launch:
     """Prepare to start ``job`` on ``workers``; see ``driver.Launch``."""
     spark = workers.frame.sparkSession
-    context = spark.sparkContext
-    jobs = RunJobs(context, workers.description)
     barrier = job.strategy.needs.gang_start
     used = References()
     payload = pickled((job, workers.network, keeps_rows_in_memory(spark, workers.store_in)), used)
-    # The driver builds the initial model in a process of its own, which imports the files.
-    shipment = ship(used.names, context, refuse_edited=True) if workers.ship_modules else None
+    shipment = ship(used.names, spark.sparkContext) if workers.ship_modules else None
 
     @contextmanager
     def start(averager: Averager) -> Iterator[None]:
-        with (
-            Console(averager.service, display(spark)) as console,
-            run_workers(averager),
-            watched(averager, console.stacks, context, jobs, workers.num_tasks),
-        ):
-            yield
-
-    @contextmanager
-    def run_workers(averager: Averager) -> Iterator[None]:
         arguments = (payload, astuple(averager.address), workers.device, echoes(spark))
-        task = rank_task(
-            "sparkdl.spark.launch.task:run_worker_task",
-            arguments,
-            workers.ranks_a_task,
-            shipment,
-            used,
+        entry = "sparkdl.spark.launch.task:run_worker_task"
+        task = rank_task(entry, arguments, workers.ranks_a_task, shipment, used)
+        running = WorkerJob(
+            spark,
+            task,
+            averager.fail,
+            description=workers.description,
+            device=workers.device,
+            tasks=workers.num_tasks,
+            ranks_a_task=workers.ranks_a_task,
+            barrier=barrier,
+            rows=(workers, job.seed),
+            ended_early="the Spark job ended before training did: a worker exited without "
+            "reporting why, perhaps because it could not reach the driver at "
+            f"{averager.address.uri}",
         )
         if barrier:
             profile = gpu_profile(spark, workers.device)
             require_free_slots(spark, workers.num_tasks, profile, workers.ranks_a_task)
-
-        def run_job() -> None:
-            if not run_on_rows(workers, job.seed, task, OUTPUT_DDL, barrier=barrier):
-                # Spark starts no task for what turns out empty while it plans or shuffles.
-                averager.fail(DataError(NO_ROWS))
-            # Dropped if every worker has finished, as it should be.
-            averager.fail(
-                TrainingError(
-                    "the Spark job ended before training did: a worker exited without "
-                    "reporting why, perhaps because it could not reach the driver at "
-                    f"{averager.address.uri}"
-                )
-            )
-
-        def failed(error: Exception) -> None:
-            """Whatever ends the Spark job ends the run."""
-            ends.append(as_training_error(error))
-            averager.fail(ends[0])
-
-        ends: list[SparkDLError] = []
-        try:
-            jobs.start(run_job, failed)
+        with (
+            Console(averager.service, display(spark)) as console,
+            running,
+            watched(averager, console.stacks, running.jobs, spark, workers.num_tasks),
+        ):
             yield
-        except SparkDLError as error:
-            # Workers that wait for a round learn of the failure and leave on their own; killing
-            # them would cost the session its warm Python processes.
-            jobs.wait(LEAVE_S)
-            if isinstance(error, DataError | ModelError) and names_others(str(error), workers):
-                jobs.end()
-                error.args = (with_original_places(str(error), workers, job.seed, jobs),)
-            if isinstance(error, WorkerLostError):
-                known = with_sparks_reason(error, spark, jobs.group, workers.ranks_a_task)
-                if known is not None:
-                    jobs.wait(REASON_S)  # a task has failed, so the job is about to
-                if ends and is_its_own(ends[0]):
-                    raise ends[0] from error
-                if known is not None:
-                    raise known from error
-            raise
-        except BaseException:
-            jobs.cancel()
-            raise
-        else:
-            jobs.wait(JOB_END_S)
-        finally:
-            jobs.end()
 
     return start
+
+
+class WorkerJob:
+    """The Spark job in whose tasks the workers of one run are; a context manager that ends it.
+
+    An error that leaves the context says what Spark knows of lost workers and bad rows.
+
+    Args:
+        spark: the session.
+        task: what each task runs; see ``rank_task``.
+        fail: ends the run. It is told of whatever ends the job; what comes after the run's own end
+            is dropped there.
+        description: shown in the Spark UI.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        tasks: how many there are.
+        ranks_a_task: ranks per task.
+        barrier: whether they need a gang-scheduled start.
+        rows: those that the workers read, and what determines their order; None for none.
+        ended_early: why the run fails if its job ends while workers are still there.
+        unexplained: what is said of a lost worker of which Spark knows nothing.
+
+    Attributes:
+        jobs: this one, and those that look for bad rows.
+    """
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        task: Task,
+        fail: Callable[[SparkDLError], None],
+        *,
+        description: str,
+        device: str,
+        tasks: int,
+        ranks_a_task: int,
+        barrier: bool,
+        rows: tuple[Workers, int] | None,
+        ended_early: str,
+        unexplained: str = "",
+    ) -> None:
+        self.jobs = RunJobs(spark.sparkContext, description)
+        self._spark, self._task, self._fail = spark, task, fail
+        self._profile = gpu_profile(spark, device)
+        self._tasks, self._ranks_a_task, self._barrier = tasks, ranks_a_task, barrier
+        self._input = rows
+        self._ended_early, self._unexplained = ended_early, unexplained
+        self._yielded: list[Row] = []
+        self._error: SparkDLError | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self.jobs.start(self._run, self._failed)
+        except BaseException:  # an interrupt, for example
+            self.jobs.end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        try:
+            if isinstance(error, SparkDLError):
+                # Workers that wait for a round learn of the failure and leave on their own; killing
+                # them would cost the session its warm Python processes.
+                self.jobs.wait(LEAVE_S)
+                known = self._explained(error)
+                if known is not error:
+                    raise known from error
+            elif error is None:
+                self.jobs.wait(JOB_END_S)
+        finally:
+            self.jobs.end()
+
+    @property
+    def makes_rows(self) -> bool:
+        """Whether Spark is planning or computing the rows, which may take any length of time."""
+        if self._input is None:
+            return False
+        try:
+            stages = self.jobs.stages()
+        except (Py4JError, OSError) as error:
+            logger.debug("Spark no longer answers: %s", error)
+            return False
+        return not stages or any(stage.numActiveTasks for stage in stages)
+
+    def yielded(self) -> list[Row]:
+        """What the tasks have yielded, by rank, once the job has ended.
+
+        Raises:
+            TrainingError: it was lost on the way.
+        """
+        if self._error is not None:
+            raise self._error
+        return sorted(self._yielded, key=lambda row: row.rank)
+
+    def _run(self) -> None:
+        if self._input is None:
+            tasks = self._spark.range(0, self._tasks, 1, self._tasks)
+            self._yielded = tasks.mapInArrow(
+                self._task, OUTPUT_DDL, barrier=self._barrier, profile=self._profile
+            ).collect()
+        else:
+            workers, seed = self._input
+            self._yielded = run_on_rows(
+                workers, seed, self._task, OUTPUT_DDL, barrier=self._barrier
+            )
+            if not self._yielded:
+                # Spark starts no task for what turns out empty while it plans or shuffles.
+                self._fail(DataError(NO_ROWS))
+        self._fail(TrainingError(self._ended_early))
+
+    def _failed(self, error: Exception) -> None:
+        self._error = as_training_error(error)
+        self._fail(self._error)
+
+    def _explained(self, error: SparkDLError) -> SparkDLError:
+        """The error with what Spark knows about lost workers, or with the places of bad rows."""
+        if self._input is not None and isinstance(error, DataError | ModelError):
+            workers, seed = self._input
+            if names_others(str(error), workers):
+                self.jobs.end()
+                error.args = (with_original_places(str(error), workers, seed, self.jobs),)
+        if not isinstance(error, WorkerLostError) or error is self._error:
+            return error
+        if self._barrier or self._sparks_reason(error) is not None:
+            self.jobs.wait(REASON_S)  # a task has failed, so the job is about to
+        if self._error is not None and is_its_own(self._error):
+            return self._error
+        if end := end_of_a_rank(str(self._error)):
+            return WorkerLostError(f"{error}: {end}", ranks=error.ranks)
+        if known := self._sparks_reason(error):
+            return known
+        return WorkerLostError(f"{error}{self._unexplained}", ranks=error.ranks)
+
+    def _sparks_reason(self, error: WorkerLostError) -> WorkerLostError | None:
+        return with_sparks_reason(error, self._spark, self.jobs.group, self._ranks_a_task)
 
 
 def rank_task(

@@ -8,20 +8,15 @@ import cloudpickle
 import pyarrow as pa
 
 from sparkdl.collective import Network
-from sparkdl.process.interrupts import Interrupted, interrupted_by_signals_alone
+from sparkdl.process.interrupts import Interrupted
 from sparkdl.process.lazy_compiler import defer_compiler
 from sparkdl.process.randomness import streams_put_back
-from sparkdl.spark.closures.accumulators import discard_added
 from sparkdl.spark.cluster.devices import choose_device
 from sparkdl.spark.diagnostics.run_client import forwarded
-from sparkdl.spark.diagnostics.stacks import write_threads_on_signal
 from sparkdl.spark.launch.assignment import Assignment
 from sparkdl.spark.rows.scratch import row_directory
 from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.worker import Job, Placement, report_failure, train
-
-OUTPUT_SCHEMA = pa.schema([pa.field("rank", pa.int64(), nullable=False)])
-OUTPUT_DDL = "rank bigint"
 
 
 def run_worker_task(
@@ -31,7 +26,7 @@ def run_worker_task(
     echo: bool,
     assigned: Assignment,
     batches: Iterator[pa.RecordBatch],
-) -> Iterator[pa.RecordBatch]:
+) -> bytes | None:
     """Train one replica on one rank's rows.
 
     Args:
@@ -43,27 +38,11 @@ def run_worker_task(
         assigned: the rank, its cores and its GPU.
         batches: the rank's rows.
 
-    Yields:
-        One record batch with the rank; everything else goes through the averager.
+    Returns:
+        Nothing in bytes, as everything goes through the averager; None if something went wrong.
     """
-    write_threads_on_signal()
+    rank, averager = assigned.rank, ServiceAddress(*address)
     defer_compiler()
-    with interrupted_by_signals_alone():
-        if not _train(payload, ServiceAddress(*address), device, echo, assigned, batches):
-            discard_added()
-    yield pa.record_batch([pa.array([assigned.rank])], schema=OUTPUT_SCHEMA)
-
-
-def _train(
-    payload: bytes,
-    averager: ServiceAddress,
-    device: str,
-    echo: bool,
-    assigned: Assignment,
-    batches: Iterator[pa.RecordBatch],
-) -> bool:
-    """Train, unless the job cannot be unpacked; returns whether it went well."""
-    rank = assigned.rank
     try:
         job: Job
         network: Network
@@ -82,7 +61,7 @@ def _train(
         raise
     except BaseException as error:  # the user has to see an import that this executor lacks
         report_failure(averager, rank, error)
-        return False
+        return None
     # Spark will use this process for the user's other jobs.
     with streams_put_back(), forwarded(averager, rank, echo=echo):
-        return train(job, placement, averager, batches)
+        return b"" if train(job, placement, averager, batches) else None

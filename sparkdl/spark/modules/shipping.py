@@ -91,8 +91,6 @@ def ship(
     names: Iterable[str],
     context: SparkContext,
     first: Sequence[str] = (),
-    *,
-    refuse_edited: bool = False,
 ) -> Shipment | None:
     """Send what some names need, unless the executors have it.
 
@@ -100,8 +98,6 @@ def ship(
         names: dotted names, as ``references`` notes them.
         context: the application's Spark context.
         first: folders to search before all others, as Python searches a script's folder.
-        refuse_edited: whether to refuse a module whose file has changed since it was imported,
-            even if the imported text is known.
 
     Returns:
         What a task needs to get them; None if nothing of the user's own is needed.
@@ -110,7 +106,7 @@ def ship(
         ConfigError: a module's text has changed since it was imported.
     """
     with _lock:
-        bundle = collect(names, Finder(first, _sent(context)), refuse_edited=refuse_edited)
+        bundle = collect(names, Finder(first, _sent(context)))
         if not bundle.units and not bundle.left_out:
             return None
         _warn(bundle)
@@ -122,13 +118,12 @@ def ship(
         )
 
 
-def collect(names: Iterable[str], finder: Finder, *, refuse_edited: bool = False) -> Bundle:
+def collect(names: Iterable[str], finder: Finder) -> Bundle:
     """Find the units that some names belong to, and what those import in turn.
 
     Args:
         names: dotted names of modules or of things defined in modules.
         finder: finds the units.
-        refuse_edited: as for ``ship``.
 
     Raises:
         ConfigError: a module's text has changed since it was imported.
@@ -143,7 +138,7 @@ def collect(names: Iterable[str], finder: Finder, *, refuse_edited: bool = False
             unit = finder.unit_of(name)
             if unit is None or unit.name in bundle.units:
                 continue
-            imports = _read(unit, bundle, refuse_edited=refuse_edited)
+            imports = _read(unit, bundle)
         except CannotTravelError as error:
             bundle.left_out[error.name] = error.reason
             continue
@@ -153,7 +148,7 @@ def collect(names: Iterable[str], finder: Finder, *, refuse_edited: bool = False
     return bundle
 
 
-def _read(unit: Unit, bundle: Bundle, *, refuse_edited: bool) -> set[str]:
+def _read(unit: Unit, bundle: Bundle) -> set[str]:
     """Add a unit's files to a bundle; returns the dotted names that its modules import.
 
     Raises:
@@ -165,7 +160,7 @@ def _read(unit: Unit, bundle: Bundle, *, refuse_edited: bool) -> set[str]:
     files: dict[str, bytes] = {}
     for path in filter(lambda path: path.endswith(".py"), paths):
         name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        files[path] = _text(name, unit.base / path, refuse_edited=refuse_edited)
+        files[path] = _text(name, unit.base / path)
         is_package = path.endswith("/__init__.py")
         imports |= _imports(files[path], name if is_package else name.rpartition(".")[0])
     room = MOST_BYTES - sum(map(len, files.values()))
@@ -184,7 +179,7 @@ def _read(unit: Unit, bundle: Bundle, *, refuse_edited: bool) -> set[str]:
     return imports
 
 
-def _text(name: str, file: Path, *, refuse_edited: bool) -> bytes:
+def _text(name: str, file: Path) -> bytes:
     """A module's text as this process has imported it, if it has.
 
     Python runs the text that a module had when it was imported, whatever its file has said since.
@@ -200,8 +195,6 @@ def _text(name: str, file: Path, *, refuse_edited: bool) -> bytes:
     known = _imported.get(str(file))
     if known is not None and known[0] is spec:
         if known[1] != text:
-            if refuse_edited:
-                raise _edited(file, name)
             logger.warning(
                 "%s has changed since %s was imported: workers run the version that this "
                 "process runs. importlib.reload(%s) loads the new one",
@@ -211,7 +204,11 @@ def _text(name: str, file: Path, *, refuse_edited: bool) -> bytes:
             )
         return known[1]
     if _is_newer_than_bytecode(spec, file):
-        raise _edited(file, name)
+        raise ConfigError(
+            f"{file} has changed since {name} was imported: this process runs the old text, and "
+            f"workers would run the new one. Load it with importlib.reload({name}), %autoreload in "
+            "a notebook, or a fresh session"
+        )
     _imported[str(file)] = spec, text
     return text
 
@@ -233,14 +230,6 @@ def _is_newer_than_bytecode(spec: ModuleSpec, file: Path) -> bool:
     stamp = int(found.st_mtime).to_bytes(8, "little")[:4]
     size = (found.st_size & 0xFFFFFFFF).to_bytes(4, "little")
     return header[4:8] == bytes(4) and header[8:] != stamp + size
-
-
-def _edited(file: Path, name: str) -> ConfigError:
-    return ConfigError(
-        f"{file} has changed since {name} was imported: this process runs the old text, and "
-        f"workers would run the new one. Load it with importlib.reload({name}), %autoreload in "
-        "a notebook, or a fresh session"
-    )
 
 
 @functools.lru_cache(maxsize=4096)

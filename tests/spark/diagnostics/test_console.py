@@ -87,42 +87,42 @@ def test_a_console_that_cannot_be_reached_costs_the_output_only(
     assert "the output of rank 2 is not shown" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        [{}],
-        [{"attend": None, "host": "h"}],
-        [{"attend": "1", "host": "h"}],
-        [{"attend": 1, "host": "h"}, {}],
-        [{"attend": 1, "host": "h"}, {"lines": 3, "left_out": 0}],
-        [{"attend": 1, "host": "h"}, {"lines": ["a"], "left_out": None}],
-        [{"attend": 1, "host": "h"}, {"stacks": 3}],
-    ],
-    ids=str,
-)
 def test_a_worker_that_cannot_be_understood_is_named_and_the_others_are_shown(
-    headers: list[dict[str, Any]],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     died: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", died.append)
-    seen: list[Any] = []
-    with console_of(lambda *told: seen.append(told)) as console:
-        address = console.address
-        connected = socket.create_connection(address.host_and_port, timeout=60)
-        connection = Connection(connected, 60)
-        assert connection.introduce(address.token)
-        for header in headers:
-            connection.send_header(header)
-        with pytest.raises(ConnectionLostError):
-            connection.receive_header()
-        connection.close()
-        with forwarded(address, 0, echo=False):
-            print("fine")
-    assert seen == [(0, ("fine",), 0)]
+    wrong = []
+    joins = {"attend": 1, "host": "h"}
+    ends, left_out = "is no longer shown", "it is left out"
+    cases: list[tuple[str, list[dict[str, Any]]]] = [
+        (ends, [{}]),
+        (ends, [{"attend": None, "host": "h"}]),
+        (ends, [{"attend": "1", "host": "h"}]),
+        (ends, [joins, {}]),
+        (left_out, [joins, {"lines": 3, "left_out": 0}, {}]),
+        (left_out, [joins, {"lines": ["a"], "left_out": None}, {}]),
+        (left_out, [joins, {"stacks": 3}, {}]),
+    ]
+    for words, headers in cases:
+        caplog.clear()
+        seen: list[Any] = []
+        with console_of(lambda *told, seen=seen: seen.append(told)) as console:
+            address = console.address
+            connected = socket.create_connection(address.host_and_port, timeout=60)
+            connection = Connection(connected, 60)
+            assert connection.introduce(address.token)
+            for header in headers:
+                connection.send_header(header)
+            with pytest.raises(ConnectionLostError):
+                connection.receive_header()
+            connection.close()
+            with forwarded(address, 0, echo=False):
+                print("fine")
+        if seen != [(0, ("fine",), 0)] or words not in caplog.text or ends not in caplog.text:
+            wrong.append((headers, seen, caplog.text))
+    assert wrong == []
     assert died == []
-    assert "is no longer shown" in caplog.text
 
 
 def test_what_the_driver_cannot_encode_is_shown_in_another_way(

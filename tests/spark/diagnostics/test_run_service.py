@@ -19,7 +19,6 @@ from sparkdl.errors import SparkDLError, StoppedError, TrainingError, WorkerErro
 from sparkdl.feed.statistics.column import ColumnStatistics
 from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 from sparkdl.spark.diagnostics.console import ReportingWorker
-from sparkdl.spark.diagnostics.messages import MOST_UNREAD, Lines
 from sparkdl.spark.diagnostics.run_client import RunClient
 from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.transport import framing
@@ -27,8 +26,14 @@ from sparkdl.transport.connection import Connection
 
 
 @pytest.fixture
-def run() -> Iterator[RunService]:
-    with run_of(2) as opened:
+def shown() -> list[Any]:
+    """What the driver has shown of the run."""
+    return []
+
+
+@pytest.fixture
+def run(shown: list[Any]) -> Iterator[RunService]:
+    with run_of(2, shown=shown) as opened:
         yield opened
 
 
@@ -142,7 +147,7 @@ def test_who_waits_for_a_rank_that_has_returned_ends_the_run(
             waiting = pool.submit(waits.gather, {})
         else:
             waiting = pool.submit(waits.gather, {})
-            assert eventually(lambda: bool(run._giving), 60)
+            assert eventually(lambda: bool(run._waiting), 60)
             returned = pool.submit(returns.say_returned)
         assert "rank 1 would wait for all ranks" in str(failure_of(run))
         assert "but rank 0 already returned" in str(run.failure)
@@ -170,10 +175,11 @@ def test_an_exchange_that_breaks_after_a_rank_has_returned_is_told_so(
     assert "rank 0: closed by peer" in str(error)
 
 
-def test_lines_arrive_with_their_rank(run: RunService) -> None:
+def test_lines_arrive_with_their_rank(run: RunService, shown: list[Any]) -> None:
     with RunClient(run.address, 1) as client:
         client.send_lines(["one", "two"], 3)
-        assert run.events.get(timeout=60) == Lines(1, ("one", "two"), 3)
+        assert run.show_next(60)
+        assert shown == [(1, ("one", "two"), 3)]
 
 
 def test_a_failure_ends_the_run_with_the_workers_traceback_and_wakes_who_waits(
@@ -274,7 +280,7 @@ UNSEEN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.usefixtures("no_thread_dies")
 def test_output_that_cannot_be_read_is_left_out_with_a_word_and_the_run_goes_on(
-    run: RunService, caplog: pytest.LogCaptureFixture
+    run: RunService, shown: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with Intruder(run) as intruder, RunClient(run.address, 0) as other:
         silent = []
@@ -282,10 +288,10 @@ def test_output_that_cannot_be_read_is_left_out_with_a_word_and_the_run_goes_on(
             caplog.clear()
             intruder.send_header(header)
             intruder.send_header({"lines": [name], "left_out": 0})
-            shown = run.events.get(timeout=60)
+            run.show_next(60)
             told = "rank 1 sent a header that no worker sends" in caplog.text
-            if shown != Lines(1, (name,), 0) or not told:
-                silent.append((name, shown, told))
+            if shown[-1:] != [(1, (name,), 0)] or not told:
+                silent.append((name, shown[-1:], told))
         assert silent == []
         intruder.send_header({"gather": {"from": 1}})
         assert other.gather({"from": 0}) == [{"from": 0}, {"from": 1}]
@@ -412,8 +418,8 @@ class Unclosable:
 def test_a_file_that_cannot_be_closed_for_a_worker_that_has_left_keeps_no_other_waiting(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    gone = Unclosable()
-    with run_of(3, gone) as run:
+    gone, shown = Unclosable(), list[Any]()
+    with run_of(3, gone, shown) as run:
         with RunClient(run.address, 2) as leaves:
             leaves.ask_for_files({"do": "open", "uri": "hdfs://x"})
             leaves.ask_for_files({"do": "write", "uri": "hdfs://x", "paths": ["/file"]})
@@ -422,14 +428,15 @@ def test_a_file_that_cannot_be_closed_for_a_worker_that_has_left_keeps_no_other_
         with RunClient(run.address, 0) as first, RunClient(run.address, 1) as other:
             first.send_lines(["there"], 0)
             other.send_lines(["there"], 0)
-            seen = [run.events.get(timeout=60) for _ in range(2)]
+            assert run.show_next(60)
+            assert run.show_next(60)
             gone.back.set()
             assert eventually(
                 lambda: "could not be closed: the file system is gone" in caplog.text, 60
             )
             first.send_lines(["still there"], 0)
-            seen.append(run.events.get(timeout=60))
-        assert {each.lines for each in seen if each is not None} == {("there",), ("still there",)}
+            assert run.show_next(60)
+        assert sorted(lines for _, lines, _ in shown) == [("still there",), ("there",), ("there",)]
 
 
 def test_a_mistake_in_the_services_thread_ends_the_run_with_its_name(run: RunService) -> None:
@@ -441,8 +448,10 @@ def test_a_mistake_in_the_services_thread_ends_the_run_with_its_name(run: RunSer
         assert "KeyError('a mistake')" in str(failure_of(run))
 
 
-def test_what_a_worker_prints_waits_at_the_worker_while_nobody_shows_it(run: RunService) -> None:
-    sent = 10 * MOST_UNREAD
+def test_what_a_worker_prints_waits_at_the_worker_while_nobody_shows_it(
+    run: RunService, shown: list[Any]
+) -> None:
+    sent = 200
 
     def say_all() -> None:
         for number in range(sent):
@@ -452,21 +461,20 @@ def test_what_a_worker_prints_waits_at_the_worker_while_nobody_shows_it(run: Run
     with ThreadPoolExecutor(2) as pool, RunClient(run.address, 0) as client:
         told = pool.submit(say_all)
         with RunClient(run.address, 1) as other:
-            assert eventually(lambda: len(run.events) >= MOST_UNREAD, 60)
-            seen = []
-            while len(seen) < sent:
-                assert len(run.events) <= MOST_UNREAD
-                seen.append(run.events.get(timeout=60))
+            for _ in range(sent):
+                assert eventually(lambda: run._unshown.qsize() == 1, 60)
+                assert run.show_next(60)
+                assert run._unshown.qsize() <= 1
             other.gather({})
             told.result(60)
-    assert [each.metrics["number"] for each in seen] == [*range(sent)]
+    assert [metrics["number"] for _, metrics in shown] == [*range(sent)]
 
 
-def test_a_worker_that_waits_to_be_shown_is_heard_again_when_the_run_fails(run: RunService) -> None:
+def test_a_worker_that_waits_to_be_shown_is_stopped_when_the_run_fails(run: RunService) -> None:
     with ThreadPoolExecutor(1) as pool, RunClient(run.address, 0) as client:
-        for number in range(10 * MOST_UNREAD):
+        for number in range(200):
             client.send_report({"number": float(number)})
-        assert eventually(lambda: len(run.events) >= MOST_UNREAD, 60)
+        assert eventually(lambda: run._unshown.qsize() == 1, 60)
         gathered = pool.submit(client.gather, {})
         run.fail(TrainingError("the end"))
         assert isinstance(gathered.exception(10), StoppedError)

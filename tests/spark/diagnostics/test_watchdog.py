@@ -20,6 +20,7 @@ import cloudpickle
 import pytest
 from frames import estimator, frame, with_features
 from models import Slow, append_line, lines, task_rank
+from pyspark import SparkStageInfo
 from pyspark import cloudpickle as spark_cloudpickle
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
@@ -35,7 +36,7 @@ from sparkdl.averager.coordination.membership import STRAGGLER_S
 from sparkdl.averager.service.loop import EdgeOptions
 from sparkdl.driver import lifecycle
 from sparkdl.errors import DeadlineError
-from sparkdl.spark.diagnostics import watchdog
+from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.diagnostics.stacks import Stacks
 
 for pickles in (cloudpickle, spark_cloudpickle):
@@ -224,17 +225,17 @@ def looks(tmp_path: Path, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> st
 
     Most of the timeout passes each time.
     """
-    folder, progress = tmp_path / "looks", watchdog.progress
+    folder, stages_of = tmp_path / "looks", RunJobs.stages
     folder.mkdir()
 
-    def look(*arguments: Any) -> list[watchdog.StageProgress]:
-        stages = progress(*arguments)
-        if any(stage.active for stage in stages) and len(list(folder.iterdir())) < 6:
+    def look(jobs: RunJobs) -> list[SparkStageInfo]:
+        stages = stages_of(jobs)
+        if any(stage.numActiveTasks for stage in stages) and len(list(folder.iterdir())) < 6:
             driver.wait(0.8 * TIMEOUT_S)
             Path(folder, str(len(list(folder.iterdir())))).touch()
         return stages
 
-    monkeypatch.setattr(watchdog, "progress", look)
+    monkeypatch.setattr(RunJobs, "stages", look)
     return str(folder)
 
 

@@ -12,51 +12,52 @@ import cloudpickle
 import pytest
 
 from sparkdl.errors import DeadlineError, TrainingError
-from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.diagnostics.run_service import RunService
-from sparkdl.spark.functions import job as function_watch
-from sparkdl.spark.functions.job import Job, watch
+from sparkdl.spark.functions import run as function_run
+from sparkdl.spark.functions.run import watch
+from sparkdl.spark.launch.launcher import WorkerJob
 from sparkdl.transport.service import Service
 
 
 @pytest.fixture
 def service() -> Iterator[RunService]:
     """All of its ranks have finished."""
-    with Service("127.0.0.1") as connections, RunService(connections, 2) as opened:
+    with Service("127.0.0.1") as connections, RunService(connections, 2, lambda *_: None) as opened:
         opened._done.update((0, 1))
         yield opened
 
 
-def job_that(rows: Callable[[], Any], service: RunService) -> Job:
+def job_that(rows: Callable[[], Any], service: RunService) -> WorkerJob:
     """Spark's job of two tasks, of which ``rows`` gives what they have yielded."""
-    job = object.__new__(Job)
     frame = SimpleNamespace(mapInArrow=lambda *_, **__: SimpleNamespace(collect=rows))
-    job.__dict__.update(
-        _spark=SimpleNamespace(range=lambda *_: frame),
-        _service=service,
-        _input=None,
-        _tasks=2,
-        _task=None,
-        _profile=None,
-        _rows=[],
-        _error=None,
-    )
     names = ("getLocalProperty", "setJobGroup", "addJobTag", "cancelJobsWithTag")
-    context: Any = SimpleNamespace(**{name: lambda *_, **__: None for name in names})
-    job._jobs = RunJobs(context, "a test")
-    job.start()
-    return job
+    context = SimpleNamespace(**{name: lambda *_, **__: None for name in names})
+    context.getConf = dict[str, str]
+    spark: Any = SimpleNamespace(range=lambda *_: frame, sparkContext=context)
+    job = WorkerJob(
+        spark,
+        lambda batches: batches,
+        service.fail,
+        description="a test",
+        device="cpu",
+        tasks=2,
+        ranks_a_task=1,
+        barrier=True,
+        rows=None,
+        ended_early="",
+    )
+    return job.__enter__()
 
 
 def test_a_spark_job_that_outlives_its_ranks_ends_the_run(
     service: RunService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(function_watch, "RESULTS_S", 0.5)
+    monkeypatch.setattr(function_run, "RESULTS_S", 0.5)
     ends = threading.Event()
     job = job_that(lambda: ends.wait(300), service)
     started = time.monotonic()
     with pytest.raises(DeadlineError, match=r"all 2 workers have finished, but .* within 0.5 s"):
-        watch(service, job, lambda *_: None)
+        watch(service, job)
     assert time.monotonic() - started < 150
     ends.set()
 
@@ -68,8 +69,8 @@ def test_results_that_arrive_late_are_waited_for(service: RunService) -> None:
         return [SimpleNamespace(rank=r, result=cloudpickle.dumps(v)) for r, v in results]
 
     job = job_that(late, service)
-    watch(service, job, lambda *_: None)
-    assert job.results() == ["a", "b"]
+    watch(service, job)
+    assert [cloudpickle.loads(row.result) for row in job.yielded()] == ["a", "b"]
 
 
 def test_results_that_are_lost_after_all_have_finished_are_an_error(service: RunService) -> None:
@@ -77,6 +78,6 @@ def test_results_that_are_lost_after_all_have_finished_are_an_error(service: Run
         raise RuntimeError("Total size of serialized results is bigger than spark.driver.maxResult")
 
     job = job_that(too_large, service)
-    watch(service, job, lambda *_: None)
+    watch(service, job)
     with pytest.raises(TrainingError, match="results is bigger than"):
-        job.results()
+        job.yielded()

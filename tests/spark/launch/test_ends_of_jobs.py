@@ -28,7 +28,6 @@ from sparkdl.errors import (
     WorkerLostError,
 )
 from sparkdl.spark.cluster.run_jobs import RunJobs
-from sparkdl.spark.functions import job as function_job
 from sparkdl.spark.launch import launcher
 from sparkdl.spark.launch.assignment import _delivered
 from sparkdl.spark.launch.launcher import is_its_own
@@ -45,16 +44,15 @@ def run_on(rows: DataFrame) -> None:
     sparkdl.run(lambda: time.sleep(PATIENCE_S), num_workers=2, df=rows)
 
 
-@pytest.mark.parametrize(("trains", "room"), [(fit, launcher), (run_on, function_job)])
+@pytest.mark.parametrize("trains", [fit, run_on])
 def test_an_interrupt_before_spark_has_the_job_leaves_none_running(
     spark: SparkSession,
     monkeypatch: pytest.MonkeyPatch,
     trains: Callable[[DataFrame], None],
-    room: Any,
 ) -> None:
     """Ctrl-C while the job is planned: Spark gets it only after it was told to cancel it."""
     planned: list[RunJobs] = []
-    start, submit = RunJobs.start, room.run_on_rows
+    start, submit = RunJobs.start, launcher.run_on_rows
 
     def interrupted(jobs: RunJobs, *args: Any) -> None:
         planned.append(jobs)
@@ -66,7 +64,7 @@ def test_an_interrupt_before_spark_has_the_job_leaves_none_running(
         return submit(*args, **kwargs)
 
     monkeypatch.setattr(RunJobs, "start", interrupted)
-    monkeypatch.setattr(room, "run_on_rows", slowly)
+    monkeypatch.setattr(launcher, "run_on_rows", slowly)
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         trains(frame(spark, partitions=2))
