@@ -54,11 +54,7 @@ def count_running_tasks(spark: SparkSession) -> int:
     return running
 
 
-def _unknown_times(spark: SparkSession) -> list[float]:
-    return []
-
-
-@with_fallback(_unknown_times)
+@with_fallback(lambda spark: [])
 def executor_start_times(spark: SparkSession) -> list[float]:
     """When each executor registered, in seconds since the epoch; none where Spark does not say."""
     known = spark.sparkContext._jsc.sc().statusStore().executorList(True)
@@ -66,25 +62,18 @@ def executor_start_times(spark: SparkSession) -> list[float]:
     return [one.addTime().getTime() / 1000 for one in executors if one.id() != "driver"]
 
 
-def _of_group_alone(context: SparkContext, tag: str) -> list[int]:
-    """The status tracker has no tags: whoever looks for progress finds none, and the jobs run."""
-    return []
-
-
-@with_fallback(_of_group_alone)
+@with_fallback(lambda context, tag: [])
 def jobs_with_tag(context: SparkContext, tag: str) -> list[int]:
-    """The numbers of the jobs that have a tag."""
+    """The numbers of the jobs that have a tag; none where Spark does not say, and the jobs run."""
     return list(context._jsc.sc().statusTracker().getJobIdsForTag(tag))
 
 
-def _by_number_of_tasks(context: SparkContext, stage: int) -> bool:
-    """Whoever asks then tells stages apart by their numbers of tasks alone."""
-    return False
-
-
-@with_fallback(_by_number_of_tasks)
+@with_fallback(lambda context, stage: False)
 def feeds_a_shuffle(context: SparkContext, stage: int) -> bool:
-    """Whether a stage that is running writes a shuffle's files."""
+    """Whether a stage that is running writes a shuffle's files.
+
+    Where Spark does not say, whoever asks tells stages apart by their numbers of tasks alone.
+    """
     found = context._jsc.sc().dagScheduler().stageIdToStage().get(stage)
     return bool(found.isDefined() and found.get().getClass().getSimpleName() == "ShuffleMapStage")
 
@@ -99,11 +88,7 @@ class FailedTask:
     message: str
 
 
-def _no_failures(context: SparkContext, stage: int) -> list[FailedTask]:
-    return []
-
-
-@with_fallback(_no_failures)
+@with_fallback(lambda context, stage: [])
 def failed_tasks(context: SparkContext, stage: int) -> list[FailedTask]:
     """The failed tasks of a stage's first attempt; none where Spark does not say."""
     tasks = context._jsc.sc().statusStore().taskList(stage, 0, 1 << 20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from py4j.protocol import Py4JError, Py4JJavaError, Py4JNetworkError
 from pyspark import SparkContext
@@ -16,7 +16,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def with_fallback(plain: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def with_fallback(plain: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Have a function do the same in plain PySpark where a private name that it uses is missing.
 
     Args:
@@ -35,7 +35,8 @@ def with_fallback(plain: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[
                 if context is None or context._jsc is None:  # it was stopped meanwhile
                     raise
                 logger.info("%s: this Spark lacks a private name: %s", function.__name__, error)
-            return plain(*args, **kwargs)
+            answer: R = plain(*args, **kwargs)
+            return answer
 
         return call
 

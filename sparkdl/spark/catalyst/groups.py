@@ -3,17 +3,15 @@
 ``DataFrame.coalesce`` joins neighbours and never makes more partitions than there are. Here any
 partitions may be grouped, some groups may be empty, and a plan whose partitions Spark decides only
 while running is run as far as that takes. The rows of each group come in the order of its
-partitions' numbers, and the grouping depends on sizes and those numbers alone, never on where
-blocks of rows happen to lie: the same workers have the same rows in every run. What a shuffle has
-written is compressed, and must be allowed to vary a little from run to run: sizes count only where
-partitions are quite uneven, and then only roughly.
+partitions' numbers, and the grouping depends on those numbers and the sizes of files alone, never
+on where blocks of rows happen to lie, nor on what a shuffle has written, which varies from run to
+run: the same workers have the same rows in every run.
 """
 
 from __future__ import annotations
 
 import heapq
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,10 +25,6 @@ from sparkdl.errors import SparkDLError
 MOST_SIZES = 256
 """The most partitions whose sizes are asked for, which takes about a millisecond each for files.
 Spark numbers the partitions of files by size, so beyond this many the numbers say enough."""
-UNEVEN = 1.25
-"""How many times larger the largest group may be by numbers than by sizes, before sizes count."""
-PARTS_OF_A_GROUP = 16
-"""Sizes are rounded to a group's share divided by this."""
 MOST_FILES = 1_000
 """The most files whose sizes are asked for, which takes two messages to the JVM each."""
 
@@ -109,7 +103,7 @@ def _grouped(frame: DataFrame, groups: int) -> Grouped:
     if partitions < groups:
         parts.append(context._jsc.parallelize([], groups - partitions).rdd())
     elif partitions > groups:
-        members = _assigned(frame, original, partitions, groups)
+        members = _assigned(spark, original, partitions, groups)
         nothing = jvm.scala.Option.apply(None)
         parts = [
             _pruned(original, numbers, spark).coalesce(1, False, nothing, None)
@@ -154,23 +148,14 @@ def balanced(sizes: Sequence[int], groups: int) -> list[list[int]]:
     return [sorted(numbers) for numbers in chosen]
 
 
-def _assigned(frame: DataFrame, rows: Any, partitions: int, groups: int) -> list[list[int]]:
+def _assigned(spark: SparkSession, rows: Any, partitions: int, groups: int) -> list[list[int]]:
     """The numbers of each group's partitions, by what is known about the cost of reading them."""
-    spark = frame.sparkSession
     # Descending sizes pair up to equal sums: the first and the last go to one of two groups.
     by_number = balanced(range(2 * partitions, partitions, -1), groups)
     if partitions > MOST_SIZES:
         return by_number
     costs = _costs_of_files(rows, spark)
-    if costs is not None:
-        return balanced(costs, groups)
-    sizes = _sizes_of_shuffles(frame, rows, partitions)
-    if sizes is None:
-        return by_number
-    unit = max(1, sum(sizes) // (groups * PARTS_OF_A_GROUP))
-    by_size = balanced([round(size / unit) for size in sizes], groups)
-    largest = [max(sum(sizes[k] for k in group) for group in way) for way in (by_number, by_size)]
-    return by_size if largest[0] > UNEVEN * largest[1] else by_number
+    return by_number if costs is None else balanced(costs, groups)
 
 
 def _costs_of_files(rows: Any, spark: SparkSession) -> list[int] | None:
@@ -186,71 +171,6 @@ def _costs_of_files(rows: Any, spark: SparkSession) -> list[int] | None:
     if sum(map(len, files)) > MOST_FILES:
         return [0] * len(files)
     return [sum(opening + int(file.length()) for file in each) for each in files]
-
-
-def _sizes_of_shuffles(frame: DataFrame, rows: Any, partitions: int) -> list[int] | None:
-    """How many bytes finished shuffles have for each partition, for a join from both of its sides.
-
-    None if some rows come from elsewhere.
-    """
-    shuffles = _shuffles_behind(rows, partitions)
-    if shuffles is None:
-        return None
-    texts = cast(Any, frame.sparkSession._jvm).java.util.Arrays
-    written = {
-        statistics.shuffleId(): json.loads(texts.toString(statistics.bytesByPartitionId()))
-        for statistics in _statistics(frame._jdf.queryExecution().executedPlan())
-    }
-    sizes = [0] * partitions
-    for shuffle in shuffles:
-        of_it = written.get(shuffle.dependency().shuffleId())
-        if of_it is None:
-            return None
-        for number, partition in enumerate(shuffle.partitions()):
-            size = _size_of(partition.spec(), of_it)
-            if size is None:
-                return None
-            sizes[number] += size
-    return sizes
-
-
-def _size_of(spec: Any, written: Sequence[int]) -> int | None:
-    """How many bytes a partition reads of a shuffle, by what each of its partitions has."""
-    kind = spec.getClass().getSimpleName()
-    if kind == "CoalescedPartitionSpec":
-        return sum(written[spec.startReducerIndex() : spec.endReducerIndex()])
-    return int(spec.dataSize()) if kind == "PartialReducerPartitionSpec" else None
-
-
-def _statistics(plan: Any) -> Iterator[Any]:
-    """Spark's statistics of the shuffles that the last stage of a plan reads."""
-    leaves = plan.collectLeaves()
-    for leaf in (leaves.apply(index) for index in range(leaves.size())):
-        kind = leaf.getClass().getSimpleName()
-        if kind == "AdaptiveSparkPlanExec":
-            yield from _statistics(leaf.executedPlan())
-        elif kind == "ResultQueryStageExec":  # around the last stage, since Spark 4
-            yield from _statistics(leaf.plan())
-        elif kind == "ShuffleQueryStageExec" and leaf.mapStats().isDefined():
-            yield leaf.mapStats().get()
-
-
-def _shuffles_behind(rows: Any, partitions: int) -> list[Any] | None:
-    """The shuffles that an RDD reads partition by partition; None if it reads anything else."""
-    if rows.getNumPartitions() != partitions:
-        return None
-    if rows.getClass().getSimpleName() == "ShuffledRowRDD":
-        return [rows]
-    parents, found = rows.dependencies(), []
-    for index in range(parents.size()):
-        parent = parents.apply(index)
-        if parent.getClass().getSimpleName() != "OneToOneDependency":
-            return None
-        behind = _shuffles_behind(parent.rdd(), partitions)
-        if behind is None:
-            return None
-        found += behind
-    return found or None
 
 
 def _set_of(numbers: Sequence[int], jvm: Any) -> Any:

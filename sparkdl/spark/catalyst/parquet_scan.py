@@ -35,12 +35,8 @@ class ParquetScan:
     schema: Any
 
 
-def _left_to_spark(frame: DataFrame, families: Sequence[str]) -> ParquetScan | None:
-    """Spark then reads the columns itself, which takes longer and shows the same."""
-    return None
-
-
-@with_fallback(_left_to_spark)
+# Otherwise Spark reads the columns itself, which takes longer and shows the same.
+@with_fallback(lambda frame, families: None)
 def parquet_scan(frame: DataFrame, families: Sequence[str]) -> ParquetScan | None:
     """The files that a DataFrame reads and at most filters or coalesces; None for any other.
 

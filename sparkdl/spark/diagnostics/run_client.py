@@ -84,7 +84,7 @@ class RunClient:
         return read_statistics(statistics)
 
     def ask_for_files(self, asked: dict[str, Any]) -> Any:
-        """Have the driver do something with a file; see ``driver_files.Ask``.
+        """Have the driver do something with a file; see ``storage.files.Ask``.
 
         Raises:
             OSError: the driver could not do it.

@@ -9,7 +9,7 @@
                                 <------ {"gathered": [those of all rows together]}
     {"lines": [...], "left_out": n} --> shown in the driver
     {"report": {name: number}}  ------> passed to the caller
-    {"files": {...}}            ------> see ``driver_files.py``
+    {"files": {...}}            ------> see ``storage/files.py``
                                 <------ {"done": ...} or {"refused": text}
                                 <------ {"stacks": true}, at any time; see ``stacks.py``
     {"stacks": text}            ------>
@@ -51,8 +51,7 @@ from sparkdl.errors import (
 )
 from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 from sparkdl.spark.diagnostics.console import Console, ReportingWorker, Show, unreadable
-from sparkdl.spark.storage.driver_files import DriverFiles
-from sparkdl.spark.storage.files import open_hadoop
+from sparkdl.spark.storage.files import DriverFiles, open_hadoop
 from sparkdl.transport.channel import PAUSE, Conversation, LeftError
 from sparkdl.transport.framing import header_message
 from sparkdl.transport.service import Service

@@ -19,8 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 ANSWER_S = 2.0
 """Seconds that workers have to answer."""
@@ -49,8 +48,7 @@ def write_threads_on_signal() -> None:
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True, chain=False)
 
 
-@dataclass
-class _Worker:
+class _Worker(NamedTuple):
     """A worker that can be asked."""
 
     where: str

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
 
 from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import WorkerLostError
-from sparkdl.spark.catalyst.cluster import failed_tasks
+from sparkdl.spark.catalyst.cluster import FailedTask, failed_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +25,6 @@ _AS_FOR_MEMORY = (
     "as the system does when a process takes too much memory (its log, dmesg, then says so): "
     "raise spark.executor.memoryOverhead, or lower batchSize or memoryBudget"
 )
-
-
-@dataclass(frozen=True)
-class _FailedTask:
-    number: int
-    host: str
-    reason: str
 
 
 def is_loss(text: str) -> bool:
@@ -110,9 +102,10 @@ def with_sparks_reason(
     if not failed:
         return None
     told = "; ".join(
-        f"{_ranks(task.number, ranks_a_task)} on {task.host}: {task.reason}" for task in failed[-3:]
+        f"{_ranks(task.index, ranks_a_task)} on {task.host}: {_reason(task.message)}"
+        for task in failed[-3:]
     )
-    advice = memory_advice(failed[-1].reason)
+    advice = memory_advice(_reason(failed[-1].message))
     said = f"{error}. Spark says of {told}" + (f". {advice}" if advice else "")
     return WorkerLostError(said, ranks=error.ranks)
 
@@ -129,14 +122,12 @@ def _reason(message: str) -> str:
     return ours[-1].removeprefix(_RANK_DIED) if ours else lines[0]
 
 
-def _failed_tasks(spark: SparkSession, group: str) -> list[_FailedTask]:
+def _failed_tasks(spark: SparkSession, group: str) -> list[FailedTask]:
     """The failed tasks of the group's last job, in the order of their IDs."""
     context = spark.sparkContext
     tracker = context.statusTracker()
     jobs = sorted(tracker.getJobIdsForGroup(group))
     info = tracker.getJobInfo(jobs[-1]) if jobs else None
-    found = {}
-    for stage in info.stageIds if info is not None else ():
-        for task in failed_tasks(context, stage):
-            found[task.number] = _FailedTask(task.index, task.host, _reason(task.message))
-    return [found[number] for number in sorted(found)]
+    stages = info.stageIds if info is not None else ()
+    failed = [task for stage in stages for task in failed_tasks(context, stage)]
+    return sorted(failed, key=lambda task: task.number)

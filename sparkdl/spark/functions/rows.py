@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from pyspark.sql import DataFrame
 
-from sparkdl.arguments import convert_numbers
 from sparkdl.errors import DataError
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
@@ -18,31 +17,10 @@ from sparkdl.spark.functions.task import Feeding
 from sparkdl.spark.launch.worker_rows import Workers, delivered
 from sparkdl.spark.rows.column_overrides import ColumnOverrides, require_distinct
 from sparkdl.spark.rows.columns import input_columns
-from sparkdl.spark.rows.converters import any_seed, in_bytes, one_of, optional, switch, whole
-from sparkdl.spark.rows.delivery import SHUFFLES
-from sparkdl.spark.rows.scratch import STORE_PLACES
+from sparkdl.spark.rows.converters import in_bytes
 from sparkdl.spark.session.encryption import keeps_rows_in_memory
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Keeping:
-    """How the user wants the workers to get and keep their rows."""
-
-    shuffle: str
-    seed: int
-    memory_budget: int | None
-    store_in: str
-    group_by_length: bool
-
-    def __post_init__(self) -> None:
-        convert_numbers(self)
-        one_of("shuffleRows", SHUFFLES)(self.shuffle)
-        any_seed("shuffleSeed")(self.seed)
-        optional(whole("memoryBudget", 1))(self.memory_budget)
-        switch("groupByLength")(self.group_by_length)
-        one_of("storeIn", STORE_PLACES)(self.store_in)
 
 
 @dataclass(frozen=True)
@@ -59,16 +37,18 @@ class Rows:
 
 
 def rows_of(
-    df: DataFrame, overrides: ColumnOverrides, num_workers: int, device: str, keeping: Keeping
+    df: DataFrame,
+    overrides: ColumnOverrides,
+    num_workers: int,
+    device: str,
+    *,
+    shuffle: str,
+    seed: int,
+    memory_budget: int | None,
+    store_in: str,
+    group_by_length: bool,
 ) -> Rows:
-    """Inspect the DataFrame that ``sparkdl.run`` was given.
-
-    Args:
-        df: the DataFrame.
-        overrides: what the user said about its columns.
-        num_workers: how many workers share its rows.
-        device: see ``run``.
-        keeping: how they get and keep them.
+    """Inspect the DataFrame that ``sparkdl.run`` was given; see there for the arguments.
 
     Raises:
         DataError: it has no columns, or one cannot become a tensor.
@@ -83,7 +63,7 @@ def rows_of(
         logger.info("column '%s' (%s) becomes %s", column.name, column.type_name, spec.dtype)
     ranks = ranks_a_task(df.sparkSession, device)
     tasks = num_workers // ranks
-    delivery, replanned = delivered(df, tasks, ranks, keeping.shuffle, "sparkdl.run")
+    delivery, replanned = delivered(df, tasks, ranks, shuffle, "sparkdl.run")
     workers = Workers(
         frame=df if replanned is None else replanned.frame,
         columns=columns,
@@ -92,18 +72,18 @@ def rows_of(
         device=device,
         description="",
         network=network_of(df.sparkSession),
-        store_in=keeping.store_in,
+        store_in=store_in,
         ranks_a_task=ranks,
         replanned=replanned,
     )
     feeding = Feeding(
         schema=FeedSchema(specs, label=(), by_name=True),
-        seed=keeping.seed,
+        seed=seed,
         options=FeedOptions(
             exchange_rows=delivery.exchanged,
-            resident_bytes=in_bytes(keeping.memory_budget),
-            group_by_length=keeping.group_by_length,
+            resident_bytes=in_bytes(memory_budget),
+            group_by_length=group_by_length,
         ),
-        in_memory=keeps_rows_in_memory(df.sparkSession, keeping.store_in),
+        in_memory=keeps_rows_in_memory(df.sparkSession, store_in),
     )
     return Rows(workers, feeding)

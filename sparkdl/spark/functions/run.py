@@ -32,7 +32,7 @@ from sparkdl.spark.diagnostics.run_client import JOIN_S
 from sparkdl.spark.diagnostics.run_service import OnReport, RunService, named
 from sparkdl.spark.diagnostics.watchdog import stacks_on_signal
 from sparkdl.spark.functions.program import Directory, Script, function_of
-from sparkdl.spark.functions.rows import Keeping, Rows, rows_of
+from sparkdl.spark.functions.rows import Rows, rows_of
 from sparkdl.spark.functions.task import Call, Placement
 from sparkdl.spark.launch.launcher import WorkerJob, rank_task
 from sparkdl.spark.launch.worker_rows import Task
@@ -46,6 +46,9 @@ from sparkdl.spark.rows.column_overrides import (
     paddings,
     shapes,
 )
+from sparkdl.spark.rows.converters import any_seed, one_of, optional, switch, whole
+from sparkdl.spark.rows.delivery import SHUFFLES
+from sparkdl.spark.rows.scratch import STORE_PLACES
 from sparkdl.spark.session.encryption import encrypts_connections, require_trusted_network
 from sparkdl.spark.session.required import require_frame, require_session
 from sparkdl.transport.connecting import ServiceAddress
@@ -149,8 +152,14 @@ def run(
     )
     if groupByLength and not padCols:
         raise ConfigError(GROUPS_WITHOUT_PADDING)
-    keeping = Keeping(shuffleRows, shuffleSeed, memoryBudget, storeIn, groupByLength)
-    rows = None if df is None else rows_of(df, overrides, num_workers, device, keeping)
+    keeping = {
+        "shuffle": one_of("shuffleRows", SHUFFLES)(shuffleRows),
+        "seed": any_seed("shuffleSeed")(shuffleSeed),
+        "memory_budget": optional(whole("memoryBudget", 1))(memoryBudget),
+        "store_in": one_of("storeIn", STORE_PLACES)(storeIn),
+        "group_by_length": switch("groupByLength")(groupByLength),
+    }
+    rows = None if df is None else rows_of(df, overrides, num_workers, device, **keeping)
     placement = Placement(
         network=network_of(spark),
         directory=Directory.of_driver(cwd),

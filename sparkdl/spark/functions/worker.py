@@ -28,8 +28,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.feed.feed import Feed
 from sparkdl.feed.order import even_sizes
 from sparkdl.spark.diagnostics.run_client import RunClient
-from sparkdl.spark.storage.driver_files import open_through
-from sparkdl.spark.storage.files import open_hadoop
+from sparkdl.spark.storage.files import open_hadoop, open_through
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - an optimizer
 

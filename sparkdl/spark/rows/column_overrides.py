@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 
@@ -14,6 +14,8 @@ from sparkdl.feed.columns.ragged import sequence_names
 from sparkdl.outputs import OutputKey, names_output
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding, SequenceInput
 from sparkdl.spark.rows.columns import InputColumn
+
+T = TypeVar("T")
 
 DTYPES = (
     "float16",
@@ -28,8 +30,6 @@ DTYPES = (
     "bool",
 )
 """The dtypes that ``columnDtypes`` accepts, by their torch names."""
-
-_SEQUENCE_INPUTS = get_args(SequenceInput)
 
 GROUPS_WITHOUT_PADDING = "groupByLength sorts padded rows, but padCols names no column. Drop it"
 
@@ -52,108 +52,89 @@ def names(param: str) -> Callable[[Any], list[str] | None]:
     return convert
 
 
-def shapes(value: Any) -> dict[str, list[int | None]] | None:
-    """Check what was given for ``columnShapes``.
+def _by_column(
+    convert: Callable[[Any], T | None], wanted: str, *, may_be_empty: bool = True
+) -> Callable[[Any], dict[str, T] | None]:
+    """A converter that checks a dict by column, or None.
 
-    Raises:
-        ConfigError: it is neither one shape per column nor None.
+    Args:
+        convert: converts what is given for a column; None if it cannot be.
+        wanted: the beginning of the message about anything else.
+        may_be_empty: whether there may be no column.
     """
-    if value is None:
+
+    def check(value: Any) -> dict[str, T] | None:
+        if value is None:
+            return None
+        items = value.items() if isinstance(value, dict) else ()
+        given = {str(name): convert(each) for name, each in items}
+        sound = {name: each for name, each in given.items() if each is not None}
+        if not isinstance(value, dict) or sound != given or not (given or may_be_empty):
+            raise ConfigError(f"{wanted}; got {value!r}")
+        return sound
+
+    return check
+
+
+def _shape(shape: Any) -> list[int | None] | None:
+    """A shape with Python's own numbers; None if it is none."""
+    given = as_list(shape)
+    if given is None:
         return None
-
-    def sound(shape: Any) -> bool:
-        return isinstance(shape, list) and all(
-            (type(size) is int and size > 0) or (size is None and place == 0)
-            for place, size in enumerate(shape)
-        )
-
-    items = value.items() if isinstance(value, dict) else ()
-    given = {str(name): _sizes(shape) for name, shape in items}
-    if not isinstance(value, dict) or not all(map(sound, given.values())):
-        raise ConfigError(
-            "columnShapes must give for each column the shape of one row in whole numbers > 0, "
-            "for example {'image': [3, 32, 32]}, and None for the length of padded rows; got "
-            f"{value!r}"
-        )
-    return given
+    sizes = [size if size is None else as_whole(size) for size in given]
+    wrong = (
+        (given[place] is not None or place > 0) if size is None else size < 1
+        for place, size in enumerate(sizes)
+    )
+    return None if any(wrong) else sizes
 
 
-def _sizes(shape: Any) -> Any:
-    """A shape with Python's own numbers."""
-    sizes = as_list(shape)
-    if sizes is None:
-        return shape
-    wholes = [as_whole(size) for size in sizes]
-    return [size if whole is None else whole for size, whole in zip(sizes, wholes, strict=True)]
+shapes = _by_column(
+    _shape,
+    "columnShapes must give for each column the shape of one row in whole numbers > 0, for example "
+    "{'image': [3, 32, 32]}, and None for the length of padded rows",
+)
+"""Checks what was given for ``columnShapes``."""
+
+dtypes = _by_column(
+    lambda name: str(name) if name in DTYPES else None,
+    f"columnDtypes must give for each column one of {', '.join(DTYPES)}",
+)
+"""Checks what was given for ``columnDtypes``."""
+
+paddings = _by_column(
+    as_number,
+    "padCols must give for each column the number that shorter rows are padded with, for example "
+    "{'tokens': 0}",
+    may_be_empty=False,
+)
+"""Checks what was given for ``padCols``."""
 
 
-def dtypes(value: Any) -> dict[str, str] | None:
-    """Check what was given for ``columnDtypes``.
-
-    Raises:
-        ConfigError: it is neither one known dtype per column nor None.
-    """
-    if value is None:
-        return None
-    if not isinstance(value, dict) or not all(name in DTYPES for name in value.values()):
-        raise ConfigError(
-            f"columnDtypes must give for each column one of {', '.join(DTYPES)}; got {value!r}"
-        )
-    return {str(name): str(dtype) for name, dtype in value.items()}
+def _sequence_input(kind: Any) -> SequenceInput | None:
+    return kind if kind in get_args(SequenceInput) else None
 
 
-def paddings(value: Any) -> dict[str, float] | None:
-    """Check what was given for ``padCols``.
-
-    Raises:
-        ConfigError: it is neither one number per column nor None.
-    """
-    if value is None:
-        return None
-
-    items = value.items() if isinstance(value, dict) else ()
-    given = {str(name): as_number(number) for name, number in items}
-    if not given or None in given.values():
-        raise ConfigError(
-            "padCols must give for each column the number that shorter rows are padded with, "
-            f"for example {{'tokens': 0}}; got {value!r}"
-        )
-    return {name: number for name, number in given.items() if number is not None}
+pad_inputs: Callable[[Any], dict[str, SequenceInput] | None] = _by_column(
+    _sequence_input,
+    f"padInputs must give for columns of padCols one of {', '.join(get_args(SequenceInput))}, for "
+    "example {'tokens': 'lengths'}",
+)
+"""Checks what was given for ``padInputs``."""
 
 
-def pad_inputs(value: Any) -> dict[str, SequenceInput] | None:
-    """Check what was given for ``padInputs``.
-
-    Raises:
-        ConfigError: it is neither one kind of input per column nor None.
-    """
-    if value is None:
-        return None
-    if not isinstance(value, dict) or not all(kind in _SEQUENCE_INPUTS for kind in value.values()):
-        raise ConfigError(
-            f"padInputs must give for columns of padCols one of {', '.join(_SEQUENCE_INPUTS)}, "
-            f"for example {{'tokens': 'lengths'}}; got {value!r}"
-        )
-    return {str(name): kind for name, kind in value.items()}
+def _output(key: Any) -> OutputKey | None:
+    given: OutputKey = plain(key)
+    return given if names_output(given) else None
 
 
-def outputs(value: Any) -> dict[str, OutputKey] | None:
-    """Check what was given for ``outputCols``.
-
-    Raises:
-        ConfigError: it is neither one output per column nor None.
-    """
-    if value is None:
-        return None
-    items = value.items() if isinstance(value, dict) else ()
-    given = {str(name): plain(key) for name, key in items}
-    if not given or not all(map(names_output, given.values())):
-        raise ConfigError(
-            "outputCols must give for each column the name of the model's output or its "
-            "position in a tuple, for example {'prediction': 'logits', 'embedding': 1}; got "
-            f"{value!r}"
-        )
-    return given
+outputs = _by_column(
+    _output,
+    "outputCols must give for each column the name of the model's output or its position in a "
+    "tuple, for example {'prediction': 'logits', 'embedding': 1}",
+    may_be_empty=False,
+)
+"""Checks what was given for ``outputCols``."""
 
 
 def require_distinct(specs: Sequence[ColumnSpec]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -115,59 +115,6 @@ def test_files_are_assigned_by_what_they_take_to_read(spark: SparkSession, tmp_p
         spark.conf.unset("spark.sql.files.openCostInBytes")
         spark.conf.unset("spark.sql.files.maxPartitionBytes")
     assert sorted(map(sorted, parts)) == [[0, 1, 3, 4], [2]]
-
-
-@pytest.fixture
-def small_partitions(spark: SparkSession) -> Iterator[None]:
-    """Shuffles of a few rows end in many partitions."""
-    settings = {
-        "spark.sql.shuffle.partitions": "16",
-        "spark.sql.adaptive.coalescePartitions.parallelismFirst": "false",
-        "spark.sql.adaptive.advisoryPartitionSizeInBytes": "8kb",
-        "spark.sql.adaptive.coalescePartitions.minPartitionSize": "1kb",
-        "spark.sql.autoBroadcastJoinThreshold": "-1",
-    }
-    before = {name: spark.conf.get(name, None) for name in settings}
-    for name, value in settings.items():
-        spark.conf.set(name, value)
-    yield
-    for name, old in before.items():
-        spark.conf.unset(name) if old is None else spark.conf.set(name, old)
-
-
-def joined(rows: DataFrame) -> DataFrame:
-    return rows.join(rows.sparkSession.range(4000).withColumnRenamed("id", "key"), "key")
-
-
-def numbered(rows: DataFrame) -> DataFrame:
-    return rows.selectExpr("*", "row_number() over (partition by key order by id) as number")
-
-
-@pytest.mark.usefixtures("small_partitions")
-@pytest.mark.parametrize("change", [joined, numbered], ids=["join", "window"])
-def test_what_a_shuffle_has_made_unequal_is_assigned_by_what_it_has_written(
-    spark: SparkSession, change: Callable[[DataFrame], DataFrame]
-) -> None:
-    """A key has 60 % of the rows; by numbers half of the others would go to the same task."""
-    rows = spark.range(0, 4000, 1, 4).selectExpr(
-        "if(id % 10 < 6, 0, id) as key", "id", "concat(rand(1), rand(2), rand(3)) as text"
-    )
-    found = grouped(change(rows), 2)
-    assert sum(map(len, found.members)) > 4
-    fewer, more = sorted(map(len, parts_of(found.frame)))
-    assert fewer + more == 4000
-    assert 2400 <= more < 2800
-
-
-@pytest.mark.usefixtures("small_partitions")
-def test_what_a_shuffle_has_made_about_equal_is_assigned_by_number(spark: SparkSession) -> None:
-    """The bytes are not the same in every run."""
-    rows = spark.range(0, 4000, 1, 4).selectExpr("id as key", "id")
-    found = grouped(numbered(rows), 2)
-    partitions = sum(map(len, found.members))
-    assert partitions > 3
-    unknown = balanced(range(2 * partitions, partitions, -1), 2)
-    assert list(map(list, found.members)) == unknown
 
 
 def test_a_spark_that_lacks_a_method_is_told_apart(

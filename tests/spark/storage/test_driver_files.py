@@ -12,8 +12,8 @@ from pyarrow import fs
 
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import CheckpointError, ConfigError
-from sparkdl.spark.storage import driver_files
-from sparkdl.spark.storage.driver_files import DriverFiles, open_through
+from sparkdl.spark.storage import files
+from sparkdl.spark.storage.files import DriverFiles, open_through
 
 URI = "nobodys://store/run"
 
@@ -45,7 +45,7 @@ def wire(tmp_path: Path) -> Wire:
 def test_checkpoints_are_published_found_and_deleted_through_the_driver(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver_files, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(files, "PIECE_BYTES", 1000)
     store = CheckpointStore(URI, keep_last=2, open_elsewhere=open_through(wire))
     contents = [bytes([number]) * 12_345 for number in range(4)]
     for content in contents:
