@@ -48,18 +48,6 @@ class ReferencePickler(cloudpickle.Pickler):  # type: ignore[misc]
         return reduced
 
 
-def pickled(value: Any, names: set[str]) -> bytes:
-    """Pickle an object.
-
-    Args:
-        value: the object.
-        names: where the names are added that are looked for when the pickle is loaded and used.
-    """
-    file = io.BytesIO()
-    ReferencePickler(file, names).dump(value)
-    return file.getvalue()
-
-
 def imported_names(code: types.CodeType, package: str | None) -> Iterator[str]:
     """What a piece of code imports, also within functions.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import math
 import sys
 from pathlib import Path
@@ -14,7 +15,13 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.user_code.needed_modules import imported_names, pickled
+from sparkdl.user_code.needed_modules import ReferencePickler, imported_names
+
+
+def pickled(value: Any, names: set[str]) -> bytes:
+    file = io.BytesIO()
+    ReferencePickler(file, names).dump(value)
+    return file.getvalue()
 
 
 def names_of(value: Any) -> set[str]:

@@ -113,7 +113,7 @@ def run_ranks(
         arguments: plain values.
         ranks: ranks per task.
         apart: whether the only rank of a task gets a process of its own too.
-        shipment: the user's own modules, as ``Shipment.plain`` gives them.
+        shipment: the fields of a ``Shipment``, the user's own modules; None for none.
         broadcasts: the broadcast variables that the arguments refer to, by number.
         versions: the versions of the packages that a rank needs; see ``bootstrap.require``.
         batches: the task's rows, packed.
@@ -125,7 +125,7 @@ def run_ranks(
     context = TaskContext.get()
     assert context is not None
     assigned = assignments(context, ranks)
-    arrived = arrive(Shipment.of(shipment))
+    arrived = arrive(None if shipment is None else Shipment(*shipment))
     if ranks == 1 and not apart and assigned[0].environment.items() <= os.environ.items():
         require(versions)
         with importable(arrived):

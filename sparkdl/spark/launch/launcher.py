@@ -288,7 +288,7 @@ def rank_task(
             arguments,
             ranks_a_task,
             apart,
-            shipment and shipment.plain(),
+            shipment and tuple(shipment),
             used.broadcasts,
             versions,
         ),

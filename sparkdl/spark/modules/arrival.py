@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import FileFinder, ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pyspark import Broadcast
 
@@ -52,15 +52,6 @@ class Shipment(NamedTuple):
     units: tuple[tuple[str, str], ...]
     archive: Broadcast[bytes] | None
     left_out: tuple[tuple[str, str], ...]
-
-    def plain(self) -> tuple[Any, ...]:
-        """The same as plain values, for a Python that may lack this package."""
-        return tuple(self)
-
-    @classmethod
-    def of(cls, plain: tuple[Any, ...] | None) -> Shipment | None:
-        """The shipment made from plain values; None from None."""
-        return None if plain is None else cls(*plain)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ import os
 import sys
 import threading
 import zipfile
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
@@ -31,8 +30,6 @@ from sparkdl.user_code.needed_modules import HOW_OTHERS_TRAVEL, imported_names
 
 logger = logging.getLogger(__name__)
 
-KEPT = 8
-"""How many of the sets of modules sent last have their broadcasts kept."""
 MOST_FILES = 5_000
 """The most files and folders in one package; whatever has more is not a package but a disk."""
 MOST_BYTES = 32 * 2**20
@@ -48,7 +45,8 @@ _lock = threading.Lock()
 _warned: set[str] = set()
 _imported: dict[str, tuple[ModuleSpec, bytes]] = {}
 """By file, the text of modules that this process had imported when they were first sent."""
-_sent_last: tuple[SparkContext, OrderedDict[str, Broadcast[bytes]]] | None = None
+_sent_last: tuple[SparkContext, str, Broadcast[bytes]] | None = None
+"""Where, the digest of the modules, and their broadcast."""
 
 
 @dataclass(frozen=True)
@@ -276,10 +274,8 @@ def _is_hidden(name: str) -> bool:
 
 def _broadcast(bundle: Bundle, context: SparkContext) -> Broadcast[bytes]:
     global _sent_last
-    if _sent_last is None or _sent_last[0] is not context:
-        _sent_last = context, OrderedDict()
-    known, digest = _sent_last[1], bundle.digest
-    if digest not in known:
+    digest = bundle.digest
+    if _sent_last is None or _sent_last[0] is not context or _sent_last[1] != digest:
         archive = bundle.archive()
         logger.info(
             "sending %s to the executors: %d files, %d bytes",
@@ -287,11 +283,8 @@ def _broadcast(bundle: Bundle, context: SparkContext) -> Broadcast[bytes]:
             len(bundle.files),
             len(archive),
         )
-        known[digest] = context.broadcast(archive)
-        while len(known) > KEPT:
-            known.popitem(last=False)
-    known.move_to_end(digest)
-    return known[digest]
+        _sent_last = context, digest, context.broadcast(archive)
+    return _sent_last[2]
 
 
 def _sent(context: SparkContext) -> list[str]:

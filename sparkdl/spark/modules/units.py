@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import re
 import sys
 import sysconfig
 import types
@@ -170,21 +171,16 @@ def _is_installed_file(origin: str) -> bool:
 def _is_recorded(base: str, top: str) -> bool:
     """Whether pip installed a package into a folder of the user's choice (``--target``)."""
     try:
-        changed = os.stat(base).st_mtime_ns
+        return top in _recorded(base, os.stat(base).st_mtime_ns)
     except OSError:
         return False
-    return top in _recorded(base, changed)
 
 
 @functools.lru_cache(maxsize=64)
 def _recorded(base: str, changed: int) -> frozenset[str]:
-    found: set[str] = set()
-    if not os.path.isdir(base):
-        return frozenset()
-    for record in Path(base).glob("*.dist-info/RECORD"):
-        try:
-            lines = record.read_text(errors="replace").splitlines()
-        except OSError:
-            continue
-        found |= {line.partition(",")[0].partition("/")[0].partition(".")[0] for line in lines}
-    return frozenset(found)
+    lines = [
+        line
+        for record in Path(base).glob("*.dist-info/RECORD")
+        for line in record.read_text(errors="replace").splitlines()
+    ]
+    return frozenset(re.split(r"[,/.]", line, maxsplit=1)[0] for line in lines)

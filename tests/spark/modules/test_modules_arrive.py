@@ -187,12 +187,6 @@ def test_without_a_shipment_nothing_changes() -> None:
     assert state() == before
 
 
-def test_a_shipment_is_the_same_after_its_plain_values() -> None:
-    sent = shipment(ONE, **{"own_one.py": ""})
-    assert Shipment.of(sent.plain()) == sent
-    assert Shipment.of(None) is None
-
-
 def test_in_a_process_that_looks_in_the_same_folder_the_path_stays(project: Path) -> None:
     write(project, {"own_one.py": "X = 1"})
     sent = shipment(ONE, base=str(project), **{"own_one.py": "X = 1"})
