@@ -9,7 +9,7 @@ from pyspark import SparkContext
 from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
-from sparkdl.spark.catalyst.fallback import with_fallback
+from sparkdl.spark.catalyst.jvm import with_fallback
 
 
 def _slots_of_cores(spark: SparkSession, profile: ResourceProfile | None = None) -> int:

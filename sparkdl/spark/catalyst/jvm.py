@@ -1,15 +1,23 @@
-"""The driver's JVM: whether it is there and whose session it has, and how it has ended."""
+"""The driver's JVM: whether it is there, whose session it has, how it has ended, what it lacks."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import signal
 import subprocess
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
-from py4j.protocol import Py4JError, Py4JJavaError
+from py4j.protocol import Py4JError, Py4JJavaError, Py4JNetworkError
 from pyspark import SparkContext
 from pyspark.sql import DataFrame, SparkSession
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 END_S = 5.0
 """Seconds within which a JVM that no longer answers is gone from the system."""
@@ -70,3 +78,30 @@ def is_stopped(spark: SparkSession) -> bool:
     """Whether a session's context was stopped, also from the JVM's side."""
     context = spark.sparkContext._jsc
     return context is None or bool(context.sc().isStopped())
+
+
+def with_fallback(plain: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Have a function do the same in plain PySpark where a private name that it uses is missing.
+
+    Args:
+        plain: takes the same arguments, and gives the same answer, if more slowly.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except (Py4JJavaError, Py4JNetworkError):  # the name is there: something else is wrong
+                raise
+            except (AttributeError, TypeError, Py4JError) as error:
+                context = SparkContext._active_spark_context
+                if context is None or context._jsc is None:  # it was stopped meanwhile
+                    raise
+                logger.info("%s: this Spark lacks a private name: %s", function.__name__, error)
+            answer: R = plain(*args, **kwargs)
+            return answer
+
+        return call
+
+    return decorate

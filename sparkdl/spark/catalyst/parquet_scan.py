@@ -9,7 +9,7 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
-from sparkdl.spark.catalyst.fallback import with_fallback
+from sparkdl.spark.catalyst.jvm import with_fallback
 
 _PARQUET = "org.apache.spark.sql.execution.datasources.parquet.ParquetFileFormat"
 """Exactly this class; formats built on it, such as Delta's, may interpret a file differently."""

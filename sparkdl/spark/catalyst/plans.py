@@ -7,7 +7,7 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
-from sparkdl.spark.catalyst.fallback import with_fallback
+from sparkdl.spark.catalyst.jvm import with_fallback
 
 _ORDERED_SOURCE = "FileSourceScan"
 """The leaf of a physical plan that reads files, always in the same order."""

@@ -33,7 +33,7 @@ from sparkdl.spark.diagnostics.run_service import OnReport, RunService, named
 from sparkdl.spark.diagnostics.watchdog import stacks_on_signal
 from sparkdl.spark.functions.program import Directory, Script, function_of
 from sparkdl.spark.functions.rows import Rows, rows_of
-from sparkdl.spark.functions.task import Call, Placement
+from sparkdl.spark.functions.task import Call, CallPlacement
 from sparkdl.spark.launch.launcher import WorkerJob, rank_task
 from sparkdl.spark.launch.worker_rows import Task
 from sparkdl.spark.modules.shipping import ship
@@ -160,7 +160,7 @@ def run(
         "group_by_length": switch("groupByLength")(groupByLength),
     }
     rows = None if df is None else rows_of(df, overrides, num_workers, device, **keeping)
-    placement = Placement(
+    placement = CallPlacement(
         network=network_of(spark),
         directory=Directory.of_driver(cwd),
         device=device,
@@ -180,7 +180,7 @@ def run(
 def run_call(
     spark: SparkSession,
     call: Call,
-    placement: Placement,
+    placement: CallPlacement,
     num_workers: int,
     *,
     rows: Rows | None = None,
@@ -241,7 +241,7 @@ def _task(
     spark: SparkSession,
     call: Call,
     called: str,
-    placement: Placement,
+    placement: CallPlacement,
     rows: Rows | None,
     address: ServiceAddress,
     ranks: int,

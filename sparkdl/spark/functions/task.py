@@ -59,7 +59,7 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class CallPlacement:
     """Where every worker runs it.
 
     Attributes:
@@ -104,7 +104,7 @@ def run_function_task(
     """Call the user's function as one of several ranks, in a process that ends with it.
 
     Args:
-        payload: the pickled ``Placement``, the ``Feeding`` or None, and the ``Call``, pickled
+        payload: the pickled ``CallPlacement``, the ``Feeding`` or None, and the ``Call``, pickled
             separately.
         address: the fields of the run service's ``ServiceAddress``.
         assigned: the rank, its cores and its GPU.
@@ -135,7 +135,7 @@ def _serve(
     assigned: Assignment,
     batches: Iterator[pa.RecordBatch],
 ) -> bytes:
-    placement: Placement
+    placement: CallPlacement
     feeding: Feeding | None
     placement, feeding, pickled_call = cloudpickle.loads(payload)
     if placement.tasks_are_nodes:
@@ -235,7 +235,7 @@ def _report_errors(driver: RunClient, rank: int, body: Callable[[], bytes]) -> b
 
 @contextmanager
 def _surroundings(
-    placement: Placement,
+    placement: CallPlacement,
     driver: RunClient,
     assigned: Assignment,
     device: str,

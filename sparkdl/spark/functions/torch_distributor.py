@@ -12,7 +12,7 @@ from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.diagnostics.console import echoes
 from sparkdl.spark.functions.program import Directory, function_of
 from sparkdl.spark.functions.run import run_call
-from sparkdl.spark.functions.task import Call, Placement
+from sparkdl.spark.functions.task import Call, CallPlacement
 from sparkdl.spark.session.required import require_session
 
 
@@ -47,7 +47,7 @@ class TorchDistributor(pyspark_distributor.TorchDistributor):
         require_session(self.spark)
         self._check_encryption()
         call = Call(function_of(train_object, kwargs, "train_object"), args, kwargs)
-        placement = Placement(
+        placement = CallPlacement(
             network=network_of(self.spark),
             directory=Directory.of_driver(None),
             device="cuda" if self.use_gpu else "cpu",

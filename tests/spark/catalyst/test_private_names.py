@@ -13,7 +13,7 @@ from pyspark.sql import functions as F
 
 import sparkdl
 from sparkdl.spark.catalyst import cluster
-from sparkdl.spark.catalyst.fallback import with_fallback
+from sparkdl.spark.catalyst.jvm import with_fallback
 from sparkdl.spark.cluster.slots import choose_num_workers
 
 ROOT = Path(sparkdl.__file__).parent
