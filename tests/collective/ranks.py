@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
+from forked import FORKED
 
 from sparkdl.collective import Collective, join_collective
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["sparkdl.testing", "pandas"])  # as ``run_world`` does
+
+
 TIMEOUT_S = 300.0
 
 
@@ -51,9 +52,9 @@ def run_ranks(
     """
     pipes, processes = [], []
     for rank in range(world_size):
-        mine, theirs = CONTEXT.Pipe()
+        mine, theirs = FORKED.Pipe()
         arguments = (cloudpickle.dumps(body), rank, theirs, deadline_s)
-        process = CONTEXT.Process(target=_rank, args=arguments, daemon=True)
+        process = FORKED.Process(target=_rank, args=arguments, daemon=True)
         process.start()
         theirs.close()
         pipes.append(mine)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import FORKED
 from pyarrow import fs
 from waiting import eventually
 
@@ -83,9 +84,8 @@ def hold(path: str, said: Connection) -> None:
 @pytest.fixture
 def other(tmp_path: Path) -> Iterator[multiprocessing.Process]:
     """Another process that writes checkpoints there."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=hold, args=(str(tmp_path), there))
+    here, there = FORKED.Pipe()
+    process = FORKED.Process(target=hold, args=(str(tmp_path), there))
     process.start()
     assert here.poll(60)
     yield process  # type: ignore[misc]
