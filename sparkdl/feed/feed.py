@@ -189,10 +189,7 @@ class Feed:
         return self._reading.complete
 
     def arriving(self, look: Look) -> Iterator[Batch]:
-        """Yield the first epoch's minibatches while their rows arrive; follows ``read_first``.
-
-        The same as ``epoch(1)`` yields, which needs all rows to be there.
-        """
+        """Yield what ``epoch(1)`` does, while its rows arrive; follows ``read_first``."""
         yield from self._minibatches.changed(self._minibatches.of_chunks(self._arriving(look)), 1)
 
     def _arriving(self, look: Look) -> Iterator[Chunk]:
