@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import random
-from contextlib import ExitStack, redirect_stdout
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
 
 from fuzzing.calling import Call, Message, Place, any_way, conversation
 from fuzzing.loop import Fault, Target, require_threads_gone
@@ -32,6 +34,7 @@ class RunTarget(Target):
         with ExitStack() as stack:
             service = stack.enter_context(Service("127.0.0.1", encrypted=draw.random() < 0.1))
             run = stack.enter_context(RunService(service, workers, Display("its log")))
+            stack.enter_context(_shown(run))
             address = run.address
             place = Place(*address.host_and_port, address.token, address.fingerprint)
             lines = [stack.enter_context(Call(place, any_way(draw))) for _ in range(workers)]
@@ -52,7 +55,6 @@ class RunTarget(Target):
             for line in lines if proved else []:
                 line.answer()
             failure, finished, missing = run.failure, run.all_finished, run.missing
-            _show(run)
         require_threads_gone()
         # A rank that has not said who it is may still come; the driver's watch limits how long.
         if proved and failure is None and not finished and not missing:
@@ -77,8 +79,20 @@ def _messages(steps: list[str], rank: int, *, fails: bool) -> list[Message]:
     return [{"attend": rank, "host": "h", "pid": 1}, *(told[step] for step in steps), leaves]
 
 
-def _show(run: RunService) -> None:
-    """What the driver does with what was reported."""
+@contextmanager
+def _shown(run: RunService) -> Iterator[None]:
+    """Show meanwhile what is reported, as the driver does: a worker waits for it."""
+    over = threading.Event()
+
+    def show() -> None:
+        while not over.is_set():
+            run.show_next(0.02)
+
+    thread = threading.Thread(target=show, name="shows")
     with redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="utf-8")):
-        while run.show_next(0.0):
-            pass
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
