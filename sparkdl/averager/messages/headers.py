@@ -7,7 +7,8 @@ import json
 import math
 import reprlib
 import socket
-from typing import Any, cast
+from types import UnionType
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from sparkdl.errors import CollectiveError, DataError, NonFiniteError, TrainingError, WorkerError
 from sparkdl.events import ValidationReport, WindowReport, are_measured
@@ -20,55 +21,28 @@ from sparkdl.user_code.tracebacks import shortened
 Types = dict[str, tuple[type, ...]]
 """The fields of a message by name, each with the types that it may have."""
 
-_WINDOW_TYPES: Types = {
-    "rank": (int,),
-    "epoch": (int,),
-    "step": (int,),
-    "examples": (int,),
-    "loss_sum": (float, int),
-    "last": (bool,),
-    "step_of_epoch": (int,),
-    "counted": (float, int, type(None)),
-    "group_weight": (float, int, type(None)),
-    "measured": (dict,),
-}
-_VALIDATION_TYPES: Types = {
-    "rank": (int,),
-    "epoch": (int,),
-    "examples": (int,),
-    "loss_sum": (float, int),
-    "weight": (float, int),
-}
-_SHARD_TYPES: Types = {
-    "rows": (int,),
-    "columns": (list,),
-    "held_out": (int,),
-    "weight": (float, int),
-    "complete": (bool,),
-    "fingerprint": (int,),
-    "held_out_fingerprint": (int,),
-    "opening": (int, type(None)),
-}
-_PHASES_TYPES: Types = {
-    "began": (float,),
-    "ended": (float,),
-    "seconds": (list,),
-    "sent": (int,),
-    "received": (int,),
-    "uncertainty": (float,),
-}
-_OPTIONAL_COUNT = (int, type(None))
-_OPTIONAL_NUMBER = (float, int, type(None))
-_COLUMN_TYPES: Types = {
-    **dict.fromkeys(COUNTS, (int,)),
-    "shortest": _OPTIONAL_COUNT,
-    "longest": _OPTIONAL_COUNT,
-    "smallest": _OPTIONAL_NUMBER,
-    "largest": _OPTIONAL_NUMBER,
-    "least": _OPTIONAL_NUMBER,
-    "reason": (str, type(None)),
-    "places": (dict,),
-}
+
+def _json_types(hint: Any) -> tuple[type, ...]:
+    """As what a field with a type hint arrives."""
+    if get_origin(hint) in (Union, UnionType):
+        return tuple(kind for each in get_args(hint) for kind in _json_types(each))
+    if get_origin(hint) is tuple:
+        return (list,)
+    if get_origin(hint) is not None:
+        return (dict,)
+    return (float, int) if hint is float else (hint,)
+
+
+def _types_of(kind: type, *left_out: str) -> Types:
+    hints = get_type_hints(kind)
+    return {name: _json_types(hint) for name, hint in hints.items() if name not in left_out}
+
+
+_WINDOW_TYPES = _types_of(WindowReport, "staleness")
+_VALIDATION_TYPES = _types_of(ValidationReport)
+_SHARD_TYPES = _types_of(ShardStatistics)
+_PHASES_TYPES = _types_of(PhaseTimes)
+_COLUMN_TYPES = _types_of(ColumnStatistics)
 _PLACE_TYPES = [int, int]
 _INTEGERS = range(-(1 << 63), 1 << 64)
 """Integers that fit in 64 bits. JSON may hold ones too large for a float, so sums would fail."""
