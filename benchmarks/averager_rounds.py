@@ -12,7 +12,7 @@ from round_processes import RoundProcesses
 from sparkdl.averager.client.client import AveragerClient
 from sparkdl.averager.coordination.run_state import RunSpec
 from sparkdl.averager.service.loop import EdgeOptions
-from sparkdl.averager.service.server import Averager
+from sparkdl.averager.service.server import Averager, AveragerSpec
 from sparkdl.averager.service.snapshot import Snapshot
 from sparkdl.averager.values.center import CenterSpec
 from sparkdl.averager.values.wire_format import FullPrecision
@@ -37,10 +37,12 @@ def rounds(workers: int, numel: int, *, tls: bool = False) -> Iterator[RoundProc
     layout = (Segment("parameters", torch.float32, numel),)
     with (
         Averager(
-            RunSpec(world_size=workers),
-            CenterSpec(layout=layout, wire_format=FullPrecision()),
+            AveragerSpec(
+                run=RunSpec(world_size=workers),
+                center=CenterSpec(layout=layout, wire_format=FullPrecision()),
+            ),
             Snapshot(center=[torch.zeros(numel)]),
-            edge=EdgeOptions(tls=tls),
+            EdgeOptions(tls=tls),
         ) as averager,
         members(averager, _member, workers, numel) as processes,
     ):

@@ -101,7 +101,7 @@ def measure(workers: int, numel: int, repeats: int) -> dict[str, float]:
     import torch
 
     from sparkdl.averager.coordination.run_state import RunSpec
-    from sparkdl.averager.service.server import Averager
+    from sparkdl.averager.service.server import Averager, AveragerSpec
     from sparkdl.averager.service.snapshot import Snapshot
     from sparkdl.averager.values.center import CenterSpec
     from sparkdl.averager.values.wire_format import FullPrecision
@@ -111,9 +111,11 @@ def measure(workers: int, numel: int, repeats: int) -> dict[str, float]:
     context = multiprocessing.get_context("spawn")
     seconds: Any = context.Array("d", repeats + 2, lock=False)
     before = resident_mb()
-    spec = RunSpec(world_size=workers, deadline_s=120)
-    values = CenterSpec(layout=layout, wire_format=FullPrecision())
-    with Averager(spec, values, Snapshot(center=[torch.zeros(numel)])) as driver:
+    spec = AveragerSpec(
+        run=RunSpec(world_size=workers, deadline_s=120),
+        center=CenterSpec(layout=layout, wire_format=FullPrecision()),
+    )
+    with Averager(spec, Snapshot(center=[torch.zeros(numel)])) as driver:
         starter = threading.Thread(target=start, args=(driver,), daemon=True)
         starter.start()
         clients = min(CLIENT_PROCESSES, workers)

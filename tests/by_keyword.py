@@ -14,6 +14,7 @@ from sparkdl.averager.coordination.run_state import Restart, RunSpec
 from sparkdl.averager.messages.progress import Progress, WorkerState
 from sparkdl.averager.service.loop import EdgeOptions
 from sparkdl.averager.service.saving import CheckpointFiles, CheckpointPlan
+from sparkdl.averager.service.server import AveragerSpec
 from sparkdl.averager.service.snapshot import Snapshot
 from sparkdl.averager.values.center import CenterSpec
 from sparkdl.averager.values.wire_format import WireFormat
@@ -41,11 +42,13 @@ def open_averager(
 ) -> Averager:
     """An averager; ``spec`` is more of its ``RunSpec``."""
     return Averager(
-        RunSpec(world_size=world_size, **spec),
-        CenterSpec(layout=layout, wire_format=wire_format, fragments=fragments),
+        AveragerSpec(
+            run=RunSpec(world_size=world_size, **spec),
+            center=CenterSpec(layout=layout, wire_format=wire_format, fragments=fragments),
+            files=CheckpointFiles(plan=plan),
+        ),
         Snapshot(center=center, restart=Restart(progress=progress, kept=kept or {})),
-        files=CheckpointFiles(plan=plan),
-        edge=EdgeOptions(host=host, advertised_host=advertised_host, tls=tls, now=now),
+        EdgeOptions(host=host, advertised_host=advertised_host, tls=tls, now=now),
     )
 
 

@@ -19,7 +19,7 @@ from sparkdl.averager.messages.headers import window_header
 from sparkdl.averager.messages.run_events import NewRows
 from sparkdl.averager.service.loop import EdgeOptions
 from sparkdl.averager.service.saving import CheckpointFiles, CheckpointPlan
-from sparkdl.averager.service.server import Averager
+from sparkdl.averager.service.server import Averager, AveragerSpec
 from sparkdl.averager.service.snapshot import Snapshot
 from sparkdl.averager.values.center import CenterSpec
 from sparkdl.averager.values.wire_format import BFloat16Changes, FullPrecision, WireFormat
@@ -101,15 +101,17 @@ class AveragerTarget(Target):
         with ExitStack() as stack:
             averager = stack.enter_context(
                 Averager(
-                    RunSpec(
-                        world_size=workers,
-                        deadline_s=RIGHT_DEADLINE_S if good else WRONG_DEADLINE_S,
-                        tolerance=Tolerance(draw.choice([0] * 9 + [2])),
+                    AveragerSpec(
+                        run=RunSpec(
+                            world_size=workers,
+                            deadline_s=RIGHT_DEADLINE_S if good else WRONG_DEADLINE_S,
+                            tolerance=Tolerance(draw.choice([0] * 9 + [2])),
+                        ),
+                        center=CenterSpec(layout=LAYOUT, wire_format=wire_format),
+                        files=CheckpointFiles(plan=self._plan() if saves else None),
                     ),
-                    CenterSpec(layout=LAYOUT, wire_format=wire_format),
                     Snapshot(center=[torch.ones(s.numel, dtype=s.center_dtype) for s in LAYOUT]),
-                    files=CheckpointFiles(plan=self._plan() if saves else None),
-                    edge=EdgeOptions(tls=draw.random() < 0.1),
+                    EdgeOptions(tls=draw.random() < 0.1),
                 )
             )
             place = Place(*averager.address.host_and_port, *_secrets(averager))

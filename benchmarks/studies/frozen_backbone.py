@@ -20,7 +20,7 @@ from torch import nn
 
 from sparkdl.averager.client.client import AveragerClient
 from sparkdl.averager.coordination.run_state import RunSpec
-from sparkdl.averager.service.server import Averager
+from sparkdl.averager.service.server import Averager, AveragerSpec
 from sparkdl.averager.service.snapshot import Snapshot
 from sparkdl.averager.values.center import CenterSpec
 from sparkdl.averager.values.wire_format import FullPrecision
@@ -80,8 +80,10 @@ def _rounds(layers: int) -> Iterator[RoundProcesses]:
     frozen = replica.frozen.fingerprint
     with (
         Averager(
-            RunSpec(world_size=WORKERS, frozen=frozen),
-            CenterSpec(layout=layout, wire_format=FullPrecision()),
+            AveragerSpec(
+                run=RunSpec(world_size=WORKERS, frozen=frozen),
+                center=CenterSpec(layout=layout, wire_format=FullPrecision()),
+            ),
             Snapshot(center=center),
         ) as averager,
         members(averager, _member, WORKERS, layers) as processes,

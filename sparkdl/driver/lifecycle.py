@@ -14,7 +14,7 @@ from sparkdl.averager.coordination.run_state import Restart, RunSpec
 from sparkdl.averager.messages.run_events import WorkersRestarted
 from sparkdl.averager.service.loop import EdgeOptions
 from sparkdl.averager.service.saving import CheckpointFiles, CheckpointPlan
-from sparkdl.averager.service.server import Averager
+from sparkdl.averager.service.server import Averager, AveragerSpec
 from sparkdl.averager.service.snapshot import Snapshot
 from sparkdl.averager.values.center import CenterSpec
 from sparkdl.checkpoint.policy import CheckpointPolicy
@@ -161,7 +161,7 @@ def run(
                 update=update,
                 fragments=job.strategy.fragments,
             )
-            return Averager(spec, values, snapshot, files=files, edge=edge)
+            return Averager(AveragerSpec(run=spec, center=values, files=files), snapshot, edge)
 
         progress = None if resumed is None else resumed.progress
         training = training_of(job, world_size, progress, kept_model, plan, measuring)

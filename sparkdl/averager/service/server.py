@@ -6,7 +6,7 @@ import math
 import queue
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -25,14 +25,27 @@ from sparkdl.events import EpochSummary, MetricValue
 from sparkdl.transport.service import Service
 
 
+@dataclass(frozen=True, kw_only=True)
+class AveragerSpec:
+    """What is settled about an averager before it begins.
+
+    Attributes:
+        run: how the run is planned; its ``checkpoints`` and ``resumed`` follow from ``files``.
+        center: how the center is laid out, travels and changes.
+        files: the checkpoints that the run reads and writes; by default none.
+    """
+
+    run: RunSpec
+    center: CenterSpec
+    files: CheckpointFiles = field(default_factory=CheckpointFiles)
+
+
 class Averager:
     """Serve rounds to ``world_size`` workers; a context manager that opens and closes the port.
 
     Args:
-        spec: how the run is planned; its ``checkpoints`` and ``resumed`` follow from ``files``.
-        center: how the center is laid out, travels and changes.
+        spec: what is settled about it.
         snapshot: the initial center, and how far its training has come.
-        files: the checkpoints that the run reads and writes; by default none.
         edge: where the averager listens, and its clock.
 
     Attributes:
@@ -46,16 +59,14 @@ class Averager:
 
     def __init__(
         self,
-        spec: RunSpec,
-        center: CenterSpec,
+        spec: AveragerSpec,
         snapshot: Snapshot,
-        *,
-        files: CheckpointFiles = CheckpointFiles(),  # noqa: B008
         edge: EdgeOptions = EdgeOptions(),  # noqa: B008
     ) -> None:
-        spec = replace(spec, checkpoints=files.plan, resumed=files.resumed is not None)
-        self._coordinator = Coordinator(spec, edge.now(), snapshot.restart)
-        policy, wire_format, fragments = spec.policy, center.wire_format, center.fragments
+        center, files = spec.center, spec.files
+        run = replace(spec.run, checkpoints=files.plan, resumed=files.resumed is not None)
+        self._coordinator = Coordinator(run, edge.now(), snapshot.restart)
+        policy, wire_format, fragments = run.policy, center.wire_format, center.fragments
         if wire_format.replies_changes and not policy.in_step:
             raise ConfigError(
                 f"wire format {wire_format.name!r} sends workers only the changes of the center, "
@@ -78,7 +89,7 @@ class Averager:
         self._center = Center(
             center.layout,
             snapshot.center,
-            spec.world_size,
+            run.world_size,
             wire_format,
             center.update,
             snapshot.memory,

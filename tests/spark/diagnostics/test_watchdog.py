@@ -34,6 +34,8 @@ from sparkdl.averager import Averager
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import STRAGGLER_S
 from sparkdl.averager.service.loop import EdgeOptions
+from sparkdl.averager.service.server import AveragerSpec
+from sparkdl.averager.service.snapshot import Snapshot
 from sparkdl.driver import lifecycle
 from sparkdl.errors import DeadlineError
 from sparkdl.spark.cluster.run_jobs import RunJobs
@@ -74,9 +76,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """One for which time passes only when the test says so."""
     driver = Driver()
 
-    def opened(*arguments: Any, edge: EdgeOptions, **options: Any) -> Averager:
-        edge = replace(edge, now=driver.clock)
-        driver.averagers.append(Averager(*arguments, edge=edge, **options))
+    def opened(spec: AveragerSpec, snapshot: Snapshot, edge: EdgeOptions) -> Averager:
+        driver.averagers.append(Averager(spec, snapshot, replace(edge, now=driver.clock)))
         return driver.averagers[-1]
 
     monkeypatch.setattr(lifecycle, "Averager", opened)
