@@ -26,14 +26,14 @@ def every(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Test], T
         signature = inspect.signature(test)
 
         @functools.wraps(test)
-        def check(**fixtures: Any) -> None:
+        def check(*owner: Any, **fixtures: Any) -> None:
             failed = []
             for index, row in enumerate(table):
                 values = row if len(arguments) > 1 else (row,)
                 given = dict(zip(arguments, values, strict=True))
                 try:
                     with ExitStack() as until_done:
-                        test(**_of_the_row(fixtures, index, until_done), **given)
+                        test(*owner, **_of_the_row(fixtures, index, until_done), **given)
                 except (Exception, pytest.fail.Exception) as error:
                     shown = ", ".join(f"{name}={reprlib.repr(v)}" for name, v in given.items())
                     failed.append(f"{shown}: {type(error).__name__}: {error}")

@@ -10,6 +10,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from every_row import every
 from torch import nn
 
 from sparkdl import ParameterAveraging, strategies, trusted_pickles
@@ -118,9 +119,7 @@ def test_a_subclass_of_a_loss_keeps_what_it_added(tmp_path: Path) -> None:
     assert there_and_back(OwnLoss(3.0), tmp_path, trust=True).sharpness == 3.0
 
 
-@pytest.mark.parametrize(
-    "value", [nn.Linear(2, 3), lambda: nn.Linear(2, 3)], ids=["instance", "lambda"]
-)
+@every("value", [nn.Linear(2, 3), lambda: nn.Linear(2, 3)])
 def test_what_cannot_be_imported_needs_trust(value: Any, tmp_path: Path) -> None:
     spec = save_object(value, tmp_path, "thing")
     with pytest.raises(ConfigError, match=r"thing was saved as a pickle.*trust=True.*trusted_pick"):

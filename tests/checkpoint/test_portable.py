@@ -10,6 +10,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from every_row import every
 from torch import Tensor, nn
 
 from sparkdl.checkpoint.portable import pickled_module, require_portable
@@ -76,7 +77,7 @@ class DrawsOnce(nn.Module):
         return self.layer(features) + self.shift
 
 
-@pytest.mark.parametrize("used", [False, True])
+@every("used", [False, True])
 def test_a_cache_that_is_made_later_arrives_as_it_is(used: bool) -> None:
     module, features = DrawsOnce(), torch.randn(4, 6)
     if used:

@@ -18,6 +18,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+from every_row import every
 from fsspec.implementations.local import LocalFileSystem
 from hypothesis import HealthCheck, given, settings
 from pyarrow import fs
@@ -153,7 +154,7 @@ def test_any_damage_to_the_newest_is_noticed_and_the_one_before_is_used(
         assert "checkpoint-000002" in caplog.text
 
 
-@pytest.mark.parametrize(
+@every(
     ("content", "words"),
     [
         (b"weightscenter and more", "center had 13 bytes when it was written and has more"),
@@ -179,7 +180,7 @@ def forge(directory: str, change: Any) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", ["/dev/zero", "../../../../../../dev/zero", "link", "pipe", "up"])
+@every("name", ["/dev/zero", "../../../../../../dev/zero", "link", "pipe", "up"])
 def test_only_regular_files_inside_the_checkpoint_are_read(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -326,7 +327,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         content(saved, "rank-7")
 
 
-@pytest.mark.parametrize("scheme", ["file://{}", "{}"])
+@every("scheme", ["file://{}", "{}"])
 def test_a_path_may_be_a_uri_or_plain(tmp_path: Path, scheme: str) -> None:
     path = scheme.format(tmp_path / "here")
     save(CheckpointStore(path, keep_last=2), 4)
@@ -441,7 +442,7 @@ def write_for_ever(path: str, saved: multiprocessing.synchronize.Event) -> None:
         store.prune()
 
 
-@pytest.mark.parametrize("after_one", [False, True])
+@every("after_one", [False, True])
 def test_a_writer_killed_at_any_instant_leaves_a_complete_checkpoint(
     tmp_path: Path, after_one: bool
 ) -> None:

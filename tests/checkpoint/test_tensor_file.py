@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import pytest
 import safetensors.torch
 import torch
+from every_row import every
 from hypothesis import given
 from safetensors import safe_open
 from torch import Tensor
@@ -150,7 +151,7 @@ def test_a_header_that_says_anything_is_an_error_of_ours(subtests: pytest.Subtes
             read_tensors(io.BytesIO(len(header).to_bytes(8, "little") + header + b"1234"))
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@every("dtype", [torch.complex64, torch.complex128])
 def test_complex_numbers_are_written_and_read(dtype: torch.dtype) -> None:
     values = torch.randn(3, 2, dtype=dtype)
     found, _ = read_tensors(io.BytesIO(written({"a": values})))

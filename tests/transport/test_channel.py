@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire import EXPECTED, MESSAGES, Wire, channel_over, cut, listen, receive_all, values
@@ -151,7 +152,7 @@ class TestRedirecting:
         assert came.count(b"x") == max(0, before - (len(octets) - 20))
         assert received == [{"and": "on"}]
 
-    @pytest.mark.parametrize("need", [HEADER, PAUSE], ids=["a header", "a pause"])
+    @every("need", [HEADER, PAUSE])
     def test_who_waits_for_something_else_goes_on_waiting_for_it(self, need: Any) -> None:
         received: list[Any] = []
 
@@ -191,7 +192,7 @@ class TestTheEnd:
         with pytest.raises(LeftError, match="the other end closed the connection"):
             receive_all(channel)
 
-    @pytest.mark.parametrize("act", [Channel.receive, Channel.flush], ids=["receiving", "sending"])
+    @every("act", [Channel.receive, Channel.flush])
     def test_so_is_a_connection_that_breaks(self, act: Callable[[Channel], bool]) -> None:
         channel, wire = channel_over()
         channel.begin(listen([]))
@@ -227,8 +228,8 @@ class TestTheEnd:
         receive_all(channel)
         assert received == ["cleaned up"]
 
-    @pytest.mark.parametrize("kind", ["header", "values"])
-    @pytest.mark.parametrize("staging", [4, 64])
+    @every("kind", ["header", "values"])
+    @every("staging", [4, 64])
     def test_the_rest_of_a_message_is_thrown_away_once_the_conversation_has_ended(
         self, kind: str, staging: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:

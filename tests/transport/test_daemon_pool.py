@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import CancelledError
 
 import pytest
+from every_row import every
 from subprocesses import printed_by
 from toys import sparkdl_threads
 
@@ -84,7 +85,7 @@ def test_it_has_no_more_threads_than_it_may_and_none_once_closed() -> None:
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("cancels", [False, True])
+@every("cancels", [False, True])
 def test_what_was_not_begun_is_still_done_after_the_close_unless_cancelled(cancels: bool) -> None:
     pool, release = DaemonPool(1, "sparkdl-test"), threading.Event()
     begun = threading.Event()

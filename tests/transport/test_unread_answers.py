@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+from every_row import every
 from wire import channel_over, receive_all
 
 from sparkdl.transport.channel import (
@@ -26,7 +26,7 @@ def answers(channel: Channel, answer: dict[str, Any], asked: list[int]) -> Conve
         channel.send_header(answer)
 
 
-@pytest.mark.parametrize("size", [1, UNREAD_BYTES // 4])
+@every("size", [1, UNREAD_BYTES // 4])
 def test_answers_that_nobody_takes_are_bounded_in_number_and_in_bytes(size: int) -> None:
     asked: list[int] = []
     questions = b"".join(header_message({"ask": number}) for number in range(ASKED))
@@ -38,7 +38,7 @@ def test_answers_that_nobody_takes_are_bounded_in_number_and_in_bytes(size: int)
     assert (len(asked) - 1) * size <= UNREAD_BYTES
 
 
-@pytest.mark.parametrize("staging", [7, 1 << 16])
+@every("staging", [7, 1 << 16])
 def test_all_are_answered_in_order_as_soon_as_answers_are_taken(staging: int) -> None:
     asked: list[int] = []
     questions = b"".join(header_message({"ask": number}) for number in range(ASKED))

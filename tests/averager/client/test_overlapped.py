@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from crew import WAIT_S, Crew, crew, eventually, window
+from every_row import every
 
 from sparkdl.averager.client.client import AveragerClient
 from sparkdl.averager.coordination.rank_states import RankState
@@ -27,8 +28,8 @@ def begun(
     return client, state
 
 
-@pytest.mark.parametrize("wire_format", [FullPrecision(), BFloat16Changes()], ids=lambda f: f.name)
-@pytest.mark.parametrize("local", [0.0, 0.25])
+@every("wire_format", [FullPrecision(), BFloat16Changes()])
+@every("local", [0.0, 0.25])
 def test_what_was_trained_meanwhile_is_merged_with_the_center(
     wire_format: WireFormat, local: float
 ) -> None:

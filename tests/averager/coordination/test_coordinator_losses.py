@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from decisions import Every, Run, commit, expect_failure, only, report, shard
 from decisions import started as started_with
+from every_row import every
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
@@ -283,7 +283,7 @@ class TestFencing:
         run.coordinator.heartbeat(before, run.now)
         assert run.coordinator.members.overdue({0}, run.now + 1) == {0}
 
-    @pytest.mark.parametrize("attempt", [-1, 0], ids=["refused", "replaced"])
+    @every("attempt", [-1, 0])
     def test_who_has_no_place_has_not_finished_for_who_has(self, attempt: int) -> None:
         run = started(2)
         stranger, holder = Member(0, "elsewhere", attempt), Member(0, "here", attempt + 1)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-import pytest
 from decisions import Run, commit, expect_failure, only, report, started
+from every_row import every
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
@@ -163,7 +163,7 @@ class TestOutOfTurn:
         )
         expect_failure(run, run.close(1, epoch=2), TrainingError, words)
 
-    @pytest.mark.parametrize("done", ["a commit", "a window", "a wait", "a last window"])
+    @every("done", ["a commit", "a window", "a wait", "a last window"])
     def test_leaving_in_the_middle_of_an_epoch(self, done: str) -> None:
         run = started(2)
         if done == "a commit":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 from decisions import Run, commit, expect_failure, only, report, shard, started
+from every_row import every
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
@@ -31,7 +31,7 @@ def test_nobody_is_let_start_before_the_driver_says_so() -> None:
     assert run.start() == [do.Welcome(run.members[0]), do.Welcome(run.members[1])]
 
 
-@pytest.mark.parametrize("of_driver", ["", "f1"])
+@every("of_driver", ["", "f1"])
 def test_who_has_built_other_frozen_parameters_than_the_driver_ends_the_run(of_driver: str) -> None:
     run = Run(2, frozen=of_driver)
     assert run.join(0, frozen=of_driver) == []
@@ -93,7 +93,7 @@ def test_rows_that_were_read_are_not_said_a_second_time() -> None:
     expect_failure(run, run.read(0), TrainingError, "rank 0 reported its rows twice")
 
 
-@pytest.mark.parametrize("rank", [2, -1])
+@every("rank", [2, -1])
 def test_a_rank_outside_the_world_ends_the_run(rank: int) -> None:
     run = Run(2)
     decisions = run.join(rank, host="here")
@@ -119,8 +119,8 @@ def test_ranks_that_see_different_columns_end_the_run() -> None:
 class TestActingBeforeBeingLetStart:
     """Whoever acts as if it had been let start ends the run, in words."""
 
-    @pytest.mark.parametrize("is_started", [False, True], ids=["before all", "as one comes back"])
-    @pytest.mark.parametrize(
+    @every("is_started", [False, True])
+    @every(
         "act",
         [
             lambda member: on.WindowClosed(member, report(0)),
@@ -130,7 +130,6 @@ class TestActingBeforeBeingLetStart:
                 member, ValidationReport(rank=0, epoch=1, examples=1, loss_sum=0.0, weight=1.0)
             ),
         ],
-        ids=["a window", "a gift", "finish", "a validation"],
     )
     def test_it_is_refused(self, act: object, is_started: bool) -> None:
         run = started(2, max_failures=1) if is_started else joined(2)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from decisions import Run, expect_failure, only, started
+from every_row import every
 from validating import HELD_OUT, ask, told, validate, with_held_out_rows
 
 from sparkdl.averager.coordination import decisions as do
@@ -93,7 +94,7 @@ def test_who_waits_for_an_epoch_that_has_not_ended_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@every(
     "header",
     [
         {"epoch_losses": 1},

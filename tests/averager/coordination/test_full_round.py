@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from every_row import every
 
 from sparkdl.averager.coordination.round_decisions import FullRound
 from sparkdl.events import WindowReport
@@ -37,7 +38,7 @@ def in_step(rows: list[int]) -> list[list[WindowReport]]:
     return [[own[k] for own in of_ranks if k < len(own)] for k in range(longest)]
 
 
-@pytest.mark.parametrize("rows", [[40], [40, 40], [40, 33, 21], [7, 3, 100], [0, 25, 5]], ids=str)
+@every("rows", [[40], [40, 40], [40, 33, 21], [7, 3, 100], [0, 25, 5]])
 def test_rounds_of_everyone_who_has_rows_left_are_full_ones_from_the_first_epoch_on(
     rows: list[int],
 ) -> None:
@@ -47,8 +48,8 @@ def test_rounds_of_everyone_who_has_rows_left_are_full_ones_from_the_first_epoch
         full.end_epoch()
 
 
-@pytest.mark.parametrize("rows", [[40, 40, 40, 40], [40, 33, 21], [7, 3, 100], [0, 25, 5]], ids=str)
-@pytest.mark.parametrize("seed", range(5))
+@every("rows", [[40, 40, 40, 40], [40, 33, 21], [7, 3, 100], [0, 25, 5]])
+@every("seed", range(5))
 def test_in_any_order_a_window_alone_has_the_share_that_it_has_among_everyones(
     rows: list[int], seed: int
 ) -> None:

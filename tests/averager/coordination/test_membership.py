@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from every_row import every
 
 from sparkdl.averager.coordination.events import Member
 from sparkdl.averager.coordination.membership import (
@@ -37,7 +38,7 @@ def test_a_rank_of_the_run_joins_once() -> None:
         members.join(Member(0, "b", attempt=1), 2.0)
 
 
-@pytest.mark.parametrize("rank", [2, -1])
+@every("rank", [2, -1])
 def test_a_rank_outside_the_world_is_refused(rank: int) -> None:
     with pytest.raises(TrainingError, match=rf"rank {rank} on here joined a run of 2 workers"):
         crew(2).join(Member(rank, "here"), 0.0)
@@ -121,10 +122,9 @@ class TestPatience:
     def test_it_is_the_deadline_before_a_window_was_measured(self) -> None:
         assert self.joined().patience_s(0) == 60.0
 
-    @pytest.mark.parametrize(
+    @every(
         ("window_s", "granted_s"),
         [(1.0, STRAGGLER_S), (8.0, 8.0 * STRAGGLER_WINDOWS), (100.0, 60.0)],
-        ids=["at least", "windows", "at most"],
     )
     def test_it_grows_with_the_longest_window(self, window_s: float, granted_s: float) -> None:
         members = self.joined()
@@ -139,7 +139,7 @@ class TestPatience:
             assert members.patience_s(0) == granted_s
             members.double_patience()
 
-    @pytest.mark.parametrize("max_failures", [0, 3])
+    @every("max_failures", [0, 3])
     def test_who_cannot_be_dropped_has_the_deadline(self, max_failures: int) -> None:
         members = self.joined(max_failures)
         measured(members, 0, 1.0)
@@ -208,7 +208,7 @@ class TestSilence:
         assert members.overdue({0}, late + 9.9) == set()
         assert not members.look(late + 1)
 
-    @pytest.mark.parametrize(("deadline_s", "tick_s"), [(60.0, 1.0), (2.0, 0.5)])
+    @every(("deadline_s", "tick_s"), [(60.0, 1.0), (2.0, 0.5)])
     def test_the_clock_is_looked_at_at_least_four_times_a_deadline(
         self, deadline_s: float, tick_s: float
     ) -> None:

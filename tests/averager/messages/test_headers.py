@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+from every_row import every
 
 from sparkdl.averager.messages.headers import (
     failure_header,
@@ -32,8 +33,8 @@ HUGE = 10**400
 """JSON can say it, and no float holds it: sums and means of it are an OverflowError."""
 
 
-@pytest.mark.parametrize("name", ["examples", "loss_sum", "epoch", "step", "group_weight"])
-@pytest.mark.parametrize("number", [HUGE, -HUGE, 1 << 64], ids=["huge", "-huge", "2**64"])
+@every("name", ["examples", "loss_sum", "epoch", "step", "group_weight"])
+@every("number", [HUGE, -HUGE, 1 << 64])
 def test_a_window_of_numbers_beyond_64_bits_is_refused(name: str, number: int) -> None:
     header = window_header(WINDOW)
     header["window"][name] = number
@@ -41,10 +42,9 @@ def test_a_window_of_numbers_beyond_64_bits_is_refused(name: str, number: int) -
         read_window(header, 0)
 
 
-@pytest.mark.parametrize(
+@every(
     "number",
     [HUGE, -HUGE, math.inf, math.nan, True, None],
-    ids=["huge", "-huge", "inf", "nan", "true", "null"],
 )
 def test_what_a_window_has_measured_is_a_few_numbers_that_floats_hold(number: Any) -> None:
     header = window_header(replace(WINDOW, measured={"noise": 2.0}))
@@ -56,7 +56,7 @@ def test_what_a_window_has_measured_is_a_few_numbers_that_floats_hold(number: An
         read_window(header, 0)
 
 
-@pytest.mark.parametrize(
+@every(
     ("missing", "ranks"),
     [([3, 1], (3, 1)), ([], ()), ([-1, "2", 2.0, True, None, [4]], ()), ("12", ()), ({}, ())],
 )
@@ -71,7 +71,7 @@ def test_of_whom_a_worker_misses_only_what_may_be_a_rank_is_believed(
         assert caught.value.ranks == (ranks if "missing" in said else ())
 
 
-@pytest.mark.parametrize("name", ["examples", "loss_sum", "weight"])
+@every("name", ["examples", "loss_sum", "weight"])
 def test_a_validation_of_numbers_beyond_64_bits_is_refused(name: str) -> None:
     header = validation_header(VALIDATION)
     header["validation"][name] = HUGE
@@ -79,7 +79,7 @@ def test_a_validation_of_numbers_beyond_64_bits_is_refused(name: str) -> None:
         read_validation(header, 0)
 
 
-@pytest.mark.parametrize("name", ["rows", "held_out", "weight"])
+@every("name", ["rows", "held_out", "weight"])
 def test_rows_beyond_64_bits_are_refused(name: str) -> None:
     header = shard_header(SHARD)
     header["shard"][name] = HUGE
@@ -87,7 +87,7 @@ def test_rows_beyond_64_bits_are_refused(name: str) -> None:
         read_shard(header, 0)
 
 
-@pytest.mark.parametrize("name", ["nulls", "longest", "smallest", "places"])
+@every("name", ["nulls", "longest", "smallest", "places"])
 def test_statistics_beyond_64_bits_are_refused(name: str) -> None:
     header = shard_header(SHARD)
     (column,) = header["shard"]["columns"]
@@ -96,7 +96,7 @@ def test_statistics_beyond_64_bits_are_refused(name: str) -> None:
         read_shard(header, 0)
 
 
-@pytest.mark.parametrize("name", ["join", "attempt", "task"])
+@every("name", ["join", "attempt", "task"])
 def test_a_worker_that_joins_with_numbers_beyond_64_bits_is_refused(name: str) -> None:
     with pytest.raises(TrainingError, match="starts with a rank and a host"):
         read_join({"join": 0, "host": "h", "attempt": 0, "task": 0} | {name: HUGE})

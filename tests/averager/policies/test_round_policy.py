@@ -12,6 +12,7 @@ import pytest
 import torch
 from by_keyword import open_averager
 from decisions import Run, commit, only, report, started
+from every_row import every
 from stragglers import AllButStragglers
 
 from sparkdl.averager.coordination import decisions as do
@@ -224,13 +225,13 @@ def test_every_schedule_ends_as_its_faults_allow(policy: Callable[[], RoundPolic
     assert sum(outcome.failure is None for outcome in outcomes) > 200
 
 
-@pytest.mark.parametrize("policy", [Nobody(), AllButStragglers(1)], ids=["nobody", "all but one"])
+@every("policy", [Nobody(), AllButStragglers(1)])
 def test_replies_of_changes_are_refused_where_not_all_get_each_of_them(policy: RoundPolicy) -> None:
     with pytest.raises(ConfigError, match=f"'bfloat16' .* with {type(policy).__name__}"):
         open_averager((), [], 2, BFloat16Changes(), policy=policy)
 
 
-@pytest.mark.parametrize("policy", [Nobody(), AllButStragglers(1)], ids=["nobody", "all but one"])
+@every("policy", [Nobody(), AllButStragglers(1)])
 def test_fragments_are_refused_where_not_all_get_each_of_them(policy: RoundPolicy) -> None:
     layout = (Segment("parameters", torch.float32, 4),)
     with pytest.raises(ConfigError, match=f"2 fragments .* {type(policy).__name__} lets them"):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from every_row import every
 
 from sparkdl.averager.policies.cutoff import Numbers, RunTimes, best_cutoff
 
@@ -17,7 +18,7 @@ def exponential_order(count: int, shift: float) -> Numbers:
     return np.array([[shift + sum(1 / (count - i) for i in range(c)) for c in range(1, count + 1)]])
 
 
-@pytest.mark.parametrize(
+@every(
     ("count", "shift", "best", "rate", "everyone"),
     [
         (16, 1.0, 11, 5.24, 3.65),
@@ -80,7 +81,7 @@ NOISE: dict[str, Callable[[np.random.Generator, int], Numbers]] = {
 }
 
 
-@pytest.mark.parametrize("noise", NOISE)
+@every("noise", NOISE)
 def test_with_noise_of_any_shape_the_cutoff_is_nearly_as_good_as_the_best(noise: str) -> None:
     draw = np.random.default_rng(1)
     model = fitted(NOISE[noise](draw, 40))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from decisions import Every, Run, commit, expect_failure, only, report, started
+from every_row import every
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
@@ -179,7 +180,7 @@ def test_a_checkpoint_has_the_worker_states_of_those_who_wait() -> None:
     assert only(do.AskWorkerState, decisions) == []
 
 
-@pytest.mark.parametrize("barrier", [SSP(1), PSSP(MANY, 1)], ids=str)
+@every("barrier", [SSP(1), PSSP(MANY, 1)])
 def test_a_resumed_run_has_those_wait_who_were_ahead_when_they_have_trained(
     barrier: Barrier,
 ) -> None:
@@ -246,7 +247,7 @@ def test_staleness_is_in_the_epochs_summary() -> None:
     assert (summary.mean_staleness, summary.max_staleness) == (3 / 4, 2)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 5])
+@every("workers", [1, 2, 5])
 def test_workers_of_the_same_speed_have_missed_one_update_of_each_other(workers: int) -> None:
     run = run_of(workers, ASP())
     told = []
@@ -258,17 +259,15 @@ def test_workers_of_the_same_speed_have_missed_one_update_of_each_other(workers:
     assert stale == [workers - 1] * (2 * workers)
 
 
-@pytest.mark.parametrize(
-    ("barrier", "policy"), [(BSP(), All), (ASP(), Nobody), (SSP(3), BoundedStaleness)], ids=str
-)
+@every(("barrier", "policy"), [(BSP(), All), (ASP(), Nobody), (SSP(3), BoundedStaleness)])
 def test_each_run_has_a_policy_of_its_own(barrier: Barrier, policy: type[RoundPolicy]) -> None:
     first, second = barrier.policy(2), barrier.policy(2)
     assert type(first) is type(second) is policy
     assert first is not second
 
 
-@pytest.mark.parametrize("wrong", [-1, 1.5, True, None, "2"])
-@pytest.mark.parametrize(
+@every("wrong", [-1, 1.5, True, None, "2"])
+@every(
     ("barrier", "words"),
     [
         (SSP, r"s must be a whole number of windows >= 0, got "),
@@ -354,7 +353,7 @@ def calls_a_window(world_size: int, barrier: Barrier) -> float:
     return counted / (3 * world_size)
 
 
-@pytest.mark.parametrize("barrier", [ASP(), SSP(0), SSP(1), PBSP(4), PSSP(4, 1)], ids=str)
+@every("barrier", [ASP(), SSP(0), SSP(1), PBSP(4), PSSP(4, 1)])
 def test_what_a_contribution_costs_does_not_grow_with_the_workers(barrier: Barrier) -> None:
     assert calls_a_window(1000, barrier) < 1.25 * calls_a_window(20, barrier)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from crew import WAIT_S, Crew, crew, eventually, window
+from every_row import every
 
 from sparkdl.averager.client.worker_channel import blocks as blocks_of
 from sparkdl.averager.coordination import events as on
@@ -40,7 +41,7 @@ def saved_ranks(path: Path) -> dict[tuple[int, ...], list[int]]:
     return found
 
 
-@pytest.mark.parametrize("blocks", range(4))
+@every("blocks", range(4))
 def test_a_state_that_ends_early_is_not_in_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int
 ) -> None:
@@ -65,7 +66,7 @@ def test_a_state_that_ends_early_is_not_in_the_checkpoint(
         assert saved_ranks(tmp_path) == {(1, 1): [0, 1] if blocks == 3 else [0]}
 
 
-@pytest.mark.parametrize("every_rounds", [1, 2])
+@every("every_rounds", [1, 2])
 def test_who_is_let_in_behind_a_commit_is_not_asked_for_its_state(
     tmp_path: Path, every_rounds: int
 ) -> None:

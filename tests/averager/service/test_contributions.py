@@ -12,6 +12,7 @@ import torch
 from by_keyword import open_averager
 from crew import WAIT_S, crew
 from crew import window as crew_window
+from every_row import every
 from torch import Tensor
 
 from sparkdl.averager.client.client import AveragerClient
@@ -96,7 +97,7 @@ def test_examples_and_losses_are_counted_where_they_happened() -> None:
         assert (summary.examples, summary.loss) == (5, 0.6)
 
 
-@pytest.mark.parametrize("wire_format", [FullPrecision(), BFloat16Changes()], ids=lambda c: c.name)
+@every("wire_format", [FullPrecision(), BFloat16Changes()])
 def test_rounds_without_any_weight_change_nothing(wire_format: WireFormat) -> None:
     def exchanged(step: int, value: float, **fields: object) -> list[list[float]]:
         rounds = [
@@ -113,9 +114,9 @@ def test_rounds_without_any_weight_change_nothing(wire_format: WireFormat) -> No
         assert exchanged(5, 4.0, last=True) == [[4.0] * 3] * 2
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("wire_format", [FullPrecision(), BFloat16Changes()], ids=lambda c: c.name)
+@every("bad", [math.nan, math.inf, -math.inf])
+@every("rank", [0, 1])
+@every("wire_format", [FullPrecision(), BFloat16Changes()])
 def test_what_is_not_finite_never_reaches_the_center_and_is_said_whose_it_is(
     wire_format: WireFormat, rank: int, bad: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

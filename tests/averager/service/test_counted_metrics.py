@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from decisions import Run, only
+from every_row import every
 from validating import HELD_OUT, ask, told, with_held_out_rows
 
 from sparkdl.averager.coordination import decisions as do
@@ -100,7 +101,7 @@ def test_of_an_epoch_that_is_long_over_nothing_is_kept() -> None:
     assert counted(count(run, 1)) == [(1, ["0 in 1", "1 in 1"])]
 
 
-@pytest.mark.parametrize("size", [-1, MAX_STATES_BYTES // 4 + 1, 1.0, True, "8", None, [8]])
+@every("size", [-1, MAX_STATES_BYTES // 4 + 1, 1.0, True, "8", None, [8]])
 def test_more_than_a_workers_share_or_no_number_of_bytes_is_refused(size: Any) -> None:
     assert read_states_size({"states": MAX_STATES_BYTES // 4}, 0, 4) == MAX_STATES_BYTES // 4
     assert read_states_size({}, 0, 4) == 0

@@ -11,6 +11,7 @@ import pytest
 import torch
 from by_keyword import open_averager
 from crew import LAYOUT, WAIT_S, Crew, crew, eventually, window
+from every_row import every
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
@@ -98,8 +99,8 @@ DEEDS: dict[Deed, str] = {
 }
 
 
-@pytest.mark.parametrize("max_failures", [0, 5])
-@pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: deed.__name__)
+@every("max_failures", [0, 5])
+@every("deed", DEEDS)
 def test_the_run_ends_at_once_and_says_why(deed: Deed, max_failures: int) -> None:
     with crew(2, max_failures=max_failures) as workers:
         waiting = deed(workers)

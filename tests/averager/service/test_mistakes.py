@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from crew import WAIT_S, Crew, crew, window
+from every_row import every
 
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.service.loop import Loop
@@ -39,7 +40,7 @@ def spoil_commits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Center, "commit", mistake)
 
 
-@pytest.mark.parametrize("spoil", [spoil_commits, spoil_decisions, spoil_the_end])
+@every("spoil", [spoil_commits, spoil_decisions, spoil_the_end])
 def test_the_driver_is_told(
     monkeypatch: pytest.MonkeyPatch, spoil: Callable[[pytest.MonkeyPatch], None]
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from by_keyword import open_averager
 from crew import LAYOUT, SILENCE_S, WAIT_S, Crew, crew, window
+from every_row import every
 from toys import drive
 
 from sparkdl.averager import AveragerClient
@@ -36,7 +37,7 @@ def pause(workers: Crew, seconds: float) -> None:
     workers.clock.step(workers.averager.service, seconds)
 
 
-@pytest.mark.parametrize("max_failures", [0, 5])
+@every("max_failures", [0, 5])
 def test_workers_survive_a_pause_of_the_driver(max_failures: int) -> None:
     with crew(2, deadline_s=60.0, max_failures=max_failures) as workers:
         exchange(workers, step=1)

@@ -7,12 +7,13 @@ import random
 import pytest
 import torch
 from crew import WAIT_S, crew, window
+from every_row import every
 
 from sparkdl.averager.values import packing
 
 
-@pytest.mark.parametrize("size", [1, 64 << 10, (64 << 10) + 1, (3 << 20) + 5])
-@pytest.mark.parametrize("chunk", [1 << 20, 64 << 10], ids=["few-workers", "many-workers"])
+@every("size", [1, 64 << 10, (64 << 10) + 1, (3 << 20) + 5])
+@every("chunk", [1 << 20, 64 << 10])
 def test_it_is_the_same_bytes_in_the_next_attempt(
     size: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from crew import WAIT_S, crew, sent_values, window
 from decisions import Every, Run, only, report, started
+from every_row import every
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
@@ -98,10 +99,9 @@ def test_a_window_without_rows_takes_its_turn_too() -> None:
     assert close(run, 0, 0, examples=0, last=True) == [1]
 
 
-@pytest.mark.parametrize(
+@every(
     ("steps", "period", "first"),
     [((0, 0, 0), 2, 0), ((4, 2, 2), 2, 1), ((4, 4, 2), 2, 2), ((5, 4, 4), 2, 1), ((5, 6, 6), 2, 0)],
-    ids=str,
 )
 def test_a_resumed_run_goes_on_with_who_has_had_the_fewest(
     steps: tuple[int, ...], period: int, first: int

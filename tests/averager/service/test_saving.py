@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_row import every
 
 from sparkdl.averager.messages.progress import Progress
 from sparkdl.averager.service.saving import ResumedCheckpoint
@@ -21,7 +22,7 @@ REPORT = WindowReport(rank=0, epoch=1, step=1, examples=2, loss_sum=0.5, last=Fa
 SUMMARY = EpochSummary(epoch=1, loss=0.5, examples=2, rounds=1, seconds=1.0)
 
 
-@pytest.mark.parametrize(
+@every(
     "progress",
     [
         {},
@@ -63,9 +64,7 @@ def test_a_center_of_another_model_is_refused_in_words(tmp_path: Path) -> None:
         ResumedCheckpoint.of(saved).read_center((Segment("parameters", torch.float32, 3),))
 
 
-@pytest.mark.parametrize(
-    ("name", "epoch"), [("0", "two"), ("0", "9" * 5000), ("0", "-1"), ("1", "2"), ("0", "")]
-)
+@every(("name", "epoch"), [("0", "two"), ("0", "9" * 5000), ("0", "-1"), ("1", "2"), ("0", "")])
 def test_a_kept_model_of_another_training_is_refused_in_words(
     tmp_path: Path, name: str, epoch: str
 ) -> None:

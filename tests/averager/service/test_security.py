@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from by_keyword import open_averager
+from every_row import every
 from torch import Tensor
 from toys import drive
 from virtual_time import VirtualClock
@@ -78,8 +79,14 @@ def clock() -> VirtualClock:
 @pytest.fixture
 def averager(clock: VirtualClock) -> Iterator[Averager]:
     """One for which no time passes: no run ends because a deadline has passed."""
-    with open_averager(LAYOUT, [torch.ones(5)], 1, FullPrecision(), now=clock) as averager:
+    with opened(clock) as averager:
         yield averager
+
+
+def opened(clock: VirtualClock | None = None) -> Averager:
+    """The averager of one worker, for which no time passes."""
+    now = clock or VirtualClock()
+    return open_averager(LAYOUT, [torch.ones(5)], 1, FullPrecision(), now=now)
 
 
 def dial(averager: Averager) -> Connection:
@@ -321,11 +328,9 @@ WRONG_SHARDS: dict[str, tuple[Message, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_SHARDS)
-def test_a_wrong_message_before_training_ends_the_run_at_once(
-    averager: Averager, name: str
-) -> None:
-    with Intruder(averager) as intruder:
+@every("name", WRONG_SHARDS)
+def test_a_wrong_message_before_training_ends_the_run_at_once(name: str) -> None:
+    with opened() as averager, Intruder(averager) as intruder:
         intruder.send(*WRONG_SHARDS[name])
         with pytest.raises(TrainingError, match=r"rank 0|header|a worker sent"):
             list(intruder.events)
@@ -373,17 +378,15 @@ WRONG_MESSAGES: dict[str, tuple[Message, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_MESSAGES)
-def test_wrong_messages_from_a_token_holder_end_the_run_at_once(
-    averager: Averager, name: str
-) -> None:
-    with Intruder(averager) as intruder:
+@every("name", WRONG_MESSAGES)
+def test_wrong_messages_from_a_token_holder_end_the_run_at_once(name: str) -> None:
+    with opened() as averager, Intruder(averager) as intruder:
         intruder.train(*WRONG_MESSAGES[name])
         with pytest.raises(SparkDLError):
             list(intruder.events)
 
 
-@pytest.mark.parametrize(
+@every(
     "hello",
     [
         b"",
@@ -396,8 +399,8 @@ def test_wrong_messages_from_a_token_holder_end_the_run_at_once(
         b'{"failure": 3}',
     ],
 )
-def test_a_wrong_first_message_is_answered_with_an_error(averager: Averager, hello: bytes) -> None:
-    with Intruder(averager, hello) as intruder:
+def test_a_wrong_first_message_is_answered_with_an_error(hello: bytes) -> None:
+    with opened() as averager, Intruder(averager, hello) as intruder:
         assert "stopped" in intruder.connection.receive_header()
 
 

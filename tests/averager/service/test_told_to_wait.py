@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
 from decisions import Run, started
+from every_row import every
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
 
 
-@pytest.mark.parametrize("trains", [0, 1])
+@every("trains", [0, 1])
 def test_whoever_trains_the_others_are_told(trains: int) -> None:
     """Also those whose turn to add has not come, for a lower rank has not contributed."""
     run: Run = started(3, deadline_s=8)

@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import pytest
+from every_row import every
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,7 +32,7 @@ def test_a_worker_need_not_tell_its_times() -> None:
     assert read_phases({"finish": True}, 0) is None
 
 
-@pytest.mark.parametrize(
+@every(
     "changes",
     [
         {"seconds": [1.0] * 5},
@@ -50,7 +51,6 @@ def test_a_worker_need_not_tell_its_times() -> None:
         {"uncertainty": -0.1},
         {"more": 1},
     ],
-    ids=repr,
 )
 def test_times_that_no_clock_shows_end_the_run(changes: dict[str, Any]) -> None:
     header: dict[str, Any] = copy.deepcopy(phases_header(TIMES))

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
-import pytest
 import torch
+from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -173,14 +173,14 @@ def test_values_that_are_scaled_count_by_their_whole_weight(weights: list[int], 
         np.testing.assert_allclose(mean.numpy(), expected, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("contributor", [0, 1, 2])
+@every("contributor", [0, 1, 2])
 def test_a_single_contribution_passes_bit_for_bit(contributor: int) -> None:
     examples = {rank: 17 if rank == contributor else 0 for rank in range(3)}
     state = random_state(1)
     assert bits_of(accumulate({contributor: state}, examples)) == bits_of(state)
 
 
-@pytest.mark.parametrize("empty", [{0}, {1}, {2}, {0, 1}, {1, 2}, {0, 2}])
+@every("empty", [{0}, {1}, {2}, {0, 1}, {1, 2}, {0, 2}])
 def test_ranks_without_examples_do_not_count(empty: set[int]) -> None:
     examples = {rank: 0 if rank in empty else rank + 2 for rank in range(3)}
     states = {rank: random_state(rank) for rank in range(3)}
@@ -207,7 +207,7 @@ def test_integers_are_those_of_the_first_contributor() -> None:
     assert torch.equal(accumulate(states, examples)[3], states[1][3])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@every("dtype", [torch.float16, torch.bfloat16])
 def test_narrow_types_are_summed_in_float32(dtype: torch.dtype) -> None:
     layout = (Segment("parameters", dtype, 2),)
     chunks = plan_chunks(layout, size=64)
@@ -238,7 +238,7 @@ def test_equal_weights_are_not_rounded() -> None:
 class TestInPlace:
     """The first contribution arrives where the sum is formed, if it needs no conversion."""
 
-    @pytest.mark.parametrize(("empty", "first"), [([], 0), ([0], 1)])
+    @every(("empty", "first"), [([], 0), ([0], 1)])
     def test_that_of_the_first_does(self, empty: list[int], first: int) -> None:
         total = empty_total()
         accumulator = make_accumulator(total, [0, 1])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 
-import pytest
 import torch
 from decisions import Run, only, started
+from every_row import every
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
@@ -124,7 +124,7 @@ def test_a_sum_that_has_started_over_has_nothing_of_before() -> None:
     assert center.values[0].tolist() == [3.0] * SIZE
 
 
-@pytest.mark.parametrize("wire_format", [FullPrecision(), BFloat16Changes()], ids=lambda c: c.name)
+@every("wire_format", [FullPrecision(), BFloat16Changes()])
 def test_a_round_without_weight_replies_that_nothing_changed(wire_format: WireFormat) -> None:
     center = make_center(MIXED, wire_format)
     average(center, {0: (1, 2.0), 1: (1, 4.0)})
@@ -157,7 +157,7 @@ def test_under_bfloat16_the_reply_is_the_rounded_change_and_the_center_moves_by_
         assert center.values[0].tolist() == [float(number)] * SIZE
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@every("dtype", [torch.float16, torch.bfloat16])
 def test_half_parameters_are_kept_in_float32_and_sent_as_they_came(dtype: torch.dtype) -> None:
     center = make_center((Segment("parameters", dtype, SIZE),))
     average(center, {0: (1, 1.0), 1: (2, 2.0)})
@@ -218,8 +218,8 @@ class TestMemory:
         }
         return sum(storages.values())
 
-    @pytest.mark.parametrize("world_size", [1, 4, 64])
-    @pytest.mark.parametrize(
+    @every("world_size", [1, 4, 64])
+    @every(
         ("dtype", "wire_format", "bytes_each"),
         [
             (torch.float32, FullPrecision(), 8),
@@ -228,7 +228,6 @@ class TestMemory:
             (torch.float16, FullPrecision(), 8 + 2),
             (torch.float64, FullPrecision(), 16),
         ],
-        ids=["float32", "bfloat16 changes", "bfloat16", "float16", "float64"],
     )
     def test_it_does_not_grow(
         self, dtype: torch.dtype, wire_format: WireFormat, bytes_each: int, world_size: int

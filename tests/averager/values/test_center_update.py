@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from torch import Tensor
 
 from sparkdl.averager.values.center import Center
@@ -82,7 +83,7 @@ def replied(center: Center, wire_format: WireFormat, before: Tensor) -> Tensor:
     return values
 
 
-@pytest.mark.parametrize("wire_format", FORMATS, ids=lambda each: each.name)
+@every("wire_format", FORMATS)
 def test_the_center_moves_as_the_update_says_in_every_wire_format(wire_format: WireFormat) -> None:
     center = Center(layout_of("parameters"), [torch.zeros(SIZE)], 4, wire_format, Momentum())
     oracle, velocity = np.float32(0), np.float32(0)
@@ -95,7 +96,7 @@ def test_the_center_moves_as_the_update_says_in_every_wire_format(wire_format: W
         assert torch.equal(replied(center, wire_format, before), center.values[0])
 
 
-@pytest.mark.parametrize("wire_format", FORMATS, ids=lambda each: each.name)
+@every("wire_format", FORMATS)
 def test_what_is_no_parameter_becomes_the_mean(wire_format: WireFormat) -> None:
     layout = layout_of("parameters", "buffers", "optimizer")
     center = Center(layout, [torch.zeros(SIZE) for _ in layout], 4, wire_format, Told())
@@ -122,11 +123,10 @@ class Doubles(CenterUpdate):
         change.mul_(2)
 
 
-@pytest.mark.parametrize("wire_format", [*FORMATS, ParameterChanges()], ids=lambda each: each.name)
-@pytest.mark.parametrize(
+@every("wire_format", [*FORMATS, ParameterChanges()])
+@every(
     ("update", "parameters", "others"),
     [(ReplaceByMean(), 3.0, 4.5), (Doubles(), 5.0, 4.5), (InFull(), 9.0, 17.0)],
-    ids=["mean", "step", "in full"],
 )
 def test_a_round_moves_all_that_is_averaged_by_its_share_of_a_full_one(
     wire_format: WireFormat, update: CenterUpdate, parameters: float, others: float
@@ -145,7 +145,7 @@ def test_a_round_moves_all_that_is_averaged_by_its_share_of_a_full_one(
     assert center.values[3].unique().tolist() == [7]
 
 
-@pytest.mark.parametrize("wire_format", FORMATS, ids=lambda each: each.name)
+@every("wire_format", FORMATS)
 def test_an_update_may_move_the_center_in_a_round_without_weight(wire_format: WireFormat) -> None:
     class Coasts(Momentum):
         def moves_alone(self, round: int) -> bool:
@@ -170,7 +170,7 @@ class Halves(Told):
         return 0.5 if staleness else 1.0
 
 
-@pytest.mark.parametrize(
+@every(
     ("wire_format", "scale"), [(Changes(), 0.5), (BFloat16Changes(), 0.5), (FullPrecision(), 1.0)]
 )
 def test_changes_are_scaled_by_their_staleness_and_values_never(

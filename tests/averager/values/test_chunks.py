@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
 import torch
+from every_row import every
 from hypothesis import given
 from hypothesis import strategies as st
 from toys import DTYPES
@@ -70,13 +70,13 @@ def test_a_chunk_is_a_view_of_its_segment() -> None:
     assert segments[1].tolist() == [0, 7, 7, 0]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 8, 64, 256])
+@every("world_size", [1, 2, 8, 64, 256])
 def test_chunks_of_all_workers_together_stay_within_their_budget(world_size: int) -> None:
     assert MIN_CHUNK_BYTES <= chunk_bytes(world_size) <= MAX_CHUNK_BYTES
     assert world_size * chunk_bytes(world_size) <= HELD_BYTES
 
 
-@pytest.mark.parametrize("package", ["averager", "transport"])
+@every("package", ["averager", "transport"])
 def test_nothing_that_reads_the_wire_can_unpickle(package: str) -> None:
     """Reads the imports and calls: no pickle, no torch.load, no eval."""
     paths = sorted((Path(sparkdl.__file__).parent / package).rglob("*.py"))

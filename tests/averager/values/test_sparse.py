@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,9 +50,9 @@ def test_what_was_packed_comes_back_and_took_the_fewest_bytes(
     assert torch.equal(unpacked, values)
 
 
-@pytest.mark.parametrize("part", [0, 1e-4, 1 / 17, 1 / 15, 0.6, 1])
-@pytest.mark.parametrize("same", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every("part", [0, 1e-4, 1 / 17, 1 / 15, 0.6, 1])
+@every("same", [True, False])
+@every("dtype", DTYPES)
 def test_many_values_too(part: float, same: bool, dtype: torch.dtype) -> None:
     generator = np.random.default_rng(0)
     values = np.zeros(100_003)
@@ -85,7 +86,7 @@ def message(form: int, body: Any, number: float = 1.0) -> torch.Tensor:
     return torch.frombuffer(bytearray(header + np.asarray(body).tobytes()), dtype=torch.uint8)
 
 
-@pytest.mark.parametrize(
+@every(
     "packed",
     [
         torch.empty(0, dtype=torch.uint8),
@@ -101,7 +102,6 @@ def message(form: int, body: Any, number: float = 1.0) -> torch.Tensor:
         message(3, np.float32([1, 2])),
         message(7, np.float32([1] * 5)),
     ],
-    ids=lambda packed: bytes(packed.tolist()).hex(),
 )
 def test_what_is_no_message_of_so_many_values_is_refused(packed: torch.Tensor) -> None:
     with pytest.raises(TrainingError, match="message"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from every_row import every
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -32,12 +33,12 @@ def test_formats_are_found_by_the_name_of_the_wire_dtype() -> None:
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.int64])
+@every("dtype", [torch.float64, torch.float32, torch.float16, torch.int64])
 def test_full_precision_sends_the_replicas_own_type(dtype: torch.dtype) -> None:
     assert FullPrecision().contribution(Segment("parameters", dtype, 1)) == AsDtype(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@every("dtype", [torch.float64, torch.float32, torch.float16])
 def test_bfloat16_takes_two_bytes_a_value(dtype: torch.dtype) -> None:
     segment = Segment("parameters", dtype, 1)
     assert BFloat16Changes().contribution(segment).dtype.itemsize == 2
@@ -97,7 +98,7 @@ def test_bfloat16_does_not_lose_small_changes_of_large_values() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("wire_format", [FullPrecision(), BFloat16Changes()], ids=lambda c: c.name)
+@every("wire_format", [FullPrecision(), BFloat16Changes()])
 def test_replies_arrive_on_the_cpu_also_for_replicas_on_a_gpu(wire_format: WireFormat) -> None:
     base, values = torch.ones(4, device="cuda"), torch.ones(4, device="cuda")
     reply = torch.full((4,), 2.0).to(wire_format.reply(FLOATS).dtype)
@@ -105,10 +106,8 @@ def test_replies_arrive_on_the_cpu_also_for_replicas_on_a_gpu(wire_format: WireF
     assert values.tolist() == [3.0 if wire_format.replies_changes else 2.0] * 4
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "wire_format", [Changes(), BFloat16Changes(), Float8Changes()], ids=lambda each: each.name
-)
+@every("dtype", [torch.bfloat16, torch.float16])
+@every("wire_format", [Changes(), BFloat16Changes(), Float8Changes()])
 def test_what_a_replica_cannot_hold_of_the_center_is_no_change(
     wire_format: WireFormat, dtype: torch.dtype
 ) -> None:

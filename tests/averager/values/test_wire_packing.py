@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -65,7 +66,7 @@ def test_each_value_becomes_the_nearest_number_that_its_block_has(
         assert set(np.abs(unpacked[start : start + BLOCK])) <= set(held.astype(np.float32))
 
 
-@pytest.mark.parametrize(("packing", "lost"), [(Float8(), 1 / 16), (Float4(), 1 / 3)])
+@every(("packing", "lost"), [(Float8(), 1 / 16), (Float4(), 1 / 3)])
 def test_no_more_than_a_part_of_a_value_is_lost(packing: Packing, lost: float) -> None:
     torch.manual_seed(0)
     values = (1 + torch.rand(10_000, dtype=torch.float64) * 63) * 1e-5
@@ -73,8 +74,8 @@ def test_no_more_than_a_part_of_a_value_is_lost(packing: Packing, lost: float) -
     assert float(((unpacked - values) / values).abs().max()) <= lost * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("packing", [Float8(), Float4()], ids=repr)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@every("packing", [Float8(), Float4()])
+@every("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_what_was_packed_packs_to_the_same_again(packing: Packing, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     packed = packing.pack(torch.randn(BLOCK + 7).to(dtype))
@@ -82,22 +83,21 @@ def test_what_was_packed_packs_to_the_same_again(packing: Packing, dtype: torch.
     assert torch.equal(again, packed)
 
 
-@pytest.mark.parametrize("packing", [Float8(), Float4()], ids=repr)
-@pytest.mark.parametrize("value", [0.0, 1e38, -1e38, 1e-45, -1e-38])
+@every("packing", [Float8(), Float4()])
+@every("value", [0.0, 1e38, -1e38, 1e-45, -1e-38])
 def test_the_largest_and_the_smallest_values_stay_finite(packing: Packing, value: float) -> None:
     unpacked = packing.unpack(packing.pack(torch.full((3,), value)), 3)
     assert unpacked.isfinite().all()
     assert (unpacked.double() * np.sign(value) >= 0).all()
 
 
-@pytest.mark.parametrize(
+@every(
     ("packing", "values", "size"),
     [
         *((AsDtype(torch.float32), n, n) for n in (0, 5)),
         *((Float8(), n, size) for n, size in ((0, 0), (1, 2), (128, 129), (129, 131))),
         *((Float4(), n, size) for n, size in ((0, 0), (1, 2), (128, 65), (129, 67))),
     ],
-    ids=repr,
 )
 def test_so_many_values_take_so_many_elements(packing: Packing, values: int, size: int) -> None:
     assert packing.numel(values) == size == len(packing.pack(torch.zeros(values)))
