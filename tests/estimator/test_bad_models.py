@@ -9,178 +9,40 @@ from typing import Any
 
 import pytest
 import torch
+from every_row import every
 from frames import Refuse, estimator, frame
 from models import Net, TwoTables
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 from sparkdl.errors import ModelError
 
 
-def test_a_model_of_another_width_is_refused_with_the_shapes(
-    spark: SparkSession, refuse: Refuse
-) -> None:
-    refuse(
-        frame(spark),
-        ModelError,
-        "the model fails on a batch with features of float32 (2, 4)",
-        "(2x4 and 5x3)",
-        model=nn.Linear(5, 3),
+@pytest.fixture(scope="module")
+def rows(spark: SparkSession) -> DataFrame:
+    """Some that have every column of the cases."""
+    return frame(spark).select(
+        "*",
+        (F.col("id") % 6).alias("carrier"),
+        (F.col("id") % 5 - 1).alias("negative"),
+        F.col("label").cast("double").alias("double"),
     )
 
 
-def test_a_model_of_two_arguments_given_one_is_refused(spark: SparkSession, refuse: Refuse) -> None:
-    refuse(frame(spark), ModelError, "float32 (2, 4)", "features", model=TwoTables())
+def no_such_layer() -> nn.Module:
+    raise LookupError("no such layer")
 
 
-def test_an_index_beyond_the_embedding_is_refused(spark: SparkSession, refuse: Refuse) -> None:
-    refuse(
-        frame(spark).withColumn("carrier", F.col("id") % 6),
-        ModelError,
-        "features of int64 (2,), float32 (2, 4)",
-        "'carrier' from 0 (row 0 of partition 0) to 5 (row 5 of partition 0)",
-        "index out of range",
-        model=TwoTables(entries=5),
-        featuresCols=["carrier", "features"],
-        numWorkers=3,
-    )
+class Pair(nn.Linear):
+    def forward(self, features: Tensor) -> Any:
+        return super().forward(features), features
 
 
-def test_a_negative_index_into_an_embedding_is_refused(spark: SparkSession, refuse: Refuse) -> None:
-    refuse(
-        frame(spark).withColumn("carrier", F.col("id") % 5 - 1),
-        ModelError,
-        "'carrier' from -1 (row",
-        "index out of range",
-        model=TwoTables(entries=5),
-        featuresCols=["carrier", "features"],
-    )
-
-
-def test_a_model_that_cannot_be_built_is_refused_with_its_own_error(
-    spark: SparkSession, refuse: Refuse
-) -> None:
-    def build() -> nn.Module:
-        raise LookupError("no such layer")
-
-    refuse(frame(spark), ModelError, "cannot be built", "LookupError", "no such layer", model=build)
-
-
-def test_a_builder_that_returns_no_module_is_refused(spark: SparkSession, refuse: Refuse) -> None:
-    refuse(frame(spark), ModelError, "nn.Module", model=lambda: "a model")
-
-
-def test_a_frozen_model_is_refused_for_having_nothing_to_train(
-    spark: SparkSession, refuse: Refuse
-) -> None:
-    model = nn.Linear(4, 3).requires_grad_(False)
-    refuse(frame(spark), ModelError, "no parameter that requires a gradient", model=model)
-
-
-def test_a_model_without_parameters_is_refused_for_having_nothing_to_train(
-    spark: SparkSession, refuse: Refuse
-) -> None:
-    refuse(frame(spark), ModelError, "no parameter that requires a gradient", model=nn.Identity())
-
-
-def test_a_model_that_returns_a_tuple_is_refused_by_a_loss_of_one_tensor(
-    spark: SparkSession, refuse: Refuse
-) -> None:
-    class Pair(nn.Linear):
-        def forward(self, features: Tensor) -> Any:
-            return super().forward(features), features
-
-    refuse(frame(spark), ModelError, "a tuple of 0 float32 (2, 3)", model=lambda: Pair(4, 3))
-
-
-def test_a_model_that_loses_the_rows_is_refused(spark: SparkSession, refuse: Refuse) -> None:
-    class Mean(nn.Linear):
-        def forward(self, features: Tensor) -> Tensor:
-            return super().forward(features).mean(dim=0)
-
-    refuse(
-        frame(spark), ModelError, "returns shape (3,)", "must be the rows", model=lambda: Mean(4, 3)
-    )
-
-
-def test_a_loss_that_is_no_scalar_is_refused_with_its_shape(
-    spark: SparkSession, refuse: Refuse
-) -> None:
-    refuse(
-        frame(spark),
-        ModelError,
-        "must be a scalar tensor",
-        "(2,)",
-        loss=nn.CrossEntropyLoss(reduction="none"),
-    )
-
-
-def test_a_loss_that_returns_a_float_is_refused(spark: SparkSession, refuse: Refuse) -> None:
-    refuse(frame(spark), ModelError, "scalar tensor", "float", loss=lambda o, t: 1.0)
-
-
-def test_a_custom_loss_given_targets_of_another_dtype_is_refused_with_both(
-    spark: SparkSession, refuse: Refuse
-) -> None:
-    def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.nll_loss(outputs.log_softmax(dim=1), targets)
-
-    refuse(
-        frame(spark).withColumn("label", F.col("label").cast("double")),
-        ModelError,
-        "the loss fails on outputs float32 (2, 3) and targets float32 (2,)",
-        "'label'",
-        "Long",
-        loss=own_loss,
-    )
-
-
-@pytest.mark.parametrize("outputs", [2, 3])
-def test_outputs_and_targets_of_unlike_shapes_are_refused_for_a_regression(
-    spark: SparkSession, refuse: Refuse, outputs: int
-) -> None:
-    """Two rows of two outputs would broadcast against two targets, with no more than a warning."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        refuse(
-            frame(spark),
-            ModelError,
-            f"outputs float32 (2, {outputs}) and targets float32 (2,)",
-            loss=nn.MSELoss(),
-            model=nn.Linear(4, outputs),
-        )
-
-
-def test_a_loss_without_a_gradient_is_refused(spark: SparkSession, refuse: Refuse) -> None:
-    def detached(outputs: Tensor, targets: Tensor) -> Tensor:
-        return outputs.detach().mean()
-
-    refuse(frame(spark), ModelError, "backward pass", "does not require grad", loss=detached)
-
-
-def test_an_optimizer_that_needs_a_closure_is_refused(spark: SparkSession, refuse: Refuse) -> None:
-    refuse(frame(spark), ModelError, "optimizer", "closure", optimizer=torch.optim.LBFGS)
-
-
-def test_a_scheduler_that_cannot_be_built_is_refused(spark: SparkSession, refuse: Refuse) -> None:
-    bad = partial(torch.optim.lr_scheduler.StepLR, step=3)
-    refuse(frame(spark), ModelError, "scheduler cannot be built: TypeError", scheduler=bad)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-    refuse(
-        frame(spark),
-        ModelError,
-        "schedulerEvery='epoch'",
-        scheduler=plateau,
-        schedulerEvery="step",
-    )
-
-
-def test_an_optimizer_with_a_bad_setting_is_refused_with_its_own_error(
-    spark: SparkSession, refuse: Refuse
-) -> None:
-    optimizer = partial(torch.optim.SGD, lr=-1.0)
-    refuse(frame(spark), ModelError, "Invalid learning rate: -1.0", optimizer=optimizer)
+class Mean(nn.Linear):
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(features).mean(dim=0)
 
 
 class HoldsALock(Net):
@@ -189,66 +51,109 @@ class HoldsALock(Net):
         self.layers[1].guard = threading.Lock()
 
 
-def test_a_model_that_cannot_be_pickled_is_refused_by_its_attribute(
-    spark: SparkSession, refuse: Refuse
-) -> None:
-    refuse(
-        frame(spark),
-        ModelError,
-        "model cannot be sent",
-        "model.layers.1.guard",
-        "lock",
-        model=HoldsALock(),
-    )
+class Unused(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.LazyLinear(4)
 
 
-def test_a_loss_that_cannot_be_pickled_is_refused_by_its_variable(
-    spark: SparkSession, refuse: Refuse
+TABLES = TwoTables(entries=5)
+IN_ONE_PARTITION = "'carrier' from 0 (row 0 of partition 0) to 5 (row 5 of partition 0)"
+UNTRAINED = "no parameter that requires a gradient"
+MODELS: list[tuple[Any, dict[str, Any], list[str]]] = [
+    (
+        nn.Linear(5, 3),
+        {},
+        ["the model fails on a batch with features of float32 (2, 4)", "(2x4 and 5"],
+    ),
+    (TwoTables(), {}, ["float32 (2, 4)", "features"]),
+    (
+        TABLES,
+        {"featuresCols": ["carrier", "features"], "numWorkers": 3},
+        ["features of int64 (2,), float32 (2, 4)", IN_ONE_PARTITION, "index out of range"],
+    ),
+    (
+        TABLES,
+        {"featuresCols": ["negative", "features"]},
+        ["'negative' from -1 (row", "out of r"],
+    ),
+    (no_such_layer, {}, ["cannot be built", "LookupError", "no such layer"]),
+    (lambda: "a model", {}, ["nn.Module"]),
+    (nn.Linear(4, 3).requires_grad_(False), {}, [UNTRAINED]),
+    (nn.Identity(), {}, [UNTRAINED]),
+    (lambda: Pair(4, 3), {}, ["a tuple of 0 float32 (2, 3)"]),
+    (lambda: Mean(4, 3), {}, ["returns shape (3,)", "must be the rows"]),
+    (HoldsALock(), {}, ["model cannot be sent", "model.layers.1.guard", "lock"]),
+    (Unused, {}, ["lazy layers", "calls it on a batch of zeros"]),
+    # Two rows of two outputs would broadcast against two targets, with no more than a warning.
+    (nn.Linear(4, 2), {"loss": nn.MSELoss()}, ["outputs float32 (2, 2) and targets float32 (2,)"]),
+    (nn.Linear(4, 3), {"loss": nn.MSELoss()}, ["outputs float32 (2, 3) and targets float32 (2,)"]),
+]
+
+
+@every(("model", "changes", "fragments"), MODELS)
+def test_a_model_that_cannot_work_is_refused_with_why(
+    rows: DataFrame, refuse: Refuse, model: Any, changes: dict[str, Any], fragments: list[str]
 ) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        refuse(rows, ModelError, *fragments, model=model, **changes)
+
+
+def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.nll_loss(outputs.log_softmax(dim=1), targets)
+
+
+def detached(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.detach().mean()
+
+
+def guarded() -> Any:
     guard = threading.Lock()
 
-    def guarded(outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         with guard:
             return nn.functional.cross_entropy(outputs, targets)
 
-    refuse(frame(spark), ModelError, "loss cannot be sent", "'guard'", "lock", loss=guarded)
+    return loss
 
 
-def test_an_optimizer_that_cannot_be_pickled_is_refused_by_its_argument(
-    spark: SparkSession, refuse: Refuse
+ONE_CYCLE = partial(lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=5)
+OTHERS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"loss": nn.CrossEntropyLoss(reduction="none")}, ["must be a scalar tensor", "(2,)"]),
+    ({"loss": lambda o, t: 1.0}, ["scalar tensor", "float"]),
+    (
+        {"loss": own_loss, "labelCol": "double"},
+        ["the loss fails on outputs float32 (2, 3) and targets float32 (2,)", "'double'", "Long"],
+    ),
+    ({"loss": detached}, ["backward pass", "does not require grad"]),
+    ({"loss": guarded()}, ["loss cannot be sent", "'guard'", "lock"]),
+    ({"optimizer": torch.optim.LBFGS}, ["optimizer", "closure"]),
+    ({"optimizer": partial(torch.optim.SGD, lr=-1.0)}, ["Invalid learning rate: -1.0"]),
+    (
+        {"optimizer": partial(torch.optim.SGD, lr=0.1, hook=threading.Lock())},
+        ["optimizer cannot be sent", "optimizer.keywords['hook']"],
+    ),
+    (
+        {"scheduler": partial(lr_scheduler.StepLR, step=3)},
+        ["scheduler cannot be built: TypeError"],
+    ),
+    (
+        {"scheduler": lr_scheduler.ReduceLROnPlateau, "schedulerEvery": "step"},
+        ["schedulerEvery='epoch'"],
+    ),
+    (
+        {"scheduler": ONE_CYCLE, "schedulerEvery": "step", "epochs": 2},
+        ["OneCycleLR ends after total_steps=5, but this training takes 6 of its steps"],
+    ),
+]
+
+
+@every(("changes", "fragments"), OTHERS)
+def test_a_loss_an_optimizer_or_a_schedule_that_cannot_work_is_refused_with_why(
+    rows: DataFrame, refuse: Refuse, changes: dict[str, Any], fragments: list[str]
 ) -> None:
-    optimizer = partial(torch.optim.SGD, lr=0.1, hook=threading.Lock())
-    refuse(
-        frame(spark),
-        ModelError,
-        "optimizer cannot be sent",
-        "optimizer.keywords['hook']",
-        optimizer=optimizer,
-    )
-
-
-def test_lazy_layers_that_no_forward_pass_reaches_are_refused(
-    spark: SparkSession, refuse: Refuse
-) -> None:
-    class Unused(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.unused = nn.LazyLinear(4)
-
-    refuse(frame(spark), ModelError, "lazy layers", "calls it on a batch of zeros", model=Unused)
-
-
-def test_a_schedule_that_ends_before_the_training_is_refused(
-    spark: SparkSession, refuse: Refuse
-) -> None:
-    refuse(
-        frame(spark),
-        ModelError,
-        "OneCycleLR ends after total_steps=5, but this training takes 6 of its steps",
-        scheduler=partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=5),
-        schedulerEvery="step",
-        epochs=2,
-    )
+    refuse(rows, ModelError, *fragments, **changes)
 
 
 def test_a_model_that_cannot_train_on_the_one_row_that_is_left_is_refused(
