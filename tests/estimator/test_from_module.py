@@ -13,6 +13,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from PIL import Image
 from pyspark.ml.functions import vector_to_array
 from pyspark.ml.linalg import Vectors
@@ -91,7 +92,7 @@ def test_it_is_saved_and_loaded_as_any_other(rows: DataFrame, tmp_path: Path) ->
     assert np.array_equal(values(first, "scores"), values(second, "scores"))
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@every("precision", ["bfloat16", "float16"])
 def test_half_precision_rounds_as_the_module_in_half_precision_does(
     rows: DataFrame, precision: str
 ) -> None:
@@ -255,7 +256,7 @@ def test_an_exported_program_predicts_and_is_saved_as_the_module_it_was_made_of(
     assert np.allclose(values(loaded.transform(rows)), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize(
+@every(
     ("example", "params", "message"),
     [
         (torch.zeros(WIDTH + 1, WIDTH + 1), {}, r"fails on the example .*float32 \(5, 7\)"),

@@ -14,13 +14,17 @@ from sparkdl import ParameterAveraging
 def test_history_has_a_row_for_each_epoch_with_all_rows_and_the_rounds(
     spark: SparkSession,
 ) -> None:
-    model = estimator(epochs=3, batchSize=10, strategy=ParameterAveraging(period=2)).fit(
-        frame(spark, rows=60, partitions=2)
-    )
+    model = estimator(
+        epochs=3, optimizer=torch.optim.Adam, strategy=ParameterAveraging(period=2)
+    ).fit(frame(spark, rows=60, partitions=2))
     assert [epoch.epoch for epoch in model.history] == [1, 2, 3]
     assert [epoch.examples for epoch in model.history] == [60, 60, 60]
     assert [epoch.rounds for epoch in model.history] == [2, 2, 2]  # after steps 2 and 3
     assert all(epoch.seconds > 0 for epoch in model.history)
+    assert model.history[-1].loss < model.history[0].loss
+    assert type(model.module) is nn.Sequential
+    assert not model.module.training
+    assert {str(p.device) for p in model.module.parameters()} == {"cpu"}
 
 
 def test_the_first_loss_is_that_of_the_initial_parameters(spark: SparkSession) -> None:
@@ -31,23 +35,3 @@ def test_the_first_loss_is_that_of_the_initial_parameters(spark: SparkSession) -
         expected = float(nn.functional.cross_entropy(outputs, torch.tensor(labels_of(range(60)))))
     model = estimator(model=network, batchSize=60).fit(frame(spark))
     assert model.history[0].loss == pytest.approx(expected, rel=1e-5)
-
-
-def test_the_given_instance_is_not_trained_itself(spark: SparkSession) -> None:
-    network = nn.Linear(4, 3)
-    before = network.weight.detach().clone()
-    model = estimator(model=network).fit(frame(spark))
-    assert torch.equal(network.weight, before)
-    assert not torch.equal(model.module.weight, before)
-
-
-def test_the_module_is_a_plain_module_in_evaluation_mode_on_the_cpu(spark: SparkSession) -> None:
-    module = estimator().fit(frame(spark)).module
-    assert type(module) is nn.Sequential
-    assert not module.training
-    assert {str(p.device) for p in module.parameters()} == {"cpu"}
-
-
-def test_training_lowers_the_loss(spark: SparkSession) -> None:
-    history = estimator(epochs=4, optimizer=torch.optim.Adam).fit(frame(spark)).history
-    assert history[-1].loss < history[0].loss

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -22,7 +23,7 @@ SCORES = torch.tensor([[0.2, 0.9, 0.1], [3.0, -1.0, 0.5]])
 CLASSES = torch.tensor([1, 0])
 
 
-@pytest.mark.parametrize(
+@every(
     ("head", "outputs", "targets", "predicted", "labels"),
     [
         (Head.LOGITS, SCORES, CLASSES, SCORES.softmax(1), CLASSES),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_row import every
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -39,7 +40,7 @@ class TurnsMomentumOn(lr_scheduler.LambdaLR):
             self.optimizer.param_groups[0]["momentum"] = 0.9
 
 
-@pytest.mark.parametrize("step", [2, 6])
+@every("step", [2, 6])
 def test_an_optimizer_whose_state_grows_late_is_refused_by_name(step: int) -> None:
     with pytest.raises(ModelError, match=r"GrowsAt has grown.*'slow'.*average_optimizer_state"):
         require_steady_state(partial(GrowsAt, step=step), None)
@@ -50,7 +51,7 @@ def test_a_schedule_that_makes_the_state_grow_is_refused_by_what_grows() -> None
         require_steady_state(partial(torch.optim.SGD, lr=0.1), TurnsMomentumOn)
 
 
-@pytest.mark.parametrize(
+@every(
     "optimizer",
     [
         partial(torch.optim.SGD, lr=0.1),
@@ -66,9 +67,7 @@ def test_a_schedule_that_makes_the_state_grow_is_refused_by_what_grows() -> None
 def test_other_optimizers_pass(optimizer: Any) -> None:
     require_steady_state(optimizer, None)
     require_steady_state(optimizer, partial(lr_scheduler.StepLR, step_size=3))
-
-
-def test_a_schedule_that_turns_momentum_on_at_once_passes() -> None:
+    # Schedules that turn momentum on at once.
     sgd = partial(torch.optim.SGD, lr=0.1)
     require_steady_state(sgd, partial(lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=7))
     require_steady_state(sgd, partial(lr_scheduler.CyclicLR, base_lr=0.1, max_lr=0.3))
@@ -84,7 +83,7 @@ def test_a_schedule_shorter_than_the_training_is_refused_with_both_lengths() -> 
     require_steps(optimizer, None, 8)
 
 
-@pytest.mark.parametrize("several", [tuple, list])
+@every("several", [tuple, list])
 def test_several_optimizers_are_refused_with_where_to_write_such_a_loop(several: Any) -> None:
     def optimizers(parameters: Any) -> Any:
         parameters = list(parameters)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as functional
+from every_row import every
 from frames import Refuse, estimator, features_of, frame, labels_of
 from models import OwnLoss, lines
 from pyspark.sql import DataFrame, SparkSession
@@ -170,7 +171,7 @@ def test_an_autoencoders_label_may_be_its_feature(rows: DataFrame) -> None:
     assert np.allclose(column(model.transform(rows), "code"), expected.numpy(), atol=1e-6)
 
 
-@pytest.mark.parametrize(
+@every(
     ("changes", "error", "fragments"),
     [
         ({"outputCols": None}, ModelError, ["several outputs", "'pooled' float32 (5, 5)"]),

@@ -7,7 +7,7 @@ from frames import estimator, frame, same_bits
 from pyspark.ml import Pipeline, Transformer
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator
 from pyspark.ml.feature import VectorAssembler
-from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl import ParameterAveraging, TorchModel
@@ -60,10 +60,7 @@ def test_fitting_twice_does_not_continue_from_the_first_fit(rows: DataFrame) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallelism", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_cross_validator_tries_batch_sizes_and_strategies(
-    rows: DataFrame, parallelism: int
-) -> None:
+def test_a_cross_validator_tries_batch_sizes_and_strategies_two_at_once(rows: DataFrame) -> None:
     stage = estimator(numWorkers=1)
     grid = (
         ParamGridBuilder()
@@ -77,7 +74,7 @@ def test_a_cross_validator_tries_batch_sizes_and_strategies(
         evaluator=MulticlassClassificationEvaluator(metricName="accuracy"),
         numFolds=2,
         seed=1,
-        parallelism=parallelism,
+        parallelism=2,
     )
     best = validator.fit(rows)
     assert len(best.avgMetrics) == 2
@@ -85,18 +82,3 @@ def test_a_cross_validator_tries_batch_sizes_and_strategies(
     stages: list[Transformer] = best.bestModel.stages
     assert isinstance(stages[-1], TorchModel)
     assert best.transform(rows).count() == 60
-
-
-@pytest.mark.slow
-def test_two_candidates_are_trained_at_once_on_slots_of_their_own(rows: DataFrame) -> None:
-    stage = estimator(numWorkers=1)
-    split = TrainValidationSplit(
-        estimator=stage,
-        estimatorParamMaps=ParamGridBuilder().addGrid(stage.batchSize, [5, 20]).build(),
-        evaluator=MulticlassClassificationEvaluator(metricName="accuracy"),
-        trainRatio=0.5,
-        seed=1,
-        parallelism=2,
-    )
-    best = split.fit(assembler().transform(rows))
-    assert len(best.validationMetrics) == 2

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from every_row import every
 from frames import estimator, frame
 from pyspark.sql import SparkSession
 
@@ -52,16 +53,6 @@ def rows_known(*shard_rows: int) -> DataStatistics:
     return DataStatistics(shard_rows, ())
 
 
-def test_until_the_rows_are_known_the_bar_says_that_they_are_read(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with ProgressBar(2, visible=True):
-        pass
-    shown = capsys.readouterr().err
-    assert "reading rows" in shown
-    assert "epoch" not in shown
-
-
 def on_screen(written: str) -> str:
     """What a terminal shows: a return goes to the line's start, and what follows covers it."""
     lines = []
@@ -73,11 +64,14 @@ def on_screen(written: str) -> str:
     return "\n".join(lines)
 
 
-def test_a_fit_that_is_refused_leaves_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fit_that_is_refused_while_rows_are_read_leaves_no_bar(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(DataError), ProgressBar(2, visible=True):
         raise DataError("the label is null in 3 rows")
     shown = capsys.readouterr().err
     assert "reading rows" in shown
+    assert "epoch" not in shown
     assert on_screen(shown) == ""
 
 
@@ -106,43 +100,29 @@ def test_rows_that_arrive_while_they_are_trained_on_become_the_total_when_all_ar
     assert "10.0/60.0" in shown
 
 
-def test_the_bar_ends_at_the_rows_of_all_workers_times_the_epochs(
-    capsys: pytest.CaptureFixture[str],
+ENDED = EpochSummary(epoch=1, loss=10.0, examples=10, rounds=1, seconds=1.0)
+
+
+@every(
+    ("events", "fragments"),
+    [
+        ([rows_known(10, 30), window(1, 30, 90.0)], ["epoch 1/3", "30.0/120 "]),
+        ([rows_known(10, 30), window(0, 10, 10.0), window(1, 30, 90.0)], ["loss 2.5000"]),
+        (
+            [rows_known(10), window(0, 10, 100.0), ENDED, window(0, 10, 20.0)],
+            ["loss 2.0000", "epoch 2/3"],
+        ),
+        ([rows_known(10), window(0, 0, 0.0)], ["loss nan"]),
+    ],
+)
+def test_the_bar_shows_the_rows_of_all_epochs_and_the_mean_loss_of_this_one(
+    capsys: pytest.CaptureFixture[str], events: list[Any], fragments: list[str]
 ) -> None:
     with ProgressBar(3, visible=True) as bar:
-        bar(rows_known(10, 30))
-        bar(window(1, 30, 90.0))
+        for event in events:
+            bar(event)
     shown = capsys.readouterr().err
-    assert "epoch 1/3" in shown
-    assert "30.0/120 " in shown
-
-
-def test_the_loss_shown_is_the_mean_over_the_rows_of_the_epoch_so_far(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with ProgressBar(2, visible=True) as bar:
-        bar(rows_known(10, 30))
-        bar(window(0, 10, 10.0))
-        bar(window(1, 30, 90.0))
-    assert "loss 2.5000" in capsys.readouterr().err
-
-
-def test_the_loss_shown_starts_anew_with_each_epoch(capsys: pytest.CaptureFixture[str]) -> None:
-    with ProgressBar(2, visible=True) as bar:
-        bar(rows_known(10))
-        bar(window(0, 10, 100.0))
-        bar(EpochSummary(epoch=1, loss=10.0, examples=10, rounds=1, seconds=1.0))
-        bar(window(0, 10, 20.0))
-    shown = capsys.readouterr().err
-    assert "loss 2.0000" in shown
-    assert "epoch 2/2" in shown
-
-
-def test_a_window_without_rows_is_no_division_by_zero(capsys: pytest.CaptureFixture[str]) -> None:
-    with ProgressBar(1, visible=True) as bar:
-        bar(rows_known(10))
-        bar(window(0, 0, 0.0))
-    assert "loss nan" in capsys.readouterr().err
+    assert [each for each in fragments if each not in shown] == []
 
 
 def times(rank: int, **seconds: float) -> WorkerTimes:
@@ -205,7 +185,7 @@ def closed_stream() -> io.StringIO:
     return stream
 
 
-@pytest.mark.parametrize("stream", [Pipe, lambda: None, closed_stream])
+@every("stream", [Pipe, lambda: None, closed_stream])
 def test_a_bar_that_cannot_be_shown_is_left_out_with_one_warning_at_most(
     stream: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

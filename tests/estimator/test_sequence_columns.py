@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from frames import Refuse, estimator, same_bits
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -146,9 +147,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "words"), REFUSED, ids=[f"{k} {e[2][:20]}" for k, e in enumerate(REFUSED)]
-)
+@every(("changes", "error", "words"), REFUSED)
 def test_what_does_not_go_with_padding_is_refused_in_words(
     rows: DataFrame, changes: dict[str, Any], error: type[Exception], words: str
 ) -> None:

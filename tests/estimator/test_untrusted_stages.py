@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from auditing import deeds
+from every_row import every
 from hostile import (
     METADATA,
     OBJECTS,
@@ -26,7 +27,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.estimator.persistence import EXPECTED
 
 
-@pytest.mark.parametrize(
+@every(
     ("place", "spec"),
     [
         ("model", named("torch.optim.sgd:SGD")),
@@ -49,8 +50,8 @@ def test_what_does_not_belong_in_a_place_is_refused(place: str, spec: Json, tmp_
         load_object({"recipe": spec}, tmp_path, place, expected=EXPECTED[place], trust=False)
 
 
-@pytest.mark.parametrize("load", [load_module, TorchModel.load, TorchEstimator.load])
-@pytest.mark.parametrize("place", ["model", "optimizer", "strategy"])
+@every("load", [load_module, TorchModel.load, TorchEstimator.load])
+@every("place", ["model", "optimizer", "strategy"])
 def test_every_way_to_load_refuses_a_command(
     load: Callable[[str], Any], place: str, tmp_path: Path
 ) -> None:
@@ -66,7 +67,7 @@ def test_every_way_to_load_refuses_a_command(
     assert not (tmp_path / "touched").exists()
 
 
-@pytest.mark.parametrize(
+@every(
     ("file", "content", "message"),
     [
         ("metadata/part-00000", {**METADATA, "paramMap": {"fit": 3}}, r"Params that.*\['fit'\]"),

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from every_row import every
 from object_store import Killed, ObjectStore
 from power_loss import cuts, recorded
 
@@ -136,7 +137,7 @@ def test_whenever_the_power_is_cut_an_output_is_whole_and_the_next_attempt_finis
         shutil.rmtree(left)
 
 
-@pytest.mark.parametrize("then", ["the same run", "another run"])
+@every("then", ["the same run", "another run"])
 def test_a_store_that_renames_no_directory_has_a_marker_only_on_what_is_whole(then: str) -> None:
     died = 0
     while True:
@@ -309,7 +310,7 @@ def test_killed_at_random_moments_it_leaves_one_right_output(memory: Path, seed:
     assert os.listdir(memory) == ["out"]
 
 
-@pytest.mark.parametrize("run_id", ["a", None])
+@every("run_id", ["a", None])
 def test_a_file_that_the_job_misses_is_told_as_it_is(tmp_path: Path, run_id: str | None) -> None:
     output = Output(local(tmp_path / "out"), run_of(run_id))
     with pytest.raises(FileNotFoundError, match=r"^its input$"), output.claimed():

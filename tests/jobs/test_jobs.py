@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from every_row import every
 from job_case import ROWS, configuration, make_table, write_configuration
 from pyspark.ml import PipelineModel
 from pyspark.sql import SparkSession
@@ -144,7 +145,7 @@ def test_a_failure_has_its_code_and_says_why_in_the_result_file(
     assert (tmp_path / "model" / "thesis.tex").exists()
 
 
-@pytest.mark.parametrize(
+@every(
     ("error", "code"),
     [
         (DataError("x"), 3),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import sklearn.metrics as sk
 import torch
+from every_row import every
 from frames import CLASSES, WIDTH, estimator, features_of, frame, labels_of
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
@@ -192,7 +193,7 @@ def test_a_module_from_elsewhere_is_evaluated_too(spark: SparkSession) -> None:
     )
 
 
-@pytest.mark.parametrize(
+@every(
     ("changes", "error", "words"),
     [
         ({"metrics": METRICS}, ConfigError, "held-out rows, but there are none: set validationF"),

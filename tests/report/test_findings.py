@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from every_row import every
 from recordings import Play, Played
 
 from sparkdl.averager.messages.run_events import WorkerLost
@@ -79,7 +80,7 @@ def test_uneven_rows_are_told_from_a_slow_host(play: Play) -> None:
     assert "shuffleRows='exchange'" in first.advice
 
 
-@pytest.mark.parametrize(
+@every(
     ("seconds", "setup", "words"),
     [
         ({"compute": 9, "wait": 1}, {}, ["90 %", "forward, backward", "more workers"]),

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from every_row import every
 from torch import Tensor, nn
 
 from sparkdl.errors import ModelError
@@ -64,12 +65,12 @@ class Attends(nn.Module):
         return found[0]
 
 
-@pytest.mark.parametrize("model", [Convolves, Normalizes])
+@every("model", [Convolves, Normalizes])
 def test_a_convolution_of_flat_rows_is_told_of_column_shapes(model: type[nn.Module]) -> None:
     assert refusal(model, PIXELS).endswith("columnShapes={'pixels': [channels, height, width]}")
 
 
-@pytest.mark.parametrize("model", [Masks, Attends])
+@every("model", [Masks, Attends])
 def test_a_mask_of_numbers_is_told_of_column_dtypes(model: type[nn.Module]) -> None:
     assert refusal(model, PIXELS, MASK).endswith("columnDtypes={'mask': 'bool'}")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_row import every
 from frames import CLASSES, WIDTH, estimator, frame
 from pyspark.sql import SparkSession
 from torch import nn
@@ -84,7 +85,7 @@ KFAC = GradientAllReduce(preconditioner=KFACPreconditioner())
 ADAM = partial(torch.optim.Adam, lr=0.1)
 
 
-@pytest.mark.parametrize(
+@every(
     ("settings", "words"),
     [
         ({"strategy": SIGNS, "optimizer": partial(torch.optim.SGD, lr=0.1)}, "AdamW, not of SGD"),
@@ -94,7 +95,6 @@ ADAM = partial(torch.optim.Adam, lr=0.1)
         ({"strategy": KFAC, "optimizer": Rateless}, "Rateless has no learning rate.*kl_clip=None"),
         ({"strategy": ElasticAveraging(moving_rate=0.9)}, "is too high for 2 workers"),
     ],
-    ids=["sgd", "clipped", "nothing-to-synchronize", "no-rate", "no-rate-to-clip", "overshoots"],
 )
 def test_a_strategy_that_does_not_go_with_the_rest_is_refused_before_workers_start(
     spark: SparkSession, settings: dict[str, Any], words: str

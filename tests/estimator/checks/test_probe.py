@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as functional
+from every_row import every
 from models import OwnLoss
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -104,38 +105,118 @@ def test_a_failure_that_is_not_about_the_call_is_not_explained_by_it() -> None:
     assert "featuresAsDict" not in str(refused.value)
 
 
-def test_keywords_that_the_model_does_not_take_are_refused_with_those_that_it_takes() -> None:
-    with pytest.raises(
-        ModelError, match=r"model\(features=\.\.\.\), and its forward takes \(input"
-    ):
-        tried(mlp(4).float(), nn.CrossEntropyLoss(), by_name=True, as_kwargs=True)
+class Scaled(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(self.scale * outputs, targets)
 
 
-def test_a_model_that_takes_no_labels_is_refused_for_the_loss_of_its_own() -> None:
-    with pytest.raises(ModelError, match=r"called as model\(\.\.\., labels=\.\.\.\), and its forw"):
-        tried(mlp(4).float(), ModelLoss())
+class Late(nn.Module):
+    """Gets a layer in its first pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 3)
+
+    def forward(self, features: Tensor) -> Tensor:
+        if not hasattr(self, "head"):
+            self.head = nn.Linear(3, 3)
+        return self.head(self.body(features))
 
 
-def test_a_label_that_the_models_own_loss_cannot_take_is_told_with_its_values() -> None:
-    index = ColumnSpec("index", torch.int64)
+class Caches(nn.Module):
+    """Has a buffer that follows its batches."""
 
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(3, 2)
+    def __init__(self, first: int | None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("shift", None if first is None else torch.zeros(first, 4))
 
-        def forward(self, index: Tensor, labels: Tensor | None = None) -> Any:
-            logits = self.table(index)
-            return logits if labels is None else functional.cross_entropy(logits, labels)
-
-    with pytest.raises(ModelError, match=r"fails on .*'label' from 0 .* to 2 .*: IndexError"):
-        tried(Own(), ModelLoss(), index)
+    def forward(self, features: Tensor) -> Tensor:
+        if self.shift is None or len(self.shift) < len(features):
+            self.shift = torch.zeros(len(features), 4)
+        return self.layer(features + self.shift[: len(features)])
 
 
-def test_a_model_that_gives_no_loss_is_refused_with_what_it_returns() -> None:
-    pair = Returns(lambda logits, training, labels: (logits, logits.mean()))
-    with pytest.raises(ModelError, match=r"in its tuple of outputs.* 0 float32 \(2, 3\), 1 flo"):
-        tried(pair, ModelLoss())
+class OfIndex(nn.Module):
+    """Computes its own loss of an index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 2)
+
+    def forward(self, index: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.table(index)
+        return logits if labels is None else functional.cross_entropy(logits, labels)
+
+
+def only_in_training(logits: Tensor, training: bool, labels: Any) -> Tensor:
+    if not training:
+        raise ZeroDivisionError("no running mean yet")
+    return logits
+
+
+def with_labels(logits: Tensor, training: bool, labels: Any) -> Any:
+    return functional.cross_entropy(logits, labels), logits
+
+
+def of_absolute(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs.abs(), targets)
+
+
+CE = nn.CrossEntropyLoss()
+BY_KEYWORD = {"by_name": True, "as_kwargs": True}
+INDEX = ColumnSpec("index", torch.int64)
+
+
+@every(
+    ("model", "loss", "features", "changes", "words"),
+    [
+        (
+            mlp(4).float(),
+            CE,
+            [],
+            BY_KEYWORD,
+            r"model\(features=\.\.\.\), and its forward takes \(input",
+        ),
+        (mlp(4).float(), ModelLoss(), [], {}, r"model\(\.\.\., labels=\.\.\.\), and its forward"),
+        (
+            Returns(lambda logits, *_: (logits, logits.mean())),
+            ModelLoss(),
+            [],
+            {},
+            r"in its tuple of outputs.* 0 float32 \(2, 3\), 1 flo",
+        ),
+        (OfIndex(), ModelLoss(), [INDEX], {}, r"fails on .*'label' from 0 .* to 2 .*: IndexError"),
+        (Returns(only_in_training), CE, [], {}, r"in evaluation mode .* no running mean yet"),
+        (Returns(with_labels), ModelLoss(), [], {}, r"evaluation mode .* model\(\.\.\.\), and"),
+        (Late(), CE, [], {}, r"'head.weight' from nothing to \(3, 3\), 'head.bias'"),
+        (Caches(None), CE, [], {}, r"'shift' from nothing to \([25], 4\)"),
+        (Caches(1), CE, [], {}, r"'shift' from \(1, 4\) to \(5, 4\)"),
+        (
+            Returns(lambda logits, *_: torch.complex(logits, logits)),
+            of_absolute,
+            [],
+            {},
+            r"complex64 \(2, 3\), but columns hold real numbers",
+        ),
+        (nn.Linear(4, 3), Scaled(), [], {}, r"Scaled has .* its own, 'scale', .*loss='model'"),
+    ],
+)
+def test_a_model_or_loss_that_does_otherwise_is_refused_with_what_it_does(
+    model: Any, loss: Any, features: list[ColumnSpec], changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ModelError, match=words):
+        tried(model, loss, *features, **changes)
+
+
+def test_a_loss_whose_parameters_are_frozen_is_taken() -> None:
+    tried(nn.Linear(4, 3), Scaled().requires_grad_(False))
 
 
 def test_a_loss_of_one_tensor_given_several_outputs_is_refused_with_those() -> None:
@@ -145,24 +226,6 @@ def test_a_loss_of_one_tensor_given_several_outputs_is_refused_with_those() -> N
     message = str(refused.value)
     assert "outputs a tuple of 0 float32 (2, 3), 1 float32 (2, 3) and targets int64 (2,)" in message
     assert "give a function" in message
-
-
-def test_a_model_that_fails_only_in_evaluation_mode_is_refused() -> None:
-    def fails(logits: Tensor, training: bool, labels: Any) -> Tensor:
-        if not training:
-            raise ZeroDivisionError("no running mean yet")
-        return logits
-
-    with pytest.raises(ModelError, match=r"fails in evaluation mode .* no running mean yet"):
-        tried(Returns(fails), nn.CrossEntropyLoss())
-
-
-def test_a_model_that_needs_the_labels_to_predict_is_refused() -> None:
-    def needs(logits: Tensor, training: bool, labels: Any) -> Any:
-        return functional.cross_entropy(logits, labels), logits
-
-    with pytest.raises(ModelError, match=r"evaluation mode .* called as model\(\.\.\.\), and"):
-        tried(Returns(needs), ModelLoss())
 
 
 def test_a_loss_that_fails_on_what_validation_gives_it_is_refused_where_there_is_validation() -> (
@@ -195,69 +258,6 @@ def test_a_model_that_keeps_what_it_once_computed_still_has_its_backward_pass() 
     assert model.training
 
 
-def test_a_model_that_gets_layers_in_its_first_pass_is_refused_with_their_names() -> None:
-    class Late(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Linear(4, 3)
-
-        def forward(self, features: Tensor) -> Tensor:
-            if not hasattr(self, "head"):
-                self.head = nn.Linear(3, 3)
-            return self.head(self.body(features))
-
-    with pytest.raises(ModelError, match=r"'head.weight' from nothing to \(3, 3\), 'head.bias'"):
-        tried(Late(), nn.CrossEntropyLoss())
-
-
-@pytest.mark.parametrize(
-    ("first", "change"),
-    [
-        (None, r"from nothing to \(2, 4\)|from nothing to \(5, 4\)"),
-        (1, r"from \(1, 4\) to \(5, 4\)"),
-    ],
-)
-def test_a_model_whose_buffers_follow_its_batches_is_refused(
-    first: int | None, change: str
-) -> None:
-    class Caches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
-            self.register_buffer("shift", None if first is None else torch.zeros(first, 4))
-
-        def forward(self, features: Tensor) -> Tensor:
-            if self.shift is None or len(self.shift) < len(features):
-                self.shift = torch.zeros(len(features), 4)
-            return self.layer(features + self.shift[: len(features)])
-
-    with pytest.raises(ModelError, match=f"'shift' {change}"):
-        tried(Caches(), nn.CrossEntropyLoss())
-
-
-def test_complex_outputs_are_refused_as_columns() -> None:
-    model = Returns(lambda logits, training, labels: torch.complex(logits, logits))
-    with pytest.raises(ModelError, match=r"complex64 \(2, 3\), but columns hold real numbers"):
-        tried(model, lambda outputs, targets: functional.cross_entropy(outputs.abs(), targets))
-
-
-class Scaled(nn.Module):
-    """A loss with a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(self.scale * outputs, targets)
-
-
-def test_a_loss_with_parameters_that_nobody_would_train_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"Scaled has .* its own, 'scale', .*loss='model'"):
-        tried(nn.Linear(4, 3), Scaled())
-    tried(nn.Linear(4, 3), Scaled().requires_grad_(False))
-
-
 def built_by(model: Any) -> None:
     build(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), nn.CrossEntropyLoss(), 0)
 
@@ -285,7 +285,7 @@ def test_a_model_that_wants_a_process_group_is_told_that_the_strategy_has_one() 
         built_by(lambda: nn.parallel.DistributedDataParallel(nn.Linear(4, 3)))
 
 
-@pytest.mark.parametrize(
+@every(
     ("loss", "label"),
     [
         (nn.CrossEntropyLoss(ignore_index=9), 9),

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from every_row import every
 from torch import nn
 
 from sparkdl.errors import DataError
@@ -17,7 +18,7 @@ from sparkdl.spark.rows.columns import InputColumn
 FIRST = {"not_finite": (2, 7), "least": (0, 3), "largest": (1, 1)}
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf])
+@every("value", [math.inf, -math.inf])
 def test_an_infinite_label_is_named_with_its_place(value: float) -> None:
     low, high = min(value, 0.0), max(value, 0.0)
     found = ColumnStatistics(not_finite=1, smallest=low, largest=high, places=FIRST)
@@ -48,6 +49,6 @@ def test_weights_without_a_mean_in_float64_are_refused() -> None:
         check_weight("w", weights(5e-324, 5e-324), 5e-324, 8)
 
 
-@pytest.mark.parametrize("unit", [1e-300, 1e-46, 1e-44, 1.0, 1e300])
+@every("unit", [1e-300, 1e-46, 1e-44, 1.0, 1e300])
 def test_weights_of_any_unit_are_taken(unit: float) -> None:
     check_weight("w", weights(unit, 3 * unit), 6 * unit, 4)

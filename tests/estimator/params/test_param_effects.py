@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_row import every
 from frames import WIDTH, frame
 from pyspark.ml.param import Param
 from pyspark.sql import DataFrame, SparkSession
@@ -242,13 +243,13 @@ def _head() -> Any:
     return Head.LOGITS
 
 
-@pytest.mark.parametrize("name", OF_OUTPUTS)
+@every("name", OF_OUTPUTS)
 def test_each_changes_the_columns_of_the_outputs(name: str) -> None:
     kind, value = OF_OUTPUTS[name]
     assert columns(kind, **{name: value}) != columns(kind)
 
 
-@pytest.mark.parametrize("name", OF_PREDICTING)
+@every("name", OF_PREDICTING)
 def test_each_changes_how_a_model_predicts(name: str) -> None:
     model = TorchModel.from_module(nn.Linear(2, 2), torch.zeros(1, 2))
     before = model.prediction_settings()

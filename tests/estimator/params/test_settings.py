@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
+from every_row import every
 from torch import nn
 
 from sparkdl import ParameterAveraging, TorchEstimator
@@ -19,7 +19,7 @@ class Unspeakable:
         raise ValueError("no")
 
 
-@pytest.mark.parametrize(
+@every(
     ("value", "expected"),
     [
         (3, 3),
@@ -34,7 +34,6 @@ class Unspeakable:
         (object(), "object"),
         (Unspeakable(), "Unspeakable"),
     ],
-    ids=lambda value: type(value).__name__,
 )
 def test_a_value_is_described_as_it_was_written(value: Any, expected: Any) -> None:
     found = described(value)

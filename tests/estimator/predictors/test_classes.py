@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from every_row import every
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
@@ -12,7 +13,7 @@ from sparkdl.errors import DataError
 from sparkdl.estimator.labels import indexed, require_known, with_names
 
 
-@pytest.mark.parametrize(
+@every(
     ("sql", "labels", "shown", "in_spark"),
     [
         ("cast(0.1 as float)", [0.1, 0.2], "0.10000000149011612", "0.10000000149011612"),
@@ -49,7 +50,7 @@ def test_labels_that_are_known_have_their_index(spark: SparkSession) -> None:
         require_known(found, index, "x.y", ["a", "b"], ValueError())
 
 
-@pytest.mark.parametrize("name", ["a.b", "a`b", "*", "a b"])
+@every("name", ["a.b", "a`b", "*", "a b"])
 def test_indices_get_their_names_whatever_the_column_is_called(
     spark: SparkSession, name: str
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_row import every
 from flights.network import DelayNetwork
 from flights.preparation import Split
 from flights.table import Flights
@@ -195,7 +196,7 @@ def test_the_digest_is_of_what_decides_the_output() -> None:
     assert predict != settings("--model", "x", job="predict").digest
 
 
-@pytest.mark.parametrize("job", ["train", "evaluate", "predict"])
+@every("job", ["train", "evaluate", "predict"])
 def test_help_is_short_enough_to_be_read(job: JobName, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         read_settings(job, ["--help"])

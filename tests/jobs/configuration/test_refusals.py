@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from every_row import every
 
 from sparkdl.errors import ModelError
 from sparkdl.jobs import command
@@ -166,125 +167,90 @@ def source(arguments: str, path: str = "sparkdl.jobs.Files") -> str:
     return job(source=f"{{class_path: {path}, init_args: {{{arguments}}}}}")
 
 
-WRONG = {
-    "a number in session.conf": (
-        job(session="{conf: {k.secret: S3CR3T, n: 2}}"),
-        "session.conf must be Mapping[str, str] or null, got dict in which not all are",
-    ),
-    "a list": (
-        job(session="{conf: [S3CR3T]}"),
-        "session.conf must be Mapping[str, str] or null, got list",
-    ),
-    "a text": (
-        job(session="{conf: S3CR3T}"),
-        "session.conf must be Mapping[str, str] or null, got str",
-    ),
-    "a section that is a list": (job(session="[S3CR3T]"), "keys with values, got list"),
-    "a section that is a text": (job(session="S3CR3T"), "session must be a section of keys"),
-    "an unknown key": (
-        job(session="{cnf: {k: S3CR3T}}"),
-        "no key 'session.cnf'; did you mean 'conf'?",
-    ),
-    "an unknown section": (job(modle="S3CR3T"), "no key 'modle'; did you mean 'model'?"),
-    "a missing argument": (source("options: {password: S3CR3T}"), "required: path"),
-    "an option's number": (
-        source("path: /x, options: {password: S3CR3T, n: 1}"),
-        "source.init_args.options must be dict[str, str] or null, got dict in which not all are",
-    ),
-    "an argument of a class": (
+CONF = "session.conf must be Mapping[str, str] or null, got "
+OPTIONS = "source.init_args.options must be dict[str, str] or null, got dict in which not all are"
+CALLBACK = "[{class_path: sparkdl.callbacks.MLflow, init_args: {tracking_ur: S3CR3T}}]"
+IMPUTER = "[{class_path: pyspark.ml.feature.Imputer, init_args: {inputCls: [S3CR3T]}}]"
+BASE = "begins with 0 or has a colon"
+WRONG: list[tuple[str, str]] = [
+    # sections
+    (job(session="{conf: {k.secret: S3CR3T, n: 2}}"), f"{CONF}dict in which not all are"),
+    (job(session="{conf: [S3CR3T]}"), f"{CONF}list"),
+    (job(session="{conf: S3CR3T}"), f"{CONF}str"),
+    (job(session="[S3CR3T]"), "keys with values, got list"),
+    (job(session="S3CR3T"), "session must be a section of keys"),
+    (job(session="{cnf: {k: S3CR3T}}"), "no key 'session.cnf'; did you mean 'conf'?"),
+    (job(modle="S3CR3T"), "no key 'modle'; did you mean 'model'?"),
+    (job(rows="{select: S3CR3T}"), "rows.select must be list[str] or null, got str"),
+    (job(log_level="S3CR3T"), "log_level must be Literal['DEBUG', "),
+    # the source
+    (source("options: {password: S3CR3T}"), "required: path"),
+    (source("path: /x, options: {password: S3CR3T, n: 1}"), OPTIONS),
+    (
         source("path: /x, optons: {password: S3CR3T}"),
         "'sparkdl.jobs.Files' takes no argument 'optons'; did you mean 'options'?",
     ),
-    "a class": (
-        source("path: S3CR3T", "sparkdl.jobs.Fils"),
-        "has no 'Fils'; did you mean 'Files'?",
-    ),
-    "a module": (
-        source("path: S3CR3T", "sparkdl.job.Files"),
-        "'sparkdl' has no 'job'; did you mean 'jobs'?",
-    ),
-    "a source that is a text": (job(source="S3CR3T"), "source must be Source or null, got str"),
-    "a source without a class": (job(source="{path: S3CR3T}"), "source must be Source"),
-    "a text for a list": (
-        job(rows="{select: S3CR3T}"),
-        "rows.select must be list[str] or null, got str",
-    ),
-    "a text for a number": (job({"epochs": "S3CR3T"}), "estimator.epochs must be int, got a text"),
-    "a list for a text": (
-        job({"labelCol": "[S3CR3T]"}),
-        "estimator.labelCol must be str, got list",
-    ),
-    "null for a text": (job({"labelCol": "null"}), "estimator.labelCol cannot be null"),
-    "an unknown Param": (
-        job({"epoch": "S3CR3T"}),
-        "no key 'estimator.epoch'; did you mean 'epochs'?",
-    ),
-    "a callback's argument": (
-        job(
-            {
-                "callbacks": "[{class_path: sparkdl.callbacks.MLflow, "
-                "init_args: {tracking_ur: S3CR3T}}]"
-            }
-        ),
+    (source("path: S3CR3T", "sparkdl.jobs.Fils"), "has no 'Fils'; did you mean 'Files'?"),
+    (source("path: S3CR3T", "sparkdl.job.Files"), "'sparkdl' has no 'job'; did you mean 'jobs'?"),
+    (job(source="S3CR3T"), "source must be Source or null, got str"),
+    (job(source="{path: S3CR3T}"), "source must be Source"),
+    # the estimator, and what it names
+    (job({"epochs": "S3CR3T"}), "estimator.epochs must be int, got a text"),
+    (job({"labelCol": "[S3CR3T]"}), "estimator.labelCol must be str, got list"),
+    (job({"labelCol": "null"}), "estimator.labelCol cannot be null"),
+    (job({"epoch": "S3CR3T"}), "no key 'estimator.epoch'; did you mean 'epochs'?"),
+    (
+        job({"callbacks": CALLBACK}),
         "takes no argument 'tracking_ur'; did you mean 'tracking_uri'?",
     ),
-    "a model's argument": (
+    (
         job({"model": LINEAR.replace("in_features: 2", "in_featurs: S3CR3T")}),
         "'torch.nn.Linear' takes no argument 'in_featurs'; did you mean 'in_features'?",
     ),
-    "the type of a model's argument": (
+    (
         job({"model": LINEAR.replace("in_features: 2", "in_features: S3CR3T")}),
         "estimator.model.init_args.in_features must be int, got a text",
     ),
-    "a loss": (
+    (
         job({"loss": "torch.nn.functional.cross_entrpy"}),
         "'torch.nn.functional' has no 'cross_entrpy'; did you mean 'cross_entropy'?",
     ),
-    "an optimizer": (
+    (
         job({"optimizer": "{class_path: torch.optim.Adm, init_args: {lr: S3CR3T}}"}),
         "'torch.optim' has no 'Adm'; did you mean 'Adam'?",
     ),
-    "a stage's argument": (
-        job(stages="[{class_path: pyspark.ml.feature.Imputer, init_args: {inputCls: [S3CR3T]}}]"),
+    (
+        job(stages=IMPUTER),
         "'pyspark.ml.feature.Imputer' takes no argument 'inputCls'; did you mean 'inputCols'?",
     ),
-    "a level": (job(log_level="S3CR3T"), "log_level must be Literal['DEBUG', "),
-    "a bracket that is missing": ("session: {conf: {k: S3CR3T}\nmodel: x\n", "in line 2, column 1"),
-    "two colons": (
-        job() + "password: S3CR3T: x\n",
-        "mapping values are not allowed in this context",
-    ),
-    "a tab": ("session:\n\tpassword: S3CR3T\n", "in line 2, column 1"),
-    "an alias": (job(session="{conf: {k: *S3CR3T}}"), "found undefined alias in line"),
-    "a tag": (job(session="{conf: {k: !S3CR3T x}}"), "a constructor for the tag in line"),
-    "a percent sign": (job(session="{conf: {k: %S3CR3T}}"), "cannot start any token in line"),
-    "a key twice": (job() + "model: S3CR3T\n", "has a duplicate key 'model' in line 4, column 1"),
-    "a key twice, inside": (
-        job(session="{conf: {k: S3CR3T, 'k': S3CR3T}}"),
-        "has a duplicate key 'k' in line 4",
-    ),
-    "an octal number": (job({"epochs": "010"}), "begins with 0 or has a colon"),
-    "an octal number of YAML 1.2": (job({"epochs": "0o10"}), "begins with 0 or has a colon"),
-    "a number in base 60": (job({"epochs": "1:30"}), "begins with 0 or has a colon"),
-    "a fraction in base 60": (job({"epochs": "-1:30.5"}), "begins with 0 or has a colon"),
-    "no keys": ("- S3CR3T\n", "is a list: --config takes a file of keys"),
-}
+    # YAML
+    ("session: {conf: {k: S3CR3T}\nmodel: x\n", "in line 2, column 1"),
+    (job() + "password: S3CR3T: x\n", "mapping values are not allowed in this context"),
+    ("session:\n\tpassword: S3CR3T\n", "in line 2, column 1"),
+    (job(session="{conf: {k: *S3CR3T}}"), "found undefined alias in line"),
+    (job(session="{conf: {k: !S3CR3T x}}"), "a constructor for the tag in line"),
+    (job(session="{conf: {k: %S3CR3T}}"), "cannot start any token in line"),
+    (job() + "model: S3CR3T\n", "has a duplicate key 'model' in line 4, column 1"),
+    (job(session="{conf: {k: S3CR3T, 'k': S3CR3T}}"), "has a duplicate key 'k' in line 4"),
+    *((job({"epochs": number}), BASE) for number in ("010", "0o10", "1:30", "-1:30.5")),
+    ("- S3CR3T\n", "is a list: --config takes a file of keys"),
+]
 
 
+@every(("text", "words"), WRONG)
 def test_what_is_wrong_is_said_in_one_sentence_without_the_values(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
 ) -> None:
-    violations = []
-    for case, (text, words) in WRONG.items():
-        result = tmp_path / "result.json"
-        arguments = ["--config", written(tmp_path, text), "--result_file", str(result)]
-        with pytest.raises(SystemExit) as caught:
-            command.run_command("train", never, arguments)
-        said, shown = json.loads(result.read_text())["error"]["message"], capsys.readouterr()
-        whole = caught.value.code == 2 and words in said and "\n" not in said and said in shown.err
-        if not whole or SECRET in shown.out + shown.err + result.read_text():
-            violations.append((case, caught.value.code, said, shown))
-    assert violations == []
+    result = tmp_path / "result.json"
+    arguments = ["--config", written(tmp_path, text), "--result_file", str(result)]
+    with pytest.raises(SystemExit) as caught:
+        command.run_command("train", never, arguments)
+    said, shown = json.loads(result.read_text())["error"]["message"], capsys.readouterr()
+    assert caught.value.code == 2
+    assert words in said
+    assert "\n" not in said
+    assert said in shown.err
+    assert SECRET not in shown.out + shown.err + result.read_text()
 
 
 def test_a_wrong_command_line_is_told_without_the_values(
@@ -319,13 +285,8 @@ def test_numbers_texts_and_merged_keys_are_what_they_look_like(tmp_path: Path) -
     text += "run_id: '007'\ntrust: []\n"
     text = text.replace("estimator: {", "estimator: {batchSize: 16, <<: {epochs: 3}, ")
     read = settings_of(tmp_path, text)
-    assert read.session["conf"] == {
-        "a": "010",
-        "b": "1:30",
-        "c": "2026-01-01",
-        "d": "spark://h:7077",
-        "e": "8",
-    }
+    expected = ["010", "1:30", "2026-01-01", "spark://h:7077", "8"]
+    assert read.session["conf"] == dict(zip("abcde", expected, strict=True))
     assert read.run_id == "007"
     assert (read.estimator().getEpochs(), read.estimator().getBatchSize()) == (3, 16)
 
