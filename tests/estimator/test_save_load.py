@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from every_row import every
 from frames import estimator, features_of, frame
 from models import Net, decayed
 from pyspark.ml import Pipeline, PipelineModel
@@ -53,71 +54,41 @@ def predictions(model: TorchModel | PipelineModel, rows: DataFrame) -> list[obje
     return [row[0] for row in model.transform(rows).orderBy("id").select("prediction").collect()]
 
 
-def test_a_loaded_model_gives_identical_predictions(
+def test_a_loaded_model_is_the_same_and_was_saved_without_pickle(
     described: TorchModel, rows: DataFrame, tmp_path: Path
 ) -> None:
-    path = str(tmp_path / "model")
-    described.write().overwrite().save(path)
-    assert predictions(TorchModel.load(path, trust=["models"]), rows) == predictions(
-        described, rows
-    )
-
-
-def test_a_loaded_model_keeps_history_uid_and_params(described: TorchModel, tmp_path: Path) -> None:
-    path = str(tmp_path / "model")
-    described.save(path)
-    loaded = TorchModel.load(path, trust=["models"])
+    uri = (tmp_path / "with space" / "model").as_uri()
+    described.save(uri)
+    names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert names == {"module.json", "module.safetensors", "part-00000"}
+    loaded = TorchModel.load(uri, trust=["models"])
+    assert predictions(loaded, rows) == predictions(described, rows)
     assert loaded.history == described.history
     assert len(loaded.history) == 2
     assert loaded.uid == described.uid
     assert loaded.getOutputType() == "probability"
-    assert loaded.getFeaturesCol() == "features"
     assert not loaded.module.training
-
-
-def test_a_file_uri_is_a_path_like_any_other(described: TorchModel, tmp_path: Path) -> None:
-    uri = (tmp_path / "with space" / "model").as_uri()
-    described.save(uri)
-    assert TorchModel.load(uri, trust=["models"]).history == described.history
-
-
-def test_a_model_that_can_be_imported_is_saved_without_pickle(
-    described: TorchModel, tmp_path: Path
-) -> None:
-    described.save(str(tmp_path / "model"))
-    names = {path.name for path in (tmp_path / "model").rglob("*") if path.is_file()}
-    assert names == {"module.json", "module.safetensors", "part-00000"}
 
 
 def test_an_instance_is_refused_without_trust_and_loads_with_it(
     pickled: TorchModel, rows: DataFrame, tmp_path: Path
 ) -> None:
-    path = str(tmp_path / "model")
+    path, whole = str(tmp_path / "model"), str(tmp_path / "pipeline")
     pickled.save(path)
-    with pytest.raises(ConfigError, match="trust=True"):
-        TorchModel.load(path)
-    with pytest.raises(ConfigError, match="trust=True"):
-        load_module(path)
+    PipelineModel([pickled]).save(whole)
+    loads = TorchModel.load, load_module
+    for load in loads:
+        with pytest.raises(ConfigError, match="trust=True"):
+            load(path)
+    with pytest.raises(ConfigError, match="trusted_pickles"):
+        PipelineModel.load(whole)
     expected = predictions(pickled, rows)
     assert predictions(TorchModel.load(path, trust=True), rows) == expected
     with trusted_pickles():
         assert predictions(TorchModel.load(path), rows) == expected
+        assert predictions(PipelineModel.load(whole), rows) == expected
     with pytest.raises(ConfigError, match="trust=True"):
         TorchModel.load(path)
-
-
-def test_a_locally_defined_builder_is_refused_without_trust(
-    rows: DataFrame, tmp_path: Path
-) -> None:
-    def build() -> nn.Module:
-        return nn.Linear(4, 3)
-
-    model = estimator(model=build).fit(rows)
-    model.save(str(tmp_path / "model"))
-    with pytest.raises(ConfigError, match="a pickle"):
-        TorchModel.load(str(tmp_path / "model"))
-    loaded = TorchModel.load(str(tmp_path / "model"), trust=True)
-    assert torch.equal(loaded.module.weight, model.module.weight)
 
 
 def test_a_saved_model_is_overwritten_only_if_asked(
@@ -189,20 +160,6 @@ def test_a_stage_that_names_a_command_is_refused_in_a_pipeline_too(
         with trusted_modules("models"), pytest.raises(ConfigError, match=r"trust=\['os'\]"):
             PipelineModel.load(str(tmp_path / "pipeline"))
     assert not (tmp_path / "touched").exists()
-
-
-@pytest.mark.slow
-def test_a_pickled_pipeline_model_loads_inside_trusted_pickles_only(
-    rows: DataFrame, tmp_path: Path
-) -> None:
-    model = pipeline(Net()).fit(columns(rows))
-    path = str(tmp_path / "pipeline")
-    model.save(path)
-    with pytest.raises(ConfigError, match="trusted_pickles"):
-        PipelineModel.load(path)
-    with trusted_pickles():
-        loaded = PipelineModel.load(path)
-    assert predictions(loaded, columns(rows)) == predictions(model, columns(rows))
 
 
 @pytest.mark.slow
@@ -316,17 +273,21 @@ def test_a_loaded_estimator_keeps_every_param(tmp_path: Path) -> None:
         assert (mine.func, mine.args, mine.keywords) == (other.func, other.args, other.keywords)
 
 
-def test_an_estimator_with_a_local_loss_is_refused_without_trust(tmp_path: Path) -> None:
-    path = str(tmp_path / "estimator")
-    estimator(model=Net, loss=lambda outputs, targets: outputs.mean()).save(path)
-    with pytest.raises(ConfigError, match=r"loss was saved as a pickle"):
-        TorchEstimator.load(path, trust=["models", __name__])
-    loaded = TorchEstimator.load(path, trust=True)
-    assert loaded.getLoss()(torch.ones(3), None) == 1
+def test_what_is_defined_locally_is_refused_without_trust(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return nn.Linear(4, 3)
+
+    for name, given in {"loss": lambda outputs, targets: outputs.mean(), "model": build}.items():
+        path = str(tmp_path / name)
+        estimator(**{"model": Net, name: given}).save(path)
+        with pytest.raises(ConfigError, match=f"{name} was saved as a pickle"):
+            TorchEstimator.load(path, trust=["models", __name__])
+        loaded = TorchEstimator.load(path, trust=True)
+    assert loaded.getModel()().out_features == 3
 
 
-@pytest.mark.parametrize("file", ["module.json", "module.safetensors", "metadata/part-00000"])
-@pytest.mark.parametrize("damage", ["missing", "truncated"])
+@every("file", ["module.json", "module.safetensors", "metadata/part-00000"])
+@every("damage", ["missing", "truncated"])
 def test_a_damaged_model_is_refused_by_the_name_of_the_file(
     described: TorchModel, tmp_path: Path, file: str, damage: str
 ) -> None:

@@ -6,7 +6,6 @@ import copy
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from frames import estimator, features_of, frame, frame_of_sizes, labels_of
 from models import CountsLoads, Scalar, Single, TwoTables, lines
 from pyspark import SparkContext
@@ -68,41 +68,26 @@ def close(found: np.ndarray, expected: Tensor) -> bool:
     return found.shape == tuple(expected.shape) and np.allclose(found, expected, atol=1e-6)
 
 
-def test_auto_is_the_class_index_as_double_for_a_classification_loss(
-    classifier: TorchModel, rows: DataFrame
-) -> None:
-    predicted = classifier.transform(rows)
-    assert predicted.schema["prediction"].dataType.simpleString() == "double"
-    assert np.array_equal(column_of(predicted), outputs_of(classifier).argmax(dim=1).numpy())
-
-
 def test_each_output_type_of_logits_is_what_torch_says(
     classifier: TorchModel, rows: DataFrame
 ) -> None:
-    outputs = outputs_of(classifier)
+    outputs, predicted = outputs_of(classifier), classifier.transform(rows)
+    assert predicted.schema["prediction"].dataType.simpleString() == "double"
+    assert np.array_equal(column_of(predicted), outputs.argmax(dim=1).numpy())
     assert close(predict(classifier, rows, "raw"), outputs)
-    assert close(predict(classifier, rows, "probability"), outputs.softmax(dim=1))
     assert close(predict(classifier, rows, "class"), outputs.argmax(dim=1).double())
+    probable = classifier.copy(
+        {classifier.outputType: "probability", classifier.predictionCol: "p"}
+    )
+    probabilities = probable.transform(rows)
+    assert probabilities.schema["p"].dataType.simpleString() == "vector"
+    assert probabilities.columns[-1] == "p"
+    assert close(column_of(probabilities, "p"), outputs.softmax(dim=1))
+    assert classifier.getPredictionCol() == "prediction"
 
 
-def test_probabilities_are_pyspark_ml_vectors(classifier: TorchModel, rows: DataFrame) -> None:
-    predicted = classifier.transform(rows, {classifier.outputType: "probability"})
-    assert predicted.schema["prediction"].dataType.simpleString() == "vector"
-
-
-@pytest.mark.slow
-def test_log_probabilities_become_classes_and_probabilities(rows: DataFrame) -> None:
-    network = nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(dim=1))
-    model = estimator(model=network, loss=nn.NLLLoss()).fit(rows)
-    assert close(predict(model, rows, "probability"), outputs_of(model).exp())
-    assert close(predict(model, rows, "auto"), outputs_of(model).argmax(dim=1).double())
-
-
-@pytest.mark.slow_variants
-@pytest.mark.parametrize("squeeze", [False, True], ids=["(n, 1)", "(n,)"])
-def test_a_binary_logit_becomes_class_and_two_probabilities(rows: DataFrame, squeeze: bool) -> None:
-    network = Single(squeeze=squeeze)
-    model = estimator(model=network, loss=nn.BCEWithLogitsLoss()).fit(binary(rows))
+def test_a_binary_logit_becomes_class_and_two_probabilities(rows: DataFrame) -> None:
+    model = estimator(model=Single(), loss=nn.BCEWithLogitsLoss()).fit(binary(rows))
     logits = outputs_of(model).reshape(-1)
     positive = logits.sigmoid()
     assert close(predict(model, rows, "auto"), (logits > 0).double())
@@ -110,29 +95,20 @@ def test_a_binary_logit_becomes_class_and_two_probabilities(rows: DataFrame, squ
     assert close(predict(model, rows, "raw"), logits)
 
 
-@pytest.mark.slow
-def test_a_binary_probability_becomes_class_and_two_probabilities(rows: DataFrame) -> None:
-    model = estimator(model=Single(sigmoid=True), loss=nn.BCELoss()).fit(binary(rows))
-    positive = outputs_of(model).reshape(-1)
-    assert close(predict(model, rows, "class"), (positive > 0.5).double())
-    assert close(predict(model, rows, "probability"), torch.stack([1 - positive, positive], dim=1))
-
-
-def test_a_regression_gives_the_output_as_double_and_knows_no_probability(rows: DataFrame) -> None:
+def test_a_regression_gives_the_output_as_it_is_and_knows_no_probability(rows: DataFrame) -> None:
     model = estimator(model=Single(), loss=nn.MSELoss()).fit(rows)
     predicted = model.transform(rows)
     assert predicted.schema["prediction"].dataType.simpleString() == "double"
     assert close(column_of(predicted), outputs_of(model).reshape(-1))
-    with pytest.raises(ConfigError, match="outputType='raw'"):
-        model.transform(rows, {model.outputType: "probability"})
-    with pytest.raises(ConfigError, match="outputType='raw'"):
-        model.transform(rows, {model.outputType: "class"})
-
-
-def test_several_outputs_of_a_regression_are_a_vector(rows: DataFrame) -> None:
+    rmse = RegressionEvaluator(metricName="rmse").evaluate(predicted)
+    errors = outputs_of(model).reshape(-1).numpy() - labels_of(IDS)
+    assert rmse == pytest.approx(float(np.sqrt((errors**2).mean())), rel=1e-5)
+    for output_type in ("probability", "class"):
+        with pytest.raises(ConfigError, match="outputType='raw'"):
+            model.transform(rows, {model.outputType: output_type})
     targets = rows.withColumn("label", F.slice("features", 1, 2))
-    model = estimator(model=nn.Linear(4, 2), loss=nn.MSELoss()).fit(targets)
-    assert close(predict(model, rows, "auto"), outputs_of(model))
+    several = estimator(model=nn.Linear(4, 2), loss=nn.MSELoss()).fit(targets)
+    assert close(predict(several, rows, "auto"), outputs_of(several))
 
 
 @pytest.mark.slow
@@ -150,45 +126,39 @@ def test_rows_columns_and_their_order_within_partitions_are_unchanged(
     assert after.drop("prediction").rdd.glom().collect() == before.rdd.glom().collect()
 
 
-def test_more_rows_than_one_batch_holds_are_all_predicted_in_order(
-    spark: SparkSession, classifier: TorchModel
+def test_rows_of_any_number_are_all_predicted_in_order(
+    spark: SparkSession, classifier: TorchModel, rows: DataFrame
 ) -> None:
-    many = frame(spark, rows=2500, partitions=1)
-    found = predict(classifier, many, "raw")
+    """More than a batch holds, none at all, and none in some of the partitions."""
+    found = predict(classifier, frame(spark, rows=2500, partitions=1), "raw")
     with torch.no_grad():
         expected = classifier.module(torch.tensor(features_of(range(2500)), dtype=torch.float32))
     assert close(found, expected)
-
-
-def test_an_empty_frame_gives_an_empty_frame_with_the_column(
-    spark: SparkSession, classifier: TorchModel, rows: DataFrame
-) -> None:
     predicted = classifier.transform(rows.where("id < 0"))
     assert predicted.collect() == []
     assert predicted.columns[-1] == "prediction"
-
-
-def test_empty_partitions_are_no_obstacle(spark: SparkSession, classifier: TorchModel) -> None:
     found = predict(classifier, frame_of_sizes(spark, [0, 60, 0]), "raw")
     assert close(found, outputs_of(classifier))
 
 
 @pytest.mark.slow_variants
-@pytest.mark.parametrize("kind", ["array<float>", "vector", "sparse"])
+@pytest.mark.parametrize("kind", ["array<float>", "vector", "sparse", "files"])
 def test_arrays_of_floats_and_vectors_predict_what_doubles_do(
-    spark: SparkSession, classifier: TorchModel, rows: DataFrame, kind: str
+    spark: SparkSession, classifier: TorchModel, rows: DataFrame, kind: str, tmp_path: Path
 ) -> None:
-    if kind == "array<float>":
-        given = rows.withColumn("features", F.col("features").cast("array<float>"))
-    elif kind == "vector":
-        given = rows.withColumn("features", array_to_vector("features"))
-    else:
-        vectors = [
+    vectors = rows.withColumn("features", array_to_vector("features"))
+    if kind == "sparse":
+        sparse = [
             (i, Vectors.sparse(4, list(enumerate(map(float, values)))))
             for i, values in enumerate(features_of(IDS))
         ]
-        given = spark.createDataFrame(vectors, ["id", "features"])
-    assert close(predict(classifier, given, "raw"), outputs_of(classifier))
+        vectors = spark.createDataFrame(sparse, ["id", "features"])
+    elif kind == "files":
+        vectors.write.parquet((tmp_path / "vectors").as_uri())
+        vectors = spark.read.parquet((tmp_path / "vectors").as_uri())
+    elif kind == "array<float>":
+        vectors = rows.withColumn("features", F.col("features").cast("array<float>"))
+    assert close(predict(classifier, vectors, "raw"), outputs_of(classifier))
 
 
 def test_sparse_vectors_train_like_the_dense_arrays_they_stand_for(spark: SparkSession) -> None:
@@ -212,16 +182,6 @@ def test_sparse_vectors_train_like_the_dense_arrays_they_stand_for(spark: SparkS
     assert torch.allclose(model.module.weight, network.weight, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.slow
-def test_vectors_in_columnar_files_predict_what_doubles_do(
-    spark: SparkSession, classifier: TorchModel, rows: DataFrame, tmp_path: Path
-) -> None:
-    vectors = rows.withColumn("features", array_to_vector("features"))
-    vectors.write.parquet((tmp_path / "vectors").as_uri())
-    files = spark.read.parquet((tmp_path / "vectors").as_uri())
-    assert close(predict(classifier, files, "raw"), outputs_of(classifier))
-
-
 def test_several_columns_reach_the_model_as_arguments_and_integers_as_int64(
     rows: DataFrame,
 ) -> None:
@@ -243,7 +203,7 @@ def test_a_scalar_column_feeds_a_vector_of_one_number_a_row(rows: DataFrame) -> 
     assert np.allclose(predict(model, given, "auto"), slope * np.arange(60) / 60)
 
 
-@pytest.mark.parametrize("kind", ["boolean", "byte", "int", "float", "double"])
+@every("kind", ["boolean", "byte", "int", "float", "double"])
 def test_labels_of_each_numeric_type_are_class_indices(rows: DataFrame, kind: str) -> None:
     model = (
         estimator(epochs=1).fit(binary(rows).withColumn("label", F.col("id") % 2 == 0))
@@ -253,30 +213,19 @@ def test_labels_of_each_numeric_type_are_class_indices(rows: DataFrame, kind: st
     assert model.history[0].examples == 60
 
 
-def test_an_existing_prediction_column_is_refused_by_name(
-    classifier: TorchModel, rows: DataFrame
-) -> None:
-    with pytest.raises(DataError, match=r"already has a column 'prediction'.*setPredictionCol"):
-        classifier.transform(rows.withColumn("prediction", F.lit(1.0)))
-
-
-def test_a_column_that_spark_takes_for_the_prediction_is_not_replaced(
+def test_a_column_that_is_missing_or_that_spark_takes_for_the_prediction_is_named(
     spark: SparkSession, classifier: TorchModel, rows: DataFrame
 ) -> None:
     """Unless it is told otherwise, to Spark two names are one if only their case differs."""
-    named = rows.withColumn("Prediction", F.lit("kept"))
-    with pytest.raises(DataError, match=r"already has a column 'Prediction'.*setPredictionCol"):
-        classifier.transform(named)
+    for name in ("prediction", "Prediction"):
+        named = rows.withColumn(name, F.lit("kept"))
+        with pytest.raises(DataError, match=rf"already has a column '{name}'.*setPredictionCol"):
+            classifier.transform(named)
     spark.conf.set("spark.sql.caseSensitive", "true")
     try:
         assert classifier.transform(named).columns[-2:] == ["Prediction", "prediction"]
     finally:
         spark.conf.unset("spark.sql.caseSensitive")
-
-
-def test_a_missing_features_column_is_refused_by_name(
-    classifier: TorchModel, rows: DataFrame
-) -> None:
     with pytest.raises(DataError, match="'features', which the DataFrame does not have"):
         classifier.transform(rows.drop("features"))
 
@@ -288,12 +237,6 @@ def test_arrays_of_another_length_are_refused_with_both_lengths(
     given = rows.withColumn("features", F.slice("features", 1, 3))
     with pytest.raises(Exception, match="arrays of 3 elements where every row must have 4"):
         classifier.transform(given).collect()
-
-
-def test_the_prediction_column_can_be_renamed(classifier: TorchModel, rows: DataFrame) -> None:
-    renamed = classifier.copy({classifier.predictionCol: "guess"}).transform(rows)
-    assert renamed.columns[-1] == "guess"
-    assert classifier.getPredictionCol() == "prediction"
 
 
 @pytest.mark.slow
@@ -321,14 +264,6 @@ def test_pyspark_ml_evaluators_accept_the_predictions(
     auc = BinaryClassificationEvaluator(rawPredictionCol="prediction").evaluate(scored)
     wanted = roc_auc_score(np.arange(60) % 2, outputs_of(model).reshape(-1).numpy())
     assert auc == pytest.approx(wanted, abs=1e-3)
-
-
-@pytest.mark.slow
-def test_the_regression_evaluator_accepts_raw_outputs(rows: DataFrame) -> None:
-    model = estimator(model=Single(), loss=nn.MSELoss()).fit(rows)
-    rmse = RegressionEvaluator(metricName="rmse").evaluate(model.transform(rows))
-    errors = outputs_of(model).reshape(-1).numpy() - labels_of(IDS)
-    assert rmse == pytest.approx(float(np.sqrt((errors**2).mean())), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -424,44 +359,31 @@ def test_a_models_forward_runs_without_gradients_and_in_evaluation_mode(rows: Da
     assert not predict(model, rows, "raw").any()
 
 
-@pytest.mark.slow_variants
-@pytest.mark.parametrize("model", [lambda: nn.LazyLinear(3), lambda: nn.Linear(4, 3)])
-def test_columns_may_have_any_name(rows: DataFrame, model: Callable[[], nn.Module]) -> None:
+def test_columns_may_have_any_name(rows: DataFrame) -> None:
+    """Lazy layers take their shapes from a row of them."""
     given = rows.withColumnsRenamed({"features": "my.own `features`", "label": "the label"})
     names = {"featuresCol": "my.own `features`", "labelCol": "the label", "predictionCol": "a.b"}
-    fitted = estimator(model=model, outputType="raw", **names).fit(given)
+    fitted = estimator(model=lambda: nn.LazyLinear(3), outputType="raw", **names).fit(given)
     found = fitted.transform(given).orderBy("id").select("`a.b`").collect()
     assert close(np.array([row[0].toArray() for row in found]), outputs_of(fitted))
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
-@pytest.mark.parametrize("kind", ["parametrized", "scripted"])
-def test_a_model_that_cannot_be_pickled_predicts_if_a_function_builds_it(
+@pytest.mark.parametrize("kind", ["parametrized", "scripted", "lazy"])
+def test_a_model_that_only_a_function_can_build_is_trained_predicts_and_is_saved(
     rows: DataFrame, tmp_path: Path, kind: str
 ) -> None:
     def build() -> nn.Module:
         layer = nn.Linear(4, 3)
         if kind == "parametrized":
             return nn.Sequential(nn.utils.parametrizations.weight_norm(layer), nn.Identity())
+        if kind == "lazy":
+            return nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Linear(8, 3))
         scripted: nn.Module = torch.jit.script(nn.Sequential(layer, nn.Identity()))
         return scripted
 
     first, second = (estimator(model=build, outputType="raw").fit(rows) for _ in range(2))
-    assert close(column_of(first.transform(rows)), outputs_of(first))
-    assert np.array_equal(column_of(second.transform(rows)), column_of(first.transform(rows)))
-    first.write().save(str(tmp_path / "model"))
-    loaded = TorchModel.load(str(tmp_path / "model"), trust=True)
-    assert np.array_equal(column_of(loaded.transform(rows)), column_of(first.transform(rows)))
-
-
-@pytest.mark.slow
-def test_lazy_layers_take_their_shapes_from_the_rows(rows: DataFrame, tmp_path: Path) -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Linear(8, 3))
-
-    first, second = (estimator(model=build, outputType="raw").fit(rows) for _ in range(2))
-    assert first.module[0].weight.shape == (8, 4)
     assert close(column_of(first.transform(rows)), outputs_of(first))
     assert np.array_equal(column_of(second.transform(rows)), column_of(first.transform(rows)))
     first.write().save(str(tmp_path / "model"))
