@@ -96,6 +96,22 @@ class RowIds(nn.Module):
         return self.layers(features)
 
 
+def minibatches(path: str | Path) -> dict[int, list[list[int]]]:
+    """The row ids that ``RowIds`` has recorded of each rank, by minibatch."""
+    found: dict[int, list[list[int]]] = {}
+    for line in lines(path):
+        rank, *ids = map(int, line.split())
+        found.setdefault(rank, []).append(ids)
+    return found
+
+
+def row_ids(path: str | Path) -> dict[int, list[int]]:
+    """The same, one behind the other."""
+    return {
+        rank: [i for ids in batches for i in ids] for rank, batches in minibatches(path).items()
+    }
+
+
 class Saboteur(nn.Module):
     """Does ``deed`` on one rank in its ``step``-th forward pass; records each pass as ``rank``."""
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import pkgutil
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+import sparkdl
 from sparkdl.callbacks import MLflow, TrainingReport
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.estimator import TorchEstimator
 from sparkdl.estimator.params.settings import LONGEST, described
 from sparkdl.redaction import without_credentials, without_secrets
+from sparkdl.spark.launch.rank_host import RankCall
 
 
 def test_uris_lose_users_passwords_keys_and_signatures() -> None:
@@ -73,3 +80,31 @@ def test_errors_and_explanations_of_params_show_no_credentials() -> None:
     )
     assert "current: nosuch://***@bucket/ck" in estimator.explainParams()
     assert estimator.getCheckpointPath() == path
+
+
+SECRETS = ("token", "secret", "password")
+
+
+def dataclasses_of_sparkdl() -> set[type[Any]]:
+    found = set()
+    for module in pkgutil.walk_packages(sparkdl.__path__, "sparkdl."):
+        for value in vars(importlib.import_module(module.name)).values():
+            if isinstance(value, type) and dataclasses.is_dataclass(value):
+                found.add(value)
+    return found
+
+
+def test_no_dataclass_shows_a_secret_in_its_repr() -> None:
+    secret = {
+        (kind.__qualname__, field.name): field.repr
+        for kind in dataclasses_of_sparkdl()
+        for field in dataclasses.fields(kind)
+        if field.name in SECRETS
+    }
+    assert {"ServiceAddress"} <= {name for name, _ in secret}
+    assert [name for name, shown in secret.items() if shown] == []
+
+
+def test_a_call_for_a_process_of_its_own_does_not_show_what_it_hands_over() -> None:
+    call = RankCall(rank=1, entry="module:function", arguments=(("host", 1, "a secret"),))
+    assert "a secret" not in repr(call)

@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from frames import estimator, features_of, labels_of
+from subprocesses import run_python
 from torch import nn
 from train_on_gpus import EPOCHS, ROWS
 
@@ -38,13 +38,12 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     discovery, output = directory / "discover.sh", directory / "output"
     discovery.write_text(DISCOVERY)
     discovery.chmod(0o755)
-    done = subprocess.run(
-        [sys.executable, str(HERE / "train_on_gpus.py"), str(discovery), str(output)],
+    done = run_python(
+        HERE / "train_on_gpus.py",
+        discovery,
+        output,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path])},
-        capture_output=True,
-        text=True,
         timeout=450,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = map(json.loads, output.read_text().splitlines())

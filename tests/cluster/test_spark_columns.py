@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import sys
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,9 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from every_row import every
 from frames import estimator, frame, frame_of_sizes
-from models import RowIds, lines
+from models import RowIds, row_ids
 from pyspark.ml.linalg import Matrices, MatrixUDT, Vectors, VectorUDT
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -175,7 +177,7 @@ def test_every_type_arrives_as_declared_in_fit_and_in_transform(
         assert [row.prediction for row in found] == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize(
+@every(
     ("name", "value", "reason"),
     [
         ("photo", "unhex('00ff')", "not a valid image"),
@@ -197,7 +199,7 @@ def test_a_bad_row_is_named_by_column_partition_and_row(
     assert "of partition" in str(caught.value)
 
 
-@pytest.mark.parametrize("value", ["nan", "infinity"])
+@every("value", ["nan", "infinity"])
 def test_features_that_are_no_numbers_are_refused_or_kept_as_asked(
     spark: SparkSession, value: str
 ) -> None:
@@ -222,7 +224,7 @@ class IgnoresNan(nn.Module):
         return self.layer(features.nan_to_num(0.0, 0.0, 0.0))
 
 
-@pytest.mark.parametrize(
+@every(
     ("changes", "fragment"),
     [
         ({"columnShapes": {"features": [2, 3]}}, "has 4 elements"),
@@ -256,9 +258,7 @@ def test_what_cannot_be_fed_is_refused_in_words(
     assert fragment in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("spreads", "most"), [("exchange", 27), ("none", 50)], ids=["exchange", "none"]
-)
+@every(("spreads", "most"), [("exchange", 27), ("none", 50)])
 def test_a_minibatch_that_no_worker_can_fill_is_refused_by_what_each_will_have(
     spark: SparkSession, spreads: str, most: int
 ) -> None:
@@ -287,19 +287,12 @@ def test_reshuffled_rows_are_trained_on_once_an_epoch_on_real_executors(
         numWorkers=3,
         validationIndicatorCol="held",
     ).fit(frame(spark, rows=70).withColumn("held", F.col("id") % 10 == 3))
-    seen: dict[int, list[int]] = {}
-    ranks: dict[int, set[int]] = {}
-    for line in lines(trace):
-        rank, *ids = map(int, line.split())
-        for i in ids:
-            seen.setdefault(i, []).append(rank)
-            ranks.setdefault(i, set()).add(rank)
-    held = [i for i in range(70) if i % 10 == 3]
+    seen = row_ids(trace)
     # forward passes: three epochs of training, or three validations
-    assert sorted(seen) == list(range(70))
-    assert {len(passes) for passes in seen.values()} == {3}
-    assert all(len(ranks[i]) == 1 for i in held)
-    assert sum(len(where) > 1 for where in ranks.values()) > 30
+    assert Counter(i for ids in seen.values() for i in ids) == dict.fromkeys(range(70), 3)
+    ranks = [sum(i in ids for ids in seen.values()) for i in range(70)]
+    assert all(ranks[i] == 1 for i in range(3, 70, 10))
+    assert sum(where > 1 for where in ranks) > 30
 
 
 def test_weights_validation_and_transform_work_together(spark: SparkSession) -> None:

@@ -1,13 +1,17 @@
-"""The same seed gives the same bits, however the rows reach the workers."""
+"""The same seed gives the same bits, whatever way rows go; other streams go on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
-from frames import estimator, frame, frame_of_sizes, same_bits, with_features
+from frames import configured, estimator, frame, frame_of_sizes, in_files, same_bits, with_features
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
@@ -52,16 +56,12 @@ def test_two_fits_with_one_seed_agree_to_the_bit_after_a_shuffle(
 def test_two_fits_with_one_seed_agree_to_the_bit_on_more_files_than_workers(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    path = (tmp_path / "rows").as_uri()
-    frame(spark, rows=140, partitions=10).write.parquet(path)
-    spark.conf.set("spark.sql.files.openCostInBytes", "1")
-    spark.conf.set("spark.sql.files.maxPartitionBytes", "4096")
-    try:
-        assert spark.read.parquet(path).rdd.getNumPartitions() > 3  # so that workers read several
-        assert same_bits(fit(spark.read.parquet(path)), fit(spark.read.parquet(path)))
-    finally:
-        spark.conf.unset("spark.sql.files.openCostInBytes")
-        spark.conf.unset("spark.sql.files.maxPartitionBytes")
+    sizes = {"spark.sql.files.openCostInBytes": "1", "spark.sql.files.maxPartitionBytes": "4096"}
+    with configured(spark, sizes):
+        rows = in_files(frame(spark, rows=140, partitions=10), tmp_path / "rows")
+        assert rows.rdd.getNumPartitions() > 3  # so that workers read several
+        again = spark.read.parquet((tmp_path / "rows").as_uri())
+        assert same_bits(fit(rows), fit(again))
 
 
 def test_two_fits_agree_to_the_bit_and_another_seed_differs(spark: SparkSession) -> None:
@@ -85,3 +85,35 @@ def test_a_fit_leaves_the_drivers_random_state_as_it_was(spark: SparkSession) ->
     before = torch.random.get_rng_state()
     ready.fit(frame(spark, rows=30, partitions=3))
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+COLUMNS = "pid bigint, python double, numpy double, torch double"
+
+
+def streams(spark: SparkSession) -> dict[int, tuple[float, ...]]:
+    """What each executor's Python process would draw next."""
+
+    def look(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for _ in batches:
+            pass
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        drawn = [os.getpid(), random.random(), np.random.random(), float(torch.rand(()))]
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        names = [column.split()[0] for column in COLUMNS.split(", ")]
+        yield pa.RecordBatch.from_arrays([pa.array([value]) for value in drawn], names)
+
+    rows = spark.range(0, 3, 1, 3).mapInArrow(look, COLUMNS).collect()
+    return {row.pid: (row.python, row.numpy, row.torch) for row in rows}
+
+
+@pytest.mark.slow
+def test_the_users_other_jobs_do_not_draw_what_a_fit_has_seeded(spark: SparkSession) -> None:
+    estimator(numWorkers=3).fit(frame(spark))
+    before = streams(spark)
+    estimator(numWorkers=3).fit(frame(spark))
+    after = streams(spark)
+    both = before.keys() & after.keys()
+    assert both, "no process was used again"
+    assert [after[pid] for pid in both] == [before[pid] for pid in both]

@@ -1,20 +1,28 @@
-"""Averaging on real executors equals single-process SGD on the union of the workers' batches."""
+"""Averaging on real executors equals single-process SGD on the union of the workers' batches.
+
+A frozen backbone is built there, never sent, and in the result.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
+import cloudpickle
 import pytest
 import torch
 from frames import CLASSES, estimator, features_of, frame, labels_of
-from models import RowIds, lines
+from models import RowIds, minibatches, task_rank
 from pyspark.sql import SparkSession
 from torch import nn
 
-from sparkdl import ParameterAveraging
+from sparkdl import ParameterAveraging, TorchModel
+from sparkdl.errors import ModelError
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 EPOCHS = 3
 
@@ -104,10 +112,7 @@ def test_recorded_minibatches_replayed_in_one_process_give_the_same_parameters(
         numWorkers=3,
     ).fit(frame(spark, rows=rows, partitions=5))
 
-    batches: dict[int, list[list[int]]] = defaultdict(list)
-    for line in lines(trace):
-        rank, *ids = map(int, line.split())
-        batches[rank].append(ids)
+    batches = minibatches(trace)
     steps: list[list[int]] = []
     for epoch in range(2):
         plans = [of_rank[: len(of_rank) // 2] for of_rank in batches.values()]
@@ -122,3 +127,44 @@ def test_recorded_minibatches_replayed_in_one_process_give_the_same_parameters(
     oracle = sgd(before, steps, 4)
     assert relative_error(fitted.module.layers, oracle) <= 1e-6
     assert [epoch.examples for epoch in fitted.history] == [rows, rows]
+
+
+def with_backbone(spoilt_on: int | None = None) -> nn.Module:
+    backbone = nn.Linear(4, 16).requires_grad_(False)
+    with torch.no_grad():
+        backbone.weight[2, 2] += task_rank() == spoilt_on
+    return nn.Sequential(backbone, nn.Tanh(), nn.Linear(16, CLASSES)).double()
+
+
+def test_a_fitted_model_has_the_backbone_that_every_executor_has_built(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    rows = frame(spark, rows=60, partitions=3)
+    fitted = estimator(
+        model=with_backbone,
+        strategy=ParameterAveraging(period=1),
+        epochs=EPOCHS,
+        batchSize=60,
+        numWorkers=3,
+        seed=7,
+    ).fit(rows)
+
+    torch.manual_seed(7)
+    drawn = with_backbone()
+    oracle = sgd(drawn, [list(range(60))] * EPOCHS, 4)
+    assert torch.equal(fitted.module[0].weight, drawn[0].weight)
+    torch.testing.assert_close(fitted.module[2].weight, oracle[2].weight, rtol=1e-6, atol=0)
+    expected = oracle(torch.from_numpy(features_of(range(60)))).argmax(dim=1).tolist()
+    fitted.save(str(tmp_path / "model"))
+    for model in (fitted, TorchModel.load(str(tmp_path / "model"), trust=True)):
+        found = {row["id"]: row["prediction"] for row in model.transform(rows).collect()}
+        assert [found[number] for number in range(60)] == expected
+
+
+def test_an_executor_with_another_backbone_is_named_with_its_host(spark: SparkSession) -> None:
+    with pytest.raises(
+        ModelError, match=r"rank 1 on \S+ built the model with different frozen parameter"
+    ):
+        estimator(model=partial(with_backbone, 1), numWorkers=3).fit(
+            frame(spark, rows=30, partitions=3)
+        )

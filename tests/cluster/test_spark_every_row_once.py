@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from frames import estimator, frame, frame_of_sizes
-from models import RowIds, lines
+from every_row import every
+from frames import estimator, frame, frame_of_sizes, ids_by_partition, in_files
+from models import RowIds, row_ids
 from py4j.protocol import Py4JError
 from pyspark.sql import DataFrame, SparkSession
 
@@ -19,15 +20,6 @@ from sparkdl.errors import ConfigError
 from sparkdl.spark.catalyst import groups
 
 EPOCHS = 2
-
-
-def recorded(trace: Path) -> dict[int, list[int]]:
-    """The row ids that each rank trained on, in order."""
-    ids: dict[int, list[int]] = {}
-    for line in lines(trace):
-        rank, *batch = map(int, line.split())
-        ids.setdefault(rank, []).extend(batch)
-    return ids
 
 
 def fit(rows: DataFrame, trace: Path, workers: int = 3, **changes: Any) -> dict[int, list[int]]:
@@ -39,7 +31,7 @@ def fit(rows: DataFrame, trace: Path, workers: int = 3, **changes: Any) -> dict[
         batchSize=8,
         **changes,
     ).fit(rows)
-    return recorded(trace)
+    return row_ids(trace)
 
 
 def assert_each_row_once_an_epoch(ids: dict[int, list[int]], rows: int) -> None:
@@ -53,55 +45,39 @@ def assert_each_row_once_an_epoch(ids: dict[int, list[int]], rows: int) -> None:
 
 def test_the_frames_below_have_partitions_of_the_sizes_asked_for(spark: SparkSession) -> None:
     """Guards the tests below, which would pass on any partitions."""
-    rows = frame_of_sizes(spark, [3, 0, 5])
-    assert [[row.id for row in part] for part in rows.rdd.glom().collect()] == [
-        [0, 1, 2],
-        [],
-        [3, 4, 5, 6, 7],
-    ]
+    parts = ids_by_partition(frame_of_sizes(spark, [3, 0, 5]))
+    assert parts == [[0, 1, 2], [], [3, 4, 5, 6, 7]]
 
 
-@pytest.mark.parametrize(
-    "sizes",
+def shuffled(spark: SparkSession) -> DataFrame:
+    return frame(spark, rows=50, partitions=4).repartition(6, "label")
+
+
+@every(
+    ("rows", "made"),
     [
-        pytest.param([50, 3, 1], id="skewed"),
-        pytest.param([0, 41, 0, 0], id="mostly-empty"),
-        pytest.param([40], id="single"),
-        pytest.param([5, 6, 7, 8, 9, 0, 4], id="more-than-workers"),
-        pytest.param([1, 1, 1], id="a-row-each"),
+        (54, lambda spark: frame_of_sizes(spark, [50, 3, 1])),
+        (41, lambda spark: frame_of_sizes(spark, [0, 41, 0, 0])),
+        (40, lambda spark: frame_of_sizes(spark, [40])),
+        (39, lambda spark: frame_of_sizes(spark, [5, 6, 7, 8, 9, 0, 4])),
+        (3, lambda spark: frame_of_sizes(spark, [1, 1, 1])),
+        (32, lambda spark: frame_of_sizes(spark, [30, 2]).cache()),
+        (50, shuffled),
     ],
 )
 def test_each_row_is_trained_on_once_an_epoch(
-    spark: SparkSession, tmp_path: Path, sizes: list[int]
+    spark: SparkSession, tmp_path: Path, rows: int, made: Callable[[SparkSession], DataFrame]
 ) -> None:
-    ids = fit(frame_of_sizes(spark, sizes), tmp_path / "ids")
-    assert_each_row_once_an_epoch(ids, sum(sizes))
-
-
-def test_each_row_of_a_cached_frame_is_trained_on_once_an_epoch(
-    spark: SparkSession, tmp_path: Path
-) -> None:
-    rows = frame_of_sizes(spark, [30, 2]).cache()
-    try:
-        assert_each_row_once_an_epoch(fit(rows, tmp_path / "ids"), 32)
-    finally:
-        rows.unpersist()
-
-
-def test_each_row_of_a_shuffled_frame_is_trained_on_once_an_epoch(
-    spark: SparkSession, tmp_path: Path
-) -> None:
-    rows = frame(spark, rows=50, partitions=4).repartition(6, "label")
-    assert_each_row_once_an_epoch(fit(rows, tmp_path / "ids"), 50)
+    table = made(spark)
+    assert_each_row_once_an_epoch(fit(table, tmp_path / "ids"), rows)
+    table.unpersist()
 
 
 @pytest.mark.slow
 def test_each_row_of_files_is_trained_on_once_an_epoch_in_the_same_random_order_every_time(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    uri = (tmp_path / "table").as_uri()
-    frame(spark, rows=60, partitions=3).write.parquet(uri)
-    rows = spark.read.parquet(uri)
+    rows = in_files(frame(spark, rows=60, partitions=3), tmp_path / "table")
     assert rows.rdd.getNumPartitions() == 3  # so that they come without a shuffle
     ids, again = (fit(rows, tmp_path / name) for name in ("ids", "again"))
     assert ids == again
@@ -115,8 +91,8 @@ def shards(ids: dict[int, list[int]]) -> dict[int, set[int]]:
     return {rank: set(of_rank) for rank, of_rank in ids.items()}
 
 
-@pytest.mark.parametrize("shuffle", ["exchange", "spark"])
-@pytest.mark.parametrize("sizes", [[54, 3, 3], [0, 60, 0]], ids=["uneven", "all-in-one"])
+@every("shuffle", ["exchange", "spark"])
+@every("sizes", [[54, 3, 3], [0, 60, 0]])
 def test_a_skewed_frame_is_spread_evenly_over_the_workers(
     spark: SparkSession, tmp_path: Path, sizes: list[int], shuffle: str
 ) -> None:
@@ -127,8 +103,7 @@ def test_a_skewed_frame_is_spread_evenly_over_the_workers(
 
 def in_many_files(spark: SparkSession, path: Path) -> DataFrame:
     """Each a partition."""
-    frame(spark, rows=300, partitions=300).write.parquet(path.as_uri())
-    return spark.read.parquet(path.as_uri())
+    return in_files(frame(spark, rows=300, partitions=300), path)
 
 
 def after_a_join(spark: SparkSession, path: Path) -> DataFrame:
@@ -141,31 +116,23 @@ def united(spark: SparkSession, path: Path) -> DataFrame:
     return rows.where("id < 200").union(rows.where("id >= 200"))
 
 
-def cached(spark: SparkSession, path: Path) -> DataFrame:
-    return frame(spark, rows=300, partitions=7).cache()
+UPSTREAMS: dict[str, Callable[[SparkSession, Path], DataFrame]] = {
+    "skewed": lambda spark, _: frame_of_sizes(spark, [10, 270, 10, 10]),
+    "join": after_a_join,
+    "union": united,
+    "cache": lambda spark, _: frame(spark, rows=300, partitions=7).cache(),
+    "fewer": lambda spark, _: frame(spark, rows=300, partitions=2),
+    "a-thousand-empty": lambda spark, _: frame(spark, rows=1300, partitions=1300).where("id < 300"),
+    "many-files": in_many_files,
+}
 
 
 @pytest.mark.slow_variants(fast=2)
-@pytest.mark.parametrize(
-    "upstream",
-    [
-        pytest.param(lambda spark, _: frame_of_sizes(spark, [10, 270, 10, 10]), id="skewed"),
-        pytest.param(
-            lambda spark, _: frame(spark, rows=1300, partitions=1300).where("id < 300"),
-            id="a-thousand-empty",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(in_many_files, id="many-files", marks=pytest.mark.slow),
-        pytest.param(after_a_join, id="join"),
-        pytest.param(united, id="union"),
-        pytest.param(cached, id="cache"),
-        pytest.param(lambda spark, _: frame(spark, rows=300, partitions=2), id="fewer"),
-    ],
-)
+@pytest.mark.parametrize("upstream", UPSTREAMS)
 def test_workers_have_random_shards_of_the_same_size_whatever_they_have_read(
-    spark: SparkSession, tmp_path: Path, upstream: Callable[[SparkSession, Path], DataFrame]
+    spark: SparkSession, tmp_path: Path, upstream: str
 ) -> None:
-    rows = upstream(spark, tmp_path / "table")
+    rows = UPSTREAMS[upstream](spark, tmp_path / "table")
     ids = fit(rows, tmp_path / "ids")
     rows.unpersist()
     assert_each_row_once_an_epoch(ids, 300)
@@ -262,29 +229,16 @@ def test_it_is_said_which_way_the_rows_go(
     )
 
 
-def test_partitions_that_differ_by_a_few_rows_are_left_where_they_are(
-    spark: SparkSession, tmp_path: Path
+@every(("sizes", "stay"), [([20, 20, 20], True), ([19, 22, 19], True), ([18, 23, 19], False)])
+def test_only_a_partition_with_a_twentieth_above_the_mean_plus_one_has_rows_spread(
+    spark: SparkSession, tmp_path: Path, sizes: list[int], stay: bool
 ) -> None:
-    ids = fit(frame_of_sizes(spark, [19, 22, 19]), tmp_path / "ids", shuffleRows="spark")
-    assert {rank: len(of_rank) // EPOCHS for rank, of_rank in ids.items()} == {0: 19, 1: 22, 2: 19}
-
-
-def test_the_largest_partition_decides_whether_the_rows_are_spread(
-    spark: SparkSession, tmp_path: Path
-) -> None:
-    """One row more than a twentieth above the mean, plus one."""
-    ids = fit(frame_of_sizes(spark, [18, 23, 19]), tmp_path / "ids", shuffleRows="spark")
+    ids = fit(frame_of_sizes(spark, sizes), tmp_path / "ids", shuffleRows="spark")
     assert_each_row_once_an_epoch(ids, 60)
     assert max(len(of_rank) // EPOCHS for of_rank in ids.values()) <= 22
-
-
-def test_a_balanced_frame_is_left_where_it_is(spark: SparkSession, tmp_path: Path) -> None:
-    ids = fit(frame(spark, rows=60, partitions=3), tmp_path / "ids", shuffleRows="spark")
-    assert shards(ids) == {
-        0: set(range(20)),
-        1: set(range(20, 40)),
-        2: set(range(40, 60)),
-    }
+    starts = [sum(sizes[:rank]) for rank in range(3)]
+    parts = {rank: {*range(starts[rank], starts[rank] + sizes[rank])} for rank in range(3)}
+    assert (shards(ids) == parts) is stay
 
 
 def test_later_epochs_follow_another_order(spark: SparkSession, tmp_path: Path) -> None:

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from frames import estimator, frame
 from models import DiesOnce, Saboteur, lines
 from pyspark.sql import SparkSession
 
-from sparkdl import GradientAllReduce, ParameterAveraging
+from sparkdl import (
+    GossipAveraging,
+    GradientAllReduce,
+    ParameterAveraging,
+    ThresholdGradientSharing,
+    TorchModel,
+)
 from sparkdl.callbacks import Callback, Training
 from sparkdl.errors import ConfigError, TrainingError, WorkerLostError
 from sparkdl.strategies import Strategy
+
+
+def fit_with_a_loss(
+    spark: SparkSession, folder: Path, executor: bool, **changes: Any
+) -> TorchModel:
+    """Three workers, one of which dies once, alone or with its executor; no row is lost."""
+    model = DiesOnce(str(folder / "died"), executor=executor)
+    settings = {"numWorkers": 3, "epochs": 4, "batchSize": 5, "timeout": 120.0, **changes}
+    fitted = estimator(model=model, **settings).fit(frame(spark, rows=90))
+    assert len(lines(folder / "died")) == 1
+    assert [epoch.examples for epoch in fitted.history] == [90] * 4
+    return fitted
 
 
 @pytest.mark.slow_variants
@@ -32,25 +51,35 @@ def test_a_worker_that_is_killed_is_started_again_and_no_row_is_lost(
     spark: SparkSession, tmp_path: Path, strategy: Strategy, executor: bool
 ) -> None:
     """Alone, or with all others where they need each other; callbacks are told either way."""
-    died, told = tmp_path / "died", list[int | None]()
+    told = list[int | None]()
 
     class Losses(Callback):
         def on_worker_lost(self, training: Training, rank: int | None, why: str) -> None:
             told.append(rank)
 
-    model = DiesOnce(str(died), executor=executor)
-    fitted = estimator(
-        model=model,
-        strategy=strategy,
-        numWorkers=3,
-        epochs=4,
-        batchSize=5,
-        timeout=120.0,
-        callbacks=[Losses()],
-    ).fit(frame(spark, rows=90))
-    assert len(lines(died)) == 1
+    fit_with_a_loss(spark, tmp_path, executor, strategy=strategy, callbacks=[Losses()])
     assert told == [1]
-    assert [epoch.examples for epoch in fitted.history] == [90] * 4
+
+
+@pytest.mark.slow_variants
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ThresholdGradientSharing(0.01, sparsity=(0.05, 0.5)),
+        pytest.param(
+            ThresholdGradientSharing(0.01, sparsity=(0.05, 0.5), aggregation="executors"),
+            marks=pytest.mark.slow,
+            id="sharing-among-executors",
+        ),
+        GossipAveraging(),
+    ],
+    ids=["sharing", None, "gossip"],
+)
+def test_sharing_and_gossip_learn_and_survive_a_kill(
+    spark: SparkSession, tmp_path: Path, strategy: Strategy
+) -> None:
+    history = fit_with_a_loss(spark, tmp_path, executor=False, strategy=strategy).history
+    assert history[-1].loss < history[0].loss
 
 
 @pytest.mark.slow
@@ -77,11 +106,8 @@ def test_a_worker_that_dies_again_and_again_ends_the_fit(
 def test_who_may_have_been_killed_for_memory_is_told_with_the_setting_to_raise(
     spark: SparkSession, tmp_path: Path, executor: bool, message: str
 ) -> None:
-    model = DiesOnce(str(tmp_path / "died"), executor=executor)
     with pytest.raises(WorkerLostError, match=message):
-        estimator(model=model, numWorkers=3, epochs=4, batchSize=5, maxFailures=0).fit(
-            frame(spark, rows=90)
-        )
+        fit_with_a_loss(spark, tmp_path, executor, maxFailures=0)
 
 
 def test_more_min_workers_than_workers_are_refused(spark: SparkSession) -> None:

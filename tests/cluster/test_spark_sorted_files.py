@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from frames import estimator
+from frames import configured, estimator
 from pyspark.sql import SparkSession
 from sklearn.datasets import load_digits
 from torch import nn
@@ -66,13 +66,11 @@ def test_digits_sorted_by_class_are_learnt_as_well_as_shuffled_ones_if_rows_are_
     def accuracies(table: str, spreads: str) -> np.ndarray:
         return np.array([accuracy(table, spreads, seed) for seed in range(SEEDS)])
 
-    spark.conf.set("spark.sql.files.maxPartitionBytes", "256k")  # each file is a partition
-    try:
+    # Each file is a partition.
+    with configured(spark, {"spark.sql.files.maxPartitionBytes": "256k"}):
         shuffled = accuracies("shuffled", "spark")
         exchanged = accuracies("sorted", "exchange")
         stayed = accuracies("sorted", "none")
-    finally:
-        spark.conf.unset("spark.sql.files.maxPartitionBytes")
     noise = np.sqrt((shuffled.var(ddof=1) + exchanged.var(ddof=1)) / SEEDS)
     assert abs(exchanged.mean() - shuffled.mean()) <= 3 * noise
     assert stayed.mean() < exchanged.mean() - 0.02

@@ -8,6 +8,8 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from every_row import every
+from frames import configured, ids_by_partition, in_files
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
@@ -23,23 +25,14 @@ OPEN = "spark.sql.files.openCostInBytes"
 @pytest.fixture(scope="module")
 def files(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> DataFrame:
     """Eight files of 50 rows each."""
-    path = (tmp_path_factory.mktemp("rows") / "table").as_uri()
-    spark.range(0, 400, 1, 8).write.parquet(path)
-    return spark.read.parquet(path)
+    return in_files(spark.range(0, 400, 1, 8), tmp_path_factory.mktemp("rows") / "table")
 
 
-def parts_of(frame: DataFrame) -> list[list[int]]:
-    """The ids in each partition, in their order."""
-    return [[row.id for row in part] for part in frame.rdd.glom().collect()]
-
-
-@pytest.mark.parametrize("partitions", [2, 4])
-def test_whole_files_come_in_as_many_partitions_as_asked_for(
-    files: DataFrame, partitions: int
-) -> None:
-    parts = parts_of(replanned(files, partitions).frame)
-    assert [len(part) for part in parts] == [400 // partitions] * partitions
-    assert sorted(chain(*parts)) == list(range(400))
+def test_whole_files_come_in_as_many_partitions_as_asked_for(files: DataFrame) -> None:
+    for partitions in (2, 4):
+        parts = ids_by_partition(replanned(files, partitions).frame)
+        assert [len(part) for part in parts] == [400 // partitions] * partitions
+        assert sorted(chain(*parts)) == list(range(400))
 
 
 def test_there_is_no_shuffle_in_the_plan(files: DataFrame) -> None:
@@ -51,10 +44,10 @@ def test_the_users_settings_and_partitions_stay_as_they_are(
     spark: SparkSession, files: DataFrame
 ) -> None:
     settings = dict(spark.conf.getAll)
-    before = parts_of(files)
+    before = ids_by_partition(files)
     replanned(files, 2)
     assert dict(spark.conf.getAll) == settings
-    assert parts_of(files.select("id")) == before
+    assert ids_by_partition(files.select("id")) == before
 
 
 def test_two_threads_of_a_session_get_what_each_has_asked_for(files: DataFrame) -> None:
@@ -78,12 +71,10 @@ def test_each_row_is_found_where_the_users_dataframe_has_it(
     """Splits in the middle of files, on either side, and filtered rows."""
     path = tmp_path.as_uri() + "/table"
     spark.range(0, 3000, 1, 3).write.csv(path)
-    spark.conf.set(SIZE, "2000")
-    spark.conf.set(OPEN, "0")
-    try:
+    with configured(spark, {SIZE: "2000", OPEN: "0"}):
         rows = spark.read.schema("id long").csv(path).where("id % 7 > 0")
         found = replanned(rows, 4)
-        before, after = parts_of(rows), parts_of(found.frame)
+        before, after = ids_by_partition(rows), ids_by_partition(found.frame)
         assert (len(before) > 4, len(after)) == (True, 4)
         for partition, part in enumerate(after):
             for row in (0, len(part) // 2, len(part) - 1):
@@ -91,9 +82,6 @@ def test_each_row_is_found_where_the_users_dataframe_has_it(
                 assert before[number][position] == part[row]
         with pytest.raises(ValueError, match="partition 0 has no row 3000"):
             found.origin(0, 3000)
-    finally:
-        spark.conf.unset(SIZE)
-        spark.conf.unset(OPEN)
 
 
 def test_the_size_of_what_is_read_counts_and_not_that_of_the_whole_table(
@@ -104,7 +92,7 @@ def test_the_size_of_what_is_read_counts_and_not_that_of_the_whole_table(
         (tmp_path / day).mkdir()
         (tmp_path / day / "rows.csv").write_bytes(b"1\n" * rows)
     table = spark.read.schema("id long, day int").csv(tmp_path.as_uri())
-    parts = parts_of(replanned(table.where("day = 1"), 16).frame)
+    parts = ids_by_partition(replanned(table.where("day = 1"), 16).frame)
     assert (len(parts), sum(map(len, parts))) == (16, 100)
 
 
@@ -116,7 +104,7 @@ def test_many_files_take_few_tries(
         (tmp_path / f"{number}.csv").write_bytes(b"1\n" * (10 + number % 7))
     monkeypatch.setattr("sparkdl.spark.catalyst.file_splits.TRIES", 2)
     rows = spark.read.schema("id long").csv(tmp_path.as_uri())
-    sizes = [len(part) for part in parts_of(replanned(rows, 3).frame)]
+    sizes = [len(part) for part in ids_by_partition(replanned(rows, 3).frame)]
     assert sum(sizes) == sum(10 + number % 7 for number in range(300))
     assert max(sizes) <= 1.05 * sum(sizes) / 3 + 17
 
@@ -126,20 +114,19 @@ def test_tables_of_a_catalog_that_knows_no_sizes_are_planned_again(
 ) -> None:
     files.withColumn("odd", F.col("id") % 2).write.partitionBy("odd").saveAsTable("partitioned")
     try:
-        parts = parts_of(replanned(spark.table("partitioned"), 2).frame)
+        parts = ids_by_partition(replanned(spark.table("partitioned"), 2).frame)
         assert (len(parts), sorted(chain(*parts))) == (2, list(range(400)))
     finally:
         spark.sql("DROP TABLE partitioned")
 
 
-@pytest.mark.parametrize(
+@every(
     ("change", "partitions", "message"),
     [
         (lambda df: df.repartition(3), 2, "do not come from files row by row"),
         (lambda df: df.where(F.rand(1) < 0.5), 2, "depend on the partitions"),
         (lambda df: df.coalesce(2), 3, "coalesce, which barrier mode refuses"),
     ],
-    ids=["shuffle", "rand", "coalesce"],
 )
 def test_others_are_not_planned_again_and_it_says_why(
     files: DataFrame, change: Callable[[DataFrame], DataFrame], partitions: int, message: str
@@ -150,14 +137,11 @@ def test_others_are_not_planned_again_and_it_says_why(
 
 def test_a_subquery_is_not_run_by_each_try(spark: SparkSession, files: DataFrame) -> None:
     files.createOrReplaceTempView("a_few")
-    spark.conf.set(ADAPTIVE, "false")
-    try:
+    with configured(spark, {ADAPTIVE: "false"}):
         rows = spark.sql("SELECT * FROM a_few WHERE id > (SELECT min(id) FROM a_few)")
         with pytest.raises(NotSplitError, match="their plan has a subquery"):
             replanned(rows, 2)
-    finally:
-        spark.conf.unset(ADAPTIVE)
-        spark.catalog.dropTempView("a_few")
+    spark.catalog.dropTempView("a_few")
 
 
 def test_only_who_needs_all_tasks_at_once_and_exchanges_plans_again(files: DataFrame) -> None:
@@ -192,7 +176,7 @@ def test_a_query_with_a_common_table_expression_is_planned_again(
         rows = spark.sql(
             "WITH odd AS (SELECT id FROM all_of_them WHERE id % 2 = 1) SELECT id FROM odd"
         )
-        parts = parts_of(replanned(rows, 2).frame)
+        parts = ids_by_partition(replanned(rows, 2).frame)
     finally:
         spark.catalog.dropTempView("all_of_them")
     assert [len(part) for part in parts] == [100, 100]

@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from frames import configured, ids_by_partition
 from py4j.protocol import Py4JError
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -15,21 +16,10 @@ from sparkdl.spark.catalyst import groups
 from sparkdl.spark.catalyst.groups import NoGroupsError, balanced, grouped
 
 
-def parts_of(frame: DataFrame) -> list[list[int]]:
-    """The ids in each partition, in their order."""
-    return [[row.id for row in part] for part in frame.rdd.glom().collect()]
-
-
 def test_the_largest_goes_first_and_each_to_the_smallest_group() -> None:
     # 9 to the first, 8 and 5 to the second, 4 to the first, 3 to the first of two that have 13
     assert balanced([3, 9, 4, 8, 5], 2) == [[0, 1, 2], [3, 4]]
-
-
-def test_what_has_no_size_is_spread_evenly() -> None:
     assert [len(numbers) for numbers in balanced([0] * 1000, 3)] == [334, 333, 333]
-
-
-def test_each_group_gets_one_if_there_are_as_many() -> None:
     assert balanced([1, 0, 100], 3) == [[2], [0], [1]]
 
 
@@ -37,13 +27,17 @@ def test_each_group_gets_one_if_there_are_as_many() -> None:
 def test_more_partitions_are_put_together_each_group_in_the_order_of_their_numbers(
     spark: SparkSession,
 ) -> None:
+    """Fewer leave the last groups empty."""
     rows = spark.range(0, 40, 1, 8)
     found = grouped(rows, 3)
-    parts = parts_of(found.frame)
+    parts = ids_by_partition(found.frame)
     assert list(map(len, found.members)) == [3, 3, 2]
     assert [len(part) for part in parts] == [15, 15, 10]
     assert all(part == sorted(part) for part in parts)
     assert sorted(chain(*parts)) == list(range(40))
+    found = grouped(spark.range(0, 4, 1, 2), 5)
+    assert found.members == ((0,), (1,), (), (), ())
+    assert ids_by_partition(found.frame) == [[0, 1], [2, 3], [], [], []]
 
 
 @pytest.mark.slow
@@ -51,8 +45,8 @@ def test_each_row_is_found_where_it_was_before(spark: SparkSession) -> None:
     rows = spark.range(0, 40, 1, 8)  # five in each partition
     few, many = grouped(rows.where("id % 5 < 3 or id < 20"), 3), grouped(rows, 9)
     for found in (few, many):
-        before = parts_of(rows if found is many else rows.where("id % 5 < 3 or id < 20"))
-        for group, part in enumerate(parts_of(found.frame)):
+        before = ids_by_partition(rows if found is many else rows.where("id % 5 < 3 or id < 20"))
+        for group, part in enumerate(ids_by_partition(found.frame)):
             for row in {0, len(part) // 2, len(part) - 1} if part else ():
                 partition, position = found.origin(group, row)
                 assert before[partition][position] == part[row]
@@ -60,16 +54,9 @@ def test_each_row_is_found_where_it_was_before(spark: SparkSession) -> None:
         few.origin(0, 40)
 
 
-@pytest.mark.slow
-def test_fewer_partitions_leave_the_last_groups_empty(spark: SparkSession) -> None:
-    found = grouped(spark.range(0, 4, 1, 2), 5)
-    assert found.members == ((0,), (1,), (), (), ())
-    assert parts_of(found.frame) == [[0, 1], [2, 3], [], [], []]
-
-
 def test_what_is_found_to_be_empty_has_as_many_partitions_too(spark: SparkSession) -> None:
     found = grouped(spark.range(10).where(F.lit(False)), 3)
-    assert parts_of(found.frame) == [[], [], []]
+    assert ids_by_partition(found.frame) == [[], [], []]
 
 
 @pytest.mark.slow_variants(every=4)
@@ -91,7 +78,7 @@ def test_every_plan_has_the_same_rows_in_as_many_partitions_as_asked_for(
 ) -> None:
     rows = change(spark.range(0, 40, 1, 4))
     expected = sorted(row.id for row in rows.collect())
-    parts = parts_of(grouped(rows, number).frame)
+    parts = ids_by_partition(grouped(rows, number).frame)
     rows.unpersist()
     assert len(parts) == number
     assert sorted(chain(*parts)) == expected
@@ -105,15 +92,11 @@ def test_files_are_assigned_by_what_they_take_to_read(spark: SparkSession, tmp_p
             "text", F.repeat(F.lit("x"), length)
         )
         rows.write.mode("append").json(path.as_uri())
-    spark.conf.set("spark.sql.files.openCostInBytes", "1")
-    spark.conf.set("spark.sql.files.maxPartitionBytes", "400")
-    try:
+    sizes = {"spark.sql.files.openCostInBytes": "1", "spark.sql.files.maxPartitionBytes": "400"}
+    with configured(spark, sizes):
         # Files of one value over several lines are not split.
         rows = spark.read.schema("id long").json(path.as_uri(), multiLine=True)
-        parts = parts_of(grouped(rows, 2).frame)
-    finally:
-        spark.conf.unset("spark.sql.files.openCostInBytes")
-        spark.conf.unset("spark.sql.files.maxPartitionBytes")
+        parts = ids_by_partition(grouped(rows, 2).frame)
     assert sorted(map(sorted, parts)) == [[0, 1, 3, 4], [2]]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import cloudpickle
 import pytest
 import torch
+from every_row import every
 from pyspark.sql import DataFrame, SparkSession
 from torch import Tensor, nn
 
@@ -72,9 +73,7 @@ class CountsInLayer(nn.Module):
         return self.layer(x) * self.scale
 
 
-counting = pytest.mark.parametrize(
-    "made", [CountsInBuffer, ReplacesBuffer, CountsInAttribute, Remembers, CountsInLayer]
-)
+COUNTING = [CountsInBuffer, ReplacesBuffer, CountsInAttribute, Remembers, CountsInLayer]
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +81,7 @@ def rows(spark: SparkSession) -> DataFrame:
     return spark.range(3).selectExpr("double(id) AS features").coalesce(1).cache()
 
 
-@counting
+@every("made", COUNTING)
 def test_every_transform_begins_with_the_module_as_it_is_here(
     rows: DataFrame, made: Callable[[], nn.Module]
 ) -> None:
@@ -93,7 +92,7 @@ def test_every_transform_begins_with_the_module_as_it_is_here(
     assert predicted == [[1.0] * 3] * TRANSFORMS
 
 
-@counting
+@every("made", COUNTING)
 def test_learning_what_a_module_returns_leaves_it_as_it_was(made: Callable[[], nn.Module]) -> None:
     module = made()
     TorchModel.from_module(module, torch.zeros(1))

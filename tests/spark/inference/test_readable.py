@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from frames import configured, in_files
 from pyspark.sql import SparkSession
 from torch import nn
 
@@ -18,21 +19,16 @@ COLUMNAR = "spark.sql.execution.arrow.pythonUDF.columnarInput.enabled"
 
 def test_without_a_limit_of_rows_predictions_end(spark: SparkSession, tmp_path: Path) -> None:
     """Spark 4.3.0 passes columnar rows to Python in batches of 0 rows, for ever."""
-    path = (tmp_path / "table").as_uri()
-    spark.range(0, 90, 1, 2).selectExpr("array(cast(id as float)) features").write.parquet(path)
-    rows = spark.read.parquet(path).selectExpr("features as features")
+    made = spark.range(0, 90, 1, 2).selectExpr("array(cast(id as float)) features")
+    rows = in_files(made, tmp_path / "table").selectExpr("features as features")
     model = TorchModel.from_module(nn.Linear(1, 1), torch.zeros(1, 1))
-    try:
-        for limit in ("0", "-1"):
-            spark.conf.set(RECORDS, limit)
+    for limit in ("0", "-1"):
+        with configured(spark, {RECORDS: limit}):
             added = model.transform(rows)
             plan = added._jdf.queryExecution().executedPlan().toString()
             assert "Filter" in plan.split("ArrowEvalPython")[1]  # which passes on rows only
             with pytest.raises(ConfigError, match=f"{RECORDS} is {limit}.*{COLUMNAR}"):
                 model.udf()
-        assert len(added.select("prediction").collect()) == 90
-        spark.conf.set(COLUMNAR, "false")
+            assert len(added.select("prediction").collect()) == 90
+    with configured(spark, {RECORDS: "-1", COLUMNAR: "false"}):
         assert rows.select(model.udf()("features")).count() == 90
-    finally:
-        spark.conf.unset(RECORDS)
-        spark.conf.unset(COLUMNAR)

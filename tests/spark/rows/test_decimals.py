@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from frames import estimator
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import Tensor, nn
-
-from sparkdl import TorchEstimator
 
 VALUES = ["0.1", "123456789012345678.1234567891", "0.0000000001", "-7.25"]
 
@@ -38,15 +37,14 @@ def test_decimals_are_the_doubles_of_sparks_cast(spark: SparkSession) -> None:
     rows = rows.withColumn("y", F.col("w") * 2)
     expected = values(rows.withColumn("x", F.col("x").cast("double")), "x")
     for name in ("x", "xs"):
-        model = TorchEstimator(
+        model = estimator(
             model=First,
             loss=nn.MSELoss(),
-            optimizer=partial(torch.optim.SGD, lr=0.0),
             featuresCol=name,
             labelCol="y",
             weightCol="w",
             numWorkers=1,
-            progress=False,
+            optimizer=partial(torch.optim.SGD, lr=0.0),
         ).fit(rows)
         assert values(model.transform(rows), "prediction") == expected
         called = rows.select(model.udf()(name).alias("prediction"))

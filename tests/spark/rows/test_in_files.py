@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from frames import configured, estimator, in_files
 from missing_names import lacking
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
 
-from sparkdl import ParameterAveraging, TorchEstimator, TorchModel
+from sparkdl import TorchModel
 from sparkdl.spark.rows.in_files import columns_in_files
 
 COLUMNS = {
@@ -38,6 +39,10 @@ def files(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Data
     )
     rows.write.partitionBy("group").parquet(path)
     return spark.read.parquet(path)
+
+
+def model_of_x() -> TorchModel:
+    return TorchModel.from_module(nn.Linear(2, 1), torch.zeros(1, 2), featuresCol="x")
 
 
 def found(frame: DataFrame) -> set[str]:
@@ -69,28 +74,23 @@ def test_only_what_is_read_row_by_row_is_in_files(files: DataFrame) -> None:
 def test_what_spark_reads_otherwise_is_not_read_from_files(
     spark: SparkSession, files: DataFrame, tmp_path: Path
 ) -> None:
+    assert found(in_files(files, tmp_path / "parquet"))
     path = (tmp_path / "parquet").as_uri()
-    files.write.parquet(path)
-    assert found(spark.read.parquet(path))
     assert not found(spark.read.option("ignoreCorruptFiles", "true").parquet(path))
     assert not found(spark.readStream.schema(spark.read.parquet(path).schema).parquet(path))
     spark.read.parquet(path).write.orc((tmp_path / "orc").as_uri())
     assert not found(spark.read.orc((tmp_path / "orc").as_uri()))
-    spark.conf.set("spark.sql.files.ignoreMissingFiles", "true")
-    try:
+    with configured(spark, {"spark.sql.files.ignoreMissingFiles": "true"}):
         assert not found(spark.read.parquet(path))
-    finally:
-        spark.conf.unset("spark.sql.files.ignoreMissingFiles")
 
 
 def test_what_is_cached_comes_from_the_cache_also_when_its_files_are_gone(
-    spark: SparkSession, files: DataFrame, tmp_path: Path
+    files: DataFrame, tmp_path: Path
 ) -> None:
-    files.select("id", "x").write.parquet((tmp_path / "parquet").as_uri())
-    cached = spark.read.parquet((tmp_path / "parquet").as_uri()).cache()
+    cached = in_files(files.select("id", "x"), tmp_path / "parquet").cache()
     rows = cached.count()
     shutil.rmtree(tmp_path / "parquet")
-    model = TorchModel.from_module(nn.Linear(2, 1), torch.zeros(1, 2), featuresCol="x")
+    model = model_of_x()
     try:
         assert not found(cached) | found(cached.where("id >= 0"))
         assert len(model.transform(cached.where("id >= 0")).collect()) == rows
@@ -102,14 +102,11 @@ def test_who_cannot_be_asked_where_its_rows_lie_is_read_by_spark(
     spark: SparkSession, files: DataFrame, tmp_path: Path
 ) -> None:
     files.createOrReplaceTempView("of_files")
-    files.select("id", "x").withColumnRenamed("id", "_metadata").write.parquet(
-        (tmp_path / "named").as_uri()
+    named = in_files(
+        files.select("id", "x").withColumnRenamed("id", "_metadata"), tmp_path / "named"
     )
-    model = TorchModel.from_module(nn.Linear(2, 1), torch.zeros(1, 2), featuresCol="x")
-    for frame in (
-        spark.table("of_files"),
-        spark.read.parquet((tmp_path / "named").as_uri()),
-    ):
+    model = model_of_x()
+    for frame in (spark.table("of_files"), named):
         assert not found(frame)
         assert model.transform(frame).select("prediction").count() == 60
 
@@ -121,7 +118,7 @@ def by_spark(frame: DataFrame, column: str) -> DataFrame:
 
 def test_predictions_are_those_of_the_rows_that_spark_reads(files: DataFrame) -> None:
     """Also where Spark lacks the private names by which it says which files it reads."""
-    model = TorchModel.from_module(nn.Linear(2, 1), torch.zeros(1, 2), featuresCol="x")
+    model = model_of_x()
 
     def predicted(frame: DataFrame) -> dict[int, float]:
         rows = model.transform(frame).select("id", "prediction").collect()
@@ -142,21 +139,18 @@ def test_predictions_are_those_of_the_rows_that_spark_reads(files: DataFrame) ->
 
 
 def test_training_on_files_gives_the_bits_of_the_rows_that_spark_reads(files: DataFrame) -> None:
-    estimator = TorchEstimator(
+    linear = estimator(
         model=partial(nn.Linear, 2, 1),
         loss=nn.MSELoss(),
         optimizer=partial(torch.optim.SGD, lr=1e-4),
-        strategy=ParameterAveraging(period=2),
         featuresCol="x",
         labelCol="id",
         epochs=2,
         validationFraction=0.3,
         batchSize=8,
-        numWorkers=2,
-        seed=3,
     )
     assert found(files.select("id", "x")) == {"x"}
-    ours, others = (estimator.fit(each) for each in (files, by_spark(files, "x")))
+    ours, others = (linear.fit(each) for each in (files, by_spark(files, "x")))
     assert torch.equal(ours.module.weight, others.module.weight)
     assert ours.history[0].validation_loss == others.history[0].validation_loss
     assert 0 < ours.history[0].examples < 60
@@ -168,9 +162,7 @@ def test_vectors_are_read_from_files(spark: SparkSession, tmp_path: Path) -> Non
         (k, Vectors.sparse(3, {1: float(k)}) if k % 2 else Vectors.dense(k, 0.0, 1.0))
         for k in range(20)
     ]
-    path = (tmp_path / "vectors").as_uri()
-    spark.createDataFrame(rows, ["id", "v"]).write.parquet(path)
-    frame = spark.read.parquet(path)
+    frame = in_files(spark.createDataFrame(rows, ["id", "v"]), tmp_path / "vectors")
     assert found(frame) == {"v"}
     module = nn.Linear(3, 1)
     model = TorchModel.from_module(module, torch.zeros(1, 3), featuresCol="v")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from frames import configured, in_files
 from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -16,7 +16,14 @@ from pyspark.sql import types as T
 
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN, unpacked
 from sparkdl.spark.catalyst import array_bytes
-from sparkdl.spark.rows.packing import Source, packed, packed_columns
+from sparkdl.spark.rows.packing import (
+    RECORD_BATCH_BYTES,
+    SETTING,
+    Source,
+    packed,
+    packed_columns,
+    small_record_batches,
+)
 
 COLUMNS = {
     "c0": "cast(id as float)",
@@ -47,9 +54,7 @@ def computed(spark: SparkSession) -> DataFrame:
 
 @pytest.fixture(scope="module")
 def files(computed: DataFrame, tmp_path_factory: pytest.TempPathFactory) -> DataFrame:
-    path = (Path(tmp_path_factory.mktemp("rows")) / "table").as_uri()
-    computed.write.parquet(path)
-    return computed.sparkSession.read.parquet(path)
+    return in_files(computed, tmp_path_factory.mktemp("rows") / "table")
 
 
 def at_the_workers(frame: DataFrame) -> list[dict[str, Any]]:
@@ -93,13 +98,8 @@ def test_rows_come_as_they_are_without_generated_code(
         "spark.sql.codegen.wholeStage": "false",
         "spark.sql.codegen.factoryMode": "NO_CODEGEN",
     }
-    for name, value in settings.items():
-        spark.conf.set(name, value)
-    try:
+    with configured(spark, settings):
         assert at_the_workers(files) == expected
-    finally:
-        for name in settings:
-            spark.conf.unset(name)
 
 
 def test_rows_that_the_driver_made_come_as_they_are(spark: SparkSession) -> None:
@@ -141,14 +141,18 @@ def test_arrays_in_files_come_in_bytes_alone(files: DataFrame) -> None:
     assert packed(files).select(F.sum(sum(rest))).collect() == [(0,)]
 
 
+def assert_arrays_stay(files: DataFrame, caplog: pytest.LogCaptureFixture, reason: str) -> None:
+    with caplog.at_level(logging.INFO, "sparkdl.spark.catalyst.array_bytes"):
+        frame = packed(files.select("c5", "c6"))
+    assert frame.dtypes == [("c5", "array<float>"), ("c6", "array<double>")]
+    assert reason in caplog.text
+
+
 def test_a_spark_without_those_methods_hands_arrays_over_as_they_are(
     files: DataFrame, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(array_bytes, "_UNSAFE", "org.apache.spark.sql.catalyst.NoSuchArray")
-    with caplog.at_level(logging.INFO, "sparkdl.spark.catalyst.array_bytes"):
-        frame = packed(files.select("c5", "c6"))
-    assert frame.dtypes == [("c5", "array<float>"), ("c6", "array<double>")]
-    assert "arrays are passed to Python as they are" in caplog.text
+    assert_arrays_stay(files, caplog, "arrays are passed to Python as they are")
 
 
 def test_a_spark_that_keeps_arrays_in_other_bytes_hands_them_over_as_they_are(
@@ -164,10 +168,7 @@ def test_a_spark_that_keeps_arrays_in_other_bytes_hands_them_over_as_they_are(
 
     monkeypatch.setattr(array_bytes.ArrayBytes, "_call", with_too_few)
     monkeypatch.setattr(array_bytes, "_reads_right", {})
-    with caplog.at_level(logging.INFO, "sparkdl.spark.catalyst.array_bytes"):
-        frame = packed(files.select("c5", "c6"))
-    assert frame.dtypes == [("c5", "array<float>"), ("c6", "array<double>")]
-    assert "this Spark stores them in a different layout" in caplog.text
+    assert_arrays_stay(files, caplog, "this Spark stores them in a different layout")
     assert at_the_workers(files) == expected
 
 
@@ -202,3 +203,41 @@ def test_columns_of_numbers_become_one_array_once(
     sources = [Source(f"c{index}", F.col(f"c{index}"), T.FloatType()) for index in range(30)]
     assert len(packed_columns(sources, spark)) == 1
     assert made == [30]
+
+
+ROW_BYTES = 784 * 4
+
+
+@pytest.fixture(scope="module")
+def wide(spark: SparkSession) -> DataFrame:
+    """Two partitions of 6.3 MB, fewer rows than Spark would put into one record batch."""
+    return spark.range(0, 4000, 1, 2).select(F.expr("array_repeat(float(1), 784)").alias("x"))
+
+
+def sizes(rows: DataFrame) -> list[int]:
+    """Bytes of the record batches that Python functions get."""
+
+    def look(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            yield pa.record_batch([pa.array([batch.num_rows * ROW_BYTES])], ["bytes"])
+
+    return [row.bytes for row in rows.mapInArrow(look, "bytes bigint").collect()]
+
+
+def test_record_batches_are_small_only_for_jobs_that_ask_for_it(
+    spark: SparkSession, wide: DataFrame
+) -> None:
+    before = sizes(wide)
+    with small_record_batches(spark.sparkContext):
+        small = sizes(wide)
+    after = sizes(wide)
+
+    assert before == after == [2000 * ROW_BYTES] * 2
+    assert sum(small) == sum(before)
+    assert RECORD_BATCH_BYTES / 2 < max(small) < 1.1 * RECORD_BATCH_BYTES
+
+
+def test_who_has_set_the_size_gets_it(spark: SparkSession, wide: DataFrame) -> None:
+    with configured(spark, {SETTING: str(512 << 10)}), small_record_batches(spark.sparkContext):
+        found = sizes(wide)
+    assert max(found) < 600 << 10

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from frames import configured
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T
@@ -225,17 +225,6 @@ CASES = {
 }
 
 
-@contextmanager
-def settings(spark: SparkSession, wanted: Mapping[str, str]) -> Iterator[None]:
-    for name, value in wanted.items():
-        spark.conf.set(name, value)
-    try:
-        yield
-    finally:
-        for name in wanted:
-            spark.conf.unset(name)
-
-
 def plain(value: Any) -> Any:
     return bytes(value) if isinstance(value, bytearray) else value
 
@@ -252,7 +241,7 @@ def read_by_us(frame: DataFrame, of_files: Mapping[str, Any]) -> list[Any]:
 def test_what_workers_read_is_what_spark_shows(spark: SparkSession, tmp_path: Path) -> None:
     for number, (name, case) in enumerate(CASES.items()):
         table_name = f"parquet_settings_{number}"
-        with settings(spark, case.settings):
+        with configured(spark, case.settings):
             try:
                 frame = case.make(spark, str(tmp_path / table_name))
                 shown = [plain(row.x) for row in frame.select("x").collect()]
@@ -310,7 +299,7 @@ def test_transform_udf_and_fit_have_the_rows_that_spark_shows(
     spark: SparkSession, tmp_path: Path, name: str
 ) -> None:
     case = CASES[name]
-    with settings(spark, case.settings):
+    with configured(spark, case.settings):
         frame = case.make(spark, str(tmp_path / "a_table_that_is_used")).where("size(x) > 0")
         try:
             shown = sorted(sum(row.x) for row in frame.select("x").collect())

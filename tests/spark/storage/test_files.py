@@ -53,19 +53,16 @@ def files_in(directory: Path) -> dict[str, bytes]:
 
 
 def test_a_published_directory_is_fetched_with_the_same_bytes(remote: str, made: Path) -> None:
+    """The copy is gone after the block."""
     publish(made, f"{remote}/model", overwrite=False)
     with fetch(f"{remote}/model") as fetched:
         assert files_in(fetched) == files_in(made)
-
-
-def test_the_fetched_copy_is_gone_after_the_block(remote: str, made: Path) -> None:
-    publish(made, f"{remote}/model", overwrite=False)
-    with fetch(f"{remote}/model") as fetched:
-        pass
     assert not fetched.exists()
 
 
-def test_what_is_there_is_replaced_only_if_asked(remote: str, made: Path) -> None:
+def test_what_is_there_is_replaced_only_if_asked_and_nothing_is_left_beside_it(
+    remote: str, made: Path, tmp_path: Path
+) -> None:
     publish(made, f"{remote}/model", overwrite=False)
     with pytest.raises(ConfigError, match=r"already exists.*overwrite\(\)"):
         publish(made, f"{remote}/model", overwrite=False)
@@ -73,11 +70,6 @@ def test_what_is_there_is_replaced_only_if_asked(remote: str, made: Path) -> Non
     publish(made, f"{remote}/model", overwrite=True)
     with fetch(f"{remote}/model") as fetched:
         assert set(files_in(fetched)) == {"metadata/part-00000"}
-
-
-def test_nothing_is_left_beside_what_was_published(remote: str, made: Path, tmp_path: Path) -> None:
-    publish(made, f"{remote}/model", overwrite=True)
-    publish(made, f"{remote}/model", overwrite=True)
     assert [p.name for p in (tmp_path / "remote").iterdir()] == ["model"]
 
 
@@ -162,6 +154,7 @@ def test_a_remote_path_without_a_session_is_refused(
 def test_a_local_path_is_taken_as_spark_takes_it(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also without a session."""
     monkeypatch.setattr(SparkSession, "getActiveSession", lambda: None)
     wrong = []
     for number, scheme in enumerate(("", "file:", "file://")):
@@ -170,11 +163,6 @@ def test_a_local_path_is_taken_as_spark_takes_it(
             if files_in(tmp_path / "local" / str(number) / name) != files_in(made):
                 wrong.append((scheme, name))
     assert wrong == []
-
-
-def test_a_local_path_is_published_without_a_session(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(SparkContext, "_active_spark_context", None)
     publish(made, str(tmp_path / "local" / "model"), overwrite=False)
     assert files_in(tmp_path / "local" / "model") == files_in(made)

@@ -1,4 +1,4 @@
-"""What a model as a function says of columns that it does not take."""
+"""What a model as a function takes of columns, and an evaluation of weights."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from decimal import Decimal
 import pyarrow as pa
 import pytest
 import torch
+from every_row import every
 
 from sparkdl.encodings import NUMBERS
 from sparkdl.errors import DataError
 from sparkdl.feed.record_batches.decode import tensors_of
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 from sparkdl.spark.inference.columns import _as_it_comes, _without_decimals
+from sparkdl.spark.inference.evaluation import _weights
 
 ONE, THREE = (ColumnSpec("x", torch.float32, shape) for shape in ((), (3,)))
 
@@ -63,3 +65,25 @@ def test_a_column_of_nulls_is_refused_as_nulls() -> None:
     rows = pa.nulls(2)
     with pytest.raises(DataError, match="2 null values"):
         tensors_of([rows], [_as_it_comes(ONE, rows)])
+
+
+WEIGHT = ColumnSpec("w", torch.float32)
+
+
+def test_weights_are_numbers_of_any_type() -> None:
+    for numbers in (pa.array([2.0, 0.0]), pa.array([2, 0], pa.int16())):
+        assert _weights(numbers, WEIGHT).tolist() == [2.0, 0.0]
+
+
+@every(
+    ("wrong", "words"),
+    [
+        (None, "column 'w' has 1 null"),
+        (-1.0, "'w' holds -1; weights are numbers >= 0"),
+        (float("nan"), "'w' holds nan"),
+        (float("inf"), "'w' holds inf"),
+    ],
+)
+def test_a_weight_that_weighs_nothing_meaningful_is_refused(wrong: object, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        _weights(pa.array([1.0, wrong], pa.float32()), WEIGHT)

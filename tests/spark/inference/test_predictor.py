@@ -1,4 +1,4 @@
-"""A model or loss that fails in a task is named with what it was given, whatever it raises."""
+"""What an executor predicts, and what is told of a model or loss that fails there; no Spark."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from every_row import every
 from pyspark.errors import PySparkException
 from torch import Tensor, nn
 
 from sparkdl.errors import DataError, ModelError
 from sparkdl.process.torch_settings import TorchSettings
-from sparkdl.protocols import ColumnSpec
+from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 from sparkdl.spark.inference.failures import told_in_driver
 from sparkdl.spark.inference.predictor import OutputColumn, PredictionSettings, Predictor, Running
 from sparkdl.spark.inference.scores import Labels, Score
@@ -35,21 +37,22 @@ class Fails(nn.Module):
         raise self.error
 
 
-def predict(
-    module: nn.Module, monkeypatch: pytest.MonkeyPatch, score: Score | None = None
+def predictions_of(
+    module: nn.Module,
+    columns: list[tuple[ColumnSpec, pa.Array]],
+    monkeypatch: pytest.MonkeyPatch,
+    outputs: int = 1,
+    **changes: Any,
 ) -> list[Any]:
-    """Predict for five rows in batches of three."""
-    specs = [ColumnSpec("pixels", torch.float32, (2,)), ColumnSpec("age", torch.float32)]
+    """What a predictor makes of one record batch, without Spark."""
+    settings: dict[str, Any] = {"names": None, "as_kwargs": False, "score": None, **changes}
+    common = {"device": "cpu", "dtype": None, "compiled": False, "double": True}
     predictor = Predictor(
         model=None,  # type: ignore[arg-type] # it is loaded here
-        outputs=[OutputColumn("prediction", None, lambda output: output, wide=True)] * 2,
-        names=None,
-        as_kwargs=False,
-        prediction=PredictionSettings(
-            batch_rows=3, device="cpu", dtype=None, compiled=False, double=True
-        ),
+        outputs=[OutputColumn("prediction", None, lambda output: output, wide=True)] * outputs,
+        prediction=PredictionSettings(batch_rows=settings.pop("batch_rows"), **common),  # type: ignore[arg-type]
         settings=TorchSettings.here(),
-        score=None if score is None else cloudpickle.dumps(score),
+        **settings,
     )
 
     @contextmanager
@@ -57,17 +60,27 @@ def predict(
         yield Running(self, module, "cpu")
 
     monkeypatch.setattr(Predictor, "running", running)
+    specs, arrays = ([each[k] for each in columns] for k in (0, 1))
+    return list(predictor.predictions(iter([(arrays, specs)])))
+
+
+def predict(
+    module: nn.Module, monkeypatch: pytest.MonkeyPatch, score: Score | None = None
+) -> list[Any]:
+    """Predict for five rows in batches of three."""
+    pixels = pa.array([[1.0, 2.0]] * 5, pa.list_(pa.float32()))
     columns = [
-        pa.array([[1.0, 2.0]] * 5, pa.list_(pa.float32())),
-        pa.array([3.0] * 5, pa.float32()),
+        (ColumnSpec("pixels", torch.float32, (2,)), pixels),
+        (ColumnSpec("age", torch.float32), pa.array([3.0] * 5, pa.float32())),
     ]
     if score is not None:
-        columns.append(pa.array([0.0] * 5, pa.float32()))
-        specs.append(ColumnSpec("label", torch.float32))
-    return list(predictor.predictions(iter([(columns, specs)])))
+        label = ColumnSpec("label", torch.float32)
+        columns.append((label, pa.array([0.0] * 5, pa.float32())))
+    pickled = None if score is None else cloudpickle.dumps(score)
+    return predictions_of(module, columns, monkeypatch, 2, batch_rows=3, score=pickled)
 
 
-@pytest.mark.parametrize(
+@every(
     ("error", "told"),
     [
         (RuntimeError("shapes"), "RuntimeError: shapes"),
@@ -121,7 +134,7 @@ KeyError: 'lost'
 """
 
 
-@pytest.mark.parametrize("kind", [ModelError, DataError])
+@every("kind", [ModelError, DataError])
 def test_what_a_task_raised_on_purpose_is_raised_in_the_driver(kind: type[Exception]) -> None:
     with pytest.raises(kind) as caught, told_in_driver():
         raise PySparkException(TOLD_BY_SPARK.format(kind=kind.__name__))
@@ -135,3 +148,35 @@ def test_any_other_error_of_spark_stays_sparks() -> None:
         with pytest.raises(PySparkException) as caught, told_in_driver():
             raise PySparkException(text)
         assert str(caught.value) == text
+
+
+ROWS = 23
+
+
+class Sum(nn.Module):
+    """The sum of a row's real tokens and its number, and the width that it was padded to."""
+
+    def forward(self, *, tokens: Tensor, age: Tensor, attention_mask: Tensor) -> Tensor:
+        total = (tokens * attention_mask).sum(1) + age
+        return torch.stack([total, torch.full_like(total, tokens.shape[1])], dim=1)
+
+
+def test_predictions_come_in_the_order_of_the_rows_whatever_their_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn = np.random.default_rng(2)
+    rows = [drawn.integers(1, 9, drawn.integers(0, 20)).tolist() for _ in range(ROWS)]
+    ages = drawn.normal(size=ROWS)
+    padded = Padding(5, "attention_mask")
+    columns = [
+        (ColumnSpec("tokens", torch.float64, (UNKNOWN,), padding=padded), pa.array(rows)),
+        (ColumnSpec("age", torch.float64), pa.array(ages)),
+    ]
+    named = {"names": ["tokens", "age"], "as_kwargs": True}
+    ((found,),) = predictions_of(Sum(), columns, monkeypatch, batch_rows=4, **named)
+    totals, widths = np.array(found.to_pylist()).T
+    assert np.allclose(totals, [sum(row) + age for row, age in zip(rows, ages, strict=True)])
+    # Four rows of about one length at a time, each padded to the longest of the four.
+    lengths = sorted(len(row) for row in rows)
+    longest = [max(1, *lengths[k : k + 4]) for k in range(0, ROWS, 4)]
+    assert sorted(set(widths)) == sorted(set(longest))

@@ -1,0 +1,268 @@
+"""What benchmarks make of their numbers, and that every script still starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from every_row import every
+from subprocesses import printed_by
+from torch import nn
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks" / "studies"))
+
+import accuracy_curves
+import digits
+import strategy_report as report
+from accuracy_curves import crossing, fits, judged, take, take_module
+from side_by_side import compare
+from strategy_report import Run
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+LABELS = [3, 3, 3, 7]
+
+
+def always(label: int) -> nn.Sequential:
+    """An MLP that sees the same digit in everything."""
+    model = digits.build_mlp()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        last = model[-1]
+        assert isinstance(last, nn.Linear)
+        last.bias[label] = 1.0
+    return model
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    features = [[0.0] * digits.PIXELS for _ in LABELS]
+    table = pa.table({"features": pa.array(features, pa.list_(pa.float32())), "label": LABELS})
+    pq.write_table(table, folder / "test.parquet")
+    return folder
+
+
+def test_the_first_snapshot_that_reaches_the_accuracy_counts_though_later_ones_fall_back() -> None:
+    """A training that never reaches it has none."""
+    assert crossing([(1.0, 0.94), (2.0, 0.95), (3.0, 0.93), (4.0, 0.97)], 0.95) == 2.0
+    assert crossing([(1.0, 0.9), (2.0, 0.949)], 0.95) is None
+
+
+def test_snapshots_are_judged_as_the_model_was_then_in_the_order_of_time(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = always(7)
+    # As text, 1000.5 comes before 999.25.
+    for moment, label in ((999.25, 7), (1000.5, 3)):
+        clock = SimpleNamespace(time=lambda moment=moment: moment)
+        monkeypatch.setattr(accuracy_curves, "time", clock)
+        model.load_state_dict(always(label).state_dict())
+        take_module(tmp_path, model)
+    assert judged(tmp_path, 990.0, data) == [(9.25, 0.25), (10.5, 0.75)]
+
+
+def test_a_snapshot_of_arrays_is_one_of_the_module_with_these_parameters(
+    tmp_path: Path, data: Path
+) -> None:
+    take(tmp_path, [np.asfortranarray(each.detach()) for each in always(3).parameters()])
+    assert [accuracy for _, accuracy in judged(tmp_path, time.time(), data)] == [0.75]
+
+
+def test_a_fit_that_took_another_number_of_snapshots_than_epochs_is_no_result(data: Path) -> None:
+    def fit(data: Path, snapshots: Path, *, epochs: int) -> None:
+        take_module(snapshots, always(3))
+
+    with pytest.raises(RuntimeError, match="1 snapshots of 2 epochs"):
+        fits(fit, data, [{"epochs": 2}])
+
+
+def test_the_plot_is_drawn_with_a_contender_that_never_gets_there(tmp_path: Path) -> None:
+    import accuracy_plot
+
+    runs: dict[str, Any] = {
+        name: [[{"curve": [(1.0, 0.8), (2.0, best)]}, {"curve": [(0.5, 0.8), (1.0, best)]}]]
+        for name, best in (("sparkdl", 0.96), ("elephas", 0.9))
+    }
+    accuracy_plot.draw(runs, 0.95, tmp_path / "curves.svg")
+    assert ElementTree.parse(tmp_path / "curves.svg").getroot().tag.endswith("svg")
+
+
+def run(**ratios: float) -> dict[str, Any]:
+    """Claims of a run; of those named ``speed`` more is better."""
+    bounds = {True: "at least", False: "at most"}
+    return {
+        name: {"name": name, "ratio": ratio, "bound": bounds[name == "speed"]}
+        for name, ratio in ratios.items()
+    }
+
+
+def test_a_longer_time_and_a_lower_speed_are_worse() -> None:
+    time, speed = compare([run(time=2.2, speed=2.0)], [run(time=2.0, speed=2.2)])
+    assert time.ratio == pytest.approx(1.1)
+    assert speed.ratio == pytest.approx(1.1)
+    assert not time.met
+
+
+def test_the_median_of_the_turns_counts() -> None:
+    here = [run(time=1.0), run(time=9.0), run(time=1.02)]
+    (claim,) = compare(here, [run(time=1.0)] * 3)
+    assert claim.ratio == pytest.approx(1.02)
+    assert claim.met
+
+
+def test_nothing_in_both_is_no_worse_and_something_beside_nothing_is_any_number_of_times() -> None:
+    none, some = compare([run(threads=0.0, memory=1.0)], [run(threads=0.0, memory=0.0)])
+    assert none.ratio == 1.0
+    assert some.ratio == float("inf")
+    assert not some.met
+
+
+def test_a_claim_that_only_one_of_them_makes_is_left_out() -> None:
+    claims = compare([run(time=1.0, memory=3.0)], [run(time=1.0, speed=3.0)])
+    assert [claim.name for claim in claims] == ["time, times worse than there"]
+
+
+def test_two_without_a_claim_in_common_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"no claim in common: here \['time'\]"):
+        compare([run(time=1.0)], [run(speed=3.0)])
+
+
+POINTS = [(0, 0.0, 0.0, 2.0), (100, 1.0, 5.0, 1.0), (200, 2.5, 9.0, 0.5)]
+RUNS = [
+    Run(("digits", 100, 4, "slow", 0), POINTS),
+    Run(("digits", 1000, 4, "slow", 0), [(r, s / 5, m, loss) for r, s, m, loss in POINTS]),
+    Run(("digits", 100, 4, "fast", 0), [(r, s / 2, m, loss) for r, s, m, loss in POINTS]),
+    Run(("digits", 1000, 4, "fast", 0), POINTS[:2]),
+    Run(("digits", 1000, 4, "fast", 1), POINTS[:2]),
+    Run(("digits", 1000, 4, "fast", 2), POINTS),
+]
+
+
+def test_what_is_kept_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "runs.jsonl"
+    assert report.read(path) == {}
+    report.write(path, RUNS)
+    kept = report.read(path)
+    assert set(kept) == {run.key for run in RUNS}
+    assert kept[RUNS[0].key].to(1.5) == list(POINTS[1])
+
+
+def test_a_target_is_reached_at_the_first_loss_that_is_no_more() -> None:
+    assert RUNS[0].to(1.0) == POINTS[1]
+    assert RUNS[0].to(0.4) is None
+
+
+def test_the_table_has_a_dash_where_half_of_the_runs_were_never_there() -> None:
+    lines = report.table(RUNS, ["slow", "fast", "absent"], {"digits": 0.5}).splitlines()
+    assert lines[0] == (
+        "| strategy | digits: loss after 100 rows at 1 Gbit/s | MB to 0.5 there "
+        "| s at 100 Mbit/s | s at 1 Gbit/s |"
+    )
+    assert lines[2:] == [
+        "| slow | 1.000 | 9.0 | 2.5 | 0.5 |",
+        "| fast | 1.000 | - | 1.2 | - |",
+        "| absent | - | - | - | - |",
+    ]
+
+
+def test_the_best_is_who_comes_first_to_the_target() -> None:
+    runs = [*RUNS, Run(("digits", 100, 4, "all-reduce", 0), [(0, 0, 0, 2.0), (9, 5.0, 0, 0.1)])]
+    best = report.best_over_all_reduce(runs, "digits", 100, {"digits": 0.5})
+    assert (best.name, best.ratio) == ("fast", pytest.approx(0.25))
+    assert best.seconds == {"slow": 2.5, "fast": 1.25, "all-reduce": 5.0}
+
+
+def test_all_reduce_that_was_never_there_took_at_least_as_long_as_it_ran() -> None:
+    runs = [*RUNS, Run(("digits", 100, 4, "all-reduce", 0), [(0, 0, 0, 2.0), (9, 2.5, 0, 1.1)])]
+    assert report.best_over_all_reduce(runs, "digits", 100, {"digits": 0.5}).ratio == 0.5
+    assert report.best_over_all_reduce(runs, "digits", 100, {"digits": 0.1}).name == "nobody"
+
+
+def test_an_epoch_s_seconds_are_shown_of_who_ran_with_all_numbers_of_workers() -> None:
+    runs = [*RUNS, Run(("digits", 100, 2, "slow", 0), [(r, 2 * s, m, x) for r, s, m, x in POINTS])]
+    assert report.table_by_workers(runs, "digits", 100).splitlines() == [
+        "| strategy | 2 workers | 4 workers |",
+        "| --- | --- | --- |",
+        "| slow | 3.00 | 1.50 |",
+    ]
+
+
+def test_a_page_gets_a_text_in_place_of_the_one_before(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- begin: x -->\nold\n<!-- end: x -->\nb\n")
+    report.insert(page, "x", "new")
+    report.insert(page, "x", "newer")
+    assert page.read_text() == "a\n<!-- begin: x -->\n\nnewer\n\n<!-- end: x -->\nb\n"
+    with pytest.raises(ValueError, match="no lines <!-- begin: y -->"):
+        report.insert(page, "y", "")
+
+
+IN_ONE_PROCESS = """
+import contextlib, importlib, io, runpy, sys, traceback
+
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/studies"]
+for name in sys.argv[2:]:
+    sys.argv, said = [name, "--help"], io.StringIO()
+    try:
+        # Of a module that is no script nothing runs but its definitions.
+        with contextlib.redirect_stdout(said):
+            runpy.run_path(name, run_name="__main__")
+        problem = "" if "__main__" not in open(name).read() else "does not know --help"
+    except SystemExit as end:
+        problem = f"ends with {end.code}" if end.code or "usage:" not in said.getvalue() else ""
+    except Exception:
+        problem = traceback.format_exc()
+    if problem:
+        print(f"{name}: {problem}")
+"""
+"""torch and Spark are imported once for all of them: a process each would take three minutes."""
+
+
+@pytest.mark.slow
+def test_every_script_starts_and_has_a_help() -> None:
+    scripts = sorted(map(str, [*FOLDER.glob("*.py"), *FOLDER.glob("studies/*.py")]))
+    assert len(scripts) > 40
+    assert printed_by("-c", IN_ONE_PROCESS, FOLDER, *scripts, timeout=170) == ""
+
+
+NOT_THERE = ("pyspark", "py4j", "pandas", "safetensors", "tqdm", "PIL", "cryptography")
+
+
+@pytest.mark.slow
+@every(
+    ("script", "reports"),
+    [
+        ("resnet50", "all_reduce_one_rank_images_per_second"),
+        ("averaging_round", "milliseconds_a_round"),
+        ("training_loop", "rows_per_second"),
+    ],
+)
+def test_those_for_gpus_run_at_toy_size_without_one_and_without_spark(
+    tmp_path: Path, script: str, reports: str
+) -> None:
+    for name in NOT_THERE:
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('no {name} here')")
+    printed = printed_by(
+        FOLDER / "gpu" / f"{script}.py",
+        "--toy",
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(FOLDER.parent)])},
+        timeout=150,
+    )
+    report = json.loads(printed.strip().splitlines()[-1])
+    assert report["ratio"] > 0
+    assert report["detail"]["toy"]
+    assert report["detail"][reports]
