@@ -11,16 +11,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-from frames import CLASSES, WIDTH, estimator, frame, frame_of_sizes, same_bits
+from every_row import every
+from frames import CLASSES, WIDTH, all_jobs_end, estimator, frame, frame_of_sizes, same_bits
 from models import Saboteur, Traced, lines
 from open_files import open_files, unnamed_files
 from pyspark.sql import SparkSession
 from torch import nn
+from waiting import eventually
 
 import sparkdl
-from sparkdl import GradientAllReduce
+from sparkdl import GradientAllReduce, TorchModel
 from sparkdl.errors import DataError, WorkerError
 
 LISTENING = "0A"
@@ -99,52 +102,35 @@ def our_files() -> list[str]:
     return [str(path) for path in found]
 
 
-def eventually(found: Callable[[], Traces], wanted: Callable[[Traces], bool]) -> Traces:
-    """Give what ends by itself, such as a Python worker's clean-up, a few seconds."""
-    deadline = time.monotonic() + 10
-    traces = found()
-    while not wanted(traces) and time.monotonic() < deadline:
-        time.sleep(0.1)
-        traces = found()
-    return traces
-
-
 def traces_at_rest() -> Traces:
     """What is there once whatever is still ending, such as idle threads, has ended."""
-    earlier = [take_traces()]
+    seen = [take_traces()]
 
-    def unchanged(traces: Traces) -> bool:
-        earlier.append(traces)
-        return traces == earlier[-2]
+    def unchanged() -> bool:
+        seen.append(take_traces())
+        return seen[-1] == seen[-2]
 
     time.sleep(0.5)
-    return eventually(take_traces, unchanged)
+    eventually(unchanged, 10)
+    return seen[-1]
 
 
 def assert_no_more_than(before: Traces) -> None:
-    def settled(traces: Traces) -> bool:
-        return (
-            traces.threads == before.threads
-            and traces.ports == before.ports
-            and traces.open_files <= before.open_files
-            and len(traces.python_processes) <= len(before.python_processes)
-            and traces.files <= before.files
-        )
+    """Give what ends by itself, such as a Python worker's clean-up, a few seconds."""
 
-    after = eventually(take_traces, settled)
-    assert after.threads == before.threads
-    assert after.ports == before.ports
-    assert after.files <= before.files
-    assert after.open_files <= before.open_files
-    assert len(after.python_processes) <= len(before.python_processes)
+    def excess() -> dict[str, object]:
+        after = take_traces()
+        pythons = len(after.python_processes) - len(before.python_processes)
+        more: dict[str, object] = {
+            "threads": (before.threads, after.threads) if after.threads != before.threads else (),
+            "ports": after.ports ^ before.ports,
+            "files": after.files - before.files,
+            "open files": max(0, after.open_files - before.open_files),
+            "python processes": max(0, pythons),
+        }
+        return {name: each for name, each in more.items() if each}
 
-
-def assert_no_job_runs(spark: SparkSession) -> None:
-    tracker = spark.sparkContext.statusTracker()
-    deadline = time.monotonic() + 10
-    while tracker.getActiveJobsIds() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not tracker.getActiveJobsIds()
+    assert eventually(lambda: not excess(), 10), excess()
 
 
 @pytest.fixture(autouse=True)
@@ -184,89 +170,50 @@ def test_the_traces_that_are_looked_for_would_be_seen(spark: SparkSession, tmp_p
     assert during.open_files == before.open_files + 1
 
 
-def test_twenty_fits_in_a_row_leave_nothing_behind(spark: SparkSession, warm: Traces) -> None:
-    rows = frame(spark)
+def fit(spark: SparkSession, **changes: Any) -> TorchModel:
+    return estimator(**{"numWorkers": 3, **changes}).fit(frame(spark))
+
+
+def twenty_fits(spark: SparkSession, folder: Path) -> None:
     for seed in range(20):
-        estimator(numWorkers=3, epochs=2, seed=seed).fit(rows)
-    assert_no_more_than(warm)
+        fit(spark, epochs=2, seed=seed)
 
 
-def test_two_concurrent_fits_leave_nothing_behind_and_do_not_mix(
-    spark: SparkSession, warm: Traces
-) -> None:
-    rows = frame(spark)
+def two_fits_at_once(spark: SparkSession, folder: Path) -> None:
+    """They do not mix."""
     model = partial(nn.Linear, WIDTH, CLASSES)  # drawn by every fit from its own seed
-    estimators = [estimator(model=model, numWorkers=1, epochs=3, seed=seed) for seed in (1, 2)]
-
+    fits = [partial(fit, spark, model=model, numWorkers=1, epochs=3, seed=seed) for seed in (1, 2)]
     with ThreadPoolExecutor(2) as pool:
-        together = list(pool.map(lambda one: one.fit(rows), estimators))
-
-    assert_no_more_than(warm)
-    for fitted, one in zip(together, estimators, strict=True):
-        assert same_bits(fitted, one.fit(rows))
+        together = list(pool.map(lambda one: one(), fits))
+    assert all(same_bits(fitted, one()) for fitted, one in zip(together, fits, strict=True))
 
 
-def test_concurrent_fits_that_need_more_slots_than_there_are_take_turns(
-    spark: SparkSession, warm: Traces
-) -> None:
-    rows = frame(spark)
-    estimators = [estimator(numWorkers=2, seed=seed) for seed in (1, 2, 3)]
-
+def three_fits_in_turns(spark: SparkSession, folder: Path) -> None:
+    """They need more slots than there are."""
+    fits = [partial(fit, spark, numWorkers=2, seed=seed) for seed in (1, 2, 3)]
     with ThreadPoolExecutor(3) as pool:
-        together = [pool.submit(one.fit, rows) for one in estimators]
+        together = [pool.submit(one) for one in fits]
         models = [fitted.result(timeout=120) for fitted in together]
-
-    assert_no_more_than(warm)
-    assert same_bits(models[2], estimators[2].fit(rows))
+    assert same_bits(models[2], fits[2]())
 
 
-def test_a_failed_fit_leaves_nothing_behind(
-    spark: SparkSession, warm: Traces, tmp_path: Path
-) -> None:
-    for _ in range(2):
-        model = Saboteur(str(tmp_path / "passes"), "explode")
-        with pytest.raises(WorkerError):
-            estimator(model=model, numWorkers=3).fit(frame(spark, rows=90))
-    assert_no_more_than(warm)
+def failed_fits(spark: SparkSession, folder: Path, **changes: Any) -> None:
+    for rank in range(3):
+        model = Saboteur(str(folder / "passes"), "explode", rank=rank)
+        with pytest.raises(WorkerError, match=f"rank {rank}.*the reactor is empty"):
+            estimator(model=model, numWorkers=3, **changes).fit(frame(spark, rows=90))
 
 
-def test_a_failed_fit_keeps_the_warm_python_processes(
-    spark: SparkSession, warm: Traces, tmp_path: Path
-) -> None:
-    model = Saboteur(str(tmp_path / "passes"), "explode")
-    with pytest.raises(WorkerError):
-        estimator(model=model, numWorkers=3).fit(frame(spark, rows=90))
-    assert warm.python_processes <= take_traces().python_processes
-
-
-def test_fits_in_which_workers_exchange_among_themselves_leave_nothing_behind(
-    spark: SparkSession, warm: Traces
-) -> None:
-    rows, ports = frame(spark), ports_of_executors()
-    estimator(strategy=GradientAllReduce(), numWorkers=3).fit(rows)
+def fits_with_exchanges(spark: SparkSession, folder: Path) -> None:
+    """Workers exchange among themselves."""
+    fit(spark, strategy=GradientAllReduce())
     after_one = traces_at_rest()
     for seed in range(8):
-        estimator(strategy=GradientAllReduce(), numWorkers=3, epochs=2, seed=seed).fit(rows)
+        fit(spark, strategy=GradientAllReduce(), epochs=2, seed=seed)
     assert_no_more_than(after_one)
-    assert_no_more_than(warm)
-    assert ports_of_executors() == ports
 
 
-def test_a_failed_all_reduce_leaves_nothing_behind_and_keeps_the_warm_processes(
-    spark: SparkSession, warm: Traces, tmp_path: Path
-) -> None:
-    for rank in range(3):
-        model = Saboteur(str(tmp_path / "passes"), "explode", rank=rank)
-        with pytest.raises(WorkerError, match=f"rank {rank}.*the reactor is empty"):
-            estimator(model=model, strategy=GradientAllReduce(), numWorkers=3).fit(
-                frame(spark, rows=90)
-            )
-    assert_no_job_runs(spark)
-    assert_no_more_than(warm)
-    assert warm.python_processes <= take_traces().python_processes
-
-
-def test_functions_of_ones_own_leave_nothing_behind(spark: SparkSession, warm: Traces) -> None:
+def functions(spark: SparkSession, folder: Path) -> None:
     def train() -> None:
         import torch
         import torch.distributed as dist
@@ -274,64 +221,62 @@ def test_functions_of_ones_own_leave_nothing_behind(spark: SparkSession, warm: T
         dist.init_process_group("gloo")
         dist.all_reduce(torch.ones(10))
 
-    ports = ports_of_executors()
     for _ in range(3):
         sparkdl.run(train, num_workers=3)
-    assert_no_job_runs(spark)
-    assert_no_more_than(warm)
-    assert ports_of_executors() == ports
 
 
-def refuse_a_null(spark: SparkSession) -> None:
+def refused_fits(spark: SparkSession, folder: Path) -> None:
     """The null is on one of three workers; what is found is found by all of them."""
     rows = frame(spark, partitions=3).selectExpr("features", "if(id = 3, null, label) AS label")
-    with pytest.raises(DataError, match="1 null values in 60 rows"):
-        estimator(numWorkers=3).fit(rows)
-
-
-def test_a_refused_fit_leaves_nothing_behind(spark: SparkSession, warm: Traces) -> None:
     for _ in range(2):
-        refuse_a_null(spark)
-    assert_no_job_runs(spark)
-    assert_no_more_than(warm)
+        with pytest.raises(DataError, match="1 null values in 60 rows"):
+            estimator(numWorkers=3).fit(rows)
 
 
-def fit_a_skewed_frame(spark: SparkSession) -> None:
-    """It is first tried as it is."""
-    estimator(numWorkers=3).fit(frame_of_sizes(spark, [54, 3, 3]))
+def fits_after_a_shuffle(spark: SparkSession, folder: Path) -> None:
+    """A skewed frame is first tried as it is; then the fit starts anew."""
+    for _ in range(2):
+        estimator(numWorkers=3).fit(frame_of_sizes(spark, [54, 3, 3]))
 
 
-@pytest.mark.parametrize("before", [refuse_a_null, fit_a_skewed_frame])
-def test_the_next_fit_runs_in_the_same_python_processes(
-    spark: SparkSession, warm: Traces, tmp_path: Path, before: Callable[[SparkSession], None]
+def transforms(spark: SparkSession, folder: Path) -> None:
+    model = fit(spark)
+    for _ in range(2):
+        model.transform(frame(spark)).collect()
+
+
+@every(
+    "work",
+    [
+        twenty_fits,
+        two_fits_at_once,
+        three_fits_in_turns,
+        failed_fits,
+        fits_with_exchanges,
+        partial(failed_fits, strategy=GradientAllReduce()),
+        functions,
+        refused_fits,
+        fits_after_a_shuffle,
+        transforms,
+    ],
+)
+def test_it_leaves_nothing_behind_and_the_next_fit_runs_in_the_same_python_processes(
+    spark: SparkSession, warm: Traces, tmp_path: Path, work: Callable[[SparkSession, Path], None]
 ) -> None:
-    before(spark)
-    trace = tmp_path / "passes"
-    model = estimator(model=Traced(str(trace)), numWorkers=3).fit(frame(spark))
-    assert model.history[0].examples == 60
-    used = {int(line.split()[0]) for line in lines(trace)} - {os.getpid()}
+    work(spark, tmp_path)
+    assert all_jobs_end(spark)
+    assert warm.python_processes <= take_traces().python_processes
+    assert_no_more_than(warm)
+    daemons = {port for pid in warm.python_processes for port in listening_ports(pid)}
+    assert ports_of_executors() == daemons
+    fit(spark, model=Traced(str(tmp_path / "traced")))
+    used = {int(line.split()[0]) for line in lines(tmp_path / "traced")} - {os.getpid()}
     assert len(used) == 3
     assert used <= warm.python_processes
 
 
-def test_a_fit_that_starts_anew_after_a_shuffle_leaves_nothing_behind(
-    spark: SparkSession, warm: Traces
-) -> None:
-    for _ in range(2):
-        fit_a_skewed_frame(spark)
-    assert_no_job_runs(spark)
-    assert_no_more_than(warm)
-
-
-def test_transform_leaves_nothing_behind(spark: SparkSession, warm: Traces) -> None:
-    model = estimator(numWorkers=3).fit(frame(spark))
-    for _ in range(2):
-        model.transform(frame(spark)).collect()
-    assert_no_more_than(warm)
-
-
 def test_saving_leaves_no_scratch_files(spark: SparkSession, tmp_path: Path) -> None:
-    model = estimator().fit(frame(spark))
+    model = fit(spark, numWorkers=2)
     before = set(our_files())
     model.save(str(tmp_path / "model"))
     with pytest.raises(ValueError, match="already exists"):
