@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,9 @@ from every_row import every
 from torch import Tensor, nn
 from toys import Data, batches_by_hand, classification, cnn, make_job, mlp, relative_error, schema
 
+from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Outcome
+from sparkdl.events import WindowReport
 from sparkdl.strategies import GradientAllReduce, KFACPreconditioner
 from sparkdl.strategies.kfac.layers import Grid, assign, factored_layers
 from sparkdl.testing import run_world
@@ -116,7 +119,9 @@ def by_hand(module: nn.Module, data: Data, epochs: int, settings: KFACPreconditi
     return module
 
 
-def trained(build: Any, data: Data, settings: KFACPreconditioner, epochs: int = 2) -> Outcome:
+def trained(
+    build: Any, data: Data, settings: KFACPreconditioner, epochs: int = 2, **changes: Any
+) -> Outcome:
     ranks = "threads" if len(data.sizes) == 1 else "processes"
     strategy = GradientAllReduce(preconditioner=settings, commit_every=2)
     width = data.features.shape[1]
@@ -128,7 +133,7 @@ def trained(build: Any, data: Data, settings: KFACPreconditioner, epochs: int = 
         epochs=epochs,
         max_failures=1,
     )
-    return run_world(job, data.shards(), ranks_as=ranks)  # type: ignore[arg-type]
+    return run_world(job, data.shards(), ranks_as=ranks, **changes)  # type: ignore[arg-type]
 
 
 @every(("build", "width", "kl_clip"), [(mlp, 6, None), (mlp, 6, 0.02), (cnn, 36, 0.02)])
@@ -171,6 +176,25 @@ def test_workers_together_take_the_steps_of_one(
     settings = KFACPreconditioner(0.05, 0.95, 2, 3, 0.02, fraction)
     whole = trained(build, data, settings)
     assert relative_error(whole.module, by_hand(build(), data, 2, settings)) < 1e-9
+
+
+@pytest.mark.slow
+def test_four_workers_in_groups_of_two_resume(tmp_path: Path) -> None:
+    """The contract resumes two, to the bit; four add up in another order at their first step."""
+    data = classification((14, 9, 9, 5), width=6)
+    settings = KFACPreconditioner(0.05, 0.95, 2, 3, 0.02, 0.5)
+    policy, left = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1), 8
+
+    def on_event(event: object) -> None:
+        nonlocal left
+        left -= isinstance(event, WindowReport)
+        if left < 0:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        trained(mlp, data, settings, checkpoints=policy, on_event=on_event)
+    resumed = trained(mlp, data, settings, checkpoints=policy)
+    assert relative_error(resumed.module, trained(mlp, data, settings).module) < 1e-12
 
 
 class Group:
