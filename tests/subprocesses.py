@@ -9,7 +9,7 @@ from typing import Any
 
 
 def run_python(
-    *arguments: str | Path, timeout: float = 120.0, **options: Any
+    *arguments: str | Path, timeout: float = 300.0, **options: Any
 ) -> subprocess.CompletedProcess[str]:
     """How a Python with these arguments ends, and what it prints; ``options`` are of ``run``."""
     command = [sys.executable, *map(str, arguments)]
@@ -18,7 +18,7 @@ def run_python(
     )
 
 
-def printed_by(*arguments: str | Path, timeout: float = 120.0, **options: Any) -> str:
+def printed_by(*arguments: str | Path, timeout: float = 300.0, **options: Any) -> str:
     """What a Python prints that ends well."""
     done = run_python(*arguments, timeout=timeout, **options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -98,6 +98,7 @@ def test_no_error_makes_a_header_too_long() -> None:
 INTERRUPTED = """
 import json, os, signal, sys
 from sparkdl.process.interrupts import Interrupted, interrupted_by_signals_alone
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 caught = {}
 with interrupted_by_signals_alone():
     for name, interrupt in {

@@ -103,8 +103,8 @@ def own_process_of(
     return called
 
 
-def tell_gpu(argument: str, assigned: Any, batches: Any) -> Any:
-    yield argument, assigned.gpu
+def tell_gpu(argument: str, assigned: Any, batches: Any) -> bytes:
+    return f"{argument} {assigned.gpu}".encode()
 
 
 def test_one_rank_runs_in_sparks_own_process_unless_that_would_not_see_its_part_of_a_gpu(
