@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.shrinking import shrink
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
@@ -16,9 +18,8 @@ from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import FencedError
 from sparkdl.averager.coordination.rank_states import RankState
 from sparkdl.averager.coordination.round_decisions import RoundDecisions
-from sparkdl.testing.simulation import Fault, Kind, Plan, Violation, random_plan, shrink, simulate
-from sparkdl.testing.simulation.averager import Averager, Conversation
-from sparkdl.testing.simulation.workers import Message
+from sparkdl.testing.simulation import Fault, Kind, Plan, Violation, random_plan, simulate
+from sparkdl.testing.simulation.averager import Averager
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -110,11 +111,10 @@ class ActsInASuccessorsName(Coordinator):
 class HearsTheDropped(Averager):
     """Goes through what has arrived on a connection although it was dropped."""
 
-    def _close(self, member: on.Member) -> None:
-        conversation = self._conversations.get(member)
-        super()._close(member)
-        if conversation is not None:
-            conversation.closed = False
+    def _carry_out(self, decision: do.Decision) -> None:
+        if isinstance(decision, do.Drop):
+            self._do(decision.member, lambda worker: worker.channel.receive())
+        super()._carry_out(decision)
 
 
 class JudgesByItsOwnPause(Coordinator):
@@ -128,14 +128,11 @@ class JudgesByItsOwnPause(Coordinator):
 class LooksAtTheClockFirst(Averager):
     """Looks at the clock before it looks at what has arrived during a pause."""
 
-    def _tick(self) -> None:
-        just_before = self._paused_until - 1e-6
-        if self._clock.now < just_before:
-            self._clock.at(just_before, self._tick)
-            return
-        until, self._paused_until = self._paused_until, 0.0
-        super()._tick()
-        self._paused_until = until
+    def _iterate(self) -> None:
+        if self.now() >= self._tick_at:
+            self._tick_at = self.now() + self.tick()
+            self._settle()
+        super()._iterate()
 
 
 class CountsHalfAContribution(Coordinator):
@@ -230,11 +227,12 @@ class FencesFinish(Coordinator):
 class HearsLastWordsLate(Averager):
     """Decides on what a worker says last when it may have been dropped meanwhile."""
 
-    def _handle(self, conversation: Conversation, message: Message) -> None:
-        if message == ("finish",) and (member := conversation.member) is not None:
-            self._clock.after(1.0, lambda: self.tell(on.Finished(member)))
+    def tell(self, event: on.Event) -> None:
+        if isinstance(event, on.Finished):
+            decide = partial(super().tell, event)
+            self._clock.after(1.0, lambda: self.post(decide))
         else:
-            super()._handle(conversation, message)
+            super().tell(event)
 
 
 class LetsTheLostStandForOthers(RoundDecisions):
@@ -264,7 +262,7 @@ PUT_BACK = {
     "lets the lost stand for others": (decided_by(LetsTheLostStandForOthers), Averager),
 }
 """Faults that there were, or nearly."""
-FOUND_WITHIN = 5000
+FOUND_WITHIN = 2000
 
 
 @pytest.mark.slow_variants(fast=3)

@@ -1,8 +1,8 @@
-"""Whole runs in virtual time: real decisions; simulated workers, links and faults; one seed."""
+"""Whole runs in virtual time: the real averager and clients; made-up training, faults; one seed."""
 
+from sparkdl.testing.simulation.center import Oracle
 from sparkdl.testing.simulation.plan import Fault, Kind, Plan, random_plan
-from sparkdl.testing.simulation.run import Outcome, Violation, shrink, simulate
-from sparkdl.testing.simulation.strategy import Oracle, simulate_strategy
+from sparkdl.testing.simulation.run import Outcome, Violation, simulate, simulate_strategy
 
 __all__ = [
     "Fault",
@@ -12,7 +12,6 @@ __all__ = [
     "Plan",
     "Violation",
     "random_plan",
-    "shrink",
     "simulate",
     "simulate_strategy",
 ]

@@ -12,9 +12,10 @@ Every run ends, either with its model or with an error that its faults explain.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
@@ -26,10 +27,12 @@ from sparkdl.averager.messages.progress import Position, Progress
 from sparkdl.errors import PreemptedError, SparkDLError, WorkerLostError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.strategies import Strategy
 from sparkdl.testing.simulation.averager import Averager
+from sparkdl.testing.simulation.center import Center, Oracle
+from sparkdl.testing.simulation.network import Clock
 from sparkdl.testing.simulation.plan import Fault, Kind, Plan
-from sparkdl.testing.simulation.values import Center
-from sparkdl.testing.simulation.workers import Clock, Worker
+from sparkdl.testing.simulation.workers import Worker
 
 DEADLINE_S = 600.0
 """Far longer than a plan's faults can add up to: anyone waited for this long never comes."""
@@ -41,7 +44,7 @@ class Violation(AssertionError):
     """Something that must always hold did not; the message says what, and when."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Outcome:
     """How a simulated run ended.
 
@@ -94,46 +97,39 @@ def simulate(
     return _Simulation(plan, coordinator, averager, center(plan.chunks), most_ahead).run()
 
 
-def shrink(plan: Plan, fails: Callable[[Plan], bool]) -> Plan:
-    """Make a failing plan smaller, as long as it fails.
+def simulate_strategy(
+    strategy: Strategy[Any],
+    plan: Plan,
+    oracle: Oracle,
+    *,
+    most_ahead: int | None = None,
+) -> Outcome:
+    """Run a plan with a strategy's center, wire format, update and policy; not its workers' part.
 
     Args:
-        plan: the plan that fails.
-        fails: tells whether another plan fails.
+        strategy: determines the rounds; a window of the plan counts as one step.
+        plan: what happens.
+        oracle: computes the center after each commit, with code other than the strategy's. It may
+            have state, so each run needs an oracle of its own.
+        most_ahead: as for ``simulate``.
+
+    Raises:
+        Violation: something that must always hold did not.
+        AssertionError: the center is not what the oracle says.
     """
-    while True:
-        for smaller in _smaller(plan):
-            if fails(smaller):
-                plan = smaller
-                break
-        else:
-            return plan
 
+    def coordinator(spec: RunSpec, now: float, restart: Restart) -> Coordinator:
+        return Coordinator(replace(spec, policy=strategy.round_policy), now, restart)
 
-def _smaller(plan: Plan) -> Sequence[Plan]:
-    change = dataclasses.replace
-    plans = [
-        change(plan, faults=plan.faults[:index] + plan.faults[index + 1 :])
-        for index in range(len(plan.faults))
-    ]
-    if plan.epochs > 1:
-        plans.append(change(plan, epochs=plan.epochs - 1))
-    if plan.chunks > 1:
-        plans.append(change(plan, chunks=1))
-    ranks = {fault.rank for fault in plan.faults}
-    if len(plan.windows) > 1 and len(plan.windows) - 1 not in ranks:
-        fewer = plan.windows[:-1]
-        plans.append(change(plan, windows=fewer, min_workers=min(plan.min_workers, len(fewer))))
-    plans += [
-        change(plan, windows=(*plan.windows[:rank], count - 1, *plan.windows[rank + 1 :]))
-        for rank, count in enumerate(plan.windows)
-        if count > 1
-    ]
-    return plans
+    def center(chunks: int) -> Center:
+        update, fragments = strategy.center_update, strategy.fragments
+        return Center(chunks, strategy.wire_format, update, fragments, oracle)
+
+    return simulate(plan, coordinator, center=center, most_ahead=most_ahead)
 
 
 class _Simulation:
-    """One run; ``values.py`` has its parameters, ``workers.py`` its workers."""
+    """One run; ``center.py`` has its parameters, ``workers.py`` its workers."""
 
     def __init__(
         self,
@@ -175,7 +171,7 @@ class _Simulation:
         self._check_end(failure, averager)
         return Outcome(
             failure,
-            self._center.value,
+            self._center.numbers[0],
             self._events,
             self._commits,
             self._losses,
@@ -194,24 +190,29 @@ class _Simulation:
             checkpoints=_Schedule(plan) if plan.saves else None,
         )
         coordinator = self._make(spec, self._clock.now, restart)
-        averager = self._make_averager(
-            coordinator, self._center, plan.chunks, plan.pass_s, self._clock, self
-        )
+        averager = self._make_averager(coordinator, self._center, plan.pass_s, self._clock, self)
         self._averager = averager
         # Ranks whose last window of the epoch is committed; ranks training since they were let in.
         self._through: set[int] = set()
         self._newcomers: set[int] = set()
+        self._started: list[Worker] = []
         self._workers = [self._worker(rank, 0) for rank in range(world_size)]
-        averager.begin()
-        while not averager.ended:
-            if not self._clock.step() or self._clock.now > LONGEST_S:
-                raise Violation(f"the run did not end in {self._clock.now:.0f} s of its time")
-        self._clock.forget()  # nothing of this submission reaches the next
-        return averager.failure, averager
+        try:
+            while not coordinator.ended:
+                if not self._clock.step() or self._clock.now > LONGEST_S:
+                    raise Violation(f"the run did not end in {self._clock.now:.0f} s of its time")
+        finally:
+            # Nothing of this submission reaches the next.
+            for worker in self._started:
+                worker.kill()
+            self._clock.forget()
+        return coordinator.failure, averager
 
     def _worker(self, rank: int, attempt: int) -> Worker:
-        accept = self._averager.accept
-        return Worker(rank, self._plan, self._clock, self._draw, accept, attempt)
+        plan, accept = self._plan, self._averager.accept
+        worker = Worker(rank, plan, self._center, self._clock, self._draw, accept, attempt)
+        self._started.append(worker)
+        return worker
 
     # What the averager reports.
 
@@ -238,14 +239,14 @@ class _Simulation:
         elif fault.kind is Kind.KILL:
             if self._plan.max_failures == 0 and not self._averager.knows(fault.rank):
                 # Only Spark notices, and the job fails.
-                self._averager.tell(on.Failed(WorkerLostError("a task has failed")))
+                self._averager.post_event(on.Failed(WorkerLostError("a task has failed")))
             worker.strike(restart_s=fault.seconds)
         elif fault.kind is Kind.TWIN:
             if self._plan.max_failures:
                 self._workers[fault.rank] = self._worker(fault.rank, worker.attempt + 1)
         elif fault.kind is Kind.PREEMPT:
             if self._plan.saves:
-                self._averager.tell(on.Preempted(PreemptedError("told to end")))
+                self._averager.post_event(on.Preempted(PreemptedError("told to end")))
         elif fault.kind is Kind.STALL:
             worker.stall(fault.seconds)
         elif fault.kind is Kind.PAUSE:
@@ -344,7 +345,7 @@ class _Simulation:
 
     def statistics_known(self, statistics: DataStatistics) -> None:
         """Let the workers start, as the driver does once it has checked the rows."""
-        self._clock.after(self._draw.random(), lambda: self._averager.tell(on.Started()))
+        self._clock.after(self._draw.random(), lambda: self._averager.post_event(on.Started()))
 
     def write(self, progress: Progress, states: Mapping[int, Position]) -> None:
         """Check a checkpoint that is written: its states belong to it."""
@@ -358,10 +359,10 @@ class _Simulation:
     def _written(self) -> None:
         if self._clock.now < self._storage_fails_until:
             self._given_up += 1
-            self._averager.tell(on.CheckpointGivenUp())
+            self._averager.post_event(on.CheckpointGivenUp())
         else:
             self._checkpoints += 1
-            self._averager.tell(on.CheckpointWritten())
+            self._averager.post_event(on.CheckpointWritten())
 
     def _check_end(self, failure: SparkDLError | None, averager: Averager) -> None:
         if failure is None:

@@ -1,108 +1,117 @@
-"""Simulated workers: they talk like real ones, over links with delays, and fail on command."""
+"""Simulated workers: real clients, whose training is made up, and which fail on command."""
 
 from __future__ import annotations
 
-import heapq
+import dataclasses
+import json
 import random
+import threading
 from collections.abc import Callable
-from typing import Any
 
+import torch
+
+from sparkdl.averager.client.client import AveragerClient
+from sparkdl.averager.client.worker_channel import WorkerChannel
 from sparkdl.averager.messages.progress import Position
+from sparkdl.errors import DisconnectedError, StoppedError
 from sparkdl.events import ValidationReport, WindowReport
+from sparkdl.feed.statistics.shards import ShardStatistics
+from sparkdl.testing.simulation.center import Center, trained
+from sparkdl.testing.simulation.network import Clock, Link, Stream, Wire
 from sparkdl.testing.simulation.plan import Plan
-from sparkdl.testing.simulation.values import trained
-
-Message = tuple[Any, ...]
-"""A message's kind, and its contents."""
+from sparkdl.transport.connecting import ServiceAddress
+from sparkdl.transport.connection import Connection
 
 START_S = 1.0
 RECONNECT_S = 0.05
+DEADLINE_S = 1200.0
+ADDRESS = ServiceAddress("tcp://simulated:1", "token")
 
 
-class Clock:
-    """A queue of timed calls; those due at the same time run in the order of their scheduling."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = 0
-
-    def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Schedule a call after some seconds."""
-        self.at(self.now + seconds, call)
-
-    def at(self, time: float, call: Callable[[], None]) -> None:
-        """Schedule a call at a time; one in the past goes behind all others that are due."""
-        self._count += 1
-        heapq.heappush(self._due, (max(time, self.now), self._count, call))
-
-    def step(self) -> bool:
-        """Make the call that is due first; returns whether there was one."""
-        if not self._due:
-            return False
-        at, _, call = heapq.heappop(self._due)
-        self.now = at
-        call()
-        return True
-
-    def forget(self) -> None:
-        """Drop all scheduled calls."""
-        self._due.clear()
+class _Killed(BaseException):
+    """The worker's process dies."""
 
 
-class Link:
-    """One connection: what is sent arrives later, in order, or never.
+class _Process:
+    """A thread that runs only while the simulation waits for it, so only one ever does.
 
     Args:
-        clock: the run's clock.
-        draw: draws the delays.
-        delay_s: the longest delay.
-        rank: the rank of the worker at its end.
-        attempt: the attempt of the worker's task.
+        live: what it does.
     """
 
-    def __init__(
-        self, clock: Clock, draw: random.Random, delay_s: float, rank: int, attempt: int
-    ) -> None:
-        self.rank = rank
-        self.attempt = attempt
-        self.to_averager: Callable[[Message], None] = lambda message: None
-        self.to_worker: Callable[[Message], None] = lambda message: None
-        self._clock = clock
-        self._draw = draw
-        self._delay_s = delay_s
-        self._last_up = self._last_down = 0.0
-        self._worker_receives = True
-        self._averager_receives = True
+    def __init__(self, live: Callable[[], None]) -> None:
+        self.over = False
+        self._live = live
+        self._error: BaseException | None = None
+        self._dies = False
+        self._go, self._back = threading.Lock(), threading.Lock()
+        self._go.acquire()
+        self._back.acquire()
+        self._thread = threading.Thread(target=self._run, name="sparkdl-simulated", daemon=True)
+        self._thread.start()
 
-    def up(self, message: Message) -> None:
-        """The worker sends."""
-        self._last_up = max(self._last_up, self._clock.now + self._draw.random() * self._delay_s)
-        self._clock.at(
-            self._last_up,
-            lambda: self.to_averager(message) if self._averager_receives else None,
+    def go_on(self) -> None:
+        """Have it run until it waits."""
+        self._go.release()
+        self._back.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def wait(self) -> None:
+        """In its thread: wait for ``go_on``."""
+        self._back.release()
+        self._go.acquire()
+        if self._dies:
+            raise _Killed
+
+    def kill(self) -> None:
+        """End it where it waits."""
+        if not self.over:
+            self._dies = True
+            self.go_on()
+
+    def _run(self) -> None:
+        self._go.acquire()
+        try:
+            if not self._dies:
+                self._live()
+        except _Killed:
+            pass
+        except BaseException as error:
+            self._error = error
+        self.over = True
+        self._back.release()
+
+
+class _Client(AveragerClient):
+    """A client that connects in memory.
+
+    Args:
+        connect: opens a connection.
+        rank: as for a client; all other arguments, too.
+    """
+
+    def __init__(self, connect: Callable[[], Link], rank: int, center: Center, **options: object):
+        self._open = connect
+        super().__init__(
+            ADDRESS,
+            rank,
+            center.wire_format,
+            fragments=center.fragments,
+            deadline_s=DEADLINE_S,
+            **options,  # type: ignore[arg-type]
         )
 
-    def down(self, message: Message) -> float:
-        """The averager sends; returns the seconds until all of it is on its way."""
-        self._last_down = max(
-            self._last_down, self._clock.now + self._draw.random() * self._delay_s
-        )
-        self._clock.at(
-            self._last_down, lambda: self.to_worker(message) if self._worker_receives else None
-        )
-        return (self._last_down - self._clock.now) * self._draw.random()
+    def _connect(self) -> WorkerChannel:
+        channel = _Channel(self.rank, self._open())
+        channel.send_header(self._hello)
+        return channel
 
-    def break_off(self, *, noticed_after_s: float = 0.0) -> None:
-        """Cut the worker off; the averager learns of it after everything already sent."""
-        self._worker_receives = False
-        self._last_up = max(self._last_up, self._clock.now + noticed_after_s)
-        self.up(("gone",))
 
-    def close(self) -> None:
-        """The averager has closed it."""
-        self._averager_receives = False
-        self.down(("closed",))
+class _Channel(WorkerChannel):
+    def __init__(self, rank: int, link: Link) -> None:
+        self._rank, self._deadline_s = rank, DEADLINE_S
+        self._connection = Connection(link, None)  # type: ignore[arg-type]
 
 
 class Worker:
@@ -111,9 +120,10 @@ class Worker:
     Args:
         rank: its rank.
         plan: the run's plan.
+        center: the averager's center, of which it knows the layout and the format.
         clock: the run's clock.
         draw: draws its speed and its links' delays.
-        connect: opens a link to the averager.
+        accept: has the averager accept a connection.
         attempt: the attempt of its task.
     """
 
@@ -121,27 +131,24 @@ class Worker:
         self,
         rank: int,
         plan: Plan,
+        center: Center,
         clock: Clock,
         draw: random.Random,
-        connect: Callable[[Link], None],
+        accept: Callable[[Stream], None],
         attempt: int = 0,
     ) -> None:
         self.rank = rank
         self.attempt = attempt
-        self._plan = plan
-        self._clock = clock
-        self._draw = draw
-        self._connect = connect
+        self._plan, self._center, self._clock, self._draw = plan, center, clock, draw
+        self._accept = accept
         self._link: Link | None = None
+        self._process: _Process | None = None
         self._stalled_until = 0.0
-        self._position = Position()
-        self._center = 0
-        self._window: WindowReport | None = None
-        self._losses: tuple[float, ...] = ()
         self._finished = False
-        # What was scheduled in an attempt, or on a link, that is over does not happen.
-        self._life = 0
-        self._soon(START_S * draw.random(), self._join)
+        self._state = b""
+        # What was to end a wait that is over does not happen.
+        self._waits = 0
+        self._start_after(START_S * draw.random())
 
     def strike(self, *, restart_s: float | None, noticed_after_s: float = 0.0) -> None:
         """Break the connection, if there is one, or kill the process.
@@ -150,159 +157,169 @@ class Worker:
             restart_s: seconds until another attempt starts; None if the process lives.
             noticed_after_s: seconds until the averager notices.
         """
-        if restart_s is None and self._link is None:
-            return
-        self._life += 1
-        if self._link is not None:
-            self._link.break_off(noticed_after_s=noticed_after_s)
-            self._link = None
+        link, self._link = self._link, None
+        if link is not None:
+            link.break_off(noticed_after_s=noticed_after_s)
         if restart_s is None:
-            self._go_on_without_link()
-        elif self._may_return:
+            if link is not None:
+                # It notices at once, and not after its window.
+                self._clock.after(0.0, self._end_of_wait())
+            return
+        self.kill()
+        if self._may_return:
             self.attempt += 1
             self._stalled_until = 0.0
-            self._soon(START_S + restart_s, self._join)
+            self._start_after(START_S + restart_s)
 
     def stall(self, seconds: float) -> None:
         """Do nothing for a while."""
         self._stalled_until = max(self._stalled_until, self._clock.now + seconds)
 
+    def kill(self) -> None:
+        """End the process; the averager learns nothing from it."""
+        self._waits += 1
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+
     @property
     def _may_return(self) -> bool:
         return self._plan.max_failures > 0 and not self._finished
 
-    def _soon(self, seconds: float, call: Callable[[], None]) -> None:
-        life = self._life
+    # Waiting.
 
-        def happen() -> None:
-            if life != self._life:
+    def _start_after(self, seconds: float) -> None:
+        self._waits += 1
+        self._clock.after(seconds, self._end_of_wait())
+
+    def _end_of_wait(self) -> Callable[[], None]:
+        """What ends the present wait, unless it is over or the worker stalls."""
+        waits = self._waits
+
+        def go_on() -> None:
+            if waits != self._waits:
                 return
             if self._clock.now < self._stalled_until:
-                self._clock.at(self._stalled_until, happen)
-            else:
-                call()
+                self._clock.at(self._stalled_until, go_on)
+                return
+            self._waits += 1
+            if self._process is None:
+                self._process = _Process(self._live)
+            self._process.go_on()
 
-        self._clock.after(seconds, happen)
+        return go_on
 
-    def _go_on_without_link(self) -> None:
-        if self._may_return:
-            self._soon(RECONNECT_S, self._join)
+    def _sleep(self, seconds: float) -> None:
+        self._clock.after(seconds, self._end_of_wait())
+        self._wait()
 
-    def _join(self) -> None:
-        link = Link(self._clock, self._draw, self._plan.delay_s, self.rank, self.attempt)
+    def _wait_for(self, wire: Wire) -> None:
+        wire.on_arrival = self._end_of_wait()
+        self._wait()
+
+    def _wait(self) -> None:
+        assert self._process is not None
+        self._process.wait()
+
+    # In its process.
+
+    def _connect(self) -> Link:
+        link = Link(self._clock, self._draw, self._plan.delay_s, self._wait_for)
         self._link = link
-        life = self._life
-        link.to_worker = lambda message: self._soon(0.0, lambda: self._handle(message, life))
-        self._connect(link)
-        link.up(("join", self.rank, self.attempt))
-        row_server = self.rank if self._plan.exchanges_rows else None
-        shard = ("shard", self.rank, int(self._plan.validates), row_server)
-        self._soon(self._draw.random(), lambda: link.up(shard))
+        self._accept(link.stream)
+        return link
 
-    def _handle(self, message: Message, life: int) -> None:
-        if life != self._life:
-            return
-        match message:
-            case ("welcome", position, center, epoch_ended):
-                self._position, self._center = position, center
-                self._losses = ()
-                self._validate(epoch_ended)
-            case ("losses", losses):
-                self._losses += losses
-                mean = (len(self._plan.windows) - 1) / 2
-                assert self._losses == tuple(e + mean for e in range(1, self._position.epoch))
-                self._start_epoch()
-            case ("gathered", values):
-                assert values == tuple(range(len(values)))
-                self._train()
-            case ("reply", center, final, worker_state):
-                self._take(center, final, worker_state)
-            case ("again",):
-                self._contribute()
-            case ("ask worker state",):
-                self._send_worker_state()
-            case ("closed",):
-                self._life += 1
-                self._link = None
-                self._go_on_without_link()
-            case ("stopped",) | ("finished",):
+    def _live(self) -> None:
+        client = _Client(
+            self._connect,
+            self.rank,
+            self._center,
+            attempt=self.attempt,
+            worker_state=lambda: self._state,
+            restart_state=(lambda: self._state) if self._plan.resubmissions else None,
+            now=lambda: self._clock.now,
+        )
+        while True:
+            try:
+                self._train(client)
                 self._finished = True
-                self._life += 1
+                return
+            except DisconnectedError:
                 self._link = None
+                if not self._may_return:
+                    return
+                self._sleep(RECONNECT_S)
+                client.reconnect()
+            except StoppedError:
+                self._finished = True
+                return
 
-    def _validate(self, epoch_ended: bool) -> None:
-        """Report what was found after an epoch, and wait for what all found."""
-        ended = self._position.epoch - 1
-        if not self._plan.validates or not ended:
-            self._start_epoch()
-            return
-        assert self._link is not None
-        if epoch_ended:
-            report = ValidationReport(
-                rank=self.rank, epoch=ended, examples=1, loss_sum=ended + self.rank, weight=1.0
-            )
-            self._link.up(("validated", report))
-        if ended < self._plan.epochs:
-            self._link.up(("losses", len(self._losses), ended))
-        else:
-            self._start_epoch()
+    def _train(self, client: AveragerClient) -> None:
+        plan, replica = self._plan, self._center.replica()
+        self._sleep(self._draw.random())  # it reads its rows
+        shard = ShardStatistics(10 + self.rank, (), int(plan.validates))
+        row_server = [self.rank] if plan.exchanges_rows else None
+        position = client.start(shard, replica, self._center.layout, row_server)
+        assert position is not None
+        if client.resumes:
+            self._check_kept(client.resume(replica), position)
+        epoch_ended = client.epoch_ended
+        while True:
+            self._validate(client, position.epoch - 1, epoch_ended=epoch_ended)
+            if position.epoch > plan.epochs:
+                break
+            if plan.gathers:
+                gathered = client.gather({"rank": self.rank})
+                assert [each["rank"] for each in gathered] == list(range(len(gathered)))
+            last = False
+            while not last:
+                position, last = self._train_window(client, replica, position)
+            position, epoch_ended = position.next_epoch(), True
+        client.finish()
 
-    def _start_epoch(self) -> None:
-        if self._plan.gathers and self._position.epoch <= self._plan.epochs:
-            assert self._link is not None
-            self._link.up(("gather", self.rank))
-        else:
-            self._train()
-
-    def _train(self) -> None:
+    def _train_window(
+        self, client: AveragerClient, replica: list[torch.Tensor], position: Position
+    ) -> tuple[Position, bool]:
         """Train the next window; if none is left, say so with one that weighs nothing."""
-        if self._position.epoch > self._plan.epochs:
-            self._finish()
-            return
-        windows = self._plan.windows[self.rank]
-        done = self._position.step_of_epoch
+        windows, done = self._plan.windows[self.rank], position.step_of_epoch
         trains = done < windows
-        self._window = WindowReport(
+        window = WindowReport(
             rank=self.rank,
-            epoch=self._position.epoch,
-            step=self._position.step + trains,
+            epoch=position.epoch,
+            step=position.step + trains,
             examples=10 + self.rank if trains else 0,
             loss_sum=0.0,
             last=done + trains == windows,
             step_of_epoch=done + trains,
         )
-        seconds = 2 * self._draw.random() * self._plan.window_s if trains else 0.0
-        self._soon(seconds, self._contribute)
+        if trains:
+            self._sleep(2 * self._draw.random() * self._plan.window_s)
+            fragment = client.next_fragment
+            for segment in replica:
+                begun = segment[fragment].item()
+                segment[fragment] = trained(begun, self.rank, window.epoch, window.step_of_epoch)
+        self._state = json.dumps(dataclasses.asdict(Position.after(window))).encode()
+        client.exchange(replica, window)
+        return Position.after(window), window.last
 
-    def _contribute(self) -> None:
-        window, link = self._window, self._link
-        assert window is not None
-        assert link is not None
-        link.up(("window", window))
-        if window.weight:
-            value = trained(self._center, self.rank, window.epoch, window.step_of_epoch)
-            for index in range(self._plan.chunks):
-                link.up(("chunk", index, value))
+    def _validate(self, client: AveragerClient, ended: int, *, epoch_ended: bool) -> None:
+        """Report what was found after an epoch, and wait for what all found."""
+        if not self._plan.validates or not ended:
+            return
+        if epoch_ended:
+            loss_sum = ended + self.rank
+            client.report_validation(
+                ValidationReport(
+                    rank=self.rank, epoch=ended, examples=1, loss_sum=loss_sum, weight=1.0
+                )
+            )
+        if ended < self._plan.epochs:
+            mean = (len(self._plan.windows) - 1) / 2
+            losses = client.epoch_losses(ended)
+            assert list(losses) == [epoch + mean for epoch in range(1, ended + 1)]
 
-    def _take(self, center: int, final: bool, worker_state: bool) -> None:
-        assert self._window is not None
-        self._center = center
-        self._position = Position.after(self._window)
-        if final:
-            self._position = self._position.next_epoch()
-        if worker_state:
-            self._send_worker_state()
-        if final:
-            self._validate(True)
-        else:
-            self._train()
-
-    def _send_worker_state(self) -> None:
-        """Send what a checkpoint needs to go on from: here, how far this worker has come."""
-        assert self._window is not None
-        assert self._link is not None
-        self._link.up(("worker state", Position.after(self._window)))
-
-    def _finish(self) -> None:
-        assert self._link is not None
-        self._link.up(("finish",))
+    def _check_kept(self, kept: bytes, position: Position) -> None:
+        """Check that what was kept of this worker belongs to where it goes on."""
+        if kept:
+            state = Position(**json.loads(kept))
+            assert position in (state, state.next_epoch()), f"{position} was kept with {state}"
