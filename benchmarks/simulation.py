@@ -18,10 +18,12 @@ from itertools import repeat
 
 import harness
 
-from sparkdl.testing.simulation import Plan, random_plan, shrink, simulate
+from sparkdl.testing.simulation import Plan, random_plan, simulate
 
+sys.path.append(str(harness.FOLDER.parent / "tests"))
 sys.path.append(str(harness.FOLDER.parent / "tests" / "strategies"))
 from oracles import ORACLES
+from support.shrinking import shrink
 
 SHARE = 500
 """How many seeds a process takes at a time."""

@@ -1,8 +1,8 @@
 """The input to the decisions of a run: values that cross the border from outside.
 
-The loop at the edge turns bytes into these (``service/loop.py``); the simulation makes them without
-sockets or a clock. The output is in ``decisions``. Nobody changes either; they are not frozen
-because it takes four times as long to make one that is, and each contribution makes half a dozen.
+The loop at the edge turns bytes into these (``service/loop.py``). The output is in ``decisions``.
+Nobody changes either; they are not frozen because it takes four times as long to make one that is,
+and each contribution makes half a dozen.
 """
 
 from __future__ import annotations

@@ -148,6 +148,10 @@ class Averager(Loop, _InMemory):
         self._handle, coordinator.handle = coordinator.handle, self._watched  # type: ignore[method-assign]
         self._look_soon()
 
+    def end(self) -> None:
+        """End all conversations now, and not whenever their memory is collected."""
+        self._close_all()
+
     def pause(self, seconds: float) -> None:
         """Do nothing for a while; what arrives is handled afterwards."""
         self._paused_until = max(self._paused_until, self._clock.now + seconds)

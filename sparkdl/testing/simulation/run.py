@@ -205,6 +205,7 @@ class _Simulation:
             # Nothing of this submission reaches the next.
             for worker in self._started:
                 worker.kill()
+            averager.end()
             self._clock.forget()
         return coordinator.failure, averager
 
