@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from sparkdl.testing.simulation import Plan
 
+OTHER_DELAYS = 10
+
 
 def shrink(plan: Plan, fails: Callable[[Plan], bool]) -> Plan:
     """Make a failing plan smaller, as long as it fails.
@@ -25,8 +27,10 @@ def shrink(plan: Plan, fails: Callable[[Plan], bool]) -> Plan:
 
 
 def _smaller(plan: Plan) -> Sequence[Plan]:
+    # What is left of the faults may need other delays.
     plans = [
-        replace(plan, faults=plan.faults[:index] + plan.faults[index + 1 :])
+        replace(plan, faults=plan.faults[:index] + plan.faults[index + 1 :], seed=seed)
+        for seed in (plan.seed, *range(OTHER_DELAYS))
         for index in range(len(plan.faults))
     ]
     if plan.epochs > 1:

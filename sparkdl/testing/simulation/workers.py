@@ -51,7 +51,9 @@ class _Process:
         self._thread.start()
 
     def go_on(self) -> None:
-        """Have it run until it waits."""
+        """Have it run until it waits, unless it is over."""
+        if self.over:
+            return
         self._go.release()
         self._back.acquire()
         if self._error is not None:
@@ -66,9 +68,8 @@ class _Process:
 
     def kill(self) -> None:
         """End it where it waits."""
-        if not self.over:
-            self._dies = True
-            self.go_on()
+        self._dies = True
+        self.go_on()
 
     def _run(self) -> None:
         self._go.acquire()
