@@ -73,6 +73,7 @@ def test_a_gpu_that_is_not_there_is_an_error_in_words(address: str, visible: str
     assert "ConfigError" in failed.stderr.splitlines()[-1]
 
 
+@pytest.mark.filterwarnings("ignore:::torch")
 @every(
     ("dtype", "tolerance", "compiled"),
     [

@@ -142,8 +142,8 @@ def normalized() -> nn.Module:
     return nn.Sequential(nn.BatchNorm1d(6), mlp())
 
 
+@pytest.mark.parametrize("name", COLLECTIVE)
 @KINDS
-@every("name", COLLECTIVE)
 def test_with_nccl_a_rank_learns_what_it_learns_with_gloo(
     name: str, optimizer: Any, dtype: torch.dtype
 ) -> None:
