@@ -7,6 +7,7 @@ installed packages: beside a notebook or script, on ``PYTHONPATH``, in an editab
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -178,9 +179,8 @@ def _is_recorded(base: str, top: str) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _recorded(base: str, changed: int) -> frozenset[str]:
-    lines = [
-        line
-        for record in Path(base).glob("*.dist-info/RECORD")
-        for line in record.read_text(errors="replace").splitlines()
-    ]
+    lines: list[str] = []
+    for record in Path(base).glob("*.dist-info/RECORD"):
+        with contextlib.suppress(OSError):  # one that cannot be read says nothing of the others
+            lines += record.read_text(errors="replace").splitlines()
     return frozenset(re.split(r"[,/.]", line, maxsplit=1)[0] for line in lines)

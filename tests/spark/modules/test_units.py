@@ -70,6 +70,7 @@ def test_what_pip_has_installed_into_a_folder_is_installed(project: Path) -> Non
             "own_bought.py": "",
             "own_made.py": "",
             "bought-1.dist-info/RECORD": "own_bought.py,,\nbought-1.dist-info/RECORD,,\n",
+            "unreadable-1.dist-info/RECORD/is a folder": "",
         },
     )
     assert unit_of("own_bought") is None
