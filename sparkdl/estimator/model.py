@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.export import ExportedProgram
@@ -20,7 +20,12 @@ from sparkdl.spark.rows.column_overrides import (
     paddings,
     require_distinct,
 )
+from sparkdl.spark.session.required import jvm_named, require_session
 from sparkdl.user_code.exported import as_module
+
+if TYPE_CHECKING:
+    from sparkdl.volumes.run import VolumeSummary
+    from sparkdl.volumes.store import Place
 
 
 class TorchModel(FittedModel, ChosenOutputs):
@@ -105,3 +110,77 @@ class TorchModel(FittedModel, ChosenOutputs):
         )
         taking.predicted_columns(taking._head, taking._widths)
         return taking
+
+    @jvm_named()
+    def transform_volume(
+        self,
+        source: Place,
+        target: Place,
+        *,
+        patch: Sequence[int],
+        overlap: Sequence[int],
+        crop: Sequence[int] | None = None,
+        chunk: str | Sequence[int] = "auto",
+        reduce: str | None = None,
+        skip: str | None = "zeros",
+        progress: bool = True,
+    ) -> VolumeSummary:
+        """Predict an array of two or three dimensions, of any size, in chunks, each a Spark task.
+
+        The array, (z, y, x) or (channels, z, y, x), is covered with overlapping patches. Each goes
+        through the module as shape (1, channels, *patch), or several at once, and where they
+        overlap their outputs are blended. What the chunks are makes no difference to the result.
+        Called again after a crash, it computes what is missing. Needs
+        ``pip install 'sparkdl-torch[volumes]'`` on the driver and the executors.
+
+        Args:
+            source: a path that all hosts have, a URL (``s3://``, ``gs://``), or a specification of
+                tensorstore, of an array in Zarr 2 or 3, N5 or Neuroglancer's precomputed format.
+                Values are converted to the dtype of the module's example, and not scaled.
+            target: likewise, of the output, (channels, z, y, x), float32; with ``reduce="argmax"``
+                (z, y, x), an unsigned integer. It must not exist, or be of such a call.
+            patch: what the module takes at a time, in voxels by axis, without channels.
+            overlap: of neighbouring patches.
+            crop: what to leave out on each side of a patch's output, where the module sees too
+                little; at the array's edges it is given a mirror image. By default what the module
+                leaves out itself.
+            chunk: what a task computes, in multiples of the output's blocks. "auto" takes what a
+                task's memory allows (``spark.executor.pyspark.memory``, or
+                ``spark.executor.memoryOverhead``, or 1 GiB).
+            reduce: "argmax" to write the index of the largest channel in place of the channels.
+            skip: "zeros" to take 0 as the output of a patch that holds only zeros; None to have the
+                module compute that too.
+            progress: whether to show a bar.
+
+        Returns:
+            How many chunks there are, were computed and were skipped, and how fast.
+
+        Raises:
+            ConfigError: an argument does not fit, or the target is of another call; before any
+                task starts, as far as that can be.
+            DataError: an array cannot be read or written.
+            ModelError: the module fails on a patch, tried first in the driver.
+            SetupError: tensorstore is not installed.
+
+        Source: Wu et al. 2021, "Chunkflow", Nature Methods.
+        """
+        from sparkdl.volumes.network import PatchModel
+        from sparkdl.volumes.options import VolumeOptions
+        from sparkdl.volumes.run import transform_volume
+
+        options = VolumeOptions.of(patch, overlap, crop, chunk, reduce, skip)
+        spark = require_session()
+        if len(self._features) != 1:
+            raise ConfigError(
+                f"transform_volume gives the model one tensor, but it takes {len(self._features)}"
+            )
+        if self.getOutputType() in ("class", "probability"):
+            raise ConfigError(
+                f"outputType='{self.getOutputType()}' is for columns. Have the module end with "
+                "softmax or sigmoid, or use reduce='argmax'"
+            )
+        names = [each.name for each in self._features]
+        key = self.output_keys().get(self.getPredictionCol())
+        predictor = self._predictor((), names, spark)
+        model = PatchModel.of(self.module, predictor, self._features[0], key)
+        return transform_volume(spark, model, source, target, options, progress=progress)

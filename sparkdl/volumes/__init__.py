@@ -1,0 +1,11 @@
+"""Predictions for volumes that no memory holds, in chunks, each one Spark task (Chunkflow).
+
+grid.py     where patches, blocks and chunks lie; how large a chunk may be. Arithmetic
+blend.py    the weights of overlapping patches, and their sum, which moves along an axis
+chunk.py    one chunk, from the store through the network to the store
+store.py    the arrays, by tensorstore
+records.py  what an output is the output of, and which of its chunks are done
+options.py  the arguments
+network.py  the model as a network of patches, and its trial in the driver
+run.py      what is checked first, the Spark job, the bar; the only one that knows pyspark
+"""

@@ -1,0 +1,169 @@
+"""One chunk: read, patch by patch through the network, blended, reduced, written.
+
+for the patches of each place along the first axis:
+    read what they need, while those before them are computed
+    those that hold only zeros are 0; the others go through the network
+    add them, weighted, to the sum
+    write the blocks that no later patch reaches
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from sparkdl.volumes.blend import MovingSum, weights_within
+from sparkdl.volumes.grid import Bounds, Patches, Sizes
+
+Network = Callable[[np.ndarray], Tensor]
+"""From patches, shape (n, channels, *patch), to shape (n, outputs, *kept), float32."""
+
+
+class Future(Protocol):
+    """What is being read or written."""
+
+    def result(self) -> Any:
+        """Wait for it; raises if it fails."""
+
+
+class Source(Protocol):
+    """An array that is read."""
+
+    def read(self, bounds: Bounds) -> Future:
+        """Begin to read, shape (channels, *sizes)."""
+
+
+class Target(Protocol):
+    """An array that is written."""
+
+    def write(self, bounds: Bounds, values: Tensor) -> Future:
+        """Begin to write whole blocks, shape (channels, *sizes); done when they are durable."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How chunks are predicted; sent to the executors.
+
+    Attributes:
+        patches: of the array.
+        blocks: of the output.
+        outputs: channels of the network's output.
+        batch: the most patches that go through the network at once.
+        labels: whether the index of the largest channel is written in place of the channels.
+        skip_zeros: whether a patch that holds only zeros is 0 without the network.
+    """
+
+    patches: Patches
+    blocks: Sizes
+    outputs: int
+    batch: int
+    labels: bool
+    skip_zeros: bool
+
+
+def predict_chunk(
+    recipe: Recipe, bounds: Bounds, source: Source, target: Target, network: Network, device: str
+) -> int:
+    """Predict one chunk; returns how many patches went through the network.
+
+    Args:
+        recipe: how.
+        bounds: of the chunk.
+        source: what is read.
+        target: what is written, all of it once this returns.
+        network: computes patches.
+        device: where it leaves them.
+    """
+    patches, (lower, upper) = recipe.patches, bounds[0]
+    numbers = [patches.reaching(axis, each) for axis, each in enumerate(bounds)]
+    weights = [weights_within(patches, axis, each).to(device) for axis, each in enumerate(bounds)]
+    rows = min(upper - lower, patches.kept[0] + recipe.blocks[0])
+    sums = MovingSum(recipe.outputs, bounds, rows, device)
+    layers = [(range(layer, layer + 1), *numbers[1:]) for layer in numbers[0]]
+    reads = (reading(source, patches.shape, patches.reads(layer)) for layer in layers)
+    computed, written, coming = 0, None, next(reads)
+    for layer, following in zip(layers, [*layers[1:], None], strict=True):
+        read, coming = coming, next(reads, coming)
+        for place, values in _outputs(recipe, read(), list(itertools.product(*layer)), network):
+            start = tuple(starts[n] for starts, n in zip(patches.starts, place, strict=True))
+            own = [w[n - all_[0]] for w, n, all_ in zip(weights, place, numbers, strict=True)]
+            sums.add(values, start, own)
+            computed += 1
+        ready = upper
+        if following is not None:
+            start_of_next = patches.starts[0][following[0][0]]
+            ready = max(sums.first, start_of_next - start_of_next % recipe.blocks[0])
+        if ready > sums.first:
+            part = ((sums.first, ready), *bounds[1:])
+            if written is not None:
+                written.result()  # before the next stretch takes as much memory
+            values = sums.take(ready)
+            if recipe.labels:
+                values = values.argmax(0, keepdim=True)
+            written = target.write(part, values.cpu())
+    if written is not None:
+        written.result()
+    return computed
+
+
+def reading(source: Source, shape: Sizes, wanted: Bounds) -> Callable[[], np.ndarray]:
+    """Begin to read a part of an array; what is beyond its edges mirrors what is inside.
+
+    Args:
+        source: the array.
+        shape: its shape, without channels.
+        wanted: the part.
+
+    Returns:
+        A function that waits for it, shape (channels, *sizes).
+    """
+    inside = tuple(
+        (max(0, lower), min(size, upper))
+        for (lower, upper), size in zip(wanted, shape, strict=True)
+    )
+    future = source.read(inside)
+    beyond = [
+        (there[0] - asked[0], asked[1] - there[1])
+        for asked, there in zip(wanted, inside, strict=True)
+    ]
+
+    def result() -> np.ndarray:
+        values: np.ndarray = future.result()
+        return np.pad(values, [(0, 0), *beyond], mode="reflect") if np.any(beyond) else values
+
+    return result
+
+
+def _outputs(
+    recipe: Recipe, read: np.ndarray, places: Sequence[Sizes], network: Network
+) -> Iterator[tuple[Sizes, Tensor]]:
+    """What the network makes of each patch that is not skipped, in order.
+
+    Args:
+        recipe: how.
+        read: what the patches need, shape (channels, *sizes).
+        places: the numbers of the patches along each axis; the first is at the corner of ``read``.
+        network: computes patches.
+    """
+    patches = recipe.patches
+    waiting: list[tuple[Sizes, np.ndarray]] = []
+    corner = [starts[n] for starts, n in zip(patches.starts, places[0], strict=True)]
+    for place in places:
+        cut = tuple(
+            slice(starts[n] - first, starts[n] - first + length)
+            for starts, n, first, length in zip(
+                patches.starts, place, corner, patches.patch, strict=True
+            )
+        )
+        values = read[(slice(None), *cut)]
+        if not recipe.skip_zeros or values.any():
+            waiting.append((place, values))
+        if len(waiting) == recipe.batch or (waiting and place == places[-1]):
+            outputs = network(np.stack([each for _, each in waiting]))
+            yield from zip((each for each, _ in waiting), outputs, strict=True)
+            waiting = []

@@ -1,0 +1,139 @@
+"""The model as a network of patches, in a task and, for a trial, in the driver."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sparkdl.checkpoint.identity import describe
+from sparkdl.errors import ConfigError, ModelError
+from sparkdl.outputs import OutputKey, described, pick
+from sparkdl.process.randomness import borrowed_random_numbers
+from sparkdl.protocols import ColumnSpec
+from sparkdl.spark.inference.predictor import Predictor, Running
+from sparkdl.spark.inference.shared_model import unpickled
+from sparkdl.volumes.grid import Sizes
+from sparkdl.volumes.store import Volume
+
+
+@dataclass(frozen=True)
+class Network:
+    """A model that runs here, and takes numpy arrays.
+
+    Attributes:
+        run: the model on its device.
+        spec: the tensor that it takes.
+        key: which of its outputs is taken; None for the only one.
+        kept: the size of what is kept of an output, in its middle; None for all of it.
+    """
+
+    run: Running
+    spec: ColumnSpec
+    key: OutputKey | None
+    kept: Sizes | None = None
+
+    def __call__(self, patches: np.ndarray) -> Tensor:
+        """What it returns for patches, shape (n, channels, *sizes), float32, on its device.
+
+        Args:
+            patches: shape (n, channels, *patch), converted to the dtype that the model takes.
+
+        Raises:
+            ModelError: it fails, or returns something else.
+        """
+        # numpy has no bfloat16 of its own.
+        own = torch.float32 if self.spec.dtype == torch.bfloat16 else self.spec.dtype
+        values = patches.astype(torch.empty(0, dtype=own).numpy().dtype)
+        given = torch.from_numpy(values).to(self.spec.dtype)
+        ((_, returned),) = self.run.outputs([given], [self.spec])
+        found = pick(returned, self.key, len(given)).float()
+        if found.dim() == given.dim() - 1:
+            found = found[:, None]
+        if found.dim() != given.dim() or not found.shape[1]:
+            raise ModelError(
+                f"the model returns {described(found)} for patches of shape {tuple(given.shape)}, "
+                "but must return (patches, channels, ...) with as many axes"
+            )
+        for axis, kept in enumerate(self.kept or (), 2):
+            found = found.narrow(axis, (found.shape[axis] - kept) // 2, kept)
+        return found
+
+
+@dataclass(frozen=True)
+class PatchModel:
+    """A model that is to predict patches.
+
+    Attributes:
+        identity: what it is, the same in every process: its class and a digest of all it is.
+        predictor: the same, as it is sent to the executors; its output columns are ignored.
+        spec: the tensor that it takes.
+        key: which of its outputs is taken; None for the only one.
+    """
+
+    identity: str
+    predictor: Predictor
+    spec: ColumnSpec
+    key: OutputKey | None
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, predictor: Predictor, spec: ColumnSpec, key: OutputKey | None
+    ) -> PatchModel:
+        """The model of a module as it is now."""
+        parts = json.dumps(describe(module)["parts"], sort_keys=True)
+        digest = hashlib.sha256(parts.encode()).hexdigest()[:16]
+        return cls(f"{type(module).__name__} {digest}", predictor, spec, key)
+
+    def at_once(self, patches: int) -> PatchModel:
+        """The same, which takes so many patches at once, but not more than it takes rows."""
+        prediction = self.predictor.prediction
+        prediction = replace(prediction, batch_rows=max(1, min(prediction.batch_rows, patches)))
+        return replace(self, predictor=replace(self.predictor, prediction=prediction))
+
+    def require_input(self, volume: Volume) -> None:
+        """Check that the model takes patches of an array.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        channels, axes, shape = volume.channels or 1, len(volume.shape), self.spec.row_shape
+        if len(shape) != axes + 1 or shape[0] != channels:
+            raise ConfigError(
+                f"the model's example has rows of shape {tuple(shape)}, but {volume.url} has "
+                f"{channels} channels and {axes} axes. Make the model with an example of shape "
+                f"(1, {channels}, ...), with {axes} more axes of any size"
+            )
+        if volume.dtype.kind not in "biufV" or volume.dtype.names:
+            raise ConfigError(f"{volume.url} holds {volume.dtype}, but a model takes real numbers")
+
+    def try_patch(self, patch: np.ndarray) -> tuple[int, Sizes]:
+        """Have a copy of the model predict a patch here, on the CPU.
+
+        Args:
+            patch: shape (channels, *sizes).
+
+        Returns:
+            The channels of its output, and what that is smaller than the patch on each side.
+
+        Raises:
+            ModelError: it fails, or its output cannot be a part of the array.
+        """
+        predictor = self.predictor
+        here = replace(predictor, prediction=replace(predictor.prediction, dtype=None))
+        module = unpickled(predictor.model, predictor.settings).eval()
+        with borrowed_random_numbers(), predictor.settings.hold(), torch.no_grad():
+            found = Network(Running(here, module, "cpu"), self.spec, self.key)(patch[None])[0]
+        sizes = tuple(found.shape[1:])
+        cut = [n - k for n, k in zip(patch.shape[1:], sizes, strict=True)]
+        if any(each < 0 or each % 2 for each in cut):
+            raise ModelError(
+                f"the model returns {sizes} for a patch of {patch.shape[1:]}. It must return as "
+                "many voxels, or leave out equally many on both sides of each axis. If it halves "
+                "and doubles them, choose a patch that it can halve"
+            )
+        return len(found), tuple(each // 2 for each in cut)

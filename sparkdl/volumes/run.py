@@ -1,0 +1,314 @@
+"""Predict a volume by one Spark job; everything that can be checked is checked before it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+from pyspark import Accumulator
+from pyspark.sql import SparkSession
+from tqdm.auto import tqdm
+
+from sparkdl.errors import ConfigError
+from sparkdl.spark.cluster.run_jobs import RunJobs
+from sparkdl.spark.cluster.slots import most_slots
+from sparkdl.spark.inference.failures import told_in_driver
+from sparkdl.volumes.chunk import Recipe, predict_chunk, reading
+from sparkdl.volumes.grid import (
+    Chunks,
+    Patches,
+    Sizes,
+    chosen_chunk,
+    chunk_bytes,
+    default_blocks,
+    require_chunk,
+)
+from sparkdl.volumes.network import Network, PatchModel
+from sparkdl.volumes.options import VolumeOptions
+from sparkdl.volumes.records import Records, digest_of
+from sparkdl.volumes.store import Place, Volume, created
+
+logger = logging.getLogger(__name__)
+
+WORKER_BYTES = 1 << 30
+"""What a task may take in memory where Spark's settings do not say."""
+VOXELS_AT_ONCE = 1 << 18
+"""Patches go through the network together as long as they have no more voxels."""
+MOST_TASKS = 50_000
+"""If there are more chunks, a task computes several."""
+MOST_SLOTS = 1000
+"""More are not counted on, where executors come on demand."""
+LOOK_S = 0.2
+"""Seconds between two looks at how many chunks are done."""
+
+_SCHEMA = pa.schema([("chunk", pa.int64()), ("patches", pa.int64())])
+
+
+@dataclass(frozen=True)
+class VolumeSummary:
+    """What came of ``TorchModel.transform_volume``.
+
+    Attributes:
+        chunks: of the output, all of which are done.
+        computed: those that this call computed; the others were done before.
+        skipped: those that hold only zeros in the input, and so in the output.
+        patches: that went through the network in this call.
+        chunk: the size of a chunk, without channels.
+        voxels: of the chunks that this call computed, without channels.
+        seconds: that the Spark job took.
+    """
+
+    chunks: int
+    computed: int
+    skipped: int
+    patches: int
+    chunk: tuple[int, ...]
+    voxels: int
+    seconds: float
+
+    @property
+    def voxels_per_second(self) -> float:
+        """Voxels per second; 0 if there was nothing left to compute."""
+        return self.voxels / self.seconds if self.voxels else 0.0
+
+
+@dataclass(frozen=True)
+class ChunkTask:
+    """Computes chunks in a Spark task; sent to the executors.
+
+    Attributes:
+        model: which predicts the patches.
+        recipe: how chunks are predicted.
+        chunk: the size of a chunk.
+        source: what to open and read.
+        target: what to open and write.
+        digest: of the job, for the markers.
+        numbers: of the chunks to compute.
+        done: counts them.
+    """
+
+    model: PatchModel
+    recipe: Recipe
+    chunk: Sizes
+    source: dict[str, Any]
+    target: dict[str, Any]
+    digest: str
+    numbers: Sequence[int]
+    done: Accumulator[int]
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Called by Spark; yields a row for each chunk.
+
+        Raises:
+            DataError: an array cannot be read or written.
+            ModelError: the network fails.
+        """
+        axes = len(self.chunk)
+        source, target = Volume.opened(self.source, axes), Volume.opened(self.target, axes)
+        records, chunks = Records(self.target), Chunks(source.shape, self.chunk)
+        model, kept = self.model, self.recipe.patches.kept
+        with model.predictor.running() as run:
+            network = Network(run, model.spec, model.key, kept)
+            for batch in batches:
+                for place in batch.column(0).to_pylist():
+                    number = self.numbers[place]
+                    patches = predict_chunk(
+                        self.recipe, chunks[number], source, target, network, run.device
+                    )
+                    records.mark(number, patches, self.digest)
+                    self.done.add(1)
+                    yield pa.RecordBatch.from_arrays(
+                        [pa.array([number]), pa.array([patches])], schema=_SCHEMA
+                    )
+
+
+def transform_volume(
+    spark: SparkSession,
+    model: PatchModel,
+    source: Place,
+    target: Place,
+    options: VolumeOptions,
+    *,
+    progress: bool,
+) -> VolumeSummary:
+    """See ``TorchModel.transform_volume``.
+
+    Args:
+        spark: the session.
+        model: what predicts the patches.
+        source: the input.
+        target: the output.
+        options: how.
+        progress: whether to show a bar.
+    """
+    read = Volume.opened(source, len(options.patch), open=True, read=True)
+    model.require_input(read)
+    model = model.at_once(VOXELS_AT_ONCE // math.prod(options.patch))
+    middle = [max(0, (n - p) // 2) for n, p in zip(read.shape, options.patch, strict=True)]
+    wanted = tuple((low, low + p) for low, p in zip(middle, options.patch, strict=True))
+    sample = reading(read, read.shape, wanted)()
+    outputs, cut = model.try_patch(sample)
+    crop = options.crop or cut
+    if any(asked < least for asked, least in zip(crop, cut, strict=True)):
+        raise ConfigError(
+            f"crop={crop}, but the model's output is {cut} smaller on each side already. Choose at "
+            "least that, or leave it out"
+        )
+    patches = Patches(read.shape, options.patch, options.overlap, crop)
+    if options.labels and outputs < 2:
+        raise ConfigError(
+            "reduce='argmax' writes which channel is the largest, but the model returns only one. "
+            "Leave it out, and compare the output with a threshold"
+        )
+    records = Records(target)
+    job = records.claim(
+        {
+            "model": model.identity,
+            "output": model.key,
+            "precision": str(model.predictor.prediction.dtype),
+            "input": f"{read.url} {read.shape} {read.channels} {read.dtype}",
+            "middle of the input": hashlib.sha256(sample.tobytes()).hexdigest()[:16],
+            "patch": list(options.patch),
+            "overlap": list(options.overlap),
+            "crop": list(crop),
+            "reduce": "argmax" if options.labels else None,
+            "skip": "zeros" if options.skip_zeros else None,
+            "chunk": options.chunk and list(options.chunk),
+        }
+    )
+    known = job["chunk"] and tuple(job["chunk"])
+    blocks = default_blocks(read.shape, known or patches.stride)
+    write = created(target, read, outputs, labels=options.labels, blocks=blocks)
+    chunk = known or _chosen(spark, patches, write.blocks, read, outputs)
+    require_chunk(chunk, write.blocks, patches)
+    job = {**job, "chunk": list(chunk)}
+    records.note(job)
+    batch = model.predictor.prediction.batch_rows
+    task = ChunkTask(
+        model,
+        Recipe(patches, write.blocks, outputs, batch, options.labels, options.skip_zeros),
+        chunk,
+        read.specification,
+        write.specification,
+        digest_of(job),
+        (),
+        spark.sparkContext.accumulator(0),
+    )
+    return _computed(spark, task, records.done(job), progress)
+
+
+def _chosen(
+    spark: SparkSession, patches: Patches, blocks: Sizes, read: Volume, outputs: int
+) -> Sizes:
+    """The chunk that a task's memory allows."""
+    read_bytes = (read.channels or 1) * read.dtype.itemsize
+
+    def memory(chunk: Sizes) -> int:
+        return chunk_bytes(patches, blocks, chunk, read_bytes=read_bytes, outputs=outputs)
+
+    slots = min(most_slots(spark), MOST_SLOTS)
+    # The other half is for Python, torch and what the network computes.
+    return chosen_chunk(patches, blocks, slots, worker_bytes(spark) // 2, memory)
+
+
+def worker_bytes(spark: SparkSession) -> int:
+    """What a task may take in memory, in bytes, Python and torch included.
+
+    Args:
+        spark: whose settings say so; Spark itself divides the limit in the same way.
+    """
+    conf = spark.sparkContext.getConf()
+    text = conf.get("spark.executor.pyspark.memory") or conf.get("spark.executor.memoryOverhead")
+    found = re.match(r"\s*(\d+)\s*([kmgtp]?)", (text or "").lower())
+    if found is None:
+        return WORKER_BYTES
+    tasks = int(conf.get("spark.executor.cores") or 1) // int(conf.get("spark.task.cpus") or 1)
+    return (int(found[1]) << 10 * ("kmgtp".index(found[2] or "m") + 1)) // max(1, tasks)
+
+
+def _computed(
+    spark: SparkSession, task: ChunkTask, done: dict[int, int], progress: bool
+) -> VolumeSummary:
+    """Compute what is missing by a Spark job.
+
+    Args:
+        spark: the session.
+        task: with any numbers.
+        done: the patches of each chunk that is done, by number.
+        progress: whether to show a bar.
+
+    Raises:
+        DataError: an array cannot be read or written.
+        ModelError: the network fails.
+    """
+    chunks = Chunks(task.recipe.patches.shape, task.chunk)
+    missing = [number for number in range(len(chunks)) if number not in done]
+    logger.info("%d of %d chunks of %s are missing", len(missing), len(chunks), task.chunk)
+    began, found = time.perf_counter(), dict[int, int]()
+    if missing:
+        found = _run(spark, replace(task, numbers=missing), len(done), progress)
+    return VolumeSummary(
+        chunks=len(chunks),
+        computed=len(found),
+        skipped=sum(not patches for patches in {**done, **found}.values()),
+        patches=sum(found.values()),
+        chunk=task.chunk,
+        voxels=sum(math.prod(upper - lower for lower, upper in chunks[n]) for n in found),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _run(spark: SparkSession, task: ChunkTask, before: int, progress: bool) -> dict[int, int]:
+    """The patches of each chunk that a Spark job computes, by number."""
+    count = len(task.numbers)
+    rows = spark.range(0, count, 1, min(count, MOST_TASKS))
+    results: list[Any] = []
+    failures: list[Exception] = []
+
+    def body() -> None:
+        results.extend(rows.mapInArrow(task, "chunk bigint, patches bigint").collect())
+
+    jobs = RunJobs(spark.sparkContext, f"predicts {count} chunks of a volume")
+    with _bar(before, before + count, progress) as show:
+        try:
+            jobs.start(body, failures.append)
+            while not jobs.wait(LOOK_S):
+                show(before + task.done.value)
+        finally:
+            jobs.end()
+        for failure in failures:
+            with told_in_driver():
+                raise failure
+        show(before + count)
+    return {row.chunk: row.patches for row in results}
+
+
+@contextlib.contextmanager
+def _bar(done: int, chunks: int, visible: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar in chunks; one that cannot be shown is left out with a warning."""
+    bar = tqdm(disable=True)
+
+    def show(number: int) -> None:
+        try:
+            bar.update(number - bar.n)
+        except Exception as error:  # a stream, a terminal or a widget may fail in any way
+            bar.disable = True
+            logger.warning("the progress bar is left out: %s: %s", type(error).__name__, error)
+
+    with contextlib.suppress(Exception):  # as above
+        bar = tqdm(
+            desc="predicting", total=chunks, initial=done, unit=" chunks", disable=not visible
+        )
+    try:
+        yield show
+    finally:
+        with contextlib.suppress(Exception):  # as above
+            bar.close()

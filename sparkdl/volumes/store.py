@@ -1,0 +1,268 @@
+"""The arrays that are read and written, by tensorstore, and the records of what is done.
+
+Zarr 2 and 3, N5 and Neuroglancer's precomputed volumes, in files, S3, GCS or whatever else
+tensorstore opens. Its N5 and precomputed arrays have the fastest axis first; they are turned
+round, so that everybody here sees (channels, z, y, x), from position 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from sparkdl.errors import ConfigError, DataError, SetupError, SparkDLError
+from sparkdl.redaction import without_credentials
+from sparkdl.volumes.chunk import Future
+from sparkdl.volumes.grid import Bounds, Sizes
+
+Place = str | os.PathLike[str] | Mapping[str, Any]
+"""A path, a URL as tensorstore takes it, or its JSON specification."""
+
+OPENING_S = 120.0
+"""How long to wait for a store until an array is opened."""
+LABELS = {"uint8": 2**8, "uint16": 2**16, "uint32": 2**32, "uint64": 2**64}
+"""The dtypes of labels, with how many they tell apart."""
+VALUES = ("float16", "bfloat16", "float32", "float64")
+"""The dtypes of what a network returns."""
+
+_SLOWEST_LAST = ("n5", "neuroglancer_precomputed")
+_CHANNELS = ("c", "channel", "channels")
+_SUFFIXES = {".zarr": "zarr3", ".n5": "n5"}
+_COMPRESSED = [
+    {"name": "bytes", "configuration": {"endian": "little"}},
+    {"name": "zstd", "configuration": {"level": 1}},
+]
+
+
+def tensorstore() -> Any:
+    """The package.
+
+    Raises:
+        SetupError: it is not installed.
+    """
+    try:
+        import tensorstore
+    except ImportError as error:
+        raise SetupError(
+            "transform_volume reads and writes arrays by tensorstore, which is not installed here: "
+            "pip install 'sparkdl-torch[volumes]', on the driver and on all executors"
+        ) from error
+    return tensorstore
+
+
+@contextmanager
+def said(what: str, place: Place) -> Iterator[None]:
+    """Say in words what tensorstore could not do.
+
+    Raises:
+        DataError: it could not.
+    """
+    try:
+        yield
+    except (ValueError, OSError, TimeoutError, NotImplementedError, OverflowError) as error:
+        if isinstance(error, SparkDLError):
+            raise
+        told = re.split(r" \[(?:tensorstore_spec|source locations)=", str(error))[0]
+        told = told or f"no answer in {OPENING_S:.0f} s"
+        raise DataError(f"{shown(place)} cannot be {what}: {without_credentials(told)}") from error
+
+
+def shown(place: Place) -> str:
+    """Where an array is, for messages."""
+    if isinstance(place, Mapping):
+        return without_credentials(json.dumps(dict(place), default=str))
+    return without_credentials(os.fspath(place))
+
+
+def specification(place: Place) -> dict[str, Any]:
+    """What tensorstore opens.
+
+    Raises:
+        DataError: it cannot be understood.
+    """
+    if isinstance(place, Mapping):
+        return dict(place)
+    path = re.sub("^s3[an]://", "s3://", os.fspath(place))
+    if "://" not in path:
+        path = os.path.join(os.path.abspath(path), "")
+        return {"driver": "auto", "kvstore": {"driver": "file", "path": path}}
+    with said("understood", place):
+        found: dict[str, Any] = tensorstore().Spec(path).to_json()
+    return found
+
+
+class Volume:
+    """An opened array.
+
+    Args:
+        opened: by tensorstore.
+        axes: two or three, without channels.
+
+    Attributes:
+        driver: tensorstore's name of the format.
+        shape: without channels.
+        channels: None if it has no such axis.
+        dtype: numpy's.
+    """
+
+    def __init__(self, opened: Any, axes: int) -> None:
+        self._opened = opened
+        self.driver: str = opened.spec().to_json()["driver"]
+        view = opened.T if self.driver in _SLOWEST_LAST else opened
+        labels = [str(label).lower() for label in view.domain.labels]
+        if view.rank not in (axes, axes + 1):
+            raise ConfigError(
+                f"{self.url} has {view.rank} axes, {tuple(view.shape)}: with patch sizes for "
+                f"{axes} axes it must have those, or one more before them for channels. Give as "
+                "many sizes as there are axes, or a part of the array by tensorstore's JSON "
+                "specification with a 'transform'"
+            )
+        named = [label for label in labels if label in _CHANNELS]
+        if view.rank == axes + 1 and named and labels[0] != named[0]:
+            view = view[tensorstore().d[named[0]].transpose[0]]
+        self._view = view[tensorstore().d[:].translate_to[0]]
+        self.channels = self._view.shape[0] if view.rank == axes + 1 else None
+        self.shape: Sizes = tuple(self._view.shape[view.rank - axes :])
+        self.dtype: np.dtype[Any] = np.dtype(self._view.dtype.numpy_dtype)
+        if 0 in self._view.shape:
+            raise ConfigError(f"{self.url} is empty: its shape is {tuple(self._view.shape)}")
+
+    @classmethod
+    def opened(cls, place: Place, axes: int, **options: Any) -> Volume:
+        """Open or create an array.
+
+        Args:
+            place: where it is.
+            axes: without channels.
+            options: of ``tensorstore.open``.
+
+        Raises:
+            ConfigError: it has another number of axes.
+            DataError: it cannot be opened or created.
+        """
+        spec, library = specification(place), tensorstore()
+        with said("created" if options.get("create") else "opened", place):
+            opened = library.open(spec, **options).result(timeout=OPENING_S)
+            return cls(opened, axes)
+
+    @property
+    def url(self) -> str:
+        """Where it is, for messages and to compare."""
+        return without_credentials(str(self._opened.kvstore.url))
+
+    @property
+    def specification(self) -> dict[str, Any]:
+        """What other processes open."""
+        spec = self._opened.spec(retain_context=True, minimal_spec=True)
+        found: dict[str, Any] = spec.to_json()
+        return found
+
+    @property
+    def blocks(self) -> Sizes:
+        """The sizes that are written as one object, without channels."""
+        layout, axes = self._view.chunk_layout, len(self.shape)
+        if any(layout.grid_origin):
+            raise ConfigError(
+                f"the blocks of {self.url} do not begin at its corner: leave out the 'transform' "
+                "of the output's specification"
+            )
+        return tuple(layout.write_chunk.shape[-axes:])
+
+    @property
+    def units(self) -> Any:
+        """What a voxel measures along each axis, as tensorstore has it."""
+        return self._opened.dimension_units
+
+    @property
+    def origin(self) -> tuple[int, ...]:
+        """The first position along each axis, as tensorstore has it."""
+        return tuple(self._opened.domain.inclusive_min)
+
+    def read(self, bounds: Bounds) -> Future:
+        """Begin to read, shape (channels, *sizes)."""
+        part = self._part(bounds)
+        future: Future = (part if self.channels else part[None]).read()
+        return future
+
+    def write(self, bounds: Bounds, values: Tensor) -> Future:
+        """Begin to write, shape (channels, *sizes); done when the values are durable."""
+        array = (values if self.channels else values[0]).numpy().astype(self.dtype, copy=False)
+        # Not by reference: tensorstore 0.1.86 then takes some blocks for ones of fill values.
+        future: Future = self._part(bounds).write(array)
+        return future
+
+    def _part(self, bounds: Bounds) -> Any:
+        place = tuple(slice(*each) for each in bounds)
+        part = self._view[(slice(None), *place) if self.channels else place]
+        return part[tensorstore().d[:].translate_to[0]]
+
+
+def created(place: Place, source: Volume, outputs: int, *, labels: bool, blocks: Sizes) -> Volume:
+    """Open an output, or create it if it is not there.
+
+    A path that ends in ``.zarr`` or ``.n5`` becomes such an array, if the input is none of another
+    version; else it is of the input's format. What a specification says is kept to.
+
+    Args:
+        place: where it is to be.
+        source: what it is made of.
+        outputs: channels of the network's output.
+        labels: whether it holds the index of the largest channel instead.
+        blocks: the sizes of its blocks, unless the specification has others.
+
+    Raises:
+        ConfigError: it cannot hold that.
+        DataError: it cannot be written.
+    """
+    spec, library = specification(place), tensorstore()
+    if spec["driver"] == "auto":
+        spec = {**spec, "driver": _format(place, source.driver)}
+        if spec["driver"] == "zarr3":
+            spec["metadata"] = {"codecs": _COMPRESSED}
+    turned, axes = spec["driver"] in _SLOWEST_LAST, len(source.shape)
+    dtype = spec.setdefault("dtype", _smallest(outputs) if labels else "float32")
+    if dtype not in (LABELS if labels else VALUES) or outputs > LABELS.get(dtype, outputs):
+        wanted = f"labels below {outputs}" if labels else "what the network returns"
+        raise ConfigError(
+            f"an array of {dtype} cannot hold {wanted}: choose one of "
+            f"{', '.join(LABELS if labels else VALUES)}"
+        )
+    precomputed = spec["driver"] == "neuroglancer_precomputed"
+    if precomputed and axes != 3:
+        raise ConfigError(
+            "Neuroglancer's precomputed volumes have three axes, and patch has "
+            f"{axes} sizes: choose another format, or take the input as a volume one voxel deep"
+        )
+    channels = [1 if labels else outputs] if precomputed or not labels else []
+    shape = [*channels, *source.shape]
+    grid = [*([0 if precomputed else 1] if channels else []), *blocks]
+    lower, units = [0] * len(shape), None
+    if precomputed and source.driver == spec["driver"]:
+        lower, units = [0, *source.origin[2::-1]], source.units
+    upper = [low + size for low, size in zip(lower, shape, strict=True)]
+    turn = -1 if turned else 1
+    options = {
+        "domain": library.IndexDomain(inclusive_min=lower[::turn], exclusive_max=upper[::turn]),
+        "chunk_layout": library.ChunkLayout(chunk_shape_soft_constraint=grid[::turn]),
+        **({"dimension_units": units} if units is not None else {}),
+        **({"fill_value": 0} if spec["driver"] in ("zarr", "zarr3") else {}),
+    }
+    return Volume.opened(spec, axes, create=True, open=True, **options)
+
+
+def _format(place: Place, of_source: str) -> str:
+    suffix = "" if isinstance(place, Mapping) else os.path.splitext(os.fspath(place).rstrip("/"))[1]
+    if suffix not in _SUFFIXES or of_source.startswith(suffix[1:]):
+        return of_source
+    return _SUFFIXES[suffix]
+
+
+def _smallest(labels: int) -> str:
+    return next(dtype for dtype, most in LABELS.items() if labels <= most)

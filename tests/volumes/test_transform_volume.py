@@ -1,0 +1,408 @@
+"""``model.transform_volume`` predicts an array on executors, goes on where it was, or refuses."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+from every_row import every
+from pyspark.sql import SparkSession
+from test_volume_stores import stored
+from torch import Tensor, nn
+from volume_case import sliding_window
+
+import sparkdl.volumes.store
+from sparkdl import TorchModel
+from sparkdl.errors import ConfigError, DataError, ModelError, SetupError, SparkDLError
+from sparkdl.volumes import run
+from sparkdl.volumes.grid import Patches
+
+SHAPE = (20, 24, 28)
+SIZES = {"patch": (6, 8, 8), "overlap": (2, 4, 4)}
+CHUNK = (8, 12, 28)
+
+
+class Edges(nn.Module):
+    """Three channels, which depend on the neighbours of a voxel."""
+
+    def __init__(self, channels: int = 1, outputs: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.net = nn.Sequential(
+            nn.Conv3d(channels, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, outputs, 3, padding=1)
+        )
+
+    def forward(self, patch: Tensor) -> Tensor:
+        outputs: Tensor = self.net(patch)
+        return outputs
+
+
+def model_of(module: nn.Module, *shape: int, **params: Any) -> TorchModel:
+    return TorchModel.from_module(module, torch.zeros(1, *(shape or (1, 6, 8, 8))), **params)
+
+
+def image(shape: tuple[int, ...] = SHAPE) -> np.ndarray:
+    found: np.ndarray = np.random.default_rng(0).integers(1, 255, shape).astype(np.uint8)
+    return found
+
+
+def expected(array: np.ndarray, module: nn.Module) -> np.ndarray:
+    patches = Patches(array.shape[1:], SIZES["patch"], SIZES["overlap"], (0, 0, 0))
+
+    def outputs(patch: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            return module(torch.from_numpy(patch[None]).float())[0].numpy()
+
+    return sliding_window(array, patches, outputs)
+
+
+def read(path: Path) -> np.ndarray:
+    found: np.ndarray = zarr.open_array(path, mode="r")[:]
+    return found
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    return stored(tmp_path / "in.zarr", image())
+
+
+@pytest.mark.usefixtures("spark")
+@pytest.mark.slow_variants
+@pytest.mark.parametrize("chunk", [CHUNK, "auto", (20, 24, 28)])
+def test_the_output_is_what_a_sliding_window_over_the_whole_array_gives(
+    tmp_path: Path, source: str, chunk: Any
+) -> None:
+    module = Edges()
+    done = model_of(module).transform_volume(source, tmp_path / "out.zarr", chunk=chunk, **SIZES)
+    found = read(tmp_path / "out.zarr")
+    assert found.dtype == "float32"
+    assert np.abs(found - expected(image()[None], module)).max() < 1e-3  # of values up to 100
+    assert done.computed == done.chunks == {CHUNK: 6, "auto": done.chunks, SHAPE: 1}[chunk]
+    assert done.skipped == 0
+    assert done.voxels == np.prod(SHAPE)
+    assert done.voxels_per_second > 0
+
+
+@pytest.mark.usefixtures("spark")
+def test_what_is_done_is_not_done_again(tmp_path: Path, source: str) -> None:
+    model, target = model_of(Edges()), tmp_path / "out.zarr"
+    first = model.transform_volume(source, target, chunk=CHUNK, **SIZES)
+    before = read(target)
+    (target / ".sparkdl/chunks/2").unlink()
+    torn = target / ".sparkdl/chunks/4"
+    torn.write_bytes(torn.read_bytes()[:-9])
+    for chunk in (2, 4):  # as if their blocks were half written
+        z, y = chunk // 2 * 2, chunk % 2 * 3
+        for path in (target / "c/0").glob(f"{z}/{y}/*"):
+            path.unlink()
+    assert not np.array_equal(read(target), before)
+    again = model.transform_volume(source, target, **SIZES)
+    assert (again.chunks, again.computed, again.chunk) == (6, 2, CHUNK)
+    assert np.array_equal(read(target), before)
+    last = model.transform_volume(source, target, chunk=CHUNK, **SIZES)
+    assert (last.computed, last.patches, last.voxels_per_second) == (0, 0, 0.0)
+    assert first.patches > again.patches > 0
+
+
+@pytest.mark.usefixtures("spark")
+def test_another_job_for_the_same_output_is_refused(tmp_path: Path, source: str) -> None:
+    target = tmp_path / "out.zarr"
+    model = model_of(Edges())
+    model.transform_volume(source, target, chunk=CHUNK, **SIZES)
+    retrained = Edges()
+    with torch.no_grad():
+        next(retrained.parameters()).mul_(1.5)
+    with pytest.raises(ConfigError, match="model was Edges [0-9a-f]+, is Edges"):
+        model_of(retrained).transform_volume(source, target, **SIZES)
+    for change, text in [
+        ({"patch": (6, 8, 9)}, r"patch was \[6, 8, 8\], is \[6, 8, 9\]"),
+        ({"chunk": (8, 24, 28)}, r"chunk was \[8, 12, 28\], is \[8, 24, 28\]"),
+        ({"skip": None}, "skip was zeros, is None"),
+        ({"reduce": "argmax"}, "reduce was None, is argmax"),
+    ]:
+        with pytest.raises(ConfigError, match=text):
+            model.transform_volume(source, target, **{**SIZES, **change})
+    changed = image()
+    changed[10, 12, 14] += 1
+    zarr.open_array(source, mode="r+")[:] = changed
+    with pytest.raises(ConfigError, match="middle of the input was"):
+        model.transform_volume(source, target, **SIZES)
+
+
+@pytest.mark.usefixtures("spark")
+def test_labels_are_the_largest_channel_and_zeros_are_skipped(tmp_path: Path) -> None:
+    array = image()
+    array[:8] = 0
+    source, module = stored(tmp_path / "in.zarr", array), Edges()
+    target = tmp_path / "labels.zarr"
+    done = model_of(module).transform_volume(
+        source, target, chunk=(4, 24, 28), reduce="argmax", **SIZES
+    )
+    blended = expected(array[None], module)
+    for layer in (0,):  # the only patches that hold only zeros
+        assert not array[layer : layer + 6].any()
+    found = read(target)
+    assert (found.shape, found.dtype) == (SHAPE, "uint8")
+    assert np.array_equal(found[8:], blended.argmax(0)[8:])
+    assert not found[:4].any()
+    assert (done.chunks, done.skipped) == (5, 1)
+
+
+class Named(nn.Module):
+    """Takes a dict, and returns several outputs; one of them is smaller than its input."""
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        values = features["raw"]
+        return {"same": values, "inner": values[:, :, 2:-2, 3:-3] * 2}
+
+
+@pytest.mark.usefixtures("spark")
+def test_an_output_that_is_smaller_than_its_patch_is_taken_from_the_middle(tmp_path: Path) -> None:
+    array = image((2, 40, 50)).astype(np.float32)
+    source = stored(tmp_path / "in.n5", array, "n5")
+    model = TorchModel.from_module(
+        Named(),
+        {"raw": torch.zeros(1, 2, 16, 16)},
+        featuresAsDict=True,
+        outputCols={"prediction": "inner"},
+    )
+    target = tmp_path / "out.zarr"
+    model.transform_volume(source, target, patch=(16, 16), overlap=(6, 8), chunk=(20, 50))
+    assert np.abs(read(target) - 2 * array).max() < 1e-3
+    with pytest.raises(ConfigError, match=r"crop=\(1, 3\), but the model's output is \(2, 3\)"):
+        model.transform_volume(source, target, patch=(16, 16), overlap=(6, 8), crop=(1, 3))
+    with pytest.raises(ConfigError, match="leave gaps"):
+        model.transform_volume(source, target, patch=(16, 16), overlap=(6, 4))
+
+
+class Fails(nn.Module):
+    """Fails on a patch with a certain voxel."""
+
+    def forward(self, patch: Tensor) -> Tensor:
+        if (patch == 255).any():
+            raise ZeroDivisionError("the user's own mistake")
+        return patch
+
+
+@pytest.mark.usefixtures("spark")
+def test_what_the_model_raises_on_an_executor_is_told_and_the_rest_need_not_be_done_again(
+    tmp_path: Path,
+) -> None:
+    array = image()
+    array[1, 1, 1] = 255
+    source, model = stored(tmp_path / "in.zarr", array), model_of(Fails())
+    target = tmp_path / "out.zarr"
+    with pytest.raises(ModelError, match="Fails fails on 1 rows.*the user's own mistake"):
+        model.transform_volume(source, target, chunk=CHUNK, **SIZES)
+    assert not (target / ".sparkdl/chunks/0").exists()
+    assert len(list((target / ".sparkdl/chunks").iterdir())) < 6
+
+
+class Shape(nn.Module):
+    def __init__(self, change: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, patch: Tensor) -> Any:
+        return self.change(patch)
+
+
+@pytest.mark.usefixtures("spark")
+@every(
+    ("change", "text"),
+    [
+        (lambda patch: patch[:, :, 1:], r"returns \(5, 8, 8\) for a patch of \(6, 8, 8\)"),
+        (lambda patch: patch.mean((2, 3, 4)), "with as many axes"),
+        (lambda patch: patch[:, :0], "with as many axes"),
+        (lambda patch: patch / 0 if patch.shape[0] > 1 else [][0], "list index out of range"),
+    ],
+)
+def test_a_model_whose_output_is_no_part_of_the_array_is_refused_before_any_task(
+    tmp_path: Path, change: Callable[[Tensor], Any], text: str
+) -> None:
+    source = stored(tmp_path / "in.zarr", image())
+    model = model_of(Edges())
+    model.module = Shape(change)
+    with pytest.raises(ModelError, match=text):
+        model.transform_volume(source, tmp_path / "out.zarr", **SIZES)
+    assert not (tmp_path / "out.zarr").exists()
+
+
+@pytest.mark.usefixtures("spark")
+@every(
+    ("change", "text"),
+    [
+        ({"patch": (6, 8)}, "patch sizes for 2 axes|overlap must be 2"),
+        ({"patch": 6}, "patch must be two or three whole numbers"),
+        ({"patch": (6, 8, 0)}, "patch must be a whole number >= 1, got 0"),
+        ({"overlap": (2, 4)}, "overlap must be 3 whole numbers"),
+        ({"overlap": (6, 4, 4)}, "leave gaps or never end"),
+        ({"overlap": (2, 4.5, 4)}, "overlap must be a whole number"),
+        ({"crop": (2, 0, 0)}, "leave gaps or never end"),
+        ({"chunk": (1, 24, 28)}, "smaller than overlap"),
+        ({"chunk": "large"}, "chunk must be 'auto' or 3 whole numbers"),
+        ({"reduce": "mean"}, "reduce must be 'argmax' or None, got 'mean'"),
+        ({"skip": "ones"}, "skip must be 'zeros' or None"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_before_any_task(
+    tmp_path: Path, change: dict[str, Any], text: str
+) -> None:
+    source = stored(tmp_path / "in.zarr", image())
+    with pytest.raises(ConfigError, match=text):
+        model_of(Edges()).transform_volume(source, tmp_path / "out.zarr", **{**SIZES, **change})
+    assert not list(tmp_path.glob("out.zarr/.sparkdl/chunks/*"))
+
+
+@pytest.mark.usefixtures("spark")
+def test_a_chunk_that_does_not_divide_into_the_outputs_blocks_is_refused(
+    tmp_path: Path, source: str
+) -> None:
+    spec = {
+        "driver": "zarr3",
+        "kvstore": f"file://{tmp_path}/out.zarr",
+        "schema": {"chunk_layout": {"write_chunk": {"shape": [1, 5, 8, 8]}}},
+    }
+    model = model_of(Edges())
+    with pytest.raises(ConfigError, match=r"no multiple of the output's blocks of \(5, 8, 8\)"):
+        model.transform_volume(source, spec, chunk=(8, 24, 28), **SIZES)
+    done = model.transform_volume(source, spec, chunk=(10, 24, 28), **SIZES)
+    assert done.chunks == 2  # what was refused had not begun
+
+
+@pytest.mark.usefixtures("spark")
+@every(
+    ("name", "array", "params", "text"),
+    [
+        ("of two channels", image((2, *SHAPE)), {}, "has 2 channels and 3 axes"),
+        ("of complex numbers", image().astype(np.complex64), {}, "real numbers"),
+        ("classes", image(), {"outputType": "raw", "loss": None}, None),
+        ("probabilities", image(), {"outputType": "probability"}, "outputType='probability'"),
+    ],
+)
+def test_an_input_or_a_model_that_does_not_fit_is_refused_before_any_task(
+    tmp_path: Path, name: str, array: np.ndarray, params: dict[str, Any], text: str | None
+) -> None:
+    model = model_of(Edges())
+    model._set(**{key: value for key, value in params.items() if value is not None})
+    source = stored(tmp_path / "in", array, "zarr")
+    if text is None:
+        model.transform_volume(source, tmp_path / "out", **SIZES)
+        return
+    with pytest.raises(SparkDLError, match=text):
+        model.transform_volume(source, tmp_path / "out", **SIZES)
+
+
+@pytest.mark.usefixtures("spark")
+def test_an_array_of_something_else_is_left_alone(tmp_path: Path, source: str) -> None:
+    model = model_of(Edges())
+    with pytest.raises(ConfigError, match="transform_volume has not made it"):
+        model.transform_volume(source, source, **SIZES)
+    assert np.array_equal(read(Path(source)), image())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot be"):
+        model.transform_volume(source, tmp_path / "file/out.zarr", **SIZES)
+
+
+@pytest.mark.usefixtures("spark")
+def test_argmax_of_one_channel_is_refused(tmp_path: Path, source: str) -> None:
+    with pytest.raises(ConfigError, match="returns only one"):
+        model_of(Edges(outputs=1)).transform_volume(
+            source, tmp_path / "out", reduce="argmax", **SIZES
+        )
+
+
+def test_without_tensorstore_the_error_says_what_to_install(
+    tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "tensorstore", None)
+    with pytest.raises(SetupError, match=r"pip install 'sparkdl-torch\[volumes\]'"):
+        model_of(Edges()).transform_volume(tmp_path / "in", tmp_path / "out", **SIZES)
+
+
+@pytest.mark.usefixtures("spark")
+def test_the_model_of_the_driver_is_as_it_was(tmp_path: Path, source: str) -> None:
+    module = nn.Sequential(nn.BatchNorm3d(1), nn.Dropout(0.5)).train()
+    model = model_of(module)
+    before = {name: each.clone() for name, each in module.state_dict().items()}
+    state = torch.random.get_rng_state()
+    model.transform_volume(source, tmp_path / "out", progress=False, **SIZES)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(torch.equal(each, before[name]) for name, each in module.state_dict().items())
+
+
+@pytest.mark.usefixtures("spark")
+def test_the_bar_counts_chunks_and_says_nothing_if_it_is_not_wanted(
+    tmp_path: Path, source: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = model_of(Edges())
+    model.transform_volume(source, tmp_path / "silent", chunk=CHUNK, progress=False, **SIZES)
+    assert "chunks" not in capfd.readouterr().err
+    model.transform_volume(source, tmp_path / "out", chunk=CHUNK, **SIZES)
+    assert "6/6" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("spark")
+def test_a_bar_that_cannot_be_shown_ends_nothing(
+    tmp_path: Path,
+    source: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise OSError("no terminal")
+
+    monkeypatch.setattr(run.tqdm, "update", broken)
+    with caplog.at_level(logging.WARNING):
+        model_of(Edges()).transform_volume(source, tmp_path / "out", chunk=CHUNK, **SIZES)
+    assert "the progress bar is left out: OSError: no terminal" in caplog.text
+
+
+@every(
+    ("settings", "mebibytes"),
+    [
+        ({}, 1024),
+        ({"spark.executor.memoryOverhead": "600"}, 600),
+        ({"spark.executor.pyspark.memory": "3g", "spark.executor.memoryOverhead": "1g"}, 3072),
+        ({"spark.executor.pyspark.memory": "3g", "spark.executor.cores": "4"}, 768),
+        (
+            {
+                "spark.executor.pyspark.memory": "2048m",
+                "spark.executor.cores": "4",
+                "spark.task.cpus": "2",
+            },
+            1024,
+        ),
+    ],
+)
+def test_a_task_has_its_share_of_the_executors_memory_for_python(
+    settings: dict[str, str], mebibytes: int
+) -> None:
+    from types import SimpleNamespace
+
+    conf = SimpleNamespace(get=settings.get)
+    spark: Any = SimpleNamespace(sparkContext=SimpleNamespace(getConf=lambda: conf))
+    assert run.worker_bytes(spark) == mebibytes << 20
+
+
+@pytest.mark.usefixtures("spark")
+def test_nothing_is_left_in_the_output_but_the_array_and_its_records(
+    tmp_path: Path, source: str
+) -> None:
+    target = tmp_path / "out.zarr"
+    model_of(Edges()).transform_volume(source, target, chunk=CHUNK, **SIZES)
+    found = {str(path.relative_to(target)).split("/")[0] for path in target.rglob("*")}
+    assert found == {"zarr.json", "c", ".sparkdl"}
+    record = json.loads((target / ".sparkdl/job.json").read_text())
+    assert record["chunk"] == [*CHUNK]
+    assert record["model"].startswith("Edges ")
+    assert os.listdir(target / ".sparkdl") == ["chunks", "job.json"]
+    assert sparkdl.volumes.store.shown(target) == str(target)

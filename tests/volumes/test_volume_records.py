@@ -1,0 +1,101 @@
+"""An output belongs to one job, and a chunk is done only if its whole marker says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from every_row import every
+
+from sparkdl.errors import ConfigError, DataError
+from sparkdl.volumes.records import Records, digest_of
+
+JOB: dict[str, Any] = {"model": "UNet 0f", "patch": [8, 8], "chunk": None}
+PLANNED = {**JOB, "chunk": [16, 16]}
+
+
+def marked(path: Path, *numbers: int) -> Records:
+    records = Records(path)
+    records.claim(JOB)
+    records.note(PLANNED)
+    for number in numbers:
+        records.mark(number, 7, digest_of(PLANNED))
+    return records
+
+
+def test_a_job_is_known_again_with_the_chunk_that_it_was_begun_with(tmp_path: Path) -> None:
+    assert Records(tmp_path / "out").claim(JOB) == JOB
+    assert Records(tmp_path / "out").claim(JOB) == JOB  # the driver died before it chose one
+    Records(tmp_path / "out").note(PLANNED)
+    assert Records(tmp_path / "out").claim(JOB) == PLANNED
+    assert Records(tmp_path / "out").claim(PLANNED) == PLANNED
+
+
+@every(
+    ("changes", "text"),
+    [
+        ({"model": "UNet 1e"}, "model was UNet 0f, is UNet 1e"),
+        ({"patch": [8, 9]}, r"patch was \[8, 8\], is \[8, 9\]"),
+        ({"chunk": [32, 16]}, r"chunk was \[16, 16\], is \[32, 16\]"),
+        ({"skip": "zeros"}, "skip was None, is zeros"),
+    ],
+)
+def test_another_job_is_refused_with_what_differs(
+    tmp_path: Path, changes: dict[str, Any], text: str
+) -> None:
+    marked(tmp_path / "out")
+    with pytest.raises(ConfigError, match=f"begun with something else: {text}. Give the same"):
+        Records(tmp_path / "out").claim({**JOB, **changes})
+
+
+@pytest.mark.parametrize("name", [".zarray", "zarr.json", "info", "attributes.json", ".zgroup"])
+def test_an_array_that_is_not_ours_is_refused_and_left_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match="transform_volume has not made it"):
+        Records(tmp_path).claim(JOB)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_chunks_are_done_once_they_are_marked(tmp_path: Path) -> None:
+    records = marked(tmp_path / "out", 0, 5, 1234)
+    assert records.done(PLANNED) == {0: 7, 5: 7, 1234: 7}
+    assert Records(tmp_path / "out").done({**PLANNED, "chunk": [8, 8]}) == {}
+
+
+def test_a_torn_marker_never_counts(tmp_path: Path) -> None:
+    """Cut at every length, empty, or with anything else in it."""
+    records = marked(tmp_path / "out", 3)
+    marker = tmp_path / "out/.sparkdl/chunks/3"
+    whole = marker.read_bytes()
+    for length in range(len(whole)):
+        marker.write_bytes(whole[:length])
+        assert records.done(PLANNED) == {}, length
+    for octets in (b"\x00" * len(whole), b"\xff", b"[]", b"7", b"null", whole[::-1]):
+        marker.write_bytes(octets)
+        assert records.done(PLANNED) == {}, octets
+    marker.write_bytes(whole)
+    assert records.done(PLANNED) == {3: 7}
+
+
+def test_a_marker_of_another_chunk_or_under_another_name_never_counts(tmp_path: Path) -> None:
+    records = marked(tmp_path / "out", 3)
+    folder = tmp_path / "out/.sparkdl/chunks"
+    whole = (folder / "3").read_bytes()
+    (folder / "4").write_bytes(whole)
+    (folder / "five").write_bytes(whole)
+    (folder / "3.part").write_bytes(whole)
+    assert records.done(PLANNED) == {3: 7}
+
+
+def test_a_damaged_record_is_an_error_in_words(tmp_path: Path) -> None:
+    marked(tmp_path / "out")
+    (tmp_path / "out/.sparkdl/job.json").write_bytes(b"{")
+    with pytest.raises(DataError, match="damaged record"):
+        Records(tmp_path / "out").claim(JOB)
+
+
+def test_a_place_that_cannot_be_written_is_an_error_in_words(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"cannot be (written|read)"):
+        Records(tmp_path / "file/out").claim(JOB)

@@ -1,0 +1,135 @@
+"""Arrays in memory, and the whole-array sliding window that chunks must agree with, in numpy."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparkdl.volumes.chunk import Recipe, predict_chunk
+from sparkdl.volumes.grid import Bounds, Chunks, Patches, Sizes
+
+
+def bump(sizes: Sizes) -> np.ndarray:
+    """exp(-sum over axes of 1 / (1 - u^2)), as Chunkflow has it."""
+    exponent = np.zeros(sizes)
+    for axis, n in enumerate(sizes):
+        u = 2 * (np.arange(n) + 1) / (n + 1) - 1
+        along = [1] * len(sizes)
+        along[axis] = n
+        exponent += (1 / (1 - u**2)).reshape(along)
+    found: np.ndarray = np.exp(-exponent)
+    return found
+
+
+def sliding_window(
+    array: np.ndarray, patches: Patches, function: Callable[[np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """Every patch of the whole array, added up with its bump, and divided by the sum of bumps.
+
+    Args:
+        array: shape (channels, *sizes).
+        patches: sizes.
+        function: from (channels, *patch) to (outputs, *kept).
+    """
+    shape, kept = (
+        array.shape[1:],
+        [p - 2 * c for p, c in zip(patches.patch, patches.crop, strict=True)],
+    )
+    beyond = [(c, c + max(0, k - n)) for c, k, n in zip(patches.crop, kept, shape, strict=True)]
+    padded = np.pad(array.astype(np.float64), [(0, 0), *beyond], mode="reflect")
+    starts = []
+    for n, k, p, o in zip(shape, kept, patches.patch, patches.overlap, strict=True):
+        found, at = [0], 0
+        while at + k < n:
+            at = min(at + p - o, n - k)
+            found.append(at)
+        starts.append(found)
+    extents = [max(n, k) for n, k in zip(shape, kept, strict=True)]
+    mask, masks = bump(tuple(kept)), np.zeros(extents)
+    sums: Any = 0
+    for start in itertools.product(*starts):
+        place = tuple(slice(s, s + k) for s, k in zip(start, kept, strict=True))
+        given = tuple(slice(s, s + p) for s, p in zip(start, patches.patch, strict=True))
+        outputs = function(padded[(slice(None), *given)])
+        if isinstance(sums, int):
+            sums = np.zeros((len(outputs), *extents))
+        sums[(slice(None), *place)] += mask * outputs
+        masks[place] += mask
+    inside = tuple(slice(0, n) for n in shape)
+    result: np.ndarray = (sums / masks)[(slice(None), *inside)]
+    return result
+
+
+class Done:
+    """What is there at once."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def result(self) -> Any:
+        return self.value
+
+
+class InMemory:
+    """An array that is read and written at once; no voxel may be written twice."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+        self.writes = np.zeros(values.shape, int)
+        self.largest = 0
+
+    def read(self, bounds: Bounds) -> Done:
+        assert all(0 <= lower < upper for lower, upper in bounds)
+        part = self.values[(slice(None), *(slice(*each) for each in bounds))]
+        assert part.shape[1:] == tuple(upper - lower for lower, upper in bounds)
+        return Done(part.copy())
+
+    def write(self, bounds: Bounds, values: Tensor) -> Done:
+        place = (slice(None), *(slice(*each) for each in bounds))
+        self.values[place] = values.numpy()
+        self.writes[place] += 1
+        self.largest = max(self.largest, values.shape[1])
+        return Done()
+
+
+def middle(patches: Patches) -> tuple[slice, ...]:
+    """What is kept of a patch."""
+    return tuple(slice(c, p - c) for c, p in zip(patches.crop, patches.patch, strict=True))
+
+
+def predict(
+    array: np.ndarray,
+    patches: Patches,
+    chunk: Sizes,
+    blocks: Sizes,
+    network: Callable[[np.ndarray], Tensor] | None = None,
+    *,
+    outputs: int | None = None,
+    **changes: Any,
+) -> np.ndarray:
+    """All chunks of an array, in memory; by default of the identity."""
+    found = InMemory(np.full((outputs or len(array), *array.shape[1:]), np.nan, np.float32))
+    recipe = Recipe(
+        **{
+            "patches": patches,
+            "blocks": blocks,
+            "outputs": outputs or len(array),
+            "batch": 3,
+            "labels": False,
+            "skip_zeros": True,
+            **changes,
+        }
+    )
+    cut = (slice(None), slice(None), *middle(patches))
+    identity = lambda given: torch.from_numpy(given[cut]).float()  # noqa: E731
+    chunks = Chunks(array.shape[1:], chunk)
+    for number in range(len(chunks)):
+        predict_chunk(recipe, chunks[number], InMemory(array), found, network or identity, "cpu")
+    written = found.writes[:1] if recipe.labels else found.writes
+    assert (written == 1).all()
+    return found.values
