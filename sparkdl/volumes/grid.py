@@ -126,24 +126,26 @@ class Chunks:
         )
 
 
-def default_blocks(shape: Sizes, unit: Sizes) -> Sizes:
-    """The blocks of a new array: divisors or multiples of the unit, as near to a cube as they are.
+def default_blocks(shape: Sizes, stride: Sizes, chunk: Sizes | None) -> Sizes:
+    """The blocks of a new array, as near to a cube as they may be.
 
-    Along the first axis they are no longer than the unit: finished rows wait in memory for a block.
+    They divide the chunk, if that is known. If not, they divide the stride, or are multiples of it;
+    but along the first axis they are no longer, because finished rows wait in memory for a block.
 
     Args:
         shape: of the array.
-        unit: by axis, what chunks are to be multiples of: their own size, or the patches' stride.
+        stride: of the patches.
+        chunk: None if one is to be chosen.
     """
     wanted = BLOCK_VOXELS[len(shape)]
 
     def block(axis: int, n: int, unit: int) -> int:
         sizes = [d for d in range(1, min(unit, 4 * wanted) + 1) if unit % d == 0] + [unit]
-        if axis:
+        if axis and chunk is None:
             sizes.append(unit * max(1, wanted // unit))
         return min(n, min(sizes, key=lambda size: abs(math.log(size / wanted))))
 
-    return tuple(map(block, range(len(shape)), shape, unit))
+    return tuple(map(block, range(len(shape)), shape, chunk or stride))
 
 
 def require_chunk(chunk: Sizes, blocks: Sizes, patches: Patches) -> None:

@@ -62,7 +62,7 @@ class Records:
                     f"{shown(self._place)} is there already ({there[0]}), and transform_volume has "
                     "not made it. Choose another place for the output, or delete it first"
                 )
-            self.note(job)
+            self.note({**job, "chunk": None})
             return job
         try:
             known: Job = json.loads(found.value)
@@ -72,7 +72,7 @@ class Records:
                 "to begin again"
             ) from error
         if not known.get("chunk"):  # no task has started
-            self.note(job)
+            self.note({**job, "chunk": None})
             return job
         given = {**job, "chunk": job["chunk"] or known["chunk"]}
         differing = [

@@ -185,7 +185,7 @@ def transform_volume(
         }
     )
     known = job["chunk"] and tuple(job["chunk"])
-    blocks = default_blocks(read.shape, known or patches.stride)
+    blocks = default_blocks(read.shape, patches.stride, known)
     write = created(target, read, outputs, labels=options.labels, blocks=blocks)
     chunk = known or _chosen(spark, patches, write.blocks, read, outputs)
     require_chunk(chunk, write.blocks, patches)
@@ -298,7 +298,8 @@ def _bar(done: int, chunks: int, visible: bool) -> Iterator[Callable[[int], None
 
     def show(number: int) -> None:
         try:
-            bar.update(number - bar.n)
+            if number > bar.n:
+                bar.update(number - bar.n)
         except Exception as error:  # a stream, a terminal or a widget may fail in any way
             bar.disable = True
             logger.warning("the progress bar is left out: %s: %s", type(error).__name__, error)

@@ -115,19 +115,21 @@ def test_a_chunk_may_be_as_small_as_a_small_array() -> None:
 
 
 @every(
-    ("shape", "unit", "blocks"),
+    ("shape", "stride", "chunk", "blocks"),
     [
-        ((2000, 5000, 5000), (16, 192, 192), (16, 64, 64)),
-        ((2000, 5000, 5000), (20, 7, 193), (20, 63, 193)),
-        ((10, 20, 30), (16, 192, 192), (10, 20, 30)),
-        ((5000, 5000), (896, 896), (448, 448)),
-        ((5000, 5000), (1, 1), (1, 512)),
+        ((2000, 5000, 5000), (16, 192, 192), None, (16, 64, 64)),
+        ((2000, 5000, 5000), (20, 7, 193), None, (20, 63, 193)),
+        ((10, 20, 30), (16, 192, 192), None, (10, 20, 30)),
+        ((5000, 5000), (896, 896), None, (448, 448)),
+        ((5000, 5000), (1, 1), None, (1, 512)),
+        ((2000, 5000, 5000), (20, 7, 193), (60, 70, 200), (60, 70, 50)),
+        ((2000, 5000, 5000), (20, 7, 193), (61, 7, 4096), (61, 7, 64)),
     ],
 )
-def test_blocks_are_near_a_cube_and_divide_the_unit_or_are_its_multiples(
-    shape: Sizes, unit: Sizes, blocks: Sizes
+def test_blocks_are_near_a_cube_and_fit_the_chunk_or_the_stride(
+    shape: Sizes, stride: Sizes, chunk: Sizes | None, blocks: Sizes
 ) -> None:
-    assert default_blocks(shape, unit) == blocks
+    assert default_blocks(shape, stride, chunk) == blocks
 
 
 @given(
