@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sparkdl.encodings import NUMBERS, Encoding
 from sparkdl.encodings import UNKNOWN as UNKNOWN
+from sparkdl.encodings.scale import Scale
 from sparkdl.events import ValidationReport, WindowReport
 
 ModelBuilder = Callable[[], nn.Module]
@@ -102,6 +103,7 @@ class ColumnSpec:
         encoding: how the rows arrive, and how they are decoded.
         padding: how minibatches are padded; the first number of ``row_shape`` then stays UNKNOWN.
             None if all rows have the same shape.
+        scale: how minibatches of pixels become floats, if they do: rows are kept as bytes.
     """
 
     name: str
@@ -109,6 +111,7 @@ class ColumnSpec:
     row_shape: tuple[int, ...] = ()
     encoding: Encoding = NUMBERS
     padding: Padding | None = None
+    scale: Scale | None = None
 
     @property
     def is_array(self) -> bool:

@@ -23,6 +23,7 @@ from sparkdl.checkpoint.object_spec import LOSS, MODEL, load_object, save_object
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.durable.publishing import whole_directory
 from sparkdl.encodings import named
+from sparkdl.encodings.scale import LARGEST, Scale
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, are_measured, are_metrics
 from sparkdl.outputs import OutputKey, Widths, names_output
@@ -237,13 +238,17 @@ def _entries(path: Path, description: dict[str, Any], name: str, read: Any) -> l
 
 
 def _column_fields(column: ColumnSpec) -> dict[str, Any]:
-    return {
+    fields = {
         "name": column.name,
         "dtype": str(column.dtype).removeprefix("torch."),
         "row_shape": list(column.row_shape),
         "encoding": column.encoding.name,
         "padding": None if column.padding is None else dataclasses.asdict(column.padding),
     }
+    if column.scale is not None:
+        dtype = str(column.scale.dtype).removeprefix("torch.")
+        fields["scale"] = {**dataclasses.asdict(column.scale), "dtype": dtype}
+    return fields
 
 
 def _column(
@@ -252,19 +257,42 @@ def _column(
     row_shape: list[int],
     encoding: str,
     padding: dict[str, Any] | None,
+    scale: dict[str, Any] | None = None,
 ) -> ColumnSpec:
-    # Not by getattr, by which torch would import some of its modules.
-    element = vars(torch).get(dtype)
-    if not isinstance(name, str) or not isinstance(element, torch.dtype):
+    element = _dtype(dtype)
+    if not isinstance(name, str) or element is None:
         raise ValueError(f"{name!r} cannot be of type {dtype!r}")
     if not all(_is_count(n) or n == UNKNOWN for n in row_shape):
         raise ValueError(f"{name!r} cannot have shape {row_shape!r}")
     spec = ColumnSpec(name, element, tuple(row_shape), named(encoding))
+    if scale is not None:
+        return dataclasses.replace(spec, scale=_scale(spec, **scale))
     if padding is None:
         return spec
     if row_shape.count(UNKNOWN) != 1 or row_shape[0] != UNKNOWN:
         raise ValueError(f"{name!r} of shape {row_shape!r} has no length to pad")
     return dataclasses.replace(spec, padding=_padding(**padding))
+
+
+def _dtype(name: Any) -> torch.dtype | None:
+    # Not by getattr, by which torch would import some of its modules.
+    found = vars(torch).get(name) if isinstance(name, str) else None
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _scale(spec: ColumnSpec, dtype: Any, range: Any, mean: Any, std: Any) -> Scale:
+    element, channels = _dtype(dtype), spec.row_shape[0] if len(spec.row_shape) == 3 else None
+    sound = all(
+        isinstance(each, list)
+        and len(each) in (0, channels)
+        and all(type(number) in (int, float) and math.isfinite(number) for number in each)
+        for each in (mean, std)
+    )
+    floats = element is not None and element.is_floating_point
+    if not floats or range not in LARGEST or not sound or len(mean) != len(std) or 0 in std:
+        raise ValueError(f"{spec.name!r} cannot become {dtype!r} by {range!r}, {mean!r}, {std!r}")
+    assert element is not None
+    return Scale(element, range, tuple(map(float, mean)), tuple(map(float, std)))
 
 
 def _padding(value: float, input: SequenceInput | None) -> Padding:

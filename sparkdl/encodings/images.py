@@ -2,7 +2,7 @@
 
 They may come from anybody. Only the formats that data sets are made of are opened, because in some
 of Pillow's others an image contains another one of any size, or runs a program; and no pixel is
-decoded of an image that does not have the declared size.
+decoded of an image that announces another size than it may have.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import threading
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -41,23 +42,32 @@ _DEEP = frozenset({"I", "I;16", "I;16B", "I;16L"})
 """The modes in which versions of Pillow open a PNG with 16 bits of grey a pixel."""
 
 
-class Images(OfPixels):
-    """BMP, GIF, JPEG, PNG and WebP; if there are several frames, the first."""
+class Pictures(OfPixels):
+    """Images that are opened one by one."""
 
-    name = "image"
     chosen = True
 
     def takes(self, kind: pa.DataType) -> bool:
         """None: these are binary rows, whose type does not tell that they are images."""
         return False
 
-    def reads(self, other: Encoding) -> bool:
-        """Binary rows."""
-        return isinstance(other, RawBytes)
-
     def grown_elements(self, values: pa.Array, shape: Shape) -> int:
         """All pixels."""
         return math.prod(shape)
+
+    @abstractmethod
+    def picture(self, library: Any, row: Any, size: Size, mode: str) -> Any:
+        """An image of Pillow's, of that size and mode.
+
+        Args:
+            library: ``PIL.Image``.
+            row: the Arrow scalar that holds it.
+            size: the size that was declared.
+            mode: the mode of that many channels.
+
+        Raises:
+            ValueError: the row holds no such image; Pillow may raise other errors.
+        """
 
     def decode(self, values: pa.Array, shape: Shape, dtype: torch.dtype) -> DecodedRows:
         """Lists of bytes, opened one by one.
@@ -73,10 +83,9 @@ class Images(OfPixels):
         reason = ""
         for row, encoded in enumerate(values):
             try:
-                with _opened(library, encoded.as_buffer(), (width, height)) as image:
-                    pixels = _converted(library, image, mode)
-                    octets = np.frombuffer(pixels.tobytes(), np.uint8)
-                    decoded[row] = octets.reshape(height, width, channels)
+                image = self.picture(library, encoded, (width, height), mode)
+                octets = np.frombuffer(image.tobytes(), np.uint8)
+                decoded[row] = octets.reshape(height, width, channels)
             except Exception as error:  # Pillow raises almost anything for bytes that are no image
                 reason = reason or f"is not a valid image: {message_of(error)}"
                 wrong[row] = True
@@ -84,27 +93,44 @@ class Images(OfPixels):
         return channels_first(decoded if broken is None else decoded[~wrong]), broken
 
 
+class Images(Pictures):
+    """BMP, GIF, JPEG, PNG and WebP; if there are several frames, the first."""
+
+    name = "image"
+
+    def reads(self, other: Encoding) -> bool:
+        """Binary rows."""
+        return isinstance(other, RawBytes)
+
+    def picture(self, library: Any, row: Any, size: Size, mode: str) -> Any:
+        """The image as it is in the file; it must have the declared size."""
+        image = opened(library, row.as_buffer(), max(math.prod(size), _FEW_PIXELS))
+        if image.size != size:
+            raise ValueError(_other_size(image.size, size))
+        return converted(library, image, mode)
+
+
 IMAGE = Images()
 
 
-def _opened(library: Any, octets: pa.Buffer, wanted: Size) -> Any:
-    """Have Pillow open an image, and check that it has the size that is wanted.
+def opened(library: Any, octets: pa.Buffer, pixels: int) -> Any:
+    """Have Pillow open an image, without decoding it.
+
+    Args:
+        library: ``PIL.Image``.
+        octets: the file.
+        pixels: what claims more than twice as many is refused, before memory is taken for it.
 
     Raises:
-        ValueError: it has another size or format; Pillow may raise other errors.
+        ValueError: it is refused, or has another format; Pillow may raise other errors.
     """
     try:
-        with _limited(library, max(math.prod(wanted), _FEW_PIXELS)):
-            image = library.open(io.BytesIO(octets), formats=FORMATS)
+        with _limited(library, pixels):
+            return library.open(io.BytesIO(octets), formats=FORMATS)
     except library.UnidentifiedImageError as error:
         raise ValueError(f"it is not one of {', '.join(FORMATS)}, or it is damaged") from error
     except library.DecompressionBombError as error:
-        raise ValueError(
-            f"it claims far more pixels than {wanted[1]} x {wanted[0]}: {error}"
-        ) from error
-    if image.size != wanted:
-        raise ValueError(_other_size(image.size, wanted))
-    return image
+        raise ValueError(f"it claims far more pixels than {pixels:,}: {error}") from error
 
 
 @contextmanager
@@ -123,7 +149,7 @@ def _limited(library: Any, pixels: int) -> Iterator[None]:
             library.MAX_IMAGE_PIXELS = before
 
 
-def _converted(library: Any, image: Any, mode: str) -> Any:
+def converted(library: Any, image: Any, mode: str) -> Any:
     """An image in another mode.
 
     Raises:
@@ -139,7 +165,9 @@ def _converted(library: Any, image: Any, mode: str) -> Any:
             )
     if image.mode in _DEEP and image.format == "PNG":
         deep = np.asarray(image).astype(np.uint32)
+        info = image.info
         image = library.fromarray(((deep + 128) // 257).astype(np.uint8))
+        image.info = dict(info)  # which says how it is turned
     elif image.mode not in CONVERTED:
         raise ValueError(f"its pixels, of Pillow's mode {image.mode}, cannot become 8 bits each")
     if mode != "RGBA":
@@ -149,7 +177,10 @@ def _converted(library: Any, image: Any, mode: str) -> Any:
 
 
 def _other_size(found: Size, wanted: Size) -> str:
-    return f"it has {found[1]} x {found[0]} pixels, not {wanted[1]} x {wanted[0]}"
+    return (
+        f"it has {found[1]} x {found[0]} pixels, not {wanted[1]} x {wanted[0]}. With imageSize="
+        f"({wanted[1]}, {wanted[0]}) images of any size are brought to it"
+    )
 
 
 def _pillow() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
+from sparkdl.encodings.any_size import FITS
 from sparkdl.encodings.encoding import Encoding
 from sparkdl.encodings.images import IMAGE
 from sparkdl.encodings.linalg import MATRIX, VECTOR
@@ -11,7 +12,7 @@ from sparkdl.encodings.numbers import BYTES, NUMBERS
 from sparkdl.encodings.pixels import PIXELS
 
 _known: dict[str, Encoding] = {
-    each.name: each for each in (NUMBERS, VECTOR, MATRIX, BYTES, IMAGE, PIXELS)
+    each.name: each for each in (NUMBERS, VECTOR, MATRIX, BYTES, IMAGE, PIXELS, *FITS.values())
 }
 
 

@@ -11,6 +11,7 @@ from sparkdl.protocols import LossFunction
 from sparkdl.replica.losses import ModelLoss
 from sparkdl.spark.rows.column_overrides import ColumnOverrides
 from sparkdl.spark.rows.converters import in_bytes
+from sparkdl.spark.rows.image_columns import ImageColumns
 from sparkdl.spark.storage.files import open_hadoop
 
 
@@ -43,7 +44,7 @@ class FitSettings(ParamValues):
         return ColumnOverrides(
             self.column_shapes,
             self.column_dtypes,
-            self.image_cols,
+            ImageColumns(self.image_cols or (), self.image_size, self.image_fit, self.image_scale),
             self.pad_cols,
             self.pad_inputs,
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.export import ExportedProgram
 
+from sparkdl.encodings.any_size import FITS
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.fitted import FittedModel
 from sparkdl.estimator.head import head_of
@@ -20,6 +21,8 @@ from sparkdl.spark.rows.column_overrides import (
     paddings,
     require_distinct,
 )
+from sparkdl.spark.rows.converters import one_of
+from sparkdl.spark.rows.image_columns import ImageColumns, ImageScale, image_scale, image_size
 from sparkdl.spark.session.required import jvm_named, require_session
 from sparkdl.user_code.exported import as_module
 
@@ -50,6 +53,9 @@ class TorchModel(FittedModel, ChosenOutputs):
         *,
         loss: Any = None,
         imageCols: Sequence[str] = (),
+        imageSize: Sequence[int] | None = None,
+        imageFit: str = "crop",
+        imageScale: ImageScale | None = None,
         padCols: dict[str, float] | None = None,
         padInputs: dict[str, SequenceInput] | None = None,
         **params: Any,
@@ -65,7 +71,12 @@ class TorchModel(FittedModel, ChosenOutputs):
                 its shape there, and becomes a tensor of its dtype.
             loss: what it was trained with. If that is one of torch's for classes, ``outputType``
                 can be 'class' or 'probability'; ``scoreCol`` needs it.
-            imageCols: the binary columns of encoded images, whose pixels the example holds.
+            imageCols: the columns of images, whose pixels the example holds.
+            imageSize: the height and width that images of any size are brought to, as in
+                ``TorchEstimator``: those of the example.
+            imageFit: how they are: 'crop', 'pad' or 'stretch'.
+            imageScale: as what floats the module is given them: '0..1', '0..255' or (mean, std); a
+                byte stays the number that it is if this is None.
             padCols: columns of arrays of unequal length, each with the number that shorter rows are
                 padded with; the example has rows of one length.
             padInputs: what the module is given after its features for those that are padded, as in
@@ -96,9 +107,15 @@ class TorchModel(FittedModel, ChosenOutputs):
                 "module takes them"
             )
         features = named_features(example, taking.feature_columns())
-        overrides = ColumnOverrides(None, None, None, paddings(padCols), pad_inputs(padInputs))
+        images = ImageColumns(
+            imageCols,
+            image_size(imageSize),
+            one_of("imageFit", tuple(FITS))(imageFit),
+            image_scale(imageScale),
+        )
+        overrides = ColumnOverrides(None, None, images, paddings(padCols), pad_inputs(padInputs))
         overrides.require_known(list(features))
-        taking._features = tuple(specs_of(features, imageCols, overrides))
+        taking._features = tuple(specs_of(features, images, overrides))
         if taking.features_by_name():
             require_distinct(taking._features)
         taking._widths = output_widths(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparkdl.encodings import IMAGE, NUMBERS
+from sparkdl.encodings import IMAGE
+from sparkdl.encodings.any_size import FITS
 from sparkdl.errors import ConfigError, ModelError
 from sparkdl.estimator.outputs import require_any_length
 from sparkdl.feed.columns.ragged import Ragged
@@ -20,6 +22,7 @@ from sparkdl.replica import forward
 from sparkdl.replica.buffers import ModuleState
 from sparkdl.replica.initial import has_lazy_parameters
 from sparkdl.spark.rows.column_overrides import ColumnOverrides
+from sparkdl.spark.rows.image_columns import ImageColumns
 from sparkdl.user_code.tracebacks import message_of
 
 _ROWS = 5
@@ -70,34 +73,45 @@ def named_features(example: Example, names: Sequence[str]) -> dict[str, Tensor]:
 
 
 def specs_of(
-    features: Mapping[str, Tensor], images: Sequence[str], overrides: ColumnOverrides
+    features: Mapping[str, Tensor], images: ImageColumns, overrides: ColumnOverrides
 ) -> list[ColumnSpec]:
     """The tensors that the columns become.
 
     Args:
         features: of the example, by column.
-        images: the columns of encoded images.
+        images: the columns of images, and what those become.
         overrides: which columns are padded, and how.
 
     Raises:
         ConfigError: an image column is not a feature, or a column cannot be padded.
     """
-    unknown = sorted(set(images) - set(features))
+    unknown = sorted(set(images.names) - set(features))
     if unknown:
         raise ConfigError(
             f"imageCols names '{unknown[0]}', which is not a feature: {', '.join(features)}"
         )
     return [
-        _spec_of(name, tensor, name in images, overrides.padding(name))
+        _spec_of(name, tensor, images if name in images.names else None, overrides.padding(name))
         for name, tensor in features.items()
     ]
 
 
-def _spec_of(name: str, tensor: Tensor, image: bool, padding: Padding | None) -> ColumnSpec:
+def _spec_of(
+    name: str, tensor: Tensor, images: ImageColumns | None, padding: Padding | None
+) -> ColumnSpec:
     shape = tuple(tensor.shape[1:])
-    if padding is None:
-        return ColumnSpec(name, tensor.dtype, shape, IMAGE if image else NUMBERS)
-    if image or len(shape) not in (1, 2) or shape[0] < 2:
+    if padding is None and images is None:
+        return ColumnSpec(name, tensor.dtype, shape)
+    if padding is None and images is not None:
+        encoding = IMAGE if images.size is None else FITS[images.fit]
+        fault = encoding.shape_fault(shape)
+        if fault is not None:
+            raise ConfigError(f"{fault}; the example has '{name}' of {described(tensor)}")
+        images.shape(name, shape)
+        scale = images.floats(name, tensor.dtype, shape[0])
+        dtype = tensor.dtype if scale is None else torch.uint8
+        return ColumnSpec(name, dtype, shape, encoding, scale=scale)
+    if images is not None or padding is None or len(shape) not in (1, 2) or shape[0] < 2:
         raise ConfigError(
             f"padCols pads rows of numbers or of items, but the example has '{name}' of "
             f"{described(tensor)}: give it rows of two items or more, shape (rows, items) or "
@@ -182,7 +196,8 @@ def _widths(
         tensor if spec.padding is None else _ragged(tensor[:, : tensor.shape[1] - less])
         for tensor, spec in zip(columns.values(), specs, strict=True)
     ]
-    given = model_inputs(rows, specs, by_name=by_name)
+    as_taken = [replace(spec, scale=None) for spec in specs]  # the example has floats already
+    given = model_inputs(rows, as_taken, by_name=by_name)
     try:
         # What the module keeps of this must not be of its caller's inference mode.
         with borrowed_random_numbers(), torch.inference_mode(False), torch.no_grad():

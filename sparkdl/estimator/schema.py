@@ -66,7 +66,7 @@ def fed_columns(
     labels = input_columns(frame, settings.label_columns, "labelCols" if several else "labelCol")
     overrides = settings.column_overrides
     label_specs = tuple(
-        overrides.spec(column, _target_dtype(column, loss, head, fractions), label=True)
+        overrides.spec(column, fractions, target=_target_dtype(column, loss, head, fractions))
         for column in labels
     )
     weight = scalar_column(frame, settings.weight_col, "weightCol")
@@ -78,7 +78,7 @@ def fed_columns(
     else:
         indicator = scalar_column(frame, held_out, "validationIndicatorCol")
     schema = FeedSchema(
-        tuple(overrides.spec(c, c.default_dtype(fractions)) for c in features),
+        tuple(overrides.spec(column, fractions) for column in features),
         label_specs if several else label_specs[0],
         weight=None if weight is None else weight.spec(torch.float64),
         validation=None if indicator is None else indicator.spec(torch.bool),

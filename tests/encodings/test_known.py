@@ -17,6 +17,7 @@ from sparkdl.spark.rows import column_types
 from sparkdl.spark.rows.column_types import RowType, recognized, register_column_type
 
 NAMES = ["numbers", "vector", "matrix", "bytes", "image", "pixels"]
+NAMES += ["image cropped", "image padded", "image stretched"]
 
 
 @every("name", NAMES)

@@ -20,6 +20,7 @@ from sparkdl.user_code.tracebacks import message_of, text_of
 SHOW_ZEROS = "Give a function as model that builds it and calls it on a batch of zeros"
 
 _OF_SHAPE = re.compile(r"\b[2-5]D\b|channels")
+_OF_BYTES = re.compile(r"unsigned char|\bByte\b|uint8")
 _OF_MASK = re.compile("bool", re.IGNORECASE)
 
 
@@ -78,13 +79,19 @@ def how_called(replica: Replica, batch: Batch, error: Exception, *, with_labels:
 def which_param_helps(
     error: Exception, features: Sequence[ColumnSpec], statistics: Sequence[ColumnStatistics]
 ) -> str:
-    """The Param to set if dimensions or booleans are missing; empty for other errors.
+    """The Param to set if dimensions, floats or booleans are missing; empty for other errors.
 
     Args:
         error: what the model raised.
         features: what it was given.
         statistics: what is known about each, and perhaps about further columns.
     """
+    pixels = [s.name for s in features if s.encoding.dimension_names and s.dtype == torch.uint8]
+    if pixels and _OF_BYTES.search(text_of(error)):
+        return (
+            f". Images are fed as bytes; for a model of floats: imageCols={pixels}, and imageScale="
+            "'0..1', '0..255' or (mean, std)"
+        )
     flat = [s.name for s in features if len(s.row_shape) == 1 and s.padding is None]
     if flat and _OF_SHAPE.search(text_of(error)):
         return (

@@ -14,6 +14,7 @@ from pyspark.ml.param.shared import (
     HasWeightCol,
 )
 
+from sparkdl.encodings.any_size import FITS
 from sparkdl.estimator.params.converters import Label, labels
 from sparkdl.estimator.params.declaration import (
     Declaration,
@@ -35,6 +36,7 @@ from sparkdl.spark.rows.column_overrides import (
     shapes,
 )
 from sparkdl.spark.rows.converters import nonempty_text, optional
+from sparkdl.spark.rows.image_columns import ImageScale, image_scale, image_size
 
 
 class FeatureParams(HasFeaturesCol, DeclaredParams, group="Columns"):
@@ -105,9 +107,33 @@ class ColumnParams(HasWeightCol, DeclaredParams, group="Columns"):
         list[str] | None,
         names("imageCols"),
         None,
-        "binary columns of encoded images (BMP, GIF, JPEG, PNG or WebP), decoded on the workers",
+        "columns of images: encoded ones (BMP, GIF, JPEG, PNG or WebP) in binary columns, decoded "
+        "on the workers, or Spark's image structs",
         "Pillow decodes them to uint8; only the first of several frames counts. Needs "
         "``pip install 'sparkdl-torch[images]'``.",
+    )
+    imageSize = Declaration(
+        Sequence[int] | None,
+        image_size,
+        None,
+        "the height and width that images of any size are brought to, turned as their EXIF says; "
+        "None if all have the shape in columnShapes",
+        "They get 3 channels unless columnShapes says [1, ...] or [4, ...].",
+        held=list[int] | None,
+    )
+    imageFit = choice(
+        tuple(FITS),
+        "how images are brought to imageSize: 'crop' (fill it, and cut off what lies beyond), "
+        "'pad' (fit into it, and fill up with black) or 'stretch'",
+        "By Pillow's ``ImageOps.fit``, ``ImageOps.pad`` and ``Image.resize``.",
+    )
+    imageScale = Declaration(
+        ImageScale | None,
+        image_scale,
+        None,
+        "as what floats a model is given images: '0..1', '0..255', or (mean, std), which each "
+        "pixel from 0 to 1 is normalized with; None for bytes",
+        "Mean and std are numbers, or lists of one for each channel.",
     )
     padCols = Declaration(
         dict[str, float] | None,

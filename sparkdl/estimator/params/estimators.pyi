@@ -37,6 +37,7 @@ from sparkdl.protocols import (
 )
 from sparkdl.replica import Precision
 from sparkdl.replica.schedule import Unit
+from sparkdl.spark.rows.image_columns import ImageScale
 from sparkdl.strategies import Strategy
 
 class EstimatorParams(
@@ -81,6 +82,9 @@ class ParamValues:
     column_shapes: dict[str, list[int | None]] | None
     column_dtypes: dict[str, str] | None
     image_cols: list[str] | None
+    image_size: list[int] | None
+    image_fit: str
+    image_scale: ImageScale | None
     pad_cols: dict[str, float] | None
     pad_inputs: dict[str, SequenceInput] | None
     handle_invalid: str
@@ -140,6 +144,9 @@ class TorchEstimatorParams(EstimatorParams, OutputParams):
         columnShapes: dict[str, list[int | None]] | None = None,
         columnDtypes: dict[str, str] | None = None,
         imageCols: list[str] | None = None,
+        imageSize: Sequence[int] | None = None,
+        imageFit: str = "crop",
+        imageScale: ImageScale | None = None,
         padCols: dict[str, float] | None = None,
         padInputs: dict[str, SequenceInput] | None = None,
         handleInvalid: str = "error",
@@ -239,9 +246,19 @@ class TorchEstimatorParams(EstimatorParams, OutputParams):
                 binary columns and images.
             columnDtypes: the tensor's dtype by column, for example 'bfloat16'; for a binary column,
                 also that of its bytes.
-            imageCols: binary columns of encoded images (BMP, GIF, JPEG, PNG or WebP), decoded on
-                the workers. Pillow decodes them to uint8; only the first of several frames counts.
-                Needs ``pip install 'sparkdl-torch[images]'``.
+            imageCols: columns of images: encoded ones (BMP, GIF, JPEG, PNG or WebP) in binary
+                columns, decoded on the workers, or Spark's image structs. Pillow decodes them to
+                uint8; only the first of several frames counts. Needs ``pip install
+                'sparkdl-torch[images]'``.
+            imageSize: the height and width that images of any size are brought to, turned as their
+                EXIF says; None if all have the shape in columnShapes. They get 3 channels unless
+                columnShapes says [1, ...] or [4, ...].
+            imageFit: how images are brought to imageSize: 'crop' (fill it, and cut off what lies
+                beyond), 'pad' (fit into it, and fill up with black) or 'stretch'. By Pillow's
+                ``ImageOps.fit``, ``ImageOps.pad`` and ``Image.resize``.
+            imageScale: as what floats a model is given images: '0..1', '0..255', or (mean, std),
+                which each pixel from 0 to 1 is normalized with; None for bytes. Mean and std are
+                numbers, or lists of one for each channel.
             padCols: columns of arrays of unequal length, each with the number that pads shorter
                 rows to the longest of their minibatch. For example ``{"tokens": 0}``.
             padInputs: what the model is given besides padded features, by column: 'padding_mask',
@@ -376,6 +393,9 @@ class TorchClassifierParams(ClassParams, EstimatorParams):
         columnShapes: dict[str, list[int | None]] | None = None,
         columnDtypes: dict[str, str] | None = None,
         imageCols: list[str] | None = None,
+        imageSize: Sequence[int] | None = None,
+        imageFit: str = "crop",
+        imageScale: ImageScale | None = None,
         padCols: dict[str, float] | None = None,
         padInputs: dict[str, SequenceInput] | None = None,
         handleInvalid: str = "error",
@@ -477,9 +497,19 @@ class TorchClassifierParams(ClassParams, EstimatorParams):
                 binary columns and images.
             columnDtypes: the tensor's dtype by column, for example 'bfloat16'; for a binary column,
                 also that of its bytes.
-            imageCols: binary columns of encoded images (BMP, GIF, JPEG, PNG or WebP), decoded on
-                the workers. Pillow decodes them to uint8; only the first of several frames counts.
-                Needs ``pip install 'sparkdl-torch[images]'``.
+            imageCols: columns of images: encoded ones (BMP, GIF, JPEG, PNG or WebP) in binary
+                columns, decoded on the workers, or Spark's image structs. Pillow decodes them to
+                uint8; only the first of several frames counts. Needs ``pip install
+                'sparkdl-torch[images]'``.
+            imageSize: the height and width that images of any size are brought to, turned as their
+                EXIF says; None if all have the shape in columnShapes. They get 3 channels unless
+                columnShapes says [1, ...] or [4, ...].
+            imageFit: how images are brought to imageSize: 'crop' (fill it, and cut off what lies
+                beyond), 'pad' (fit into it, and fill up with black) or 'stretch'. By Pillow's
+                ``ImageOps.fit``, ``ImageOps.pad`` and ``Image.resize``.
+            imageScale: as what floats a model is given images: '0..1', '0..255', or (mean, std),
+                which each pixel from 0 to 1 is normalized with; None for bytes. Mean and std are
+                numbers, or lists of one for each channel.
             padCols: columns of arrays of unequal length, each with the number that pads shorter
                 rows to the longest of their minibatch. For example ``{"tokens": 0}``.
             padInputs: what the model is given besides padded features, by column: 'padding_mask',
@@ -617,6 +647,9 @@ class TorchRegressorParams(EstimatorParams):
         columnShapes: dict[str, list[int | None]] | None = None,
         columnDtypes: dict[str, str] | None = None,
         imageCols: list[str] | None = None,
+        imageSize: Sequence[int] | None = None,
+        imageFit: str = "crop",
+        imageScale: ImageScale | None = None,
         padCols: dict[str, float] | None = None,
         padInputs: dict[str, SequenceInput] | None = None,
         handleInvalid: str = "error",
@@ -714,9 +747,19 @@ class TorchRegressorParams(EstimatorParams):
                 binary columns and images.
             columnDtypes: the tensor's dtype by column, for example 'bfloat16'; for a binary column,
                 also that of its bytes.
-            imageCols: binary columns of encoded images (BMP, GIF, JPEG, PNG or WebP), decoded on
-                the workers. Pillow decodes them to uint8; only the first of several frames counts.
-                Needs ``pip install 'sparkdl-torch[images]'``.
+            imageCols: columns of images: encoded ones (BMP, GIF, JPEG, PNG or WebP) in binary
+                columns, decoded on the workers, or Spark's image structs. Pillow decodes them to
+                uint8; only the first of several frames counts. Needs ``pip install
+                'sparkdl-torch[images]'``.
+            imageSize: the height and width that images of any size are brought to, turned as their
+                EXIF says; None if all have the shape in columnShapes. They get 3 channels unless
+                columnShapes says [1, ...] or [4, ...].
+            imageFit: how images are brought to imageSize: 'crop' (fill it, and cut off what lies
+                beyond), 'pad' (fit into it, and fill up with black) or 'stretch'. By Pillow's
+                ``ImageOps.fit``, ``ImageOps.pad`` and ``Image.resize``.
+            imageScale: as what floats a model is given images: '0..1', '0..255', or (mean, std),
+                which each pixel from 0 to 1 is normalized with; None for bytes. Mean and std are
+                numbers, or lists of one for each channel.
             padCols: columns of arrays of unequal length, each with the number that pads shorter
                 rows to the longest of their minibatch. For example ``{"tokens": 0}``.
             padInputs: what the model is given besides padded features, by column: 'padding_mask',

@@ -156,9 +156,9 @@ def cut(column: Column, sizes: Sequence[int]) -> Sequence[Column]:
 
 
 def dense(column: Column, spec: ColumnSpec) -> Tensor:
-    """A column of a minibatch as a model takes it, padded if its rows are of unequal length."""
+    """A column of a minibatch as a model takes it: padded, or floats of its pixels, if declared."""
     if isinstance(column, Tensor):
-        return column
+        return column if spec.scale is None else spec.scale.floats(column)
     assert spec.padding is not None
     return column.padded(spec.padding.value)
 
@@ -174,7 +174,7 @@ def inputs_of(columns: Sequence[Column], specs: Sequence[ColumnSpec]) -> list[Te
     told: list[Tensor] = []
     for column, spec in zip(columns, specs, strict=True):
         if isinstance(column, Tensor):
-            tensors.append(column)
+            tensors.append(dense(column, spec))
             continue
         assert spec.padding is not None
         real = column.real()

@@ -57,7 +57,7 @@ def rows_of(
     if not columns:
         raise DataError("df has no columns: there is nothing to feed")
     overrides.require_known(df.columns)
-    specs = tuple(overrides.spec(c, c.default_dtype(torch.float32)) for c in columns)
+    specs = tuple(overrides.spec(column, torch.float32) for column in columns)
     require_distinct(specs)
     for column, spec in zip(columns, specs, strict=True):
         logger.info("column '%s' (%s) becomes %s", column.name, column.type_name, spec.dtype)

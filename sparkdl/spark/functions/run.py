@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import astuple
 from inspect import signature
@@ -16,6 +16,7 @@ import cloudpickle
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.arguments import require_whole
+from sparkdl.encodings.any_size import FITS
 from sparkdl.errors import ConfigError, DeadlineError
 from sparkdl.protocols import SequenceInput
 from sparkdl.spark.closures.pickling import References, pickled_or_refused
@@ -48,6 +49,7 @@ from sparkdl.spark.rows.column_overrides import (
 )
 from sparkdl.spark.rows.converters import any_seed, one_of, optional, switch, whole
 from sparkdl.spark.rows.delivery import SHUFFLES
+from sparkdl.spark.rows.image_columns import ImageColumns, ImageScale, image_scale, image_size
 from sparkdl.spark.rows.scratch import STORE_PLACES
 from sparkdl.spark.session.encryption import encrypts_connections, require_trusted_network
 from sparkdl.spark.session.required import require_frame, require_session
@@ -71,6 +73,9 @@ def run(
     columnShapes: dict[str, list[int | None]] | None = None,
     columnDtypes: dict[str, str] | None = None,
     imageCols: list[str] | None = None,
+    imageSize: Sequence[int] | None = None,
+    imageFit: str = "crop",
+    imageScale: ImageScale | None = None,
     padCols: dict[str, float] | None = None,
     padInputs: dict[str, SequenceInput] | None = None,
     groupByLength: bool = False,
@@ -103,7 +108,12 @@ def run(
         columnShapes: like the estimator's Param: the shape of one row by column, for nested arrays,
             matrices, binary columns and images.
         columnDtypes: like the estimator's Param: the tensor's dtype by column.
-        imageCols: like the estimator's Param: binary columns that hold encoded images.
+        imageCols: like the estimator's Param: columns that hold images.
+        imageSize: like the estimator's Param: height and width that images of any size are brought
+            to.
+        imageFit: like the estimator's Param: how, ``crop``, ``pad`` or ``stretch``.
+        imageScale: like the estimator's Param: as what floats images are given, ``0..1``,
+            ``0..255`` or (mean, std); as bytes if it is None.
         padCols: like the estimator's Param: columns of arrays of unequal length, each with the
             number that pads the shorter rows of a minibatch.
         padInputs: like the estimator's Param: what else ``batches`` gives for padded columns,
@@ -146,7 +156,12 @@ def run(
     overrides = ColumnOverrides(
         shapes(columnShapes),
         dtypes(columnDtypes),
-        names("imageCols")(imageCols),
+        ImageColumns(
+            names("imageCols")(imageCols) or (),
+            image_size(imageSize),
+            one_of("imageFit", tuple(FITS))(imageFit),
+            image_scale(imageScale),
+        ),
         paddings(padCols),
         pad_inputs(padInputs),
     )

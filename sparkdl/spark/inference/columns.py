@@ -214,10 +214,10 @@ def _as_it_comes(spec: ColumnSpec, rows: pa.Array) -> ColumnSpec:
     Raises:
         DataError: they cannot become it.
     """
-    if spec.encoding.chosen:
-        return spec
     kind = rows.type
     encoding = arriving_as(kind, likely=spec.encoding)
+    if spec.encoding.chosen and (encoding is None or spec.encoding.reads(encoding)):
+        return spec
     value, arrays = kind, False
     while pa.types.is_list(value) or pa.types.is_large_list(value):
         value, arrays = value.value_type, True

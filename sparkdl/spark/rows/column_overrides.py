@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, get_args
 
 import torch
 
 from sparkdl.arguments import as_list, as_number, as_whole, plain
-from sparkdl.encodings import IMAGE
 from sparkdl.errors import ConfigError
 from sparkdl.feed.columns.ragged import sequence_names
 from sparkdl.outputs import OutputKey, names_output
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding, SequenceInput
 from sparkdl.spark.rows.columns import InputColumn
+from sparkdl.spark.rows.image_columns import ImageColumns
 
 T = TypeVar("T")
 
@@ -162,7 +163,7 @@ class ColumnOverrides:
     Args:
         shapes: by column, the shape of one row.
         dtypes: by column, the tensor's dtype.
-        images: binary columns that hold encoded images.
+        images: the columns of images, and what those become.
         paddings: by column, the number with which rows of unequal length are padded.
         inputs: by column, what a model is given besides the padded rows; None for a padding mask
             of each of its features.
@@ -175,7 +176,7 @@ class ColumnOverrides:
         self,
         shapes: Mapping[str, Sequence[int | None]] | None,
         dtypes: Mapping[str, str] | None,
-        images: Sequence[str] | None,
+        images: ImageColumns | None = None,
         paddings: Mapping[str, float] | None = None,
         inputs: Mapping[str, SequenceInput] | None = None,
     ) -> None:
@@ -184,7 +185,7 @@ class ColumnOverrides:
             for name, shape in (shapes or {}).items()
         }
         self._dtypes = dtypes or {}
-        self._images = images or []
+        self._images = images or ImageColumns()
         self._paddings = paddings or {}
         self._inputs = inputs
         unpadded = sorted(set(inputs or ()) - set(self._paddings))
@@ -207,33 +208,53 @@ class ColumnOverrides:
         kind: SequenceInput | None = "padding_mask" if inputs is None else inputs.get(name)
         return Padding(self._paddings[name], None if label else kind)
 
-    def spec(self, column: InputColumn, default: torch.dtype, *, label: bool = False) -> ColumnSpec:
+    def spec(
+        self, column: InputColumn, fractions: torch.dtype, *, target: torch.dtype | None = None
+    ) -> ColumnSpec:
         """The tensor that a column becomes.
 
         Args:
             column: the column of the user's DataFrame.
-            default: its dtype if none was declared.
-            label: whether it is a label.
+            fractions: the dtype of fractional numbers if none was declared.
+            target: that of a label in which the loss takes it; None for a feature.
 
         Raises:
             ConfigError: the overrides do not fit the column, or one is missing.
         """
-        name, image = column.name, column.name in self._images
-        if image and not IMAGE.reads(column.encoding):
-            raise ConfigError(
-                f"imageCols names column '{name}', which has type {column.type_name}; encoded "
-                "images are binary"
-            )
-        encoding = IMAGE if image else column.encoding
+        name, encoding = column.name, column.encoding
+        if name in self._images.names:
+            return self._pictures(column, fractions, target)
         if encoding.needs_dtype and name not in self._dtypes:
             raise ConfigError(
                 f"column '{name}' is binary: declare its bytes with columnDtypes={{'{name}': "
                 f"'float32'}} and columnShapes={{'{name}': [...]}}, or imageCols=['{name}'] if "
                 "they are encoded images"
             )
+        default = column.default_dtype(fractions) if target is None else target
         dtype = getattr(torch, self._dtypes[name]) if name in self._dtypes else default
-        padding = self.padding(name, label=label)
-        return column.spec(dtype, self._shapes.get(name), encoding=encoding, padding=padding)
+        padding = self.padding(name, label=target is not None)
+        return column.spec(dtype, self._shapes.get(name), padding=padding)
+
+    def _pictures(
+        self, column: InputColumn, fractions: torch.dtype, target: torch.dtype | None
+    ) -> ColumnSpec:
+        """The tensor that a column of images becomes; see ``spec``."""
+        name, images = column.name, self._images
+        encoding, shape = images.encoding(column), images.shape(name, self._shapes.get(name))
+        declared = getattr(torch, self._dtypes[name]) if name in self._dtypes else None
+        dtype = declared or target or torch.uint8
+        if target is not None and images.size is not None and not dtype.is_floating_point:
+            raise ConfigError(
+                f"imageSize would blend the pixels of label column '{name}', which are classes "
+                f"({str(dtype).removeprefix('torch.')}). Bring the masks to one size first, by "
+                "nearest neighbours, or declare a floating-point dtype with columnDtypes if they "
+                "are pictures"
+            )
+        padding = self.padding(name, label=target is not None)
+        spec = column.spec(dtype, shape, encoding=encoding, padding=padding)
+        floating = dtype if declared or dtype.is_floating_point else fractions
+        scale = images.floats(name, floating, spec.row_shape[0])
+        return spec if scale is None else replace(spec, dtype=torch.uint8, scale=scale)
 
     def require_known(self, names: Sequence[str]) -> None:
         """Refuse overrides of other columns.
@@ -247,7 +268,7 @@ class ColumnOverrides:
         for param, given in (
             ("columnShapes", self._shapes),
             ("columnDtypes", self._dtypes),
-            ("imageCols", self._images),
+            ("imageCols", self._images.names),
             ("padCols", self._paddings),
         ):
             unknown = sorted(set(given) - set(names))

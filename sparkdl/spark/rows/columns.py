@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from pyspark.sql import Column, DataFrame
@@ -91,6 +91,7 @@ class InputColumn:
                 raise ConfigError(
                     f"column '{self.name}' ({self.type_name}) needs a declared shape: "
                     f"columnShapes={{'{self.name}': [{', '.join(dimensions)}]}}"
+                    + (", or imageCols and imageSize" if encoding.dimension_names else "")
                 )
             return ColumnSpec(self.name, dtype, (UNKNOWN,) * self.dimensions, encoding)
         fault = encoding.shape_fault(shape)
@@ -112,9 +113,11 @@ class InputColumn:
         Raises:
             ConfigError: as ``spec``.
         """
-        encoding = known.encoding if known.encoding.chosen else None
+        chosen = known.encoding.chosen and known.encoding.reads(self.encoding)
+        encoding = known.encoding if chosen else None
         shape = known.row_shape or None
-        return self.spec(known.dtype, shape, encoding=encoding, padding=known.padding)
+        spec = self.spec(known.dtype, shape, encoding=encoding, padding=known.padding)
+        return replace(spec, scale=known.scale)
 
     def _padded_shape(
         self, dtype: torch.dtype, shape: Sequence[int] | None, padding: Padding

@@ -1,0 +1,136 @@
+"""Images of any size, turned as their EXIF says and brought to the declared size.
+
+    open (JPEG: draft) -> the declared channels -> exif_transpose -> fit, pad or resize
+
+Each step is Pillow's own, with its own defaults (bicubic), so that plain Pillow gives the same
+bytes. A JPEG much larger than the declared size is decoded at an eighth, a quarter or half of its
+size, at least twice the declared one, as ``Image.thumbnail`` does.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from sparkdl.encodings.encoding import Encoding
+from sparkdl.encodings.images import Pictures, Size, converted, opened
+from sparkdl.encodings.numbers import RawBytes
+from sparkdl.encodings.pixels import CHANNEL_ORDER, OPENCV_MODES, Pixels
+
+PIXELS = {False: 2**25, True: 2**26}
+"""The most pixels that an image may announce, and a JPEG: cameras make those of 48 million."""
+REDUCING_GAP = 2
+"""A JPEG is decoded at no less than so many times the declared size; see ``Image.thumbnail``."""
+_JPEG = b"\xff\xd8"
+_ORIENTATION = 0x0112
+_TRANSPOSED = frozenset({5, 6, 7, 8})
+"""The orientations in which width and height change places."""
+
+
+class AnySize(Pictures):
+    """Encoded images and Spark's image structs; subclasses say how they are brought to a size."""
+
+    def reads(self, other: Encoding) -> bool:
+        """Binary rows, and images as Spark reads them."""
+        return isinstance(other, (RawBytes, Pixels))
+
+    def picture(self, library: Any, row: Any, size: Size, mode: str) -> Any:
+        """The image, upright, in the declared mode and size."""
+        from PIL import ImageOps
+
+        is_struct = pa.types.is_struct(row.type)
+        image = _of_struct(library, row) if is_struct else _reduced(library, row.as_buffer(), size)
+        image = converted(library, image, mode)
+        ImageOps.exif_transpose(image, in_place=True)
+        return self.fitted(ImageOps, image, size)
+
+    @abstractmethod
+    def fitted(self, operations: Any, image: Any, size: Size) -> Any:
+        """The image in that size.
+
+        Args:
+            operations: ``PIL.ImageOps``.
+            image: of any size.
+            size: the declared one.
+        """
+
+
+class Cropped(AnySize):
+    """Scaled until it covers the declared size; what lies beyond, on both sides, is cut off."""
+
+    name = "image cropped"
+
+    def fitted(self, operations: Any, image: Any, size: Size) -> Any:
+        """``ImageOps.fit``."""
+        return operations.fit(image, size)
+
+
+class Padded(AnySize):
+    """Scaled until it fits into the declared size; the rest, on both sides, is black."""
+
+    name = "image padded"
+
+    def fitted(self, operations: Any, image: Any, size: Size) -> Any:
+        """``ImageOps.pad``; with alpha, the rest is transparent.
+
+        Raises:
+            ValueError: less than half a pixel of the image would be left, and all would be black.
+        """
+        width, height = image.size
+        if min(width, height) * min(size[0] / width, size[1] / height) <= 0.5:
+            raise ValueError(
+                f"it has {height} x {width} pixels, of which {size[1]} x {size[0]} would show "
+                "nothing: use imageFit='crop' or 'stretch'"
+            )
+        return operations.pad(image, size)
+
+
+class Stretched(AnySize):
+    """Resized to the declared size, whatever its own proportions."""
+
+    name = "image stretched"
+
+    def fitted(self, operations: Any, image: Any, size: Size) -> Any:
+        """``Image.resize``."""
+        return image.resize(size)
+
+
+FITS: dict[str, AnySize] = {"crop": Cropped(), "pad": Padded(), "stretch": Stretched()}
+"""How images are brought to the declared size, by the value of ``imageFit``."""
+
+
+def _reduced(library: Any, octets: pa.Buffer, size: Size) -> Any:
+    """An encoded image, which Pillow will decode in not much more detail than is needed."""
+    jpeg = octets[: len(_JPEG)].to_pybytes() == _JPEG
+    most = PIXELS[jpeg]
+    image = opened(library, octets, most)
+    if math.prod(image.size) > most:
+        raise ValueError(
+            f"it announces {image.size[1]} x {image.size[0]} pixels, and at most {most:,} are "
+            "decoded"
+        )
+    if jpeg:
+        turned = image.getexif().get(_ORIENTATION) in _TRANSPOSED
+        width, height = size[::-1] if turned else size
+        image.draft(None, (REDUCING_GAP * width, REDUCING_GAP * height))
+    return image
+
+
+def _of_struct(library: Any, row: Any) -> Any:
+    """An image as Spark reads it."""
+    names = ("height", "width", "nChannels", "mode")
+    height, width, channels, mode = (row[name].as_py() for name in names)
+    if channels not in OPENCV_MODES or OPENCV_MODES[channels] != mode:
+        raise ValueError(
+            f"Spark says that it has nChannels {channels} and mode {mode}, which are not those of "
+            "1, 3 or 4 channels with 8 bits each"
+        )
+    if min(height or 0, width or 0) < 1:
+        raise ValueError(f"Spark says that it has {height} x {width} pixels")
+    octets = np.frombuffer(row["data"].as_buffer(), np.uint8).reshape(height, width, channels)
+    ordered = np.ascontiguousarray(octets[..., CHANNEL_ORDER[channels]])
+    return library.fromarray(ordered if channels > 1 else ordered[..., 0])
