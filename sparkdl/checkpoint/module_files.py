@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from sparkdl.arguments import as_number
 from sparkdl.checkpoint.object_spec import LOSS, MODEL, load_object, save_object
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.durable.publishing import whole_directory
@@ -281,17 +282,16 @@ def _dtype(name: Any) -> torch.dtype | None:
 
 
 def _scale(spec: ColumnSpec, dtype: Any, range: Any, mean: Any, std: Any) -> Scale:
-    element, channels = _dtype(dtype), spec.row_shape[0] if len(spec.row_shape) == 3 else None
-    sound = all(
-        isinstance(each, list)
-        and len(each) in (0, channels)
-        and all(type(number) in (int, float) and math.isfinite(number) for number in each)
-        for each in (mean, std)
+    element, shape = _dtype(dtype), spec.row_shape
+    pixels = spec.dtype is torch.uint8 and len(shape) == 3
+    numbers = all(
+        isinstance(each, list) and None not in map(as_number, each) for each in (mean, std)
     )
-    floats = element is not None and element.is_floating_point
-    if not floats or range not in LARGEST or not sound or len(mean) != len(std) or 0 in std:
-        raise ValueError(f"{spec.name!r} cannot become {dtype!r} by {range!r}, {mean!r}, {std!r}")
-    assert element is not None
+    sound = pixels and numbers and range in LARGEST and 0 not in std
+    if not sound or {len(mean), len(std)} not in ({0}, {shape[0]}):
+        raise ValueError(f"{spec.name!r} cannot become floats by {range!r}, {mean!r}, {std!r}")
+    if element is None or not element.is_floating_point:
+        raise ValueError(f"{spec.name!r} cannot become floats of type {dtype!r}")
     return Scale(element, range, tuple(map(float, mean)), tuple(map(float, std)))
 
 

@@ -58,6 +58,7 @@ class FitSettings(ParamValues):
             transform=self.batch_transform,
             resident_bytes=in_bytes(self.memory_budget),
             group_by_length=self.group_by_length,
+            skip_invalid=self.handle_invalid == "skip",
         )
 
     def loss_function(self) -> LossFunction:

@@ -148,6 +148,7 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
             prediction=self.prediction_settings(),
             settings=TorchSettings.here(),
             score=score,
+            skip_invalid=self.getHandleInvalid() == "skip",
             broadcasts=used.broadcasts,
         )
 

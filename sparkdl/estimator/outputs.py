@@ -11,6 +11,7 @@ from sparkdl.estimator.head import Head, class_scores, class_winners, output_fun
 from sparkdl.estimator.params.columns import (
     ClassParams,
     FeatureParams,
+    InvalidParams,
     LabelParams,
     ModuleParams,
     OutputParams,
@@ -20,7 +21,7 @@ from sparkdl.outputs import OutputKey, Widths
 from sparkdl.spark.inference.predictor import OutputColumn
 
 
-class SharedParams(ModuleParams, FeatureParams, LabelParams, PredictionParams):
+class SharedParams(ModuleParams, FeatureParams, LabelParams, InvalidParams, PredictionParams):
     """What every estimator and model has."""
 
     def feature_columns(self) -> list[str]:

@@ -52,6 +52,8 @@ class FeedOptions:
             block of them shuffled by itself.
         group_by_length: whether rows of about equal length share a minibatch, where some columns
             are padded.
+        skip_invalid: whether rows whose features cannot be used (not decodable, null, NaN or
+            infinite) are left out, not refused.
     """
 
     drop_last: bool = False
@@ -62,6 +64,7 @@ class FeedOptions:
     resident_bytes: int | None = None
     stream_first_epoch: bool = False
     group_by_length: bool = False
+    skip_invalid: bool = False
 
     def streams(self, epoch: int) -> bool:
         """Whether an epoch, counted from 1, trains on rows as they arrive."""
@@ -297,6 +300,7 @@ class Feed:
             on_rows,
             batch_size=self._batch_size,
             drop_last=self._options.drop_last,
+            skip_invalid=self._options.skip_invalid,
         )
 
     def _exchanged(self, old: PartitionStore, exchange: RowExchange, epoch: int) -> PartitionStore:

@@ -19,7 +19,14 @@ from torch import Tensor
 from sparkdl.feed.columns.ragged import Column, joined, picked
 from sparkdl.feed.columns.schema import FeedSchema, bytes_of_rows, lengths_in
 from sparkdl.feed.order import block_sizes
-from sparkdl.feed.record_batches.decode import Decoded, decode, to_column, to_tensor
+from sparkdl.feed.record_batches.decode import (
+    Decoded,
+    decode,
+    kept,
+    small_parts,
+    to_column,
+    to_tensor,
+)
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN
 from sparkdl.feed.statistics.column import (
     COUNTS,
@@ -30,12 +37,11 @@ from sparkdl.feed.statistics.column import (
 )
 from sparkdl.feed.statistics.fingerprint import MODULUS, fingerprint, row_hashes
 from sparkdl.feed.statistics.shards import ShardStatistics
+from sparkdl.feed.statistics.skipped import unusable
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import ColumnSpec
 
 ORDER = ColumnSpec(ORDER_COLUMN, torch.int64)
-DECODED_BYTES = 64 << 20
-"""The most bytes that rows are decoded into at a time; images are far larger than their files."""
 
 
 OnRows = Callable[[int], None]
@@ -70,9 +76,10 @@ class Reading:
         on_rows: called after each part of a record batch with the rows read so far.
         batch_size: rows per minibatch, for blocks.
         drop_last: whether a last minibatch is left out if it is short.
+        skip_invalid: whether rows whose features cannot be used are left out, not refused.
 
     Attributes:
-        rows: how many were read so far.
+        rows: how many were read so far, with those that were left out.
         complete: whether those are all.
         statistics: what was found in them, one per column of the schema.
         keys: by store, what its rows are sorted by if they have ``ORDER_COLUMN``: int64.
@@ -89,8 +96,11 @@ class Reading:
         *,
         batch_size: int = 1,
         drop_last: bool = False,
+        skip_invalid: bool = False,
     ) -> None:
         self.rows = 0
+        self._skip_invalid = skip_invalid
+        self._skipped = 0
         self.complete = False
         self.statistics = tuple(ColumnStatistics() for _ in schema.columns)
         self.keys: dict[PartitionStore, list[Tensor]] = {training: [], held_out: []}
@@ -211,7 +221,7 @@ class Reading:
         weights = torch.cat(self._weights).sort().values if self._weights else None
         weight = 0.0 if weights is None else weights.sum().item()
         return ShardStatistics(
-            self.rows - held_out,
+            self.rows - self._skipped - held_out,
             self.statistics,
             held_out,
             weight,
@@ -219,6 +229,7 @@ class Reading:
             fingerprint=self._fingerprints[self._training],
             held_out_fingerprint=self._fingerprints[self._held_out],
             opening=self._opening,
+            skipped=self._skipped,
         )
 
     def _read(self, source: Iterable[pa.RecordBatch]) -> Iterator[list[Column]]:
@@ -227,14 +238,30 @@ class Reading:
         for record_batch in source:
             if record_batch.num_rows == 0:
                 continue
-            for columns in _parts(record_batch, specs):
+            for columns in small_parts(record_batch.columns, specs):
                 decoded = [decode(*pair) for pair in zip(columns[: len(specs)], specs, strict=True)]
-                self._scan(decoded)
-                self.rows += len(columns[0])
                 keys = columns[len(specs)] if len(columns) > len(specs) else None
-                yield self._store(decoded, keys) if self.sound else []
+                rows = len(columns[0])
+                valid = self._valid(decoded, rows) if self._skip_invalid else None
+                if valid is not None:
+                    decoded = [kept(column, valid) for column in decoded]
+                    keys = None if keys is None else keys.filter(pa.array(valid))
+                self._scan(decoded)
+                self.rows += rows
+                none_left = valid is not None and not valid.any()
+                yield self._store(decoded, keys) if self.sound and not none_left else []
         self._training.flush()
         self._held_out.flush()
+
+    def _valid(self, decoded: list[Decoded], rows: int) -> np.ndarray | None:
+        """Which rows have features that can be used, None for all; the others are counted."""
+        count = len(self._schema.features)
+        place = (self._rank, self.rows)
+        valid, found = unusable(decoded[:count], self._schema.features, rows, place)
+        features = (a + b for a, b in zip(self.statistics, found, strict=False))
+        self.statistics = (*features, *self.statistics[count:])
+        self._skipped += rows - int(valid.sum())
+        return None if valid.all() else valid
 
     def _scan(self, decoded: list[Decoded]) -> None:
         place = (self._rank, self.rows)
@@ -299,21 +326,6 @@ class Reading:
 def _copied(numbers: Column) -> Tensor:
     assert isinstance(numbers, Tensor)
     return numbers.clone()
-
-
-def _parts(record_batch: pa.RecordBatch, specs: tuple[ColumnSpec, ...]) -> Iterator[list[pa.Array]]:
-    """The columns of a record batch, cut so that what they are decoded into stays small."""
-    columns = record_batch.columns
-    elements = max(
-        spec.encoding.grown_elements(values, spec.row_shape)
-        for values, spec in zip(columns, specs, strict=False)  # the order has no spec
-    )
-    rows = max(1, DECODED_BYTES // (8 * elements)) if elements else record_batch.num_rows
-    if rows >= record_batch.num_rows:
-        yield columns
-        return
-    for start in range(0, record_batch.num_rows, rows):
-        yield [values.slice(start, rows) for values in columns]
 
 
 def _is_news(

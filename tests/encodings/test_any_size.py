@@ -1,4 +1,4 @@
-"""Images of any size become what plain Pillow makes of them, to the bit, or are refused in words."""
+"""Images of any size: what plain Pillow makes of them, to the bit, or refused in words."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 import torch
 from every_row import every
-from PIL import Image
 from pictures import FITTED, by_pillow, drawn, encoded
+from PIL import Image
 
 from sparkdl.encodings import any_size
 from sparkdl.encodings.any_size import FITS
@@ -124,7 +124,8 @@ def test_sparks_own_images_are_what_pillow_makes_of_their_pixels(fit: str) -> No
 
 def structs(rows: list[tuple[Any, ...]]) -> pa.Array:
     kinds = [pa.string(), pa.int32(), pa.int32(), pa.int32(), pa.int32(), pa.binary()]
-    fields = [pa.array(list(each), kind) for each, kind in zip(zip(*rows), kinds, strict=True)]
+    columns = [[row[index] for row in rows] for index in range(len(kinds))]
+    fields = [pa.array(each, kind) for each, kind in zip(columns, kinds, strict=True)]
     return pa.StructArray.from_arrays(fields, FIELDS)
 
 

@@ -25,12 +25,13 @@ from sparkdl.estimator.checks.values import (
 )
 from sparkdl.estimator.outputs import SharedParams, require_any_length
 from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.statistics.shards import DataStatistics, left_out
 from sparkdl.outputs import Widths, pick, widths_of
 from sparkdl.protocols import ColumnSpec
 from sparkdl.replica import Replica
 from sparkdl.replica.loss_use import divides_by
 from sparkdl.replica.losses import LossUse
+from sparkdl.spark.launch.worker_rows import names_others
 from sparkdl.spark.rows.delivery import Way
 from sparkdl.worker import Job
 
@@ -115,6 +116,7 @@ class RowChecks:
             replica.use_loss(self._loss_use)
         shorter = widths_of_shorter_rows(replica, schema, columns)
         if statistics.complete:
+            _tell_of_skipped(plan, schema, statistics)
             _check_last_minibatch(replica, plan, schema, statistics)
             _check_schedule(replica, plan.job, statistics)
             self._replica = None
@@ -190,6 +192,14 @@ class RowChecks:
                 if stay
                 else "Without streamFirstEpoch they would be spread evenly",
             )
+
+
+def _tell_of_skipped(plan: FitPlan, schema: FeedSchema, statistics: DataStatistics) -> None:
+    told = left_out(statistics, schema.columns)
+    others = names_others(told, plan.workers)
+    note = " (partition n stands for all partitions that task n read, in order)" if others else ""
+    if told:
+        logger.warning("%s%s", told, note)
 
 
 def _task_rows(plan: FitPlan, statistics: DataStatistics) -> list[int]:

@@ -66,6 +66,19 @@ class FeatureParams(HasFeaturesCol, DeclaredParams, group="Columns"):
     )
 
 
+class InvalidParams(DeclaredParams, group="Columns"):
+    """What becomes of rows whose features cannot be used."""
+
+    handleInvalid = choice(
+        ("error", "keep", "skip"),
+        "what to do about rows with NaN or infinity among the features, nulls, or images that "
+        "cannot be decoded: 'error', 'keep' or 'skip'",
+        "``error`` refuses them; ``keep`` feeds NaN and infinity, and refuses the others; ``skip`` "
+        "leaves them all out of ``fit`` and ``evaluate``, which say how many there are, and "
+        "``transform`` gives them null predictions.",
+    )
+
+
 class LabelParams(HasLabelCol, DeclaredParams, group="Columns"):
     """What estimators train on, and models are evaluated on."""
 
@@ -151,11 +164,6 @@ class ColumnParams(HasWeightCol, DeclaredParams, group="Columns"):
         "'attention_mask' or 'lengths'; None for a padding mask of each",
         "A ``padding_mask`` is bool, true at padding; an ``attention_mask`` 1 at values, 0 at "
         "padding. They come after the features; ``{}`` for nothing.",
-    )
-    handleInvalid = choice(
-        ("error", "keep"),
-        "what to do about NaN and infinity among the features: 'error' or 'keep'",
-        "``error`` refuses them, ``keep`` feeds them.",
     )
 
 

@@ -10,6 +10,7 @@ from sparkdl.estimator.params.columns import (
     ClassParams,
     ColumnParams,
     FeatureParams,
+    InvalidParams,
     LabelParams,
     ModuleParams,
     OutputParams,
@@ -47,6 +48,7 @@ class EstimatorParams(
     FeatureParams,
     LabelParams,
     ColumnParams,
+    InvalidParams,
     RowParams,
     ValidationParams,
     PredictionParams,
@@ -265,8 +267,11 @@ class TorchEstimatorParams(EstimatorParams, OutputParams):
                 'attention_mask' or 'lengths'; None for a padding mask of each. A ``padding_mask``
                 is bool, true at padding; an ``attention_mask`` 1 at values, 0 at padding. They come
                 after the features; ``{}`` for nothing.
-            handleInvalid: what to do about NaN and infinity among the features: 'error' or 'keep'.
-                ``error`` refuses them, ``keep`` feeds them.
+            handleInvalid: what to do about rows with NaN or infinity among the features, nulls, or
+                images that cannot be decoded: 'error', 'keep' or 'skip'. ``error`` refuses them;
+                ``keep`` feeds NaN and infinity, and refuses the others; ``skip`` leaves them all
+                out of ``fit`` and ``evaluate``, which say how many there are, and ``transform``
+                gives them null predictions.
 
         Rows:
             dropLast: whether a worker leaves out the last minibatch of an epoch if it is short.
@@ -516,8 +521,11 @@ class TorchClassifierParams(ClassParams, EstimatorParams):
                 'attention_mask' or 'lengths'; None for a padding mask of each. A ``padding_mask``
                 is bool, true at padding; an ``attention_mask`` 1 at values, 0 at padding. They come
                 after the features; ``{}`` for nothing.
-            handleInvalid: what to do about NaN and infinity among the features: 'error' or 'keep'.
-                ``error`` refuses them, ``keep`` feeds them.
+            handleInvalid: what to do about rows with NaN or infinity among the features, nulls, or
+                images that cannot be decoded: 'error', 'keep' or 'skip'. ``error`` refuses them;
+                ``keep`` feeds NaN and infinity, and refuses the others; ``skip`` leaves them all
+                out of ``fit`` and ``evaluate``, which say how many there are, and ``transform``
+                gives them null predictions.
 
         Rows:
             dropLast: whether a worker leaves out the last minibatch of an epoch if it is short.
@@ -766,8 +774,11 @@ class TorchRegressorParams(EstimatorParams):
                 'attention_mask' or 'lengths'; None for a padding mask of each. A ``padding_mask``
                 is bool, true at padding; an ``attention_mask`` 1 at values, 0 at padding. They come
                 after the features; ``{}`` for nothing.
-            handleInvalid: what to do about NaN and infinity among the features: 'error' or 'keep'.
-                ``error`` refuses them, ``keep`` feeds them.
+            handleInvalid: what to do about rows with NaN or infinity among the features, nulls, or
+                images that cannot be decoded: 'error', 'keep' or 'skip'. ``error`` refuses them;
+                ``keep`` feeds NaN and infinity, and refuses the others; ``skip`` leaves them all
+                out of ``fit`` and ``evaluate``, which say how many there are, and ``transform``
+                gives them null predictions.
 
         Rows:
             dropLast: whether a worker leaves out the last minibatch of an epoch if it is short.

@@ -6,11 +6,12 @@ Rows are handled together wherever that is possible: only encoded images are ope
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
@@ -65,6 +66,74 @@ def _decode_present(values: pa.Array, spec: ColumnSpec) -> Decoded:
     if broken is None:
         return Decoded(lists)
     return Decoded(lists, np.setdiff1d(np.arange(len(values)), broken.rows), broken)
+
+
+DECODED_BYTES = 64 << 20
+"""The most bytes that rows are decoded into at a time; images are far larger than their files."""
+
+
+def small_parts(
+    columns: Sequence[pa.Array], specs: Sequence[ColumnSpec]
+) -> Iterator[list[pa.Array]]:
+    """The columns of a record batch, cut so that what they are decoded into stays small.
+
+    Args:
+        columns: as Spark delivers them.
+        specs: what the first of them become.
+    """
+    total = len(columns[0])
+    elements = max(
+        spec.encoding.grown_elements(values, spec.row_shape)
+        for values, spec in zip(columns, specs, strict=False)
+    )
+    rows = max(1, DECODED_BYTES // (8 * elements)) if elements else total
+    if rows >= total:
+        yield list(columns)
+        return
+    for start in range(0, total, rows):
+        yield [values.slice(start, rows) for values in columns]
+
+
+def usable(column: Decoded, spec: ColumnSpec, rows: int) -> np.ndarray:
+    """Which rows have a value that could be decoded, without a null, NaN or infinity in it.
+
+    Args:
+        column: the decoded column.
+        spec: what it becomes.
+        rows: of the record batch.
+
+    Returns:
+        Shape (rows,), bool.
+    """
+    values = column.values
+    sound = numpy_of(values.is_valid()).astype(bool)
+    if spec.encoding.numeric:
+        elements = values.flatten() if spec.is_array else values
+        wrong = numpy_of(elements.is_null()).astype(bool)
+        if pa.types.is_floating(elements.type):
+            wrong |= ~np.isfinite(elements.to_numpy(zero_copy_only=False))
+        if wrong.any() and spec.is_array:
+            sound[numpy_of(pc.list_parent_indices(values).filter(pa.array(wrong)))] = False
+        elif wrong.any():
+            sound &= ~wrong
+    everywhere = np.zeros(rows, dtype=bool)
+    everywhere[slice(None) if column.rows is None else column.rows] = sound
+    return everywhere
+
+
+def kept(column: Decoded, valid: np.ndarray) -> Decoded:
+    """Some rows of a decoded column.
+
+    Args:
+        column: the column.
+        valid: which rows of the record batch, shape (rows,), bool.
+    """
+    at = np.arange(len(valid)) if column.rows is None else column.rows
+    chosen, broken = valid[at], column.broken
+    if broken is not None:
+        left = broken.rows[valid[broken.rows]]
+        broken = Broken(left, broken.reason) if len(left) else None
+    return Decoded(column.values.filter(pa.array(chosen)), at[chosen], broken)
 
 
 def instead_of_nulls(spec: ColumnSpec) -> str:
@@ -133,14 +202,38 @@ def tensors_of(columns: Iterable[pa.Array], specs: Iterable[ColumnSpec]) -> list
     Raises:
         DataError: a row cannot become part of a tensor.
     """
+    pairs = list(zip(columns, specs, strict=True))
+    return _tensors([(decode(*pair), pair[1]) for pair in pairs])
+
+
+def valid_tensors(
+    columns: Sequence[pa.Array], specs: Sequence[ColumnSpec]
+) -> tuple[list[Column], np.ndarray | None]:
+    """The same for the rows that have a usable value in every column.
+
+    Returns:
+        The tensors of those rows; and which they are, shape (rows,), bool, or None for all.
+
+    Raises:
+        DataError: another row cannot become part of a tensor.
+    """
+    pairs = [(decode(*pair), pair[1]) for pair in zip(columns, specs, strict=True)]
+    rows = len(columns[0])
+    valid = np.logical_and.reduce([usable(*pair, rows) for pair in pairs])
+    if valid.all():
+        return _tensors(pairs), None
+    return _tensors([(kept(decoded, valid), spec) for decoded, spec in pairs]), valid
+
+
+def _tensors(columns: Iterable[tuple[Decoded, ColumnSpec]]) -> list[Column]:
     converted = []
-    for values, spec in zip(columns, specs, strict=True):
-        decoded = decode(values, spec)
+    for decoded, spec in columns:
         if decoded.broken is not None:
-            row, reason = decoded.broken.rows[0], decoded.broken.reason
+            row, broken = decoded.broken.rows[0], len(decoded.broken.rows)
             raise DataError(
-                f"column '{spec.name}' has {len(decoded.broken.rows)} rows in a batch of "
-                f"{len(values)} that cannot be decoded: row {row} {reason}"
+                f"column '{spec.name}' has {broken} rows in a batch of "
+                f"{broken + len(decoded.values)} that cannot be decoded: row {row} "
+                f"{decoded.broken.reason}"
             )
         _require_holdable(decoded.values, spec)
         converted.append(to_column(decoded.values, spec))

@@ -20,7 +20,7 @@ from sparkdl.protocols import ColumnSpec
 
 T = TypeVar("T")
 
-COUNTS = ("nulls", "null_elements", "fractions", "broken", "not_finite", "out_of_range")
+COUNTS = ("nulls", "null_elements", "fractions", "broken", "not_finite", "out_of_range", "skipped")
 EXTREMES: dict[str, Callable[..., float]] = {
     "shortest": min,
     "longest": max,
@@ -41,6 +41,7 @@ class ColumnStatistics:
         broken: rows that cannot be decoded, or have another length than was declared.
         not_finite: rows that hold NaN or infinity.
         out_of_range: rows with a finite number that the tensor's dtype cannot hold.
+        skipped: rows that are left out, because their value cannot be used; not counted otherwise.
         shortest: elements of the shortest array; None for numbers.
         longest: elements of the longest array; None for numbers.
         smallest: the smallest number, NaN if there is one; None for arrays of anything but
@@ -48,6 +49,7 @@ class ColumnStatistics:
         largest: the largest number, NaN and None as above.
         least: the smallest number above 0, looked for among weights only; None if there is none.
         reason: what is wrong with the first broken row.
+        skip_reason: what is wrong with the first of those that are left out.
         places: by the name of a count its first row, by the name of an extreme a row that has it.
     """
 
@@ -57,12 +59,14 @@ class ColumnStatistics:
     broken: int = 0
     not_finite: int = 0
     out_of_range: int = 0
+    skipped: int = 0
     shortest: int | None = None
     longest: int | None = None
     smallest: float | None = None
     largest: float | None = None
     least: float | None = None
     reason: str | None = field(default=None, compare=False, repr=False)
+    skip_reason: str | None = field(default=None, compare=False, repr=False)
     places: Mapping[str, RowLocation] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -94,6 +98,7 @@ class ColumnStatistics:
             **{name: getattr(self, name) + getattr(other, name) for name in COUNTS},
             **extremes,
             reason=self.reason if self.reason is not None else other.reason,
+            skip_reason=other.skip_reason if self.skip_reason is None else self.skip_reason,
             places=places,
         )
 

@@ -30,6 +30,7 @@ class ShardStatistics:
         fingerprint: of the rows to train on; see ``fingerprint``.
         held_out_fingerprint: of those to validate with.
         opening: of the first block, if rows are trained on while others arrive.
+        skipped: how many rows were left out, because their features cannot be used.
     """
 
     rows: int
@@ -40,6 +41,7 @@ class ShardStatistics:
     fingerprint: int = 0
     held_out_fingerprint: int = 0
     opening: int | None = None
+    skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class DataStatistics:
         held_out_fingerprint: of those to validate with.
         openings: of the first block of each worker's rows, by rank; none if all rows were read
             before the first was trained on.
+        skipped: rows of all workers that were left out.
     """
 
     shard_rows: tuple[int, ...]
@@ -66,6 +69,7 @@ class DataStatistics:
     fingerprint: int = 0
     held_out_fingerprint: int = 0
     openings: tuple[int | None, ...] = ()
+    skipped: int = 0
 
     @property
     def complete(self) -> bool:
@@ -87,7 +91,7 @@ class DataStatistics:
         fields = asdict(self)
         del fields["pending"]
         for column in fields["columns"]:
-            del column["places"], column["reason"]
+            del column["places"], column["reason"], column["skip_reason"]
         return fields
 
     @property
@@ -113,10 +117,33 @@ class DataStatistics:
             sum(shard.fingerprint for shard in shards) % MODULUS,
             sum(shard.held_out_fingerprint for shard in shards) % MODULUS,
             openings if any(each is not None for each in openings) else (),
+            sum(shard.skipped for shard in shards),
         )
 
 
 NO_ROWS = "the DataFrame is empty: there is nothing to train on"
+
+
+def left_out(statistics: DataStatistics, columns: Sequence[ColumnSpec]) -> str:
+    """How many rows were left out by ``handleInvalid='skip'``, and why; empty for none.
+
+    Args:
+        statistics: what the workers found.
+        columns: the columns that were looked at.
+    """
+    if not statistics.skipped:
+        return ""
+    total = statistics.rows + statistics.held_out + statistics.skipped
+    by_column = [
+        f"{found.skipped} because of column '{spec.name}' (the first, {found.where('skipped')}, "
+        f"{found.skip_reason})"
+        for found, spec in zip(statistics.columns, columns, strict=True)
+        if found.skipped
+    ]
+    return (
+        f"handleInvalid='skip' left out {statistics.skipped} of {total} rows: "
+        f"{'; '.join(by_column)}"
+    )
 
 
 def check_statistics(statistics: DataStatistics, columns: Sequence[ColumnSpec]) -> None:
@@ -132,7 +159,8 @@ def check_statistics(statistics: DataStatistics, columns: Sequence[ColumnSpec]) 
         TrainingError: the workers have looked at a different number of columns.
     """
     if statistics.rows == 0 and statistics.complete:
-        raise DataError(NO_ROWS)
+        told = left_out(statistics, columns)
+        raise DataError(f"there is nothing to train on: {told}" if told else NO_ROWS)
     if len(statistics.columns) != len(columns):
         raise TrainingError(
             f"the workers reported {len(statistics.columns)} columns, but the training has "

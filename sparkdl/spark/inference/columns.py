@@ -126,12 +126,17 @@ def prediction_columns(
     udf = arrow_udf(predict, f"struct<{', '.join(types)}>")  # type: ignore[call-overload]
     predictions = udf(*inputs.values())
     as_vectors = predictor.prediction.double
-    return {
-        each.name: (
-            array_to_vector(predictions[field]) if each.wide and as_vectors else predictions[field]
-        )
-        for field, each in zip(predictor.fields, predictor.outputs, strict=True)
-    }
+
+    def column(field: str, wide: bool) -> Column:
+        values: Column = predictions[field]
+        if not (wide and as_vectors):
+            return values
+        # Spark's function fails on the nulls of rows that are left out.
+        guarded = F.when(values.isNotNull(), array_to_vector(values))
+        return guarded if predictor.skip_invalid else array_to_vector(values)
+
+    named_fields = zip(predictor.fields, predictor.outputs, strict=True)
+    return {each.name: column(field, each.wide) for field, each in named_fields}
 
 
 _SILENT = (

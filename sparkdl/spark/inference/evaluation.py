@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,19 +15,28 @@ from torch import Tensor
 
 from sparkdl.errors import DataError
 from sparkdl.events import MetricValue
-from sparkdl.feed.record_batches.decode import tensors_of
+from sparkdl.feed.record_batches.decode import small_parts, tensors_of
 from sparkdl.feed.record_batches.packed import unpacked
 from sparkdl.metrics import Metrics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.inference.failures import told_in_driver
-from sparkdl.spark.inference.predictor import Predictor
+from sparkdl.spark.inference.predictor import Predictor, only
 from sparkdl.spark.inference.scores import Labels
 from sparkdl.spark.rows.columns import InputColumn
 from sparkdl.spark.rows.packing import Source, packed_columns
 
+logger = logging.getLogger(__name__)
+
 MAX_STATES_BYTES = 256 << 20
 """The most bytes of what metrics have counted in one partition."""
-_COUNTED = pa.schema([("partition", pa.int32()), ("states", pa.binary())])
+_COUNTED = pa.schema(
+    [
+        ("partition", pa.int32()),
+        ("states", pa.binary()),
+        ("rows", pa.int64()),
+        ("skipped", pa.int64()),
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -49,14 +59,17 @@ class Evaluation:
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Count in a Spark task; yields one row unless the partition is empty."""
-        rows, count = 0, len(self.features)
+        rows, skipped, count = 0, 0, len(self.features)
         with self.predictor.running() as run:
             metrics: Metrics = cloudpickle.loads(self.metrics)
             counted = metrics.begin(run.device)
-            for batch in filter(len, batches):
-                rows += batch.num_rows
-                columns = unpacked(batch).columns
-                features = tensors_of(columns[:count], self.features)
+            parts = (unpacked(batch).columns for batch in filter(len, batches))
+            for columns in (part for whole in parts for part in small_parts(whole, self.features)):
+                features, valid = self.predictor.features(columns[:count], self.features)
+                rows += len(features[0])
+                skipped += len(columns[0]) - len(features[0])
+                if valid is not None:
+                    columns = [*columns[:count], *only(columns[count:], valid)]
                 weights = None if self.weight is None else _weights(columns.pop(), self.weight)
                 labels = self.labels.tensors(columns[count:])
                 most = self.predictor.prediction.batch_rows
@@ -65,10 +78,10 @@ class Evaluation:
                     cut = None if weights is None else weights[start : start + most].to(run.device)
                     counted.update(outputs, targets, cut)
             states = counted.states()
-        if rows:
+        if rows or skipped:
             context = TaskContext.get()
             assert context is not None
-            yield _row(context.partitionId(), states, rows)
+            yield _row(context.partitionId(), states if rows else None, rows, skipped)
 
 
 def _weights(column: pa.Array, spec: ColumnSpec) -> Tensor:
@@ -92,16 +105,15 @@ def _weights(column: pa.Array, spec: ColumnSpec) -> Tensor:
     return narrow
 
 
-def _row(partition: int, states: bytes, rows: int) -> pa.RecordBatch:
-    if len(states) > MAX_STATES_BYTES:
+def _row(partition: int, states: bytes | None, rows: int, skipped: int) -> pa.RecordBatch:
+    if len(states or b"") > MAX_STATES_BYTES:
         raise DataError(
-            f"the metrics hold {len(states)} bytes after the {rows} rows of partition "
+            f"the metrics hold {len(states or b'')} bytes after the {rows} rows of partition "
             f"{partition}, and at most {MAX_STATES_BYTES} can go to the driver. Metrics that "
             "keep every score (AUROC, average precision) have a fixed size with thresholds=200"
         )
-    return pa.RecordBatch.from_arrays(
-        [pa.array([partition], pa.int32()), pa.array([states], pa.binary())], schema=_COUNTED
-    )
+    values = {"partition": partition, "states": states, "rows": rows, "skipped": skipped}
+    return pa.RecordBatch.from_pylist([values], schema=_COUNTED)
 
 
 def evaluate(
@@ -127,8 +139,14 @@ def evaluate(
     # The stubs expect classic columns, which these are.
     selected: Any = dataset.select(*(column.alias(name) for name, column in packed.items()))
     with told_in_driver():
-        counted = selected.mapInArrow(evaluation, "partition int, states binary").collect()
-    if not counted:
-        raise DataError("the DataFrame has no rows to evaluate the model on")
+        schema = "partition int, states binary, rows bigint, skipped bigint"
+        counted = selected.mapInArrow(evaluation, schema).collect()
+    skipped, rows = (sum(row[name] for row in counted) for name in ("skipped", "rows"))
+    told = f"handleInvalid='skip' left out {skipped} of {skipped + rows} rows"
+    if not rows:
+        why = f": {told}" if skipped else ""
+        raise DataError(f"the DataFrame has no rows to evaluate the model on{why}")
+    if skipped:
+        logger.warning("%s, whose features cannot be used", told)
     counted.sort(key=lambda row: row["partition"])
-    return metrics.measure([bytes(row["states"]) for row in counted])
+    return metrics.measure([bytes(row["states"]) for row in counted if row["rows"]])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pyarrow as pa
 import torch
 from pyspark import Broadcast, TaskContext
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from sparkdl.feed.columns.ragged import Column, Ragged, cut, picked
 from sparkdl.feed.columns.schema import inputs_described, model_inputs, order_by_length
-from sparkdl.feed.record_batches.decode import tensors_of
+from sparkdl.feed.record_batches.decode import small_parts, tensors_of, valid_tensors
 from sparkdl.outputs import OutputKey, pick
 from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.protocols import ColumnSpec
@@ -79,6 +80,7 @@ class Predictor:
         settings: the driver's torch settings, which apply here too.
         score: a pickled ``Score`` for the last of ``outputs``, which is each row's loss; the rows
             then have labels after their features. None for none.
+        skip_invalid: whether rows whose features cannot be used get nulls, rather than end the job.
         broadcasts: the broadcast variables that the model and ``score`` refer to, by number.
     """
 
@@ -89,6 +91,7 @@ class Predictor:
     prediction: PredictionSettings
     settings: TorchSettings
     score: bytes | None = None
+    skip_invalid: bool = False
     broadcasts: dict[int, Broadcast[Any]] = field(default_factory=dict)
 
     @property
@@ -112,7 +115,7 @@ class Predictor:
                 tensors that they become.
 
         Yields:
-            The predictions for each batch, by column.
+            The predictions by column, for one part of a batch after another.
 
         Raises:
             DataError: a row cannot become part of a tensor.
@@ -120,27 +123,67 @@ class Predictor:
         """
         with self.running() as run:
             score: Score | None = None if self.score is None else cloudpickle.loads(self.score)
-            behind = 0 if score is None else len(score.labels.specs)
-            for columns, specs in batches:
-                count = len(columns) - behind
-                features = tensors_of(columns[:count], specs[:count])
-                labels = [] if score is None else score.labels.tensors(columns[count:])
-                order = order_by_length(features)
-                if order is not None:
-                    features = [picked(column, order) for column in features]
-                    labels = [label[order] for label in labels]
-                pieces = []
-                for start, outputs in run.outputs(features, specs[:count]):
-                    rows = min(self.prediction.batch_rows, len(features[0]) - start)
-                    piece = self._columns(outputs, rows)
-                    if score is not None:
-                        targets = score.labels.targets(labels, start, rows, run.device)
-                        piece.append(score(outputs, targets, rows).cpu())
-                    pieces.append(piece)
-                yield [
-                    self._to_arrow([piece[index] for piece in pieces], each.wide, order)
-                    for index, each in enumerate(self.outputs)
-                ]
+            for batch, specs in batches:
+                for columns in small_parts(batch, specs):
+                    yield self._predicted(run, score, columns, specs)
+
+    def _predicted(
+        self,
+        run: Running,
+        score: Score | None,
+        columns: Sequence[pa.Array],
+        specs: Sequence[ColumnSpec],
+    ) -> list[pa.Array]:
+        """The predictions for some rows, by column."""
+        count = len(columns) - (0 if score is None else len(score.labels.specs))
+        features, valid = self.features(columns[:count], specs[:count])
+        rest = columns[count:] if valid is None else only(columns[count:], valid)
+        labels = [] if score is None else score.labels.tensors(rest)
+        order = order_by_length(features)
+        if order is not None:
+            features = [picked(column, order) for column in features]
+            labels = [label[order] for label in labels]
+        pieces = []
+        for start, outputs in run.outputs(features, specs[:count]):
+            rows = min(self.prediction.batch_rows, len(features[0]) - start)
+            piece = self._columns(outputs, rows)
+            if score is not None:
+                targets = score.labels.targets(labels, start, rows, run.device)
+                piece.append(score(outputs, targets, rows).cpu())
+            pieces.append(piece)
+        predicted = [
+            self._to_arrow([piece[index] for piece in pieces], each.wide, order)
+            for index, each in enumerate(self.outputs)
+        ]
+        if valid is None:
+            return predicted
+        places = pa.array(np.cumsum(valid) - 1, mask=~valid)
+        return [each.take(places) for each in predicted]
+
+    def features(
+        self, columns: Sequence[pa.Array], specs: Sequence[ColumnSpec]
+    ) -> tuple[list[Column], np.ndarray | None]:
+        """The features of some rows as tensors.
+
+        Args:
+            columns: as Spark delivers them.
+            specs: what they become.
+
+        Returns:
+            The tensors; and of which rows, shape (rows,), bool, or None for all.
+
+        Raises:
+            DataError: a row cannot become part of a tensor.
+        """
+        if self.skip_invalid:
+            return valid_tensors(columns, specs)
+        return tensors_of(columns, specs), None
+
+    def as_taken(self, spec: ColumnSpec) -> ColumnSpec:
+        """A feature, whose floats the model may take in another precision."""
+        if spec.scale is None or self.prediction.dtype is None:
+            return spec
+        return replace(spec, scale=replace(spec.scale, dtype=self.prediction.dtype))
 
     @contextmanager
     def running(self) -> Iterator[Running]:
@@ -184,6 +227,11 @@ class Predictor:
         return pa.ListArray.from_arrays(offsets, flat)
 
 
+def only(columns: Sequence[pa.Array], valid: np.ndarray) -> list[pa.Array]:
+    """Some rows of columns: those for which ``valid``, shape (rows,), is true."""
+    return [column.filter(pa.array(valid)) for column in columns]
+
+
 @dataclass(frozen=True, slots=True)
 class Running:
     """A model that predicts in this task.
@@ -211,12 +259,13 @@ class Running:
             The position of the first row, and what was returned.
         """
         predictor, rows = self.predictor, len(features[0])
+        taken = [predictor.as_taken(spec) for spec in specs]
         starts = range(0, rows, predictor.prediction.batch_rows)
         sizes = [min(predictor.prediction.batch_rows, rows - start) for start in starts]
         pieces = zip(*(cut(column, sizes) for column in features), strict=True)
         for start, piece in zip(starts, pieces, strict=True):
             moved = [self._moved(column) for column in piece]
-            given = model_inputs(moved, specs, by_name=predictor.names is not None)
+            given = model_inputs(moved, taken, by_name=predictor.names is not None)
             try:
                 returned = forward(self.module, given, as_kwargs=predictor.as_kwargs)
             except BaseException as error:  # the user's forward may raise anything

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sparkdl.errors import DataError, ModelError
+from sparkdl.feed.columns.ragged import dense
 from sparkdl.feed.record_batches.decode import tensors_of
 from sparkdl.outputs import described
 from sparkdl.protocols import ColumnSpec, LossFunction, Targets
@@ -53,7 +54,9 @@ class Labels:
                     "but the model has classes 0, 1, ...: index the labels like those it was "
                     "trained on"
                 )
-        return [label.to(spec.dtype) for spec, label in zip(self.specs, found, strict=True)]
+        return [
+            dense(label.to(spec.dtype), spec) for spec, label in zip(self.specs, found, strict=True)
+        ]
 
     def targets(self, labels: Sequence[Tensor], start: int, rows: int, device: str) -> Targets:
         """Some of the labels, in the form that the loss takes."""

@@ -9,6 +9,8 @@ import torch
 from every_row import every
 from torch import Tensor, nn
 
+from sparkdl import encodings
+from sparkdl.encodings.any_size import FITS
 from sparkdl.errors import ModelError
 from sparkdl.estimator.checks.building import build
 from sparkdl.estimator.checks.probe import probe
@@ -83,3 +85,24 @@ def test_other_failures_are_told_of_neither() -> None:
     text = refusal(Narrow, PIXELS)
     assert "columnShapes" not in text
     assert "columnDtypes" not in text
+
+
+def test_a_model_of_floats_that_is_given_bytes_of_images_is_told_of_their_scale() -> None:
+    photo = ColumnSpec("photo", torch.uint8, (1, 6, 6), FITS["crop"])
+    told = refusal(Convolves, photo)
+    assert "Images are fed as bytes" in told
+    assert "imageCols=['photo'], and imageScale='0..1', '0..255' or (mean, std)" in told
+
+
+class Flattens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.layers(features)
+
+
+def test_so_is_one_of_linear_layers_and_one_of_sparks_own_images() -> None:
+    told = refusal(Flattens, ColumnSpec("image", torch.uint8, (1, 6, 6), encodings.PIXELS))
+    assert "imageCols=['image'], and imageScale=" in told

@@ -140,6 +140,12 @@ OF_PREDICTING: dict[str, Any] = {
 }
 ELSEWHERE = {
     "imageCols": "estimator/test_from_module.py::test_encoded_images_are_decoded_as_in_training",
+    "imageFit": "cluster/test_spark_images.py::"
+    "test_photographs_of_any_size_train_and_predict_as_plain_pillow_and_torch_do",
+    "imageScale": "cluster/test_spark_images.py::"
+    "test_photographs_of_any_size_train_and_predict_as_plain_pillow_and_torch_do",
+    "imageSize": "cluster/test_spark_images.py::"
+    "test_photographs_of_any_size_train_and_predict_as_plain_pillow_and_torch_do",
     "groupByLength": "estimator/test_sequence_columns.py::"
     "test_a_fit_on_executors_is_gradient_descent_on_rows_that_nobody_padded",
     "padCols": "estimator/test_sequence_columns.py::"

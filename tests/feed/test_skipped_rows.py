@@ -1,0 +1,172 @@
+"""Rows whose features cannot be used are left out, counted and named; the others are as before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from every_row import every
+from pictures import by_pillow, drawn, encoded
+from torch import Tensor
+
+from sparkdl.encodings.any_size import FITS
+from sparkdl.errors import DataError
+from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.feed import Feed, FeedOptions
+from sparkdl.feed.record_batches.decode import DECODED_BYTES, small_parts, valid_tensors
+from sparkdl.feed.record_batches.packed import ORDER_COLUMN
+from sparkdl.feed.statistics.shards import DataStatistics, check_statistics, left_out
+from sparkdl.protocols import ColumnSpec, Padding
+
+PHOTO = ColumnSpec("photo", torch.uint8, (3, 8, 8), FITS["crop"])
+NUMBERS = ColumnSpec("numbers", torch.float32, (2,))
+NUMBER = ColumnSpec("number", torch.float32)
+TOKENS = ColumnSpec("tokens", torch.int64, (-1,), padding=Padding(0.0))
+LABEL = ColumnSpec("y", torch.int64)
+
+
+def filled(
+    schema: FeedSchema, directory: Path, batches: list[dict[str, pa.Array]], **options: Any
+) -> tuple[DataStatistics, list[int]]:
+    """What was found, and the labels of the rows that are trained on and validated with."""
+    given = FeedOptions(skip_invalid=True, **options)
+    with Feed(schema, batch_size=2, seed=1, rank=0, directory=directory, options=given) as feed:
+        rows = [pa.record_batch(list(each.values()), list(each)) for each in batches]
+        statistics = DataStatistics.of([feed.fill(rows)])
+        labels: list[int] = []
+        for batch in [*feed.epoch(1), *feed.held_out()]:
+            assert isinstance(batch.targets, Tensor)
+            labels += batch.targets.tolist()
+        return statistics, sorted(labels)
+
+
+@every(
+    ("spec", "values", "left", "reason"),
+    [
+        (NUMBER, [1.0, None, float("nan"), 2.0, float("-inf")], [0, 3], "null, NaN or infinity"),
+        (NUMBER, [1.0, 2.0, 3.0, 4.0, None], [0, 1, 2, 3], "null, NaN or infinity"),
+        (
+            NUMBERS,
+            [[1.0, 2.0], [None, 1.0], [3.0, 4.0], None, [0.0, float("nan")]],
+            [0, 2],
+            "null, NaN or infinity",
+        ),
+        (TOKENS, [[1], [], [1, None], None, [1, 2, 3]], [0, 1, 4], "null, NaN or infinity"),
+    ],
+)
+def test_nulls_and_numbers_that_are_none_are_left_out(
+    tmp_path: Path, spec: ColumnSpec, values: list[Any], left: list[int], reason: str
+) -> None:
+    rows = {spec.name: pa.array(values), "y": pa.array(range(5))}
+    statistics, labels = filled(FeedSchema((spec,), LABEL), tmp_path, [rows])
+    assert labels == left
+    assert (statistics.rows, statistics.skipped) == (len(left), 5 - len(left))
+    assert statistics.columns[0].not_finite == statistics.columns[0].nulls == 0
+    check_statistics(statistics, (spec, LABEL))
+    assert reason in left_out(statistics, (spec, LABEL))
+
+
+def photos(*broken: int, rows: int = 6) -> pa.Array:
+    return pa.array(
+        [b"no" if i in broken else encoded(drawn(20 + i, 30), "PNG") for i in range(rows)]
+    )
+
+
+def test_broken_images_are_counted_and_the_first_is_named(tmp_path: Path) -> None:
+    batches = [
+        {"photo": photos(), "number": pa.array([1.0] * 6), "y": pa.array(range(6))},
+        {
+            "photo": photos(1, 4),
+            "number": pa.array([0.0, 1.0, 2.0, None, float("nan"), 3.0]),
+            "y": pa.array(range(6, 12)),
+        },
+        {"photo": photos(0, 1, 2, 3, 4, 5), "number": pa.array([1.0] * 6), "y": pa.array(range(6))},
+    ]
+    schema = FeedSchema((PHOTO, NUMBER), LABEL)
+    statistics, labels = filled(schema, tmp_path, batches)
+    assert labels == [0, 1, 2, 3, 4, 5, 6, 8, 11]
+    told = left_out(statistics, schema.columns)
+    assert told.startswith(
+        "handleInvalid='skip' left out 9 of 18 rows: 8 because of column 'photo'"
+    )
+    assert "the first, row 7 of partition 0, is not a valid image: " in told
+    assert "2 because of column 'number' (the first, row 9 of partition 0, holds a null" in told
+
+
+def test_the_order_the_weights_and_the_side_of_other_rows_stay_theirs(tmp_path: Path) -> None:
+    schema = FeedSchema(
+        (PHOTO,),
+        LABEL,
+        weight=ColumnSpec("w", torch.float64),
+        validation=ColumnSpec("held", torch.bool),
+    )
+    columns = {
+        "photo": photos(1, 4),
+        "y": pa.array(range(6)),
+        "w": pa.array([1.0, 100.0, 2.0, 3.0, 100.0, 4.0]),
+        "held": pa.array([False, True, True, False, False, False]),
+        ORDER_COLUMN: pa.array([5, 4, 3, 2, 1, 0]),
+    }
+    statistics, labels = filled(schema, tmp_path, [columns])
+    assert labels == [0, 2, 3, 5]
+    assert (statistics.rows, statistics.held_out, statistics.weight) == (3, 1, 8.0)
+    assert "left out 2 of 6 rows" in left_out(statistics, schema.columns)
+    by_content = {**columns, ORDER_COLUMN: pa.nulls(6)}
+    assert filled(schema, tmp_path, [by_content])[1] == labels
+
+
+def test_what_is_read_again_has_the_same_fingerprint_as_without_the_broken_rows(
+    tmp_path: Path,
+) -> None:
+    schema = FeedSchema((PHOTO,), LABEL)
+    spoiled = {"photo": photos(1, 4), "y": pa.array(range(6))}
+    sound = {"photo": photos().take([0, 2, 3, 5]), "y": pa.array([0, 2, 3, 5])}
+    with_broken, _ = filled(schema, tmp_path, [spoiled])
+    without, _ = filled(schema, tmp_path, [sound])
+    assert with_broken.fingerprint == without.fingerprint
+    assert with_broken.lasting() != without.lasting()  # but not the same table
+
+
+def test_a_table_of_nothing_but_broken_images_is_refused(tmp_path: Path) -> None:
+    schema = FeedSchema((PHOTO,), LABEL)
+    rows = {"photo": photos(0, 1, 2, 3, 4, 5), "y": pa.array(range(6))}
+    statistics, labels = filled(schema, tmp_path, [rows])
+    assert labels == []
+    with pytest.raises(DataError, match=r"nothing to train on: .* left out 6 of 6 rows: 6 because"):
+        check_statistics(statistics, schema.columns)
+
+
+def test_labels_are_not_features_and_are_refused_as_ever(tmp_path: Path) -> None:
+    schema = FeedSchema((PHOTO,), LABEL)
+    options = FeedOptions(skip_invalid=True)
+    with Feed(schema, batch_size=2, seed=1, rank=0, directory=tmp_path, options=options) as feed:
+        rows = pa.record_batch([photos(1), pa.array([0, None, 2, None, 4, 5])], ["photo", "y"])
+        statistics = DataStatistics.of([feed.fill([rows])])
+    with pytest.raises(DataError, match=r"'y' has 1 null values .*first is row 3 of partition 0"):
+        check_statistics(statistics, schema.columns)
+
+
+def test_the_others_of_a_batch_become_tensors() -> None:
+    (tensor,), valid = valid_tensors([photos(1, 4)], [PHOTO])
+    assert isinstance(tensor, Tensor)
+    assert valid is not None
+    assert valid.tolist() == [True, False, True, True, False, True]
+    expected = [
+        by_pillow(encoded(drawn(20 + i, 30), "PNG"), 3, "crop", (8, 8)) for i in (0, 2, 3, 5)
+    ]
+    assert np.array_equal(tensor.numpy(), np.stack(expected))
+    assert valid_tensors([photos()], [PHOTO])[1] is None
+    (tensor,), valid = valid_tensors([photos(0, 1, rows=2)], [PHOTO])
+    assert tensor.shape == (0, 3, 8, 8)
+
+
+def test_a_record_batch_is_decoded_in_parts_of_little_memory() -> None:
+    large = ColumnSpec("photo", torch.uint8, (3, 1024, 1024), FITS["crop"])
+    rows = pa.array([b""] * 100)
+    sizes = [len(part[0]) for part in small_parts([rows, pa.array(range(100))], [large])]
+    assert sum(sizes) == 100
+    assert max(sizes) * 3 * 1024 * 1024 <= DECODED_BYTES

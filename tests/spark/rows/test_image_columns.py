@@ -1,0 +1,164 @@
+"""What is declared about images: converted, compared with the rest, and refused in words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from every_row import every
+
+from sparkdl.encodings import BYTES, IMAGE, NUMBERS, PIXELS
+from sparkdl.encodings.any_size import FITS
+from sparkdl.encodings.scale import Scale
+from sparkdl.errors import ConfigError
+from sparkdl.protocols import ColumnSpec
+from sparkdl.spark.rows.column_overrides import ColumnOverrides
+from sparkdl.spark.rows.columns import InputColumn
+from sparkdl.spark.rows.image_columns import ImageColumns, image_scale, image_size
+
+PHOTO = InputColumn("x", "binary", True, BYTES, None)
+STRUCT = InputColumn("x", "struct<...>", True, PIXELS, 3)
+ARRAY = InputColumn("x", "array<double>", False, NUMBERS, 1)
+
+
+@every("given", [(224, 160), [224.0, 160], np.array([224, 160]), torch.tensor([224, 160])])
+def test_sizes_become_whole_numbers_that_are_json(given: Any) -> None:
+    assert json.loads(json.dumps(image_size(given))) == [224, 160]
+
+
+@every("given", [224, (224,), (224, 0), (3, 224, 224), (224, 1.5), "224", (True, 224), (224, None)])
+def test_other_sizes_are_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"imageSize must give the height and the width"):
+        image_size(given)
+
+
+@every(
+    ("given", "held"),
+    [
+        (None, None),
+        ("0..1", "0..1"),
+        ("0..255", "0..255"),
+        ((0.5, 0.25), [[0.5], [0.25]]),
+        (([0.4, 0.5, 0.6], np.float32(0.5)), [[0.4, 0.5, 0.6], [0.5]]),
+        (np.array([[0.5, 0.5, 0.5], [1, 1, 1]]), [[0.5] * 3, [1.0] * 3]),
+    ],
+)
+def test_scales_are_kept_as_json_and_converted_again_to_the_same(given: Any, held: Any) -> None:
+    assert image_scale(given) == held
+    assert image_scale(json.loads(json.dumps(held))) == held
+
+
+@every(
+    "given",
+    [
+        "0-1",
+        1,
+        (0.5,),
+        (0.5, 0.0),
+        (0.5, -1),
+        ([0.5, None], 1),
+        (float("nan"), 1),
+        ("a", 1),
+        ([], 1),
+        (0.5, []),
+        (0.1, 0.2, 0.3),
+        ([[0.5]], 1),
+    ],
+)
+def test_other_scales_are_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"imageScale must be '0\.\.1', '0\.\.255', or"):
+        image_scale(given)
+
+
+def spec(
+    column: InputColumn = PHOTO,
+    shape: list[int] | None = None,
+    dtype: str | None = None,
+    target: torch.dtype | None = None,
+    **images: Any,
+) -> ColumnSpec:
+    shapes = None if shape is None else {"x": shape}
+    dtypes = None if dtype is None else {"x": dtype}
+    overrides = ColumnOverrides(shapes, dtypes, ImageColumns(["x"], **images))
+    return overrides.spec(column, torch.float32, target=target)
+
+
+@every(
+    ("given", "expected"),
+    [
+        ({"size": [8, 9]}, ((3, 8, 9), FITS["crop"], torch.uint8, None)),
+        ({"size": [8, 9], "fit": "pad"}, ((3, 8, 9), FITS["pad"], torch.uint8, None)),
+        (
+            {"size": [8, 9], "shape": [1, 8, 9], "fit": "stretch"},
+            ((1, 8, 9), FITS["stretch"], torch.uint8, None),
+        ),
+        ({"size": [8, 9], "column": STRUCT}, ((3, 8, 9), FITS["crop"], torch.uint8, None)),
+        ({"shape": [3, 8, 9]}, ((3, 8, 9), IMAGE, torch.uint8, None)),
+        ({"shape": [3, 8, 9], "column": STRUCT}, ((3, 8, 9), PIXELS, torch.uint8, None)),
+        (
+            {"shape": [1, 8, 9], "scale": "0..1", "column": STRUCT},
+            ((1, 8, 9), PIXELS, torch.uint8, Scale(torch.float32)),
+        ),
+        (
+            {"size": [8, 9], "scale": "0..255", "dtype": "float16"},
+            ((3, 8, 9), FITS["crop"], torch.uint8, Scale(torch.float16, "0..255")),
+        ),
+        (
+            {"size": [8, 9], "scale": [[0.5], [0.1, 0.2, 0.3]]},
+            (
+                (3, 8, 9),
+                FITS["crop"],
+                torch.uint8,
+                Scale(torch.float32, "0..1", (0.5, 0.5, 0.5), (0.1, 0.2, 0.3)),
+            ),
+        ),
+        ({"size": [8, 9], "dtype": "float32"}, ((3, 8, 9), FITS["crop"], torch.float32, None)),
+        (
+            {"size": [8, 9], "target": torch.float32},
+            ((3, 8, 9), FITS["crop"], torch.float32, None),
+        ),
+        (
+            {"size": [8, 9], "target": torch.float32, "scale": "0..1"},
+            ((3, 8, 9), FITS["crop"], torch.uint8, Scale(torch.float32)),
+        ),
+    ],
+)
+def test_a_column_becomes_what_was_declared(given: dict[str, Any], expected: Any) -> None:
+    found = spec(**given)
+    assert (found.row_shape, found.encoding, found.dtype, found.scale) == expected
+
+
+@every(
+    ("given", "message"),
+    [
+        ({"size": [8, 9], "shape": [3, 9, 8]}, r"columnShapes gives \[3, 9, 8\] .* must agree"),
+        ({"size": [8, 9], "shape": [2, 8, 9]}, "1, 3 or 4 channels"),
+        ({"fit": "pad"}, r"imageFit='pad' .* set imageSize"),
+        ({}, r"columnShapes=\{'x': \[channels, height, width\]\}, or imageCols and imageSize"),
+        ({"size": [8, 9], "column": ARRAY}, "which has type array<double>; encoded images are"),
+        ({"size": [8, 9], "scale": "0..1", "dtype": "uint8"}, "imageScale makes floats .* uint8"),
+        ({"size": [8, 9], "scale": [[0.5, 0.5], [1.0]]}, "imageScale has 2 numbers, .* 3 channels"),
+        ({"size": [8, 9], "target": torch.int64}, "imageSize would blend .* label column 'x'"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        spec(**given)
+
+
+@every("images", [{"size": [8, 9]}, {"scale": "0..1"}])
+def test_a_size_or_scale_of_no_column_is_refused(images: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="but imageCols names none"):
+        ImageColumns((), **images)
+
+
+def test_a_trained_column_keeps_its_size_and_floats_whatever_its_rows_are_now() -> None:
+    trained = spec(size=[8, 9], scale="0..1")
+    for column in (PHOTO, STRUCT):
+        assert column.as_trained(trained) == trained
+    of_one_shape = spec(shape=[3, 8, 9])
+    assert PHOTO.as_trained(of_one_shape).encoding == IMAGE
+    assert STRUCT.as_trained(of_one_shape).encoding == PIXELS
