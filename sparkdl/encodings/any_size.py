@@ -126,11 +126,11 @@ def _of_struct(library: Any, row: Any) -> Any:
     height, width, channels, mode = (row[name].as_py() for name in names)
     if channels not in OPENCV_MODES or OPENCV_MODES[channels] != mode:
         raise ValueError(
-            f"Spark says that it has nChannels {channels} and mode {mode}, which are not those of "
-            "1, 3 or 4 channels with 8 bits each"
+            f"Spark says that {row['origin']} has nChannels {channels} and mode {mode}, which are "
+            "not those of 1, 3 or 4 channels with 8 bits each"
         )
     if min(height or 0, width or 0) < 1:
-        raise ValueError(f"Spark says that it has {height} x {width} pixels")
+        raise ValueError(f"Spark says that {row['origin']} has {height} x {width} pixels")
     octets = np.frombuffer(row["data"].as_buffer(), np.uint8).reshape(height, width, channels)
     ordered = np.ascontiguousarray(octets[..., CHANNEL_ORDER[channels]])
     return library.fromarray(ordered if channels > 1 else ordered[..., 0])

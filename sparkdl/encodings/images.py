@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.encodings.encoding import DecodedRows, Encoding, Shape, broken_where
+from sparkdl.encodings.encoding import DecodedRows, Encoding, Shape, broken_where, lists_of
 from sparkdl.encodings.numbers import RawBytes
-from sparkdl.encodings.pixels import OfPixels, channels_first
+from sparkdl.encodings.pixels import OfPixels
 from sparkdl.errors import SetupError
 from sparkdl.user_code.tracebacks import message_of
 
@@ -78,19 +78,20 @@ class Pictures(OfPixels):
         library = _pillow()
         channels, height, width = shape
         mode = MODES[channels]
-        decoded = np.empty((len(values), height, width, channels), dtype=np.uint8)
+        decoded = np.empty((len(values), *shape), dtype=np.uint8)
         wrong = np.zeros(len(values), dtype=bool)
         reason = ""
         for row, encoded in enumerate(values):
             try:
                 image = self.picture(library, encoded, (width, height), mode)
                 octets = np.frombuffer(image.tobytes(), np.uint8)
-                decoded[row] = octets.reshape(height, width, channels)
+                decoded[row] = octets.reshape(height, width, channels).transpose(2, 0, 1)
             except Exception as error:  # Pillow raises almost anything for bytes that are no image
                 reason = reason or f"is not a valid image: {message_of(error)}"
                 wrong[row] = True
         broken = broken_where(wrong, reason)
-        return channels_first(decoded if broken is None else decoded[~wrong]), broken
+        kept = decoded if broken is None else decoded[~wrong]
+        return lists_of(kept.reshape(-1), len(kept)), broken
 
 
 class Images(Pictures):

@@ -132,13 +132,13 @@ def structs(rows: list[tuple[Any, ...]]) -> pa.Array:
 @every(
     ("row", "reason"),
     [
-        (("a", -1, -1, -1, -1, b""), "nChannels -1 and mode -1"),
+        (("a", -1, -1, -1, -1, b""), "that a has nChannels -1 and mode -1"),
         (("a", None, None, None, None, None), "nChannels None"),
         (("a", 2, 2, 3, 0, bytes(12)), "nChannels 3 and mode 0"),
         (("a", 2, 2, 3, 16, bytes(11)), "reshape"),
-        (("a", 0, 0, 3, 16, b""), "it has 0 x 0 pixels"),
-        (("a", -1, 2, 3, 16, bytes(12)), "it has -1 x 2 pixels"),
-        (("a", 2, None, 3, 16, bytes(12)), "it has 2 x None pixels"),
+        (("a", 0, 0, 3, 16, b""), "has 0 x 0 pixels"),
+        (("a", -1, 2, 3, 16, bytes(12)), "has -1 x 2 pixels"),
+        (("a", 2, None, 3, 16, bytes(12)), "has 2 x None pixels"),
     ],
 )
 def test_what_spark_could_not_read_is_a_broken_row(row: tuple[Any, ...], reason: str) -> None:

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import zlib
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -15,15 +16,18 @@ import PIL.Image
 import pyarrow as pa
 import pytest
 import torch
+from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdl import encodings
+from sparkdl.encodings.any_size import FITS
 from sparkdl.encodings.images import FORMATS
 from sparkdl.feed.record_batches.decode import decode
 from sparkdl.protocols import ColumnSpec
 
 SPEC = ColumnSpec("i", torch.uint8, (3, 6, 8), encodings.IMAGE)
+SPECS = [SPEC, *(replace(SPEC, encoding=each) for each in FITS.values())]
 HUGE = 13_000
 """Pixels on a side: 676 MB in memory, below the size at which Pillow itself refuses."""
 
@@ -170,10 +174,11 @@ HOSTILE: dict[str, bytes] = {
 }
 
 
-def test_hostile_bytes_are_a_broken_row_and_the_others_remain() -> None:
+@every("spec", SPECS)
+def test_hostile_bytes_are_a_broken_row_and_the_others_remain(spec: ColumnSpec) -> None:
     good, wrong = encoded("PNG"), {}
     for name, octets in HOSTILE.items():
-        decoded = decode(pa.array([good, octets, good]), SPEC)
+        decoded = decode(pa.array([good, octets, good]), spec)
         values, broken = decoded.values, decoded.broken
         reason = broken.reason if broken is not None else ""
         told = "is not a valid image" in reason and "0x" not in reason  # an address tells nothing
@@ -221,8 +226,10 @@ def test_other_formats_are_refused_with_those_that_are_read() -> None:
 
 @pytest.mark.parametrize("kind", FORMATS)
 @settings(deadline=None)
-@given(data=st.data())
-def test_mutated_images_are_pixels_or_broken_rows(kind: str, data: st.DataObject) -> None:
+@given(spec=st.sampled_from(SPECS), data=st.data())
+def test_mutated_images_are_pixels_or_broken_rows(
+    kind: str, spec: ColumnSpec, data: st.DataObject
+) -> None:
     octets = bytearray(data.draw(st.sampled_from([encoded(kind), moving_or_not(kind)])))
     for _ in range(data.draw(st.integers(1, 6))):
         place = data.draw(st.integers(0, len(octets) - 1))
@@ -230,7 +237,7 @@ def test_mutated_images_are_pixels_or_broken_rows(kind: str, data: st.DataObject
         stop = place + data.draw(st.sampled_from([0, len(piece)]))
         octets[place:stop] = piece
     del octets[data.draw(st.sampled_from([len(octets), data.draw(st.integers(0, len(octets)))])) :]
-    decoded = decode(pa.array([bytes(octets)], pa.binary()), SPEC)
+    decoded = decode(pa.array([bytes(octets)], pa.binary()), spec)
     assert len(decoded.values) == (0 if decoded.broken else 1)
 
 
@@ -257,11 +264,12 @@ for name, octets in hostile.items():
 """
 
 
-def test_what_is_refused_takes_no_memory_for_the_pixels_that_it_claims() -> None:
+@every("spec", SPECS[:2])
+def test_what_is_refused_takes_no_memory_for_the_pixels_that_it_claims(spec: ColumnSpec) -> None:
     ordinary = [encoded(kind) for kind in FORMATS] + [moving("MPO")]
     measured = subprocess.run(
         [sys.executable, "-c", MEASURE],
-        input=pickle.dumps((SPEC, ordinary, HOSTILE)),
+        input=pickle.dumps((spec, ordinary, HOSTILE)),
         capture_output=True,
         timeout=100,
     )
