@@ -86,7 +86,11 @@ def which_param_helps(
         features: what it was given.
         statistics: what is known about each, and perhaps about further columns.
     """
-    pixels = [s.name for s in features if s.encoding.dimension_names and s.dtype == torch.uint8]
+    pixels = [
+        spec.name
+        for spec in features
+        if spec.encoding.dimension_names and spec.dtype == torch.uint8 and spec.scale is None
+    ]
     if pixels and _OF_BYTES.search(text_of(error)):
         return (
             f". Images are fed as bytes; for a model of floats: imageCols={pixels}, and imageScale="
