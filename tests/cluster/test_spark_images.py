@@ -136,16 +136,9 @@ def test_photographs_of_any_size_train_and_predict_as_plain_pillow_and_torch_do(
         called = table.select("name", each.udf()("content").alias("both"))
         found = found_in(called.select("name", "both.prediction"), "prediction")
         assert {k: v[0] for k, v in found.items()} == pytest.approx(digests, rel=1e-6)
-    measured = model.evaluate(rows, {"mse": FirstError})
+    measured = model.evaluate(rows, {"mse": MeanSquaredError})
     errors = np.array(list(digests.values())) - 1
     assert measured["mse"] == pytest.approx(float((errors**2).mean()), rel=1e-5)
-
-
-class FirstError(MeanSquaredError):
-    """Of the first of several outputs."""
-
-    def update(self, outputs: Any, targets: Tensor) -> None:
-        super().update(outputs[0], targets)
 
 
 @pytest.mark.slow
@@ -191,13 +184,13 @@ def test_broken_files_are_refused_by_row_or_left_out_with_their_number(
     assert {row["name"] for row in nulls.collect()} == set(broken)
 
     caplog.clear()
-    measured = model.evaluate(rows, {"mse": FirstError})
+    measured = model.evaluate(rows, {"mse": MeanSquaredError})
     errors = np.array(known) - 1
     assert measured["mse"] == pytest.approx(float((errors**2).mean()), rel=1e-5)
     assert "handleInvalid='skip' left out 2 of 10 rows" in caplog.text
     nothing = rows.where(F.col("name").isin(list(broken)))
     with pytest.raises(DataError, match=r"no rows to evaluate the model on.* left out 2 of 2"):
-        model.evaluate(nothing, {"mse": FirstError})
+        model.evaluate(nothing, {"mse": MeanSquaredError})
     assert [row["prediction"] for row in model.transform(nothing).collect()] == [None, None]
     assert model.setHandleInvalid("error").getHandleInvalid() == "error"
     with pytest.raises(Exception, match="cannot be decoded"):
