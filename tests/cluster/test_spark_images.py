@@ -255,7 +255,7 @@ def test_a_module_trained_elsewhere_takes_photographs_of_any_size(
             {"imageSize": None},
             "needs a declared shape: columnShapes=.*, or imageCols and imageSize",
         ),
-        ({"imageCols": ["name"]}, "imageCols names 'name'|which has type string"),
+        ({"imageCols": ["name"]}, r"is binary: .* or imageCols=\['content'\]"),
         ({"columnDtypes": {"content": "int32"}}, "imageScale makes floats"),
         ({"imageScale": ([0.5, 0.5], 1.0)}, "imageScale has 2 numbers"),
         ({"featuresCol": "nowhere"}, "which the DataFrame does not have"),

@@ -56,13 +56,6 @@ CLAIMS = {
         assert content[2] > 0.7 > 0.3 > content[3]
         assert content[4] > 0.5
     """,
-    "images": """
-        assert len(files) == 1200 and len(sizes) > 1000
-        assert set(history["examples"]) == {train.count() - broken_in_train}
-        assert predicted.where("prediction IS NULL").count() == 2
-        assert accuracy["accuracy"] > 0.9
-        assert 0 < unseen["wrong"].sum() < 24
-    """,
     "batch_inference": """
         assert right > 0.9 * 797
         assert np.abs(difference).max() < 1e-4
