@@ -3,6 +3,8 @@
 from sparkdl.checkpoint.module_files import load_module as load_module
 from sparkdl.checkpoint.trust import trusted_modules as trusted_modules
 from sparkdl.checkpoint.trust import trusted_pickles as trusted_pickles
+from sparkdl.dedup.model import NearDuplicatesModel as NearDuplicatesModel
+from sparkdl.dedup.near_duplicates import NearDuplicates as NearDuplicates
 from sparkdl.estimator.estimator import TorchEstimator as TorchEstimator
 from sparkdl.estimator.model import TorchModel as TorchModel
 from sparkdl.estimator.predictors.classifier import (

@@ -13,7 +13,7 @@ ROOT = Path(sparkdl.__file__).parent
 
 # From top to bottom; layers of one row stand side by side and do not import each other.
 LAYERS: list[tuple[str, ...]] = [
-    ("jobs",),
+    ("dedup", "jobs"),
     ("estimator",),
     ("volumes",),
     ("spark",),
@@ -188,7 +188,7 @@ def test_imports_between_the_rooms_of_a_layer_point_down() -> None:
 
 
 def test_pyspark_stops_at_the_spark_layer() -> None:
-    may = ("spark", "estimator", "jobs", "__init__")
+    may = ("spark", "estimator", "dedup", "jobs", "__init__")
     below = [path for path in MODULES if layer_of(path) not in may and path != IN_SPARK]
     require_none(names(path for path in below if roots_imported_by(path) & {"pyspark", "py4j"}))
 

@@ -1,0 +1,305 @@
+"""``NearDuplicatesModel``: the rows that stay, of the table it was fitted to and of new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import pandas as pd
+import pyarrow as pa
+from pyspark.ml import Estimator, Model
+from pyspark.ml.evaluation import Evaluator
+from pyspark.ml.util import MLReadable, MLWritable
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from sparkdl.dedup.bands import Keys
+from sparkdl.dedup.columns import require_columns
+from sparkdl.dedup.curve import TradeOff, evaluator_for, measured
+from sparkdl.dedup.hashing import hashes
+from sparkdl.dedup.pairs import near
+from sparkdl.dedup.params import DedupParams
+from sparkdl.dedup.persistence import COLUMNS, ModelReader, ModelWriter
+from sparkdl.dedup.report import SHOWN, DuplicateReport, examples, values_of
+from sparkdl.errors import ConfigError, DataError
+from sparkdl.spark.rows.columns import quoted
+from sparkdl.spark.session.required import jvm_named, require_frame, require_session
+
+DUPLICATE_OF, DISTANCE = "duplicate_of", "distance"
+_ROW = "_sparkdl_row"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a fit found.
+
+    Attributes:
+        threshold: the largest that the model knows.
+        hash: which one it used.
+        rows: all rows.
+        different: hashes, by the value of ``within``.
+        broken: rows whose value could not be hashed.
+        first_broken: which of them has the smallest ``keep``, and what is wrong with it.
+        null: rows whose value is null.
+    """
+
+    threshold: int
+    hash: str
+    rows: int
+    different: int
+    broken: int
+    first_broken: str
+    null: int
+
+
+class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplicatesModel"]):
+    """Leaves out the rows that are near one that stays. Made by ``NearDuplicates.fit``.
+
+    Attributes:
+        found: what the fit found, among it the number of broken rows.
+        keys: by which pairs are found.
+    """
+
+    def __init__(self, words: DataFrame | pa.Table, keys: Keys, found: Found) -> None:
+        super().__init__()
+        self._set_declared_defaults()
+        self._words = words
+        self._dataset: DataFrame | None = None
+        self.keys = keys
+        self.found = found
+
+    @property
+    def words(self) -> DataFrame:
+        """The different hashes.
+
+        Columns ``group`` (the value of ``within``), ``word`` (the hash), ``first`` (the smallest
+        ``keep`` of its rows), ``rows`` (how many have it) and ``dropped`` (a long whose bit t is 1
+        if threshold t drops them). After ``fit`` it is persisted.
+        """
+        if isinstance(self._words, pa.Table):
+            spark: SparkSession = require_session()
+            self._words = spark.createDataFrame(self._words)
+        return self._words
+
+    def unpersist(self) -> Self:
+        """Have Spark forget the hashes; it computes them anew if they are needed once more."""
+        self.words.unpersist()
+        return self
+
+    def write(self) -> ModelWriter:
+        """A writer: ``model.write().overwrite().save(path)``."""
+        return ModelWriter(self)
+
+    @classmethod
+    def read(cls) -> ModelReader:
+        """A reader; see ``load``."""
+        return ModelReader(_made)
+
+    @classmethod
+    def load(cls, path: str) -> Self:
+        """Load a saved model.
+
+        Raises:
+            ConfigError: there is none, or it is damaged.
+        """
+        model: Self = cls.read().load(path)
+        return model
+
+    def kept(self) -> DataFrame:
+        """The different hashes that stay: columns ``group``, ``word``, ``first`` and ``rows``."""
+        self._require_fitted()
+        stays = f"dropped & {1 << self.getThreshold()}L = 0"
+        return self.words.where(stays).drop("dropped")
+
+    def duplicates(self, dataset: DataFrame) -> DataFrame:
+        """The rows of a table that are near one that stays.
+
+        Returns:
+            Three columns: that of ``keep``, ``duplicate_of`` (the ``keep`` of the nearest row that
+            stays, the first of several) and ``distance``.
+
+        Raises:
+            ConfigError: the model was fitted with another ``hash``, or a smaller threshold.
+            DataError: a column is missing, of another type than it was, or there already.
+        """
+        self._require_fitted()
+        require_frame(dataset)
+        if dataset.isStreaming:
+            raise DataError(
+                "the DataFrame is a stream. Transform the batches that foreachBatch hands out"
+            )
+        columns, keep = require_columns(self, dataset), self.getKeep()
+        kept = self.kept()
+        for param, kind, name in (
+            ("keep", columns.first, "first"),
+            ("within", columns.group, "group"),
+        ):
+            known = kept.schema[name].dataType
+            if kind is not None and kind != known:
+                raise DataError(
+                    f"column '{getattr(self, f'get{param.capitalize()}')()}' ({param}) has type "
+                    f"{kind.simpleString()}, but it had {known.simpleString()} in the table that "
+                    "the model was fitted to. Cast it"
+                )
+        rows = hashes(dataset, self.getHash(), self.getInputCol(), self.getWithin(), keep)
+        rows = _once_each(rows, keep).where("word is not null")
+        words = rows.select("group", "word").distinct()
+        same = "a.group <=> b.group"
+        pairs = near(words, kept, self.keys, self.getThreshold(), same)
+        nearest = pairs.groupBy("a.group", "a.word").agg(
+            F.min(F.struct("distance", "b.first")).alias("nearest")
+        )
+        found = rows.alias("r").join(
+            nearest.alias("n"), F.expr("r.group <=> n.group and r.word = n.word")
+        )
+        others = found.where("not (n.nearest.distance = 0 and n.nearest.first = r.first)")
+        return others.select(
+            F.col("r.first").alias(keep),
+            F.col("n.nearest.first").alias(DUPLICATE_OF),
+            F.col("n.nearest.distance").alias(DISTANCE),
+        )
+
+    def conflicts(self) -> DataFrame:
+        """Near rows whose labels (values of ``within``) differ: one of the two may be wrong.
+
+        Of rows with one hash and label, the first stands for all.
+
+        Returns:
+            Columns ``row``, ``label``, ``other``, ``other_label`` and ``distance``.
+        """
+        self._require_fitted()
+        if self.getWithin() is None:
+            raise ConfigError("without a column 'within', rows have no labels that could differ")
+        apart = "not (a.group <=> b.group) and a.first < b.first"
+        pairs = near(self.words, self.words, self.keys, self.getThreshold(), apart)
+        names = {"a.first": "row", "a.group": "label", "b.first": "other", "b.group": "other_label"}
+        return pairs.select(*(F.col(n).alias(to) for n, to in names.items()), "distance")
+
+    @jvm_named()
+    def report(self, dataset: DataFrame | None = None) -> DuplicateReport:
+        """Say how many rows each threshold keeps, with pairs to look at and label errors.
+
+        Args:
+            dataset: the rows that the model was fitted to; a model that was loaded needs them.
+
+        Raises:
+            ConfigError: the rows are not known.
+        """
+        dataset = self._rows(dataset)
+        found, keep = self.found, self.getKeep()
+        fitted = range(self.getThreshold() + 1)
+        stay = [F.count_if(F.expr(f"dropped & {1 << t}L = 0")).alias(str(t)) for t in fitted]
+        counts = self.words.agg(*stay).first() or ()
+        rows = [count + found.broken + found.null for count in counts]
+        kept = pd.DataFrame({"threshold": fitted, "rows": rows})
+        kept["share"] = kept["rows"] / found.rows
+        pairs = examples(self.duplicates(dataset), keep)
+        conflicts, number = pd.DataFrame(), 0
+        if self.getWithin() is not None:
+            every = self.conflicts().persist()
+            number = every.count()
+            conflicts = every.orderBy("distance", "row", "other").limit(SHOWN).toPandas()
+            every.unpersist()
+        ids = [*pairs["row"], *pairs["duplicate_of"]]
+        ids += [*conflicts["row"], *conflicts["other"]] if number else []
+        values = values_of(dataset, self.getHash(), self.getInputCol(), keep, ids)
+        return DuplicateReport(self._summary(), kept, pairs, conflicts, number, values)
+
+    def _summary(self) -> str:
+        found, keys = self.found, self.keys
+        told = f"{found.rows:,} rows with {found.different:,} different hashes"
+        if found.null:
+            told += f"; {found.null:,} are null, and stay"
+        if found.broken:
+            told += f"; {found.broken:,} could not be hashed, and stay: {found.first_broken}"
+        told += f". About {keys.comparisons:.2g} pairs were compared; the fullest key, of "
+        return told + (
+            f"{keys.agreeing} of {len(keys.bands)} bands, had about {keys.fullest:.2g} hashes."
+        )
+
+    def curve(
+        self,
+        estimator: Estimator[Any],
+        held_out: DataFrame,
+        thresholds: Sequence[int],
+        evaluator: Evaluator | None = None,
+    ) -> TradeOff:
+        """Train on all rows, and on those that each threshold keeps.
+
+        Args:
+            estimator: what is trained, on the table that this model was fitted to.
+            held_out: rows that the trained models are measured on.
+            thresholds: none above the one that this model was fitted with.
+            evaluator: measures; by default accuracy on the estimator's labels and predictions.
+
+        Raises:
+            ConfigError: a threshold is too large, or the rows or the measure are not known.
+        """
+        dataset, keep = self._rows(None), self.getKeep()
+        evaluator = evaluator_for(estimator, evaluator)
+        models = [self.copy({self.threshold: threshold}) for threshold in thresholds]
+        gone = [model.duplicates(dataset).select(keep).persist() for model in models]
+        try:
+            rows = self.found.rows
+            fewer = [
+                (threshold, rows - each.count(), dataset.join(each, keep, "left_anti"))
+                for threshold, each in zip(thresholds, gone, strict=True)
+            ]
+            return measured(estimator, evaluator, held_out, [(None, rows, dataset), *fewer])
+        finally:
+            for each in gone:
+                each.unpersist()
+
+    def _rows(self, dataset: DataFrame | None) -> DataFrame:
+        known = self._dataset if dataset is None else dataset
+        if known is None:
+            raise ConfigError(
+                "a model that was loaded does not know its rows: call report(df) with those that "
+                "it was fitted to; for a curve, fit again"
+            )
+        require_frame(known, "dataset")
+        return known
+
+    @jvm_named()
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        """Called by ``transform``: the rows that stay, or all of them, marked."""
+        found = self.duplicates(dataset)
+        keep, marked = self.getKeep(), self.getMode() == "mark"
+        for name in (DUPLICATE_OF, DISTANCE) if marked else ():
+            if name.lower() in (each.lower() for each in dataset.columns):
+                raise DataError(
+                    f"the DataFrame already has a column '{name}'. Drop or rename it, or set "
+                    "mode='filter'"
+                )
+        found = found.withColumnRenamed(keep, _ROW)
+        joined = dataset.join(found, quoted(keep) == F.col(_ROW), "left" if marked else "left_anti")
+        return joined.drop(_ROW) if marked else joined
+
+    def _require_fitted(self) -> None:
+        """Raise ConfigError if the model was fitted otherwise than its Params say."""
+        found, kind, threshold = self.found, self.getHash(), self.getThreshold()
+        if kind != found.hash or threshold > found.threshold:
+            raise ConfigError(
+                f"the model was fitted with hash='{found.hash}' and threshold={found.threshold}, "
+                f"but now has hash='{kind}' and threshold={threshold}. Fit again; without it only "
+                "a smaller threshold is possible"
+            )
+
+
+def _once_each(rows: DataFrame, keep: str) -> DataFrame:
+    """The same rows; if two have one ``first``, or one has none, the query fails."""
+    said = f"column '{keep}' (keep) must be unique and without null, but is not: "
+    value = F.concat(F.lit(said), F.coalesce(F.col("first").cast("string"), F.lit("null")))
+    once = rows.groupBy("first").agg(
+        F.count("*").alias("times"), F.first("group").alias("group"), F.first("word").alias("word")
+    )
+    wrong = (F.col("times") > 1) | F.col("first").isNull()
+    checked = F.when(wrong, F.raise_error(value).cast("long")).otherwise(F.col("word"))
+    return once.select("first", "group", checked.alias("word"))
+
+
+def _made(words: pa.Table, keys: Keys, found: dict[str, Any]) -> NearDuplicatesModel:
+    if words.column_names != COLUMNS:
+        raise ValueError(f"its hashes have the columns {words.column_names!r:.200}")
+    return NearDuplicatesModel(words, keys, Found(**found))

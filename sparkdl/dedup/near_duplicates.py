@@ -1,0 +1,176 @@
+"""``NearDuplicates``: find rows that are all but equal, and keep one of them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Self
+
+import numpy as np
+import pyarrow.compute as pc
+from pyspark.ml import Estimator
+from pyspark.ml.util import MLReadable, MLWritable
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from sparkdl.dedup.bands import Keys, keys_for
+from sparkdl.dedup.columns import require_columns
+from sparkdl.dedup.hashes import cosine_transform
+from sparkdl.dedup.hashing import hashes
+from sparkdl.dedup.model import Found, NearDuplicatesModel
+from sparkdl.dedup.pairs import decided
+from sparkdl.dedup.params import DedupParams
+from sparkdl.dedup.persistence import PlainReader, PlainWriter
+from sparkdl.dedup.pictures import pillow
+from sparkdl.errors import DataError
+from sparkdl.estimator.params.declaration import constructor
+from sparkdl.spark.rows.packing import small_record_batches
+from sparkdl.spark.session.required import jvm_named, require_frame
+
+logger = logging.getLogger(__name__)
+
+SAMPLE = 20_000
+"""Words from which the keys are chosen."""
+FULL = 30_000
+"""Words that share a key, from which on the user is told."""
+
+
+@constructor()
+class NearDuplicates(
+    DedupParams, Estimator[NearDuplicatesModel], MLWritable, MLReadable["NearDuplicates"]
+):
+    """Finds rows whose images or texts are all but equal, and keeps the first of them.
+
+    Rows are near if the 64-bit hashes of their images or texts differ in at most ``threshold``
+    bits; all such pairs are found. In the order of ``keep``, each row stays that is near no row
+    that stays before it. Of three rows where only neighbours are near, the first and the third
+    stay. A row that has no hash (null, or no valid image) stays too, and is counted.
+
+    Every argument is a pyspark.ml Param with a getter and a setter. They come in groups:
+
+    Raises:
+        ConfigError: an argument is unknown or out of range.
+
+    Source: Li, Chang, Liu and McGill, CE-Dedup.
+    """
+
+    def write(self) -> PlainWriter:
+        """A writer: ``estimator.write().overwrite().save(path)``."""
+        return PlainWriter(self)
+
+    @classmethod
+    def read(cls) -> PlainReader:
+        """A reader; see ``load``."""
+        return PlainReader(cls)
+
+    @classmethod
+    def load(cls, path: str) -> Self:
+        """Load a saved estimator.
+
+        Raises:
+            ConfigError: there is none, or it is damaged.
+        """
+        estimator: Self = cls.read().load(path)
+        return estimator
+
+    @jvm_named()
+    def _fit(self, dataset: DataFrame) -> NearDuplicatesModel:
+        """Called by ``fit``: hash every row, and find the pairs."""
+        require_frame(dataset, to_end="Fit on")
+        require_columns(self, dataset)
+        kind = self.getHash()
+        if kind == "phash":
+            cosine_transform()
+        if kind not in ("simhash", "given"):
+            pillow()
+        with small_record_batches(dataset.sparkSession.sparkContext):
+            rows = hashes(dataset, kind, self.getInputCol(), self.getWithin(), self.getKeep())
+            rows = rows.persist()
+            words = (
+                rows.where("word is not null")
+                .groupBy("group", "word")
+                .agg(F.min("first").alias("first"), F.count("*").alias("rows"))
+                .persist()
+            )
+            try:
+                counts = self._counted(rows)
+                different = words.count()
+                threshold = self.getThreshold()
+                keys = _keys(words, different, threshold)
+                model = NearDuplicatesModel(
+                    decided(words, keys, threshold).persist(),
+                    keys,
+                    Found(threshold=threshold, hash=kind, different=different, **counts),
+                )
+                model.words.count()  # computed now, while the hashes are there
+            finally:
+                words.unpersist()
+                rows.unpersist()
+        model._dataset = dataset
+        return self._copyValues(model)
+
+    def _counted(self, rows: DataFrame) -> dict[str, Any]:
+        """Count the rows, and those without a hash.
+
+        Raises:
+            DataError: there are no rows, or ``keep`` is not unique, or has a null.
+        """
+        keep = self.getKeep()
+        counted = rows.agg(
+            F.count("*").alias("rows"),
+            F.count("word").alias("hashed"),
+            F.count("fault").alias("broken"),
+            F.count("first").alias("named"),
+            F.min_by(
+                F.struct("first", "fault"), F.when(F.col("fault").isNotNull(), F.col("first"))
+            ).alias("first_broken"),
+        ).first()
+        assert counted is not None
+        if not counted.rows:
+            raise DataError("the DataFrame has no rows")
+        if counted.named < counted.rows:
+            raise DataError(
+                f"column '{keep}' (keep) is null in {counted.rows - counted.named} rows. Fill it, "
+                "or name another column"
+            )
+        twice = rows.groupBy("first").count().where("count > 1").orderBy("first").first()
+        if twice is not None:
+            raise DataError(
+                f"column '{keep}' (keep) must be unique, but {twice['count']} rows have "
+                f"{twice['first']!r}. Make a column that is, for example with "
+                "F.monotonically_increasing_id(), and save the rows with it"
+            )
+        example = ""
+        if counted.broken:
+            row, fault = counted.first_broken
+            example = f"that with {keep}={row!r}: {fault}"
+            logger.warning(
+                "%d of %d rows have nothing to compare, and stay; the first is %s",
+                counted.broken,
+                counted.rows,
+                example,
+            )
+        return {
+            "rows": counted.rows,
+            "broken": counted.broken,
+            "first_broken": example,
+            "null": counted.rows - counted.hashed - counted.broken,
+        }
+
+
+def _keys(words: DataFrame, number: int, threshold: int) -> Keys:
+    """Choose keys from a sample that depends on the words alone; say if one is full."""
+    sample = words.orderBy(F.xxhash64("word"), "word", "first").limit(SAMPLE)
+    table = sample.select("group", "word").toArrow()
+    groups = pc.dictionary_encode(table["group"].combine_chunks(), null_encoding="encode").indices
+    codes = groups.to_numpy(zero_copy_only=False).astype(np.int64)
+    keys = keys_for(table["word"].to_numpy().astype(np.int64), codes, number, threshold)
+    if keys.fullest >= FULL:
+        logger.warning(
+            "about %.2g of %d different hashes agree in all bits of one key, so about %.2g pairs "
+            "are compared, which takes long. A smaller threshold, another hash, or a column for "
+            "'within' makes them fewer",
+            keys.fullest,
+            number,
+            keys.comparisons,
+        )
+    return keys

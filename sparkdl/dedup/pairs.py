@@ -1,0 +1,120 @@
+"""Near pairs of words, by plain SQL joins on their keys, and which words they leave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+
+from sparkdl.dedup.bands import Keys, signed
+from sparkdl.dedup.keep import dropped
+
+
+def near(left: DataFrame, right: DataFrame, keys: Keys, threshold: int, where: str) -> DataFrame:
+    """Pairs of a word of each side within a Hamming distance, each once.
+
+    Args:
+        left: has a column ``word``; it is ``a`` from here on.
+        right: likewise, ``b``.
+        keys: made for this threshold or a larger one.
+        threshold: the largest distance.
+        where: what else must hold of a pair, in SQL.
+
+    Returns:
+        All columns of both, and ``distance``.
+    """
+    distance = F.expr("bit_count(a.word ^ b.word)")
+    pairs = (
+        _keyed(left, keys)
+        .alias("a")
+        .join(
+            _keyed(right, keys).alias("b"),
+            F.expr(f"a.place = b.place and a.key = b.key and {where}")
+            & (distance <= threshold)
+            & _is_first_shared(keys),
+        )
+    )
+    return pairs.withColumn("distance", distance)
+
+
+def _keyed(words: DataFrame, keys: Keys) -> DataFrame:
+    """A row for each key of each word."""
+    each = [F.col("word").bitwiseAND(_long(mask)) for mask in keys.masks]
+    return words.select("*", F.posexplode(F.array(*each)).alias("place", "key"))
+
+
+def _is_first_shared(keys: Keys) -> Column:
+    """Whether no earlier key is shared too: of the bands that agree, the first ones make it."""
+    agree = F.lit(0).cast("long")
+    for index, band in enumerate(keys.bands):
+        same = F.expr(f"(a.word ^ b.word) & {signed(band)}L") == 0
+        agree = agree + F.when(same, _long(1 << index)).otherwise(_long(0))
+    chosen = [sum(1 << band for band in bands) for bands in keys.chosen]
+    up_to_last = [(2 << max(bands)) - 1 for bands in keys.chosen]
+    return agree.bitwiseAND(_at_place(up_to_last)) == _at_place(chosen)
+
+
+def _at_place(numbers: list[int]) -> Column:
+    return F.element_at(F.array(*map(_long, numbers)), F.expr("a.place + 1"))
+
+
+def _long(bits: int) -> Column:
+    return F.lit(signed(bits)).cast("long")
+
+
+def decided(words: DataFrame, keys: Keys, threshold: int) -> DataFrame:
+    """Say which words each threshold drops.
+
+    Args:
+        words: columns ``group``, ``word``, unique together, and ``first``, unique.
+        keys: made for this threshold.
+        threshold: the largest.
+
+    Returns:
+        The same with a column ``dropped``, a long whose bit t is 1 if threshold t drops the word.
+    """
+    before, same = "a.first < b.first", "a.group <=> b.group and a.word < b.word"
+    pairs = near(words, words, keys, threshold, same).select(
+        F.col("a.group").alias("group"),
+        F.expr(f"if({before}, a.word, b.word)").alias("earlier"),
+        F.expr(f"if({before}, b.word, a.word)").alias("later"),
+        F.expr(f"if({before}, b.first, a.first)").alias("order"),
+        "distance",
+    )
+    sorted_pairs = pairs.repartition("group").sortWithinPartitions("group", "order")
+    kind = words.schema["group"]
+    schema = T.StructType(
+        [kind, T.StructField("word", T.LongType()), T.StructField("dropped", T.LongType())]
+    )
+    found = sorted_pairs.drop("order").mapInArrow(partial(_decide, threshold), schema)
+    joined = words.alias("w").join(
+        found.alias("f"), F.expr("w.group <=> f.group and w.word = f.word"), "left"
+    )
+    return joined.select("w.*", F.expr("coalesce(f.dropped, 0L)").alias("dropped"))
+
+
+def _decide(threshold: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Decide for each group of a partition, whose pairs follow each other."""
+    received = [batch for batch in batches if batch.num_rows]
+    if not received:
+        return
+    pairs = pa.Table.from_batches(received)
+    del received
+    groups = pairs["group"].combine_chunks()
+    codes = pc.dictionary_encode(groups, null_encoding="encode").indices.to_numpy()
+    earlier, later, distance = (pairs[n].to_numpy() for n in ("earlier", "later", "distance"))
+    changes = np.flatnonzero(codes[1:] != codes[:-1]) + 1
+    for start, end in pairwise([0, *changes.tolist(), len(codes)]):
+        one = slice(start, end)
+        words, bits = dropped(earlier[one], later[one], distance[one], threshold)
+        group = groups.take(pa.array(np.full(len(words), start)))
+        yield pa.RecordBatch.from_arrays(
+            [group, pa.array(words), pa.array(bits)], ["group", "word", "dropped"]
+        )

@@ -1,0 +1,64 @@
+"""Pictures that are nearly equal, and what is kept of them by comparing every pair."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Hashable, Sequence
+from functools import cache
+from typing import Any
+
+import imagehash
+import numpy as np
+from PIL import Image
+from sklearn.datasets import load_digits
+
+IMAGEHASH = {
+    "ahash": imagehash.average_hash,
+    "dhash": imagehash.dhash,
+    "phash": imagehash.phash,
+    "whash": imagehash.whash,
+}
+
+
+def png(image: Image.Image, **options: Any) -> bytes:
+    return encoded(image, "PNG", **options)
+
+
+def encoded(image: Image.Image, form: str, **options: Any) -> bytes:
+    target = io.BytesIO()
+    image.save(target, form, **options)
+    return target.getvalue()
+
+
+def word(image: Image.Image, kind: str) -> int:
+    """The hash of the imagehash package, as a signed number."""
+    bits = int(str(IMAGEHASH[kind](image)), 16)
+    return bits - 2**64 if bits >= 2**63 else bits
+
+
+@cache
+def digits(number: int) -> tuple[list[np.ndarray], list[int]]:
+    """Handwritten digits of 32 x 32 grey pixels and their labels; a quarter are near copies."""
+    source, random = load_digits(), np.random.default_rng(7)
+    originals = number - number // 4
+    chosen = np.concatenate([np.arange(originals), random.integers(originals, size=number // 4)])
+    images = []
+    for place, index in enumerate(chosen.tolist()):
+        image = Image.fromarray((source.images[index] * 15.9).astype(np.uint8))
+        pixels = np.asarray(image.resize((32, 32), Image.Resampling.BILINEAR)).astype(int)
+        if place >= originals:
+            pixels = pixels + random.integers(-12, 13, pixels.shape)
+        images.append(pixels.clip(0, 255).astype(np.uint8))
+    return images, source.target[chosen].tolist()
+
+
+def kept_of_all_pairs(
+    words: Sequence[int], groups: Sequence[Hashable], threshold: int
+) -> list[int]:
+    """Which rows, in their order, are within a distance of no earlier kept one of their group."""
+    kept: dict[Hashable, list[int]] = {}
+    for row, (each, group) in enumerate(zip(words, groups, strict=True)):
+        others = np.array([words[k] for k in kept.get(group, [])], dtype=np.int64)
+        if not (np.bitwise_count(others ^ np.int64(each)) <= threshold).any():
+            kept.setdefault(group, []).append(row)
+    return sorted(row for rows in kept.values() for row in rows)

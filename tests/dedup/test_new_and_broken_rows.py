@@ -1,0 +1,162 @@
+"""Tables that the model was not fitted to, rows without a hash, label errors, and what is said."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from near_rows import digits, png
+from PIL import Image
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from sparkdl import NearDuplicates, NearDuplicatesModel
+from sparkdl.dedup import near_duplicates
+from sparkdl.errors import ConfigError
+
+WHITE = png(Image.new("L", (40, 30), 255))
+
+
+def ids(frame: DataFrame) -> list[int]:
+    return sorted(row.id for row in frame.select("id").collect())
+
+
+def images(spark: SparkSession, *files: bytes | None) -> DataFrame:
+    rows = {"id": pa.array(range(len(files)), pa.int64()), "image": pa.array(files, pa.binary())}
+    return spark.createDataFrame(pa.table(rows))
+
+
+@pytest.fixture(scope="module")
+def pictures() -> list[bytes]:
+    return [png(Image.fromarray(pixels)) for pixels in digits(40)[0][:6]]
+
+
+def test_rows_without_a_hash_stay_and_are_counted(
+    spark: SparkSession, pictures: list[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    frame = images(spark, pictures[0], None, pictures[0], b"no image", pictures[1], b"", None)
+    with caplog.at_level(logging.WARNING):
+        model = NearDuplicates(within=None).fit(frame)
+    assert ids(model.transform(frame)) == [0, 1, 3, 4, 5, 6]
+    found = model.found
+    assert (found.rows, found.different, found.broken, found.null) == (7, 2, 2, 2)
+    (said,) = [each for each in caplog.messages if "nothing to compare" in each]
+    assert "2 of 7 rows" in said
+    assert "that with id=3: ValueError: it is not one of BMP" in said
+    report = model.report()
+    assert list(report.kept["rows"]) == [6] * 5
+    assert "2 could not be hashed, and stay: that with id=3" in report.summary
+
+
+def test_of_a_new_table_the_rows_stay_that_are_near_no_kept_one(
+    spark: SparkSession, pictures: list[bytes]
+) -> None:
+    old = images(spark, *pictures[:3])
+    model = NearDuplicates(within=None).fit(old)
+    new = images(spark, WHITE, pictures[4], pictures[1], pictures[4], b"broken", pictures[5])
+    new = new.withColumn("id", F.col("id") + 100)
+    assert ids(model.transform(new)) == [100, 101, 103, 104, 105]
+    assert ids(model.transform(new.unionByName(old))) == [0, 1, 2, 100, 101, 103, 104, 105]
+    grown = model.transform(new).unionByName(old)
+    assert ids(NearDuplicates(within=None).fit(grown).transform(grown)) == [
+        *(0, 1, 2, 100, 101),
+        *(104, 105),
+    ]
+
+
+def test_a_new_row_with_the_number_of_a_kept_one_and_its_hash_is_that_row(
+    spark: SparkSession, pictures: list[bytes]
+) -> None:
+    model = NearDuplicates(within=None).fit(images(spark, *pictures[:3]))
+    assert ids(model.transform(images(spark, *pictures[:3]))) == [0, 1, 2]
+    assert ids(model.transform(images(spark, pictures[1], pictures[1]))) == [1]
+
+
+def test_images_of_sparks_own_source_are_taken(
+    spark: SparkSession, pictures: list[bytes], tmp_path: Path
+) -> None:
+    for name, file in zip("abc", [pictures[0], pictures[1], pictures[0]], strict=True):
+        (tmp_path / f"{name}.png").write_bytes(file)
+    (tmp_path / "d.png").write_bytes(b"broken")
+    structs = spark.read.format("image").load(tmp_path.as_uri())
+    frame = structs.withColumn("id", F.substring_index("image.origin", "/", -1))
+    model = NearDuplicates(within=None).fit(frame)
+    assert sorted(row.id for row in model.transform(frame).collect()) == [
+        *("a.png", "b.png"),
+        "d.png",
+    ]
+    files = spark.read.format("binaryFile").load(tmp_path.as_uri())
+    by_path = NearDuplicates(inputCol="content", keep="path", within=None).fit(files)
+    kept = [row.path[-5:] for row in by_path.transform(files).orderBy("path").collect()]
+    assert kept == ["a.png", "b.png", "d.png"]
+
+
+def test_labels_that_differ_keep_near_rows_and_are_reported(
+    spark: SparkSession, pictures: list[bytes], tmp_path: Path
+) -> None:
+    frame = images(spark, *pictures[:2], *pictures[:2], pictures[0])
+    labels = F.element_at(
+        F.array(*map(F.lit, ["one", "two", "three", "two", None])), F.col("id") + 1
+    )
+    frame = frame.withColumn("label", labels.cast("string")).withColumn("id", F.col("id") + 10)
+    model = NearDuplicates().fit(frame)
+    assert ids(model.transform(frame)) == [10, 11, 12, 14]
+    found = sorted(tuple(row) for row in model.conflicts().collect())
+    assert found == [
+        (10, "one", 12, "three", 0),
+        (10, "one", 14, None, 0),
+        (12, "three", 14, None, 0),
+    ]
+    report = model.report()
+    assert report.num_conflicts == 3
+    assert list(report.pairs.itertuples(index=False, name=None)) == [(13, 11, 0)]
+    assert set(report.values) == {10, 11, 12, 13, 14}
+    path = tmp_path / "report.html"
+    report.save(path)
+    page = path.read_text()
+    assert page.count("data:image/png;base64,") == 2 + 6
+    assert "3 near pairs with different labels" in page
+    assert page.split("<table")[1:] == report._repr_html_().split("<table")[1:]
+    everything = NearDuplicates(within=None).fit(frame)
+    assert ids(everything.transform(frame)) == [10, 11]
+    with pytest.raises(ConfigError, match="no labels that could differ"):
+        everything.conflicts()
+
+
+def test_texts_are_compared_by_simhash(spark: SparkSession) -> None:
+    line = "Every executor holds a full replica of the model, and the driver averages it"
+    texts = [line, f"{line.upper()}!", "Something else, of which nobody has ever heard before", "?"]
+    frame = spark.createDataFrame(pa.table({"id": range(4), "text": texts}))
+    model = NearDuplicates(inputCol="text", hash="simhash", within=None).fit(frame)
+    assert ids(model.transform(frame)) == [0, 2, 3]
+    report = model.report()
+    assert report.values == {0: texts[0], 1: texts[1]}
+    assert texts[1] in report.to_html()
+
+
+def test_a_key_that_too_many_words_share_is_said(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(near_duplicates, "FULL", 1_500)
+    frame = spark.range(2_000).select("id", F.col("id").alias("image"))
+    with caplog.at_level(logging.WARNING):
+        NearDuplicates(hash="given", threshold=12, within=None).fit(frame)
+        (said,) = [each for each in caplog.messages if "one key" in each]
+        assert "about 2e+03 of 2000 different hashes agree" in said
+        caplog.clear()
+        NearDuplicates(hash="given", threshold=1, within=None).fit(frame)
+    assert not [each for each in caplog.messages if "one key" in each]
+
+
+def test_a_report_has_pairs_of_each_distance_and_counts_of_each_threshold(
+    table: DataFrame,
+) -> None:
+    model: NearDuplicatesModel = NearDuplicates(threshold=6).fit(table)
+    report = model.report()
+    assert len(report.pairs) == 20
+    assert set(report.pairs["distance"]) == set(range(7))
+    kept = [model.copy({model.threshold: t}).kept().count() for t in range(7)]
+    assert list(report.kept["rows"]) == kept
+    assert kept[0] > kept[-1]
