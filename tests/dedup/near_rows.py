@@ -52,13 +52,18 @@ def digits(number: int) -> tuple[list[np.ndarray], list[int]]:
     return images, source.target[chosen].tolist()
 
 
+def bits_apart(first: Any, second: Any) -> np.ndarray:
+    """Of signed words: numpy counts the bits of a negative number's absolute value."""
+    different = np.asarray(first, dtype=np.int64) ^ np.asarray(second, dtype=np.int64)
+    return np.bitwise_count(different.view(np.uint64)).astype(np.int64)
+
+
 def kept_of_all_pairs(
     words: Sequence[int], groups: Sequence[Hashable], threshold: int
 ) -> list[int]:
     """Which rows, in their order, are within a distance of no earlier kept one of their group."""
     kept: dict[Hashable, list[int]] = {}
     for row, (each, group) in enumerate(zip(words, groups, strict=True)):
-        others = np.array([words[k] for k in kept.get(group, [])], dtype=np.int64)
-        if not (np.bitwise_count(others ^ np.int64(each)) <= threshold).any():
+        if not (bits_apart([words[k] for k in kept.get(group, [])], each) <= threshold).any():
             kept.setdefault(group, []).append(row)
     return sorted(row for rows in kept.values() for row in rows)

@@ -7,7 +7,7 @@ import io
 import numpy as np
 import pyarrow as pa
 from every_row import every
-from near_rows import IMAGEHASH, digits, encoded, png, word
+from near_rows import IMAGEHASH, bits_apart, digits, encoded, png, word
 from PIL import Image
 
 from sparkdl.dedup.hashing import hash_rows
@@ -18,10 +18,6 @@ KINDS = list(IMAGEHASH)
 def hashes(kind: str, files: list[bytes]) -> list[int | None]:
     words, _ = hash_rows(kind, pa.array(files, pa.binary()))
     return words.to_pylist()
-
-
-def bits_apart(first: list[int | None], second: list[int | None]) -> np.ndarray:
-    return np.bitwise_count(np.array(first, np.int64) ^ np.array(second, np.int64))
 
 
 def natural(seed: int, size: tuple[int, int]) -> Image.Image:

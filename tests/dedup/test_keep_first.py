@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from near_rows import kept_of_all_pairs
+from near_rows import bits_apart, kept_of_all_pairs
 
 from sparkdl.dedup.keep import dropped
 
 
 def kept(words: np.ndarray, threshold: int) -> list[list[int]]:
     """Which rows each threshold from 1 keeps, of different words in their order."""
-    distance = np.bitwise_count(words[:, None] ^ words[None, :]).astype(np.int64)
+    distance = bits_apart(words[:, None], words[None, :])
     later, earlier = np.nonzero(np.tril(distance <= threshold, -1))  # sorted by the later one
     found, bits = dropped(words[earlier], words[later], distance[later, earlier], threshold)
     by_word = dict(zip(found.tolist(), bits.tolist(), strict=True))
@@ -22,7 +22,7 @@ def kept(words: np.ndarray, threshold: int) -> list[list[int]]:
     ]
 
 
-@given(st.lists(st.integers(0, 255), unique=True, max_size=60), st.integers(1, 4))
+@given(st.lists(st.integers(-128, 127), unique=True, max_size=60), st.integers(1, 4))
 def test_it_is_what_comparing_every_pair_keeps(words: list[int], threshold: int) -> None:
     wanted = [kept_of_all_pairs(words, [0] * len(words), t) for t in range(1, threshold + 1)]
     assert kept(np.array(words, dtype=np.int64), threshold) == wanted

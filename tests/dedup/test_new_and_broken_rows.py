@@ -50,6 +50,7 @@ def test_rows_without_a_hash_stay_and_are_counted(
     assert "2 could not be hashed, and stay: that with id=3" in report.summary
 
 
+@pytest.mark.slow
 def test_of_a_new_table_the_rows_stay_that_are_near_no_kept_one(
     spark: SparkSession, pictures: list[bytes]
 ) -> None:
@@ -66,6 +67,7 @@ def test_of_a_new_table_the_rows_stay_that_are_near_no_kept_one(
     ]
 
 
+@pytest.mark.slow
 def test_a_new_row_with_the_number_of_a_kept_one_and_its_hash_is_that_row(
     spark: SparkSession, pictures: list[bytes]
 ) -> None:
@@ -74,6 +76,7 @@ def test_a_new_row_with_the_number_of_a_kept_one_and_its_hash_is_that_row(
     assert ids(model.transform(images(spark, pictures[1], pictures[1]))) == [1]
 
 
+@pytest.mark.slow
 def test_images_of_sparks_own_source_are_taken(
     spark: SparkSession, pictures: list[bytes], tmp_path: Path
 ) -> None:
@@ -93,14 +96,13 @@ def test_images_of_sparks_own_source_are_taken(
     assert kept == ["a.png", "b.png", "d.png"]
 
 
+@pytest.mark.slow
 def test_labels_that_differ_keep_near_rows_and_are_reported(
     spark: SparkSession, pictures: list[bytes], tmp_path: Path
 ) -> None:
     frame = images(spark, *pictures[:2], *pictures[:2], pictures[0])
-    labels = F.element_at(
-        F.array(*map(F.lit, ["one", "two", "three", "two", None])), F.col("id") + 1
-    )
-    frame = frame.withColumn("label", labels.cast("string")).withColumn("id", F.col("id") + 10)
+    labels = F.expr("split('one two three two', ' ')[cast(id as int)]")
+    frame = frame.withColumn("label", labels).withColumn("id", F.col("id") + 10)
     model = NearDuplicates().fit(frame)
     assert ids(model.transform(frame)) == [10, 11, 12, 14]
     found = sorted(tuple(row) for row in model.conflicts().collect())
@@ -125,6 +127,7 @@ def test_labels_that_differ_keep_near_rows_and_are_reported(
         everything.conflicts()
 
 
+@pytest.mark.slow
 def test_texts_are_compared_by_simhash(spark: SparkSession) -> None:
     line = "Every executor holds a full replica of the model, and the driver averages it"
     texts = [line, f"{line.upper()}!", "Something else, of which nobody has ever heard before", "?"]
@@ -136,6 +139,7 @@ def test_texts_are_compared_by_simhash(spark: SparkSession) -> None:
     assert texts[1] in report.to_html()
 
 
+@pytest.mark.slow
 def test_a_key_that_too_many_words_share_is_said(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -150,6 +154,7 @@ def test_a_key_that_too_many_words_share_is_said(
     assert not [each for each in caplog.messages if "one key" in each]
 
 
+@pytest.mark.slow
 def test_a_report_has_pairs_of_each_distance_and_counts_of_each_threshold(
     table: DataFrame,
 ) -> None:

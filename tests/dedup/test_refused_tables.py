@@ -85,7 +85,7 @@ def test_what_a_model_does_not_know(rows: DataFrame, spark: SparkSession) -> Non
         model.transform(rows, {model.hash: "dhash"})
     with pytest.raises(DataError, match=r"'id' \(keep\) has type string, but it had bigint"):
         model.transform(rows.withColumn("id", F.col("id").cast("string")))
-    with pytest.raises(DataError, match="already has a column 'Distance'"):
+    with pytest.raises(DataError, match="already has a column 'distance'"):
         model.transform(rows.withColumn("Distance", F.lit(1)), {model.mode: "mark"})
     stream = spark.readStream.format("rate").load()
     with pytest.raises(DataError, match="foreachBatch"):

@@ -30,6 +30,7 @@ def model(table: DataFrame) -> NearDuplicatesModel:
     return NearDuplicates(threshold=LARGEST).fit(table)
 
 
+@pytest.mark.slow
 def test_every_threshold_keeps_what_a_comparison_of_all_pairs_keeps(
     model: NearDuplicatesModel,
 ) -> None:
@@ -133,6 +134,7 @@ def test_a_hundred_thousand_equal_rows_are_one_hash(spark: SparkSession) -> None
     assert model.keys.comparisons == 0
 
 
+@pytest.mark.slow
 @every(
     "kind, values",
     [
