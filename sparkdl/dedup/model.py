@@ -37,6 +37,7 @@ class Found:
     Attributes:
         threshold: the largest that the model knows.
         hash: which one it used.
+        grouped: whether it had a column ``within``.
         rows: all rows.
         different: hashes, by the value of ``within``.
         broken: rows whose value could not be hashed.
@@ -46,6 +47,7 @@ class Found:
 
     threshold: int
     hash: str
+    grouped: bool
     rows: int
     different: int
     broken: int
@@ -284,6 +286,11 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
                 f"the model was fitted with hash='{found.hash}' and threshold={found.threshold}, "
                 f"but now has hash='{kind}' and threshold={threshold}. Fit again; without it only "
                 "a smaller threshold is possible"
+            )
+        if (self.getWithin() is not None) != found.grouped:
+            raise ConfigError(
+                f"the model was fitted {'with' if found.grouped else 'without'} a column 'within', "
+                f"but now has within={self.getWithin()!r}. Fit again"
             )
 
 

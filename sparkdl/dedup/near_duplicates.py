@@ -99,7 +99,13 @@ class NearDuplicates(
                 model = NearDuplicatesModel(
                     decided(words, keys, threshold).persist(),
                     keys,
-                    Found(threshold=threshold, hash=kind, different=different, **counts),
+                    Found(
+                        threshold=threshold,
+                        hash=kind,
+                        grouped=self.getWithin() is not None,
+                        different=different,
+                        **counts,
+                    ),
                 )
                 model.words.count()  # computed now, while the hashes are there
             finally:

@@ -101,7 +101,7 @@ def test_labels_that_differ_keep_near_rows_and_are_reported(
     spark: SparkSession, pictures: list[bytes], tmp_path: Path
 ) -> None:
     frame = images(spark, *pictures[:2], *pictures[:2], pictures[0])
-    labels = F.expr("split('one two three two', ' ')[cast(id as int)]")
+    labels = F.expr("get(split('one two three two', ' '), cast(id as int))")
     frame = frame.withColumn("label", labels).withColumn("id", F.col("id") + 10)
     model = NearDuplicates().fit(frame)
     assert ids(model.transform(frame)) == [10, 11, 12, 14]

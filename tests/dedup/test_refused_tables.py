@@ -83,6 +83,8 @@ def test_what_a_model_does_not_know(rows: DataFrame, spark: SparkSession) -> Non
         model.transform(rows, {model.threshold: 3})
     with pytest.raises(ConfigError, match="Fit again"):
         model.transform(rows, {model.hash: "dhash"})
+    with pytest.raises(ConfigError, match="fitted with a column 'within', but now has within=None"):
+        model.transform(rows, {model.within: None})
     with pytest.raises(DataError, match=r"'id' \(keep\) has type string, but it had bigint"):
         model.transform(rows.withColumn("id", F.col("id").cast("string")))
     with pytest.raises(DataError, match="already has a column 'distance'"):

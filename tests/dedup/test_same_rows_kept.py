@@ -87,7 +87,7 @@ def given(spark: SparkSession, words: list[int | None], **columns: list[object])
 @pytest.mark.slow
 def test_random_tables_of_close_words(spark: SparkSession) -> None:
     """Words of 12 bits, of which nearly all have neighbours, in a few groups and null."""
-    for seed in range(4):
+    for seed in range(2):
         random = np.random.default_rng(seed)
         places = random.choice(64, 12, replace=False)
         small = random.integers(0, 2**12, 300)
@@ -97,8 +97,9 @@ def test_random_tables_of_close_words(spark: SparkSession) -> None:
         frame = given(spark, words, label=labels).repartition(1 + seed)
         model = NearDuplicates(hash="given", threshold=4).fit(frame)
         for threshold in range(5):
-            kept = ids(model.copy({model.threshold: threshold}).transform(frame))
+            kept = ids(model.copy({model.threshold: threshold}).kept(), "first")
             assert kept == kept_of_all_pairs(words, labels, threshold), (seed, threshold)
+        assert ids(model.transform(frame)) == kept
         model.unpersist()
 
 
