@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
-from sparkdl.encodings import IMAGE, PIXELS
-from sparkdl.encodings.images import FORMATS
+from sparkdl.encodings import PIXELS
+from sparkdl.encodings.images import converted, opened
 from sparkdl.encodings.pixels import OPENCV_MODES
 from sparkdl.errors import SetupError
 from sparkdl.user_code.tracebacks import message_of
 
 MOST_PIXELS = 10**8
 """Of an image that is decoded; a file of a few bytes may announce any number."""
-_ORIENTATION = 0x0112
-"""The tag of EXIF that says how a camera was held."""
 _RAW_ORDERS = {1: ("L", "L"), 3: ("RGB", "BGR"), 4: ("RGBA", "BGRA")}
 """Pillow's mode and its name of the order of bytes in Spark's image struct, by channels."""
 
@@ -43,19 +39,6 @@ def grey_images(rows: pa.Array) -> Iterator[Any]:
     else:
         for each in rows:
             yield _attempt(_of_file, library, each.as_buffer()) if each.is_valid else None
-
-
-def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """An image as it was seen: the first two axes turned and mirrored.
-
-    Args:
-        pixels: shape (height, width, ...).
-        orientation: EXIF's, 1 to 8; another number changes nothing.
-    """
-    if orientation in (5, 6, 7, 8):
-        pixels = pixels.swapaxes(0, 1)
-    down, across = orientation in (3, 4, 7, 8), orientation in (2, 3, 6, 7)
-    return pixels[:: -1 if down else 1, :: -1 if across else 1]
 
 
 def pillow() -> Any:
@@ -85,22 +68,16 @@ def _attempt(decode: Callable[[Any, Any], Any], library: Any, row: Any) -> Any:
 
 
 def _of_file(library: Any, octets: pa.Buffer) -> Any:
+    from PIL import ImageOps
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", library.DecompressionBombWarning)
-        try:
-            with library.open(io.BytesIO(octets), formats=FORMATS) as image:
-                width, height = image.size
-                orientation = image.getexif().get(_ORIENTATION, 1)
-        except library.UnidentifiedImageError as error:
-            raise ValueError(f"it is not one of {', '.join(FORMATS)}, or it is damaged") from error
+        image = opened(library, octets, MOST_PIXELS)
+    width, height = image.size
     if width * height > MOST_PIXELS:
         raise ValueError(f"it has {height} x {width} pixels, more than {MOST_PIXELS:,}")
-    encoded = pa.array([octets.to_pybytes()], pa.large_binary())
-    decoded, broken = IMAGE.decode(encoded, (1, height, width), cast("Any", None))
-    if broken is not None:
-        raise ValueError(broken.reason)
-    pixels = decoded.flatten().to_numpy().reshape(height, width)
-    return library.fromarray(np.ascontiguousarray(upright(pixels, orientation)))
+    image.load()
+    return ImageOps.exif_transpose(converted(library, image, "L"))
 
 
 def _of_struct(library: Any, row: dict[str, pa.Scalar]) -> Any:
