@@ -199,5 +199,7 @@ class TorchModel(FittedModel, ChosenOutputs):
         names = [each.name for each in self._features]
         key = self.output_keys().get(self.getPredictionCol())
         predictor = self._predictor((), names, spark)
-        model = PatchModel.of(self.module, predictor, self._features[0], key)
-        return transform_volume(spark, model, source, target, options, progress=progress)
+        model = PatchModel(predictor, self._features[0], key)
+        return transform_volume(
+            spark, self.module, model, source, target, options, progress=progress
+        )

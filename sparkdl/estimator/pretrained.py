@@ -19,7 +19,7 @@ from sparkdl.outputs import Widths, described, form_of, pick, widths_of
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 from sparkdl.replica import forward
-from sparkdl.replica.buffers import ModuleState
+from sparkdl.replica.buffers import left_as_it_was
 from sparkdl.replica.initial import has_lazy_parameters
 from sparkdl.spark.rows.column_overrides import ColumnOverrides
 from sparkdl.spark.rows.image_columns import ImageColumns
@@ -150,27 +150,14 @@ def output_widths(
         )
     rows = torch.arange(_ROWS)
     columns = {name: tensor[rows % len(tensor)] for name, tensor in features.items()}
-    modes = {each: each.training for each in module.modules()}
     # Lazy layers stay as the example has initialized them.
-    state = None if has_lazy_parameters(module) else ModuleState(module)
-    held = [] if state is None else [_kept(tensor) for tensor in state.tensors]
-    try:
+    with left_as_it_was(module, values=not has_lazy_parameters(module)):
         _to_evaluation(module)
         widths = _widths(module, columns, specs, 0, by_name, as_kwargs)
         if any(spec.padding is not None for spec in specs):
             shorter = _widths(module, columns, specs, 1, by_name, as_kwargs)
             require_any_length(widths, shorter, list(widths))
-    finally:
-        for each, training in modes.items():
-            each.training = training
-        if state is not None:
-            state.put_back(lambda: held)
     return widths
-
-
-def _kept(tensor: Tensor) -> Tensor:
-    """A copy, except of a parameter, which may be large and which forward does not write to."""
-    return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
 
 def _to_evaluation(module: nn.Module) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -141,6 +142,32 @@ class ModuleState:
                 if _version(tensor) != version or not torch.equal(tensor, held.to(tensor)):
                     tensor.copy_(held)
         self._versions = [_version(tensor) for tensor in self.tensors]
+
+
+@contextmanager
+def left_as_it_was(module: nn.Module, *, values: bool = True) -> Iterator[None]:
+    """Let a module run on the CPU within the context, and put back what that changes.
+
+    Args:
+        module: any.
+        values: whether that includes its attributes and buffers, not only training or evaluation
+            mode.
+    """
+    modes = {each: each.training for each in module.modules()}
+    state = ModuleState(module) if values else None
+    held = [] if state is None else [_kept(tensor) for tensor in state.tensors]
+    try:
+        yield
+    finally:
+        for each, training in modes.items():
+            each.training = training
+        if state is not None:
+            state.put_back(lambda: held)
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """A copy, except of a parameter, which may be large and which forward does not write to."""
+    return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:

@@ -15,8 +15,8 @@ from sparkdl.errors import ConfigError, ModelError
 from sparkdl.outputs import OutputKey, described, pick
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import ColumnSpec
+from sparkdl.replica.buffers import left_as_it_was
 from sparkdl.spark.inference.predictor import Predictor, Running
-from sparkdl.spark.inference.shared_model import unpickled
 from sparkdl.volumes.grid import Sizes
 from sparkdl.volumes.store import Volume
 
@@ -64,30 +64,25 @@ class Network:
         return found
 
 
+def identity_of(module: nn.Module) -> str:
+    """What a module is, the same in every process: its class, and a digest of all that it is."""
+    parts = json.dumps(describe(module)["parts"], sort_keys=True)
+    return f"{type(module).__name__} {hashlib.sha256(parts.encode()).hexdigest()[:16]}"
+
+
 @dataclass(frozen=True)
 class PatchModel:
     """A model that is to predict patches.
 
     Attributes:
-        identity: what it is, the same in every process: its class and a digest of all it is.
-        predictor: the same, as it is sent to the executors; its output columns are ignored.
+        predictor: as it is sent to the executors; its output columns are ignored.
         spec: the tensor that it takes.
         key: which of its outputs is taken; None for the only one.
     """
 
-    identity: str
     predictor: Predictor
     spec: ColumnSpec
     key: OutputKey | None
-
-    @classmethod
-    def of(
-        cls, module: nn.Module, predictor: Predictor, spec: ColumnSpec, key: OutputKey | None
-    ) -> PatchModel:
-        """The model of a module as it is now."""
-        parts = json.dumps(describe(module)["parts"], sort_keys=True)
-        digest = hashlib.sha256(parts.encode()).hexdigest()[:16]
-        return cls(f"{type(module).__name__} {digest}", predictor, spec, key)
 
     def at_once(self, patches: int) -> PatchModel:
         """The same, which takes so many patches at once, but not more than it takes rows."""
@@ -111,10 +106,11 @@ class PatchModel:
         if volume.dtype.kind not in "biufV" or volume.dtype.names:
             raise ConfigError(f"{volume.url} holds {volume.dtype}, but a model takes real numbers")
 
-    def try_patch(self, patch: np.ndarray) -> tuple[int, Sizes]:
-        """Have a copy of the model predict a patch here, on the CPU.
+    def try_patch(self, module: nn.Module, patch: np.ndarray) -> tuple[int, Sizes]:
+        """Predict a patch here, on the CPU.
 
         Args:
+            module: the model; it stays as it is.
             patch: shape (channels, *sizes).
 
         Returns:
@@ -125,8 +121,13 @@ class PatchModel:
         """
         predictor = self.predictor
         here = replace(predictor, prediction=replace(predictor.prediction, dtype=None))
-        module = unpickled(predictor.model, predictor.settings).eval()
-        with borrowed_random_numbers(), predictor.settings.hold(), torch.no_grad():
+        with (
+            left_as_it_was(module),
+            borrowed_random_numbers(),
+            predictor.settings.hold(),
+            torch.no_grad(),
+        ):
+            module.eval()
             found = Network(Running(here, module, "cpu"), self.spec, self.key)(patch[None])[0]
         sizes = tuple(found.shape[1:])
         cut = [n - k for n, k in zip(patch.shape[1:], sizes, strict=True)]

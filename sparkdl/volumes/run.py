@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 from pyspark import Accumulator
 from pyspark.sql import SparkSession
+from torch import nn
 from tqdm.auto import tqdm
 
 from sparkdl.errors import ConfigError
@@ -31,7 +32,7 @@ from sparkdl.volumes.grid import (
     default_blocks,
     require_chunk,
 )
-from sparkdl.volumes.network import Network, PatchModel
+from sparkdl.volumes.network import Network, PatchModel, identity_of
 from sparkdl.volumes.options import VolumeOptions
 from sparkdl.volumes.records import Records, digest_of
 from sparkdl.volumes.store import Place, Volume, created
@@ -132,6 +133,7 @@ class ChunkTask:
 
 def transform_volume(
     spark: SparkSession,
+    module: nn.Module,
     model: PatchModel,
     source: Place,
     target: Place,
@@ -143,7 +145,8 @@ def transform_volume(
 
     Args:
         spark: the session.
-        model: what predicts the patches.
+        module: what predicts the patches, as it is in the driver.
+        model: the same, as it is sent to the executors.
         source: the input.
         target: the output.
         options: how.
@@ -155,7 +158,7 @@ def transform_volume(
     middle = [max(0, (n - p) // 2) for n, p in zip(read.shape, options.patch, strict=True)]
     wanted = tuple((low, low + p) for low, p in zip(middle, options.patch, strict=True))
     sample = reading(read, read.shape, wanted)()
-    outputs, cut = model.try_patch(sample)
+    outputs, cut = model.try_patch(module, sample)
     crop = options.crop or cut
     if any(asked < least for asked, least in zip(crop, cut, strict=True)):
         raise ConfigError(
@@ -171,7 +174,7 @@ def transform_volume(
     records = Records(target)
     job = records.claim(
         {
-            "model": model.identity,
+            "model": identity_of(module),
             "output": model.key,
             "precision": str(model.predictor.prediction.dtype),
             "input": f"{read.url} {read.shape} {read.channels} {read.dtype}",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -70,8 +71,10 @@ def said(what: str, place: Place) -> Iterator[None]:
         if isinstance(error, SparkDLError):
             raise
         told = re.split(r" \[(?:tensorstore_spec|source locations)=", str(error))[0]
-        told = told or f"no answer in {OPENING_S:.0f} s"
-        raise DataError(f"{shown(place)} cannot be {what}: {without_credentials(told)}") from error
+        told = without_credentials(told) or f"no answer in {OPENING_S:.0f} s"
+        raise DataError(
+            f"{shown(place)} cannot be {what} (on {socket.gethostname()}): {told}"
+        ) from error
 
 
 def shown(place: Place) -> str:
@@ -188,20 +191,34 @@ class Volume:
     def read(self, bounds: Bounds) -> Future:
         """Begin to read, shape (channels, *sizes)."""
         part = self._part(bounds)
-        future: Future = (part if self.channels else part[None]).read()
-        return future
+        return _Said("read", self.url, (part if self.channels else part[None]).read())
 
     def write(self, bounds: Bounds, values: Tensor) -> Future:
         """Begin to write, shape (channels, *sizes); done when the values are durable."""
         array = (values if self.channels else values[0]).numpy().astype(self.dtype, copy=False)
         # Not by reference: tensorstore 0.1.86 then takes some blocks for ones of fill values.
-        future: Future = self._part(bounds).write(array)
-        return future
+        return _Said("written", self.url, self._part(bounds).write(array))
 
     def _part(self, bounds: Bounds) -> Any:
         place = tuple(slice(*each) for each in bounds)
         part = self._view[(slice(None), *place) if self.channels else place]
         return part[tensorstore().d[:].translate_to[0]]
+
+
+class _Said:
+    """A future of tensorstore's whose failure is said in words."""
+
+    def __init__(self, what: str, place: Place, future: Future) -> None:
+        self._what, self._place, self._future = what, place, future
+
+    def result(self) -> Any:
+        """Wait for it.
+
+        Raises:
+            DataError: it failed.
+        """
+        with said(self._what, self._place):
+            return self._future.result()
 
 
 def created(place: Place, source: Volume, outputs: int, *, labels: bool, blocks: Sizes) -> Volume:

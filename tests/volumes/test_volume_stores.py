@@ -243,8 +243,12 @@ def test_too_many_labels_for_the_dtype_that_was_asked_for_are_refused(tmp_path: 
 @every(
     ("place", "error", "text"),
     [
-        ("nowhere", DataError, "nowhere cannot be opened: .*detect format"),
-        ("nonsense://x", DataError, "nonsense://x cannot be understood: .*unsupported URL scheme"),
+        ("nowhere", DataError, "nowhere cannot be opened \\(on .*detect format"),
+        (
+            "nonsense://x",
+            DataError,
+            "nonsense://x cannot be understood \\(on .*unsupported URL scheme",
+        ),
         ({"driver": "zarr"}, DataError, "cannot be opened"),
         ("flat", ConfigError, "has 1 axes, .* give|Give as many sizes"),
     ],
@@ -256,6 +260,15 @@ def test_an_input_that_cannot_be_read_is_an_error_in_words(
     where = tmp_path / place if place in ("nowhere", "flat") else place
     with pytest.raises(error, match=text):
         Volume.opened(where, 3)
+
+
+def test_a_block_that_is_damaged_is_an_error_in_words(tmp_path: Path) -> None:
+    stored(tmp_path / "in", values(), "zarr")
+    (block, *_) = sorted((tmp_path / "in").glob("[0-9]*"))
+    block.write_bytes(b"nonsense")
+    volume = Volume.opened(tmp_path / "in", 3)
+    with pytest.raises(DataError, match=r"in/ cannot be read \(on .*\): "):
+        everything(volume)
 
 
 def test_blocks_that_do_not_begin_at_the_corner_are_refused(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 from pyspark.errors import PySparkException
 
-from sparkdl.errors import DataError, ModelError, SparkDLError
+from sparkdl.errors import DataError, ModelError, SetupError, SparkDLError
 from sparkdl.user_code.needed_modules import advice
 from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, message_of, shortened, traceback_of
 
 _OURS = re.compile(rf"^{re.escape(SparkDLError.__module__)}\.(\w+): ", re.MULTILINE)
 _OF_JAVA = re.compile(r"\n\s*(?:at (?:org|java|scala)\.|Driver stacktrace:)")
-_KINDS = {each.__name__: each for each in (DataError, ModelError)}
+_KINDS = {each.__name__: each for each in (DataError, ModelError, SetupError)}
 
 
 def as_model_error(what: str, error: BaseException) -> ModelError:
@@ -37,6 +37,7 @@ def told_in_driver() -> Iterator[None]:
     Raises:
         DataError: rows do not fit.
         ModelError: the user's code failed.
+        SetupError: an executor lacks a package.
     """
     try:
         yield

@@ -144,14 +144,14 @@ def loaded(
                 gc.unfreeze()
                 _last = None  # never two of them
                 others = accumulators_here()
-                module = unpickled(model, settings).to(device=device, dtype=dtype).eval()
+                module = _unpickled(model, settings).to(device=device, dtype=dtype).eval()
                 if compiled:
                     module.compile(dynamic=True)
                 own = {n: each for n, each in accumulators_here().items() if n not in others}
                 _last = _Loaded(key, module, ModuleState(module), imported, own)
             else:
                 count_again(_last.accumulators)
-                _last.state.put_back(lambda: tensors_of(unpickled(model, settings)))
+                _last.state.put_back(lambda: tensors_of(_unpickled(model, settings)))
             yield _last.module
         except ModuleNotFoundError as error:
             error.add_note(advice(error))
@@ -161,13 +161,7 @@ def loaded(
                 _spare_collections()
 
 
-def unpickled(model: SharedModel, settings: TorchSettings) -> nn.Module:
-    """A copy of a model, as it was shared.
-
-    Args:
-        model: as it was shared.
-        settings: the driver's torch settings, for a module that must be built again.
-    """
+def _unpickled(model: SharedModel, settings: TorchSettings) -> nn.Module:
     with settings.hold():
         module: nn.Module = cloudpickle.loads(model.pickled.value)
     return module

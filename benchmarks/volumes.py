@@ -1,0 +1,297 @@
+"""Predictions for a volume by a small 3-D U-Net, against a bare loop in two processes.
+
+The volume has 640 x 160 x 160 voxels (uint8, Zarr), patches 16 x 64 x 64 that overlap by 4 x 16 x
+16; two executors of one core. The bare loop is two processes, each of which reads its half with the
+patches' margin, takes it patch by patch through the same network, blends in one float32 buffer and
+writes it with tensorstore. Sessions and processes are warm: each has predicted a small volume
+before. The second claim is the same call with a network that kills its process in a fifth of the
+tasks, once each, at random points; the third, the peak memory of the executors' Python processes
+for a volume of 2 GiB (float32) and a network that costs little.
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+import processor_time
+import tensorstore
+import torch
+from torch import nn
+from volume_networks import Deadly, Thin, UNet
+
+WORKERS = 2
+MASTER = f"local-cluster[{WORKERS},1,1024]"
+CONF = {
+    "spark.executor.memory": "1024m",
+    "spark.ui.enabled": "false",
+    "spark.log.level": "ERROR",
+}
+PATCH, OVERLAP = (16, 64, 64), (4, 16, 16)
+SHAPE, SMALL = (640, 160, 160), (32, 64, 64)
+LARGE = (512, 1024, 1024)
+"""Of float32 numbers: 2 GiB."""
+LARGE_PATCH, LARGE_OVERLAP = (32, 128, 128), (8, 32, 32)
+KILLED = 0.2
+OURS, DYING, BARE = "sparkdl", "sparkdl, a fifth of the tasks killed", "bare loop"
+
+
+def main() -> None:
+    """Measures and reports, or is one of the measurements."""
+    options = harness.parser(__doc__)
+    options.add_argument(
+        "--case", choices=["speed", "memory"], action="append", help="by default both"
+    )
+    options.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    chosen = harness.parse(options, repeats=3)
+    if chosen.measure:
+        way, folder = chosen.measure
+        print(json.dumps(WAYS[way](Path(folder))), flush=True)
+        return
+    claims: list[harness.Claim] = []
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        if "speed" in (chosen.case or ["speed"]):
+            shape = (SHAPE[0] // 4, *SHAPE[1:]) if chosen.quick else SHAPE
+            write(folder / "small", SMALL, "uint8")
+            write(folder / "volume", shape, "uint8")
+            turns = {way: partial(in_a_process, way, folder) for way in (OURS, DYING, BARE)}
+            runs = harness.interleave(turns, repeats=chosen.repeats)
+            seconds = {way: [run["seconds"] for run in each] for way, each in runs.items()}
+            middle = {way: harness.show(way, each) for way, each in seconds.items()}
+            claims += [
+                harness.Claim(
+                    name="voxels/s / bare loop in two processes",
+                    ratio=middle[BARE] / middle[OURS],
+                    target=0.9,
+                    at_least=True,
+                ),
+                harness.Claim(
+                    name="time with a fifth of the tasks killed / without",
+                    ratio=middle[DYING] / middle[OURS],
+                    target=1.25,
+                ),
+            ]
+            found |= {"shape": shape, "runs": runs}
+        if "memory" in (chosen.case or ["memory"]):
+            shape = (LARGE[0] // 8, *LARGE[1:]) if chosen.quick else LARGE
+            write(folder / "large", shape, "float32")
+            peak = in_a_process("memory", folder)
+            found["memory"] = peak
+            claims.append(
+                harness.Claim(
+                    name="peak memory of a Python process / its budget, 2 GiB",
+                    ratio=peak["peak_bytes"] / peak["budget_bytes"],
+                    target=1.0,
+                )
+            )
+    harness.report("volumes", claims, found)
+
+
+def write(path: Path, shape: tuple[int, ...], dtype: str) -> None:
+    """Writes a volume of random numbers, which repeat along the first axis."""
+    spec = {"driver": "zarr", "kvstore": f"file://{path}"}
+    layout = tensorstore.ChunkLayout(chunk_shape=[min(n, 64) for n in shape])
+    store = tensorstore.open(
+        spec, create=True, dtype=dtype, shape=shape, chunk_layout=layout
+    ).result()
+    part = np.random.default_rng(3).integers(1, 255, (64, *shape[1:])).astype(dtype)
+    for start in range(0, shape[0], 64):
+        rows = min(64, shape[0] - start)
+        store[start : start + rows].write(part[:rows]).result()
+
+
+def in_a_process(way: str, folder: Path) -> dict[str, Any]:
+    """Returns what a measurement in a fresh session found."""
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        for name in folder.iterdir():
+            if name.is_dir() and name.name in ("small", "volume", "large"):
+                (Path(own) / name.name).symlink_to(name)
+        child = harness.run_child(
+            [sys.executable, harness.FOLDER / "volumes.py", "--measure", way, own],
+            environment=harness.child_environment() | {"OMP_NUM_THREADS": "1"},
+        )
+    print(f"  {way}: {child}", flush=True)
+    return child
+
+
+def transformed(folder: Path, network: nn.Module) -> dict[str, Any]:
+    """Predicts with ``TorchModel.transform_volume``, in a warm session."""
+    from sparkdl import TorchModel, create_session
+
+    spark = create_session("volumes", master=MASTER, conf=CONF)
+    spark.range(2).repartition(2).count()  # waits for the executors
+    example = torch.zeros(1, 1, *PATCH)
+    sizes = {"patch": PATCH, "overlap": OVERLAP, "progress": False}
+    warm = TorchModel.from_module(UNet(), example)
+    warm.transform_volume(folder / "small", folder / "small.out", **sizes)
+    model = TorchModel.from_module(network, example)
+    before, began = processor_time.spent(), time.perf_counter()
+    done = model.transform_volume(folder / "volume", folder / "volume.out", **sizes)
+    seconds, processor = time.perf_counter() - began, processor_time.since(before)
+    return {
+        "seconds": seconds,
+        "processor_seconds": processor,
+        "chunks": done.chunks,
+        "patches": done.patches,
+    }
+
+
+def dying(folder: Path) -> dict[str, Any]:
+    """The same with a network that kills its process."""
+    tokens = folder / "tokens"
+    tokens.mkdir()
+    result = transformed(folder, Deadly(str(tokens), KILLED))
+    return result | {"killed": len(list(tokens.glob("killed-*")))}
+
+
+def memory(folder: Path) -> dict[str, Any]:
+    """Predicts the large volume, and returns the most memory that a Python process took."""
+    from sparkdl import TorchModel, create_session
+    from sparkdl.volumes.run import worker_bytes
+
+    spark = create_session("volumes", master=MASTER, conf=CONF)
+    model = TorchModel.from_module(Thin(), torch.zeros(1, 1, *LARGE_PATCH))
+    peaks: dict[int, int] = {}
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.25):
+            for process in processes("pyspark.daemon"):
+                peaks[process] = max(peaks.get(process, 0), peak_bytes(process))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    began = time.perf_counter()
+    done = model.transform_volume(
+        folder / "large",
+        folder / "large.out",
+        patch=LARGE_PATCH,
+        overlap=LARGE_OVERLAP,
+        progress=False,
+    )
+    seconds = time.perf_counter() - began
+    over.set()
+    watcher.join()
+    return {
+        "peak_bytes": max(peaks.values()),
+        "budget_bytes": worker_bytes(spark),
+        "chunks": done.chunks,
+        "chunk": done.chunk,
+        "seconds": seconds,
+    }
+
+
+def processes(named: str) -> list[int]:
+    """Returns the processes of this session whose command line has a word."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            mine = entry.name.isdigit() and os.getsid(int(entry.name)) == os.getsid(0)
+            if mine and named in (entry / "cmdline").read_text():
+                found.append(int(entry.name))
+        except OSError:  # it ended in between
+            continue
+    return found
+
+
+def peak_bytes(process: int) -> int:
+    """Returns the most memory that a process has had; 0 once it has ended."""
+    try:
+        text = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return 0
+    lines = [line.split() for line in text.splitlines() if line.startswith("VmHWM")]
+    return int(lines[0][1]) << 10 if lines else 0
+
+
+def bare(folder: Path) -> dict[str, Any]:
+    """Predicts with two processes, each of which has half of the volume."""
+    context = multiprocessing.get_context("fork")
+    ready, go = context.Barrier(WORKERS + 1), context.Barrier(WORKERS + 1)
+    spent = context.Queue()
+    store = opened(folder / "volume")
+    depth = store.shape[0]
+    spec = {"driver": "zarr", "kvstore": f"file://{folder}/volume.out"}
+    workers = [
+        context.Process(
+            target=loop, args=(folder, depth * n // 2, depth * (n + 1) // 2, ready, go, spent)
+        )
+        for n in range(WORKERS)
+    ]
+    for worker in workers:
+        worker.start()
+    ready.wait(300)
+    began = time.perf_counter()
+    layout = tensorstore.ChunkLayout(chunk_shape=[1, 16, 48, 48])
+    tensorstore.open(
+        spec, create=True, dtype="float32", shape=[2, *store.shape], chunk_layout=layout
+    ).result()
+    go.wait(300)
+    for worker in workers:
+        worker.join(600)
+    if any(worker.exitcode for worker in workers):
+        raise RuntimeError("a process of the bare loop failed")
+    seconds = time.perf_counter() - began
+    return {"seconds": seconds, "processor_seconds": [spent.get() for _ in workers]}
+
+
+def opened(path: Path) -> Any:
+    """Returns an array as it is there."""
+    return tensorstore.open({"driver": "zarr", "kvstore": f"file://{path}"}).result()
+
+
+def loop(folder: Path, lower: int, upper: int, ready: Any, go: Any, spent: Any) -> None:
+    """What anybody would write: one half of the volume, from lower to upper."""
+    torch.set_num_threads(1)
+    network = UNet().eval()
+    with torch.no_grad():
+        network(torch.zeros(1, 1, *PATCH))
+    ready.wait(300)
+    go.wait(300)
+    began = time.process_time()
+    source, target = opened(folder / "volume"), opened(folder / "volume.out")
+    starts = []
+    for size, patch, overlap in zip(source.shape, PATCH, OVERLAP, strict=True):
+        last = size - patch
+        starts.append([*range(0, last, patch - overlap), last])
+    starts[0] = [start for start in starts[0] if start < upper and start + PATCH[0] > lower]
+    origin = starts[0][0]
+    volume = source[origin : starts[0][-1] + PATCH[0]].read().result()
+    along = [np.arange(1, n + 1) * 2 / (n + 1) - 1 for n in PATCH]
+    grid = np.meshgrid(*along, indexing="ij")
+    mask = torch.from_numpy(np.exp(-sum(1 / (1 - u**2) for u in grid))).float()
+    sums, masks = torch.zeros(2, *volume.shape), torch.zeros(volume.shape)
+    with torch.no_grad():
+        for z, y, x in itertools.product(*starts):
+            place = (slice(z - origin, z - origin + PATCH[0]),)
+            place += (slice(y, y + PATCH[1]), slice(x, x + PATCH[2]))
+            given = torch.from_numpy(volume[place].astype(np.float32))[None, None]
+            sums[(slice(None), *place)].addcmul_(network(given)[0], mask)
+            masks[place] += mask
+    output = (sums / masks)[:, lower - origin : upper - origin]
+    target[:, lower:upper].write(output.numpy()).result()
+    spent.put(time.process_time() - began)
+
+
+WAYS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    OURS: lambda folder: transformed(folder, UNet()),
+    DYING: dying,
+    BARE: bare,
+    "memory": memory,
+}
+
+if __name__ == "__main__":
+    main()
