@@ -171,13 +171,15 @@ def transform_volume(
             "reduce='argmax' writes which channel is the largest, but the model returns only one. "
             "Leave it out, and compare the output with a threshold"
         )
+    batch = model.predictor.prediction.batch_rows
     records = Records(target)
     job = records.claim(
         {
             "model": identity_of(module),
             "output": model.key,
             "precision": str(model.predictor.prediction.dtype),
-            "input": f"{read.url} {read.shape} {read.channels} {read.dtype}",
+            "patches at once": batch,
+            "input": read.identity,
             "middle of the input": hashlib.sha256(sample.tobytes()).hexdigest()[:16],
             "patch": list(options.patch),
             "overlap": list(options.overlap),
@@ -194,7 +196,6 @@ def transform_volume(
     require_chunk(chunk, write.blocks, patches)
     job = {**job, "chunk": list(chunk)}
     records.note(job)
-    batch = model.predictor.prediction.batch_rows
     task = ChunkTask(
         model,
         Recipe(patches, write.blocks, outputs, batch, options.labels, options.skip_zeros),

@@ -129,7 +129,7 @@ class Volume:
             )
         named = [label for label in labels if label in _CHANNELS]
         if view.rank == axes + 1 and named and labels[0] != named[0]:
-            view = view[tensorstore().d[named[0]].transpose[0]]
+            view = view[tensorstore().d[labels.index(named[0])].transpose[0]]
         self._view = view[tensorstore().d[:].translate_to[0]]
         self.channels = self._view.shape[0] if view.rank == axes + 1 else None
         self.shape: Sizes = tuple(self._view.shape[view.rank - axes :])
@@ -166,6 +166,13 @@ class Volume:
         spec = self._opened.spec(retain_context=True, minimal_spec=True)
         found: dict[str, Any] = spec.to_json()
         return found
+
+    @property
+    def identity(self) -> str:
+        """Which part of which array it is, the same in every process."""
+        spec = self._opened.spec(minimal_spec=True).to_json()
+        part = {name: spec[name] for name in sorted(spec) if name not in ("kvstore", "context")}
+        return f"{self.url} {json.dumps(part)}"
 
     @property
     def blocks(self) -> Sizes:

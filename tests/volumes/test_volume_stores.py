@@ -124,11 +124,14 @@ def test_an_array_without_channels_has_one(tmp_path: Path) -> None:
     assert np.array_equal(everything(volume), array[None])
 
 
-def test_an_axis_that_is_named_channel_is_the_first_wherever_it_is(tmp_path: Path) -> None:
+@every("name", ["c", "C", "channel"])
+def test_an_axis_that_is_named_channel_is_the_first_wherever_it_is(
+    tmp_path: Path, name: str
+) -> None:
     array = values()
     path, last = tmp_path / "in", np.moveaxis(array, 0, -1).copy()
     made = zarr.create_array(
-        path, shape=last.shape, dtype="float32", dimension_names=["z", "y", "x", "c"]
+        path, shape=last.shape, dtype="float32", dimension_names=["z", "y", "x", name]
     )
     made[:] = last
     volume = Volume.opened(path, 3)
@@ -269,6 +272,16 @@ def test_a_block_that_is_damaged_is_an_error_in_words(tmp_path: Path) -> None:
     volume = Volume.opened(tmp_path / "in", 3)
     with pytest.raises(DataError, match=r"in/ cannot be read \(on .*\): "):
         everything(volume)
+
+
+def test_two_parts_of_an_array_are_told_apart_and_each_is_itself_again(tmp_path: Path) -> None:
+    stored(tmp_path / "in", values())
+    opened = ts.open(f"file://{tmp_path}/in").result()
+    specs = [opened[:, part].spec().to_json() for part in (slice(0, 5), slice(5, 10))]
+    first, second, again = (Volume.opened(specs[n], 3) for n in (0, 1, 0))
+    assert first.shape == second.shape
+    assert first.identity == again.identity != second.identity
+    assert Volume.opened(first.specification, 3).identity == first.identity
 
 
 def test_blocks_that_do_not_begin_at_the_corner_are_refused(tmp_path: Path) -> None:
