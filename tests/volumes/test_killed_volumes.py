@@ -67,6 +67,7 @@ def test_workers_that_are_killed_change_no_bit(tmp_path: Path, source: str, seed
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_driver_that_is_killed_goes_on_and_changes_no_bit(
     tmp_path: Path, source: str, seed: int
@@ -85,7 +86,7 @@ def test_a_driver_that_is_killed_goes_on_and_changes_no_bit(
     )
     try:
         marked = lambda: len(list(target.glob(".sparkdl/chunks/*")))  # noqa: E731
-        assert eventually(lambda: marked() >= wanted or driver.poll() is not None, 120)
+        assert eventually(lambda: marked() >= wanted or driver.poll() is not None, 600)
     finally:
         os.killpg(driver.pid, signal.SIGKILL)  # the executors too
         driver.wait()
