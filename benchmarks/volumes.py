@@ -43,6 +43,8 @@ SHAPE, SMALL = (640, 160, 160), (32, 64, 64)
 LARGE = (512, 1024, 1024)
 """Of float32 numbers: 2 GiB."""
 LARGE_PATCH, LARGE_OVERLAP = (32, 128, 128), (8, 32, 32)
+AT_ONCE = 4
+"""Patches that the bare loop gives the network, as many as ours: one by one takes it longer."""
 KILLED = 0.2
 OURS, DYING, BARE = "sparkdl", "sparkdl, a fifth of the tasks killed", "bare loop"
 
@@ -274,13 +276,17 @@ def loop(folder: Path, lower: int, upper: int, ready: Any, go: Any, spent: Any) 
     grid = np.meshgrid(*along, indexing="ij")
     mask = torch.from_numpy(np.exp(-sum(1 / (1 - u**2) for u in grid))).float()
     sums, masks = torch.zeros(2, *volume.shape), torch.zeros(volume.shape)
+    places = [
+        tuple(slice(a, a + n) for a, n in zip((z - origin, y, x), PATCH, strict=True))
+        for z, y, x in itertools.product(*starts)
+    ]
     with torch.no_grad():
-        for z, y, x in itertools.product(*starts):
-            place = (slice(z - origin, z - origin + PATCH[0]),)
-            place += (slice(y, y + PATCH[1]), slice(x, x + PATCH[2]))
-            given = torch.from_numpy(volume[place].astype(np.float32))[None, None]
-            sums[(slice(None), *place)].addcmul_(network(given)[0], mask)
-            masks[place] += mask
+        for first in range(0, len(places), AT_ONCE):
+            some = places[first : first + AT_ONCE]
+            given = torch.from_numpy(np.stack([volume[each] for each in some]).astype(np.float32))
+            for place, outputs in zip(some, network(given[:, None]), strict=True):
+                sums[(slice(None), *place)].addcmul_(outputs, mask)
+                masks[place] += mask
     output = (sums / masks)[:, lower - origin : upper - origin]
     target[:, lower:upper].write(output.numpy()).result()
     spent.put(time.process_time() - began)
