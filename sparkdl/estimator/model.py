@@ -145,7 +145,7 @@ class TorchModel(FittedModel, ChosenOutputs):
         """Predict an array of two or three dimensions, of any size, in chunks, each a Spark task.
 
         The array, (z, y, x) or (channels, z, y, x), is covered with overlapping patches. Each goes
-        through the module as shape (1, channels, *patch), or several at once, and where they
+        through the module as shape ``(1, channels, *patch)``, or several at once, and where they
         overlap their outputs are blended. What the chunks are makes no difference to the result.
         Called again after a crash, it computes what is missing. Needs
         ``pip install 'sparkdl-torch[volumes]'`` on the driver and the executors.
