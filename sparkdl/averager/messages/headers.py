@@ -177,7 +177,7 @@ def read_shard(header: dict[str, Any], rank: int | None) -> ShardStatistics:
     fields = checked(header.get("shard"), _SHARD_TYPES, rank)
     columns = [checked(column, _COLUMN_TYPES, rank) for column in fields["columns"]]
     counts = [column[name] for column in columns for name in COUNTS]
-    if min([fields["rows"], fields["held_out"], *counts]) < 0:
+    if min([fields["rows"], fields["held_out"], fields["skipped"], *counts]) < 0:
         shown = _quoted(fields)
         raise TrainingError(f"rank {rank} reported negative counts for its rows: {shown}")
     for column in columns:

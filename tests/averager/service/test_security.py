@@ -39,12 +39,14 @@ COLUMN = {
     "broken": 0,
     "not_finite": 0,
     "out_of_range": 0,
+    "skipped": 0,
     "shortest": None,
     "longest": None,
     "smallest": 0.5,
     "largest": 2,
     "least": None,
     "reason": None,
+    "skip_reason": None,
     "places": {"smallest": [0, 1]},
 }
 SHARD = {
@@ -56,6 +58,7 @@ SHARD = {
     "fingerprint": 5,
     "held_out_fingerprint": 0,
     "opening": None,
+    "skipped": 0,
 }
 WINDOW = {
     "rank": 0,
