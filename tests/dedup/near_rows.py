@@ -10,6 +10,7 @@ from typing import Any
 import imagehash
 import numpy as np
 from PIL import Image
+from pyspark.sql import DataFrame
 from sklearn.datasets import load_digits
 
 IMAGEHASH = {
@@ -50,6 +51,17 @@ def digits(number: int) -> tuple[list[np.ndarray], list[int]]:
             pixels = pixels + random.integers(-12, 13, pixels.shape)
         images.append(pixels.clip(0, 255).astype(np.uint8))
     return images, source.target[chosen].tolist()
+
+
+def words_of(kind: str) -> tuple[list[int], list[int]]:
+    """The hashes and labels of 2,000 digits."""
+    images, labels = digits(2_000)
+    return [word(Image.fromarray(pixels), kind) for pixels in images], labels
+
+
+def ids(frame: DataFrame, name: str = "id") -> list[int]:
+    """The values of a column of numbers, in their order."""
+    return sorted(row[0] for row in frame.select(name).collect())
 
 
 def bits_apart(first: Any, second: Any) -> np.ndarray:

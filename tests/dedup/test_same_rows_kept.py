@@ -6,23 +6,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from every_row import every
-from near_rows import digits, kept_of_all_pairs, word
-from PIL import Image
+from near_rows import ids, kept_of_all_pairs, words_of
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl import NearDuplicates, NearDuplicatesModel
 
 LARGEST = 10
-
-
-def ids(frame: DataFrame, name: str = "id") -> list[int]:
-    return sorted(row[0] for row in frame.select(name).collect())
-
-
-def words_of(kind: str) -> tuple[list[int], list[int]]:
-    images, labels = digits(2_000)
-    return [word(Image.fromarray(pixels), kind) for pixels in images], labels
 
 
 @pytest.fixture(scope="module")
