@@ -221,7 +221,7 @@ def peak_bytes(process: int) -> int:
 
 def bare(folder: Path) -> dict[str, Any]:
     """Predicts with two processes, each of which has half of the volume."""
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # tensorstore refuses to be forked
     ready, go = context.Barrier(WORKERS + 1), context.Barrier(WORKERS + 1)
     spent = context.Queue()
     store = opened(folder / "volume")

@@ -56,6 +56,13 @@ CLAIMS = {
         assert content[2] > 0.7 > 0.3 > content[3]
         assert content[4] > 0.5
     """,
+    "images": """
+        assert len(files) == 1200 and len(sizes) > 1000
+        assert len(set(history["examples"])) == 1 and 900 < history["examples"].iloc[0] < 1000
+        assert broken == 2
+        assert accuracy["accuracy"] > 0.9
+        assert unseen["wrong"].sum() < 24
+    """,
     "batch_inference": """
         assert right > 0.9 * 797
         assert np.abs(difference).max() < 1e-4
