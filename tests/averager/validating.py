@@ -12,11 +12,11 @@ from sparkdl.feed.statistics.shards import ShardStatistics
 HELD_OUT = ShardStatistics(1, (), held_out=1)
 
 
-def with_held_out_rows(run: Run) -> Run:
+def with_held_out_rows(run: Run, found: ShardStatistics | None = HELD_OUT) -> Run:
     for rank in run.ranks:
         run.join(rank)
     for rank in run.ranks:
-        run.read(rank, HELD_OUT)
+        run.read(rank, found)
     run.start()
     run.take()
     return run

@@ -111,6 +111,8 @@ def overdue(run: RunState, now: float) -> set[int]:
     present = run.gathers.present
     if present is not None:
         return is_overdue(everyone - present, now)
+    if run.epoch_losses.waits_for_driver:
+        return set()  # however long a callback takes: that is the user's own code
     if run.epoch_losses.wanted:
         return is_overdue(everyone - run.committed.validated_by, now)
     return _overdue_in_round(run, now) - run.finished

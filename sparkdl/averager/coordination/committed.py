@@ -220,6 +220,13 @@ class EpochLosses:
         self._metric = metric
         self._known = self._approved = committed.epochs_with_known_loss(validates=True)
 
+    @property
+    def waits_for_driver(self) -> bool:
+        """Whether those who wait do so for the driver alone: for its callbacks or its metrics."""
+        validates = bool(self._shards.statistics.held_out)
+        ended = self._committed.epochs_with_known_loss(validates=validates)
+        return any(event.epochs <= ended for event in self.wanted.values())
+
     def validated(self, event: on.Validated) -> list[Decision]:
         """Take what a worker found on its held-out rows."""
         self._committed.validated(event.report, event.states if self._measures else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from every_row import every
 from validating import HELD_OUT, ask, told, validate, with_held_out_rows
 
 from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination import events as on
+from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.messages.headers import read_epoch_losses
 from sparkdl.averager.messages.progress import Position, Progress
 from sparkdl.errors import DeadlineError, TrainingError
@@ -85,6 +88,23 @@ def test_who_does_not_validate_is_named() -> None:
     expect_failure(
         run, decisions, DeadlineError, "rank 1 .*did not report the loss on its held-out rows"
     )
+
+
+@every("held_out", [True, False])
+def test_nobody_is_overdue_while_the_driver_takes_its_time_with_an_epoch(held_out: bool) -> None:
+    run = Run(2, deadline_s=10.0)
+    run.coordinator = Coordinator(replace(run.coordinator.state.spec, followed=True), run.now)
+    with_held_out_rows(run, HELD_OUT if held_out else None)
+    run.round(last=True)
+    for rank in run.ranks if held_out else ():
+        validate(run, rank, 2.0)
+    assert not told(ask(run, 0))
+    assert only(do.SayWaiting, run.wait(300.0))  # a callback that evaluates much, or a dead server
+    assert run.failure is None
+    assert list(told(run.tell(on.EpochApproved(1)))) == [0]
+    run.wait(9.0)
+    assert run.failure is None
+    expect_failure(run, run.wait(2.0), DeadlineError, "did not contribute to round 2")
 
 
 def test_who_waits_for_an_epoch_that_has_not_ended_is_refused() -> None:
