@@ -1,0 +1,1 @@
+"""How many workers, which minibatch, period and strategy: arithmetic on measured profiles."""
