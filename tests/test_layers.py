@@ -20,6 +20,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("driver",),
     ("callbacks",),
     ("report",),
+    ("planner",),
     ("worker",),
     ("reshuffle",),
     ("strategies",),
