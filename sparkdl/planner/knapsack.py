@@ -158,13 +158,14 @@ def _least_memory(layers: Sequence[Sequence[Option]], constraint: Constraint) ->
             size + sum(min(o.held for o in options if o.working <= size) for options in layers)
             for size in sizes
         )
-    # Whether a budget is enough does not depend on the seconds; without them a search is short.
-    tables = [_table(options, None, constraint, free=True) for options in layers]
-    low, high = -1, sum(int((each.held + each.working).max()) for each in tables)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if _search(tables, middle, math.inf) is None else (low, middle)
-    return high
+    need = 0
+    for options in reversed(layers):
+        after = need
+        need = min(
+            o.held + (o.working + after if constraint == "sum" else max(o.working, after))
+            for o in options
+        )
+    return need
 
 
 @dataclass(frozen=True)
@@ -177,11 +178,9 @@ class _Table:
     place: Any
 
 
-def _table(
-    options: Sequence[Option], limit: int | None, constraint: Constraint, *, free: bool = False
-) -> _Table:
+def _table(options: Sequence[Option], limit: int | None, constraint: Constraint) -> _Table:
     allowed = [
-        (option.held, option.working, 0.0 if free else option.seconds, place)
+        (option.held, option.working, option.seconds, place)
         for place, option in enumerate(options)
         if limit is None or option.working <= limit
     ]

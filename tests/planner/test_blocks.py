@@ -1,0 +1,219 @@
+"""Blocks that recompute their activations train to the same bits, in the memory that was said."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from every_row import every
+from networks import CLASSES, KINDS, Convolutions, Residual, Transformer, most_allocated
+from torch import Tensor, nn
+
+from sparkdl.errors import ConfigError
+from sparkdl.planner.blocks import BlockPlan, blocks_of, plan_blocks, run_as
+from sparkdl.planner.memory import rows_of, step_memory
+from sparkdl.replica import Replica
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+ROWS = 32
+
+
+def planned(kind: str, budget: int, **others: Any) -> BlockPlan:
+    build, example = KINDS[kind]
+    return plan_blocks(
+        build(),
+        example,
+        batch_size=ROWS,
+        budget=budget,
+        optimizer=torch.optim.Adam,
+        loss=CLASSES,
+        **others,
+    )
+
+
+def measured(kind: str, plan: BlockPlan) -> int:
+    build, example = KINDS[kind]
+
+    def two_steps() -> None:
+        replica = Replica(plan.apply(build()).train(), torch.optim.Adam, CLASSES)
+        for _ in range(2):
+            replica.step(rows_of(example, ROWS))
+
+    return most_allocated(two_steps)
+
+
+@pytest.mark.slow  # some 15 s
+@every(
+    "kind, share, precisions",
+    [
+        (kind, share, precisions)
+        for kind in ("convolutions", "transformer")
+        for share in (2.0, 0.85, 0.7)
+        for precisions in (["float32"], ["float32", "bf16"])
+    ],
+)
+def test_the_memory_of_a_plan_is_within_a_sixth_of_what_is_allocated(
+    kind: str, share: float, precisions: Any
+) -> None:
+    build, example = KINDS[kind]
+    keeps = step_memory(build(), example, optimizer=torch.optim.Adam, loss=CLASSES).peak(ROWS)
+    plan = planned(kind, int(share * keeps), precisions=precisions)
+    assert plan.memory <= share * keeps
+    assert plan.memory == pytest.approx(measured(kind, plan), rel=0.15)
+    if precisions == ["float32"]:
+        kept = [each.name == "keep float32" for each in plan.blocks.values()]
+        assert all(kept) == (share > 1)
+
+
+def test_less_memory_never_takes_less_time_and_all_kept_needs_most() -> None:
+    plans = [planned("transformer", 10**9)]
+    assert {each.name for each in plans[0].blocks.values()} == {"keep float32"}
+    (name, options), *_ = plans[0].options.items()
+    keep, recompute = options
+    assert name == "layers.layers.0"
+    assert recompute.held < keep.held < recompute.held + recompute.working
+    assert recompute.seconds >= keep.seconds
+    with pytest.raises(ConfigError, match="too small"):
+        planned("transformer", plans[0].memory // 20)
+
+
+def trained(model: nn.Module, kind: str, steps: int = 3) -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    replica = Replica(model.train(), SGD, CLASSES)
+    for _ in range(steps):
+        replica.step(rows_of(KINDS[kind][1], 8))
+    return dict(model.state_dict())
+
+
+@every("kind", ["convolutions", "transformer"])
+def test_recomputed_blocks_train_to_the_same_bits(kind: str) -> None:
+    """Running means of batch normalization, and dropout, included."""
+    model = KINDS[kind][0]()
+    other = copy.deepcopy(model)
+    names = blocks_of(other)
+    assert len(names) > 2
+    for name in names:
+        run_as(other.get_submodule(name), "recompute float32")
+    expected, found = trained(model, kind), trained(other, kind)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@every("way", ["keep bf16", "recompute bf16"])
+def test_blocks_in_bf16_return_float32_and_train_as_under_autocast(way: str) -> None:
+    block = Residual(4)
+    other = copy.deepcopy(block)
+    run_as(other, way)
+    x = torch.randn(2, 4, 5, 5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = block(x)
+    found = other(x)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected.float())
+    expected.sum().backward()
+    found.sum().backward()
+    for a, b in zip(block.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0.02, atol=0.02)
+
+
+def test_a_plan_survives_copies_and_pickles_and_is_undone_by_keeping() -> None:
+    model = Convolutions(2)
+    run_as(model.blocks[1], "recompute float32")
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other.blocks[1].forward._block is other.blocks[1]
+        assert torch.equal(other(torch.ones(2, 3, 4, 4)), model(torch.ones(2, 3, 4, 4)))
+        assert other.state_dict().keys() == Convolutions(2).state_dict().keys()
+    run_as(model.blocks[1], "keep float32")
+    assert "forward" not in vars(model.blocks[1])
+
+
+def test_the_blocks_are_the_elements_of_the_outermost_lists() -> None:
+    nested = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2))
+    assert blocks_of(nested) == ["0.0", "0.1", "1"]
+    assert blocks_of(Transformer()) == [f"layers.layers.{n}" for n in range(3)]
+    assert blocks_of(Convolutions(2)) == ["blocks.0", "blocks.1"]
+    assert blocks_of(Residual(2)) == ["first", "norm", "second"]
+
+
+class InPlace(nn.Module):
+    """Its first block changes its input, and the model changes that of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Linear(8, 8)
+        self.changes = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8))
+        self.is_changed = nn.Sequential(nn.Flatten(), nn.Tanh(), nn.Linear(8, 8))
+        self.twice = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.changes(self.start(x))
+        y = self.is_changed(x)
+        x += 1
+        return self.twice(self.twice(x + y))
+
+
+def test_blocks_that_cannot_be_computed_again_are_kept_or_refused() -> None:
+    options = {"batch_size": 4, "budget": 10**9, "optimizer": SGD}
+    example = torch.randn(4, 8)
+    plan = plan_blocks(InPlace(), example, blocks=["changes", "twice", "start"], **options)
+    offered = {name: [each.name for each in found] for name, found in plan.options.items()}
+    assert offered == {
+        "start": ["keep float32", "recompute float32"],
+        "changes": ["keep float32"],
+    }
+    model = InPlace()
+    run_as(model.is_changed, "recompute float32")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(example).sum().backward()
+    with pytest.raises(
+        ConfigError, match=r"of the blocks \['twice'\] a step calls none exactly on"
+    ):
+        plan_blocks(InPlace(), example, blocks=["twice"], **options)
+
+
+def test_the_model_and_the_random_numbers_stay_as_they_are() -> None:
+    model, state = Transformer(), torch.get_rng_state()
+    before = copy.deepcopy(model.state_dict())
+    plan_blocks(
+        model,
+        KINDS["transformer"][1],
+        batch_size=4,
+        budget=10**9,
+        optimizer=SGD,
+        loss=CLASSES,
+    )
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+    assert not [name for name, part in model.named_modules() if "forward" in vars(part)]
+
+
+def test_two_plans_in_a_row_offer_the_same_bytes() -> None:
+    first, second = (planned("convolutions", 10**9).options for _ in range(2))
+    for a, b in zip(
+        itertools.chain(*first.values()), itertools.chain(*second.values()), strict=True
+    ):
+        assert (a.name, a.held, a.working) == (b.name, b.held, b.working)
+
+
+@every(
+    "others, said",
+    [
+        ({"precisions": []}, "precisions must be"),
+        ({"precisions": ["fp8"]}, "precisions must be"),
+        ({"blocks": ["encoder"]}, "no block 'encoder'"),
+        ({"blocks": []}, "calls none exactly once"),
+    ],
+)
+def test_bad_input_is_said(others: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        planned("transformer", 10**9, **others)
+
+
+def test_a_plan_for_another_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no block 'layers\.layers\.0'"):
+        planned("transformer", 10**9).apply(Convolutions(1))
