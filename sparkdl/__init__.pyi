@@ -16,6 +16,7 @@ from sparkdl.estimator.predictors.regressor import TorchRegressor as TorchRegres
 from sparkdl.events import EpochSummary as EpochSummary
 from sparkdl.large_batches import LAMB as LAMB
 from sparkdl.large_batches import LARS as LARS
+from sparkdl.planner.layers import layer_balance as layer_balance
 from sparkdl.protocols import Batch as Batch
 from sparkdl.spark.functions.run import run as run
 from sparkdl.spark.functions.torch_distributor import TorchDistributor as TorchDistributor

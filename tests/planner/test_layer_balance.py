@@ -1,0 +1,273 @@
+"""What layers exchange and wait for is the paper's, brute force's and that of a queue of messages."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from every_row import every
+from hypothesis import given
+from hypothesis import strategies as st
+from networks import CLASSES, KINDS, Convolutions, Transformer
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import sparkdl
+from sparkdl import Batch
+from sparkdl.errors import ConfigError, ModelError
+from sparkdl.planner.balance import (
+    Layer,
+    LayerBalance,
+    best_exchange,
+    best_groups,
+    bubbles,
+    by_data,
+    exchange,
+    step,
+)
+from sparkdl.planner.layers import layer_balance
+from sparkdl.planner.links import Link
+from sparkdl.planner.memory import rows_of
+
+
+def full(inputs: int, outputs: int, name: str = "full") -> Layer:
+    size = inputs * outputs
+    return Layer(name, "Linear", 6 * size, 4 * size, 4 * size, 4 * inputs, True)
+
+
+@every(
+    "overlap, groups, megabytes",
+    [
+        (overlap, groups, size)
+        for overlap, sizes in (
+            (0.0, [8.39, 8.39, 10.49, 17.83, 134.2]),
+            (1.0, [8.39, 6.29, 6.29, 9.44, 67.1]),
+        )
+        for groups, size in zip((1, 2, 4, 8, 64), sizes, strict=True)
+    ],
+)
+def test_what_a_node_sends_is_the_papers(overlap: float, groups: int, megabytes: float) -> None:
+    """A full layer of 4096 x 4096, 64 nodes, 256 rows."""
+    found = exchange(full(4096, 4096), 256, 64, groups, overlap)
+    assert (found.data + found.model) / 1e6 == pytest.approx(megabytes, abs=0.02)
+
+
+def test_the_best_number_of_groups_is_the_papers() -> None:
+    """sqrt(N MB / ofm): 2, and 2 sqrt(2) where receiving is hidden behind sending."""
+    assert best_groups(full(4096, 4096), 256, 64) == pytest.approx(2.0)
+    assert best_groups(full(4096, 4096), 256, 64, 1.0) == pytest.approx(math.sqrt(8))
+    assert best_groups(Layer("norm", "Norm", 0, 0, 0, 4, False), 256, 64) == math.inf
+
+
+@given(
+    st.integers(1, 4096), st.integers(1, 4096), st.integers(1, 10**4), st.sampled_from([0.0, 1.0])
+)
+def test_no_number_of_groups_sends_less_than_the_optimal_one(
+    inputs: int, outputs: int, rows: int, overlap: float
+) -> None:
+    layer = full(inputs, outputs)
+    best = best_groups(layer, rows, 64, overlap)
+
+    def sent(groups: float) -> float:
+        model, data = 2 * 4 * inputs * rows / groups, 4 * inputs * outputs * groups / 64
+        return model + data * (2 - overlap)
+
+    assert sent(best) <= min(map(sent, np.geomspace(best / 100, best * 100, 999))) * (1 + 1e-9)
+    hybrid = [exchange(layer, rows, 64, g, overlap) for g in (2, 4, 8, 16, 32)]
+    for one in hybrid:
+        assert one.data + one.model == pytest.approx(sent(one.groups))
+
+
+@given(st.integers(1, 512), st.integers(1, 512), st.integers(1, 512), st.integers(1, 24))
+def test_the_best_exchange_is_that_of_trying_all(
+    inputs: int, outputs: int, rows: int, workers: int
+) -> None:
+    """By what the members of a ring send, counted one by one."""
+    layer = full(inputs, outputs)
+
+    def sent(groups: int) -> float:
+        members = workers // groups
+        strip = 4 * inputs * outputs / members
+        ring = sum(strip / groups for _ in range(2 * (groups - 1)))  # reduce, then gather
+        own = 4 * inputs * rows / workers
+        return ring + 2 * own * (members - 1)  # inputs forward, their gradients backward
+
+    divisors = [g for g in range(1, workers + 1) if workers % g == 0]
+    best = best_exchange(layer, rows, workers)
+    assert best.data + best.model == pytest.approx(min(map(sent, divisors)))
+    for g in divisors:
+        one = exchange(layer, rows, workers, g)
+        assert one.data + one.model == pytest.approx(sent(g))
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), min_size=1, max_size=8),
+)
+def test_bubbles_sum_to_the_wait_of_a_queue_of_messages(layers: list[tuple[float, float]]) -> None:
+    """Layers from the output on: each is computed, then its message waits for the one before it."""
+    now = link_free = 0.0
+    for sent, computed in reversed(layers):
+        now += computed
+        link_free = max(link_free, now) + sent
+    # The first layer's own backward pass is over before its gradient is there.
+    wait = link_free - now
+    found = bubbles([sent for sent, _ in layers], [computed for _, computed in layers])
+    assert (found >= 0).all()
+    assert found.sum() == pytest.approx(wait, abs=1e-9)
+
+
+def test_a_step_by_hand() -> None:
+    """Two layers, 4 workers, 1 MB/s: 3 MB each way in a ring for 2 MB; 6 s computing, 4 backward.
+
+    The upper layer's gradients are sent for 3 s, from when it is done: 2 s before the lower one is.
+    So 1 s is left then, and the lower layer's 3 s come after it.
+    """
+    layers = [Layer(name, "Linear", 3.0, 2.0, 2e6, 0.0, False) for name in ("lower", "upper")]
+    found = step(layers, by_data(layers, 1, 4), 4, 6.0, Link(1e6), bucket=None)
+    assert found.bubbles_s.tolist() == [3.0, 1.0]
+    assert found.seconds == 10.0
+    assert found.efficiency == 0.6
+    late = step(layers, by_data(layers, 1, 4), 4, 6.0, Link(1e6, 0.1), bucket=None)
+    assert late.bubbles_s.sum() == pytest.approx(4.0 + 2 * 6 * 0.1)
+    one_message = step(layers, by_data(layers, 1, 4), 4, 6.0, Link(1e6, 0.1), bucket=2**30)
+    assert one_message.bubbles_s.sum() == pytest.approx(4.0 + 6 * 0.1)
+    hidden = step(layers, by_data(layers, 1, 4), 4, 6.0, Link(1e6), hidden_behind="step")
+    assert hidden.bubbles_s.tolist() == [3.0, 0.0]
+
+
+@given(st.floats(1e3, 1e12), st.floats(1.0, 100.0), st.integers(1, 64))
+def test_more_bandwidth_is_never_slower_and_one_worker_exchanges_nothing(
+    bandwidth: float, factor: float, workers: int
+) -> None:
+    layers = tuple(full(n, 2 * n) for n in (8, 64, 512))
+
+    def seconds(speed: float, n: int) -> float:
+        return LayerBalance(layers, 16, n, Link(speed, 1e-4), 0.01, "").step().seconds
+
+    assert seconds(bandwidth * factor, workers) <= seconds(bandwidth, workers) * (1 + 1e-12)
+    assert seconds(bandwidth, 1) == 0.01
+
+
+def balance(model: nn.Module, example: Any, **others: Any) -> LayerBalance:
+    given = {"batch_size": 6, "workers": 8, "link": "1 Gbit/s", "step_s": 0.01} | others
+    return layer_balance(model, example, **given)
+
+
+@every("kind", list(KINDS))
+def test_operations_are_those_that_torch_counts_in_both_passes(kind: str) -> None:
+    build, example = KINDS[kind]
+    model = build().train()
+    rows = rows_of(example, 6)
+    with FlopCounterMode(display=False) as counter:
+        outputs = model(*rows.features)
+        forward = counter.get_total_flops()
+        CLASSES(outputs, rows.targets).backward()
+    layers = balance(model, example, loss=CLASSES).layers
+    assert 6 * sum(each.flop for each in layers) == counter.get_total_flops()
+    assert 6 * sum(each.flop - each.backward_flop for each in layers) == forward
+    parameters = sum(4 * each.numel() for each in model.parameters())
+    assert sum(each.gradient_bytes for each in layers) == parameters
+
+
+def test_a_convolution_has_the_papers_ratio_of_computing_to_communicating() -> None:
+    """1.5 * rows * out_w * out_h / (2 - overlap), whatever its channels; 3 / 2 with an input's."""
+    model = nn.Sequential(nn.Conv2d(5, 7, 3, bias=False), nn.Conv2d(7, 9, 3, bias=False))
+    found = balance(model, torch.randn(2, 5, 12, 10))
+    layer = found.layers[1]
+    assert layer.flop / exchange(layer, 48, 8, 8, 0.0).data == 1.5 * 8 * 6 / 2
+    first = found.layers[0]
+    assert first.backward_flop * 2 == first.flop  # nobody needs the gradient of the data
+    assert (first.input_bytes, layer.input_bytes) == (4 * 5 * 12 * 10, 4 * 7 * 10 * 8)
+
+
+def test_frozen_and_tied_parameters_are_sent_never_and_once() -> None:
+    model = Transformer()
+    model.head.weight = model.words.weight
+    model.layers.layers[0].requires_grad_(requires_grad=False)
+    found = balance(model, KINDS["transformer"][1], loss=CLASSES)
+    trained = {id(p): 4 * p.numel() for p in model.parameters() if p.requires_grad}
+    assert sum(each.gradient_bytes for each in found.layers) == sum(trained.values())
+    sent = {each.name: each.gradient_bytes for each in found.layers}
+    assert sent["head"] == 4 * 300  # the bias
+    assert sent["layers.layers.0.linear1"] == 0
+
+
+def test_what_torch_does_not_count_is_said() -> None:
+    found = balance(nn.LSTM(4, 4, batch_first=True), torch.randn(2, 3, 4))
+    assert found.layers[0].name == "LSTM"
+    assert found.layers[0].flop > 0 or "torch does not count the operations of LSTM" in str(found)
+
+
+def test_the_table_says_what_is_best_and_the_words_who_is_waited_for() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4096))
+    found = balance(model, torch.randn(2, 3, 8, 8), step_s=0.001)
+    table = found.table.set_index("layer")
+    assert list(table.index) == ["0", "3"]
+    assert table.best["0"] == "data"
+    assert table.best["3"] in ("model", "hybrid")
+    assert table.bubble_ms.sum() == pytest.approx(found.step().bubbles_s.sum() * 1e3)
+    assert found.step(hybrid=True).seconds < found.step().seconds
+    for text in (str(found), found._repr_html_()):
+        assert "8 workers with 6 rows each at 1 Gbit/s" in text
+        assert "waits longest for" in text
+        assert "as given" in text
+    curve = found.scaling([1, 2, 8])
+    assert curve.workers.tolist() == [1, 2, 8]
+    assert curve.speedup[0] == curve.efficiency[0] == 1.0
+    assert curve.efficiency[2] == pytest.approx(found.efficiency)
+    assert (found.scaling([1, 2, 8], hybrid=True).speedup >= curve.speedup - 1e-9).all()
+
+
+def test_computing_is_measured_here_without_a_given_time_and_leaves_the_model_as_it_is() -> None:
+    model = Convolutions(1).eval()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    found = layer_balance(
+        model, KINDS["convolutions"][1], batch_size=4, workers=2, link=1e9, loss=CLASSES
+    )
+    assert found.compute_s > 0
+    assert "cores" in found.explain()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not model.training
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+    assert not [each for each in model.modules() if each._forward_hooks or each._forward_pre_hooks]
+
+
+class Nothing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+        self.scale = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.ones((), requires_grad=True)
+
+
+def test_the_public_name_is_this_one() -> None:
+    assert sparkdl.layer_balance is layer_balance
+
+
+EXAMPLE = torch.randn(2, 3, 8, 8)
+
+
+@every(
+    "wrong, error, said",
+    [
+        ({"workers": 0}, ConfigError, "workers must be"),
+        ({"batch_size": 0}, ConfigError, "batch_size must be"),
+        ({"link": 0}, ConfigError, "carries nothing"),
+        ({"link": "fast"}, ConfigError, "cannot be read"),
+        ({"step_s": 0}, ConfigError, "step_s must be"),
+        ({"step_s": math.nan}, ConfigError, "step_s must be"),
+        ({"example": torch.randn(2, 4, 8, 8)}, ModelError, "cannot be trained on 6 rows"),
+        ({"example": Batch((), (), last=False)}, ConfigError, "got nothing"),
+        ({"model": Nothing()}, ModelError, "no layer with parameters takes part"),
+    ],
+)
+def test_bad_input_is_said(wrong: Any, error: type[Exception], said: str) -> None:
+    model, example = wrong.pop("model", Convolutions(1)), wrong.pop("example", EXAMPLE)
+    with pytest.raises(error, match=said):
+        balance(model, example, **wrong)
