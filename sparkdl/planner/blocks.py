@@ -31,6 +31,7 @@ from sparkdl.planner.memory import (
     Live,
     as_batch,
     bytes_of,
+    gradient_bytes,
     in_words,
     probe,
     rows_of,
@@ -210,8 +211,8 @@ def plan_blocks(
             run_as(parts[name], option.name)
         peaks, seconds = _peaks(replica, rows_of(batch, rows), parts[list(options)[-1]])
 
-    sizes = [bytes_of(p for p in parts[n].parameters() if p.requires_grad) for n in options]
-    after = [sum(sizes[place + 1 :]) for place in range(len(sizes))]  # gradients that are there
+    sizes = [gradient_bytes(parts[name].parameters()) for name in options]
+    after = [sum(sizes[place + 1 :]) for place in range(len(sizes))]  # those that are there
     backward = [replace(o, working=o.working + g) for o, g in zip(least, after, strict=True)]
     others = max(0, peaks[1] - memory_of(backward, "order"))
     offered = [
@@ -219,16 +220,7 @@ def plan_blocks(
         for found, gradients in zip(options.values(), after, strict=True)
     ]
     output = Option("the model's output", 0.0, 0, max(0, peaks[0] - sum(o.held for o in least)))
-    found = fastest(
-        [
-            *offered,
-            [
-                output,
-            ],
-        ],
-        max(budget, 0),
-        "order",
-    )
+    found = fastest([*offered, [output]], budget, "order")
     if peaks[2] > budget:
         raise ConfigError(
             f"a budget of {budget:,} bytes is too small: the optimizer's step takes {peaks[2]:,}"

@@ -142,11 +142,10 @@ def step_memory(
         timelines.append(np.array(live.timeline, dtype=float))
         saved.append(pack.bytes)
     fixed, by_row = _lines(*timelines)
-    trained = replica.trainable()
     state = tree_leaves(replica.optimizer.state_dict()["state"])
     return StepMemory(
         parameters=bytes_of(tensors_of(replica.module)),
-        gradients=sum(each.numel() * each.element_size() for each in trained),
+        gradients=gradient_bytes(replica.module.parameters()),
         optimizer_state=bytes_of(each for each in state if isinstance(each, Tensor)),
         saved_a_row=(saved[1] - saved[0]) / _ROWS,
         fixed=fixed,
@@ -244,6 +243,11 @@ def tensors_of(*owners: Any) -> list[Tensor]:
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """What tensors take, each storage once."""
     return Live(tensors).bytes
+
+
+def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    """What the gradients of parameters take."""
+    return sum(each.numel() * each.element_size() for each in parameters if each.requires_grad)
 
 
 def as_batch(example: Example) -> Batch:
