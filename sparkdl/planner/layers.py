@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -84,11 +84,11 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = 
     """The median of what some work on a device takes, after once to warm up."""
     found = []
     for _ in range(repeats + 1):
-        begin = time.perf_counter()
+        begin = perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - begin)
+        found.append(perf_counter() - begin)
     return statistics.median(found[1:])
 
 

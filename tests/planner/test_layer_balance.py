@@ -1,4 +1,4 @@
-"""What layers exchange and wait for is the paper's, brute force's and that of a queue of messages."""
+"""What layers exchange and wait for is the paper's, brute force's, and what a queue would do."""
 
 from __future__ import annotations
 
