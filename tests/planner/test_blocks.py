@@ -15,8 +15,9 @@ from networks import CLASSES, KINDS, Convolutions, Residual, Transformer, most_a
 from torch import Tensor, nn
 
 from sparkdl.errors import ConfigError
+from sparkdl.planner import layers
 from sparkdl.planner.blocks import BlockPlan, blocks_of, plan_blocks, run_as
-from sparkdl.planner.memory import rows_of, step_memory
+from sparkdl.planner.memory import as_batch, mean_of_outputs, rows_of, step_memory
 from sparkdl.replica import Replica
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -47,7 +48,7 @@ def measured(kind: str, plan: BlockPlan) -> int:
     return most_allocated(two_steps)
 
 
-@pytest.mark.slow  # some 15 s
+@pytest.mark.slow  # some 5 s alone
 @every(
     "kind, share, precisions",
     [
@@ -82,6 +83,57 @@ def test_less_memory_never_takes_less_time_and_all_kept_needs_most() -> None:
     assert recompute.seconds >= keep.seconds
     with pytest.raises(ConfigError, match="too small"):
         planned("transformer", plans[0].memory // 20)
+
+
+class Clock:
+    """Virtual seconds, which only the passes of ``Paced`` move."""
+
+    now = 0.0
+
+
+class Pass(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, seconds: float) -> Tensor:
+        context.seconds = seconds
+        Clock.now += seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        Clock.now += 2 * context.seconds
+        return gradient, None
+
+
+class Paced(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(Pass.apply(x, self.seconds))))
+
+
+@every("share, recomputed", [(2.0, []), (0.85, ["0", "1"]), (0.7, ["0", "1", "2"])])
+def test_the_time_of_a_plan_is_that_of_its_steps(
+    monkeypatch: pytest.MonkeyPatch, share: float, recomputed: list[str]
+) -> None:
+    """Passes of 1, 2, 4 and 8 s forward, and of twice that backward, but for the first one's.
+
+    Blocks that hold the same bytes recompute in the order of their seconds.
+    """
+    monkeypatch.setattr(layers, "perf_counter", lambda: Clock.now)
+    model = nn.Sequential(*(Paced(s) for s in (1.0, 2.0, 4.0, 8.0)))
+    example = torch.randn(3, 64)
+    keeps = step_memory(model, example, optimizer=SGD).peak(400)
+    plan = plan_blocks(model, example, batch_size=400, budget=int(share * keeps), optimizer=SGD)
+    assert [n for n, each in plan.blocks.items() if each.name != "keep float32"] == recomputed
+    replica = Replica(plan.apply(model), SGD, mean_of_outputs)
+    before = Clock.now
+    replica.step(rows_of(as_batch(example), 10))
+    assert (
+        plan.seconds == Clock.now - before == 43.0 + sum(model[int(n)].seconds for n in recomputed)
+    )
 
 
 def trained(model: nn.Module, kind: str, steps: int = 3) -> dict[str, Tensor]:
