@@ -289,4 +289,4 @@ def measure(*, quick: bool) -> None:
 
 
 if __name__ == "__main__":
-    measure(quick=False)
+    measure(quick=harness.arguments(__doc__, repeats=1).quick)
