@@ -331,8 +331,10 @@ def in_words(what: str) -> Iterator[None]:
     Raises:
         ModelError: something failed.
     """
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    gpus = range(torch.cuda.device_count() if used else 0)
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(gpus):
             yield
     except SparkDLError:
         raise
