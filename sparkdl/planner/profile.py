@@ -1,0 +1,250 @@
+"""What a fit has shown about its costs: the figures from which plans are made."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparkdl.errors import ConfigError
+from sparkdl.events import EpochSummary
+from sparkdl.phases import COMPUTE, DECODE, EXCHANGE, WAIT
+from sparkdl.planner.traffic import Traffic
+
+FORMAT = 1
+
+
+class Described(Protocol):
+    """What is read of ``sparkdl.report.Setup``."""
+
+    model: str
+    strategy: str
+    aggregation: str | None
+    batch_size: int
+    parameters: int
+    trained: int
+    model_bytes: int
+    traffic: Traffic | None
+
+
+class Recorded(Protocol):
+    """What is read of ``sparkdl.report.Recording``."""
+
+    setup: Any  # Described; a protocol's attributes would have to be settable
+    history: list[EpochSummary]
+    epochs_before: int
+    world_size: int
+    hosts: list[str]
+    seconds: NDArray[np.float64]
+    before_training: NDArray[np.float64]
+    first_epoch: tuple[NDArray[np.float64], NDArray[np.int64]] | None
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """Rows trained on, by rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What a fit has cost, without its first epoch if it had others: that one warms up.
+
+    Attributes:
+        model: the class of the model.
+        strategy: how the replicas agreed, as it describes itself.
+        machine: where the figures were taken, in words.
+        workers: how many there were.
+        hosts: on how many hosts.
+        batch_size: rows per minibatch of each worker.
+        aggregation: where means were formed; None if the strategy leaves no choice.
+        traffic: what was exchanged; None if there is no formula for it.
+        rows: of an epoch, all workers' together.
+        parameters: numbers in the model.
+        trained: those of them that are trained.
+        model_bytes: of the model's parameters and buffers.
+        worker_step_s: seconds that each worker computed and made minibatches in a step, by rank.
+        round_s: seconds that an exchange held up the slowest worker, beyond its own steps.
+        rounds: exchanges that this is the mean of.
+        epoch_seconds: of the epochs that were counted.
+        warm: whether the first epoch was left out.
+    """
+
+    model: str
+    strategy: str
+    machine: str
+    workers: int
+    hosts: int
+    batch_size: int
+    aggregation: str | None
+    traffic: Traffic | None
+    rows: int
+    parameters: int
+    trained: int
+    model_bytes: int
+    worker_step_s: tuple[float, ...]
+    round_s: float
+    rounds: int
+    epoch_seconds: tuple[float, ...]
+    warm: bool
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, the mean over the workers that had rows."""
+        busy = [each for each in self.worker_step_s if each > 0]
+        return sum(busy) / len(busy)
+
+    @property
+    def slowest(self) -> float:
+        """How many times as long as the mean the slowest worker takes, >= 1."""
+        return max(self.worker_step_s) / self.step_s
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation of the epochs' seconds over their mean; None of fewer than three."""
+        if len(self.epoch_seconds) < 3:
+            return None
+        return float(np.std(self.epoch_seconds, ddof=1) / np.mean(self.epoch_seconds))
+
+    @classmethod
+    def of(cls, recording: Recorded) -> Profile:
+        """The profile of a fit, which may still be running.
+
+        Args:
+            recording: of the fit.
+
+        Raises:
+            ConfigError: it has no epoch that has ended, or no worker has said where its time went.
+        """
+        setup: Described = recording.setup
+        epochs = recording.history[recording.epochs_before :]
+        before, rows_before = recording.before_training, np.zeros_like(recording.rows)
+        warm = len(epochs) > 1 and recording.first_epoch is not None
+        if warm and recording.first_epoch is not None:
+            before, rows_before = recording.first_epoch
+            epochs = epochs[1:]
+        busy = (recording.seconds - before)[:, [COMPUTE, DECODE]].sum(axis=1)
+        rows = (recording.rows - rows_before) / max(len(epochs), 1)
+        rounds = sum(each.rounds for each in epochs)
+        if not epochs or not rounds or not rows.any() or not busy.any():
+            raise ConfigError(
+                "there is nothing to plan from: no round of an epoch that has ended was recorded. "
+                "Fit at least one epoch, better three, on a sample of the rows"
+            )
+        steps = np.ceil(rows / setup.batch_size) * len(epochs)
+        period = 1.0 if setup.traffic is None else setup.traffic.period
+        of_epoch = math.ceil(steps.max() / len(epochs) / period)
+        slowest = int(busy.argmax())
+        if warm:
+            waited = sum(each.seconds for each in epochs) - float(busy[slowest])
+        else:  # the first epoch's seconds may include reading the rows
+            waited = float((recording.seconds - before)[slowest, [WAIT, EXCHANGE]].sum())
+        hosts = sorted({host for host in recording.hosts if host})
+        return cls(
+            model=setup.model,
+            strategy=setup.strategy,
+            machine=_machine(hosts),
+            workers=recording.world_size,
+            hosts=max(1, len(hosts)),
+            batch_size=setup.batch_size,
+            aggregation=setup.aggregation,
+            traffic=setup.traffic,
+            rows=round(float(rows.sum())),
+            parameters=setup.parameters,
+            trained=setup.trained,
+            model_bytes=setup.model_bytes,
+            worker_step_s=tuple((busy / np.maximum(steps, 1)).tolist()),
+            round_s=max(0.0, waited / (of_epoch * len(epochs))),
+            rounds=of_epoch * len(epochs),
+            epoch_seconds=tuple(each.seconds for each in epochs),
+            warm=warm,
+        )
+
+    def to_json(self) -> str:
+        """All of it as JSON, for ``from_json`` and ``jobs/plan.py``."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """The profile in a file of ``to_json``, or in the result of ``jobs/train.py``.
+
+        Args:
+            text: the file's.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        try:
+            told = json.loads(text)
+            told = told.get("profile", told)
+            if told["format"] != FORMAT:
+                raise ConfigError(f"it has format {told['format']!r}, this version {FORMAT}")
+            given = {each.name: told[each.name] for each in fields(cls)}
+            traffic = given["traffic"]
+            given |= {name: tuple(given[name]) for name in ("worker_step_s", "epoch_seconds")}
+            made = cls(**given | {"traffic": None if traffic is None else Traffic(**traffic)})
+            figures = [made.round_s, *made.worker_step_s, *made.epoch_seconds]
+            if not all(math.isfinite(each) and each >= 0 for each in figures) or not made.step_s:
+                raise ConfigError("its seconds are not numbers >= 0")
+            return made
+        except (KeyError, TypeError, AttributeError, ValueError, ZeroDivisionError) as error:
+            why = str(error) if isinstance(error, ConfigError) else repr(error)
+            raise ConfigError(
+                f"this is no profile of a fit ({why:.200}): write one with "
+                "open(path, 'w').write(model.summary.profile.to_json())"
+            ) from error
+
+
+def require_same(profiles: Sequence[Profile]) -> None:
+    """Check that profiles are of one training, which may differ in workers and minibatches.
+
+    Raises:
+        ConfigError: there is none, or they are of different models or strategies.
+    """
+    if not profiles:
+        raise ConfigError("a plan needs at least one profile")
+    first = profiles[0]
+    for each in profiles[1:]:
+        for name in ("model", "parameters", "trained", "model_bytes", "strategy"):
+            ours, theirs = getattr(first, name), getattr(each, name)
+            if ours != theirs:
+                raise ConfigError(
+                    f"the profiles are of different trainings: {name} is {ours!r:.200} in one and "
+                    f"{theirs!r:.200} in another. Give those of one model and strategy, which may "
+                    "differ in workers and batchSize"
+                )
+
+
+def _machine(hosts: Iterable[str]) -> str:
+    named = list(hosts)
+    shown = ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
+    try:
+        torch = f", torch {version('torch')}"
+    except PackageNotFoundError:  # installed without metadata
+        torch = ""
+    driver = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores{torch}"
+    return f"workers on {shown or 'unnamed hosts'}; driver: {driver}"
+
+
+def profiles_in(files: Mapping[str, str]) -> list[Profile]:
+    """Read profiles, and name the file that has none.
+
+    Args:
+        files: texts by path.
+
+    Raises:
+        ConfigError: one has none.
+    """
+    read = []
+    for path, text in files.items():
+        try:
+            read.append(Profile.from_json(text))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+    return read

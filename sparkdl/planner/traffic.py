@@ -1,0 +1,176 @@
+"""What replicas exchange: how many bytes, over which links, how often.
+
+The table of docs/strategies.md is generated from ``TABLE``, and what it says is tested against
+``traffic_of`` strategies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparkdl.protocols import Layout
+    from sparkdl.strategies import Strategy
+
+THE_DRIVERS, EACH_WORKERS = "the driver's", "each worker's"
+TABLE = (
+    ("`GradientAllReduce()`", "2 P (N - 1) / N", EACH_WORKERS),
+    (
+        "the same with `PowerSGD(r)`",
+        "8 r (n + m) (N - 1) / N for each matrix of n rows and m columns",
+        EACH_WORKERS,
+    ),
+    ("averaging, elastic averaging, outer optimizers in the driver", "N P / p", THE_DRIVERS),
+    ('averaging by host, `aggregation="hierarchical"`, on H hosts', "H P / p", THE_DRIVERS),
+    ("averaging and elastic averaging among executors", "2 P (N - 1) / (N p)", EACH_WORKERS),
+    ("streaming DiLoCo with `float4`", "1.01 N P / (4 p)", THE_DRIVERS),
+)
+"""Strategy, bytes a step over the busiest link in its busier direction, whose link that is."""
+
+
+def table() -> str:
+    """The table as Markdown."""
+    rows = "".join(f"| {' | '.join(row)} |\n" for row in TABLE)
+    return f"| | bytes per step | the busiest link is |\n|---|---|---|\n{rows}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What the workers of a training exchange, and how.
+
+    Attributes:
+        through: ``driver``, ``hosts`` (the driver, with one contribution a host) or ``workers``
+            (summed among themselves, in a ring).
+        up: bytes that a worker contributes to an exchange.
+        down: bytes that it is sent back; 0 among the workers, where they pass in the same sums.
+        period: steps between two exchanges; with fragments less than the strategy's.
+        waits: whether everybody waits for everybody else in an exchange.
+        hidden: what goes on during an exchange: ``backward`` passes, so that its time is counted as
+            computing, further ``steps``, or nothing.
+        state: bytes that the driver is sent at the end of an epoch beside them.
+    """
+
+    through: Literal["driver", "hosts", "workers"]
+    up: float
+    down: float = 0.0
+    period: float = 1.0
+    waits: bool = True
+    hidden: Literal["", "backward", "steps"] = ""
+    state: float = 0.0
+
+    def load(self, workers: int, per_host: int = 1) -> float:
+        """How many contributions' worth of bytes passes the busiest link in an exchange.
+
+        Args:
+            workers: N.
+            per_host: how many of them are on one host.
+        """
+        if self.through == "workers":
+            return 2 * (workers - 1) / workers
+        return math.ceil(workers / per_host) if self.through == "hosts" else workers
+
+    def bytes_a_step(self, workers: int, per_host: int = 1) -> float:
+        """Bytes a step over the busiest link, in its busier direction."""
+        return self.load(workers, per_host) * max(self.up, self.down) / self.period
+
+    def passing(self, workers: int, per_host: int = 1) -> float:
+        """Bytes over the busiest link one after the other in an exchange that all wait for."""
+        return self.load(workers, per_host) * (self.up + self.down)
+
+    def hops(self, workers: int) -> int:
+        """Messages of an exchange that wait for each other, each for the link's latency."""
+        return 2 * (workers - 1) if self.through == "workers" else 2
+
+    def among(self, aggregation: str) -> Traffic:
+        """The same values exchanged in another place.
+
+        Args:
+            aggregation: ``driver``, ``executors`` or ``hierarchical``.
+        """
+        places: dict[str, Any] = {
+            "driver": {"through": "driver", "down": self.down or self.up, "state": 0.0},
+            "hierarchical": {"through": "hosts", "down": self.down or self.up, "state": 0.0},
+            "executors": {"through": "workers", "down": 0.0, "state": self.state or self.up},
+        }
+        return replace(self, **places[aggregation])
+
+
+def traffic_of(
+    strategy: Strategy[Any], layout: Layout, trained: Iterable[Tensor]
+) -> Traffic | None:
+    """What a strategy exchanges.
+
+    Args:
+        strategy: of the training; one's own too if its values pass through the driver.
+        layout: the segments of the replicas' state that they agree on.
+        trained: the parameters that are trained.
+
+    Returns:
+        None where the bytes depend on the values, on a schedule, or on how the strategy's own code
+        uses a group of workers.
+    """
+    from sparkdl.strategies import All, ElasticAveraging, GradientAllReduce, ParameterAveraging
+
+    summed = sum(each.numel * each.center_dtype.itemsize for each in layout)
+    state = sum(each.numel * each.dtype.itemsize for each in layout)
+    period = getattr(strategy, "period", 1)
+    if strategy.needs.peers or not isinstance(period, int):
+        return None
+    if isinstance(strategy, GradientAllReduce):
+        sent = _gradients(strategy.compression, trained)
+        if sent is None:
+            return None
+        every = float(strategy.accumulate)
+        return Traffic(through="workers", up=sent, period=every, hidden="backward", state=state)
+    if strategy.needs.collective:
+        if not isinstance(strategy, (ElasticAveraging, ParameterAveraging)):
+            return None
+        if strategy.aggregation == "hierarchical":
+            return Traffic(through="hosts", up=state, down=state, period=period)
+        hidden: Any = "steps" if isinstance(strategy, ElasticAveraging) else ""
+        return Traffic(through="workers", up=summed, period=period, hidden=hidden, state=state)
+    wire, fragments = strategy.wire_format, strategy.fragments
+    ups, downs = (
+        [(each, way(each)) for each in layout] for way in (wire.contribution, wire.reply)
+    )
+    if any(packing.varies for _, packing in (*ups, *downs)):
+        return None
+    up, down = (
+        sum(packing.numel(each.numel) * packing.dtype.itemsize for each, packing in way)
+        for way in (ups, downs)
+    )
+    goes_on = strategy.needs.steps_ahead or getattr(strategy, "overlap", 0)
+    return Traffic(
+        through="driver",
+        up=up / fragments,
+        down=down / fragments,
+        period=period / fragments,
+        waits=isinstance(strategy.round_policy, All),
+        hidden="steps" if goes_on else "",
+    )
+
+
+def _gradients(compression: Any, trained: Iterable[Tensor]) -> float | None:
+    """Bytes of a step's gradients as they are summed; None if that depends on their values."""
+    from sparkdl.strategies import PowerSGD
+
+    sent = 0
+    for each in trained:
+        if compression is None:
+            sent += each.numel() * each.element_size()
+        elif compression in ("fp16", "bf16"):
+            sent += each.numel() * 2
+        elif isinstance(compression, PowerSGD):
+            values = each.numel()
+            if compression.compresses(each.shape):
+                rows, columns = each.shape[0], values // each.shape[0]
+                values = min(compression.rank, rows, columns) * (rows + columns)
+            sent += values * each.element_size()
+        else:
+            return None
+    return float(sent)
