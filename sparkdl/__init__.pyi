@@ -13,6 +13,7 @@ from sparkdl.estimator.predictors.classifier import (
 from sparkdl.estimator.predictors.classifier import TorchClassifier as TorchClassifier
 from sparkdl.estimator.predictors.regressor import TorchRegressionModel as TorchRegressionModel
 from sparkdl.estimator.predictors.regressor import TorchRegressor as TorchRegressor
+from sparkdl.estimator.probing import plan as plan
 from sparkdl.events import EpochSummary as EpochSummary
 from sparkdl.large_batches import LAMB as LAMB
 from sparkdl.large_batches import LARS as LARS

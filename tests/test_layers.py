@@ -41,7 +41,7 @@ LAYERS: list[tuple[str, ...]] = [
 # The rooms of a layer, and the modules beside them, from top to bottom as well.
 ROOMS: dict[str, list[tuple[str, ...]]] = {
     "jobs": [
-        ("predict", "train"),
+        ("plan", "predict", "train"),
         ("evaluate",),
         ("command",),
         ("configuration", "locations"),

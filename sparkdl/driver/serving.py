@@ -32,6 +32,7 @@ from sparkdl.driver.resuming import has_ended, require_same_rows
 from sparkdl.errors import DataError, SparkDLError
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.statistics.shards import DataStatistics, check_statistics
+from sparkdl.planner.traffic import traffic_of
 from sparkdl.protocols import Layout
 from sparkdl.replica import Replica
 from sparkdl.replica.loss_use import divides_by
@@ -259,6 +260,7 @@ def setup_of(job: Job, replica: Replica, layout: Layout, settings: Mapping[str, 
             if segment.kind in ("parameters", "buffers")
         ),
         settings=settings,
+        traffic=traffic_of(strategy, layout, replica.trainable()),
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, Self, TypeVar, overload
 
@@ -82,6 +84,33 @@ class BaseEstimator(
         """
         estimator: Self = cls.read(trust=trust).load(path)
         return estimator
+
+    def copy(self, extra: Mapping[Any, Any] | None = None) -> Self:
+        """A copy with other values of some Params.
+
+        Args:
+            extra: values by Param or by its name. For ``"strategy"`` a dict has what differs in the
+                strategy that there is: ``{"numWorkers": 8, "strategy": {"period": 10}}``.
+
+        Raises:
+            ConfigError: there is no such Param, or the strategy has no such argument.
+        """
+        given = {}
+        for each, value in (extra or {}).items():
+            name = each if isinstance(each, str) else each.name
+            if isinstance(each, str) and not self.hasParam(each):
+                raise ConfigError(f"{type(self).__name__} has no parameter '{each}'")
+            if name == "strategy" and isinstance(value, Mapping):
+                strategy: Any = self.getOrDefault("strategy")
+                try:
+                    value = replace(strategy, **value)
+                except TypeError as error:
+                    raise ConfigError(
+                        f"the strategy {strategy!r:.200} does not take {dict(value)}: {error}"
+                    ) from error
+            given[self.getParam(name) if isinstance(each, str) else each] = value
+        copied: Self = super().copy(given)
+        return copied
 
     @overload
     def fit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import asdict
 from typing import Any
@@ -10,7 +11,9 @@ from pyspark.ml import Pipeline
 from pyspark.sql import DataFrame
 
 from sparkdl.callbacks import TrainingReport
+from sparkdl.errors import ConfigError
 from sparkdl.estimator.estimator import TorchEstimator
+from sparkdl.estimator.fitted import FittedModel
 from sparkdl.jobs import logs
 from sparkdl.jobs.command import JobContext, JobOutput, run_command
 from sparkdl.jobs.evaluate import Score, format_history, format_scores, measure, require_rows
@@ -55,15 +58,30 @@ def train(context: JobContext) -> JobOutput:
         model.write().save(context.target)
     finally:
         rows.unpersist()
-    history = torch_model(model).history
+    fitted = torch_model(model)
+    history = fitted.history
     larger = {name: bool(one.isLargerBetter()) for name, one in evaluators.items()}
     result = {
         "history": [asdict(summary) for summary in history],
         "metrics": {score.name: score.metrics for score in scores} if evaluators else {},
+        "profile": _profile(fitted),
     }
     table = f"\n{format_scores(scores, larger)}" if evaluators else ""
     saved = f"Model saved in {settings.output}"
     return JobOutput(result, f"\n{format_history(history)}\n{table}\n{_reports(estimator)}{saved}")
+
+
+def _profile(fitted: FittedModel) -> dict[str, Any] | None:
+    """What the fit has cost, for plan.py; None if it only found all epochs done by an earlier one.
+
+    Args:
+        fitted: the model that it returned.
+    """
+    try:
+        profile: dict[str, Any] = json.loads(fitted.summary.profile.to_json())
+    except ConfigError:
+        return None
+    return profile
 
 
 def _reports(estimator: TorchEstimator) -> str:

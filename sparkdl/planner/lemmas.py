@@ -104,18 +104,23 @@ def least_period(
 
 
 def least_period_for(
-    least_efficiency: float, step_s: float, round_s: float, round_alone_s: float
+    least_efficiency: float,
+    step_s: float,
+    round_s: float,
+    round_alone_s: float,
+    slowest: float = 1.0,
 ) -> float:
     """The shortest period at which waiting for rounds leaves the workers so efficient.
 
-    A step takes step_s + round_s / p, one worker's step_s + round_alone_s / p; their ratio is at
-    least alpha from p = (alpha round_s - round_alone_s) / ((1 - alpha) step_s) on.
+    A step takes slowest step_s + round_s / p, one worker's step_s + round_alone_s / p; their ratio
+    is at least alpha from p = (alpha round_s - round_alone_s) / ((1 - alpha slowest) step_s) on.
 
     Args:
         least_efficiency: alpha, in (0, 1].
         step_s: seconds of a step.
         round_s: seconds of a round of all workers.
         round_alone_s: seconds of a round of one worker.
+        slowest: how many times as long as the mean the slowest worker takes.
 
     Returns:
         A whole number of steps >= 1; infinity if there is none.
@@ -124,7 +129,7 @@ def least_period_for(
     missing = alpha * round_s - round_alone_s
     if missing <= 0:
         return 1
-    computed = (1 - alpha) * step_s
+    computed = (1 - alpha * slowest) * step_s
     return max(1, math.ceil(missing / computed - ROUNDING)) if computed > 0 else math.inf
 
 

@@ -6,50 +6,18 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol
+from importlib.metadata import version
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sparkdl.errors import ConfigError
-from sparkdl.events import EpochSummary
 from sparkdl.phases import COMPUTE, DECODE, EXCHANGE, WAIT
 from sparkdl.planner.traffic import Traffic
 
 FORMAT = 1
-
-
-class Described(Protocol):
-    """What is read of ``sparkdl.report.Setup``."""
-
-    model: str
-    strategy: str
-    aggregation: str | None
-    batch_size: int
-    parameters: int
-    trained: int
-    model_bytes: int
-    traffic: Traffic | None
-
-
-class Recorded(Protocol):
-    """What is read of ``sparkdl.report.Recording``."""
-
-    setup: Any  # Described; a protocol's attributes would have to be settable
-    history: list[EpochSummary]
-    epochs_before: int
-    world_size: int
-    hosts: list[str]
-    seconds: NDArray[np.float64]
-    before_training: NDArray[np.float64]
-    first_epoch: tuple[NDArray[np.float64], NDArray[np.int64]] | None
-
-    @property
-    def rows(self) -> NDArray[np.int64]:
-        """Rows trained on, by rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,16 +81,16 @@ class Profile:
         return float(np.std(self.epoch_seconds, ddof=1) / np.mean(self.epoch_seconds))
 
     @classmethod
-    def of(cls, recording: Recorded) -> Profile:
+    def of(cls, recording: Any) -> Profile:
         """The profile of a fit, which may still be running.
 
         Args:
-            recording: of the fit.
+            recording: of the fit, a ``sparkdl.report.Recording``, which is above this package.
 
         Raises:
             ConfigError: it has no epoch that has ended, or no worker has said where its time went.
         """
-        setup: Described = recording.setup
+        setup = recording.setup
         epochs = recording.history[recording.epochs_before :]
         before, rows_before = recording.before_training, np.zeros_like(recording.rows)
         warm = len(epochs) > 1 and recording.first_epoch is not None
@@ -138,7 +106,7 @@ class Profile:
                 "Fit at least one epoch, better three, on a sample of the rows"
             )
         steps = np.ceil(rows / setup.batch_size) * len(epochs)
-        period = 1.0 if setup.traffic is None else setup.traffic.period
+        period = 1.0 if setup.traffic is None else setup.traffic.every
         of_epoch = math.ceil(steps.max() / len(epochs) / period)
         slowest = int(busy.argmax())
         if warm:
@@ -221,30 +189,8 @@ def require_same(profiles: Sequence[Profile]) -> None:
                 )
 
 
-def _machine(hosts: Iterable[str]) -> str:
-    named = list(hosts)
-    shown = ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
-    try:
-        torch = f", torch {version('torch')}"
-    except PackageNotFoundError:  # installed without metadata
-        torch = ""
-    driver = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores{torch}"
+def _machine(hosts: Sequence[str]) -> str:
+    shown = ", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
+    system, cores = f"{platform.system()} {platform.machine()}", os.cpu_count()
+    driver = f"{system}, {cores} cores, torch {version('torch')}"
     return f"workers on {shown or 'unnamed hosts'}; driver: {driver}"
-
-
-def profiles_in(files: Mapping[str, str]) -> list[Profile]:
-    """Read profiles, and name the file that has none.
-
-    Args:
-        files: texts by path.
-
-    Raises:
-        ConfigError: one has none.
-    """
-    read = []
-    for path, text in files.items():
-        try:
-            read.append(Profile.from_json(text))
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
-    return read

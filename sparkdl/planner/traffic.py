@@ -46,9 +46,10 @@ class Traffic:
     Attributes:
         through: ``driver``, ``hosts`` (the driver, with one contribution a host) or ``workers``
             (summed among themselves, in a ring).
-        up: bytes that a worker contributes to an exchange.
+        up: bytes that a worker contributes in a period.
         down: bytes that it is sent back; 0 among the workers, where they pass in the same sums.
-        period: steps between two exchanges; with fragments less than the strategy's.
+        period: steps in which all values are exchanged once.
+        fragments: how many exchanges that takes, each with its part of the values.
         waits: whether everybody waits for everybody else in an exchange.
         hidden: what goes on during an exchange: ``backward`` passes, so that its time is counted as
             computing, further ``steps``, or nothing.
@@ -58,10 +59,16 @@ class Traffic:
     through: Literal["driver", "hosts", "workers"]
     up: float
     down: float = 0.0
-    period: float = 1.0
+    period: int = 1
+    fragments: int = 1
     waits: bool = True
     hidden: Literal["", "backward", "steps"] = ""
     state: float = 0.0
+
+    @property
+    def every(self) -> float:
+        """Steps between two exchanges."""
+        return self.period / self.fragments
 
     def load(self, workers: int, per_host: int = 1) -> float:
         """How many contributions' worth of bytes passes the busiest link in an exchange.
@@ -80,7 +87,7 @@ class Traffic:
 
     def passing(self, workers: int, per_host: int = 1) -> float:
         """Bytes over the busiest link one after the other in an exchange that all wait for."""
-        return self.load(workers, per_host) * (self.up + self.down)
+        return self.load(workers, per_host) * (self.up + self.down) / self.fragments
 
     def hops(self, workers: int) -> int:
         """Messages of an exchange that wait for each other, each for the link's latency."""
@@ -125,8 +132,9 @@ def traffic_of(
         sent = _gradients(strategy.compression, trained)
         if sent is None:
             return None
-        every = float(strategy.accumulate)
-        return Traffic(through="workers", up=sent, period=every, hidden="backward", state=state)
+        return Traffic(
+            through="workers", up=sent, period=strategy.accumulate, hidden="backward", state=state
+        )
     if strategy.needs.collective:
         if not isinstance(strategy, (ElasticAveraging, ParameterAveraging)):
             return None
@@ -134,10 +142,8 @@ def traffic_of(
             return Traffic(through="hosts", up=state, down=state, period=period)
         hidden: Any = "steps" if isinstance(strategy, ElasticAveraging) else ""
         return Traffic(through="workers", up=summed, period=period, hidden=hidden, state=state)
-    wire, fragments = strategy.wire_format, strategy.fragments
-    ups, downs = (
-        [(each, way(each)) for each in layout] for way in (wire.contribution, wire.reply)
-    )
+    wire = strategy.wire_format
+    ups, downs = ([(each, way(each)) for each in layout] for way in (wire.contribution, wire.reply))
     if any(packing.varies for _, packing in (*ups, *downs)):
         return None
     up, down = (
@@ -147,9 +153,10 @@ def traffic_of(
     goes_on = strategy.needs.steps_ahead or getattr(strategy, "overlap", 0)
     return Traffic(
         through="driver",
-        up=up / fragments,
-        down=down / fragments,
-        period=period / fragments,
+        up=up,
+        down=down,
+        period=period,
+        fragments=strategy.fragments,
         waits=isinstance(strategy.round_policy, All),
         hidden="steps" if goes_on else "",
     )

@@ -6,11 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparkdl.errors import ConfigError
 from sparkdl.phases import COMPUTE, DECODE, EXCHANGE, IDLE, READ, WAIT
+from sparkdl.report.html import duration
 from sparkdl.report.recording import BUSY, Recording
 
 NOTABLE = 0.25
 """The share of the workers' time above which something is worth changing."""
+MORE = 4
+"""How many times as many workers to predict an epoch for."""
 UNEVEN = 1.3
 """How many times the mean a worker must take to be called slow."""
 
@@ -51,7 +55,7 @@ def findings(recording: Recording) -> list[Finding]:
         _computing(recording, total),
     )
     notable = [each for each in found if each.share >= NOTABLE]
-    return sorted(notable, key=lambda each: -each.share)
+    return [*sorted(notable, key=lambda each: -each.share), *_planned(recording)]
 
 
 def slowest(recording: Recording) -> tuple[int, float] | None:
@@ -230,6 +234,30 @@ def _computing(recording: Recording, total: float) -> Finding:
         if share > 0.5
         else "",
     )
+
+
+def _planned(recording: Recording) -> list[Finding]:
+    """What an epoch would take with more workers; nothing if this fit alone does not tell."""
+    from sparkdl.planner.plan import Plan
+    from sparkdl.planner.profile import Profile
+
+    if recording.setup.traffic is None or recording.first_epoch is None:
+        return []
+    workers = MORE * recording.world_size
+    try:
+        plan = Plan([Profile.of(recording)], workers=[workers])
+    except ConfigError:  # a single worker has exchanged nothing, or all of it while it computed
+        return []
+    now, then = plan.predict(recording.world_size), plan.predict(workers)
+    return [
+        Finding(
+            0.0,
+            f"With {workers} workers, an epoch would take {duration(then.low)} to "
+            f"{duration(then.high)} in place of {duration(now.seconds)}, at an efficiency of about "
+            f"{_percent(then.efficiency)}.",
+            "summary.plan() says what else would change it.",
+        )
+    ]
 
 
 def _percent(share: float) -> str:

@@ -23,6 +23,7 @@ from sparkdl.averager.messages.run_events import (
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.phases import COMPUTE, DECODE, EXCHANGE, PHASES, WAIT
+from sparkdl.planner.traffic import Traffic
 
 LANES = 32
 """The most lanes for workers' time; if there are more workers, several share a lane."""
@@ -55,6 +56,7 @@ class Setup:
         settings: what else to show, by name.
         loss_use: in which shape the loss takes its targets, and what it divides by, in words by
             name; empty before the rows are known.
+        traffic: what the replicas exchange; None if there is no formula for it.
     """
 
     model: str = ""
@@ -70,6 +72,7 @@ class Setup:
     model_bytes: int = 0
     settings: Mapping[str, object] = field(default_factory=dict)
     loss_use: Mapping[str, str] = field(default_factory=dict)
+    traffic: Traffic | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,8 @@ class Recording:
         held_out_rows: of all workers.
         seconds: by rank and phase, shape (world_size, len(PHASES)).
         before_training: those that passed before a worker's first step.
+        first_epoch: ``seconds`` and ``rows`` when the first epoch of this fit ended, which warms
+            up; None before that.
         sent: bytes to the driver, by rank.
         received: bytes from the driver, by rank.
         uncertainty_s: how far off workers' times may be, in seconds.
@@ -113,7 +118,6 @@ class Recording:
         failures: the first of them.
         num_failures: how many there were in total.
         launched_s: when the first worker began; None before that.
-        epoch_ends: when epochs ended, by epoch; the last ones.
         outcome: how it ended; None while it runs.
         error: what ended it, in words, if it failed.
     """
@@ -131,6 +135,7 @@ class Recording:
         self.held_out_rows = 0
         self.seconds = np.zeros((world_size, len(PHASES)))
         self.before_training = np.zeros((world_size, len(PHASES)))
+        self.first_epoch: tuple[NDArray[np.float64], NDArray[np.int64]] | None = None
         self.sent = np.zeros(world_size, dtype=np.int64)
         self.received = np.zeros(world_size, dtype=np.int64)
         self.uncertainty_s = 0.0
@@ -181,6 +186,8 @@ class Recording:
                 self._note_window(event)
             case EpochSummary():
                 self.history.append(event)
+                if self.first_epoch is None:
+                    self.first_epoch = self.seconds.copy(), self.rows.copy()
             case EpochValidated(summary):
                 if self.history and self.history[-1].epoch == summary.epoch:
                     self.history[-1] = summary

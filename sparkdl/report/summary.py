@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sparkdl.events import EpochSummary
@@ -15,6 +15,10 @@ from sparkdl.report.recording import Recording
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from sparkdl.planner.links import Link
+    from sparkdl.planner.plan import Plan
+    from sparkdl.planner.profile import Profile
 
 
 class TrainingSummary:
@@ -126,6 +130,58 @@ class TrainingSummary:
     def bound_by(self) -> str:
         """What took the most time, and what would help, in words."""
         return str(findings(self.recording)[0])
+
+    @property
+    def profile(self) -> Profile:
+        """What this fit has cost, by step and round: what plans and simulations start from.
+
+        ``open(path, "w").write(model.summary.profile.to_json())`` keeps it for later.
+
+        Raises:
+            ConfigError: no epoch has ended in this fit.
+        """
+        from sparkdl.planner.profile import Profile
+
+        return Profile.of(self.recording)
+
+    def plan(
+        self,
+        *others: TrainingSummary | Profile,
+        link: str | float | Link | None = None,
+        measured_on: str | float | Link | None = None,
+        workers: Sequence[int] = (1, 2, 4, 8, 16),
+        rows: int | None = None,
+        batch_size: int | None = None,
+    ) -> Plan:
+        """Predict epochs with other numbers of workers, periods and links, from this fit alone.
+
+        Nothing is run. With the summary of a second fit on another number of workers, what rounds
+        take is told apart by what is sent and what is not; see the guide to planning.
+
+        Args:
+            *others: of other fits of the same model and strategy.
+            link: what connects the hosts to plan for: ``"1 Gbit/s"``, ``"100 Mbit/s, 1 ms"``, or
+                bytes a second. None for the network on which the fits ran.
+            measured_on: that network's links, to be given with ``link`` unless they were much
+                faster.
+            workers: the numbers of workers to plan for.
+            rows: rows of an epoch, if the fits had a sample; None for theirs.
+            batch_size: rows per minibatch of each worker; None for this fit's.
+
+        Raises:
+            ConfigError: a fit has no epoch, another model or strategy, a strategy without a formula
+                for what it sends, or something given cannot be planned for.
+        """
+        from sparkdl.planner.plan import Plan
+
+        return Plan(
+            [self.profile, *(x.profile if isinstance(x, TrainingSummary) else x for x in others)],
+            link=link,
+            measured_on=measured_on,
+            workers=workers,
+            rows=rows,
+            batch_size=batch_size,
+        )
 
     def save_report(self, path: str | os.PathLike[str]) -> None:
         """Write all of this as one HTML page, which can be read without a network.

@@ -1,0 +1,11 @@
+"""Plan how many workers to pay for, from a training's result, as docs/planning.md says.
+
+python jobs/plan.py --summary output/flights-model/_result.json --link "1 Gbit/s"
+"""
+
+import sys
+
+from sparkdl.jobs.plan import main
+
+if __name__ == "__main__":
+    sys.exit(main())

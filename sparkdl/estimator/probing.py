@@ -1,0 +1,135 @@
+"""``sparkdl.plan``: a plan from short fits on a few rows, before a training is paid for."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from pyspark.sql import DataFrame
+
+from sparkdl.callbacks import Callback, Training
+from sparkdl.errors import ConfigError
+from sparkdl.estimator.estimator import BaseEstimator
+from sparkdl.events import EpochSummary
+from sparkdl.planner.links import Link
+from sparkdl.planner.plan import WORKERS, Plan
+from sparkdl.planner.profile import Profile
+from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
+from sparkdl.spark.cluster.slots import most_slots
+from sparkdl.spark.session.required import require_frame
+
+logger = logging.getLogger(__name__)
+
+LEFT_OUT = (
+    "callbacks",
+    "checkpointPath",
+    "metrics",
+    "schedulerMetric",
+    "validationFraction",
+    "validationIndicatorCol",
+)
+"""Params that a probe does without: it neither validates nor leaves anything behind."""
+EPOCHS = 50
+"""The most that a probe takes; it ends when its time is over."""
+MOST_STEPS = 200
+"""Of a probe's epoch."""
+
+
+def plan(
+    estimator: BaseEstimator[Any],
+    df: DataFrame,
+    *,
+    workers: Sequence[int] = WORKERS,
+    link: str | float | Link | None = None,
+    measured_on: str | float | Link | None = None,
+    seconds: float = 60.0,
+) -> Plan:
+    """Predict what an epoch takes with other numbers of workers, from probes on a few rows.
+
+    The probes are fits on the first rows with 1 and 2 workers, and with 1 worker and minibatches
+    four times as large; they validate nothing, and leave nothing behind.
+
+    Args:
+        estimator: what is to be trained, and how.
+        df: all rows, which are counted.
+        workers: the numbers of workers to plan for.
+        link: what connects the hosts to plan for, such as ``"1 Gbit/s"``; None for this cluster.
+        measured_on: what connects this cluster's, to be given with ``link`` unless it is much
+            faster.
+        seconds: how long the probes may train in total, beside their starts. A probe takes at least
+            two epochs of one window.
+
+    Raises:
+        ConfigError: there are too few rows for two epochs of a window, or what is given cannot be
+            planned for.
+        SparkDLError: the estimator cannot be fitted to the rows.
+    """
+    require_frame(df, to_end="Plan with")
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise ConfigError(f"seconds must be a number > 0, got {seconds!r}")
+    indicator = (
+        estimator.getOrDefault("validationIndicatorCol")
+        if estimator.isDefined("validationIndicatorCol")
+        else None
+    )
+    trained = df if indicator is None else df.where(~df[indicator])
+    rows = round(trained.count() * (1 - (estimator.getOrDefault("validationFraction") or 0.0)))
+    if not rows:
+        raise ConfigError("there are no rows to plan with")
+    spark, device = df.sparkSession, estimator.getOrDefault("device")
+    unit = ranks_a_task(spark, device)
+    slots = most_slots(spark, gpu_profile(spark, device))
+    size = estimator.getOrDefault("batchSize")
+    period = getattr(estimator.getOrDefault("strategy"), "period", 1)
+    window = period if isinstance(period, int) else 1
+    first = _probe(estimator, trained, rows, unit, size, window, 0.0)
+    step = max(max(first.worker_step_s), 1e-5)
+    probes = [(unit, size), *([(2 * unit, size)] if slots >= 2 else []), (unit, 4 * size)]
+    share = seconds / len(probes)
+    windows = max(1, min(MOST_STEPS, int(share / 4 / step)) // window)
+    profiles = [
+        _probe(estimator, trained, rows, count, minibatch, windows * window, share)
+        for count, minibatch in probes
+    ]
+    return Plan(profiles, link=link, measured_on=measured_on, workers=workers, rows=rows)
+
+
+def _probe(
+    estimator: BaseEstimator[Any],
+    frame: DataFrame,
+    rows: int,
+    workers: int,
+    batch_size: int,
+    steps: int,
+    seconds: float,
+) -> Profile:
+    """Fit a copy to the first rows for a while, and for two epochs in any case."""
+    taken = min(rows, steps * workers * batch_size)
+    probe = estimator.copy(
+        {"numWorkers": workers, "batchSize": min(batch_size, math.ceil(rows / workers))}
+    )
+    for name in LEFT_OUT:
+        probe.clear(probe.getParam(name))
+    probe = probe.copy({"epochs": EPOCHS, "progress": False, "callbacks": [_Until(seconds)]})
+    began = time.monotonic()
+    model = probe.fit(frame.limit(taken))
+    logger.info(
+        "a probe with %d workers and %d rows took %.1f s", workers, taken, time.monotonic() - began
+    )
+    profile: Profile = model.summary.profile
+    return profile
+
+
+class _Until(Callback):
+    """Ends a training when its time is over, and at least two epochs are."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def on_epoch(self, training: Training, summary: EpochSummary) -> None:
+        """Look at the clock."""
+        if len(training.history) > 1 and time.monotonic() - training.began > self._seconds:
+            training.stop("the probe's time is over")

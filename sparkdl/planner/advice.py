@@ -1,0 +1,146 @@
+"""What a plan advises, in words with the numbers behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from sparkdl.planner.lemmas import least_period_for, most_workers
+
+if TYPE_CHECKING:
+    from sparkdl.planner.plan import Plan, Prediction
+
+GOOD = 0.8
+"""The efficiency that explanations speak of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """What to choose, and why.
+
+    Attributes:
+        num_workers: how many workers.
+        batch_size: rows per minibatch of each.
+        period: steps between two exchanges.
+        aggregation: where means are formed; None if the strategy leaves no choice.
+        because: the reason.
+        params: values of an estimator's Params by name, which ``estimator.copy`` takes.
+    """
+
+    num_workers: int
+    batch_size: int
+    period: int
+    aggregation: str | None
+    because: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        where = "" if self.aggregation is None else f", aggregation={self.aggregation!r}"
+        chosen = f"numWorkers={self.num_workers}, batchSize={self.batch_size}"
+        return f"{chosen}, period={self.period}{where}: {self.because}"
+
+
+def suggested(plan: Plan, best: Prediction, alpha: float) -> Suggestion:
+    """What to set for a prediction, and why no more workers.
+
+    Args:
+        plan: that it was chosen from.
+        best: the prediction.
+        alpha: the least efficiency that was asked for.
+    """
+    changed: dict[str, Any] = {}
+    if best.period != plan.traffic.period:
+        changed["period"] = best.period
+    if best.aggregation != plan.own:
+        changed["aggregation"] = best.aggregation
+    strategy = {"strategy": changed} if changed else {}
+    because = f"an epoch takes {_range(best)} at an efficiency of {best.efficiency:.0%}"
+    if best.workers == plan.workers[-1]:
+        because += ", and no more workers were asked for"
+    else:
+        more = plan.predict(
+            best.workers + 1, aggregation=best.aggregation, period=changed.get("period")
+        )
+        because += f"; {more.workers} workers would have {more.efficiency:.0%}, because of "
+        because += more.obstacle
+    if not best.measured:
+        because += f". The fits had aggregation={plan.own!r}: for the other only its bytes tell"
+    return Suggestion(
+        num_workers=best.workers,
+        batch_size=best.batch_size,
+        period=best.period,
+        aggregation=best.aggregation,
+        because=because,
+        params={"numWorkers": best.workers, "batchSize": best.batch_size, **strategy},
+    )
+
+
+def explained(plan: Plan) -> str:
+    """What bounds a training with the most workers of a plan, and what would move that."""
+    most, costs, traffic = plan.workers[-1], plan.fitted.costs, plan.traffic
+    now, step = plan.predict(most), costs.step_s(plan.batch_size)
+    by_bytes, rest = costs.exchange(traffic, most, plan.per_host)
+    lines = [
+        f"Measured with {plan.measured_with} {plan.profiles[0].machine}.",
+        f"A step of {plan.batch_size} rows takes {_time(step)}; an exchange of {most} workers "
+        f"takes {_time(by_bytes + rest)}, of which {_time(rest)} whatever is sent.",
+        f"With {most} workers an epoch takes {_range(now)} at an efficiency of "
+        f"{now.efficiency:.0%}. Most of that is {now.bound}.",
+        *_lemmas(plan, most, step),
+        *(f"{change}: {_time(each.seconds)}." for change, each in _changes(plan, most)),
+    ]
+    return "\n".join(lines)
+
+
+def _lemmas(plan: Plan, workers: int, step: float) -> Iterator[str]:
+    """What the lemmas say, where the rounds have the form that they suppose."""
+    costs, traffic = plan.fitted.costs, plan.traffic
+    if traffic.through == "workers" or traffic.hidden or not traffic.waits:
+        return
+    (alone, rest), many = costs.exchange(traffic, 1), costs.exchange(traffic, workers)
+    overhead = alone / (traffic.every * step * costs.slowest + rest)
+    if overhead:
+        yield (
+            f"Of an epoch, {overhead:.2g} of what more workers divide is not divided: at most "
+            f"{1 + 1 / overhead:.0f} times as fast with any number of them, and {GOOD:.0%} "
+            f"efficient up to {most_workers(overhead, GOOD):g} (lemma 1)."
+        )
+    period = least_period_for(GOOD, step, sum(many), alone + rest, costs.slowest)
+    yield f"{workers} workers are {GOOD:.0%} efficient from period {period:g} on."
+    if plan.network is not None:
+        yield (
+            f"The driver's link carries their rounds in the time in which they compute from period "
+            f"{period} on (lemma 2)."
+        )
+
+
+def _changes(plan: Plan, workers: int) -> Iterator[tuple[str, Prediction]]:
+    """What could be changed, and the epoch that it would give."""
+    for where in plan.aggregations[1:]:
+        cheaper = (
+            each
+            for each in range(2, workers + 1)
+            if plan.predict(each, aggregation=where).seconds < plan.predict(each).seconds
+        )
+        first = next(cheaper, None)
+        yield (
+            f"With aggregation={where!r}" + (f", faster from {first} workers on" if first else ""),
+            plan.predict(workers, aggregation=where),
+        )
+    if plan.traffic.hidden != "backward":
+        period = 2 * plan.traffic.period
+        yield f"With period={period}", plan.predict(workers, period=period)
+    if plan.network is not None:
+        faster = replace(plan.network, bandwidth=2 * plan.network.bandwidth)
+        yield f"On links of {faster}", plan.predict(workers, link=faster)
+
+
+def _range(each: Prediction) -> str:
+    return f"{_time(each.seconds)} ({_time(each.low)} to {_time(each.high)})"
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

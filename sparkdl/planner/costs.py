@@ -1,0 +1,240 @@
+"""What a step and an exchange cost: fitted to profiles, and predicted for other numbers of workers.
+
+An exchange of N workers takes ``fixed + per_byte * passing(N) + latency * hops(N)`` seconds: what
+it takes whatever is sent, what the busiest link and the processors take for each byte that passes,
+and the messages that wait for each other. Two profiles with different numbers of workers tell the
+first two apart. With one there are two limits, all of it fixed or all of it by bytes; the second
+one is the prediction, the first one the lower end of what is possible.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparkdl.errors import ConfigError
+from sparkdl.planner.links import Link
+from sparkdl.planner.profile import Profile
+from sparkdl.planner.traffic import Traffic
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where the seconds of an epoch go.
+
+    Attributes:
+        computing: forward, backward, optimizer steps, minibatches.
+        uneven: waiting for the slowest worker.
+        passing: bytes on the busiest link, beyond what steps hide.
+        fixed: what rounds take whatever is sent, latency included.
+    """
+
+    computing: float
+    uneven: float
+    passing: float
+    fixed: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the epoch."""
+        return self.computing + self.uneven + self.passing + self.fixed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What a training costs on a network.
+
+    Attributes:
+        step_fixed: seconds of a step with no rows.
+        step_per_row: seconds that each row of a minibatch adds.
+        slowest: how many times as long as the mean the slowest worker takes.
+        fixed: seconds of an exchange that do not depend on what is sent.
+        per_byte: seconds for each byte that passes the busiest link, the processors' included.
+        latency: seconds of a message beside its bytes.
+    """
+
+    step_fixed: float
+    step_per_row: float
+    slowest: float
+    fixed: float
+    per_byte: float
+    latency: float = 0.0
+
+    def step_s(self, batch_size: int) -> float:
+        """Seconds of a step of a worker that is as fast as the mean."""
+        return self.step_fixed + self.step_per_row * batch_size
+
+    def exchange(self, traffic: Traffic, workers: int, per_host: int = 1) -> tuple[float, float]:
+        """Seconds of an exchange that nothing hides.
+
+        Returns:
+            What the bytes take, and the rest.
+        """
+        rest = self.fixed + self.latency * traffic.hops(workers)
+        return self.per_byte * traffic.passing(workers, per_host), rest
+
+    def epoch(
+        self, traffic: Traffic, *, rows: int, workers: int, batch_size: int, per_host: int = 1
+    ) -> Parts:
+        """Predict an epoch.
+
+        Args:
+            traffic: what is exchanged.
+            rows: of all workers together.
+            workers: how many.
+            batch_size: rows per minibatch of each.
+            per_host: how many of them are on one host.
+        """
+        steps = math.ceil(rows / (workers * batch_size))
+        rounds = math.ceil(steps / traffic.every)
+        step, slowest = self.step_s(batch_size), self.slowest if workers > 1 else 1.0
+        computing, uneven = steps * step, steps * step * (slowest - 1)
+        by_bytes, rest = self.exchange(traffic, workers, per_host)
+        if not traffic.waits:
+            # Each waits for its own exchange only, until the driver's link is full.
+            window = steps * step / rounds
+            by_bytes = self.per_byte * traffic.passing(1)
+            full = (
+                self.per_byte
+                * traffic.load(workers)
+                * max(traffic.up, traffic.down)
+                / traffic.fragments
+            )
+            by_bytes, uneven = max(by_bytes, full - window - rest), 0.0
+        elif traffic.hidden == "steps":
+            by_bytes = max(0.0, by_bytes - (computing + uneven) / rounds)
+        copy = self.per_byte * traffic.state
+        return Parts(computing, uneven, rounds * by_bytes + copy, rounds * rest)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Costs as predicted, and at the lower end of what the profiles leave open."""
+
+    costs: Costs
+    low: Costs
+
+
+def fit(profiles: Sequence[Profile], link: Link | None, measured_on: Link | None) -> Fitted:
+    """Costs that agree with profiles.
+
+    Args:
+        profiles: of one training, for whose traffic there are formulas.
+        link: to predict for; None for the network on which the profiles were taken.
+        measured_on: that network's links; None if they are not known, which with ``link`` means
+            that they were too fast to matter.
+
+    Raises:
+        ConfigError: the profiles do not tell what a step or an exchange costs.
+    """
+    target = link or measured_on
+    wire = 0.0 if measured_on is None else 1 / measured_on.bandwidth
+    late = 0.0 if measured_on is None else measured_on.latency
+    step_fixed, step_per_row = _line(*_steps(profiles, measured_on))
+    costs = Costs(
+        step_fixed=step_fixed,
+        step_per_row=step_per_row,
+        slowest=1.0 if _in_backward(profiles) else max(each.slowest for each in profiles),
+        fixed=0.0,
+        per_byte=0.0,
+        latency=0.0 if target is None else target.latency,
+    )
+    passed, took = _exchanges(profiles, costs, late)
+    if target is None and not any(passed):
+        hidden = _traffic(profiles[0]).hidden == "steps"
+        why = "it exchanges while it trains on" if hidden else "one worker exchanges nothing"
+        raise ConfigError(
+            f"these fits with {profiles[0].strategy:.80} do not tell what exchanging a byte takes: "
+            f"{why}. Name the network, as in link='1 Gbit/s', or add the profile of a fit with 2 "
+            "workers"
+        )
+    fixed, per_byte = _line(passed, took)
+    low_fixed, low_per_byte = fixed, per_byte
+    if len(set(passed)) == 1 and passed[0]:
+        fixed, per_byte = 0.0, took.mean() / passed[0]
+        low_per_byte = min(wire, per_byte)
+        low_fixed = (per_byte - low_per_byte) * passed[0]
+
+    def moved(seconds: float) -> float:
+        """Seconds a byte on the links to predict for."""
+        return seconds if target is None else max(seconds - wire, 0.0) + 1 / target.bandwidth
+
+    return Fitted(
+        replace(costs, fixed=float(fixed), per_byte=float(moved(per_byte))),
+        replace(costs, fixed=float(low_fixed), per_byte=float(moved(low_per_byte))),
+    )
+
+
+def _traffic(profile: Profile) -> Traffic:
+    assert profile.traffic is not None
+    return profile.traffic
+
+
+def _in_backward(profiles: Sequence[Profile]) -> bool:
+    return _traffic(profiles[0]).hidden == "backward"
+
+
+def _per_host(profile: Profile) -> int:
+    return math.ceil(profile.workers / profile.hosts)
+
+
+def _steps(profiles: Sequence[Profile], measured_on: Link | None) -> tuple[Numbers, Numbers]:
+    """Sizes of minibatches, and the seconds that computing a step took with each."""
+    if not _in_backward(profiles):
+        pairs = [(each.batch_size, each.step_s) for each in profiles]
+    else:
+        # Gradients are sent while they are computed: only alone a worker just computes.
+        pairs = [(each.batch_size, each.step_s) for each in profiles if each.workers == 1]
+        if not pairs and measured_on is not None:
+            pairs = [
+                (each.batch_size, max(each.step_s - _on_wire(each, measured_on), each.step_s / 100))
+                for each in profiles
+            ]
+        if not pairs:
+            raise ConfigError(
+                f"these fits with {profiles[0].strategy:.80} do not tell computing from sending "
+                "gradients, which goes on at the same time: add the profile of a fit with 1 worker"
+            )
+    sizes, seconds = zip(*pairs, strict=True)
+    return np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
+
+
+def _on_wire(profile: Profile, link: Link) -> float:
+    """Seconds a step that a fit's bytes took at least."""
+    traffic = _traffic(profile)
+    return traffic.passing(profile.workers) / link.bandwidth / traffic.every
+
+
+def _exchanges(
+    profiles: Sequence[Profile], costs: Costs, latency: float
+) -> tuple[Numbers, Numbers]:
+    """Bytes that passed the busiest link in the profiles' exchanges, and the seconds these took."""
+    passed, took = [], []
+    for each in profiles:
+        traffic, seconds = _traffic(each), each.round_s
+        bytes_passed = traffic.passing(each.workers if traffic.waits else 1, _per_host(each))
+        if traffic.hidden == "backward":
+            seconds += max(each.step_s - costs.step_s(each.batch_size), 0.0) * traffic.every
+        elif traffic.hidden == "steps":
+            bytes_passed = 0.0  # what shows is only what takes longer than the steps
+        passed.append(bytes_passed)
+        took.append(max(seconds - latency * traffic.hops(each.workers), 0.0))
+    return np.asarray(passed), np.asarray(took)
+
+
+def _line(at: Numbers, values: Numbers) -> tuple[float, float]:
+    """The line a + b x nearest to some points with a, b >= 0; b is 0 if all have the same x."""
+    if len(set(at.tolist())) < 2:
+        return float(values.mean()), 0.0
+    slope, start = np.polyfit(at, values, 1)
+    if slope < 0:
+        return float(values.mean()), 0.0
+    if start < 0:
+        return 0.0, float(at @ values / (at @ at))
+    return float(start), float(slope)
