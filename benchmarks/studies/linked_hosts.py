@@ -37,6 +37,7 @@ from sparkdl.collective import Network
 from sparkdl.driver import Observers, RunOptions, first_replica, run
 from sparkdl.events import EpochSummary
 from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.planner.profile import Profile
 from sparkdl.worker import Job, Placement, train
 
 FOLDER = Path(__file__).resolve().parent
@@ -103,10 +104,12 @@ class Trained:
         points: its points in order; the first is that of the model before the training.
         traffic: the traffic of each host from before the workers joined until they had left, the
             driver's first.
+        profile: what it cost, as it was recorded; None if no epoch ended.
     """
 
     points: tuple[Point, ...]
     traffic: tuple[Traffic, ...]
+    profile: Profile | None = None
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,8 @@ class LinkedHosts:
         """Train on all hosts.
 
         Args:
-            trial: the training, with one shard per worker.
+            trial: the training, with one shard per worker; fewer workers than there are hosts leave
+                the last ones idle.
             deadline_s: seconds within which it has to end.
 
         Raises:
@@ -191,13 +195,13 @@ class LinkedHosts:
             partial(_work, trial.job, shard, rank, folder, driver)
             for rank, shard in enumerate(trial.shards)
         ]
-        points = self.call(parts, deadline_s)[0]
+        points, profile = self.call(parts, deadline_s)[0]
         now = [traffic_of(link) for link in links]
         shutil.rmtree(folder)
-        return Trained(points, tuple(map(Traffic.since, now, before)))
+        return Trained(points, tuple(map(Traffic.since, now, before)), profile)
 
     def call(self, parts: Sequence[Callable[[], Any]], deadline_s: float = 120.0) -> list[Any]:
-        """Call a function on each host, the driver's first.
+        """Call a function on each host, the driver's first, or on the first hosts.
 
         Args:
             parts: the functions.
@@ -213,7 +217,7 @@ class LinkedHosts:
         deadline = time.monotonic() + deadline_s
         processes, answers = [], []
         try:
-            for host, part in zip(self._hosts.hosts, parts, strict=True):
+            for host, part in zip(self._hosts.hosts, parts, strict=False):
                 ours, theirs = self._context.Pipe(duplex=False)
                 place = f"/run/netns/{host.namespace}", host.name
                 process = self._context.Process(
@@ -294,7 +298,9 @@ class _Curve(Callback):
             training.stop(f"{self.budget_s:g} s are over")
 
 
-def _drive(trial: Trial, links: list[str], folder: Path, host: str) -> tuple[Point, ...]:
+def _drive(
+    trial: Trial, links: list[str], folder: Path, host: str
+) -> tuple[tuple[Point, ...], Profile | None]:
     """The driver's part: serves the rounds, and computes the losses when all is over."""
     curve = _Curve(links, trial.budget_s, trial.least_epochs)
 
@@ -304,7 +310,7 @@ def _drive(trial: Trial, links: list[str], folder: Path, host: str) -> tuple[Poi
         _publish(folder / "address", pickle.dumps(averager.address))
         yield
 
-    run(
+    outcome = run(
         trial.job,
         len(trial.shards),
         launch,
@@ -313,10 +319,11 @@ def _drive(trial: Trial, links: list[str], folder: Path, host: str) -> tuple[Poi
     )
     nothing = Traffic(0, 0, 0, 0)
     first = Point(0, 0.0, (nothing,) * len(links), _loss(trial, None))
-    return first, *(
+    points = (
         Point(rows, seconds, traffic, _loss(trial, center))
         for rows, seconds, traffic, center in curve.kept
     )
+    return (first, *points), Profile.of(outcome.recording) if curve.kept else None
 
 
 def _loss(trial: Trial, center: list[Tensor] | None) -> float:

@@ -102,16 +102,17 @@ def _lemmas(plan: Plan, workers: int, step: float) -> Iterator[str]:
     overhead = alone / (traffic.every * step * costs.slowest + rest)
     if overhead:
         yield (
-            f"Of an epoch, {overhead:.2g} of what more workers divide is not divided: at most "
-            f"{1 + 1 / overhead:.0f} times as fast with any number of them, and {GOOD:.0%} "
-            f"efficient up to {most_workers(overhead, GOOD):g} (lemma 1)."
+            f"What more workers do not divide is {overhead:.2g} times what they do: any number of "
+            f"them is at most {1 + 1 / overhead:.3g} times as fast as one, and {GOOD:.0%} efficient "
+            f"up to {most_workers(overhead, GOOD):g} (lemma 1)."
         )
     period = least_period_for(GOOD, step, sum(many), alone + rest, costs.slowest)
     yield f"{workers} workers are {GOOD:.0%} efficient from period {period:g} on."
     if plan.network is not None:
+        least = least_period(traffic.up, workers, plan.network.bandwidth, step)
         yield (
-            f"The driver's link carries their rounds in the time in which they compute from period "
-            f"{period} on (lemma 2)."
+            "The driver's link carries their rounds in the time in which they compute from period "
+            f"{least} on (lemma 2)."
         )
 
 

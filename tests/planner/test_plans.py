@@ -1,0 +1,336 @@
+"""Plans from profiles of trainings whose costs are known: predictions, suggestions, words."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from every_row import every
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import A_BYTE, BATCH, BYTES, FIXED_S, PERIOD, STEP_S, STEPS, profile, traffic
+
+from sparkdl.errors import ConfigError
+from sparkdl.planner.lemmas import most_workers, speedup
+from sparkdl.planner.links import Link
+from sparkdl.planner.plan import Plan
+from sparkdl.planner.traffic import Traffic
+
+AMONG = traffic(through="workers", up=BYTES, down=0.0)
+GRADIENTS = traffic(through="workers", up=BYTES, down=0.0, period=1, hidden="backward")
+
+
+def round_s(workers: int) -> float:
+    return FIXED_S + A_BYTE * 2 * BYTES * workers
+
+
+def of_two(**changes: Any) -> Plan:
+    return Plan([profile(1), profile(2)], **changes)
+
+
+def test_two_fits_tell_apart_what_rounds_take_for_bytes_and_what_they_take_anyway() -> None:
+    for workers in (1, 2, 4, 8, 40):
+        steps = math.ceil(STEPS / workers)
+        expected = steps * STEP_S + math.ceil(steps / PERIOD) * round_s(workers)
+        predicted = of_two().predict(workers)
+        assert predicted.seconds == pytest.approx(expected)
+        assert predicted.parts.passing == pytest.approx(
+            math.ceil(steps / PERIOD) * A_BYTE * 2 * BYTES * workers
+        )
+
+
+def test_averaging_in_the_driver_speeds_up_as_lemma_1_says() -> None:
+    plan = of_two(rows=BATCH * PERIOD * 720_720)  # divisible by all numbers of workers below
+    overhead = A_BYTE * 2 * BYTES / (PERIOD * STEP_S + FIXED_S)
+    for workers in (2, 4, 8, 16):
+        predicted = plan.predict(workers)
+        assert predicted.efficiency * workers == pytest.approx(speedup(workers, overhead))
+    best = of_two(rows=BATCH * PERIOD * 720_720, workers=[40]).best(0.8)
+    assert best.aggregation == "executors"
+    in_driver = [each for each in range(1, 41) if plan.predict(each).efficiency >= 0.8]
+    assert max(in_driver) == most_workers(overhead, 0.8)
+
+
+def test_one_fit_leaves_open_how_much_of_a_round_is_bytes() -> None:
+    """All of it fixed, or all of it growing with the workers: the truth lies between."""
+    one, truth = Plan([profile(2)]).predict(8), of_two().predict(8)
+    assert one.low < truth.seconds < one.high
+    assert one.seconds >= truth.seconds
+    assert one.low / 0.85 < truth.seconds
+    assert Plan([profile(2)]).predict(2).seconds == pytest.approx(of_two().predict(2).seconds)
+
+
+def test_a_slower_link_adds_what_its_bytes_take() -> None:
+    plan = of_two(link="100 Mbit/s")
+    steps = STEPS // 4
+    added = steps // PERIOD * 4 * 2 * BYTES / 12.5e6
+    assert plan.predict(4).seconds == pytest.approx(of_two().predict(4).seconds + added)
+
+
+def test_the_fits_own_link_is_taken_out_of_what_they_took() -> None:
+    slow = Link(12.5e6, 1e-3)
+    wire = 1 / slow.bandwidth
+    fits = [
+        profile(each, exchange_s=round_s(each) + wire * 2 * BYTES * each + 2 * slow.latency)
+        for each in (1, 2)
+    ]
+    assert Plan(fits).predict(8).parts.fixed == pytest.approx(
+        math.ceil(STEPS / 8 / PERIOD) * (FIXED_S + 2 * slow.latency)
+    )
+    for link in (Link(125e6), Link(1.25e6, 5e-3)):
+        moved = Plan(fits, measured_on=slow, link=link).predict(8)
+        assert moved.seconds == pytest.approx(of_two(link=link).predict(8).seconds)
+    same = Plan(fits, measured_on=slow).predict(8).seconds
+    assert same == pytest.approx(Plan(fits, measured_on=slow, link=slow).predict(8).seconds)
+    assert same == pytest.approx(Plan(fits).predict(8).seconds)
+
+
+@given(
+    slower=st.floats(1e5, 1e10),
+    times=st.floats(1, 100),
+    workers=st.integers(1, 64),
+    place=st.sampled_from(["driver", "executors"]),
+)
+def test_a_faster_link_never_predicts_a_slower_epoch(
+    slower: float, times: float, workers: int, place: str
+) -> None:
+    a, b = (
+        of_two(link=Link(each, 1e-3)).predict(workers, aggregation=place)
+        for each in (slower, slower * times)
+    )
+    assert b.seconds <= a.seconds * (1 + 1e-12)
+    assert b.low <= a.low * (1 + 1e-12)
+    assert a.low <= a.seconds <= a.high
+
+
+def test_one_worker_among_workers_exchanges_nothing() -> None:
+    plan = Plan([profile(1, traffic=AMONG, aggregation="executors")], link="1 Mbit/s")
+    assert plan.predict(1).parts.passing == 0.0
+    assert plan.predict(1).efficiency == 1.0
+
+
+def test_a_ring_takes_twice_the_bytes_but_for_a_worker_s_share() -> None:
+    fits = [profile(each, traffic=AMONG, aggregation="executors") for each in (1, 2)]
+    for workers in (2, 4, 8):
+        rounds = math.ceil(math.ceil(STEPS / workers) / PERIOD)
+        took = rounds * A_BYTE * BYTES * 2 * (workers - 1) / workers
+        assert Plan(fits).predict(workers).parts.passing == pytest.approx(took)
+
+
+def test_a_ring_takes_the_latency_of_each_of_its_messages() -> None:
+    fits = [profile(each, traffic=AMONG, aggregation="executors") for each in (1, 2)]
+    late, prompt = (
+        Plan(fits, link=Link(1e9, latency)).predict(8).parts.fixed for latency in (1e-3, 0.0)
+    )
+    assert late - prompt == pytest.approx(math.ceil(STEPS / 8 / PERIOD) * 14 * 1e-3)
+
+
+def test_gradients_that_are_sent_while_computing_are_told_by_a_fit_with_one_worker() -> None:
+    def fit(workers: int) -> Any:
+        sends = A_BYTE * GRADIENTS.passing(workers)
+        return profile(
+            workers,
+            exchange_s=0.0,
+            traffic=GRADIENTS,
+            aggregation=None,
+            worker_step_s=(STEP_S + sends,) * workers,
+        )
+
+    plan = Plan([fit(1), fit(2)])
+    steps = math.ceil(STEPS / 8)
+    assert plan.predict(8).seconds == pytest.approx(steps * (STEP_S + A_BYTE * BYTES * 2 * 7 / 8))
+    assert plan.best().aggregation is None
+    with pytest.raises(ConfigError, match="add the profile of a fit with 1 worker"):
+        Plan([fit(2)])
+    with pytest.raises(ConfigError, match="has no period: raise batchSize"):
+        plan.predict(4, period=10)
+
+
+def test_workers_that_wait_for_nobody_are_as_fast_as_alone_until_the_driver_s_link_is_full() -> (
+    None
+):
+    alone = traffic(waits=False)
+    fits = [profile(1, traffic=alone, exchange_s=0.010)]
+    plan = Plan(fits, link=Link(100e6))
+    window = PERIOD * STEP_S + 0.010 + 2 * BYTES / 100e6
+    assert plan.predict(2).seconds == pytest.approx(STEPS / 2 / PERIOD * window)
+    # A byte takes 10 ns on the link and 5 ns of the processors, so that a million take 15 ms.
+    many = plan.predict(40)
+    assert many.seconds == pytest.approx(STEPS / 40 / PERIOD * 40 * 0.015)
+    assert many.bound == "the driver's link"
+
+
+def test_what_is_exchanged_while_training_goes_on_counts_beyond_the_steps_only() -> None:
+    hidden = traffic(hidden="steps")
+    plan = Plan([profile(2, traffic=hidden, exchange_s=FIXED_S)], link=Link(100e6))
+    few, many = plan.predict(4), plan.predict(20)
+    assert few.parts.passing == 0.0
+    assert many.seconds == pytest.approx(STEPS / 20 / PERIOD * (20 * 0.02 + FIXED_S))
+    with pytest.raises(ConfigError, match=r"while it trains on\. Name the network"):
+        Plan([profile(2, traffic=hidden)])
+
+
+def test_by_host_only_as_many_contribute_as_there_are_hosts() -> None:
+    fits = [profile(each, hosts=each // 2) for each in (2, 4)]
+    plan = Plan(fits)
+    assert plan.aggregations == ["driver", "executors", "hierarchical"]
+    by_host, by_worker = (plan.predict(8, aggregation=each) for each in ("hierarchical", "driver"))
+    assert by_worker.parts.passing == pytest.approx(2 * by_host.parts.passing)
+
+
+def test_the_slowest_worker_sets_the_pace_of_several() -> None:
+    fits = [profile(2, worker_step_s=(STEP_S * 0.8, STEP_S * 1.2))]
+    plan = Plan(fits)
+    assert plan.predict(4).parts.uneven == pytest.approx(STEPS / 4 * STEP_S * 0.2)
+    assert plan.predict(1).parts.uneven == 0.0
+
+
+def test_fits_with_two_sizes_of_minibatches_predict_a_third() -> None:
+    """A step takes 4 ms, and half a millisecond a row."""
+    fits = [profile(1, batch_size=size, worker_step_s=(4e-3 + 0.5e-3 * size,)) for size in (32, 64)]
+    plan = Plan(fits, batch_size=100)
+    assert plan.predict(1).parts.computing == pytest.approx(STEPS * BATCH / 100 * 54e-3)
+    with pytest.raises(ConfigError, match="add a profile with another batchSize"):
+        Plan(fits[:1], batch_size=100)
+
+
+def test_epochs_that_differ_make_the_range_wider() -> None:
+    steady, wild = (
+        Plan([profile(1, epoch_seconds=each), profile(2)]).predict(4)
+        for each in ((1.0, 1.0, 1.0), (0.5, 1.0, 1.5))
+    )
+    assert wild.high - wild.low > 1.5 * (steady.high - steady.low)
+    assert steady.high / steady.seconds == pytest.approx(1.15)
+
+
+def test_the_best_is_what_a_search_over_all_finds() -> None:
+    plan = of_two(workers=[20], rows=BATCH * PERIOD * 720_720)
+    for alpha in (0.5, 0.8, 0.95):
+        best = plan.best(alpha)
+        efficient = [
+            each
+            for workers in range(1, 21)
+            for place in ("driver", "executors")
+            for each in [plan.predict(workers, aggregation=place)]
+            if each.efficiency >= alpha
+        ]
+        fastest = min(efficient, key=lambda each: each.seconds * (1 if each.measured else 1.15))
+        assert (best.num_workers, best.aggregation) == (fastest.workers, fastest.aggregation)
+
+
+def test_a_longer_period_is_suggested_only_if_it_may_be_and_no_longer_than_it_must() -> None:
+    plan = of_two(link="100 Mbit/s", workers=[8], rows=BATCH * PERIOD * 720_720)
+    assert plan.best(0.8).num_workers < 8
+    best = plan.best(0.8, max_period=1000)
+    assert best.num_workers == 8
+    assert plan.predict(8, aggregation=best.aggregation, period=best.period).efficiency >= 0.8
+    shorter = plan.predict(8, aggregation=best.aggregation, period=best.period - 1)
+    assert shorter.efficiency < 0.8
+    assert best.params["strategy"]["period"] == best.period
+
+
+def test_where_nothing_is_efficient_one_worker_is_best() -> None:
+    plan = Plan([profile(2, exchange_s=10.0)], workers=[4])
+    assert plan.best(1.0).num_workers == 1
+
+
+def test_what_was_not_measured_has_to_be_clearly_better() -> None:
+    """With two workers a ring sends a quarter of the bytes, which are next to nothing here."""
+    best = of_two(workers=[2]).best(0.5)
+    assert best.aggregation == "driver"
+    assert "strategy" not in best.params
+    assert best.params == {"numWorkers": 2, "batchSize": BATCH}
+
+
+def test_a_plan_says_where_it_was_measured_what_bounds_it_and_what_would_move_that() -> None:
+    plan = of_two(link="100 Mbit/s", workers=[1, 2, 16])
+    for told in (repr(plan), plan.explain()):
+        assert "1 and 2 workers: workers on a; driver: b" in told
+    explained = plan.explain()
+    assert "Most of that is the driver's link." in explained
+    assert "With aggregation='executors', faster from 2 workers on" in explained
+    assert "With period=10" in explained
+    assert "On links of 200 Mbit/s" in explained
+    assert "(lemma 1)" in explained
+    # 16 workers' million bytes both ways take 2.56 s, which is 128 steps.
+    assert "from period 128 on (lemma 2)" in explained
+    assert plan.table["workers"].tolist() == [1, 1, 2, 2, 16, 16]
+    assert "<table" in plan._repr_html_()
+    assert "numWorkers=" in str(plan.best())
+
+
+@every("name", ["driver", "executors", "all-reduce", "waits for nobody"])
+def test_every_kind_of_plan_can_be_explained_and_drawn(name: str, tmp_path: Any) -> None:
+    kinds: dict[str, tuple[Traffic, str | None]] = {
+        "driver": (traffic(), "driver"),
+        "executors": (AMONG, "executors"),
+        "all-reduce": (GRADIENTS, None),
+        "waits for nobody": (traffic(waits=False), None),
+    }
+    sent, place = kinds[name]
+    fits = [profile(each, traffic=sent, aggregation=place) for each in (1, 2)]
+    for link in (None, "1 Gbit/s, 1 ms"):
+        plan = Plan(fits, link=link)
+        assert plan.explain()
+        figure = plan.plot()
+        assert len(figure.axes) == 3
+        figure.savefig(tmp_path / "plan.svg")
+
+
+@every(
+    ("arguments", "message"),
+    [
+        ({"link": "0 Gbit/s"}, "carries nothing"),
+        ({"link": "fast"}, "cannot be read"),
+        ({"workers": []}, "none to plan for"),
+        ({"workers": [0]}, "workers must be a whole number >= 1"),
+        ({"workers": [2.5]}, "workers must be a whole number"),
+        ({"workers": [10**6]}, "<= 100,000"),
+        ({"rows": 0}, "rows must be a whole number"),
+        ({"batch_size": True}, "batch_size must be a whole number"),
+    ],
+)
+def test_what_cannot_be_planned_for_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        of_two(**arguments)
+
+
+@every(
+    ("changes", "message"),
+    [
+        ({"model": "Other"}, "model is 'Net' in one and 'Other' in another"),
+        ({"parameters": 7}, "parameters is 250000 in one and 7"),
+        ({"strategy": "AsynchronousSGD()"}, "strategy is"),
+    ],
+)
+def test_the_profile_of_another_training_is_refused(changes: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Plan([profile(1), profile(2, **changes)])
+
+
+def test_no_profile_and_a_strategy_without_a_formula_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at least one profile"):
+        Plan([])
+    with pytest.raises(ConfigError, match="no formula for what GossipAveraging"):
+        Plan(
+            [
+                profile(2, exchange_s=0.1).__class__(
+                    **{**vars_of(profile(2)), "traffic": None, "strategy": "GossipAveraging()"}
+                )
+            ]
+        )
+    with pytest.raises(ConfigError, match="is none of"):
+        of_two().predict(2, aggregation="elsewhere")
+    with pytest.raises(ConfigError, match="one worker exchanges nothing"):
+        Plan([profile(1, traffic=AMONG, aggregation="executors")])
+
+
+def vars_of(given: Any) -> dict[str, Any]:
+    return {name: getattr(given, name) for name in given.__dataclass_fields__}
+
+
+def test_a_thousand_workers_are_searched_in_a_moment() -> None:
+    """A prediction is arithmetic: nothing of it grows with the workers."""
+    best = of_two(workers=[1000], rows=10**9).best(0.9, max_period=50)
+    assert 1 < best.num_workers <= 1000
