@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.planner.lemmas import least_period_for, most_workers
+from sparkdl.planner.lemmas import least_period, least_period_for, most_workers
 
 if TYPE_CHECKING:
     from sparkdl.planner.plan import Plan, Prediction
@@ -102,9 +102,9 @@ def _lemmas(plan: Plan, workers: int, step: float) -> Iterator[str]:
     overhead = alone / (traffic.every * step * costs.slowest + rest)
     if overhead:
         yield (
-            f"What more workers do not divide is {overhead:.2g} times what they do: any number of "
-            f"them is at most {1 + 1 / overhead:.3g} times as fast as one, and {GOOD:.0%} efficient "
-            f"up to {most_workers(overhead, GOOD):g} (lemma 1)."
+            f"What more workers do not divide is {overhead:.2g} times what they do: any number "
+            f"of them is at most {1 + 1 / overhead:.3g} times as fast as one, and {GOOD:.0%} "
+            f"efficient up to {most_workers(overhead, GOOD):g} (lemma 1)."
         )
     period = least_period_for(GOOD, step, sum(many), alone + rest, costs.slowest)
     yield f"{workers} workers are {GOOD:.0%} efficient from period {period:g} on."

@@ -140,10 +140,10 @@ class Plan:
     @property
     def aggregations(self) -> list[str | None]:
         """Where means could be formed, the fits' own choice first."""
-        if self.own is None:
-            return [None]
-        others = ["driver", "executors", *(["hierarchical"] if self.per_host > 1 else [])]
-        return [self.own, *(each for each in others if each != self.own)]
+        others = [each for each in self.traffic.places if each != self.own]
+        if self.per_host == 1 and "hierarchical" in others:
+            others.remove("hierarchical")
+        return [self.own, *others]
 
     def predict(
         self,
@@ -191,15 +191,6 @@ class Plan:
         )
 
     @property
-    def predictions(self) -> list[Prediction]:
-        """One for each number of workers and place to form means."""
-        return [
-            self.predict(workers, aggregation=where)
-            for workers in self.workers
-            for where in self.aggregations
-        ]
-
-    @property
     def table(self) -> pd.DataFrame:
         """The predictions: a row for each number of workers and place to form means."""
         import pandas as pd
@@ -217,7 +208,8 @@ class Plan:
                     "efficiency": each.efficiency,
                     "bound by": each.bound,
                 }
-                for each in self.predictions
+                for workers in self.workers
+                for each in [self.predict(workers, aggregation=x) for x in self.aggregations]
             ]
         )
 
@@ -310,7 +302,7 @@ class Plan:
         """What is exchanged with another aggregation or period; None for the fits'."""
         traffic = self.traffic
         if aggregation is not None and aggregation != self.own:
-            if self.own is None or aggregation not in PLACES:
+            if aggregation not in traffic.places:
                 raise ConfigError(
                     f"aggregation={aggregation!r} is none of {self.profiles[0].strategy:.80}'s"
                 )
@@ -327,10 +319,6 @@ class Plan:
                 f"{self.profiles[0].strategy:.80} exchanges in every step and has no period: raise "
                 "batchSize, or train with ParameterAveraging"
             )
-
-
-PLACES = ("driver", "executors", "hierarchical")
-"""Values of ``aggregation``."""
 
 
 def _whole(name: str, value: Any, *, most: int | None = MOST) -> int:

@@ -154,9 +154,10 @@ class Profile:
             if told["format"] != FORMAT:
                 raise ConfigError(f"it has format {told['format']!r}, this version {FORMAT}")
             given = {each.name: told[each.name] for each in fields(cls)}
-            traffic = given["traffic"]
             given |= {name: tuple(given[name]) for name in ("worker_step_s", "epoch_seconds")}
-            made = cls(**given | {"traffic": None if traffic is None else Traffic(**traffic)})
+            if (traffic := given["traffic"]) is not None:
+                given["traffic"] = Traffic(**traffic | {"places": tuple(traffic["places"])})
+            made = cls(**given)
             figures = [made.round_s, *made.worker_step_s, *made.epoch_seconds]
             if not all(math.isfinite(each) and each >= 0 for each in figures) or not made.step_s:
                 raise ConfigError("its seconds are not numbers >= 0")

@@ -31,6 +31,8 @@ TABLE = (
     ("streaming DiLoCo with `float4`", "1.01 N P / (4 p)", THE_DRIVERS),
 )
 """Strategy, bytes a step over the busiest link in its busier direction, whose link that is."""
+PLACES = ("driver", "executors", "hierarchical")
+"""Where ``ParameterAveraging`` forms means."""
 
 
 def table() -> str:
@@ -54,6 +56,7 @@ class Traffic:
         hidden: what goes on during an exchange: ``backward`` passes, so that its time is counted as
             computing, further ``steps``, or nothing.
         state: bytes that the driver is sent at the end of an epoch beside them.
+        places: values of the strategy's ``aggregation`` that would exchange the same values.
     """
 
     through: Literal["driver", "hosts", "workers"]
@@ -64,6 +67,7 @@ class Traffic:
     waits: bool = True
     hidden: Literal["", "backward", "steps"] = ""
     state: float = 0.0
+    places: tuple[str, ...] = ()
 
     @property
     def every(self) -> float:
@@ -139,9 +143,16 @@ def traffic_of(
         if not isinstance(strategy, (ElasticAveraging, ParameterAveraging)):
             return None
         if strategy.aggregation == "hierarchical":
-            return Traffic(through="hosts", up=state, down=state, period=period)
-        hidden: Any = "steps" if isinstance(strategy, ElasticAveraging) else ""
-        return Traffic(through="workers", up=summed, period=period, hidden=hidden, state=state)
+            return Traffic(through="hosts", up=state, down=state, period=period, places=PLACES)
+        elastic = isinstance(strategy, ElasticAveraging)
+        return Traffic(
+            through="workers",
+            up=summed,
+            period=period,
+            hidden="steps" if elastic else "",
+            state=state,
+            places=() if elastic else PLACES,
+        )
     wire = strategy.wire_format
     ups, downs = ([(each, way(each)) for each in layout] for way in (wire.contribution, wire.reply))
     if any(packing.varies for _, packing in (*ups, *downs)):
@@ -150,6 +161,7 @@ def traffic_of(
         sum(packing.numel(each.numel) * packing.dtype.itemsize for each, packing in way)
         for way in (ups, downs)
     )
+    plain = isinstance(strategy, ParameterAveraging) and strategy.wire_dtype == "float32"
     goes_on = strategy.needs.steps_ahead or getattr(strategy, "overlap", 0)
     return Traffic(
         through="driver",
@@ -159,6 +171,7 @@ def traffic_of(
         fragments=strategy.fragments,
         waits=isinstance(strategy.round_policy, All),
         hidden="steps" if goes_on else "",
+        places=PLACES if plain and strategy.round_policy.in_step else (),
     )
 
 

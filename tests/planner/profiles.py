@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sparkdl.planner.profile import Profile
-from sparkdl.planner.traffic import Traffic
+from sparkdl.planner.traffic import PLACES, Traffic
 
 STEP_S, FIXED_S, BYTES, PERIOD, BATCH, STEPS = 0.02, 0.004, 1e6, 5, 32, 1000
 A_BYTE = 1.5e-9
@@ -13,7 +13,7 @@ A_BYTE = 1.5e-9
 
 
 def traffic(**changes: Any) -> Traffic:
-    driver = {"through": "driver", "up": BYTES, "down": BYTES, "period": PERIOD}
+    driver = {"through": "driver", "up": BYTES, "down": BYTES, "period": PERIOD, "places": PLACES}
     return Traffic(**{**driver, **changes})
 
 

@@ -152,6 +152,18 @@ def test_among_moves_the_same_values_to_another_place() -> None:
     )
 
 
+def test_only_plain_averaging_can_be_moved() -> None:
+    assert of(ParameterAveraging(5)).places == ("driver", "executors", "hierarchical")
+    for strategy in (
+        ParameterAveraging(5, wire_dtype="bfloat16"),
+        ParameterAveraging(5, cutoff=1),
+        ElasticAveraging(5),
+        ElasticAveraging(5, aggregation="executors"),
+        GradientAllReduce(),
+    ):
+        assert of(strategy).places == ()
+
+
 def test_half_precision_is_summed_among_workers_in_float32() -> None:
     layout = (Segment("parameters", torch.bfloat16, 100), Segment("buffers", torch.int64, 1))
     found = traffic_of(ParameterAveraging(5, aggregation="executors"), layout, [])

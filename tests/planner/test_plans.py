@@ -18,7 +18,7 @@ from sparkdl.planner.plan import Plan
 from sparkdl.planner.traffic import Traffic
 
 AMONG = traffic(through="workers", up=BYTES, down=0.0)
-GRADIENTS = traffic(through="workers", up=BYTES, down=0.0, period=1, hidden="backward")
+GRADIENTS = traffic(through="workers", up=BYTES, down=0.0, period=1, hidden="backward", places=())
 
 
 def round_s(workers: int) -> float:
@@ -150,7 +150,7 @@ def test_gradients_that_are_sent_while_computing_are_told_by_a_fit_with_one_work
 def test_workers_that_wait_for_nobody_are_as_fast_as_alone_until_the_driver_s_link_is_full() -> (
     None
 ):
-    alone = traffic(waits=False)
+    alone = traffic(waits=False, places=())
     fits = [profile(1, traffic=alone, exchange_s=0.010)]
     plan = Plan(fits, link=Link(100e6))
     window = PERIOD * STEP_S + 0.010 + 2 * BYTES / 100e6
@@ -162,7 +162,7 @@ def test_workers_that_wait_for_nobody_are_as_fast_as_alone_until_the_driver_s_li
 
 
 def test_what_is_exchanged_while_training_goes_on_counts_beyond_the_steps_only() -> None:
-    hidden = traffic(hidden="steps")
+    hidden = traffic(hidden="steps", places=())
     plan = Plan([profile(2, traffic=hidden, exchange_s=FIXED_S)], link=Link(100e6))
     few, many = plan.predict(4), plan.predict(20)
     assert few.parts.passing == 0.0
@@ -266,7 +266,7 @@ def test_every_kind_of_plan_can_be_explained_and_drawn(name: str, tmp_path: Any)
         "driver": (traffic(), "driver"),
         "executors": (AMONG, "executors"),
         "all-reduce": (GRADIENTS, None),
-        "waits for nobody": (traffic(waits=False), None),
+        "waits for nobody": (traffic(waits=False, places=()), None),
     }
     sent, place = kinds[name]
     fits = [profile(each, traffic=sent, aggregation=place) for each in (1, 2)]
