@@ -100,12 +100,7 @@ class Costs:
             # Each waits for its own exchange only, until the driver's link is full.
             window = steps * step / rounds
             by_bytes = self.per_byte * traffic.passing(1)
-            full = (
-                self.per_byte
-                * traffic.load(workers)
-                * max(traffic.up, traffic.down)
-                / traffic.fragments
-            )
+            full = self.per_byte * traffic.bytes_a_step(workers) * traffic.every
             by_bytes, uneven = max(by_bytes, full - window - rest), 0.0
         elif traffic.hidden == "steps":
             by_bytes = max(0.0, by_bytes - (computing + uneven) / rounds)
@@ -136,11 +131,11 @@ def fit(profiles: Sequence[Profile], link: Link | None, measured_on: Link | None
     target = link or measured_on
     wire = 0.0 if measured_on is None else 1 / measured_on.bandwidth
     late = 0.0 if measured_on is None else measured_on.latency
-    step_fixed, step_per_row = _line(*_steps(profiles, measured_on))
+    step_fixed, step_per_row = _line(*_steps(profiles))
     costs = Costs(
         step_fixed=step_fixed,
         step_per_row=step_per_row,
-        slowest=1.0 if _in_backward(profiles) else max(each.slowest for each in profiles),
+        slowest=max(each.slowest for each in profiles),
         fixed=0.0,
         per_byte=0.0,
         latency=0.0 if target is None else target.latency,
@@ -176,39 +171,17 @@ def _traffic(profile: Profile) -> Traffic:
     return profile.traffic
 
 
-def _in_backward(profiles: Sequence[Profile]) -> bool:
-    return _traffic(profiles[0]).hidden == "backward"
-
-
-def _per_host(profile: Profile) -> int:
-    return math.ceil(profile.workers / profile.hosts)
-
-
-def _steps(profiles: Sequence[Profile], measured_on: Link | None) -> tuple[Numbers, Numbers]:
+def _steps(profiles: Sequence[Profile]) -> tuple[Numbers, Numbers]:
     """Sizes of minibatches, and the seconds that computing a step took with each."""
-    if not _in_backward(profiles):
-        pairs = [(each.batch_size, each.step_s) for each in profiles]
-    else:
-        # Gradients are sent while they are computed: only alone a worker just computes.
-        pairs = [(each.batch_size, each.step_s) for each in profiles if each.workers == 1]
-        if not pairs and measured_on is not None:
-            pairs = [
-                (each.batch_size, max(each.step_s - _on_wire(each, measured_on), each.step_s / 100))
-                for each in profiles
-            ]
-        if not pairs:
-            raise ConfigError(
-                f"these fits with {profiles[0].strategy:.80} do not tell computing from sending "
-                "gradients, which goes on at the same time: add the profile of a fit with 1 worker"
-            )
-    sizes, seconds = zip(*pairs, strict=True)
-    return np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
-
-
-def _on_wire(profile: Profile, link: Link) -> float:
-    """Seconds a step that a fit's bytes took at least."""
-    traffic = _traffic(profile)
-    return traffic.passing(profile.workers) / link.bandwidth / traffic.every
+    # Gradients are sent while they are computed: only alone a worker just computes.
+    in_backward = _traffic(profiles[0]).hidden == "backward"
+    pure = [each for each in profiles if each.workers == 1 or not in_backward]
+    if not pure:
+        raise ConfigError(
+            f"these fits with {profiles[0].strategy:.80} do not tell computing from sending "
+            "gradients, which goes on at the same time: add the profile of a fit with 1 worker"
+        )
+    return np.array([each.batch_size for each in pure]), np.array([each.step_s for each in pure])
 
 
 def _exchanges(
@@ -218,14 +191,18 @@ def _exchanges(
     passed, took = [], []
     for each in profiles:
         traffic, seconds = _traffic(each), each.round_s
-        bytes_passed = traffic.passing(each.workers if traffic.waits else 1, _per_host(each))
+        per_host = math.ceil(each.workers / each.hosts)
+        bytes_passed = traffic.passing(each.workers if traffic.waits else 1, per_host)
         if traffic.hidden == "backward":
             seconds += max(each.step_s - costs.step_s(each.batch_size), 0.0) * traffic.every
         elif traffic.hidden == "steps":
             bytes_passed = 0.0  # what shows is only what takes longer than the steps
         passed.append(bytes_passed)
         took.append(max(seconds - latency * traffic.hops(each.workers), 0.0))
-    return np.asarray(passed), np.asarray(took)
+    at = np.array(passed)
+    if at.any():  # the copy at the end of an epoch passes too
+        at += [_traffic(x).state * len(x.epoch_seconds) / x.rounds for x in profiles]
+    return at, np.array(took)
 
 
 def _line(at: Numbers, values: Numbers) -> tuple[float, float]:

@@ -121,9 +121,7 @@ def test_what_depends_on_values_or_a_schedule_has_no_formula(strategy: Strategy[
     ("strategy", "optimizer"),
     [
         (ParameterAveraging(2), partial(torch.optim.Adam, lr=0.01)),
-        (ParameterAveraging(2, average_optimizer_state=False), torch.optim.Adam),
         (ParameterAveraging(2, wire_dtype="bfloat16"), partial(torch.optim.SGD, lr=0.01)),
-        (ParameterAveraging(2, cutoff=1), partial(torch.optim.SGD, lr=0.01)),
         (ElasticAveraging(2), partial(torch.optim.SGD, lr=0.01)),
         (OuterOptimizer(2, wire_dtype="float8"), partial(torch.optim.SGD, lr=0.01)),
     ],

@@ -260,22 +260,35 @@ def test_a_plan_says_where_it_was_measured_what_bounds_it_and_what_would_move_th
     assert "numWorkers=" in str(plan.best())
 
 
-@every("name", ["driver", "executors", "all-reduce", "waits for nobody"])
-def test_every_kind_of_plan_can_be_explained_and_drawn(name: str, tmp_path: Any) -> None:
-    kinds: dict[str, tuple[Traffic, str | None]] = {
-        "driver": (traffic(), "driver"),
-        "executors": (AMONG, "executors"),
-        "all-reduce": (GRADIENTS, None),
-        "waits for nobody": (traffic(waits=False, places=()), None),
-    }
-    sent, place = kinds[name]
+@every(
+    ("sent", "place"),
+    [
+        (traffic(), "driver"),
+        (AMONG, "executors"),
+        (GRADIENTS, None),
+        (traffic(waits=False, places=()), None),
+    ],
+)
+def test_every_kind_of_plan_can_be_explained(sent: Traffic, place: str | None) -> None:
     fits = [profile(each, traffic=sent, aggregation=place) for each in (1, 2)]
     for link in (None, "1 Gbit/s, 1 ms"):
         plan = Plan(fits, link=link)
-        assert plan.explain()
-        figure = plan.plot()
-        assert len(figure.axes) == 3
-        figure.savefig(tmp_path / "plan.svg")
+        assert "With 16 workers an epoch takes" in plan.explain()
+        assert plan.best().num_workers >= 1
+
+
+def test_a_plan_is_drawn_as_speed_up_parts_of_the_time_and_seconds_by_link() -> None:
+    figure = of_two(link="1 Gbit/s", workers=[1, 4]).plot()
+    titles = [each.get_title() for each in figure.axes]
+    assert titles == ["Speed-up", "Where the time goes", "What links and workers buy"]
+    speeds, parts, links = figure.axes
+    (alone, four), (_, ring) = (line.get_ydata() for line in speeds.lines[:2])
+    assert alone == pytest.approx(1.0)
+    assert 1 < four < ring < 4
+    heights = sum(bar.get_height() for bar in parts.patches)
+    plan = of_two(link="1 Gbit/s")
+    assert heights == pytest.approx(plan.predict(1).seconds + plan.predict(4).seconds)
+    assert len(links.lines) == 3
 
 
 @every(
