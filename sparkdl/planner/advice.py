@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -41,13 +42,12 @@ class Suggestion:
         return f"{chosen}, period={self.period}{where}: {self.because}"
 
 
-def suggested(plan: Plan, best: Prediction, alpha: float) -> Suggestion:
+def suggested(plan: Plan, best: Prediction) -> Suggestion:
     """What to set for a prediction, and why no more workers.
 
     Args:
         plan: that it was chosen from.
         best: the prediction.
-        alpha: the least efficiency that was asked for.
     """
     changed: dict[str, Any] = {}
     if best.period != plan.traffic.period:
@@ -107,7 +107,8 @@ def _lemmas(plan: Plan, workers: int, step: float) -> Iterator[str]:
             f"efficient up to {most_workers(overhead, GOOD):g} (lemma 1)."
         )
     period = least_period_for(GOOD, step, sum(many), alone + rest, costs.slowest)
-    yield f"{workers} workers are {GOOD:.0%} efficient from period {period:g} on."
+    if math.isfinite(period):
+        yield f"{workers} workers are {GOOD:.0%} efficient from period {period:g} on."
     if plan.network is not None:
         least = least_period(traffic.up, workers, plan.network.bandwidth, step)
         yield (

@@ -239,7 +239,7 @@ class Plan:
         # What was not measured has to be better by more than predictions are wrong.
         penalty = {True: 1.0, False: 1 + MODEL_ERROR}
         best = min(found, key=lambda each: (each.seconds * penalty[each.measured], each.workers))
-        return suggested(self, best, alpha)
+        return suggested(self, best)
 
     def _least_period(
         self, workers: int, aggregation: str | None, alpha: float, longest: int

@@ -98,21 +98,22 @@ class Profile:
             before, rows_before = recording.first_epoch
             epochs = epochs[1:]
         busy = (recording.seconds - before)[:, [COMPUTE, DECODE]].sum(axis=1)
-        rows = (recording.rows - rows_before) / max(len(epochs), 1)
-        rounds = sum(each.rounds for each in epochs)
-        if not epochs or not rounds or not rows.any() or not busy.any():
+        trained = recording.rows - rows_before
+        rows = sum(each.examples for each in epochs) / max(len(epochs), 1)
+        if not sum(each.rounds for each in epochs) or not rows or not busy.any():
             raise ConfigError(
                 "there is nothing to plan from: no round of an epoch that has ended was recorded. "
                 "Fit at least one epoch, better three, on a sample of the rows"
             )
-        steps = np.ceil(rows / setup.batch_size) * len(epochs)
-        period = 1.0 if setup.traffic is None else setup.traffic.every
-        of_epoch = math.ceil(steps.max() / len(epochs) / period)
+        # Perhaps one epoch more has begun, whose rows and seconds are counted too.
+        passes = float(trained.sum()) / rows
+        steps = np.ceil(trained / passes / setup.batch_size)
+        rounds = math.ceil(steps.max() / (1.0 if setup.traffic is None else setup.traffic.every))
         slowest = int(busy.argmax())
         if warm:
-            waited = sum(each.seconds for each in epochs) - float(busy[slowest])
+            waited = sum(each.seconds for each in epochs) / len(epochs) - busy[slowest] / passes
         else:  # the first epoch's seconds may include reading the rows
-            waited = float((recording.seconds - before)[slowest, [WAIT, EXCHANGE]].sum())
+            waited = (recording.seconds - before)[slowest, [WAIT, EXCHANGE]].sum() / passes
         hosts = sorted({host for host in recording.hosts if host})
         return cls(
             model=setup.model,
@@ -123,13 +124,13 @@ class Profile:
             batch_size=setup.batch_size,
             aggregation=setup.aggregation,
             traffic=setup.traffic,
-            rows=round(float(rows.sum())),
+            rows=round(rows),
             parameters=setup.parameters,
             trained=setup.trained,
             model_bytes=setup.model_bytes,
-            worker_step_s=tuple((busy / np.maximum(steps, 1)).tolist()),
-            round_s=max(0.0, waited / (of_epoch * len(epochs))),
-            rounds=of_epoch * len(epochs),
+            worker_step_s=tuple((busy / passes / np.maximum(steps, 1)).tolist()),
+            round_s=max(0.0, float(waited)) / rounds,
+            rounds=rounds * len(epochs),
             epoch_seconds=tuple(each.seconds for each in epochs),
             warm=warm,
         )
@@ -158,9 +159,15 @@ class Profile:
             if (traffic := given["traffic"]) is not None:
                 given["traffic"] = Traffic(**traffic | {"places": tuple(traffic["places"])})
             made = cls(**given)
-            figures = [made.round_s, *made.worker_step_s, *made.epoch_seconds]
-            if not all(math.isfinite(each) and each >= 0 for each in figures) or not made.step_s:
-                raise ConfigError("its seconds are not numbers >= 0")
+            seconds = [made.round_s, *made.worker_step_s, *made.epoch_seconds]
+            counts = [made.workers, made.hosts, made.batch_size, made.rows, made.rounds]
+            if made.traffic is not None:
+                counts += [made.traffic.period, made.traffic.fragments]
+                seconds += [made.traffic.up, made.traffic.down, made.traffic.state]
+            if not all(math.isfinite(x) and x >= 0 for x in seconds) or not made.step_s:
+                raise ConfigError("its seconds or bytes are not numbers >= 0")
+            if not all(isinstance(each, int) and each >= 1 for each in counts):
+                raise ConfigError("its numbers of workers, rows and rounds are not >= 1")
             return made
         except (KeyError, TypeError, AttributeError, ValueError, ZeroDivisionError) as error:
             why = str(error) if isinstance(error, ConfigError) else repr(error)

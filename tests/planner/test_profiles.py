@@ -61,6 +61,15 @@ def test_a_round_is_what_holds_up_the_slowest_worker() -> None:
     assert found.round_s == pytest.approx(0.75)
 
 
+def test_an_epoch_that_has_only_begun_changes_nothing() -> None:
+    whole, begun = recorded(3), recorded(3)
+    for rank in (0, 1):
+        begun.seconds[rank] += np.array([0, 0.25, 0.25, 0.5, 0.25, 0])
+        report = {"rank": rank, "epoch": 4, "step": 1, "loss_sum": 0.0, "last": False}
+        begun.note(WindowReport(examples=20, **report))  # type: ignore[arg-type]
+    assert Profile.of(begun) == Profile.of(whole)
+
+
 def test_epochs_before_a_checkpoint_do_not_count() -> None:
     recording = recorded(3)
     recording.history.insert(0, EpochSummary(epoch=0, loss=0, examples=9, rounds=1, seconds=99.0))
@@ -124,6 +133,10 @@ def texts() -> Iterator[tuple[str, str]]:
     yield json.dumps({**good, "round_s": float("nan")}), "not numbers >= 0"
     yield json.dumps({**good, "worker_step_s": [0.0, 0.0]}), "no profile"
     yield json.dumps({**good, "worker_step_s": [-1.0]}), "no profile"
+    yield json.dumps({**good, "rows": 0}), "rows and rounds are not >= 1"
+    yield json.dumps({**good, "rows": "many"}), "rows and rounds are not >= 1"
+    yield json.dumps({**good, "traffic": {**good["traffic"], "up": "x"}}), "no profile"
+    yield json.dumps({**good, "traffic": {**good["traffic"], "period": 0}}), "are not >= 1"
     yield json.dumps({**good, "traffic": {"through": "driver"}}), "no profile"
     yield json.dumps({name: each for name, each in good.items() if name != "rows"}), "no profile"
 
