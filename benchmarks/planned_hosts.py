@@ -37,12 +37,12 @@ MBIT = (100.0, 300.0, 1000.0)
 FAST_MBIT = 10_000.0
 """Links that hardly matter, from which the others are predicted too."""
 MEASURED, PREDICTED = (1, 2), (4, 8)
-WIDTH = 500
-"""Of the model's one layer: 250,500 parameters, 1 MB."""
-STEP_S = 0.03
+WIDTH = 1000
+"""Of the model's one layer: 1,001,000 parameters, 4 MB."""
+STEP_S = 0.2
 BATCH = 4
 PERIOD = 5
-ROUNDS, EPOCHS = 6, 4
+ROUNDS, EPOCHS = 2, 3
 EFFICIENCY, TRIED = 0.8, 6
 """The efficiency at the most workers that are predicted to have it, six at a period chosen so."""
 ERROR, OFF = 0.15, 0.08
@@ -110,6 +110,11 @@ class Hosts:
         held_out = torch.from_numpy(features[:BATCH]), torch.from_numpy(labels[:BATCH])
         profile = self._hosts.train(Trial(job, [shard] * workers, held_out)).profile
         assert profile is not None
+        print(
+            f"{type(strategy).__name__}, {profile.aggregation}, {workers} workers: {1e3 * seconds_a_step(profile):.1f} ms a step, "
+            f"{1e3 * profile.step_s:.1f} ms of it computing",
+            flush=True,
+        )
         return profile
 
 
