@@ -111,8 +111,8 @@ class Hosts:
         profile = self._hosts.train(Trial(job, [shard] * workers, held_out)).profile
         assert profile is not None
         print(
-            f"{type(strategy).__name__}, {profile.aggregation}, {workers} workers: {1e3 * seconds_a_step(profile):.1f} ms a step, "
-            f"{1e3 * profile.step_s:.1f} ms of it computing",
+            f"{type(strategy).__name__}, {profile.aggregation}, {workers} workers: "
+            f"{1e3 * seconds_a_step(profile):.1f} ms a step, {1e3 * profile.step_s:.1f} computing",
             flush=True,
         )
         return profile
@@ -208,7 +208,7 @@ def _compared(
         for name in STRATEGIES:
             measured = found[mbit, name]
             base = found[FAST_MBIT if from_fast else mbit, name]
-            plan = {"link": Link(mbit * 1e6 / 8)} if from_fast else {}
+            plan = {"link" if from_fast else "measured_on": Link(mbit * 1e6 / 8)}
             for workers in (*MEASURED, *PREDICTED) if from_fast else PREDICTED:
                 guess = predicted([base[each] for each in MEASURED], workers, **plan)
                 ratio = guess / seconds_a_step(measured[workers])
@@ -237,6 +237,7 @@ def _efficiencies(
         rounds = 2 * PERIOD * TRIED * max(PREDICTED)
         plan = Plan(
             [found[mbit, "driver"][each] for each in MEASURED],
+            measured_on=Link(mbit * 1e6 / 8),
             workers=[max(PREDICTED)],
             rows=1000 * rounds * BATCH,
         )

@@ -55,6 +55,7 @@ class Costs:
         step_per_row: seconds that each row of a minibatch adds.
         slowest: how many times as long as the mean the slowest worker takes.
         fixed: seconds of an exchange that do not depend on what is sent.
+        together: seconds that it takes besides if workers exchange among themselves.
         per_byte: seconds for each byte that passes the busiest link, the processors' included.
         latency: seconds of a message beside its bytes.
     """
@@ -64,6 +65,7 @@ class Costs:
     slowest: float
     fixed: float
     per_byte: float
+    together: float = 0.0
     latency: float = 0.0
 
     def step_s(self, batch_size: int) -> float:
@@ -77,6 +79,7 @@ class Costs:
             What the bytes take, and the rest.
         """
         rest = self.fixed + self.latency * traffic.hops(workers)
+        rest += self.together if workers > 1 else 0.0
         return self.per_byte * traffic.passing(workers, per_host), rest
 
     def epoch(
@@ -140,8 +143,8 @@ def fit(profiles: Sequence[Profile], link: Link | None, measured_on: Link | None
         per_byte=0.0,
         latency=0.0 if target is None else target.latency,
     )
-    passed, took = _exchanges(profiles, costs, late)
-    if target is None and not any(passed):
+    passed, took = _exchanges(profiles, costs, late, wire)
+    if target is None and not passed.any():
         hidden = _traffic(profiles[0]).hidden == "steps"
         why = "it exchanges while it trains on" if hidden else "one worker exchanges nothing"
         raise ConfigError(
@@ -149,21 +152,29 @@ def fit(profiles: Sequence[Profile], link: Link | None, measured_on: Link | None
             f"{why}. Name the network, as in link='1 Gbit/s', or add the profile of a fit with 2 "
             "workers"
         )
-    fixed, per_byte = _line(passed, took)
-    low_fixed, low_per_byte = fixed, per_byte
-    if len(set(passed)) == 1 and passed[0]:
-        fixed, per_byte = 0.0, took.mean() / passed[0]
+    several, ring = passed > 0, _traffic(profiles[0]).through == "workers"
+    alone = 0.0 if several.all() else float(took[~several].mean())
+    sent, seconds = passed[several], np.maximum(took[several] - alone, 0.0)
+    extra, per_byte = _line(sent, seconds) if several.any() else (0.0, 0.0)
+    low_extra, low_per_byte = extra, per_byte
+    if len(set(sent)) == 1:
+        # All of it for bytes, or no more than the wire takes for them: in a ring, what is known of
+        # the wire is most of what grows.
+        extra, per_byte = 0.0, seconds.mean() / sent[0]
         low_per_byte = min(wire, per_byte)
-        low_fixed = (per_byte - low_per_byte) * passed[0]
+        low_extra = (per_byte - low_per_byte) * sent[0]
+        if ring and wire:
+            extra, per_byte = low_extra, low_per_byte
 
     def moved(seconds: float) -> float:
         """Seconds a byte on the links to predict for."""
         return seconds if target is None else max(seconds - wire, 0.0) + 1 / target.bandwidth
 
-    return Fitted(
-        replace(costs, fixed=float(fixed), per_byte=float(moved(per_byte))),
-        replace(costs, fixed=float(low_fixed), per_byte=float(moved(low_per_byte))),
-    )
+    def filled(extra: float, per_byte: float) -> Costs:
+        fixed, together = (alone, extra) if ring else (alone + extra, 0.0)
+        return replace(costs, fixed=fixed, together=together, per_byte=float(moved(per_byte)))
+
+    return Fitted(filled(extra, per_byte), filled(low_extra, low_per_byte))
 
 
 def _traffic(profile: Profile) -> Traffic:
@@ -185,7 +196,7 @@ def _steps(profiles: Sequence[Profile]) -> tuple[Numbers, Numbers]:
 
 
 def _exchanges(
-    profiles: Sequence[Profile], costs: Costs, latency: float
+    profiles: Sequence[Profile], costs: Costs, latency: float, wire: float
 ) -> tuple[Numbers, Numbers]:
     """Bytes that passed the busiest link in the profiles' exchanges, and the seconds these took."""
     passed, took = [], []
@@ -198,11 +209,9 @@ def _exchanges(
         elif traffic.hidden == "steps":
             bytes_passed = 0.0  # what shows is only what takes longer than the steps
         passed.append(bytes_passed)
+        seconds -= wire * traffic.state * len(each.epoch_seconds) / each.rounds
         took.append(max(seconds - latency * traffic.hops(each.workers), 0.0))
-    at = np.array(passed)
-    if at.any():  # the copy at the end of an epoch passes too
-        at += [_traffic(x).state * len(x.epoch_seconds) / x.rounds for x in profiles]
-    return at, np.array(took)
+    return np.array(passed), np.array(took)
 
 
 def _line(at: Numbers, values: Numbers) -> tuple[float, float]:
