@@ -26,6 +26,7 @@ from sparkdl.jobs.output import Location, Output, Run
 from sparkdl.jobs.predict import main as predict
 from sparkdl.jobs.result import Exit, exit_of
 from sparkdl.jobs.train import main as train
+from sparkdl.planner.profile import Profile
 from sparkdl.spark.storage.files import open_hadoop
 
 
@@ -51,6 +52,7 @@ def test_a_table_is_learnt_from_evaluated_and_predicted_by_one_configuration(
     assert trained == json.loads((tmp_path / "model" / "_result.json").read_text())
     assert (trained["status"], trained["exit_code"], trained["run_id"]) == ("complete", 0, "7")
     assert [summary["epoch"] for summary in trained["history"]] == [1, 2, 3, 4, 5, 6]
+    assert Profile.from_json(result_file.read_text()).workers == 2
     lines = [json.loads(line) for line in captured.err.splitlines() if line.startswith("{")]
     steps = [line for line in lines if line["logger"] == "sparkdl.jobs.steps"]
     assert [line["context"].get("epoch") for line in steps] == [*"123456", None]
