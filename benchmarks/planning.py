@@ -1,12 +1,14 @@
 """What is predicted before a training / what is measured then, part by part.
 
-``--part`` chooses one: ``hosts`` predicts steps with 4 and 8 workers from fits with 1 and 2.
+``--part`` chooses one: ``hosts`` predicts steps with 4 and 8 workers from fits with 1 and 2,
+``steps`` the memory of a step, its minibatch, and what recomputing activations costs.
 """
 
 import harness
 import planned_hosts
+import planned_steps
 
-PARTS = {"hosts": planned_hosts.measure}
+PARTS = {"hosts": planned_hosts.measure, "steps": planned_steps.measure}
 
 
 def main() -> None:
