@@ -16,12 +16,12 @@ from functools import partial
 import harness
 import numpy as np
 from spells import Spells
-from virtual_time import VirtualRun
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.policies.cutoff import BackupWorkers, PredictedCutoff
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.planner.virtual_run import VirtualRun
 
 EPOCHS = 2
 VARIES = 0.05

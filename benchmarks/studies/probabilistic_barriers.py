@@ -17,12 +17,12 @@ from typing import TypeVar
 
 import harness
 import numpy as np
-from virtual_time import VirtualRun
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.messages.progress import Position
 from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.events import WindowReport
+from sparkdl.planner.virtual_run import VirtualRun
 from sparkdl.strategies import ASP, BSP, PBSP, PSSP, SSP, Barrier
 
 FIGURE = {

@@ -51,6 +51,7 @@ class Coordinator:
         failure: what ended the run, if it failed.
         stopped: why the run was stopped early, if it was.
         ended: whether the run is over.
+        log: where it is told of lost workers.
     """
 
     def __init__(self, spec: RunSpec, now: float, restart: Restart | None = None) -> None:
@@ -64,6 +65,7 @@ class Coordinator:
         self.failure: SparkDLError | None = None
         self.stopped: str | None = None
         self.ended = False
+        self.log = logger
         self._stop_wanted: on.StopWanted | None = None
         self._ranks = self.state.ranks
         # Those that have finished and wait for a checkpoint to be written.
@@ -302,7 +304,7 @@ class Coordinator:
         error = self.members.lose(member, why, self._now)
         if error is not None:
             return [do.Drop(member, why), *self._fail(error)]
-        logger.warning(
+        self.log.warning(
             "%s; continuing with the others until it comes back", self.members.losses[-1]
         )
         decided = [do.Drop(member, why), *self._for_callbacks(WorkerLost(rank, why))]
