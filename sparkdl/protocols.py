@@ -7,7 +7,7 @@ other is defined here, so that none has to import another.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -70,6 +70,14 @@ class Segment:
 
 Layout = tuple[Segment, ...]
 """All segments of a replica's state, in the order in which they travel."""
+
+
+def float32_layout(octets: Mapping[str, float]) -> Layout:
+    """The layout of a state of float32s of which only the size is known, in bytes by kind."""
+    return tuple(
+        Segment(kind, torch.float32, round(size / torch.float32.itemsize))
+        for kind, size in octets.items()
+    )
 
 
 SequenceInput = Literal["padding_mask", "attention_mask", "lengths"]

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
-from sparkdl.averager.values.wire_format import bytes_a_value
 from sparkdl.errors import ConfigError
 from sparkdl.planner.links import Link
+from sparkdl.planner.traffic import Traffic, traffic_of
+from sparkdl.protocols import float32_layout
 from sparkdl.strategies import (
-    ElasticAveraging,
     GossipAveraging,
     GradientAllReduce,
-    OuterOptimizer,
-    ParameterAveraging,
     Strategy,
     ThresholdGradientSharing,
     TopK,
@@ -29,6 +27,7 @@ from sparkdl.strategies import (
 
 Topology = Literal["ring", "tree", "gather"]
 PLACE_BYTES = 4
+BUCKET_MB = 25.0
 BACKWARD = 2 / 3
 """The part of a step that is its backward pass: twice the arithmetic of the forward pass."""
 
@@ -138,124 +137,166 @@ def summed_bytes(topology: Topology, octets: float, workers: int) -> float:
 
 
 def exchange_of(
-    strategy: Strategy[Any] | Exchange, state: State, topology: Literal["ring", "tree"] = "ring"
+    strategy: Strategy[Any] | Exchange,
+    state: State,
+    workers: int,
+    topology: Literal["ring", "tree"] = "ring",
 ) -> Exchange:
     """What a strategy's replicas send.
 
     Args:
         strategy: any; or what it sends, as it is.
         state: what a replica holds.
+        workers: how many there are.
         topology: how workers sum among themselves.
 
     Raises:
-        ConfigError: what it sends depends on values or shapes that a summary does not have.
+        ConfigError: what it sends depends on values or shapes that are not known, or it is no
+            strategy.
     """
     if isinstance(strategy, Exchange):
         return strategy
-    name, needs = str(strategy), strategy.needs
-    period = _period(strategy)
-    up, down = _through_driver(strategy, state)
+    if not isinstance(strategy, Strategy):
+        raise ConfigError(f"{strategy!r:.200} is no strategy, such as ParameterAveraging(period=5)")
+    name, needs = short_name(strategy), strategy.needs
+    kinds = {"parameters": state.parameters, "buffers": state.buffers}
+    if needs.exchanges_optimizer_state:
+        kinds["optimizer"] = state.optimizer
+    layout = float32_layout(kinds)
     if isinstance(strategy, GossipAveraging):
-        waits = strategy.mode == "symmetric"
         return Exchange(
             name=name,
-            way="neighbors" if waits else "visits",
+            way="neighbors" if strategy.mode == "symmetric" else "visits",
             up=0.0 if strategy.mode == "pull" else state.model,
             down=0.0 if strategy.mode == "push" else state.model,
-            period=period,
+            period=strategy.period,
             commit=state.model,
         )
-    if not needs.collective:
-        policy = strategy.round_policy
-        streams = isinstance(strategy, OuterOptimizer)
-        hogwild = isinstance(strategy, ElasticAveraging) and strategy.mode == "hogwild"
-        overlap = strategy.overlap if isinstance(strategy, OuterOptimizer) else 0
+    if isinstance(strategy, ThresholdGradientSharing):
+        return _thresholds(strategy, name, state, workers)
+    if isinstance(strategy, GradientAllReduce) and isinstance(strategy.compression, TopK):
+        octets = state.parameters * strategy.compression.fraction * (1 + PLACE_BYTES / 4)
         return Exchange(
             name=name,
-            way="driver",
-            up=up,
-            down=down,
-            period=period,
-            fragments=strategy.fragments if streams else 1,
-            overlap=period if hogwild else overlap,
-            policy=lambda: strategy.round_policy,
-            in_step=policy.in_step,
+            way="group",
+            up=octets,
+            period=strategy.accumulate,
+            topology="gather",
+            commit=sum(kinds.values()),
+            commit_every=strategy.commit_every,
         )
-    if isinstance(strategy, ParameterAveraging) and strategy.aggregation == "hierarchical":
-        return Exchange(name=name, way="hosts", up=up, down=down, period=period)
-    octets, kind = _summed(strategy, state, topology)
-    reduces = isinstance(strategy, GradientAllReduce)
+    traffic = None
+    if not _depends_on_shapes(strategy):
+        traffic = traffic_of(strategy, layout, [_Flat(layout[0].numel)])  # type: ignore[list-item]
+    if traffic is None:
+        raise _unknown(name, "it depends on the layers, on a schedule, or on the strategy's code")
+    return of_traffic(name, traffic, strategy, topology)
+
+
+def of_traffic(
+    name: str,
+    traffic: Traffic,
+    strategy: Strategy[Any] | None = None,
+    topology: Literal["ring", "tree"] = "ring",
+) -> Exchange:
+    """The exchanges of a training whose traffic is known.
+
+    Args:
+        name: of its strategy.
+        traffic: what it exchanges.
+        strategy: that one; without, everyone is waited for in each round, and nothing is hidden
+            but what ``traffic`` says.
+        topology: how workers sum among themselves.
+    """
+    ways: dict[str, Any] = {"driver": "driver", "hosts": "hosts", "workers": "group"}
+    overlap, buckets = getattr(strategy, "overlap", 0), 1
+    if traffic.hidden == "steps" and not overlap:
+        overlap = traffic.period
+    if traffic.hidden == "backward":
+        bucket_bytes = 1e6 * getattr(strategy, "bucket_mb", BUCKET_MB)
+        buckets = max(1, math.ceil(traffic.up / bucket_bytes))
     return Exchange(
         name=name,
-        way="group",
-        up=octets,
-        period=needs.minibatches_a_step if reduces else period,
-        overlap=period if isinstance(strategy, ElasticAveraging) else 0,
-        topology=kind,
-        hidden=BACKWARD if reduces else 0.0,
-        buckets=max(1, math.ceil(octets / (1e6 * strategy.bucket_mb))) if reduces else 1,
-        commit=_through_driver(strategy, state)[0],
+        way=ways[traffic.through],
+        up=traffic.up / traffic.fragments,
+        down=traffic.down / traffic.fragments,
+        period=traffic.period,
+        fragments=traffic.fragments,
+        overlap=overlap,
+        policy=All if strategy is None else lambda: strategy.round_policy,
+        in_step=strategy is None or strategy.round_policy.in_step,
+        topology=topology,
+        hidden=BACKWARD if traffic.hidden == "backward" else 0.0,
+        buckets=buckets,
+        commit=traffic.state,
         commit_every=getattr(strategy, "commit_every", None),
     )
 
 
-def _period(strategy: Strategy[Any]) -> int:
-    period = getattr(strategy, "period", 1)
-    if isinstance(period, int):
-        return period
-    if isinstance(strategy, OuterOptimizer):
-        return strategy.period_in(1 << 30)
-    raise ConfigError(
-        f"the period of {strategy} is {period!r}, which is no number of steps: describe what it "
-        "sends by a sparkdl.planner.exchanges.Exchange"
+def short_name(strategy: Strategy[Any]) -> str:
+    """A strategy with its period, and those arguments that are not the defaults."""
+    if not is_dataclass(strategy):
+        return type(strategy).__name__
+    given = []
+    for each in fields(strategy):
+        value, usual = getattr(strategy, each.name), each.default
+        if each.default_factory is not MISSING:
+            usual = each.default_factory()
+        if each.name == "period" or value != usual:
+            given.append(f"{each.name}={value!r}")
+    return f"{type(strategy).__name__}({', '.join(given)})"
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """All trained parameters as one, of which only the size is known; for ``traffic_of``."""
+
+    size: int
+
+    def numel(self) -> int:
+        """How many numbers."""
+        return self.size
+
+    def element_size(self) -> int:
+        """Bytes of each, as float32."""
+        return 4
+
+
+def _depends_on_shapes(strategy: Strategy[Any]) -> bool:
+    """Whether it takes the layers' shapes to say what is sent."""
+    if not isinstance(strategy, GradientAllReduce):
+        return False
+    rounded = strategy.compression in (None, "fp16", "bf16")
+    return not rounded or strategy.preconditioner is not None
+
+
+def _thresholds(
+    strategy: ThresholdGradientSharing, name: str, state: State, workers: int
+) -> Exchange:
+    """Messages with the part of the entries that is in the middle of what the threshold adapts to.
+
+    An entry is its place; the driver's reply has the places and sums of all that any worker sent.
+    """
+    if strategy.sparsity is None:
+        raise _unknown(name, "with a constant threshold it depends on the gradients")
+    low, high = strategy.sparsity
+    sent = state.parameters * math.sqrt(max(low, 1e-9) * high)
+    if strategy.aggregation == "driver":
+        down = min(state.parameters, workers * sent * (1 + PLACE_BYTES / 4))
+        return Exchange(name=name, way="driver", up=sent, down=down, period=strategy.period)
+    return Exchange(
+        name=name,
+        way="group",
+        up=sent,
+        period=strategy.period,
+        topology="gather",
+        commit=state.model,
+        commit_every=strategy.commit_every,
     )
 
 
-def _through_driver(strategy: Strategy[Any], state: State) -> tuple[float, float]:
-    """Bytes of a whole contribution, and of the reply to it."""
-    kinds = {"parameters": state.parameters, "buffers": state.buffers}
-    if strategy.needs.exchanges_optimizer_state:
-        kinds["optimizer"] = state.optimizer
-    up = down = 0.0
-    for kind, octets in kinds.items():
-        each_up, each_down = bytes_a_value(strategy.wire_format, kind)
-        up, down = up + octets / 4 * each_up, down + octets / 4 * each_down
-    if isinstance(strategy, ThresholdGradientSharing) and strategy.aggregation == "driver":
-        share = _sparsity(strategy)
-        # A reply has what any of the workers has sent, which with many of them is nearly all.
-        up, down = min(up, up * share), down
-    return up / strategy.fragments, down / strategy.fragments
-
-
-def _summed(strategy: Strategy[Any], state: State, topology: Topology) -> tuple[float, Topology]:
-    """Bytes that each worker of a group has to be summed, and how they travel."""
-    if isinstance(strategy, ThresholdGradientSharing):
-        return state.parameters * _sparsity(strategy), "gather"
-    if isinstance(strategy, GradientAllReduce):
-        if strategy.preconditioner is not None:
-            raise _unknown(strategy, "K-FAC's factors have sizes that depend on the layers")
-        if isinstance(strategy.compression, TopK):
-            share = strategy.compression.fraction
-            return state.parameters * share * (1 + PLACE_BYTES / 4), "gather"
-        if strategy.compression in ("fp16", "bf16"):
-            return state.parameters / 2, topology
-        if strategy.compression is not None:
-            raise _unknown(strategy, "what its compression sends depends on the layers' shapes")
-        return state.parameters, topology
-    whole = state.model + (state.optimizer if strategy.needs.exchanges_optimizer_state else 0.0)
-    return whole, topology
-
-
-def _sparsity(strategy: ThresholdGradientSharing) -> float:
-    """The part of the bytes that is sent: the geometric middle of the range it adapts to."""
-    if strategy.sparsity is None:
-        raise _unknown(strategy, "with a constant threshold, what is sent depends on the gradients")
-    low, high = strategy.sparsity
-    return math.sqrt(max(low, 1e-9) * high)
-
-
-def _unknown(strategy: Strategy[Any], why: str) -> ConfigError:
+def _unknown(name: str, why: str) -> ConfigError:
     return ConfigError(
-        f"what {strategy} sends is not known: {why}. Leave it out of strategies, or put there "
-        "what it sends, as sparkdl.planner.exchanges.Exchange(name=..., way=..., up=...)"
+        f"what {name} sends is not known: {why}. Leave it out of strategies, or put there what it "
+        "sends: sparkdl.planner.exchanges.Exchange(name=..., way=..., up=...)"
     )

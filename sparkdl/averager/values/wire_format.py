@@ -48,22 +48,6 @@ class WireFormat(Protocol):
         """Worker: write the new center into ``values`` (and ``base``)."""
 
 
-def bytes_a_value(wire_format: WireFormat, kind: str) -> tuple[float, float]:
-    """Bytes that a float32 takes to the averager and back, the most where they depend on values.
-
-    Args:
-        wire_format: how it travels.
-        kind: of the segment that it belongs to, as in ``Segment``.
-    """
-    values = 1 << 20
-    segment = Segment(kind, torch.float32, values)
-    up, down = wire_format.contribution(segment), wire_format.reply(segment)
-    return (
-        up.numel(values) * up.dtype.itemsize / values,
-        down.numel(values) * down.dtype.itemsize / values,
-    )
-
-
 def as_held(center: Tensor, dtype: torch.dtype) -> Tensor:
     """What a replica holds of a center, still in the center's dtype.
 
