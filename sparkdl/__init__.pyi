@@ -19,6 +19,7 @@ from sparkdl.large_batches import LAMB as LAMB
 from sparkdl.large_batches import LARS as LARS
 from sparkdl.planner.layers import layer_balance as layer_balance
 from sparkdl.protocols import Batch as Batch
+from sparkdl.report.simulation import simulate as simulate
 from sparkdl.spark.functions.run import run as run
 from sparkdl.spark.functions.torch_distributor import TorchDistributor as TorchDistributor
 from sparkdl.spark.functions.worker import FunctionWorker as FunctionWorker

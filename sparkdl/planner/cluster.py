@@ -1,23 +1,25 @@
-"""The workers that a simulated training has, how fast they are, and what happened in it."""
+"""The workers that a simulated training has, and what came of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from sparkdl.arguments import require_whole
 from sparkdl.errors import ConfigError
 from sparkdl.planner.links import Link
-from sparkdl.planner.step_times import StepTimes
+from sparkdl.planner.step_times import Seconds, StepTimes, require_positive
 
-LANES = 32
-"""The most lanes of a timeline; if there are more workers, several share a lane."""
+NEVER = (math.inf, -1)
 MOST_LOSSES = 2000
 """The most lost workers of an epoch."""
+Note = Callable[[float, float, Any, int], None]
+"""Told what workers do: from when, until when, the seconds that they together computed, waited and
+exchanged in that time, and their lane of the timeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,7 @@ class Cluster:
         restart_s: seconds until a lost worker, or with strategies that need each other all of them,
             can train again.
         seed: determines everything that is drawn.
+        lanes: the most lanes of a timeline; if there are more workers, several share a lane.
 
     Raises:
         ConfigError: something is out of range.
@@ -50,29 +53,27 @@ class Cluster:
     losses: float | Mapping[int, float] | None = None
     restart_s: float = 10.0
     seed: int = 0
+    lanes: int = 32
 
     def __post_init__(self) -> None:
-        for name in ("workers", "per_host"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}")
+        require_whole("workers", self.workers, 1)
+        require_whole("workers_per_host", self.per_host, 1)
         lost = self.losses if isinstance(self.losses, Mapping) else {}
         for name, by_rank in (("slow", self.slow), ("losses", lost)):
             for rank, value in by_rank.items():
                 if rank not in range(self.workers):
                     raise ConfigError(
-                        f"{name} names rank {rank!r}, but {self.workers} workers have the ranks 0 "
-                        f"to {self.workers - 1}"
+                        f"{name} names rank {rank!r}, but {self.workers} workers have ranks 0 to "
+                        f"{self.workers - 1}"
                     )
-                if not 0 < value < math.inf:
-                    raise ConfigError(f"{name}[{rank}] must be a number > 0, got {value!r}")
-        if not isinstance(self.losses, Mapping | None) and not 0 < self.losses < math.inf:
-            raise ConfigError(f"losses must be a number of seconds > 0, got {self.losses!r}")
-        if not 0 <= self.restart_s < math.inf:
-            raise ConfigError(f"restart_s must be a number >= 0, got {self.restart_s!r}")
+                require_positive(f"{name}[{rank}]", value)
+        if not isinstance(self.losses, Mapping | None):
+            require_positive("losses", self.losses)
+        require_positive("restart_s", self.restart_s, or_zero=True)
+        require_whole("seed", self.seed, 0)
 
     @property
-    def slowness(self) -> NDArray[np.float64]:
+    def slowness(self) -> Seconds:
         """How many times as long each rank's steps take, shape (workers,)."""
         slowness = np.ones(self.workers)
         slowness[list(self.slow)] = list(self.slow.values())
@@ -81,78 +82,75 @@ class Cluster:
     @property
     def ranks_a_lane(self) -> int:
         """How many workers share a lane of a timeline."""
-        return math.ceil(self.workers / LANES)
+        return math.ceil(self.workers / self.lanes)
 
     def lost(self, generator: np.random.Generator) -> Iterator[tuple[float, int]]:
-        """When workers are lost, and which, in the order of time."""
+        """When workers are lost, and which, in the order of time; ``NEVER`` at last."""
         if isinstance(self.losses, Mapping):
-            yield from sorted((at, rank) for rank, at in self.losses.items())
+            yield from sorted((float(at), rank) for rank, at in self.losses.items())
         elif self.losses is not None:
             at = 0.0
-            while True:
+            for _ in range(MOST_LOSSES):
                 at += float(generator.exponential(self.losses / self.workers))
                 yield at, int(generator.integers(self.workers))
+            raise ConfigError(
+                f"after {MOST_LOSSES} lost workers and {at:.3g} s the epoch has not ended, and may "
+                "never: give more seconds between two losses, or a shorter epoch or commit_every"
+            )
+        while True:
+            yield NEVER
 
 
-class Stretch(NamedTuple):
-    """What workers did in a stretch of time.
-
-    Attributes:
-        began: when it began on each lane, shape (lanes,); or for the ``lane`` given, a number.
-        ended: when it ended, likewise.
-        seconds: that the workers of a lane together computed, waited and exchanged, shape
-            (3, lanes) or (3,).
-        lane: the one; None for all.
-    """
-
-    began: Any
-    ended: Any
-    seconds: Any
-    lane: int | None = None
-
-
-@dataclass
-class Outcome:
-    """What happened in the part of an epoch that was simulated.
+@dataclass(kw_only=True)
+class Epoch:
+    """What a simulated epoch comes to.
 
     Attributes:
-        seconds: how long it took.
-        computed: seconds that all workers together computed.
-        waited: seconds that they waited for each other, or for the driver.
-        exchanged: seconds in which they sent and received.
-        rounds: exchanges; of each worker, where they are not the same for all.
+        strategy: its name.
+        rounds: exchanges of each worker.
+        part: how much of the epoch was simulated; the other attributes are of that part, and the
+            properties of the whole epoch.
+        lasted: seconds that it took.
+        did: seconds that all workers together computed; in which they waited for each other, for
+            the driver, or for its link; and in which their own values were on their way.
         sent: bytes that passed the busiest link in its busier direction.
         driver: bytes that the driver sent and received.
-        staleness: sum over the windows of how often others had moved the center.
-        most_stale: the most of that.
         windows: contributions.
+        staleness: how often others had moved the center since these began, in total.
+        max_staleness: the most of that.
         lost: when workers were lost, and which; None for a restart of all.
-        stretches: what workers did, lane by lane.
     """
 
-    seconds: float = 0.0
-    computed: float = 0.0
-    waited: float = 0.0
-    exchanged: float = 0.0
-    rounds: int = 0
+    strategy: str
+    rounds: int
+    part: float = 1.0
+    lasted: float = 0.0
+    did: Seconds = field(default_factory=lambda: np.zeros(3))
     sent: float = 0.0
     driver: float = 0.0
-    staleness: int = 0
-    most_stale: int = 0
     windows: int = 0
+    staleness: int = 0
+    max_staleness: int = 0
     lost: list[tuple[float, int | None]] = field(default_factory=list)
-    stretches: list[Stretch] = field(default_factory=list)
 
-    def lose(self, at: float, rank: int | None) -> None:
-        """Take note that a worker is lost.
+    @property
+    def seconds(self) -> float:
+        """How long it takes."""
+        return self.lasted / self.part
 
-        Raises:
-            ConfigError: so many have been that the epoch will not end.
-        """
-        self.lost.append((at, rank))
-        if len(self.lost) > MOST_LOSSES:
-            raise ConfigError(
-                f"after {at:.3g} s and {MOST_LOSSES} lost workers the epoch has not ended: with "
-                "so many losses it never will. Give more seconds between two losses, or a shorter "
-                "epoch or commit_every"
-            )
+    @property
+    def figures(self) -> dict[str, Any]:
+        """All of it by name, of the whole epoch; what workers do as parts of their time."""
+        shares = self.did / max(float(self.did.sum()), 1e-300)
+        return {
+            "strategy": self.strategy,
+            "seconds": self.seconds,
+            **dict(zip(("computing", "waiting", "exchanging"), shares.tolist(), strict=True)),
+            "rounds": self.rounds,
+            "busiest_bytes": self.sent / self.part,
+            "driver_bytes": self.driver / self.part,
+            "mean_staleness": self.staleness / max(self.windows, 1),
+            "max_staleness": self.max_staleness,
+            "losses": round(len(self.lost) / self.part),
+            "part": self.part,
+        }

@@ -1,14 +1,9 @@
-"""What the replicas of each strategy send, how often, and over which links.
-
-For rounds in the driver this follows from what a strategy declares: its wire format, its round
-policy, whether the optimizer's state is exchanged. Sums among the workers go around a ring, as
-gloo's and NCCL's do, or up and down a tree.
-"""
+"""What the replicas of each strategy send, how often, and over which links."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, Literal
 
@@ -26,31 +21,8 @@ from sparkdl.strategies import (
 )
 
 Topology = Literal["ring", "tree", "gather"]
-PLACE_BYTES = 4
-BUCKET_MB = 25.0
-BACKWARD = 2 / 3
-"""The part of a step that is its backward pass: twice the arithmetic of the forward pass."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class State:
-    """The size of what replicas hold.
-
-    Attributes:
-        parameters: bytes of the trained parameters.
-        buffers: bytes of the module's buffers.
-        optimizer: bytes of the optimizer's floating-point state: as many as the parameters have
-            with momentum, twice as many with Adam.
-    """
-
-    parameters: float
-    buffers: float = 0.0
-    optimizer: float = 0.0
-
-    @property
-    def model(self) -> float:
-        """Bytes of parameters and buffers."""
-        return self.parameters + self.buffers
+TO_PAIRS = 2
+"""How many times as long float32s are with their places."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,16 +35,16 @@ class Exchange:
             host with the center. ``group``: all workers among themselves. ``visits``: each worker
             with another, for whom it does not wait. ``neighbors``: with two others, for whom it
             does.
-        up: bytes that a worker sends in an exchange.
-        down: bytes that it receives; in a group, what is summed is counted once, as ``up``.
+        up: bytes that a worker sends in an exchange; in a group, that it has to be summed.
+        down: bytes that it receives; in a group 0.
         period: steps after which the whole state has been exchanged.
         fragments: exchanges in which that happens.
         overlap: steps that a worker trains on while an exchange is under way.
         policy: makes the round policy, for rounds in the driver.
-        in_step: whether that waits for everyone in each round.
-        topology: how sums travel in a group; in a ``gather`` all receive what each sends.
-        hidden: the part of a step in which a group may already exchange what is ready.
-        buckets: how many equal parts become ready in that time, one after another.
+        topology: how sums travel in a group: around a ``ring``, as gloo's and NCCL's do, or up and
+            down a binary ``tree``; in a ``gather`` each receives what all others send.
+        bucket_bytes: in a group, what is exchanged while the backward pass goes on, as soon as so
+            much is ready; None for nothing.
         commit: bytes that one worker sends to the driver at an epoch's end.
         commit_every: steps after which it does so too; None for no extra copies.
     """
@@ -85,26 +57,23 @@ class Exchange:
     fragments: int = 1
     overlap: int = 0
     policy: Callable[[], RoundPolicy] = All
-    in_step: bool = True
     topology: Topology = "ring"
-    hidden: float = 0.0
-    buckets: int = 1
+    bucket_bytes: float | None = None
     commit: float = 0.0
     commit_every: int | None = None
 
+    @property
+    def buckets(self) -> int:
+        """How many equal parts a group exchanges one after the other."""
+        return max(1, math.ceil(self.up / (self.bucket_bytes or math.inf)))
+
     def windows(self, steps: int) -> list[int]:
         """Steps of each window of an epoch, which together are ``steps``."""
-        ends = [
-            -(-index * self.period // self.fragments)
-            for index in range(1, steps * self.fragments // self.period + 1)
-        ]
+        rounds = steps * self.fragments // self.period
+        ends = [-(-each * self.period // self.fragments) for each in range(1, rounds + 1)]
         if not ends or ends[-1] < steps:
             ends.append(steps)
         return [end - before for before, end in zip([0, *ends], ends, strict=False)]
-
-    def sum_s(self, link: Link, workers: int) -> float:
-        """Seconds that a group takes to sum one bucket, once all are there."""
-        return sum_s(self.topology, self.up / self.buckets, link, workers)
 
 
 def sum_s(topology: Topology, octets: float, link: Link, workers: int) -> float:
@@ -112,41 +81,42 @@ def sum_s(topology: Topology, octets: float, link: Link, workers: int) -> float:
 
     Args:
         topology: ``ring``: 2 (N - 1) messages of an N-th each. ``tree``: the whole, up a binary
-            tree of ceil(log2 N) levels and down again. ``gather``: N - 1 times around a ring, the
-            whole of each worker.
+            tree of ceil(log2 N) levels and down again. ``gather``: the whole of each worker, N - 1
+            times around a ring.
         octets: bytes that each worker has.
         link: between any two of them.
         workers: N; one alone sends nothing.
 
-    Source: the alpha-beta model; for the tree of You, Buluc, Demmel 2017, arXiv:1708.02983.
+    Source: the alpha-beta model; for the tree You, Buluc, Demmel 2017, arXiv:1708.02983.
     """
-    hops, whole = workers - 1, octets / link.bandwidth
-    if topology == "ring":
-        return 2 * hops * (link.latency + whole / workers)
-    if topology == "tree":
-        return 2 * hops.bit_length() * (link.latency + whole)
-    return hops * (link.latency + whole)
+    messages, part = _messages(topology, workers)
+    return messages * (link.latency + part * octets / link.bandwidth)
 
 
 def summed_bytes(topology: Topology, octets: float, workers: int) -> float:
     """Bytes that pass the busiest worker's link in the busier direction, as in ``sum_s``."""
-    hops = workers - 1
-    if topology == "ring":
-        return 2 * hops * octets / workers
-    return octets * (hops if topology == "gather" else hops.bit_length())
+    messages, part = _messages(topology, workers)
+    return messages * part * octets / (2 if topology == "tree" else 1)
+
+
+def _messages(topology: Topology, workers: int) -> tuple[int, float]:
+    """How many messages follow each other, and the part of a worker's bytes that each has."""
+    if topology == "tree":
+        return 2 * (workers - 1).bit_length(), 1.0
+    return (2 * (workers - 1), 1 / workers) if topology == "ring" else (workers - 1, 1.0)
 
 
 def exchange_of(
     strategy: Strategy[Any] | Exchange,
-    state: State,
+    state: Mapping[str, float],
     workers: int,
-    topology: Literal["ring", "tree"] = "ring",
+    topology: Topology = "ring",
 ) -> Exchange:
     """What a strategy's replicas send.
 
     Args:
         strategy: any; or what it sends, as it is.
-        state: what a replica holds.
+        state: bytes of a replica's ``parameters``, ``buffers`` and ``optimizer``, as float32.
         workers: how many there are.
         topology: how workers sum among themselves.
 
@@ -154,67 +124,66 @@ def exchange_of(
         ConfigError: what it sends depends on values or shapes that are not known, or it is no
             strategy.
     """
+    if topology not in ("ring", "tree"):
+        raise ConfigError(f"topology must be 'ring' or 'tree', got {topology!r}")
     if isinstance(strategy, Exchange):
         return strategy
     if not isinstance(strategy, Strategy):
         raise ConfigError(f"{strategy!r:.200} is no strategy, such as ParameterAveraging(period=5)")
-    name, needs = short_name(strategy), strategy.needs
-    kinds = {"parameters": state.parameters, "buffers": state.buffers}
-    if needs.exchanges_optimizer_state:
-        kinds["optimizer"] = state.optimizer
-    layout = float32_layout(kinds)
+    kinds = dict(state)
+    model, parameters = state["parameters"] + state["buffers"], state["parameters"]
+    if not strategy.needs.exchanges_optimizer_state:
+        del kinds["optimizer"]
+    common: dict[str, Any] = {"name": short_name(strategy)}
     if isinstance(strategy, GossipAveraging):
-        return Exchange(
-            name=name,
-            way="neighbors" if strategy.mode == "symmetric" else "visits",
-            up=0.0 if strategy.mode == "pull" else state.model,
-            down=0.0 if strategy.mode == "push" else state.model,
-            period=strategy.period,
-            commit=state.model,
-        )
-    if isinstance(strategy, ThresholdGradientSharing):
-        return _thresholds(strategy, name, state, workers)
+        waits = strategy.mode == "symmetric"
+        common |= {"way": "neighbors" if waits else "visits", "period": strategy.period}
+        up, down = (0.0 if strategy.mode == other else model for other in ("pull", "push"))
+        return Exchange(**common, up=up, down=down, commit=model)
+    if isinstance(strategy, ThresholdGradientSharing) and strategy.sparsity is not None:
+        # Messages with the part of the entries that is in the middle of what the threshold adapts
+        # to: an entry is its place. Replies have the places and sums of all that any worker sent.
+        sent = parameters * math.sqrt(math.prod(strategy.sparsity))
+        common |= {"up": sent, "period": strategy.period}
+        if strategy.aggregation == "driver":
+            return Exchange(**common, way="driver", down=min(model, TO_PAIRS * workers * sent))
+        common |= {"commit": model, "commit_every": strategy.commit_every}
+        return Exchange(**common, way="group", topology="gather")
     if isinstance(strategy, GradientAllReduce) and isinstance(strategy.compression, TopK):
-        octets = state.parameters * strategy.compression.fraction * (1 + PLACE_BYTES / 4)
-        return Exchange(
-            name=name,
-            way="group",
-            up=octets,
-            period=strategy.accumulate,
-            topology="gather",
-            commit=sum(kinds.values()),
-            commit_every=strategy.commit_every,
-        )
-    traffic = None
-    if not _depends_on_shapes(strategy):
+        common |= {"commit": sum(kinds.values()), "commit_every": strategy.commit_every}
+        sent = TO_PAIRS * parameters * strategy.compression.fraction
+        common |= {"period": strategy.accumulate}
+        return Exchange(**common, way="group", up=sent, topology="gather")
+    layout, traffic = float32_layout(kinds), None
+    compressed = getattr(strategy, "compression", None) not in (None, "fp16", "bf16")
+    if not compressed and getattr(strategy, "preconditioner", None) is None:
         traffic = traffic_of(strategy, layout, [_Flat(layout[0].numel)])  # type: ignore[list-item]
     if traffic is None:
-        raise _unknown(name, "it depends on the layers, on a schedule, or on the strategy's code")
-    return of_traffic(name, traffic, strategy, topology)
+        raise ConfigError(
+            f"what {common['name']} sends is not known: it depends on the layers, on the values, "
+            "on a schedule or on the strategy's own code. Leave it out of strategies, or put there "
+            "what it sends: sparkdl.planner.exchanges.Exchange(name=..., way=..., up=...)"
+        )
+    return of_traffic(common["name"], traffic, strategy, topology)
 
 
 def of_traffic(
     name: str,
     traffic: Traffic,
     strategy: Strategy[Any] | None = None,
-    topology: Literal["ring", "tree"] = "ring",
+    topology: Topology = "ring",
 ) -> Exchange:
     """The exchanges of a training whose traffic is known.
 
     Args:
         name: of its strategy.
         traffic: what it exchanges.
-        strategy: that one; without, everyone is waited for in each round, and nothing is hidden
-            but what ``traffic`` says.
+        strategy: that one; without it, everyone is waited for in each round.
         topology: how workers sum among themselves.
     """
     ways: dict[str, Any] = {"driver": "driver", "hosts": "hosts", "workers": "group"}
-    overlap, buckets = getattr(strategy, "overlap", 0), 1
-    if traffic.hidden == "steps" and not overlap:
-        overlap = traffic.period
-    if traffic.hidden == "backward":
-        bucket_bytes = 1e6 * getattr(strategy, "bucket_mb", BUCKET_MB)
-        buckets = max(1, math.ceil(traffic.up / bucket_bytes))
+    hides = traffic.period if traffic.hidden == "steps" else 0
+    in_backward = traffic.hidden == "backward"
     return Exchange(
         name=name,
         way=ways[traffic.through],
@@ -222,12 +191,10 @@ def of_traffic(
         down=traffic.down / traffic.fragments,
         period=traffic.period,
         fragments=traffic.fragments,
-        overlap=overlap,
+        overlap=getattr(strategy, "overlap", 0) or hides,
         policy=All if strategy is None else lambda: strategy.round_policy,
-        in_step=strategy is None or strategy.round_policy.in_step,
         topology=topology,
-        hidden=BACKWARD if traffic.hidden == "backward" else 0.0,
-        buckets=buckets,
+        bucket_bytes=1e6 * getattr(strategy, "bucket_mb", 25) if in_backward else None,
         commit=traffic.state,
         commit_every=getattr(strategy, "commit_every", None),
     )
@@ -239,11 +206,10 @@ def short_name(strategy: Strategy[Any]) -> str:
         return type(strategy).__name__
     given = []
     for each in fields(strategy):
-        value, usual = getattr(strategy, each.name), each.default
-        if each.default_factory is not MISSING:
-            usual = each.default_factory()
-        if each.name == "period" or value != usual:
-            given.append(f"{each.name}={value!r}")
+        made = each.default_factory is not MISSING
+        usual = each.default_factory() if made else each.default  # type: ignore[misc]
+        if each.name == "period" or getattr(strategy, each.name) != usual:
+            given.append(f"{each.name}={getattr(strategy, each.name)!r}")
     return f"{type(strategy).__name__}({', '.join(given)})"
 
 
@@ -260,43 +226,3 @@ class _Flat:
     def element_size(self) -> int:
         """Bytes of each, as float32."""
         return 4
-
-
-def _depends_on_shapes(strategy: Strategy[Any]) -> bool:
-    """Whether it takes the layers' shapes to say what is sent."""
-    if not isinstance(strategy, GradientAllReduce):
-        return False
-    rounded = strategy.compression in (None, "fp16", "bf16")
-    return not rounded or strategy.preconditioner is not None
-
-
-def _thresholds(
-    strategy: ThresholdGradientSharing, name: str, state: State, workers: int
-) -> Exchange:
-    """Messages with the part of the entries that is in the middle of what the threshold adapts to.
-
-    An entry is its place; the driver's reply has the places and sums of all that any worker sent.
-    """
-    if strategy.sparsity is None:
-        raise _unknown(name, "with a constant threshold it depends on the gradients")
-    low, high = strategy.sparsity
-    sent = state.parameters * math.sqrt(max(low, 1e-9) * high)
-    if strategy.aggregation == "driver":
-        down = min(state.parameters, workers * sent * (1 + PLACE_BYTES / 4))
-        return Exchange(name=name, way="driver", up=sent, down=down, period=strategy.period)
-    return Exchange(
-        name=name,
-        way="group",
-        up=sent,
-        period=strategy.period,
-        topology="gather",
-        commit=state.model,
-        commit_every=strategy.commit_every,
-    )
-
-
-def _unknown(name: str, why: str) -> ConfigError:
-    return ConfigError(
-        f"what {name} sends is not known: {why}. Leave it out of strategies, or put there what it "
-        "sends: sparkdl.planner.exchanges.Exchange(name=..., way=..., up=...)"
-    )

@@ -57,8 +57,7 @@ class VirtualRun(ABC):
     def begun(self, rank: int) -> float:
         """A worker was sent the center; returns when it will have ended its window."""
 
-    @abstractmethod
-    def decided(self, decisions: Sequence[do.Decision]) -> None:
+    def decided(self, decisions: Sequence[do.Decision]) -> None:  # noqa: B027 - not all have to know
         """Take note of what was decided; workers are told of it afterwards."""
 
     def windows(self, until: float = math.inf) -> Iterator[int]:
@@ -86,14 +85,16 @@ class VirtualRun(ABC):
         decisions = self._coordinator.handle(event, self.now)
         self.decided(decisions)
         for decision in decisions:
-            if isinstance(decision, do.Receive):
-                self.receive(decision.member)
-            elif isinstance(decision, do.Reply):
-                self.send(decision.member, final=decision.final)
-            elif isinstance(decision, do.Welcome):
-                self.send(decision.member, final=False)
-            elif isinstance(decision, do.StartOver):
-                self.start_over(decision.members)
+            self.follow(decision)
+
+    def follow(self, decision: do.Decision) -> None:
+        """Do what a decision says."""
+        if isinstance(decision, do.Receive):
+            self.receive(decision.member)
+        elif isinstance(decision, do.Reply):
+            self.send(decision.member, final=decision.final)
+        elif isinstance(decision, do.Welcome):
+            self.send(decision.member, final=False)
 
     def receive(self, member: on.Member) -> None:
         """A contribution may come in: it is there at once."""
@@ -103,14 +104,6 @@ class VirtualRun(ABC):
         """A worker is sent the center, an epoch's ``final`` one or another: it has it at once."""
         self.begin(member.rank)
         self.tell(on.Taken(member))
-
-    def start_over(self, members: Sequence[on.Member]) -> None:
-        """A round has lost a member: the others have to contribute again.
-
-        Raises:
-            NotImplementedError: nobody is ever lost here.
-        """
-        raise NotImplementedError
 
     def begin(self, rank: int) -> None:
         """A worker begins its next window."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -29,6 +30,8 @@ LANES = 32
 """The most lanes for workers' time; if there are more workers, several share a lane."""
 AT_ONCE = 256
 """How many windows are added up at once: one by one, each takes numpy four times as long."""
+WINDOWS = 4096
+"""How many windows' times are kept, the last ones."""
 FAILURES = 100
 """How many failures are kept in full; all of them are counted."""
 BUSY = [DECODE, COMPUTE]
@@ -141,6 +144,10 @@ class Recording:
         self.uncertainty_s = 0.0
         self.ranks_a_lane = math.ceil(world_size / LANES)
         self.lanes = TimeBins(math.ceil(world_size / self.ranks_a_lane), len(PHASES))
+        # Rank, rows, and seconds of computing and decoding of the last windows; and those seconds
+        # of windows that the driver has yet to be told of.
+        self._window_times: deque[tuple[int, int, float]] = deque(maxlen=WINDOWS)
+        self._busy: dict[int, float] = {}
         self.failures: list[Failure] = []
         self.num_failures = 0
         self.launched_s: float | None = None
@@ -176,6 +183,30 @@ class Recording:
     def duration_s(self) -> float:
         """Seconds from beginning to end, or until now."""
         return (time.monotonic() if self._ended is None else self._ended) - self._began
+
+    def lasted(self, seconds: float) -> None:
+        """Take it to have lasted so long, as what was simulated has no clock."""
+        self._ended = self._began + seconds
+
+    def window_ratios(self, batch_size: int) -> tuple[NDArray[np.float64], int]:
+        """How much the workers' windows have varied.
+
+        Args:
+            batch_size: rows per step.
+
+        Returns:
+            The seconds that windows of the usual length took, over the mean of their worker's, and
+            how many steps that length is.
+        """
+        if not self._window_times:
+            return np.empty(0), 1
+        ranks, rows, seconds = map(np.asarray, zip(*self._window_times, strict=True))
+        lengths, counts = np.unique(rows, return_counts=True)
+        usual = lengths[counts.argmax()]
+        ranks, seconds = ranks[rows == usual], seconds[rows == usual]
+        sums, counts = (np.bincount(ranks, weights) for weights in (seconds, None))
+        ratios = seconds * (counts / np.maximum(sums, 1e-300))[ranks]
+        return ratios, max(1, round(int(usual) / batch_size))
 
     def note(self, event: RunEvent) -> None:
         """Record something that has happened."""
@@ -224,6 +255,11 @@ class Recording:
             self.launched_s = began
         if not self.seconds[rank, COMPUTE] and not seconds[COMPUTE]:
             self.before_training[rank] += seconds
+        elif rank in self._busy:
+            self._busy[rank] += float(seconds[COMPUTE] + seconds[DECODE])
+        else:
+            # The first window warms up: it is not like the others.
+            self._busy[rank] = math.nan
         self.seconds[rank] += seconds
         self.sent[rank] += times.sent
         self.received[rank] += times.received
@@ -237,6 +273,10 @@ class Recording:
 
     def _note_window(self, event: WindowReport) -> None:
         now = time.monotonic() - self._began
+        busy = self._busy.get(event.rank, math.nan)
+        if busy > 0:
+            self._window_times.append((event.rank, event.examples, busy))
+        self._busy[event.rank] = 0.0
         fresh = now, event.rank, event.examples, event.loss_sum, event.divisor
         self._fresh.append(fresh)
         if len(self._fresh) == AT_ONCE:

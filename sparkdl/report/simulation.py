@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import html
 import math
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from sparkdl.arguments import as_number, require_whole
 from sparkdl.errors import ConfigError
 from sparkdl.phases import COMPUTE, EXCHANGE, PHASES, WAIT
-from sparkdl.planner.cluster import Cluster
-from sparkdl.planner.exchanges import Exchange, State, exchange_of, of_traffic
+from sparkdl.planner.cluster import Cluster, Epoch
+from sparkdl.planner.exchanges import Exchange, exchange_of, of_traffic
 from sparkdl.planner.links import Link
 from sparkdl.planner.profile import Profile
-from sparkdl.planner.simulated import Simulated, simulate_epoch
-from sparkdl.planner.step_times import LogNormal, StepTimes, fitted
-from sparkdl.report.html import duration, octets
+from sparkdl.planner.simulated import simulate_epoch
+from sparkdl.planner.step_times import LogNormal, StepTimes, fitted, require_positive
+from sparkdl.report.html import duration, text
 from sparkdl.report.page import STYLE
-from sparkdl.report.recording import Failure, Recording, Setup
+from sparkdl.report.recording import LANES, Failure, Recording, Setup
 from sparkdl.report.sections import shares, timeline
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.strategies import (
@@ -101,8 +103,7 @@ def simulate(
             strategy sends.
     """
     profile = fit if isinstance(fit, Profile) else fit.profile
-    if rows is not None and (isinstance(rows, bool) or rows < 1):
-        raise ConfigError(f"rows must be a whole number >= 1, got {rows!r}")
+    trained = profile.rows if rows is None else require_whole("rows", rows, 1)
     cluster = Cluster(
         workers=workers,
         link=Link.parse(link),
@@ -112,17 +113,20 @@ def simulate(
         losses=losses,
         restart_s=restart_s,
         seed=seed,
+        lanes=LANES,
     )
     state = _state(profile, optimizer_state)
-    compared = list(STRATEGIES if strategies is None else strategies)
+    compared = STRATEGIES if strategies is None else strategies
     exchanges = [exchange_of(each, state, workers, topology) for each in compared]
-    if strategies is None and profile.traffic is not None:
+    own = profile.strategy not in map(repr, compared)
+    if strategies is None and own and profile.traffic is not None:
         exchanges.append(of_traffic(f"as fitted: {profile.strategy}", profile.traffic))
     if not exchanges:
         raise ConfigError("strategies is empty: name one or more, or None for the usual ones")
-    steps = math.ceil((rows or profile.rows) / (workers * profile.batch_size))
-    simulated = [simulate_epoch(each, cluster, steps) for each in exchanges]
-    return Simulation(profile, cluster, tuple(sorted(simulated, key=lambda each: each.seconds)))
+    steps = math.ceil(trained / (workers * profile.batch_size))
+    epochs = [(simulate_epoch(each, cluster, steps), each) for each in exchanges]
+    epochs.sort(key=lambda each: each[0].seconds)
+    return Simulation(profile, cluster, steps, tuple(epochs))
 
 
 def _times(
@@ -132,10 +136,10 @@ def _times(
 ) -> StepTimes:
     if isinstance(given, StepTimes):
         return given
-    if isinstance(given, (int, float)):
-        return LogNormal(float(given))
+    if as_number(given) is not None:
+        return LogNormal(require_positive("step_s", given))
     if given is not None:
-        return fitted(given)
+        return fitted(given)  # type: ignore[arg-type]
     if isinstance(fit, TrainingSummary):
         ratios, steps = fit.recording.window_ratios(profile.batch_size)
         if len(ratios) >= FEW:
@@ -143,20 +147,16 @@ def _times(
     return LogNormal(profile.step_s)
 
 
-def _state(profile: Profile, copies: float | None) -> State:
+def _state(profile: Profile, copies: float | None) -> dict[str, float]:
+    """Bytes of what replicas hold, by kind."""
     parameters = 4.0 * profile.trained
-    if copies is not None:
-        if not 0 <= copies < math.inf:
-            raise ConfigError(f"optimizer_state must be a number >= 0, got {copies!r}")
-        optimizer = copies * parameters
-    else:
+    if copies is None:
         sent = 0.0 if profile.traffic is None else max(profile.traffic.up, profile.traffic.state)
         optimizer = max(0.0, sent - profile.model_bytes)
-    return State(
-        parameters=parameters,
-        buffers=max(0.0, profile.model_bytes - parameters),
-        optimizer=optimizer,
-    )
+    else:
+        optimizer = parameters * require_positive("optimizer_state", copies, or_zero=True)
+    buffers = max(0.0, profile.model_bytes - parameters)
+    return {"parameters": parameters, "buffers": buffers, "optimizer": optimizer}
 
 
 @dataclass(frozen=True, repr=False)
@@ -166,29 +166,37 @@ class Simulation:
     Attributes:
         profile: of the fit that it starts from.
         cluster: what was simulated.
-        epochs: one for each strategy.
+        steps: of each worker in an epoch.
+        epochs: for each strategy, and what it exchanges.
     """
 
     profile: Profile
     cluster: Cluster
-    epochs: tuple[Simulated, ...]
+    steps: int
+    epochs: tuple[tuple[Epoch, Exchange], ...]
 
     @property
     def table(self) -> pd.DataFrame:
-        """One row per strategy; the columns are those of ``Simulated``."""
+        """One row per strategy.
+
+        The columns are ``seconds`` of an epoch; the parts of the workers' time in which they are
+        ``computing``, ``exchanging`` their own values, and ``waiting`` for each other, for the
+        driver or for its link; ``rounds`` of each worker; ``busiest_bytes`` over the busiest link
+        in its busier direction, and ``driver_bytes`` both ways; ``mean_staleness`` and
+        ``max_staleness``; ``losses`` of workers; and the ``part`` of the epoch that was simulated,
+        the rest of which is taken to be the same.
+        """
         import pandas as pd
 
-        rows = [asdict(replace(each, outcome=None)) for each in self.epochs]  # type: ignore[arg-type]
-        return pd.DataFrame(rows).drop(columns="outcome").set_index("strategy")
+        return pd.DataFrame([epoch.figures for epoch, _ in self.epochs]).set_index("strategy")
 
     @property
     def caption(self) -> str:
         """What was simulated, and where its figures were taken."""
-        cluster, some = self.cluster, min(each.part for each in self.epochs)
-        extrapolated = "" if some == 1 else f" Down to {100 * some:.1f} % of an epoch simulated."
+        cluster = self.cluster
         return (
             f"An epoch of {cluster.workers:,} workers at {cluster.link}, steps of "
-            f"{duration(cluster.times.mean)} as measured on: {self.profile.machine}.{extrapolated}"
+            f"{duration(cluster.times.mean)}; profile of {self.profile.machine}."
         )
 
     def timeline(self, strategy: int | str = 0) -> Timeline:
@@ -200,44 +208,40 @@ class Simulation:
         Raises:
             ConfigError: there is none such.
         """
-        names = [each.strategy for each in self.epochs]
+        names = [epoch.strategy for epoch, _ in self.epochs]
         place = names.index(strategy) if strategy in names else strategy
         if not isinstance(place, int) or place not in range(len(names)):
             raise ConfigError(f"strategy must be one of {names}, or its place, got {strategy!r}")
-        recording = recording_of(self.epochs[place], self.cluster)
-        drawn = shares(recording) + timeline(recording, most_bins=256)
-        title = html.escape(f"{names[place]}. {self.caption}")
+        recording = Recording(self.cluster.workers, Setup(strategy=names[place]))
+
+        def note(began: float, ended: float, did: Any, lane: int) -> None:
+            seconds = np.zeros(len(PHASES))
+            seconds[[COMPUTE, WAIT, EXCHANGE]] = did
+            recording.lanes.add(began, ended, seconds, lane)
+
+        epoch = simulate_epoch(self.epochs[place][1], self.cluster, self.steps, note)
+        recording.seconds[:, [COMPUTE, WAIT, EXCHANGE]] = epoch.did / self.cluster.workers
+        recording.failures = [Failure(at, rank, "simulated") for at, rank in epoch.lost]
+        recording.lasted(epoch.lasted)
+        title = text(f"{names[place]}. {self.caption}", 1000)
         return Timeline(
             f'<!doctype html><html lang="en"><head><meta charset="utf-8"><style>{STYLE}</style>'
-            f"</head><body><main><p>{title}</p>{drawn}</main></body></html>"
-        )
-
-    def _shown(self) -> pd.DataFrame:
-        import pandas as pd
-
-        return pd.DataFrame(
-            {
-                "seconds an epoch": [f"{each.seconds:.4g}" for each in self.epochs],
-                "computing": [f"{100 * each.computing:.0f} %" for each in self.epochs],
-                "waiting": [f"{100 * each.waiting:.0f} %" for each in self.epochs],
-                "exchanging": [f"{100 * each.exchanging:.0f} %" for each in self.epochs],
-                "busiest link": [octets(each.busiest_bytes) for each in self.epochs],
-                "driver": [octets(each.driver_bytes) for each in self.epochs],
-                "staleness": [f"{each.mean_staleness:.3g}" for each in self.epochs],
-            },
-            index=pd.Index([each.strategy for each in self.epochs], name="strategy"),
+            f"</head><body><main><p>{title}</p>{shares(recording)}{timeline(recording, 256)}</main>"
+            "</body></html>"
         )
 
     def __repr__(self) -> str:
-        return f"{self.caption}\n{self._shown().to_string()}"
+        return f"{self.caption}\n{self.table.to_string(float_format='{:.4g}'.format)}"
 
     def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self.caption)}</p>{self._shown().to_html()}"
+        return (
+            f"<p>{text(self.caption, 1000)}</p>{self.table.to_html(float_format='{:.4g}'.format)}"
+        )
 
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """A page with a timeline; a notebook shows it.
+    """A page with a timeline, which a notebook shows.
 
     Attributes:
         page: as HTML.
@@ -245,41 +249,10 @@ class Timeline:
 
     page: str
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the page."""
         Path(path).write_text(self.page)
-
-    def __repr__(self) -> str:
-        return "Timeline: save(path) writes it as a page, and a notebook shows it"
 
     def _repr_html_(self) -> str:
         page = html.escape(self.page)
         return f'<iframe srcdoc="{page}" style="width:100%;height:36rem;border:0"></iframe>'
-
-
-def recording_of(epoch: Simulated, cluster: Cluster) -> Recording:
-    """What would have been recorded of the part of an epoch that was simulated."""
-    recording = Recording(cluster.workers, Setup(strategy=epoch.strategy))
-    recording.hosts = [
-        f"host {rank // cluster.per_host}" for rank in range(cluster.workers)
-    ]
-    phases = [COMPUTE, WAIT, EXCHANGE]
-    outcome = epoch.outcome
-    for stretch in outcome.stretches:
-        every = stretch.lane is None
-        lanes = range(len(stretch.began)) if every else (stretch.lane,)
-        columns = np.transpose(stretch.seconds) if every else (stretch.seconds,)
-        begins, ends = (
-            (stretch.began, stretch.ended) if every else ((stretch.began,), (stretch.ended,))
-        )
-        for lane, began, ended, did in zip(lanes, begins, ends, columns, strict=True):
-            seconds = np.zeros(len(PHASES))
-            seconds[phases] = did
-            recording.lanes.add(float(began), float(ended), seconds, lane)
-    total = np.zeros(len(PHASES))
-    total[phases] = outcome.computed, outcome.waited, outcome.exchanged
-    recording.seconds += total / cluster.workers
-    recording.failures = [Failure(at, rank, "simulated") for at, rank in outcome.lost]
-    recording.launched_s = 0.0
-    recording.lasted(outcome.seconds)
-    return recording
