@@ -11,8 +11,8 @@ from sparkdl.planner.cluster import Cluster, Epoch, Note
 from sparkdl.planner.driver_run import DriverRun
 from sparkdl.planner.exchanges import Exchange
 
-MOST_DECISIONS = 300_000
-"""The most contributions that the averager decides on, each of which takes 70 microseconds."""
+MOST_DECISIONS = 200_000
+"""The most contributions that the averager decides on, each of which takes some 70 microseconds."""
 MOST_ROUNDS = 20_000
 """The most rounds that are computed for all workers at once."""
 

@@ -1,0 +1,170 @@
+"""Rounds computed for all workers at once: the averager's own, and closed forms for the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from every_row import every
+
+from sparkdl.planner.array_rounds import array_rounds
+from sparkdl.planner.cluster import Cluster, Epoch
+from sparkdl.planner.driver_run import DriverRun
+from sparkdl.planner.exchanges import Exchange, sum_s
+from sparkdl.planner.links import Link
+from sparkdl.planner.step_times import LogNormal, ShiftedGamma
+
+LINK = Link(12.5e6)
+LARGE, SMALL = 4e6, 1e5
+
+
+def cluster(**given: Any) -> Cluster:
+    usual: dict[str, Any] = {"workers": 4, "link": LINK, "times": LogNormal(0.1)}
+    return Cluster(**usual | given)
+
+
+def group(**given: Any) -> Exchange:
+    return Exchange(**{"name": "x", "way": "group", "up": LARGE, "period": 5} | given)
+
+
+def epoch(exchange: Exchange, steps: int, **given: Any) -> Epoch:
+    return array_rounds(exchange, cluster(**given), exchange.windows(steps))
+
+
+@every(
+    "up, down, latency, overlap, fragments",
+    [
+        (LARGE, LARGE, 0.0, 0, 1),
+        (LARGE, LARGE, 1e-3, 0, 1),
+        (SMALL, LARGE, 1e-3, 0, 1),
+        (SMALL, SMALL, 0.0, 0, 1),
+        (LARGE, SMALL, 1e-3, 2, 1),
+        (SMALL, SMALL, 0.0, 5, 1),
+        (LARGE, LARGE, 1e-3, 1, 2),
+    ],
+)
+def test_rounds_of_all_in_the_driver_are_those_that_the_averager_decides_on(
+    up: float, down: float, latency: float, overlap: int, fragments: int
+) -> None:
+    exchange = Exchange(
+        name="x", way="driver", up=up, down=down, period=5, overlap=overlap, fragments=fragments
+    )
+    slow = {0: 3.0, 2: 1.7, 5: 1.1}
+    of = cluster(workers=7, link=Link(12.5e6, latency), slow=slow)
+    windows = exchange.windows(23)
+    at_once, decided = (
+        each(exchange, of, windows) for each in (array_rounds, lambda *a: DriverRun(*a).train())
+    )
+    if fragments == 1:  # with more, an epoch's last reply is the whole center
+        assert at_once.lasted == pytest.approx(decided.lasted, rel=1e-12)
+        np.testing.assert_allclose(at_once.did, decided.did, rtol=1e-9, atol=1e-9)
+    else:
+        assert at_once.lasted == pytest.approx(
+            decided.lasted - 7 * down / LINK.bandwidth * (fragments - 1), rel=1e-12
+        )
+    assert (at_once.windows, at_once.driver) == (decided.windows, decided.driver)
+
+
+def test_a_barrier_takes_as_long_as_the_largest_of_the_times() -> None:
+    """Of N exponential times of mean 1, 1 + 1/2 + ... + 1/N on average."""
+    workers, rounds = 50, 4000
+    exchange = group(up=0.0, period=1)
+    found = epoch(exchange, rounds, workers=workers, times=ShiftedGamma(1.0, 1.0))
+    harmonic = sum(1 / k for k in range(1, workers + 1))
+    assert found.lasted / rounds == pytest.approx(1 + harmonic, rel=0.01)
+
+
+def test_a_ring_and_a_tree_follow_the_computing() -> None:
+    for topology in ("ring", "tree"):
+        found = epoch(group(topology=topology, commit=LARGE), 20)
+        once_s = sum_s(topology, LARGE, LINK, 4)  # type: ignore[arg-type]
+        assert found.lasted == pytest.approx(2.0 + 4 * once_s + LARGE / LINK.bandwidth)
+        np.testing.assert_allclose(found.did, [4 * 2.0, 0, 4 * 4 * once_s], atol=1e-9)
+
+
+def test_what_a_worker_trains_on_meanwhile_hides_an_exchange() -> None:
+    """A ring of 4 takes 0.48 s, and 5 steps 0.5 s: only the last is waited for."""
+    assert epoch(group(overlap=5), 20).lasted == pytest.approx(2.0 + 0.48)
+    assert epoch(group(overlap=3), 20).lasted == pytest.approx(2.0 + 3 * 0.18 + 0.48)
+
+
+def test_buckets_hide_in_the_backward_pass_all_but_the_last() -> None:
+    """Backward takes 2/3 of a step; the first of 4 buckets is ready when a quarter of it is over.
+
+    The four take 0.12 s each: from 0.05 s before the step's end on, and no sooner than 0.12 s after
+    it for the last.
+    """
+    step = group(period=1, bucket_bytes=1e6)
+    assert epoch(step, 1).lasted == pytest.approx(0.1 - 0.05 + 0.48)
+    assert epoch(replace(step, up=4e5, bucket_bytes=1e5), 1).lasted == pytest.approx(0.1 + 0.012)
+
+
+def test_hosts_sum_before_they_contribute() -> None:
+    exchange = Exchange(name="x", way="hosts", up=LARGE, down=LARGE, period=5)
+    within = Link(4e9)
+    found = epoch(exchange, 5, workers=8, per_host=4, within=within)
+    both_ways_s = sum_s("ring", LARGE, within, 4)
+    assert found.lasted == pytest.approx(0.5 + both_ways_s + 2 * 2 * 0.32)
+    assert found.driver == 2 * 2 * LARGE
+
+
+def test_nobody_waits_for_a_slow_worker_whom_it_visits() -> None:
+    visits = Exchange(name="x", way="visits", up=SMALL, down=SMALL, period=5)
+    found = epoch(visits, 500, slow={2: 4.0})
+    assert found.did[1] == 0
+    assert found.lasted == pytest.approx(500 * 0.4, rel=0.01)
+
+
+def test_visitors_share_links_that_are_always_busy() -> None:
+    """Without computing a host sends for its own visit and for a visitor's all the time."""
+    visits = Exchange(name="x", way="visits", up=LARGE, down=LARGE)
+    assert epoch(visits, 10, times=LogNormal(1e-6)).lasted == pytest.approx(10 * 2 * 0.32, rel=1e-3)
+
+
+def test_a_slow_worker_holds_up_its_neighbors_one_hop_a_round() -> None:
+    """As many hops away as there are rounds, a worker has not heard of it yet.
+
+    Two hops away, the third window begins when the neighbor has ended its second, at 1.1 s.
+    """
+    neighbors = Exchange(name="x", way="neighbors", up=0.0, period=1)
+    note: list[tuple[int, float]] = []
+    of = cluster(workers=9, slow={4: 10.0})
+    array_rounds(neighbors, of, [1] * 3, lambda began, ended, did, lane: note.append((lane, ended)))
+    third = [ended for lane, ended in note[18:27]]
+    assert third[4] == pytest.approx(3.0)
+    assert third[0] == pytest.approx(0.3)
+    assert third[2] == pytest.approx(1.2)
+
+
+def test_a_lost_worker_of_a_group_restarts_all_from_the_driver_s_copy() -> None:
+    """At 1.95 s with copies after 10 steps, at 1 s: the 9 steps since are taken again."""
+    exchange = group(up=0.0, period=1, commit_every=10)
+    found = epoch(exchange, 30, losses={1: 1.95}, restart_s=5.0)
+    assert found.lasted == pytest.approx(1.95 + 5.0 + 2.0)
+    assert found.lost == [(1.95, None)]
+    without_copies = epoch(replace(exchange, commit_every=None), 30, losses={1: 1.95})
+    assert without_copies.lasted == pytest.approx(1.95 + 10.0 + 3.0)
+
+
+def test_a_lost_visitor_starts_its_epoch_over_alone() -> None:
+    visits = Exchange(name="x", way="visits", up=0.0, down=0.0)
+    found = epoch(visits, 30, losses={1: 1.95}, restart_s=5.0)
+    assert found.lasted == pytest.approx(1.95 + 5.0 + 3.0)
+
+
+def test_lanes_are_told_all_that_workers_do() -> None:
+    told = np.zeros(3)
+    lanes = set()
+
+    def note(began: float, ended: float, did: Any, lane: int) -> None:
+        nonlocal told
+        assert ended >= began
+        told = told + did
+        lanes.add(lane)
+
+    of = cluster(workers=70, slow={3: 2.0})
+    found = array_rounds(group(), of, [5] * 4, note)
+    np.testing.assert_allclose(told, found.did, rtol=1e-12)
+    assert lanes == set(range(24))  # of 3 workers, the last one of 1
