@@ -76,10 +76,14 @@ class Hosts:
         hosts: all of them.
         folder: for the workers' rows.
         epochs: of each training.
+        step_s: seconds of a step.
     """
 
-    def __init__(self, hosts: LinkedHosts, folder: Path, epochs: int) -> None:
+    def __init__(
+        self, hosts: LinkedHosts, folder: Path, epochs: int, step_s: float = STEP_S
+    ) -> None:
         self._hosts, self._folder, self._epochs = hosts, folder, epochs
+        self._step_s = step_s
 
     def profile(self, strategy: Strategy[Any], workers: int, steps: int) -> Profile:
         """Train, and return what that cost.
@@ -94,7 +98,7 @@ class Hosts:
         shard = self._folder / f"{steps}-steps"
         shard.write_bytes(pickle.dumps(batches_of(10_000, features=features, label=labels)))
         job = Job(
-            model=partial(Paced, STEP_S),
+            model=partial(Paced, self._step_s),
             loss=nn.CrossEntropyLoss(),
             optimizer=partial(torch.optim.SGD, lr=0.01),
             strategy=strategy,

@@ -1,14 +1,20 @@
 """What is predicted before a training / what is measured then, part by part.
 
 ``--part`` chooses one: ``hosts`` predicts steps with 4 and 8 workers from fits with 1 and 2,
-``steps`` the memory of a step, its minibatch, and what recomputing activations costs.
+``steps`` the memory of a step, its minibatch, and what recomputing activations costs,
+``simulation`` epochs with ten strategies.
 """
 
 import harness
 import planned_hosts
 import planned_steps
+import simulated_hosts
 
-PARTS = {"hosts": planned_hosts.measure, "steps": planned_steps.measure}
+PARTS = {
+    "hosts": planned_hosts.measure,
+    "steps": planned_steps.measure,
+    "simulation": simulated_hosts.measure,
+}
 
 
 def main() -> None:

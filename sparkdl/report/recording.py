@@ -217,6 +217,8 @@ class Recording:
                 self._note_window(event)
             case EpochSummary():
                 self.history.append(event)
+                # Validation is told of with the first window of the next epoch.
+                self._busy = dict.fromkeys(self._busy, math.nan)
                 if self.first_epoch is None:
                     self.first_epoch = self.seconds.copy(), self.rows.copy()
             case EpochValidated(summary):

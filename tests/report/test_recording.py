@@ -18,7 +18,7 @@ from sparkdl.averager.messages.run_events import (
 )
 from sparkdl.events import EpochSummary
 from sparkdl.phases import PHASES, PhaseTimes
-from sparkdl.report.recording import BINS, FAILURES, LANES, TimeBins
+from sparkdl.report.recording import BINS, FAILURES, LANES, WINDOWS, TimeBins
 
 
 @given(
@@ -117,3 +117,32 @@ def test_a_new_start_of_all_is_a_failure_of_nobody_in_particular(play: Play) -> 
     played.recording.note(WorkersRestarted("rank 1 was lost"))
     (failure,) = played.recording.failures
     assert (failure.at, failure.rank, failure.why) == (3.0, None, "rank 1 was lost")
+
+
+def test_windows_vary_by_what_their_worker_computed_over_its_mean(play: Play) -> None:
+    """Not the first of an epoch, which warms up or follows a validation, nor a shorter last one."""
+    played = play(2)
+    assert [len(each) for each in played.recording.window_ratios(2)[:1]] == [0]
+    seconds = {0: [9.0, 1.0, 3.0, 2.0], 1: [9.0, 10.0, 30.0, 20.0]}
+    for epoch in (1, 2):
+        for window in range(4):
+            for rank in (0, 1):
+                played.spend(rank, compute=seconds[rank][window], wait=0.5)
+                played.window(rank, examples=10)
+        for rank in (0, 1):
+            played.spend(rank, compute=0.1)
+            played.window(rank, examples=3)
+        played.epoch(epoch)
+        for rank in (0, 1):
+            played.spend(rank, compute=5.0)
+    ratios, steps = played.recording.window_ratios(2)
+    np.testing.assert_allclose(sorted(ratios), [0.5] * 4 + [1.0] * 4 + [1.5] * 4)
+    assert steps == 5
+
+
+def test_times_of_windows_are_kept_for_some_thousands(play: Play) -> None:
+    played = play(1)
+    for _ in range(WINDOWS + 100):
+        played.spend(0, compute=1.0)
+        played.window(0)
+    assert len(played.recording.window_ratios(10)[0]) == WINDOWS
