@@ -72,7 +72,7 @@ def array_rounds(
         head, tail = draw(overlap), draw(steps - overlap)
         goes_on = np.maximum(closed + head, answered)
         ended = goes_on + tail
-        answer = _answered(exchange, cluster, ended, (head + tail) / steps)
+        answer = _answered(exchange, cluster, ended, (head + tail) / max(steps, 1))
         if exchange.way in ("group", "hosts") and loss[0] < np.max(answer):
             epoch.lost.append((loss[0], None))
             again = max(loss[0], float(np.min(answered))) + cluster.restart_s
@@ -88,6 +88,10 @@ def array_rounds(
             answered = answered + exchange.commit / cluster.link.bandwidth
             epoch.driver += exchange.commit
             kept, since = index, 0
+    if exchange.final is not None:
+        longer = cluster.workers * (exchange.final - exchange.down)
+        answered = answered + longer / cluster.link.bandwidth
+        epoch.driver = longer
     count(answered, np.zeros(cluster.workers), answered - closed)
     if exchange.way in ("visits", "neighbors"):
         whole_s = answered.copy()
@@ -168,4 +172,5 @@ def _count_bytes(exchange: Exchange, cluster: Cluster, epoch: Epoch) -> None:
         epoch.driver = 2 * workers * exchange.commit
     else:
         senders = math.ceil(workers / cluster.per_host) if way == "hosts" else workers
-        epoch.sent, epoch.driver = senders * max(up, down), senders * (up + down)
+        epoch.sent = max(senders * up, senders * down + epoch.driver)
+        epoch.driver += senders * (up + down)

@@ -161,7 +161,6 @@ class DriverRun(VirtualRun):
         self._exchange, self._cluster, self._windows = exchange, cluster, windows
         self._note = note
         self._steps = [0, *accumulate(windows)]
-        self._window_of = {step: index for index, step in enumerate(self._steps)}
         self._generator = np.random.default_rng(cluster.seed)
         self._slowness = cluster.slowness.tolist()
         self._drawn: dict[int, Iterator[float]] = {}
@@ -174,6 +173,7 @@ class DriverRun(VirtualRun):
         self._again: list[int] = []
         self._workers = [_Worker() for _ in range(cluster.workers)]
         self._finals: int | None = None
+        self._sent = self._received = 0.0
         self._own_s = own_s(exchange, cluster)
 
     def train(self, until: float = math.inf) -> Epoch:
@@ -183,10 +183,10 @@ class DriverRun(VirtualRun):
             self._count(rank, closed)
             worker.closed = closed
             self._close(rank)
-        epoch, exchange = self.epoch, self._exchange
+        epoch = self.epoch
         epoch.lasted = self.now + self._cluster.link.latency if math.isinf(until) else until
-        epoch.driver = epoch.windows * (exchange.up + exchange.down)
-        epoch.sent = epoch.windows * max(exchange.up, exchange.down)
+        epoch.driver = self._sent + self._received
+        epoch.sent = max(self._sent, self._received)
         return epoch
 
     def next_window(self, until: float) -> tuple[float, int] | None:
@@ -232,13 +232,15 @@ class DriverRun(VirtualRun):
         if isinstance(event, EpochSummary):
             self._finals = 0
         elif isinstance(event, WindowReport):
-            self._workers[event.rank].committed = self._window_of[event.step]
+            worker = self._workers[event.rank]
+            worker.committed = min(worker.committed + 1, len(self._windows))
             self.epoch.windows += 1
             self.epoch.staleness += event.staleness
             self.epoch.max_staleness = max(self.epoch.max_staleness, event.staleness)
 
     def receive(self, member: on.Member) -> None:
         """A contribution is added once it is its turn."""
+        self._sent += self._exchange.up
         self._sum.add(member.rank, self.now)
 
     def send(self, member: on.Member, *, final: bool) -> None:
@@ -249,7 +251,10 @@ class DriverRun(VirtualRun):
             self.begin(member.rank)  # with the center that everyone has
             self.tell(on.Taken(member))
             return
-        octets = self._exchange.down * (self._exchange.fragments if final else 1)
+        octets = self._exchange.down
+        if final and self._exchange.final is not None:
+            octets = self._exchange.final
+        self._received += octets
         if octets > BUFFERED_BYTES:
             self._replies.add(self.now, octets - BUFFERED_BYTES, (member, final, BUFFERED_BYTES))
         else:
@@ -298,15 +303,17 @@ class DriverRun(VirtualRun):
 
     def _close(self, rank: int) -> None:
         """Report the window that a worker has ended."""
-        index = self._workers[rank].committed
-        step = self._steps[min(index + 1, len(self._windows))]
+        index, windows = self._workers[rank].committed, len(self._windows)
+        step = self._steps[min(index + 1, windows)]
+        # Fragments are sent without training too; who has nothing left sends nothing.
+        sends = index < windows and self._exchange.fragments > 1
         report = WindowReport(
             rank=rank,
             epoch=1,
             step=step,
-            examples=step - self._steps[index],
+            examples=step - self._steps[index] or int(sends),
             loss_sum=0.0,
-            last=step == self._steps[-1],
+            last=index + 1 >= windows,
             step_of_epoch=step,
         )
         self.close(report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
@@ -39,6 +39,9 @@ class Exchange:
         down: bytes that it receives; in a group 0.
         period: steps after which the whole state has been exchanged.
         fragments: exchanges in which that happens.
+        closing: how many further exchanges there are at an epoch's end.
+        final: bytes of a worker's last reply of an epoch, from the driver; None if it is as long as
+            the others.
         overlap: steps that a worker trains on while an exchange is under way.
         policy: makes the round policy, for rounds in the driver.
         topology: how sums travel in a group: around a ``ring``, as gloo's and NCCL's do, or up and
@@ -55,6 +58,8 @@ class Exchange:
     down: float = 0.0
     period: int = 1
     fragments: int = 1
+    closing: int = 0
+    final: float | None = None
     overlap: int = 0
     policy: Callable[[], RoundPolicy] = All
     topology: Topology = "ring"
@@ -68,12 +73,13 @@ class Exchange:
         return max(1, math.ceil(self.up / (self.bucket_bytes or math.inf)))
 
     def windows(self, steps: int) -> list[int]:
-        """Steps of each window of an epoch, which together are ``steps``."""
+        """Steps of each window of an epoch, together ``steps``; 0 in those that only close it."""
         rounds = steps * self.fragments // self.period
         ends = [-(-each * self.period // self.fragments) for each in range(1, rounds + 1)]
         if not ends or ends[-1] < steps:
             ends.append(steps)
-        return [end - before for before, end in zip([0, *ends], ends, strict=False)]
+        lengths = [end - before for before, end in zip([0, *ends], ends, strict=False)]
+        return lengths + [0] * self.closing
 
 
 def sum_s(topology: Topology, octets: float, link: Link, workers: int) -> float:
@@ -164,7 +170,14 @@ def exchange_of(
             "on a schedule or on the strategy's own code. Leave it out of strategies, or put there "
             "what it sends: sparkdl.planner.exchanges.Exchange(name=..., way=..., up=...)"
         )
-    return of_traffic(common["name"], traffic, strategy, topology)
+    found = of_traffic(common["name"], traffic, strategy, topology)
+    if found.way != "driver":
+        return found
+    # Fragments are all sent once more. A replica that is pulled to the center that it meets says
+    # that it has none of its own left, and is sent the final one.
+    meets = getattr(strategy, "mode", "") in ("asynchronous", "round_robin")
+    closing = found.fragments - 1 + meets
+    return replace(found, closing=closing, final=sum(kinds.values()))
 
 
 def of_traffic(

@@ -76,10 +76,11 @@ def test_barriers_let_200_workers_take_as_many_steps_as_in_the_paper_s_model(
 def test_a_worker_alone_with_the_driver_computes_sends_and_receives() -> None:
     link = Link(12.5e6, 0.01)
     found = epoch(ElasticAveraging(5, mode="asynchronous"), 50, workers=1, link=link)
-    assert found.lasted == pytest.approx(10 * (0.5 + 0.32 + 0.32 + 0.02), rel=1e-9)
-    np.testing.assert_allclose(found.did, [5.0, 0.0, 10 * 0.66], rtol=1e-9, atol=1e-9)
-    assert found.sent == 10 * LARGE
-    assert found.driver == 2 * 10 * LARGE
+    # Then it is sent the final center, once it has said that it has nothing left.
+    assert found.lasted == pytest.approx(10 * (0.5 + 0.32 + 0.32 + 0.02) + 0.32 + 0.02, rel=1e-9)
+    np.testing.assert_allclose(found.did, [5.0, 0.0, 10 * 0.66 + 0.34], rtol=1e-9, atol=1e-9)
+    assert found.sent == 11 * LARGE
+    assert found.driver == (10 + 11) * LARGE
 
 
 def test_the_driver_s_link_is_the_pace_of_workers_that_do_not_wait_for_each_other() -> None:

@@ -90,7 +90,7 @@ def test_messages_around_and_up_a_tree_have_the_ratio_of_you_et_al() -> None:
     """
     link = Link(1e15, 1e-3)
     one_s = simulate_epoch(
-        exchange_of(ElasticAveraging(1, mode="asynchronous"), STATE, 1),
+        exchange_of(AsynchronousSGD(1, barrier=ASP()), STATE, 1),
         cluster(workers=1, link=link, times=LogNormal(1e-9)),
         100,
     ).seconds
