@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkdl.arguments import require_whole
+from sparkdl.arguments import convert_numbers, require_whole
 from sparkdl.errors import ConfigError
 from sparkdl.planner.links import Link
 from sparkdl.planner.step_times import Seconds, StepTimes, require_positive
@@ -56,6 +56,7 @@ class Cluster:
     lanes: int = 32
 
     def __post_init__(self) -> None:
+        convert_numbers(self)
         require_whole("workers", self.workers, 1)
         require_whole("workers_per_host", self.per_host, 1)
         lost = self.losses if isinstance(self.losses, Mapping) else {}

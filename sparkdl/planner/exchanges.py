@@ -72,14 +72,19 @@ class Exchange:
         """How many equal parts a group exchanges one after the other."""
         return max(1, math.ceil(self.up / (self.bucket_bytes or math.inf)))
 
-    def windows(self, steps: int) -> list[int]:
-        """Steps of each window of an epoch, together ``steps``; 0 in those that only close it."""
-        rounds = steps * self.fragments // self.period
-        ends = [-(-each * self.period // self.fragments) for each in range(1, rounds + 1)]
-        if not ends or ends[-1] < steps:
-            ends.append(steps)
+    def rounds(self, steps: int) -> int:
+        """How many exchanges an epoch of so many steps has."""
+        return -(-steps * self.fragments // self.period) + self.closing
+
+    def windows(self, steps: int, most: int) -> list[int]:
+        """Steps of an epoch's first ``most`` windows; 0 in those that only close it."""
+        trained = self.rounds(steps) - self.closing
+        ends = [
+            min(steps, -(-each * self.period // self.fragments))
+            for each in range(1, min(trained, most) + 1)
+        ]
         lengths = [end - before for before, end in zip([0, *ends], ends, strict=False)]
-        return lengths + [0] * self.closing
+        return lengths + [0] * min(self.closing, most - len(ends))
 
 
 def sum_s(topology: Topology, octets: float, link: Link, workers: int) -> float:

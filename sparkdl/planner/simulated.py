@@ -13,8 +13,8 @@ from sparkdl.planner.exchanges import Exchange
 
 MOST_DECISIONS = 200_000
 """The most contributions that the averager decides on, each of which takes some 70 microseconds."""
-MOST_ROUNDS = 20_000
-"""The most rounds that are computed for all workers at once."""
+MOST_ROUNDS, MOST_DRAWN = 20_000, 200_000_000
+"""The most rounds that are computed for all workers at once, and the most windows in them."""
 
 
 def simulate_epoch(
@@ -28,13 +28,12 @@ def simulate_epoch(
         steps: optimizer steps of each worker.
         note: told what workers do.
     """
-    windows = exchange.windows(steps)
     in_driver = exchange.way == "driver"
     if in_driver and (cluster.losses is not None or not exchange.policy().in_step):
-        some = windows[: max(1, MOST_DECISIONS // cluster.workers)]
-        epoch = DriverRun(exchange, cluster, some, note).train()
+        windows = exchange.windows(steps, max(1, MOST_DECISIONS // cluster.workers))
+        epoch = DriverRun(exchange, cluster, windows, note).train()
     else:
-        some = windows[:MOST_ROUNDS]
-        epoch = array_rounds(exchange, cluster, some, note)
-    epoch.part, epoch.rounds = sum(some) / steps, len(windows)
+        windows = exchange.windows(steps, max(1, min(MOST_ROUNDS, MOST_DRAWN // cluster.workers)))
+        epoch = array_rounds(exchange, cluster, windows, note)
+    epoch.part, epoch.rounds = sum(windows) / steps, exchange.rounds(steps)
     return epoch

@@ -102,6 +102,8 @@ def simulate(
         ConfigError: an argument is out of range, the fit has no round, or it is not known what a
             strategy sends.
     """
+    if not isinstance(fit, (TrainingSummary, Profile)):
+        raise ConfigError(f"a {type(fit).__name__} is no fit: give model.summary, or its profile")
     profile = fit if isinstance(fit, Profile) else fit.profile
     trained = profile.rows if rows is None else require_whole("rows", rows, 1)
     cluster = Cluster(

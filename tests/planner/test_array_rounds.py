@@ -30,7 +30,7 @@ def group(**given: Any) -> Exchange:
 
 
 def epoch(exchange: Exchange, steps: int, **given: Any) -> Epoch:
-    return array_rounds(exchange, cluster(**given), exchange.windows(steps))
+    return array_rounds(exchange, cluster(**given), exchange.windows(steps, 10_000))
 
 
 @every(
@@ -61,7 +61,7 @@ def test_rounds_of_all_in_the_driver_are_those_that_the_averager_decides_on(
     )
     slow = {0: 3.0, 2: 1.7, 5: 1.1}
     of = cluster(workers=7, link=Link(12.5e6, latency), slow=slow)
-    windows = exchange.windows(23)
+    windows = exchange.windows(23, 10_000)
     at_once, decided = (
         each(exchange, of, windows) for each in (array_rounds, lambda *a: DriverRun(*a).train())
     )

@@ -40,7 +40,7 @@ def run(strategy: Strategy[Any], steps: int, octets: float = LARGE, **given: Any
     cluster = Cluster(**usual | given)
     state = {"parameters": octets, "buffers": 0.0, "optimizer": 0.0}
     exchange = exchange_of(strategy, state, cluster.workers)
-    return DriverRun(exchange, cluster, exchange.windows(steps))
+    return DriverRun(exchange, cluster, exchange.windows(steps, 10_000))
 
 
 def epoch(strategy: Strategy[Any], steps: int, octets: float = LARGE, **given: Any) -> Epoch:

@@ -95,10 +95,19 @@ def test_windows_end_where_the_strategies_exchange(
 ) -> None:
     """As ``OuterOptimizer`` does with fragments: after the first step that completes each part."""
     own = Exchange(name="own", way="driver", up=1.0, period=period, fragments=fragments)
-    assert own.windows(steps) == windows
+    assert own.windows(steps, 100) == windows
+    assert own.windows(steps, 2) == windows[:2]
+    assert own.rounds(steps) == len(windows)
     strategy = OuterOptimizer(period, fragments=fragments)
     due = [step for step in range(1, steps + 1) if strategy._is_due(step, period)]
     assert [sum(windows[: k + 1]) for k in range(len(due))] == due
+
+
+def test_windows_are_made_only_as_far_as_they_are_simulated() -> None:
+    own = Exchange(name="own", way="driver", up=1.0, period=2, fragments=2, closing=1)
+    assert own.rounds(10**15) == 10**15 + 1
+    assert own.windows(10**15, 3) == [1, 1, 1]
+    assert own.windows(3, 4) == [1, 1, 1, 0]
 
 
 def test_sums_take_as_long_as_their_messages_one_after_the_other() -> None:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from every_row import every
 from recordings import Play, busy_world
@@ -181,6 +182,29 @@ def test_what_cannot_be_simulated_is_an_error_in_words(given: dict[str, Any], wo
 def test_a_timeline_of_no_strategy_there_names_those_that_are(strategy: Any) -> None:
     with pytest.raises(ConfigError, match="strategy must be one of"):
         simulate(strategies=[ParameterAveraging()]).timeline(strategy)
+
+
+def test_a_model_is_no_fit_to_start_from() -> None:
+    with pytest.raises(ConfigError, match=r"a dict is no fit: give model\.summary"):
+        sparkdl.simulate({}, workers=4, link="1 Gbit/s")  # type: ignore[arg-type]
+
+
+def test_numbers_may_be_numpy_s_or_floats_without_a_fraction() -> None:
+    usual, other = (
+        simulate(workers=workers, seed=seed, restart_s=restart_s, step_s=step_s).table
+        for workers, seed, restart_s, step_s in (
+            (4, 1, 2, 0.1),
+            (4.0, np.int64(1), 2.0, np.float32(0.1)),
+        )
+    )
+    np.testing.assert_allclose(usual.seconds, other.seconds, rtol=1e-6)
+
+
+def test_an_epoch_of_any_length_is_simulated_in_bounded_time() -> None:
+    found = simulate(rows=10**13, strategies=[ParameterAveraging()]).table.iloc[0]
+    assert found.rounds == 10**13 // (4 * BATCH) / 5
+    assert found.part < 1e-3
+    assert found.seconds == pytest.approx(found.rounds * (5 * STEP_S + 4 * 2 * 0.3), rel=1e-3)
 
 
 def test_a_fit_without_rounds_has_nothing_to_start_from(play: Play) -> None:
