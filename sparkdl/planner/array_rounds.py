@@ -151,13 +151,17 @@ def _answered(exchange: Exchange, cluster: Cluster, closed: Seconds, step_s: Sec
         return np.full(workers, max(first.max() + whole_s, closed.max() + whole_s / parts))
     if workers == 1:
         return closed
-    one_s = max(exchange.up, exchange.down) / link.bandwidth * cluster.per_host
+    up_s, down_s = (
+        each / link.bandwidth * cluster.per_host for each in (exchange.up, exchange.down)
+    )
     if exchange.way == "neighbors":
         others = np.maximum(np.roll(closed, 1), np.roll(closed, -1))
-        return np.maximum(closed, others) + 2 * link.latency + min(2, workers - 1) * one_s
-    # v = 2 a + s (1 + v / (v + w)): a host is visited for the part of the time that it visits.
-    alone_s, work_s = 2 * link.latency + one_s, cluster.times.mean * exchange.period
-    half = (work_s - alone_s - one_s) / 2
+        return np.maximum(closed, others) + 2 * link.latency + min(2, workers - 1) * up_s
+    # v = 2 a + s + c v / (v + w): what is sent and received takes s; for the part of the time that
+    # a host visits, it is visited, and for c of s both then send, or both receive.
+    alone_s, work_s = 2 * link.latency + up_s + down_s, cluster.times.mean * exchange.period
+    shared_s = 2 * up_s * down_s / max(up_s + down_s, 1e-300)
+    half = (work_s - alone_s - shared_s) / 2
     return closed + math.sqrt(half**2 + alone_s * work_s) - half
 
 
