@@ -280,6 +280,7 @@ class DriverRun(VirtualRun):
         worker, latency = self._workers[rank], self._cluster.link.latency
         arrived = self.now + latency if self.now else 0.0
         if worker.committed == len(self._windows):
+            worker.computed = worker.stood = 0.0
             return arrived + latency  # it has nothing left to train, and says so
         steps = self._windows[worker.committed]
         closed, overlap = arrived, 0

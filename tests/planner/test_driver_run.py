@@ -163,6 +163,7 @@ def test_lost_workers_come_back_and_every_window_counts_once(strategy: Strategy[
             # Each window is committed once, but for those that have nothing left to train.
             least = 16 * whole.rounds
             assert least <= lossy.windows <= least + len(lossy.lost)
+            assert lossy.did.sum() < 16 * lossy.lasted
 
 
 def test_a_loss_at_a_known_time_costs_the_window_under_way_and_the_time_away() -> None:
