@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 WORKERS = (1, 2, 4, 8, 16)
 MODEL_ERROR = 0.15
-"""How far off predictions were at most where they were measured (benchmarks/planning.py)."""
+"""What predictions may be off by besides: benchmarks/planning.py holds them to it."""
 MOST = 100_000
 """Workers beyond which nothing is planned."""
 
