@@ -51,6 +51,9 @@ class TradeOff:
         axes.set_ylabel(self.metric)
         return axes
 
+    def __repr__(self) -> str:
+        return str(self.table.to_string(index=False))
+
     def _repr_html_(self) -> str:
         return str(self.table.to_html(index=False))
 

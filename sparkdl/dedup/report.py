@@ -68,6 +68,9 @@ class DuplicateReport:
             parts += [f"<h4>{title}</h4>", _table(self.conflicts, self.values)]
         return "".join(parts)
 
+    def __repr__(self) -> str:
+        return f"{self.summary}\n{self.kept.to_string(index=False)}"
+
     def _repr_html_(self) -> str:
         return self.to_html()
 

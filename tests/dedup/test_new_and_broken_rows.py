@@ -165,3 +165,5 @@ def test_a_report_has_pairs_of_each_distance_and_counts_of_each_threshold(
     kept = [model.copy({model.threshold: t}).kept().count() for t in range(7)]
     assert list(report.kept["rows"]) == kept
     assert kept[0] > kept[-1]
+    assert report.summary in repr(report)
+    assert len(repr(report)) < 1_000  # without the pictures
