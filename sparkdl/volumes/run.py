@@ -219,9 +219,8 @@ def _chosen(
         return chunk_bytes(patches, blocks, chunk, read_bytes=read_bytes, outputs=outputs)
 
     slots = min(most_slots(spark), MOST_SLOTS)
-    # The rest is for Python, torch, what the network computes, and what an allocator keeps of the
-    # chunks before: with half for a chunk, the third one in a process went beyond the limit.
-    return chosen_chunk(patches, blocks, slots, worker_bytes(spark) * 2 // 5, memory)
+    # The other half is for Python, torch and what the network computes.
+    return chosen_chunk(patches, blocks, slots, worker_bytes(spark) // 2, memory)
 
 
 def worker_bytes(spark: SparkSession) -> int:
