@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import io
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -107,40 +105,6 @@ def test_half_precision_rounds_as_the_module_in_half_precision_does(
     assert np.allclose(found, expected, rtol=1e-2, atol=1e-2)
     # What half precision cannot tell apart is not told apart: the option has an effect.
     assert np.array_equal(found, torch.from_numpy(found).to(dtype).double())
-
-
-class CountsSpared(nn.Module):
-    """The process, and how many objects none of its garbage collections looks at."""
-
-    def forward(self, features: Tensor) -> Tensor:
-        told = torch.tensor([os.getpid(), gc.get_freeze_count()], dtype=torch.float64)
-        return told.expand(len(features), 2)
-
-
-@pytest.mark.slow
-def test_later_collections_spare_what_a_process_keeps_until_another_model_comes(
-    rows: DataFrame,
-) -> None:
-    def spared() -> dict[float, set[float]]:
-        model = TorchModel.from_module(CountsSpared(), torch.zeros(1, WIDTH))
-        counts: dict[float, set[float]] = {}
-        for row in model.transform(rows).select("prediction").collect():  # sorting runs it twice
-            process, count = list(row[0])
-            counts.setdefault(process, set()).add(count)
-        return counts
-
-    def forget() -> None:
-        TorchModel.from_module(classifier(), torch.zeros(1, WIDTH)).transform(rows).collect()
-
-    for _ in range(2):  # a process is used again
-        for _ in range(20):  # Spark chooses processes, and ends one without tasks for a minute
-            first, later = spared(), spared()
-            both = {process for process in first if min(first[process]) == 0} & later.keys()
-            forget()
-            if both:
-                break
-        assert both
-        assert all(min(later[process]) > 100_000 for process in both)  # torch alone has as many
 
 
 class Telling(nn.Module):
