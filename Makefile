@@ -25,7 +25,7 @@ quickstart: java $(VENV)/installed-jobs
 	$(BIN)/python jobs/train.py --config conf/flights.yaml --session.master '$(MASTER)'
 
 # Spark's JVMs live for minutes here, too short for the optimizing compiler to pay.
-test: export JDK_JAVA_OPTIONS ?= -XX:TieredStopAtLevel=1 -XX:+UseSerialGC
+test test-all test-guests: export JDK_JAVA_OPTIONS ?= -XX:TieredStopAtLevel=1 -XX:+UseSerialGC
 test: java $(VENV)/installed-test
 	$(BIN)/python $(PYTEST) $(PARALLEL) -m "not slow and not guests" $(ARGS)
 
