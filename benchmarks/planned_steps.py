@@ -7,26 +7,25 @@ with one thread, as they are the same whoever else uses it.
 
 from __future__ import annotations
 
-import gc
-import json
 import statistics
-import tempfile
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import harness
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+
+sys.path.append(str(harness.FOLDER.parent / "tests" / "planner" / "step"))
+from step_networks import Residual, Transformer, mlp, most_allocated
 
 from sparkdl import Batch
-from sparkdl.planner import layers
-from sparkdl.planner.batch import choose_batch, learning_rate
-from sparkdl.planner.blocks import BlockPlan, plan_blocks
-from sparkdl.planner.memory import rows_of, step_memory
+from sparkdl.planner.step import layers
+from sparkdl.planner.step.batch import choose_batch, learning_rate
+from sparkdl.planner.step.blocks import BlockPlan, plan_blocks
+from sparkdl.planner.step.memory import rows_of, step_memory
 from sparkdl.replica import Replica
 from sparkdl.strategies.all_reduce.gradient_noise import GradientNoise, noise_scale
 
@@ -39,38 +38,6 @@ SIZES = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 TARGET, SEEDS, LIMIT = 0.95, 3, 5000
 
 
-class Residual(nn.Module):
-    """Two convolutions with batch normalization and a way around them."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(channels, channels, 3, padding=1)
-        self.norm = nn.BatchNorm2d(channels)
-        self.second = nn.Conv2d(channels, channels, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(x + self.second(torch.relu(self.norm(self.first(x)))))
-
-
-class Language(nn.Module):
-    """A transformer of four layers over 4,000 words."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(4000, 128)
-        layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-        self.head = nn.Linear(128, 4000)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(self.words(x))).transpose(1, 2)
-
-
-def perceptron() -> nn.Module:
-    layers = [each for _ in range(6) for each in (nn.Linear(512, 512), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(512, 10))
-
-
 def convolutions() -> nn.Module:
     blocks = [Residual(32) for _ in range(6)]
     return nn.Sequential(nn.Conv2d(3, 32, 3), *blocks, nn.Flatten(), nn.Linear(32 * 900, 10))
@@ -81,10 +48,10 @@ def _example(features: Tensor, targets: Tensor) -> Batch:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Batch, int]] = {
-    "MLP": (perceptron, _example(torch.randn(8, 512), torch.arange(8)), 4096),
+    "MLP": (partial(mlp, 6, 512), _example(torch.randn(8, 512), torch.arange(8)), 4096),
     "CNN": (convolutions, _example(torch.randn(8, 3, 32, 32), torch.arange(8)), 32),
     "transformer": (
-        Language,
+        partial(Transformer, 4000, 128, 512, 4),
         _example(torch.randint(4000, (8, 64)), torch.randint(4000, (8, 64))),
         12,
     ),
@@ -94,19 +61,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Batch, int]] = {
 def allocated(name: str, plan: BlockPlan | None) -> int:
     """The most bytes of two steps, everything included."""
     build, example, rows = MODELS[name]
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+
+    def work() -> None:
         replica = _replica(build, plan)
         for _ in range(2):
             replica.step(rows_of(example, rows))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    found = [each["args"] for each in events if each.get("name") == "[memory]"]
-    return (
-        max(e["Total Allocated"] for e in found) - found[0]["Total Allocated"] + found[0]["Bytes"]
-    )
+
+    return most_allocated(work)
 
 
 def seconds(name: str, plan: BlockPlan) -> float:

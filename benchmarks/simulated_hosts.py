@@ -18,9 +18,9 @@ import harness
 from planned_hosts import BATCH, FAST_MBIT, Hosts, LinkedHosts, seconds_a_step
 
 import sparkdl
-from sparkdl.planner.exchanges import short_name
 from sparkdl.planner.profile import Profile
-from sparkdl.planner.step_times import LogNormal
+from sparkdl.planner.simulation.exchanges import short_name
+from sparkdl.planner.simulation.step_times import LogNormal
 from sparkdl.strategies import (
     ASP,
     SSP,

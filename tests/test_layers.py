@@ -34,7 +34,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("protocols",),
     ("encodings", "events", "phases"),
     ("durable", "process", "user_code"),
-    ("arguments",),
+    ("arguments", "figures"),
     ("errors", "redaction"),
     ("version",),
 ]

@@ -21,7 +21,7 @@ from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.policies.cutoff import BackupWorkers, PredictedCutoff, RunTimes, best_cutoff
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.events import WindowReport
-from sparkdl.planner.virtual_run import VirtualRun
+from sparkdl.planner.simulation.virtual_run import VirtualRun
 
 WORKERS, HOST = 160, 4
 SPELL_S, BETWEEN_S, SLOWNESS = 20.0, 60.0, 4.0

@@ -21,7 +21,7 @@ from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.policies.cutoff import BackupWorkers, PredictedCutoff
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.planner.virtual_run import VirtualRun
+from sparkdl.planner.simulation.virtual_run import VirtualRun
 
 EPOCHS = 2
 VARIES = 0.05

@@ -22,7 +22,7 @@ from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.messages.progress import Position
 from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.events import WindowReport
-from sparkdl.planner.virtual_run import VirtualRun
+from sparkdl.planner.simulation.virtual_run import VirtualRun
 from sparkdl.strategies import ASP, BSP, PBSP, PSSP, SSP, Barrier
 
 FIGURE = {

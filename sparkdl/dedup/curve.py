@@ -12,7 +12,8 @@ from pyspark.ml import Estimator
 from pyspark.ml.evaluation import Evaluator, MulticlassClassificationEvaluator
 from pyspark.sql import DataFrame
 
-from sparkdl.errors import ConfigError, SetupError
+from sparkdl.errors import ConfigError
+from sparkdl.figures import pyplot
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,7 @@ class TradeOff:
         Raises:
             SetupError: matplotlib is not installed.
         """
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError as error:
-            raise SetupError(
-                "the plot needs matplotlib, which is not installed: pip install matplotlib"
-            ) from error
-        axes = plt.subplots()[1]
+        axes = pyplot().subplots()[1]
         axes.plot(100 * self.table["share"], self.table[self.metric], marker="o")
         for _, row in self.table.iterrows():
             label = "all" if pd.isna(row["threshold"]) else str(row["threshold"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.errors import SetupError
+from sparkdl.figures import new_figure
 from sparkdl.planner.links import Link
 
 if TYPE_CHECKING:
@@ -26,13 +26,7 @@ def draw(plan: Plan) -> Any:
     Raises:
         SetupError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise SetupError(
-            "the plot needs matplotlib, which is not installed: pip install matplotlib"
-        ) from error
-    figure = Figure(figsize=(13, 3.8), layout="constrained")
+    figure = new_figure(13, 3.8)
     speed, parts, links = figure.subplots(1, 3)
     names = [str(each) for each in plan.workers]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ TABLE = (
 """Strategy, bytes a step over the busiest link in its busier direction, whose link that is."""
 PLACES = ("driver", "executors", "hierarchical")
 """Where ``ParameterAveraging`` forms means."""
+BACKWARD = 2 / 3
+"""The part of a step that is its backward pass: twice the arithmetic of the forward pass."""
 
 
 def table() -> str:
@@ -55,6 +57,8 @@ class Traffic:
         waits: whether everybody waits for everybody else in an exchange.
         hidden: what goes on during an exchange: ``backward`` passes, so that its time is counted as
             computing, further ``steps``, or nothing.
+        buckets: in how many messages, one after the other, a sum travels that hides behind the
+            backward pass; the last one cannot.
         state: bytes that the driver is sent at the end of an epoch beside them.
         places: values of the strategy's ``aggregation`` that would exchange the same values.
     """
@@ -66,6 +70,7 @@ class Traffic:
     fragments: int = 1
     waits: bool = True
     hidden: Literal["", "backward", "steps"] = ""
+    buckets: int = 1
     state: float = 0.0
     places: tuple[str, ...] = ()
 
@@ -95,20 +100,26 @@ class Traffic:
 
     def hops(self, workers: int) -> int:
         """Messages of an exchange that wait for each other, each for the link's latency."""
-        return 2 * (workers - 1) if self.through == "workers" else 2
+        return 2 * (workers - 1) * self.buckets if self.through == "workers" else 2
 
-    def among(self, aggregation: str) -> Traffic:
-        """The same values exchanged in another place.
+    def shown(self, seconds: float, step_s: float) -> float:
+        """What is waited for of an exchange, the rest of which the backward pass hides.
+
+        With k equal buckets, the first is ready when a k-th of the backward pass is over, and the
+        last one when all of it is.
 
         Args:
-            aggregation: ``driver``, ``executors`` or ``hierarchical``.
+            seconds: of the exchange.
+            step_s: of a step's computing.
         """
-        places: dict[str, Any] = {
-            "driver": {"through": "driver", "down": self.down or self.up, "state": 0.0},
-            "hierarchical": {"through": "hosts", "down": self.down or self.up, "state": 0.0},
-            "executors": {"through": "workers", "down": 0.0, "state": self.state or self.up},
-        }
-        return replace(self, **places[aggregation])
+        return max(seconds - self._behind_s(step_s), seconds / self.buckets)
+
+    def whole(self, shown: float, step_s: float) -> float:
+        """What an exchange takes of which so much is waited for: the inverse of ``shown``."""
+        return min(shown + self._behind_s(step_s), shown * self.buckets)
+
+    def _behind_s(self, step_s: float) -> float:
+        return BACKWARD * step_s * (1 - 1 / self.buckets)
 
 
 def traffic_of(
@@ -133,11 +144,19 @@ def traffic_of(
     if strategy.needs.peers or not isinstance(period, int):
         return None
     if isinstance(strategy, GradientAllReduce):
-        sent = _gradients(strategy.compression, trained)
-        if sent is None:
+        gradients = list(trained)
+        sent = _gradients(strategy.compression, gradients)
+        # Factors, and the parameters that others have stepped, travel besides.
+        if sent is None or strategy.shard_optimizer or strategy.preconditioner is not None:
             return None
+        whole = sum(each.numel() * each.element_size() for each in gradients)
         return Traffic(
-            through="workers", up=sent, period=strategy.accumulate, hidden="backward", state=state
+            through="workers",
+            up=sent,
+            period=strategy.accumulate,
+            hidden="backward",
+            buckets=max(1, math.ceil(whole / (strategy.bucket_mb * 2**20))),
+            state=state,
         )
     if strategy.needs.collective:
         if not isinstance(strategy, (ElasticAveraging, ParameterAveraging)):

@@ -15,12 +15,12 @@ import numpy as np
 from sparkdl.arguments import as_number, require_whole
 from sparkdl.errors import ConfigError
 from sparkdl.phases import COMPUTE, EXCHANGE, PHASES, WAIT
-from sparkdl.planner.cluster import Cluster, Epoch
-from sparkdl.planner.exchanges import Exchange, exchange_of, of_traffic
 from sparkdl.planner.links import Link
 from sparkdl.planner.profile import Profile
-from sparkdl.planner.simulated import simulate_epoch
-from sparkdl.planner.step_times import LogNormal, StepTimes, fitted, require_positive
+from sparkdl.planner.simulation.cluster import Cluster, Epoch
+from sparkdl.planner.simulation.exchanges import Exchange, exchange_of, of_traffic
+from sparkdl.planner.simulation.simulated import simulate_epoch
+from sparkdl.planner.simulation.step_times import LogNormal, StepTimes, fitted, require_positive
 from sparkdl.report.html import duration, text
 from sparkdl.report.page import STYLE
 from sparkdl.report.recording import LANES, Failure, Recording, Setup

@@ -13,9 +13,9 @@ from recordings import Play, busy_world
 
 import sparkdl
 from sparkdl.errors import ConfigError
-from sparkdl.planner.exchanges import Exchange
 from sparkdl.planner.profile import Profile
-from sparkdl.planner.step_times import LogNormal, ShiftedGamma
+from sparkdl.planner.simulation.exchanges import Exchange
+from sparkdl.planner.simulation.step_times import LogNormal, ShiftedGamma
 from sparkdl.planner.traffic import Traffic
 from sparkdl.report import TrainingSummary
 from sparkdl.strategies import ElasticAveraging, GradientAllReduce, ParameterAveraging, PowerSGD

@@ -12,13 +12,14 @@ import cloudpickle
 import own_asynchronous
 import pytest
 import torch
+from driver_rows import CUT_OFF, EASGD, HOGWILD
 from every_row import every
 from interruptions import same_bits
-from strategy_table import CUT_OFF, DATA, EASGD, HOGWILD, SCHEDULE
+from strategy_row import SCHEDULE
 from streams import OUTER
 from torch import nn
 from toys import Data, classification, mlp, relative_error, sgd_on_union
-from trainings import MOMENTUM, STRATEGY, job
+from trainings import DATA, MOMENTUM, STRATEGY, job
 
 from sparkdl.strategies import (
     BSP,

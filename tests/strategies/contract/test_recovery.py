@@ -11,17 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import driver_rows
 import misbehaving
 import own_asynchronous
 import own_drifting
 import own_outer_momentum
+import peer_rows
 import pytest
 import springs
+import strategy_row
 import strategy_table
 from interruptions import same_bits
 from misbehaving import Misbehaves, kill, kill_once, resume_after
 from recorded import recorded_decisions
-from strategy_table import ROWS, Row
+from strategy_row import Row
+from strategy_table import ROWS
 from support.replay import recorded_commits
 from torch import Tensor, nn
 from toys import classification, mlp, relative_error
@@ -35,6 +39,9 @@ for module in (
     own_drifting,
     own_outer_momentum,
     springs,
+    driver_rows,
+    peer_rows,
+    strategy_row,
     strategy_table,
     sys.modules[__name__],
 ):

@@ -12,22 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from every_row import every
-from misbehaving import die_after
-from strategy_table import (
+from driver_rows import (
     ASYNCHRONOUS,
     CUT_OFF,
-    DATA,
     DELAYED,
     EASGD,
     OUTER,
     OUTER_CUT_OFF,
     PREDICTED,
 )
+from every_row import every
+from misbehaving import die_after
 from streams import STREAMS
 from torch import Tensor, nn
 from toys import classification, make_job, mlp
-from trainings import ADAM, SparseTable, job
+from trainings import ADAM, DATA, SparseTable, job
 
 from sparkdl.checkpoint.object_spec import load_object, save_object
 from sparkdl.checkpoint.policy import CheckpointPolicy

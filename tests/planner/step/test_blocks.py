@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from every_row import every
-from networks import CLASSES, KINDS, Convolutions, Residual, Transformer, most_allocated
+from step_networks import CLASSES, KINDS, Convolutions, Residual, Transformer, most_allocated
 from torch import Tensor, nn
 
 from sparkdl.errors import ConfigError
-from sparkdl.planner import layers
-from sparkdl.planner.blocks import BlockPlan, blocks_of, plan_blocks, run_as
-from sparkdl.planner.memory import as_batch, mean_of_outputs, rows_of, step_memory
+from sparkdl.planner.step import layers
+from sparkdl.planner.step.block_ways import blocks_of, run_as
+from sparkdl.planner.step.blocks import BlockPlan, plan_blocks
+from sparkdl.planner.step.memory import as_batch, mean_of_outputs, rows_of, step_memory
 from sparkdl.replica import Replica
 
 SGD = partial(torch.optim.SGD, lr=0.1)

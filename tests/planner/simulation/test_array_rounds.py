@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from every_row import every
 
-from sparkdl.planner.array_rounds import array_rounds
-from sparkdl.planner.cluster import Cluster, Epoch
-from sparkdl.planner.driver_run import DriverRun
-from sparkdl.planner.exchanges import Exchange, sum_s
 from sparkdl.planner.links import Link
-from sparkdl.planner.step_times import LogNormal, ShiftedGamma
+from sparkdl.planner.simulation.array_rounds import array_rounds
+from sparkdl.planner.simulation.cluster import Cluster, Epoch
+from sparkdl.planner.simulation.driver_run import DriverRun
+from sparkdl.planner.simulation.exchanges import Exchange, sum_s
+from sparkdl.planner.simulation.step_times import LogNormal, ShiftedGamma
 
 LINK = Link(12.5e6)
 LARGE, SMALL = 4e6, 1e5
@@ -100,9 +100,9 @@ def test_buckets_hide_in_the_backward_pass_all_but_the_last() -> None:
     The four take 0.12 s each: from 0.05 s before the step's end on, and no sooner than 0.12 s after
     it for the last.
     """
-    step = group(period=1, bucket_bytes=1e6)
+    step = group(period=1, buckets=4)
     assert epoch(step, 1).lasted == pytest.approx(0.1 - 0.05 + 0.48)
-    assert epoch(replace(step, up=4e5, bucket_bytes=1e5), 1).lasted == pytest.approx(0.1 + 0.012)
+    assert epoch(replace(step, up=4e5), 1).lasted == pytest.approx(0.1 + 0.012)
 
 
 def test_hosts_sum_before_they_contribute() -> None:

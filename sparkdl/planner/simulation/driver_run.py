@@ -21,10 +21,10 @@ import numpy as np
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.planner.array_rounds import BUFFERED_BYTES, own_s
-from sparkdl.planner.cluster import NEVER, Cluster, Epoch, Note
-from sparkdl.planner.exchanges import Exchange
-from sparkdl.planner.virtual_run import VirtualRun
+from sparkdl.planner.simulation.array_rounds import BUFFERED_BYTES, own_s
+from sparkdl.planner.simulation.cluster import NEVER, Cluster, Epoch, Note
+from sparkdl.planner.simulation.exchanges import Exchange
+from sparkdl.planner.simulation.virtual_run import VirtualRun
 
 AT_ONCE = 1024
 """How many times are drawn together."""

@@ -11,12 +11,12 @@ import pytest
 from every_row import every
 
 from sparkdl.averager.policies.cutoff import best_cutoff
-from sparkdl.planner import simulated
-from sparkdl.planner.cluster import Cluster
-from sparkdl.planner.exchanges import Exchange, Topology, exchange_of
 from sparkdl.planner.links import Link
-from sparkdl.planner.simulated import simulate_epoch
-from sparkdl.planner.step_times import LogNormal, ShiftedGamma
+from sparkdl.planner.simulation import simulated
+from sparkdl.planner.simulation.cluster import Cluster
+from sparkdl.planner.simulation.exchanges import Exchange, Topology, exchange_of
+from sparkdl.planner.simulation.simulated import simulate_epoch
+from sparkdl.planner.simulation.step_times import LogNormal, ShiftedGamma
 from sparkdl.strategies import (
     ASP,
     SSP,

@@ -7,7 +7,7 @@ import pytest
 from every_row import every
 
 from sparkdl.errors import ConfigError
-from sparkdl.planner.step_times import LogNormal, ShiftedGamma, StepTimes, fitted
+from sparkdl.planner.simulation.step_times import LogNormal, ShiftedGamma, StepTimes, fitted
 
 MANY = 200_000
 

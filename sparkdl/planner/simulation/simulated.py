@@ -6,10 +6,10 @@ its first windows let expect.
 
 from __future__ import annotations
 
-from sparkdl.planner.array_rounds import array_rounds
-from sparkdl.planner.cluster import Cluster, Epoch, Note
-from sparkdl.planner.driver_run import DriverRun
-from sparkdl.planner.exchanges import Exchange
+from sparkdl.planner.simulation.array_rounds import array_rounds
+from sparkdl.planner.simulation.cluster import Cluster, Epoch, Note
+from sparkdl.planner.simulation.driver_run import DriverRun
+from sparkdl.planner.simulation.exchanges import Exchange
 
 MOST_DECISIONS = 200_000
 """The most contributions that the averager decides on, each of which takes some 70 microseconds."""

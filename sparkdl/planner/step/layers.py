@@ -17,9 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sparkdl.arguments import as_number, require_whole
 from sparkdl.errors import ConfigError, ModelError
-from sparkdl.planner.balance import Layer, LayerBalance
 from sparkdl.planner.links import Link
-from sparkdl.planner.memory import Example, as_batch, in_words, probe, rows_of
+from sparkdl.planner.step.balance import Layer, LayerBalance
+from sparkdl.planner.step.memory import Example, as_batch, in_words, probe, rows_of
 from sparkdl.protocols import Batch, LossFunction
 from sparkdl.replica.replica import Replica
 
@@ -61,7 +61,7 @@ def layer_balance(
         ModelError: the model cannot be trained on the example.
 
     Source: Das et al. 2016, "Distributed Deep Learning Using Synchronous Stochastic Gradient
-    Descent" (arXiv 1602.06709); see ``sparkdl.planner.balance`` for the equations.
+    Descent" (arXiv 1602.06709); see ``sparkdl.planner.step.balance`` for the equations.
     """
     workers = require_whole("workers", workers, 1)
     batch_size = require_whole("batch_size", batch_size, 1)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from sparkdl.errors import ConfigError
-from sparkdl.planner.knapsack import Constraint, Option, Selection, fastest
+from sparkdl.planner.step.knapsack import Constraint, Option, Selection, fastest
 
 Table = list[list[Option]]
 

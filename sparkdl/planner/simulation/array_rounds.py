@@ -20,16 +20,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sparkdl.planner.cluster import Cluster, Epoch, Note
-from sparkdl.planner.exchanges import Exchange, sum_s, summed_bytes
 from sparkdl.planner.links import Link
-from sparkdl.planner.step_times import Seconds
+from sparkdl.planner.simulation.cluster import Cluster, Epoch, Note
+from sparkdl.planner.simulation.exchanges import Exchange, sum_s, summed_bytes
+from sparkdl.planner.simulation.step_times import Seconds
+from sparkdl.planner.traffic import BACKWARD
 
 BUFFERED_BYTES = 1 << 19
 """How much sockets and the averager hold of a contribution whose turn it is not yet, or of a reply
 while others are served."""
-BACKWARD = 2 / 3
-"""The part of a step that is its backward pass: twice the arithmetic of the forward pass."""
 
 
 def array_rounds(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparkdl.planner.balance import Layer, best_exchange, step
 from sparkdl.planner.links import Link
+from sparkdl.planner.step.balance import Layer, best_exchange, step
 
 MESSAGE_S = 25e-6
 """Fitted to all five: what a message costs the processor of a node, which is not known."""

@@ -12,14 +12,15 @@ import torch
 from every_row import every
 from hypothesis import given
 from hypothesis import strategies as st
-from networks import CLASSES, KINDS, Convolutions, Transformer
+from step_networks import CLASSES, KINDS, Convolutions, Transformer
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sparkdl
 from sparkdl import Batch
 from sparkdl.errors import ConfigError, ModelError
-from sparkdl.planner.balance import (
+from sparkdl.planner.links import Link
+from sparkdl.planner.step.balance import (
     Layer,
     LayerBalance,
     best_exchange,
@@ -29,9 +30,8 @@ from sparkdl.planner.balance import (
     exchange,
     step,
 )
-from sparkdl.planner.layers import layer_balance
-from sparkdl.planner.links import Link
-from sparkdl.planner.memory import rows_of
+from sparkdl.planner.step.layers import layer_balance
+from sparkdl.planner.step.memory import rows_of
 
 
 def full(inputs: int, outputs: int, name: str = "full") -> Layer:

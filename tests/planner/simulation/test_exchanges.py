@@ -8,8 +8,14 @@ import pytest
 from every_row import every
 
 from sparkdl.errors import ConfigError
-from sparkdl.planner.exchanges import Exchange, exchange_of, short_name, sum_s, summed_bytes
 from sparkdl.planner.links import Link
+from sparkdl.planner.simulation.exchanges import (
+    Exchange,
+    exchange_of,
+    short_name,
+    sum_s,
+    summed_bytes,
+)
 from sparkdl.strategies import (
     SSP,
     AsynchronousSGD,

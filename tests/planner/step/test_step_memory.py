@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from every_row import every
-from networks import CLASSES, KINDS, convolutions, mlp, most_allocated
+from step_networks import CLASSES, KINDS, convolutions, mlp, most_allocated
 from torch import Tensor, nn
 
 from sparkdl import Batch
 from sparkdl.errors import ConfigError, ModelError
-from sparkdl.planner.memory import StepMemory, rows_of, step_memory
+from sparkdl.planner.step.memory import StepMemory, rows_of, step_memory
 from sparkdl.replica import Replica
 
 SGD = partial(torch.optim.SGD, lr=0.1)

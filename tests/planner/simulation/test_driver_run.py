@@ -11,11 +11,11 @@ import pytest
 from every_row import every
 
 from sparkdl.errors import ConfigError
-from sparkdl.planner.cluster import Cluster, Epoch
-from sparkdl.planner.driver_run import DriverRun, SharedLink, Sum
-from sparkdl.planner.exchanges import exchange_of
 from sparkdl.planner.links import Link
-from sparkdl.planner.step_times import LogNormal, ShiftedGamma
+from sparkdl.planner.simulation.cluster import Cluster, Epoch
+from sparkdl.planner.simulation.driver_run import DriverRun, SharedLink, Sum
+from sparkdl.planner.simulation.exchanges import exchange_of
+from sparkdl.planner.simulation.step_times import LogNormal, ShiftedGamma
 from sparkdl.strategies import (
     ASP,
     BSP,

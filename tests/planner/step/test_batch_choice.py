@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkdl.errors import ConfigError
-from sparkdl.planner.batch import choose_batch, learning_rate
+from sparkdl.planner.step.batch import choose_batch, learning_rate
 
 SIZES = [2**k for k in range(12)]
 

@@ -48,20 +48,22 @@ class Convolutions(nn.Module):
 class Transformer(nn.Module):
     """A model of language whose loss takes more than its layers."""
 
-    def __init__(self, words: int = 300, dropout: float = 0.1) -> None:
+    def __init__(
+        self, words: int = 300, width: int = 32, hidden: int = 64, layers: int = 3, **given: Any
+    ) -> None:
         super().__init__()
-        self.words = nn.Embedding(words, 32)
-        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=dropout, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-        self.head = nn.Linear(32, words)
+        self.words = nn.Embedding(words, width)
+        layer = nn.TransformerEncoderLayer(width, 4, hidden, batch_first=True, **given)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, words)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.layers(self.words(x))).transpose(1, 2)
 
 
-def mlp() -> nn.Module:
-    layers = [each for _ in range(4) for each in (nn.Linear(256, 256), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(256, 10))
+def mlp(layers: int = 4, width: int = 256) -> nn.Module:
+    hidden = [each for _ in range(layers) for each in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(width, 10))
 
 
 def convolutions() -> nn.Module:

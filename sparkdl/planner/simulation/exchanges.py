@@ -46,8 +46,8 @@ class Exchange:
         policy: makes the round policy, for rounds in the driver.
         topology: how sums travel in a group: around a ``ring``, as gloo's and NCCL's do, or up and
             down a binary ``tree``; in a ``gather`` each receives what all others send.
-        bucket_bytes: in a group, what is exchanged while the backward pass goes on, as soon as so
-            much is ready; None for nothing.
+        buckets: in a group, how many equal parts are exchanged one after the other, each as soon as
+            the backward pass has it ready.
         commit: bytes that one worker sends to the driver at an epoch's end.
         commit_every: steps after which it does so too; None for no extra copies.
     """
@@ -63,14 +63,9 @@ class Exchange:
     overlap: int = 0
     policy: Callable[[], RoundPolicy] = All
     topology: Topology = "ring"
-    bucket_bytes: float | None = None
+    buckets: int = 1
     commit: float = 0.0
     commit_every: int | None = None
-
-    @property
-    def buckets(self) -> int:
-        """How many equal parts a group exchanges one after the other."""
-        return max(1, math.ceil(self.up / (self.bucket_bytes or math.inf)))
 
     def rounds(self, steps: int) -> int:
         """How many exchanges an epoch of so many steps has."""
@@ -167,13 +162,13 @@ def exchange_of(
         return Exchange(**common, way="group", up=sent, topology="gather")
     layout, traffic = float32_layout(kinds), None
     compressed = getattr(strategy, "compression", None) not in (None, "fp16", "bf16")
-    if not compressed and getattr(strategy, "preconditioner", None) is None:
+    if not compressed:
         traffic = traffic_of(strategy, layout, [_Flat(layout[0].numel)])  # type: ignore[list-item]
     if traffic is None:
         raise ConfigError(
             f"what {common['name']} sends is not known: it depends on the layers, on the values, "
             "on a schedule or on the strategy's own code. Leave it out of strategies, or put there "
-            "what it sends: sparkdl.planner.exchanges.Exchange(name=..., way=..., up=...)"
+            "what it sends, an Exchange of sparkdl.planner.simulation.exchanges"
         )
     found = of_traffic(common["name"], traffic, strategy, topology)
     if found.way != "driver":
@@ -201,7 +196,6 @@ def of_traffic(
     """
     ways: dict[str, Any] = {"driver": "driver", "hosts": "hosts", "workers": "group"}
     hides = traffic.period if traffic.hidden == "steps" else 0
-    in_backward = traffic.hidden == "backward"
     return Exchange(
         name=name,
         way=ways[traffic.through],
@@ -212,7 +206,7 @@ def of_traffic(
         overlap=getattr(strategy, "overlap", 0) or hides,
         policy=All if strategy is None else lambda: strategy.round_policy,
         topology=topology,
-        bucket_bytes=1e6 * getattr(strategy, "bucket_mb", 25) if in_backward else None,
+        buckets=traffic.buckets,
         commit=traffic.state,
         commit_every=getattr(strategy, "commit_every", None),
     )

@@ -1,0 +1,1 @@
+"""What one step takes: memory, layers, the minibatch, and which blocks compute again."""

@@ -1,0 +1,246 @@
+"""Strategies whose values pass through the driver, and those like them among executors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import springs
+import torch
+from replayed import ByHand, Delayed, HeavyBall
+from strategy_row import SCHEDULE, Row, followed, in_fragments, on_springs, with_momentum
+from streams import ROUNDED, STREAMS
+from thresholds import STRATEGY as SHARED
+from thresholds import ByHand as SharedByHand
+from trainings import ADAGRAD, ADAM, DATA, MOMENTUM, SGD, STRATEGY, normed
+
+from sparkdl.strategies import (
+    ASP,
+    BSP,
+    PBSP,
+    SSP,
+    AsynchronousOuterOptimizer,
+    AsynchronousSGD,
+    DelayedNesterov,
+    OuterOptimizer,
+    OuterSGD,
+    ParameterAveraging,
+)
+
+NESTEROV = partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True)
+EASGD = springs.STRATEGY
+HOGWILD = replace(EASGD, mode="hogwild")
+OUTER = STRATEGY
+CUT_OFF = ParameterAveraging(2, average_optimizer_state=False, cutoff=1)
+PREDICTED = ParameterAveraging(2, cutoff="predicted")
+OUTER_CUT_OFF = OuterOptimizer(2, OuterSGD(0.7, 0.5, nesterov=False), cutoff=1)
+ASYNCHRONOUS = AsynchronousSGD(period=2, rate=0.8)
+DELAYED = AsynchronousOuterOptimizer(DelayedNesterov(3, 0.7, 0.5), period=2)
+NOISY = {"model": partial(normed, dropout=0.3)}
+DELAYS = {"optimizer": partial(torch.optim.SGD, lr=0.05), **SCHEDULE}
+
+ROWS = [
+    Row("averaging", ParameterAveraging(2), {"optimizer": ADAM}, normed, springs.DATA, twice=True),
+    Row(
+        "averaging in bfloat16",
+        ParameterAveraging(2, wire_dtype="bfloat16"),
+        {"optimizer": MOMENTUM},
+        normed,
+        springs.DATA,
+        twice=True,
+    ),
+    Row(
+        "elastic",
+        EASGD,
+        {"optimizer": NESTEROV},
+        normed,
+        springs.DATA,
+        resumed=(4, 13, 20),
+        killed=on_springs(),
+        restarted={"optimizer": SGD},
+        twice=True,
+    ),
+    Row(
+        "elastic with momentum",
+        replace(EASGD, momentum=0.8),
+        {"optimizer": ADAM},
+        data=springs.DATA,
+        resumed=(4, 13),
+    ),
+    Row(
+        "elastic asynchronous",
+        replace(EASGD, mode="asynchronous"),
+        {"optimizer": NESTEROV},
+        data=springs.DATA,
+        # Of seven windows an epoch the last is empty: it waits for what the others come to.
+        alone=(3, 6, 7, 9),
+        goes_on=(4, 14),
+        killed=on_springs(),
+        **NOISY,
+    ),
+    Row(
+        "elastic hogwild",
+        HOGWILD,
+        DELAYS,
+        data=springs.DATA,
+        # What a worker saves of a commit is as of a window later.
+        alone=(3, 5, 6, 9),
+        goes_on=(4, 14),
+        killed=on_springs(reads=True),
+        restarted_learns=True,
+        **NOISY,
+    ),
+    Row(
+        "elastic hogwild each step",
+        replace(HOGWILD, period=1),
+        DELAYS,
+        alone=(3, 5, 6, 9),
+        slow=("alone",),
+        **NOISY,
+    ),
+    Row(
+        "elastic hogwild with momentum",
+        replace(HOGWILD, period=3, momentum=0.5),
+        DELAYS,
+        alone=(3, 5, 6, 9),
+        slow=("alone",),
+        **NOISY,
+    ),
+    Row(
+        "elastic round robin",
+        replace(EASGD, mode="round_robin"),
+        {"optimizer": NESTEROV},
+        normed,
+        springs.DATA,
+        goes_on=(4, 14),
+        killed=on_springs(),
+    ),
+    Row(
+        "elastic round robin of three steps",
+        replace(EASGD, mode="round_robin", period=3),
+        {"optimizer": NESTEROV},
+        normed,
+        springs.DATA,
+        every_rounds=None,
+        resumed=(20,),
+        twice=True,
+    ),
+    Row(
+        "elastic among executors",
+        replace(EASGD, aggregation="executors"),
+        {"optimizer": NESTEROV, "epochs": 4},
+        normed,
+        springs.DATA,
+        "processes",
+        every_rounds=None,
+        resumed=(10,),
+        restarted={"optimizer": SGD},
+        slow=("resumed", "restarted"),
+    ),
+    Row(
+        "outer",
+        OUTER,
+        {"optimizer": MOMENTUM},
+        resumed=(4, 20),
+        killed=with_momentum(OUTER),
+        twice=True,
+        restarted={"optimizer": SGD},
+    ),
+    Row("outer in bfloat16", replace(OUTER, wire_dtype="bfloat16"), twice=True),
+    Row("outer on Adam", OUTER, {"optimizer": ADAM}, resumed=(14,)),
+    Row(
+        "outer of averaged states",
+        replace(OUTER, inner_state="average"),
+        {"optimizer": ADAM},
+        resumed=(20,),
+        restarted={"optimizer": MOMENTUM},
+        slow=("restarted",),
+    ),
+    Row(
+        "outer of states begun anew",
+        replace(OUTER, inner_state="reset"),
+        {"optimizer": ADAGRAD},
+        resumed=(14,),
+        restarted={"optimizer": MOMENTUM},
+        slow=("restarted",),
+    ),
+    Row(
+        "outer of two fragments",
+        STREAMS[0],
+        {"optimizer": MOMENTUM, **SCHEDULE},
+        resumed=(4, 16),
+        killed=in_fragments(STREAMS[0]),
+        slow=("killed",),
+    ),
+    Row(
+        "outer under way",
+        STREAMS[2],
+        {"optimizer": ADAM, **SCHEDULE},
+        resumed=(4, 13, 20),
+        killed=in_fragments(STREAMS[2]),
+        restarted={"optimizer": SGD},
+        slow=("killed",),
+    ),
+    Row("outer merged", STREAMS[4], {"optimizer": ADAM, **SCHEDULE}, resumed=(13,)),
+    Row("outer of fragments under way", STREAMS[5], killed=in_fragments(STREAMS[5])),
+    Row(
+        "outer of fragments long under way",
+        STREAMS[6],
+        {"optimizer": MOMENTUM, **SCHEDULE},
+        resumed=(9, 16, 27),
+        restarted={"optimizer": SGD},
+        twice=True,
+        killed_after=7,
+        slow=("restarted",),
+    ),
+    Row(
+        "outer of rounded fragments",
+        ROUNDED,
+        {"optimizer": MOMENTUM, **SCHEDULE},
+        resumed=(20,),
+        killed_learns=True,
+        twice=True,
+        slow=("killed_learns",),
+    ),
+    Row("cut off", CUT_OFF, goes_on=(14,), killed=followed(lambda: ByHand(DATA)), slow=("killed",)),
+    Row("cut off as predicted", PREDICTED, goes_on=(14,), killed=followed(lambda: ByHand(DATA))),
+    Row(
+        "outer cut off",
+        OUTER_CUT_OFF,
+        goes_on=(4,),
+        killed=followed(lambda: HeavyBall(DATA, rate=0.7, momentum=0.5)),
+        slow=("killed",),
+    ),
+    Row(
+        "outer cut off as predicted",
+        replace(OUTER_CUT_OFF, cutoff="predicted"),
+        goes_on=(20,),
+        killed=followed(lambda: HeavyBall(DATA, rate=0.7, momentum=0.5)),
+        slow=("killed",),
+    ),
+    Row("asynchronous", replace(ASYNCHRONOUS, barrier=ASP()), goes_on=(4, 14)),
+    Row("asynchronous SSP 0", replace(ASYNCHRONOUS, barrier=SSP(0)), goes_on=(4,)),
+    Row(
+        "asynchronous SSP 1",
+        replace(ASYNCHRONOUS, barrier=SSP(1)),
+        killed=followed(lambda: ByHand(DATA, 0.8)),
+    ),
+    Row("asynchronous PBSP", replace(ASYNCHRONOUS, barrier=PBSP(1)), goes_on=(14,)),
+    Row("asynchronous BSP", replace(ASYNCHRONOUS, barrier=BSP()), resumed=(14,), twice=True),
+    Row(
+        "delayed Nesterov",
+        DELAYED,
+        {"optimizer": MOMENTUM},
+        alone=(2, 5, 8),  # also where momentum is due between two checkpoints
+        killed=followed(lambda: Delayed(DATA, 3, 0.7, 0.5)),
+    ),
+    Row(
+        "threshold",
+        SHARED,
+        resumed=(4, 14, 25),
+        killed=followed(lambda: SharedByHand(DATA)),
+        restarted={},
+        twice=True,
+        slow=("restarted",),
+    ),
+]
