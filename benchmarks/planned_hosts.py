@@ -56,13 +56,13 @@ STRATEGIES: dict[str, Strategy[Any]] = {
 class Paced(nn.Module):
     """A layer whose forward pass takes as long as it is told to, most of it asleep."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, width: int) -> None:
         super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.layer = nn.Linear(width, width)
         self.seconds = seconds
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Scores, shape (rows, WIDTH)."""
+        """Scores, shape (rows, width)."""
         began = time.monotonic()
         scores: Tensor = self.layer(rows)
         time.sleep(max(0.0, self.seconds - (time.monotonic() - began)))
@@ -77,13 +77,19 @@ class Hosts:
         folder: for the workers' rows.
         epochs: of each training.
         step_s: seconds of a step.
+        width: of the model's one layer.
     """
 
     def __init__(
-        self, hosts: LinkedHosts, folder: Path, epochs: int, step_s: float = STEP_S
+        self,
+        hosts: LinkedHosts,
+        folder: Path,
+        epochs: int,
+        step_s: float = STEP_S,
+        width: int = WIDTH,
     ) -> None:
         self._hosts, self._folder, self._epochs = hosts, folder, epochs
-        self._step_s = step_s
+        self._step_s, self._width = step_s, width
 
     def profile(self, strategy: Strategy[Any], workers: int, steps: int) -> Profile:
         """Train, and return what that cost.
@@ -93,17 +99,17 @@ class Hosts:
             workers: how many.
             steps: of each, in an epoch.
         """
-        features = np.zeros((steps * BATCH, WIDTH), dtype=np.float32)
+        features = np.zeros((steps * BATCH, self._width), dtype=np.float32)
         labels = np.zeros(steps * BATCH, dtype=np.int64)
-        shard = self._folder / f"{steps}-steps"
+        shard = self._folder / f"{steps}-steps-of-{self._width}"
         shard.write_bytes(pickle.dumps(batches_of(10_000, features=features, label=labels)))
         job = Job(
-            model=partial(Paced, self._step_s),
+            model=partial(Paced, self._step_s, self._width),
             loss=nn.CrossEntropyLoss(),
             optimizer=partial(torch.optim.SGD, lr=0.01),
             strategy=strategy,
             schema=FeedSchema(
-                (ColumnSpec("features", torch.float32, (WIDTH,)),),
+                (ColumnSpec("features", torch.float32, (self._width,)),),
                 ColumnSpec("label", torch.int64, ()),
             ),
             epochs=self._epochs,

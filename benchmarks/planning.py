@@ -1,10 +1,11 @@
 """What is predicted before a training / what is measured then, part by part.
 
 ``--part`` chooses one: ``hosts`` predicts steps with 4 and 8 workers from fits with 1 and 2,
-``steps`` the memory of a step, its minibatch, and what recomputing activations costs,
-``simulation`` epochs with ten strategies.
+``advice`` holds what a plan puts first to what is fastest, ``steps`` predicts the memory of a step,
+its minibatch, and what recomputing activations costs, ``simulation`` epochs with ten strategies.
 """
 
+import advised_hosts
 import harness
 import planned_hosts
 import planned_steps
@@ -12,6 +13,7 @@ import simulated_hosts
 
 PARTS = {
     "hosts": planned_hosts.measure,
+    "advice": advised_hosts.measure,
     "steps": planned_steps.measure,
     "simulation": simulated_hosts.measure,
 }

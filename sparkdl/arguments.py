@@ -84,6 +84,18 @@ def require_whole(name: str, value: Any, least: int, of: str = "") -> int:
     return number
 
 
+def require_positive(name: str, value: Any, *, or_zero: bool = False) -> float:
+    """Convert an argument that must be a finite number > 0, or >= 0.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    number = as_number(value)
+    if number is None or number < 0 or (number == 0 and not or_zero):
+        raise ConfigError(f"{name} must be a number {'>=' if or_zero else '>'} 0, got {value!r}")
+    return number
+
+
 def require_seed(name: str, value: Any) -> int:
     """Convert an argument that must be a seed.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
+from sparkdl.arguments import require_positive
 from sparkdl.callbacks import Callback, Training
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.estimator import BaseEstimator
@@ -49,8 +50,9 @@ def plan(
 ) -> Plan:
     """Predict what an epoch takes with other numbers of workers, from probes on a few rows.
 
-    The probes are fits on the first rows with 1 and 2 workers, and with 1 worker and minibatches
-    four times as large; they validate nothing, and leave nothing behind.
+    The probes are fits on the first rows with 1 and 2 workers, with 1 worker and minibatches four
+    times as large, and with 2 workers that average in the other place, the driver or among
+    themselves, if the strategy can; they validate nothing, and leave nothing behind.
 
     Args:
         estimator: what is to be trained, and how.
@@ -68,8 +70,7 @@ def plan(
         SparkDLError: the estimator cannot be fitted to the rows.
     """
     require_frame(df, to_end="Plan with")
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-        raise ConfigError(f"seconds must be a number > 0, got {seconds!r}")
+    seconds = require_positive("seconds", seconds)
     indicator = (
         estimator.getOrDefault("validationIndicatorCol")
         if estimator.isDefined("validationIndicatorCol")
@@ -87,12 +88,17 @@ def plan(
     window = period if isinstance(period, int) else 1
     first = _probe(estimator, trained, rows, unit, size, window, 0.0)
     step = max(max(first.worker_step_s), 1e-5)
-    probes = [(unit, size), *([(2 * unit, size)] if slots >= 2 else []), (unit, 4 * size)]
+    probes = [(estimator, unit, size), (estimator, unit, 4 * size)]
+    if slots >= 2:
+        places = () if first.traffic is None else first.traffic.places
+        elsewhere = {"driver", "executors"} & {*places} - {first.aggregation}
+        others = [estimator.copy({"strategy": {"aggregation": each}}) for each in elsewhere]
+        probes += [(each, 2 * unit, size) for each in (estimator, *others)]
     share = seconds / len(probes)
     windows = max(1, min(MOST_STEPS, int(share / 4 / step)) // window)
     profiles = [
-        _probe(estimator, trained, rows, count, minibatch, windows * window, share)
-        for count, minibatch in probes
+        _probe(given, trained, rows, count, minibatch, windows * window, share)
+        for given, count, minibatch in probes
     ]
     return Plan(profiles, link=link, measured_on=measured_on, workers=workers, rows=rows)
 

@@ -64,8 +64,6 @@ def suggested(plan: Plan, best: Prediction) -> Suggestion:
         )
         because += f"; {more.workers} workers would have {more.efficiency:.0%}, because of "
         because += more.obstacle
-    if not best.measured:
-        because += f". The fits had aggregation={plan.own!r}: for the other only its bytes tell"
     return Suggestion(
         num_workers=best.workers,
         batch_size=best.batch_size,
@@ -78,7 +76,7 @@ def suggested(plan: Plan, best: Prediction) -> Suggestion:
 
 def explained(plan: Plan) -> str:
     """What bounds a training with the most workers of a plan, and what would move that."""
-    most, costs, traffic = plan.workers[-1], plan.fitted.costs, plan.traffic
+    most, costs, traffic = plan.workers[-1], plan.costs[plan.own].costs, plan.traffic
     now, step = plan.predict(most), costs.step_s(plan.batch_size)
     by_bytes, rest = costs.exchange(traffic, most, plan.per_host)
     lines = [
@@ -89,13 +87,18 @@ def explained(plan: Plan) -> str:
         f"{now.efficiency:.0%}. Most of that is {now.bound}.",
         *_lemmas(plan, most, step),
         *(f"{change}: {_time(each.seconds)}." for change, each in _changes(plan, most)),
+        *(
+            f"Not compared: aggregation={where!r}, which no fit had. What an exchange takes there "
+            "does not follow from its bytes: fit once with it on 2 workers, and give the plan both."
+            for where in plan.not_measured
+        ),
     ]
     return "\n".join(lines)
 
 
 def _lemmas(plan: Plan, workers: int, step: float) -> Iterator[str]:
     """What the lemmas say, where the rounds have the form that they suppose."""
-    costs, traffic = plan.fitted.costs, plan.traffic
+    costs, traffic = plan.costs[plan.own].costs, plan.traffic
     if traffic.through == "workers" or traffic.hidden or not traffic.waits:
         return
     (alone, rest), many = costs.exchange(traffic, 1), costs.exchange(traffic, workers)

@@ -107,6 +107,9 @@ class Costs:
             by_bytes, uneven = max(by_bytes, full - window - rest), 0.0
         elif traffic.hidden == "steps":
             by_bytes = max(0.0, by_bytes - (computing + uneven) / rounds)
+        elif sums := by_bytes + rest - self.fixed:
+            shown = traffic.shown(sums, step * slowest) / sums
+            by_bytes, rest = by_bytes * shown, self.fixed + (rest - self.fixed) * shown
         copy = self.per_byte * traffic.state
         return Parts(computing, uneven, rounds * by_bytes + copy, rounds * rest)
 
@@ -119,50 +122,58 @@ class Fitted:
     low: Costs
 
 
-def fit(profiles: Sequence[Profile], link: Link | None, measured_on: Link | None) -> Fitted:
+def fit(
+    profiles: Sequence[Profile],
+    link: Link | None,
+    measured_on: Link | None,
+    *,
+    others: Sequence[Profile] = (),
+) -> Fitted:
     """Costs that agree with profiles.
 
     Args:
-        profiles: of one training, for whose traffic there are formulas.
+        profiles: of one training that forms its means in one place, for whose traffic there are
+            formulas.
         link: to predict for; None for the network on which the profiles were taken.
         measured_on: that network's links; None if they are not known, which with ``link`` means
             that they were too fast to matter.
+        others: of the same training where means are formed in another place, which tell what a step
+            takes too.
 
     Raises:
         ConfigError: the profiles do not tell what a step or an exchange costs.
     """
-    target = link or measured_on
+    target, traffic = link or measured_on, _traffic(profiles[0])
     wire = 0.0 if measured_on is None else 1 / measured_on.bandwidth
-    late = 0.0 if measured_on is None else measured_on.latency
-    step_fixed, step_per_row = _line(*_steps(profiles))
+    ring = traffic.through == "workers"
+    if ring and all(each.workers == 1 for each in profiles):
+        raise ConfigError(
+            f"these fits with {profiles[0].strategy:.80} do not tell what workers take to exchange "
+            "anything, since one worker exchanges nothing: add the profile of a fit with 2 workers"
+        )
+    step_fixed, step_per_row = _line(*_steps([*profiles, *others]))
     costs = Costs(
         step_fixed=step_fixed,
         step_per_row=step_per_row,
-        slowest=max(each.slowest for each in profiles),
+        slowest=max(each.slowest for each in (*profiles, *others)),
         fixed=0.0,
         per_byte=0.0,
         latency=0.0 if target is None else target.latency,
     )
-    passed, took = _exchanges(profiles, costs, late, wire)
-    if target is None and not passed.any():
-        hidden = _traffic(profiles[0]).hidden == "steps"
-        why = "it exchanges while it trains on" if hidden else "one worker exchanges nothing"
+    passed, took, alone = _exchanges(profiles, costs, measured_on)
+    if target is None and not len(passed):
         raise ConfigError(
             f"these fits with {profiles[0].strategy:.80} do not tell what exchanging a byte takes: "
-            f"{why}. Name the network, as in link='1 Gbit/s', or add the profile of a fit with 2 "
-            "workers"
+            "it exchanges while it trains on. Name the network, as in link='1 Gbit/s'"
         )
-    several, ring = passed > 0, _traffic(profiles[0]).through == "workers"
-    alone = 0.0 if several.all() else float(took[~several].mean())
-    sent, seconds = passed[several], np.maximum(took[several] - alone, 0.0)
-    extra, per_byte = _line(sent, seconds) if several.any() else (0.0, 0.0)
+    extra, per_byte = _line(passed, took) if len(passed) else (0.0, 0.0)
     low_extra, low_per_byte = extra, per_byte
-    if len(set(sent)) == 1:
+    if len(set(passed.tolist())) == 1:
         # All of it for bytes, or no more than the wire takes for them: in a ring, what is known of
         # the wire is most of what grows.
-        extra, per_byte = 0.0, seconds.mean() / sent[0]
+        extra, per_byte = 0.0, took.mean() / passed[0]
         low_per_byte = min(wire, per_byte)
-        low_extra = (per_byte - low_per_byte) * sent[0]
+        low_extra = (per_byte - low_per_byte) * passed[0]
         if ring and wire:
             extra, per_byte = low_extra, low_per_byte
 
@@ -184,9 +195,7 @@ def _traffic(profile: Profile) -> Traffic:
 
 def _steps(profiles: Sequence[Profile]) -> tuple[Numbers, Numbers]:
     """Sizes of minibatches, and the seconds that computing a step took with each."""
-    # Gradients are sent while they are computed: only alone a worker just computes.
-    in_backward = _traffic(profiles[0]).hidden == "backward"
-    pure = [each for each in profiles if each.workers == 1 or not in_backward]
+    pure = [each for each in profiles if each.only_computes]
     if not pure:
         raise ConfigError(
             f"these fits with {profiles[0].strategy:.80} do not tell computing from sending "
@@ -196,22 +205,39 @@ def _steps(profiles: Sequence[Profile]) -> tuple[Numbers, Numbers]:
 
 
 def _exchanges(
-    profiles: Sequence[Profile], costs: Costs, latency: float, wire: float
-) -> tuple[Numbers, Numbers]:
-    """Bytes that passed the busiest link in the profiles' exchanges, and the seconds these took."""
-    passed, took = [], []
+    profiles: Sequence[Profile], costs: Costs, link: Link | None
+) -> tuple[Numbers, Numbers, float]:
+    """What the profiles' exchanges took on their own links, if these are known.
+
+    Returns:
+        Bytes that passed the busiest link, where some did; the seconds that this took, without what
+        it takes where none do; and the latter, the mean.
+    """
+    wire, latency = (0.0, 0.0) if link is None else (1 / link.bandwidth, link.latency)
+    waited, passing = [], []
     for each in profiles:
-        traffic, seconds = _traffic(each), each.round_s
-        per_host = math.ceil(each.workers / each.hosts)
-        bytes_passed = traffic.passing(each.workers if traffic.waits else 1, per_host)
+        traffic, per_host = _traffic(each), math.ceil(each.workers / each.hosts)
+        seconds = each.round_s
         if traffic.hidden == "backward":
             seconds += max(each.step_s - costs.step_s(each.batch_size), 0.0) * traffic.every
-        elif traffic.hidden == "steps":
-            bytes_passed = 0.0  # what shows is only what takes longer than the steps
-        passed.append(bytes_passed)
         seconds -= wire * traffic.state * len(each.epoch_seconds) / each.rounds
-        took.append(max(seconds - latency * traffic.hops(each.workers), 0.0))
-    return np.array(passed), np.array(took)
+        waited.append(max(seconds, 0.0))
+        sent = traffic.passing(each.workers if traffic.waits else 1, per_host)
+        # What shows of what is exchanged behind steps is only what takes longer than they do.
+        passing.append(0.0 if traffic.hidden == "steps" else sent)
+    late = [latency * _traffic(each).hops(each.workers) for each in profiles]
+    own = [
+        max(s - hops, 0.0) for s, hops, sent in zip(waited, late, passing, strict=True) if not sent
+    ]
+    alone = float(np.mean(own)) if own else 0.0
+    passed, took = [], []
+    for each, seconds, hops, sent in zip(profiles, waited, late, passing, strict=True):
+        if sent:
+            step_s = costs.step_s(each.batch_size) * each.slowest
+            whole = _traffic(each).whole(max(seconds - alone, 0.0), step_s)
+            passed.append(sent)
+            took.append(max(whole - hops, 0.0))
+    return np.array(passed), np.array(took), alone
 
 
 def _line(at: Numbers, values: Numbers) -> tuple[float, float]:

@@ -24,23 +24,6 @@ ROUNDING = 1e-9
 """What floating point may be short of a whole number of workers."""
 
 
-def speedup(workers: int, overhead: float) -> float:
-    """How many times as fast as one worker (lemma 1).
-
-    Args:
-        workers: G, >= 1.
-        overhead: R = T_O / T_C, >= 0.
-    """
-    return workers * efficiency(workers, overhead)
-
-
-def efficiency(workers: int, overhead: float) -> float:
-    """The speed-up for each worker, between 0 and 1."""
-    if workers < 1 or not overhead >= 0:
-        raise ConfigError(f"{workers} workers with an overhead of {overhead:g} cannot be planned")
-    return (1 + overhead) / (1 + workers * overhead)
-
-
 def most_workers(overhead: float, least_efficiency: float) -> float:
     """The most workers that are at least so efficient (lemma 1, solved for G).
 
@@ -62,45 +45,31 @@ def most_workers(overhead: float, least_efficiency: float) -> float:
     return math.floor(((1 + overhead) / alpha - 1) / overhead + ROUNDING)
 
 
-def least_servers(
-    sent: float, workers: int, bandwidth: float, round_s: float, *, both_ways: bool = True
-) -> int:
-    """The fewest parameter servers whose links carry a round while the workers compute (lemma 2).
-
-    Args:
-        sent: bytes of the parameters, S.
-        workers: N, each of which sends and receives them in a round.
-        bandwidth: of a server's link, bytes a second.
-        round_s: seconds of computing in a round.
-        both_ways: whether what is sent and what is received pass one after the other; without, at
-            the same time, on links that carry both.
-
-    Raises:
-        ConfigError: no bandwidth, or no time.
-    """
-    if not (bandwidth > 0 and round_s > 0):
-        raise ConfigError(f"nothing fits into {round_s:g} s at {bandwidth:g} bytes a second")
-    directions = 2 if both_ways else 1
-    return max(1, math.ceil(directions * sent * workers / (bandwidth * round_s) - ROUNDING))
-
-
 def least_period(
     sent: float, workers: int, bandwidth: float, step_s: float, *, both_ways: bool = True
 ) -> int:
     """The shortest period at which one server's link carries a round while the workers compute.
 
-    Lemma 2 has one server here, the driver, and a round takes ``period`` steps to compute: from
-    this period on the driver keeps up with workers that do not wait for it, and those that do wait
-    for at most as long as they compute.
+    Lemma 2 says how many servers carry a round of N workers, who all send and receive S bytes, in
+    the time T in which they compute: 2 S N / (B T). There is one here, the driver, and T is as many
+    steps as the period has. From this period on the driver keeps up with workers that do not wait
+    for it, and those that do wait for at most as long as they compute.
 
     Args:
         sent: bytes of the parameters, S.
         workers: N.
         bandwidth: of the driver's link, bytes a second.
         step_s: seconds of a step.
-        both_ways: as in ``least_servers``.
+        both_ways: whether what is sent and what is received pass one after the other; without, at
+            the same time, on links that carry both.
+
+    Raises:
+        ConfigError: no bandwidth, or no time.
     """
-    return least_servers(sent, workers, bandwidth, step_s, both_ways=both_ways)
+    if not (bandwidth > 0 and step_s > 0):
+        raise ConfigError(f"nothing fits into {step_s:g} s at {bandwidth:g} bytes a second")
+    directions = 2 if both_ways else 1
+    return max(1, math.ceil(directions * sent * workers / (bandwidth * step_s) - ROUNDING))
 
 
 def least_period_for(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from sparkdl.arguments import require_whole
 from sparkdl.errors import ConfigError
 from sparkdl.planner import costs
 from sparkdl.planner.advice import Suggestion, explained, suggested
@@ -40,7 +41,6 @@ class Prediction:
         low: the fewest seconds that it may take.
         high: the most.
         efficiency: one worker's seconds / these / workers.
-        measured: whether the fit formed its means there too; otherwise only bytes tell.
         whose: the busiest link is: ``the driver's`` or ``the workers'``.
     """
 
@@ -52,7 +52,6 @@ class Prediction:
     low: float
     high: float
     efficiency: float
-    measured: bool
     whose: str
 
     @property
@@ -83,8 +82,11 @@ class Plan:
     Each number of workers has its rows spread evenly, one worker a host as long as the fits had
     one, and minibatches of the size that the fits had.
 
+    Where means are formed is compared as far as there are fits of each.
+
     Args:
-        profiles: of one model and strategy; several may differ in workers and minibatches.
+        profiles: of one model and strategy; several may differ in workers, in minibatches and in
+            the strategy's ``aggregation``.
         link: what connects the hosts, as ``Link.parse`` takes it; None for the network on which the
             profiles were taken.
         measured_on: that network's links, if they were slow enough to matter and ``link`` is given.
@@ -110,23 +112,24 @@ class Plan:
         require_same(profiles)
         self.profiles = tuple(profiles)
         first = self.profiles[0]
-        if first.traffic is None:
+        unknown = [each.strategy for each in self.profiles if each.traffic is None]
+        if unknown or first.traffic is None:
             raise ConfigError(
-                f"there is no formula for what {first.strategy:.120} sends, so its rounds cannot "
+                f"there is no formula for what {unknown[0]:.120} sends, so its rounds cannot "
                 "be predicted. There is for averaging, elastic averaging, gradients (whole, fp16, "
                 "bf16 or PowerSGD) and whatever passes through the driver in a fixed size and "
                 "period; or measure it with each number of workers"
             )
         self.link = None if link is None else Link.parse(link)
         self.measured_on = None if measured_on is None else Link.parse(measured_on)
-        self.workers = sorted({_whole("workers", each) for each in workers})
+        self.workers = sorted({_count(each) for each in workers})
         if not self.workers:
             raise ConfigError(f"workers={workers!r} are none to plan for")
-        self.rows = first.rows if rows is None else _whole("rows", rows, most=None)
+        self.rows = first.rows if rows is None else require_whole("rows", rows, 1)
         sizes = {each.batch_size for each in self.profiles}
         self.batch_size = first.batch_size
         if batch_size is not None:
-            self.batch_size = _whole("batch_size", batch_size, most=None)
+            self.batch_size = require_whole("batch_size", batch_size, 1)
             if len(sizes) < 2 and self.batch_size not in sizes:
                 raise ConfigError(
                     f"the fits had minibatches of {first.batch_size} rows only, which does not "
@@ -134,16 +137,22 @@ class Plan:
                 )
         self.traffic: Traffic = first.traffic
         self.own = first.aggregation
-        self.fitted = self._fit(self.link)
+        self._by_place: dict[str | None, list[Profile]] = {}
+        for each in self.profiles:
+            self._by_place.setdefault(each.aggregation, []).append(each)
+        self.costs = {where: self._fit(where, self.link) for where in self.aggregations}
         self.per_host = math.ceil(first.workers / first.hosts)
 
     @property
     def aggregations(self) -> list[str | None]:
-        """Where means could be formed, the fits' own choice first."""
-        others = [each for each in self.traffic.places if each != self.own]
-        if self.per_host == 1 and "hierarchical" in others:
-            others.remove("hierarchical")
-        return [self.own, *others]
+        """Where the fits formed their means, the first one's place first."""
+        return list(self._by_place)
+
+    @property
+    def not_measured(self) -> list[str]:
+        """Where means could be formed too, which no fit did."""
+        others = [each for each in self.traffic.places if each not in self._by_place]
+        return [each for each in others if each != "hierarchical" or self.per_host > 1]
 
     def predict(
         self,
@@ -157,14 +166,17 @@ class Plan:
 
         Args:
             workers: how many.
-            aggregation: where means are formed; None for where the fits formed them.
+            aggregation: where means are formed, one of ``aggregations``; None for the first.
             period: steps between two exchanges; None for the fits'.
             link: what connects the hosts; None for the plan's.
+
+        Raises:
+            ConfigError: no fit formed its means there, or something cannot be planned for.
         """
-        count = _whole("workers", workers)
-        fitted = self.fitted if link is None else self._fit(link)
+        count = _count(workers)
         where = self.own if aggregation is None else aggregation
-        traffic = self.traffic_at(where, period)
+        traffic = self._traffic(where, period)
+        fitted = self.costs[where] if link is None else self._fit(where, link)
 
         def epoch(model: costs.Costs, workers: int) -> costs.Parts:
             return model.epoch(
@@ -186,7 +198,6 @@ class Plan:
             low=epoch(fitted.low, count).seconds * (1 - error),
             high=parts.seconds * (1 + error),
             efficiency=alone.seconds / (count * parts.seconds),
-            measured=where == self.own,
             whose="the workers'" if traffic.through == "workers" else "the driver's",
         )
 
@@ -228,7 +239,7 @@ class Plan:
         longest = self.traffic.period
         if max_period is not None:
             self.require_period()
-            longest = max(longest, _whole("max_period", max_period, most=None))
+            longest = max(longest, require_whole("max_period", max_period, 1))
         found = [
             each
             for where in self.aggregations
@@ -236,10 +247,7 @@ class Plan:
             for each in [self._least_period(workers, where, alpha, longest)]
             if each.efficiency >= alpha
         ]
-        # What was not measured has to be better by more than predictions are wrong.
-        penalty = {True: 1.0, False: 1 + MODEL_ERROR}
-        best = min(found, key=lambda each: (each.seconds * penalty[each.measured], each.workers))
-        return suggested(self, best)
+        return suggested(self, min(found, key=lambda each: (each.seconds, each.workers)))
 
     def _least_period(
         self, workers: int, aggregation: str | None, alpha: float, longest: int
@@ -295,21 +303,28 @@ class Plan:
         """The links that are planned for, if they are known."""
         return self.link or self.measured_on
 
-    def _fit(self, link: Link | None) -> costs.Fitted:
-        return costs.fit(self.profiles, link, self.measured_on)
+    def _fit(self, where: str | None, link: Link | None) -> costs.Fitted:
+        others = [each for each in self.profiles if each.aggregation != where]
+        return costs.fit(self._by_place[where], link, self.measured_on, others=others)
 
-    def traffic_at(self, aggregation: str | None, period: int | None) -> Traffic:
-        """What is exchanged with another aggregation or period; None for the fits'."""
-        traffic = self.traffic
-        if aggregation is not None and aggregation != self.own:
-            if aggregation not in traffic.places:
-                raise ConfigError(
-                    f"aggregation={aggregation!r} is none of {self.profiles[0].strategy:.80}'s"
+    def _traffic(self, where: str | None, period: int | None) -> Traffic:
+        """What is exchanged where means are formed there, with another period if there is one."""
+        if where not in self._by_place:
+            known = where in self.traffic.places
+            raise ConfigError(
+                f"aggregation={where!r} "
+                + (
+                    "was not measured, and what an exchange takes there does not follow from its "
+                    "bytes: fit once with it on 2 workers, and give the plan both summaries"
+                    if known
+                    else f"is none of {self.profiles[0].strategy:.80}'s"
                 )
-            traffic = traffic.among(aggregation)
+            )
+        traffic = self._by_place[where][0].traffic
+        assert traffic is not None
         if period is not None:
             self.require_period()
-            traffic = replace(traffic, period=_whole("period", period, most=None))
+            traffic = replace(traffic, period=require_whole("period", period, 1))
         return traffic
 
     def require_period(self) -> None:
@@ -321,9 +336,8 @@ class Plan:
             )
 
 
-def _whole(name: str, value: Any, *, most: int | None = MOST) -> int:
-    whole = not isinstance(value, bool) and isinstance(value, int)
-    if not whole or value < 1 or (most is not None and value > most):
-        limit = "" if most is None else f" and <= {most:,}"
-        raise ConfigError(f"{name} must be a whole number >= 1{limit}, got {value!r}")
-    return int(value)
+def _count(value: Any) -> int:
+    count = require_whole("workers", value, 1)
+    if count > MOST:
+        raise ConfigError(f"workers must be a whole number <= {MOST:,}, got {value!r}")
+    return count

@@ -74,6 +74,19 @@ class Profile:
         return max(self.worker_step_s) / self.step_s
 
     @property
+    def only_computes(self) -> bool:
+        """Whether a step's seconds hold no exchange, as those of several workers' gradients do."""
+        in_backward = self.strategy.startswith(("GradientAllReduce(", "AdaScale("))
+        if self.traffic is not None:
+            in_backward = self.traffic.hidden == "backward"
+        return self.workers == 1 or not in_backward
+
+    @property
+    def algorithm(self) -> str:
+        """The strategy, but for where it forms its means."""
+        return self.strategy.replace(f"aggregation={self.aggregation!r}", "aggregation=...")
+
+    @property
     def spread(self) -> float | None:
         """Standard deviation of the epochs' seconds over their mean; None of fewer than three."""
         if len(self.epoch_seconds) < 3:
@@ -162,7 +175,7 @@ class Profile:
             seconds = [made.round_s, *made.worker_step_s, *made.epoch_seconds]
             counts = [made.workers, made.hosts, made.batch_size, made.rows, made.rounds]
             if made.traffic is not None:
-                counts += [made.traffic.period, made.traffic.fragments]
+                counts += [made.traffic.period, made.traffic.fragments, made.traffic.buckets]
                 seconds += [made.traffic.up, made.traffic.down, made.traffic.state]
             if not all(math.isfinite(x) and x >= 0 for x in seconds) or not made.step_s:
                 raise ConfigError("its seconds or bytes are not numbers >= 0")
@@ -178,7 +191,9 @@ class Profile:
 
 
 def require_same(profiles: Sequence[Profile]) -> None:
-    """Check that profiles are of one training, which may differ in workers and minibatches.
+    """Check that profiles are of one training.
+
+    They may differ in workers, in minibatches, and in where means are formed.
 
     Raises:
         ConfigError: there is none, or they are of different models or strategies.
@@ -187,13 +202,13 @@ def require_same(profiles: Sequence[Profile]) -> None:
         raise ConfigError("a plan needs at least one profile")
     first = profiles[0]
     for each in profiles[1:]:
-        for name in ("model", "parameters", "trained", "model_bytes", "strategy"):
+        for name in ("model", "parameters", "trained", "model_bytes", "algorithm"):
             ours, theirs = getattr(first, name), getattr(each, name)
             if ours != theirs:
                 raise ConfigError(
                     f"the profiles are of different trainings: {name} is {ours!r:.200} in one and "
                     f"{theirs!r:.200} in another. Give those of one model and strategy, which may "
-                    "differ in workers and batchSize"
+                    "differ in workers, batchSize and the strategy's aggregation"
                 )
 
 

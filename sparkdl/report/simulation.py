@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from sparkdl.arguments import as_number, require_whole
+from sparkdl.arguments import as_number, require_positive, require_whole
 from sparkdl.errors import ConfigError
 from sparkdl.phases import COMPUTE, EXCHANGE, PHASES, WAIT
 from sparkdl.planner.links import Link
@@ -20,7 +20,7 @@ from sparkdl.planner.profile import Profile
 from sparkdl.planner.simulation.cluster import Cluster, Epoch
 from sparkdl.planner.simulation.exchanges import Exchange, exchange_of, of_traffic
 from sparkdl.planner.simulation.simulated import simulate_epoch
-from sparkdl.planner.simulation.step_times import LogNormal, StepTimes, fitted, require_positive
+from sparkdl.planner.simulation.step_times import LogNormal, StepTimes, fitted
 from sparkdl.report.html import duration, text
 from sparkdl.report.page import STYLE
 from sparkdl.report.recording import LANES, Failure, Recording, Setup
@@ -99,8 +99,8 @@ def simulate(
         seed: determines everything that is drawn.
 
     Raises:
-        ConfigError: an argument is out of range, the fit has no round, or it is not known what a
-            strategy sends.
+        ConfigError: an argument is out of range, the fit has no round or does not tell what a step
+            computes, or it is not known what a strategy sends.
     """
     if not isinstance(fit, (TrainingSummary, Profile)):
         raise ConfigError(f"a {type(fit).__name__} is no fit: give model.summary, or its profile")
@@ -138,6 +138,11 @@ def _times(
 ) -> StepTimes:
     if isinstance(given, StepTimes):
         return given
+    if given is None and not profile.only_computes:
+        raise ConfigError(
+            f"this fit with {profile.strategy:.80} does not tell computing from sending gradients, "
+            "which goes on at the same time: give step_s, or the summary of a fit with 1 worker"
+        )
     if as_number(given) is not None:
         return LogNormal(require_positive("step_s", given))
     if given is not None:

@@ -21,7 +21,6 @@ per second.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable
 from typing import Literal, TypeGuard
 
@@ -44,12 +43,6 @@ at 7 times, with which Adam and plain SGD reached 96.4 and 97.5 %."""
 def is_number(value: object) -> TypeGuard[float]:
     """Whether an argument is an int or float; a bool is none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def require_positive(name: str, value: object) -> None:
-    """Refuse an argument that is no finite number > 0."""
-    if not is_number(value) or not 0 < value < math.inf:
-        raise ConfigError(f"{name} must be a number > 0, got {value!r}")
 
 
 def require_fraction(name: str, value: object) -> None:

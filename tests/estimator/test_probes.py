@@ -28,10 +28,11 @@ def test_probes_with_one_and_two_workers_make_a_plan_of_all_rows(
     )
     rows = frame(spark)
     plan = sparkdl.plan(given, rows, workers=[1, 2, 8], seconds=0.5)
-    assert sorted((each.workers, each.batch_size) for each in plan.profiles) == [
-        (1, 4),
-        (1, 16),
-        (2, 4),
+    assert [(each.workers, each.batch_size, each.aggregation) for each in plan.profiles] == [
+        (1, 4, "driver"),
+        (1, 16, "driver"),
+        (2, 4, "driver"),
+        (2, 4, "executors"),
     ]
     assert plan.rows == round(0.75 * rows.count())
     assert not any(tmp_path.iterdir())

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from every_row import every
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from toys import classification, make_job, mlp
 
@@ -21,6 +23,7 @@ from sparkdl.strategies import (
     ElasticAveraging,
     GossipAveraging,
     GradientAllReduce,
+    KFACPreconditioner,
     OneBitAdam,
     OuterOptimizer,
     OuterSGD,
@@ -110,11 +113,32 @@ def test_compressed_gradients_are_smaller_and_small_ones_are_sent_whole() -> Non
         ThresholdGradientSharing(aggregation="executors"),
         GradientAllReduce(compression=TopK(0.1)),
         GradientAllReduce(compression=OneBitAdam(10)),
+        GradientAllReduce(preconditioner=KFACPreconditioner()),
+        GradientAllReduce(shard_optimizer=True),
         OuterOptimizer(((1, 1), (2, 4))),
     ],
 )
 def test_what_depends_on_values_or_a_schedule_has_no_formula(strategy: Strategy[Any]) -> None:
+    """Nor what sends more than the gradients: factors, or the parameters that others stepped."""
     assert traffic_of(strategy, LAYOUT, [MATRIX]) is None
+
+
+def test_gradients_travel_in_as_many_buckets_as_torch_makes_whatever_their_precision() -> None:
+    """``bucket_cap_mb`` counts 2**20 bytes of the gradients as they are computed."""
+    assert of(GradientAllReduce()).buckets == 1
+    tenth = P / 10 / 2**20
+    assert of(GradientAllReduce(bucket_mb=tenth)).buckets == 10
+    assert of(GradientAllReduce(bucket_mb=tenth, compression="fp16")).buckets == 10
+
+
+@given(whole=st.floats(0, 10), step_s=st.floats(0, 10), buckets=st.integers(1, 40))
+def test_what_is_waited_for_of_an_exchange_tells_all_of_it(
+    whole: float, step_s: float, buckets: int
+) -> None:
+    traffic = Traffic(through="workers", up=1.0, hidden="backward", buckets=buckets)
+    shown = traffic.shown(whole, step_s)
+    assert whole / buckets <= shown <= whole
+    assert traffic.whole(shown, step_s) == pytest.approx(whole, abs=1e-12)
 
 
 @every(
@@ -138,16 +162,6 @@ def test_workers_send_to_the_driver_what_the_formula_says(
     assert recording.setup.traffic is not None
     assert recording.windows.tolist() == [4, 4]
     assert recording.sent.tolist() == [4 * recording.setup.traffic.up] * 2
-
-
-def test_among_moves_the_same_values_to_another_place() -> None:
-    driver = of(ParameterAveraging(PERIOD, average_optimizer_state=False))
-    executors = of(ParameterAveraging(PERIOD, aggregation="executors"))
-    assert driver.among("executors") == executors
-    assert executors.among("driver") == driver
-    assert driver.among("hierarchical") == of(
-        ParameterAveraging(PERIOD, aggregation="hierarchical")
-    )
 
 
 def test_only_plain_averaging_can_be_moved() -> None:

@@ -184,6 +184,18 @@ def test_a_timeline_of_no_strategy_there_names_those_that_are(strategy: Any) -> 
         simulate(strategies=[ParameterAveraging()]).timeline(strategy)
 
 
+def test_steps_that_send_gradients_too_are_not_taken_for_computing() -> None:
+    sent = Traffic(through="workers", up=MODEL, hidden="backward")
+    several = {"strategy": "GradientAllReduce(bucket_mb=25)", "aggregation": None}
+    for traffic in (sent, None):  # as what TopK sends is not known
+        with pytest.raises(ConfigError, match="give step_s, or the summary of a fit with 1 worker"):
+            sparkdl.simulate(profile(traffic=traffic, **several), workers=4, link="1 Gbit/s")
+        alone = profile(traffic=traffic, workers=1, worker_step_s=(STEP_S,), **several)
+        for fit, step_s in ((profile(traffic=traffic, **several), STEP_S), (alone, None)):
+            found = sparkdl.simulate(fit, workers=4, link="1 Gbit/s", step_s=step_s)
+            assert found.cluster.times.mean == STEP_S
+
+
 def test_a_model_is_no_fit_to_start_from() -> None:
     with pytest.raises(ConfigError, match=r"a dict is no fit: give model\.summary"):
         sparkdl.simulate({}, workers=4, link="1 Gbit/s")  # type: ignore[arg-type]

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from sparkdl.arguments import convert_numbers, require_whole
+from sparkdl.arguments import convert_numbers, require_positive, require_whole
 from sparkdl.errors import ConfigError
 from sparkdl.planner.links import Link
-from sparkdl.planner.simulation.step_times import Seconds, StepTimes, require_positive
+from sparkdl.planner.simulation.step_times import Seconds, StepTimes
 
 NEVER = (math.inf, -1)
 MOST_LOSSES = 2000

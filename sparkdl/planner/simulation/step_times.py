@@ -9,29 +9,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sparkdl.arguments import as_list, as_number
+from sparkdl.arguments import as_list, require_positive
 from sparkdl.errors import ConfigError
 
 Seconds = NDArray[np.float64]
 EQUAL = 1e-6
 """Times that differ by less than this part of their mean are equal."""
-
-
-def require_positive(name: str, value: Any, *, or_zero: bool = False) -> float:
-    """Convert an argument that must be a number > 0, or >= 0.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    number = as_number(value)
-    if number is None or number < 0 or (number == 0 and not or_zero):
-        raise ConfigError(f"{name} must be a number {'>=' if or_zero else '>'} 0, got {value!r}")
-    return number
 
 
 class StepTimes(ABC):

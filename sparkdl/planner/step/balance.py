@@ -32,6 +32,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sparkdl.errors import ConfigError
+from sparkdl.figures import new_figure
 from sparkdl.planner.links import Link
 
 BUCKET = 25 * 2**20
@@ -296,6 +297,28 @@ class LayerBalance:
             for n, s in zip(workers, steps, strict=True)
         ]
         return pd.DataFrame(found, columns=["workers", "step_ms", "speedup", "efficiency"])
+
+    def plot(self, workers: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)) -> Any:
+        """Draw the speed-up with each number of workers, and what each layer's best would give.
+
+        Args:
+            workers: how many, each with as many rows a step.
+
+        Returns:
+            matplotlib's figure.
+
+        Raises:
+            SetupError: matplotlib is not installed.
+        """
+        figure = new_figure(5.2, 3.8)
+        axes = figure.subplots()
+        for hybrid, name in ((False, "data parallel"), (True, "each layer as it sends least")):
+            found = self.scaling(workers, hybrid=hybrid)
+            axes.plot(found.workers, found.speedup, marker="o", label=name)
+        axes.plot(workers, workers, color="black", linewidth=0.8, linestyle=":")
+        axes.set(xlabel="workers", ylabel="times as fast as one", title=f"Speed-up at {self.link}")
+        axes.legend()
+        return figure
 
     def explain(self) -> str:
         """What a step takes and waits for, in words."""

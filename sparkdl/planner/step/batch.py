@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from sparkdl.arguments import as_number, require_whole
+from sparkdl.arguments import require_positive, require_whole
 from sparkdl.errors import ConfigError
 
 Rule = Literal["sgd", "adam"]
@@ -70,10 +70,13 @@ def choose_batch(
     Source: Zou et al. 2017 (arXiv 1709.06622), procedure for the mini-batch size.
     """
     workers = require_whole("workers", workers, 1)
-    noise = None if noise_scale is None else _positive("noise_scale", noise_scale, least=0.0)
+    noise = (
+        None if noise_scale is None else require_positive("noise_scale", noise_scale, or_zero=True)
+    )
     limit = math.inf if largest is None else require_whole("largest", largest, 1)
     found = {
-        require_whole("rows in step_s", b, 1): _positive("seconds", s) for b, s in step_s.items()
+        require_whole("rows in step_s", b, 1): require_positive("seconds", s)
+        for b, s in step_s.items()
     }
     sizes = np.array(sorted(each for each in found if each <= limit))
     if not len(sizes):
@@ -130,15 +133,6 @@ def learning_rate(
         raise ConfigError(f"rule must be one of {get_args(Rule)}, got {rule!r}")
     gain = to_rows / rows
     if noise_scale is not None:
-        noise = _positive("noise_scale", noise_scale, least=0.0)
+        noise = require_positive("noise_scale", noise_scale, or_zero=True)
         gain = (1 + noise / rows) / (1 + noise / to_rows)
-    return _positive("rate", rate) * (gain if rule == "sgd" else math.sqrt(gain))
-
-
-def _positive(name: str, value: Any, least: float = math.ulp(0.0)) -> float:
-    number = as_number(value)
-    if number is None or number < least:
-        raise ConfigError(
-            f"{name} must be a number {'>= 0' if least == 0 else '> 0'}, got {value!r}"
-        )
-    return number
+    return require_positive("rate", rate) * (gain if rule == "sgd" else math.sqrt(gain))

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from sparkdl.arguments import as_number, require_whole
-from sparkdl.errors import ConfigError, ModelError
+from sparkdl.arguments import require_positive, require_whole
+from sparkdl.errors import ModelError
 from sparkdl.planner.links import Link
 from sparkdl.planner.step.balance import Layer, LayerBalance
 from sparkdl.planner.step.memory import Example, as_batch, in_words, probe, rows_of
@@ -74,9 +74,7 @@ def layer_balance(
         if step_s is None:
             machine = machine_of(replica.device)
             step_s = seconds_of(lambda: replica.forward_backward(batch), replica.device)
-    seconds = as_number(step_s)
-    if seconds is None or seconds <= 0:
-        raise ConfigError(f"step_s must be a number of seconds > 0, got {step_s!r}")
+    seconds = require_positive("step_s", step_s)
     return LayerBalance(layers, batch_size, workers, link, seconds, machine, notes)
 
 

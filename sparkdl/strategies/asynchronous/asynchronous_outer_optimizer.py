@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparkdl.arguments import convert_numbers, require_whole
+from sparkdl.arguments import convert_numbers, require_positive, require_whole
 from sparkdl.averager.policies.round_policy import Nobody, RoundPolicy
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions
 from sparkdl.errors import ConfigError
@@ -22,7 +22,6 @@ from sparkdl.replica import Replica
 from sparkdl.strategies.arguments import (
     require_fraction,
     require_period,
-    require_positive,
     warn_of_inner_momentum,
 )
 from sparkdl.strategies.asynchronous.asynchronous_sgd import ContributesChanges

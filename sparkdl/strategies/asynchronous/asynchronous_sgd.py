@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from sparkdl.arguments import convert_numbers
+from sparkdl.arguments import convert_numbers, require_positive
 from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions
 from sparkdl.averager.values.wire_format import Changes, WireFormat
@@ -27,7 +27,6 @@ from sparkdl.protocols import Batch, Segment
 from sparkdl.strategies.arguments import (
     require_bools,
     require_period,
-    require_positive,
 )
 from sparkdl.strategies.asynchronous.barriers import ASP, Barrier
 from sparkdl.strategies.base import Needs, Run, Strategy

@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from sparkdl.arguments import convert_numbers, require_whole
+from sparkdl.arguments import convert_numbers, require_positive, require_whole
 from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions
 from sparkdl.averager.values.wire_format import NARROW_FORMATS, ParameterChanges, WireFormat
@@ -46,7 +46,6 @@ from sparkdl.strategies.arguments import (
     require_cutoff,
     require_fraction,
     require_one_of,
-    require_positive,
     warn_of_inner_momentum,
 )
 from sparkdl.strategies.base import Needs, Run, Strategy

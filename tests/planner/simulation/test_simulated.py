@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from sparkdl.planner.simulation.cluster import Cluster
 from sparkdl.planner.simulation.exchanges import Exchange, Topology, exchange_of
 from sparkdl.planner.simulation.simulated import simulate_epoch
 from sparkdl.planner.simulation.step_times import LogNormal, ShiftedGamma
+from sparkdl.report.simulation import STRATEGIES as USUAL
 from sparkdl.strategies import (
     ASP,
     SSP,
@@ -31,18 +33,13 @@ from sparkdl.strategies import (
 
 STATE = {"parameters": 4e6, "buffers": 0.0, "optimizer": 4e6}
 STRATEGIES: list[Strategy[Any]] = [
-    GradientAllReduce(),
-    ParameterAveraging(),
-    ParameterAveraging(aggregation="executors"),
+    *USUAL,
     ParameterAveraging(aggregation="hierarchical"),
     ParameterAveraging(cutoff=1),
-    ElasticAveraging(aggregation="executors"),
     ElasticAveraging(mode="hogwild"),
     ElasticAveraging(mode="round_robin"),
     AsynchronousSGD(barrier=ASP()),
-    AsynchronousSGD(barrier=SSP(2)),
     OuterOptimizer(20, fragments=2, overlap=3, wire_dtype="float4"),
-    GossipAveraging(),
     GossipAveraging(mode="symmetric"),
 ]
 
@@ -97,6 +94,41 @@ def test_messages_around_and_up_a_tree_have_the_ratio_of_you_et_al() -> None:
     tree = Exchange(name="tree", way="group", up=4e6, topology="tree")
     tree_s = simulate_epoch(tree, cluster(link=link, times=LogNormal(1e-9)), 100).seconds
     assert 8 * one_s / tree_s == pytest.approx(8 / 3, rel=1e-3)
+
+
+@every("workers", [4, 16, 64])
+def test_a_star_a_tree_and_a_ring_overtake_each_other_where_their_closed_forms_say(
+    workers: int,
+) -> None:
+    """With latency a, S seconds for the model on a link, N workers and L = log2 N::
+
+        star  2 a + 2 N S       tree  2 L (a + S)       ring  2 (N - 1) (a + S / N)
+
+    So a star is fastest up to S = a (L - 1) / (N - L), then a tree is, and a ring from
+    S = a (N - 1 - L) / (L - 1 + 1 / N) on. The star is the averager's, in the driver.
+    """
+    log, latency = math.log2(workers), 1e-3
+    link = Link(1e9, latency)
+    star_tree = latency * (log - 1) / (workers - log)
+    tree_ring = latency * (workers - 1 - log) / (log - 1 + 1 / workers)
+    for model_s, first in (
+        (0.95 * star_tree, "star"),
+        (1.05 * star_tree, "tree"),
+        (0.95 * tree_ring, "tree"),
+        (1.05 * tree_ring, "ring"),
+    ):
+        octets = model_s * link.bandwidth
+        ways: dict[str, dict[str, Any]] = {
+            "star": {"way": "driver", "up": octets, "down": octets},
+            "tree": {"way": "group", "up": octets, "topology": "tree"},
+            "ring": {"way": "group", "up": octets, "topology": "ring"},
+        }
+        of = cluster(workers=workers, link=link, times=LogNormal(1e-9))
+        seconds = {
+            name: simulate_epoch(Exchange(name=name, **way), of, 10).seconds
+            for name, way in ways.items()
+        }
+        assert min(seconds, key=seconds.__getitem__) == first, (model_s, seconds)
 
 
 @every("budget, all_reduce, streaming", [(1, 109.0, 0.88), (4, 438.0, 3.5), (10, 1097.0, 8.75)])

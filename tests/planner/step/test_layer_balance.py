@@ -219,7 +219,12 @@ def test_the_table_says_what_is_best_and_the_words_who_is_waited_for() -> None:
     assert curve.workers.tolist() == [1, 2, 8]
     assert curve.speedup[0] == curve.efficiency[0] == 1.0
     assert curve.efficiency[2] == pytest.approx(found.efficiency)
-    assert (found.scaling([1, 2, 8], hybrid=True).speedup >= curve.speedup - 1e-9).all()
+    best = found.scaling([1, 2, 8], hybrid=True)
+    assert (best.speedup >= curve.speedup - 1e-9).all()
+    data, each_best, ideal = found.plot([1, 2, 8]).axes[0].lines
+    assert list(data.get_ydata()) == curve.speedup.tolist()
+    assert list(each_best.get_ydata()) == best.speedup.tolist()
+    assert list(ideal.get_ydata()) == [1, 2, 8]
 
 
 def test_computing_is_measured_here_without_a_given_time_and_leaves_the_model_as_it_is() -> None:
