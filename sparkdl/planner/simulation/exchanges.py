@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
+import torch
+
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.errors import ConfigError
 from sparkdl.planner.links import Link
@@ -155,7 +157,8 @@ def exchange_of(
             return Exchange(**common, way="driver", down=min(model, TO_PAIRS * workers * sent))
         common |= {"commit": model, "commit_every": strategy.commit_every}
         return Exchange(**common, way="group", topology="gather")
-    if isinstance(strategy, GradientAllReduce) and isinstance(strategy.compression, TopK):
+    gradients = isinstance(strategy, GradientAllReduce) and not strategy.shard_optimizer
+    if gradients and isinstance(strategy.compression, TopK):
         common |= {"commit": sum(kinds.values()), "commit_every": strategy.commit_every}
         sent = TO_PAIRS * parameters * strategy.compression.fraction
         common |= {"period": strategy.accumulate}
@@ -163,7 +166,8 @@ def exchange_of(
     layout, traffic = float32_layout(kinds), None
     compressed = getattr(strategy, "compression", None) not in (None, "fp16", "bf16")
     if not compressed:
-        traffic = traffic_of(strategy, layout, [_Flat(layout[0].numel)])  # type: ignore[list-item]
+        trained = torch.empty(layout[0].numel, device="meta")  # only its size is known
+        traffic = traffic_of(strategy, layout, [trained])
     if traffic is None:
         raise ConfigError(
             f"what {common['name']} sends is not known: it depends on the layers, on the values, "
@@ -223,18 +227,3 @@ def short_name(strategy: Strategy[Any]) -> str:
         if each.name == "period" or getattr(strategy, each.name) != usual:
             given.append(f"{each.name}={getattr(strategy, each.name)!r}")
     return f"{type(strategy).__name__}({', '.join(given)})"
-
-
-@dataclass(frozen=True)
-class _Flat:
-    """All trained parameters as one, of which only the size is known; for ``traffic_of``."""
-
-    size: int
-
-    def numel(self) -> int:
-        """How many numbers."""
-        return self.size
-
-    def element_size(self) -> int:
-        """Bytes of each, as float32."""
-        return 4
