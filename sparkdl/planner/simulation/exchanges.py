@@ -157,8 +157,11 @@ def exchange_of(
             return Exchange(**common, way="driver", down=min(model, TO_PAIRS * workers * sent))
         common |= {"commit": model, "commit_every": strategy.commit_every}
         return Exchange(**common, way="group", topology="gather")
-    gradients = isinstance(strategy, GradientAllReduce) and not strategy.shard_optimizer
-    if gradients and isinstance(strategy.compression, TopK):
+    if (
+        isinstance(strategy, GradientAllReduce)
+        and isinstance(strategy.compression, TopK)
+        and not strategy.shard_optimizer
+    ):
         common |= {"commit": sum(kinds.values()), "commit_every": strategy.commit_every}
         sent = TO_PAIRS * parameters * strategy.compression.fraction
         common |= {"period": strategy.accumulate}
