@@ -225,9 +225,10 @@ def test_it_is_said_which_way_the_rows_go(
         said(two) == "rows: 2 partitions are read by as many tasks, and exchanged among 2 workers"
     )
     assert said(five, strategy=GradientAllReduce()) == (
-        "rows: Spark's shuffle, because GradientAllReduce needs a gang-scheduled start, and "
-        "Spark's barrier mode, which provides it, cannot have 2 tasks read 5 partitions; they do "
-        "not come from files row by row"
+        "rows: Spark's shuffle takes 5 partitions to 2 tasks, 2 to 3 each, and exchanged among 2 "
+        "workers, because GradientAllReduce needs a gang-scheduled start, and Spark's barrier "
+        "mode, which provides it, cannot have 2 tasks read 5 partitions; they do not come from "
+        "files row by row"
     )
 
 

@@ -245,15 +245,23 @@ def _streamed_if_ordered(plan: FitPlan) -> FitPlan:
     """Stream the first epoch if the rows come in the same order whenever they are read.
 
     Spark's shuffle would read all rows before the first arrives, so surplus partitions are
-    merged instead, whatever ``shuffleRows`` says.
+    merged instead, whatever ``shuffleRows`` says. So are files that were planned again: groups of
+    whole partitions are more even.
     """
-    frame, tasks = plan.workers.frame, plan.workers.num_tasks
+    workers, tasks = plan.workers, plan.workers.num_tasks
+    if workers.replanned is not None and not plan.job.strategy.needs.gang_start:
+        grouped = replace(workers.delivery, way=Way.GROUPED)
+        original = workers.replanned.original
+        workers = replace(workers, frame=original, replanned=None, delivery=grouped)
+    frame = workers.frame
     partitions = known_partitions(frame)
     reason = None
     if plan.workers.ranks_a_task > 1:
         reason = "the GPUs of a task share its rows and could end up waiting for each other"
     elif partitions is None or not has_stable_order(frame):
         reason = "they do not come straight from files. Write them to files first"
+    elif workers.delivery.way is Way.MOVED:
+        reason = workers.delivery.reason
     elif partitions < tasks:
         reason = (
             f"the DataFrame has {partitions} partitions for {tasks} workers, so some would "
@@ -263,9 +271,9 @@ def _streamed_if_ordered(plan: FitPlan) -> FitPlan:
         logger.warning("streamFirstEpoch: the rows are read before the first epoch: %s", reason)
         return plan
     job = with_feed(plan.job, stream_first_epoch=True)
-    if plan.workers.delivery.way is not Way.SHUFFLED:
-        return replace(plan, job=job)
-    return replace(plan, job=job, workers=replace(plan.workers, delivery=Delivery(Way.GROUPED)))
+    if workers.delivery.way is Way.SHUFFLED:
+        workers = replace(workers, delivery=Delivery(Way.GROUPED))
+    return replace(plan, job=job, workers=workers)
 
 
 def _describe(settings: FitSettings, num_workers: int) -> str:

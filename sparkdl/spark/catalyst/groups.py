@@ -1,4 +1,4 @@
-"""Whole partitions grouped into as many as there are tasks, without a shuffle.
+"""Whole partitions grouped into as many as there are tasks, with a shuffle only where it must be.
 
 ``DataFrame.coalesce`` joins neighbours and never makes more partitions than there are. Here any
 partitions may be grouped, some groups may be empty, and a plan whose partitions Spark decides only
@@ -11,6 +11,7 @@ run: the same workers have the same rows in every run.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -27,6 +28,8 @@ MOST_SIZES = 256
 Spark numbers the partitions of files by size, so beyond this many the numbers say enough."""
 MOST_FILES = 1_000
 """The most files whose sizes are asked for, which takes two messages to the JVM each."""
+_KEY = "sparkdl_group"
+"""A column by which rows are shuffled; none that is fed has such a name."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class NoGroupsError(SparkDLError):
     """This Spark lacks a method that is needed to put partitions together."""
 
 
-def grouped(frame: DataFrame, groups: int) -> Grouped:
+def grouped(frame: DataFrame, groups: int, *, moved: bool = False) -> Grouped:
     """Put whole partitions together, or add empty ones.
 
     Runs the shuffles of an adaptive plan, as jobs of this thread.
@@ -81,16 +84,62 @@ def grouped(frame: DataFrame, groups: int) -> Grouped:
     Args:
         frame: the rows.
         groups: the number of partitions to make.
+        moved: whether a shuffle takes the partitions to their groups, as barrier mode needs it. The
+            rows of a group then come in no particular order.
 
     Raises:
         NoGroupsError: Spark cannot do that.
     """
     try:
-        return _grouped(frame, groups)
+        return (_moved if moved else _grouped)(frame, groups)
     except Py4JJavaError:
         raise
     except Py4JError as error:
         raise NoGroupsError(str(error)) from error
+
+
+def keys_of_partitions(partitions: int) -> list[int]:
+    """For each partition, an ``int`` that ``DataFrame.repartition(partitions, key)`` sends there.
+
+    Args:
+        partitions: how many there are.
+    """
+    keys: dict[int, int] = {}
+    for first in itertools.count(0, 16 * partitions):
+        numbers = np.arange(first, first + 16 * partitions, dtype=np.int32)
+        places, chosen = np.unique(_sparks_hash(numbers) % partitions, return_index=True)
+        keys = dict(zip(places.tolist(), numbers[chosen].tolist(), strict=True)) | keys
+        if len(keys) == partitions:
+            break
+    return [keys[number] for number in range(partitions)]
+
+
+def _sparks_hash(numbers: np.ndarray) -> np.ndarray:
+    """What SQL's ``hash`` makes of ints: MurmurHash3 (x86, 32 bits) with the seed 42."""
+
+    def rotated(words: np.ndarray, bits: int) -> np.ndarray:
+        return (words << np.uint32(bits)) | (words >> np.uint32(32 - bits))
+
+    words = rotated(numbers.view(np.uint32) * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
+    words = rotated(words ^ np.uint32(42), 13) * np.uint32(5) + np.uint32(0xE6546B64)
+    words ^= np.uint32(4)  # bytes
+    for bits, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        words = (words ^ (words >> np.uint32(bits))) * np.uint32(factor)
+    return (words ^ (words >> np.uint32(16))).view(np.int32)
+
+
+def _moved(frame: DataFrame, groups: int) -> Grouped:
+    original = frame._jdf.queryExecution().toRdd()
+    members = _members(frame.sparkSession, original, groups)
+    keys = [0] * sum(map(len, members))
+    for key, numbers in zip(keys_of_partitions(groups), members, strict=True):
+        for number in numbers:
+            keys[number] = key
+    # One expression, as each literal of an array is a message to the JVM.
+    listed = F.expr(f"array({', '.join(map(str, keys or [0]))})")
+    rows = _frame_of(original, frame)
+    rows = rows.withColumn(_KEY, listed[F.spark_partition_id()]).repartition(groups, _KEY)
+    return Grouped(rows.drop(_KEY), tuple(map(tuple, members)), original)
 
 
 def _grouped(frame: DataFrame, groups: int) -> Grouped:
@@ -98,12 +147,11 @@ def _grouped(frame: DataFrame, groups: int) -> Grouped:
     context, jvm = spark.sparkContext, cast(Any, spark._jvm)
     original = frame._jdf.queryExecution().toRdd()
     partitions = original.getNumPartitions()
-    members = [[number] for number in range(partitions)] + [[]] * (groups - partitions)
+    members = _members(spark, original, groups)
     parts = [original]
     if partitions < groups:
         parts.append(context._jsc.parallelize([], groups - partitions).rdd())
     elif partitions > groups:
-        members = _assigned(spark, original, partitions, groups)
         nothing = jvm.scala.Option.apply(None)
         parts = [
             _pruned(original, numbers, spark).coalesce(1, False, nothing, None)
@@ -148,8 +196,11 @@ def balanced(sizes: Sequence[int], groups: int) -> list[list[int]]:
     return [sorted(numbers) for numbers in chosen]
 
 
-def _assigned(spark: SparkSession, rows: Any, partitions: int, groups: int) -> list[list[int]]:
+def _members(spark: SparkSession, rows: Any, groups: int) -> list[list[int]]:
     """The numbers of each group's partitions, by what is known about the cost of reading them."""
+    partitions = rows.getNumPartitions()
+    if partitions <= groups:
+        return [[number] for number in range(partitions)] + [[]] * (groups - partitions)
     # Descending sizes pair up to equal sums: the first and the last go to one of two groups.
     by_number = balanced(range(2 * partitions, partitions, -1), groups)
     if partitions > MOST_SIZES:

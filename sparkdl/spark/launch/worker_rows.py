@@ -76,9 +76,10 @@ class Workers:
 def delivered(
     frame: DataFrame, tasks: int, ranks_a_task: int, wish: str, gang_start_for: str | None
 ) -> tuple[Delivery, Replanned | None]:
-    """Choose how a DataFrame's rows travel, planning files again where that avoids a shuffle.
+    """Choose how a DataFrame's rows travel, planning files again into as many partitions as tasks.
 
-    Plans, but runs no job.
+    Barrier mode allows these, where it would need a shuffle instead of grouped partitions. Plans,
+    but runs no job.
 
     Args:
         frame: the rows.
@@ -94,12 +95,13 @@ def delivered(
         ConfigError: the rows are to stay where they are, but cannot.
     """
     delivery = delivery_of(known_partitions(frame), tasks, ranks_a_task, wish, gang_start_for)
-    if delivery.way is not Way.SHUFFLED or wish == "spark":
+    if delivery.way is Way.AS_IT_IS or wish != "exchange":
         return delivery, None
     try:
         again = replanned(frame, tasks)
     except NotSplitError as error:
-        return replace(delivery, reason=f"{delivery.reason}; {error}"), None
+        reason = delivery.reason and f"{delivery.reason}; {error}"
+        return replace(delivery, reason=reason), None
     return delivery_of(tasks, tasks, ranks_a_task, wish, gang_start_for), again
 
 
@@ -107,9 +109,9 @@ def worker_frame(workers: Workers, seed: int, *, barrier: bool = False) -> DataF
     """The rows as workers receive them: only what is needed, packed, one partition per task.
 
     A shuffle delivers the same set of rows to a partition in every run, but in varying order.
-    Spark would sort whole rows, so the workers sort them instead: by a hash of where a row was
-    before our shuffle if that is the same in every run, else by its content, of which they compute
-    a hash anyway. Rows that go straight from files to the workers need neither.
+    Spark would sort whole rows, so the workers sort them instead: by where a row was before our
+    shuffle if that is the same in every run, else by its content, of which they compute a hash
+    anyway. Rows that go straight from files to the workers need neither.
 
     Args:
         workers: whose rows.
@@ -130,30 +132,40 @@ def worker_frame(workers: Workers, seed: int, *, barrier: bool = False) -> DataF
 
 
 def _with_order(workers: Workers, seed: int) -> DataFrame:
-    """The rows as workers receive them, except that their partitions may differ."""
+    """The rows as workers receive them, except that their partitions may differ.
+
+    Moved partitions are put in the order in which they would have been read. The ranks of a task
+    share its rows by their order, so there it is the same, a hash, whatever the way.
+    """
 
     def order(*identity: Column) -> Column:
         return F.xxhash64(F.lit(seed), *identity).alias(ORDER_COLUMN)
 
     columns = {f"c{index}": column for index, column in enumerate(workers.columns)}
     stable = has_stable_order(workers.frame)
-    shuffled = workers.delivery.way is Way.SHUFFLED
+    way, one_each = workers.delivery.way, workers.ranks_a_task == 1
+    shuffled = way is Way.SHUFFLED
     # Columns of other types, such as a held-out fraction, belong to no DataFrame.
     names = {name: column.name for name, column in columns.items() if type(column) is InputColumn}
-    in_files = columns_in_files(workers.frame, names) if stable and not shuffled else {}
+    straight = stable and way in (Way.AS_IT_IS, Way.GROUPED)
+    in_files = columns_in_files(workers.frame, names) if straight else {}
     chosen = [c.expression().alias(name) for name, c in columns.items() if name not in in_files]
     if in_files:
         name, where = places(workers.frame, in_files)
         chosen.append(where.alias(name))
     rows = workers.frame.select(*chosen)
+    if stable:
+        place = F.monotonically_increasing_id()
+        if shuffled or not (one_each or workers.delivery.stays):
+            rows = rows.select("*", order(place))
+        elif way is Way.MOVED:
+            rows = rows.select("*", place.alias(ORDER_COLUMN))
     if shuffled:
-        if stable:
-            rows = rows.select("*", order(F.monotonically_increasing_id()))
         rows = rows.repartition(workers.num_tasks)
     rows = packed(rows)
     if stable:
         return rows
-    if workers.ranks_a_task == 1:
+    if one_each:
         return rows.select("*", F.lit(None).alias(ORDER_COLUMN))
     # The code that assigns rows to ranks does not look into them.
     return rows.select("*", order(*[quoted(name) for name in rows.columns]))
@@ -206,31 +218,35 @@ def with_original_places(message: str, workers: Workers, seed: int, jobs: RunJob
 
 def _whole_partitions(rows: DataFrame, workers: Workers, *, barrier: bool) -> DataFrame:
     """As many partitions as tasks, each made of whole partitions."""
-    tasks, exchanged = workers.num_tasks, workers.delivery.exchanged
+    tasks, exchanged, way = workers.num_tasks, workers.delivery.exchanged, workers.delivery.way
     after = f"and exchanged among {workers.num_workers} workers" if exchanged else "and stay there"
-    if workers.delivery.way is Way.AS_IT_IS:
+    if way is Way.AS_IT_IS:
         again = "" if workers.replanned is None else ", planned again,"
         logger.info("rows: %d partitions%s are read by as many tasks, %s", tasks, again, after)
         return rows
-    found = grouped(rows, tasks)
+    found = grouped(rows, tasks, moved=way is Way.MOVED)
     sizes = list(map(len, found.members))
-    if barrier:
+    if barrier and way is Way.GROUPED:
         require_one_each(sum(sizes), tasks)
     fewest, most = min(sizes), max(sizes)
-    logger.info(
-        "rows: %d partitions are read by %d tasks, %s each, %s",
-        sum(sizes),
-        tasks,
-        fewest if fewest == most else f"{fewest} to {most}",
-        after,
-    )
+    each = f"{fewest if fewest == most else f'{fewest} to {most}'} each, {after}"
+    if way is Way.GROUPED:
+        logger.info("rows: %d partitions are read by %d tasks, %s", sum(sizes), tasks, each)
+    else:
+        logger.info(
+            "rows: Spark's shuffle takes %d partitions to %d tasks, %s, because %s",
+            sum(sizes),
+            tasks,
+            each,
+            workers.delivery.reason,
+        )
     return found.frame
 
 
 def _without_groups(workers: Workers, error: NoGroupsError) -> Workers:
     """What to run on a Spark that cannot put partitions together."""
     frame, delivery = workers.frame, workers.delivery
-    partitions = known_partitions(frame)
+    partitions = known_partitions(frame) if delivery.way is Way.GROUPED else None
     if partitions is not None and partitions >= workers.num_tasks:
         frame = frame.coalesce(workers.num_tasks)
         return replace(workers, frame=frame, delivery=replace(delivery, way=Way.AS_IT_IS))

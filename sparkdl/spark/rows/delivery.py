@@ -24,6 +24,9 @@ class Way(Enum):
     """The DataFrame already has as many: each task reads one."""
     GROUPED = auto()
     """A task reads several, one after another, or none."""
+    MOVED = auto()
+    """Spark's shuffle takes whole partitions to the tasks that would otherwise have read them, so
+    that each has the same rows, in the same order."""
     SHUFFLED = auto()
     """Spark's shuffle makes new ones."""
 
@@ -57,13 +60,16 @@ class Delivery:
                 "shuffleRows='none' leaves rows in their partitions, but those cannot be read "
                 f"as they are: {reason}. Drop shuffleRows"
             )
-        return Delivery(Way.SHUFFLED, self.exchanged, reason=reason)
+        way = Way.MOVED if self.way is Way.AS_IT_IS else Way.SHUFFLED
+        return Delivery(way, self.exchanged, reason=reason)
 
 
 def delivery_of(
     partitions: int | None, tasks: int, ranks_a_task: int, wish: str, gang_start_for: str | None
 ) -> Delivery:
     """Choose the way.
+
+    Which rows a task gets does not depend on ``gang_start_for``, only the way they take to it.
 
     Args:
         partitions: of the DataFrame; None if Spark only decides while it runs.
@@ -91,7 +97,8 @@ def delivery_of(
             require_one_each(partitions, tasks)
         return Delivery(Way.GROUPED, stays=True)
     return Delivery(
-        Way.SHUFFLED,
+        Way.MOVED,
+        exchanged,
         reason=f"{gang_start_for} needs a gang-scheduled start, and Spark's barrier mode, which "
         f"provides it, cannot have {tasks} tasks read {found}partitions",
     )

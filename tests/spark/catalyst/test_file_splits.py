@@ -144,26 +144,25 @@ def test_a_subquery_is_not_run_by_each_try(spark: SparkSession, files: DataFrame
     spark.catalog.dropTempView("a_few")
 
 
-def test_only_who_needs_all_tasks_at_once_and_exchanges_plans_again(files: DataFrame) -> None:
+def test_who_exchanges_plans_again_whether_all_tasks_start_at_once_or_not(
+    files: DataFrame,
+) -> None:
     read = files.rdd.getNumPartitions()
     assert read != 2
-    delivery, again = delivered(files, 2, 1, "exchange", "X")
-    assert (delivery.way, delivery.exchanged, again is None) == (Way.AS_IT_IS, True, False)
-    for wish, gang_start_for, way in (
-        ("exchange", None, Way.GROUPED),
-        ("spark", "X", Way.SHUFFLED),
-    ):
-        delivery, again = delivered(files, 2, 1, wish, gang_start_for)
-        assert (delivery.way, again) == (way, None)
+    for gang_start_for in (None, "X"):
+        delivery, again = delivered(files, 2, 1, "exchange", gang_start_for)
+        assert (delivery.way, delivery.exchanged, again is None) == (Way.AS_IT_IS, True, False)
+        delivery, again = delivered(files, 2, 1, "spark", gang_start_for)
+        assert (delivery.way, again) == (Way.SHUFFLED, None)
 
 
-def test_files_that_cannot_be_split_are_shuffled_and_the_reason_says_so(
+def test_files_that_cannot_be_split_are_moved_and_the_reason_says_so(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     path = tmp_path.as_uri() + "/table"
     spark.range(0, 100, 1, 2).write.option("compression", "gzip").csv(path)
     delivery, again = delivered(spark.read.csv(path), 3, 1, "exchange", "X")
-    assert (delivery.way, delivery.exchanged, again) == (Way.SHUFFLED, False, None)
+    assert (delivery.way, delivery.exchanged, again) == (Way.MOVED, True, None)
     assert "X needs a gang-scheduled start" in delivery.reason
     assert delivery.reason.endswith("the files make 2 partitions")
 

@@ -13,7 +13,12 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl.spark.catalyst import groups
-from sparkdl.spark.catalyst.groups import NoGroupsError, balanced, grouped
+from sparkdl.spark.catalyst.groups import (
+    NoGroupsError,
+    balanced,
+    grouped,
+    keys_of_partitions,
+)
 
 
 def test_the_largest_goes_first_and_each_to_the_smallest_group() -> None:
@@ -21,6 +26,13 @@ def test_the_largest_goes_first_and_each_to_the_smallest_group() -> None:
     assert balanced([3, 9, 4, 8, 5], 2) == [[0, 1, 2], [3, 4]]
     assert [len(numbers) for numbers in balanced([0] * 1000, 3)] == [334, 333, 333]
     assert balanced([1, 0, 100], 3) == [[2], [0], [1]]
+
+
+def test_spark_takes_each_partitions_key_to_that_partition(spark: SparkSession) -> None:
+    for partitions in (1, 2, 3, 7, 1000):
+        keys = spark.createDataFrame([(key,) for key in keys_of_partitions(partitions)], "key int")
+        found = keys.select(F.pmod(F.hash("key"), F.lit(partitions)).alias("place")).collect()
+        assert [row.place for row in found] == list(range(partitions))
 
 
 @pytest.mark.slow
@@ -79,9 +91,11 @@ def test_every_plan_has_the_same_rows_in_as_many_partitions_as_asked_for(
     rows = change(spark.range(0, 40, 1, 4))
     expected = sorted(row.id for row in rows.collect())
     parts = ids_by_partition(grouped(rows, number).frame)
+    moved = ids_by_partition(grouped(rows, number, moved=True).frame)
     rows.unpersist()
     assert len(parts) == number
     assert sorted(chain(*parts)) == expected
+    assert [sorted(part) for part in moved] == [sorted(part) for part in parts]
 
 
 def test_files_are_assigned_by_what_they_take_to_read(spark: SparkSession, tmp_path: Path) -> None:

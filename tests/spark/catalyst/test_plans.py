@@ -77,7 +77,10 @@ def test_rows_bring_their_order_unless_they_come_from_files_to_the_workers(
 ) -> None:
     assert order_of(files, Way.AS_IT_IS) is None
     assert order_of(files, Way.GROUPED) is None
-    assert order_of(files, Way.SHUFFLED) == "bigint"
+    for way in (Way.MOVED, Way.SHUFFLED):
+        assert order_of(files, way) == "bigint"
+    # ranks that share a task share its rows by their order
+    assert order_of(files, Way.GROUPED, ranks_a_task=2) == "bigint"
 
 
 def test_rows_of_any_other_plan_are_ordered_by_what_is_in_them(files: DataFrame) -> None:

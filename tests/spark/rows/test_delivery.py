@@ -7,7 +7,7 @@ import pytest
 from sparkdl.errors import ConfigError
 from sparkdl.spark.rows.delivery import SHUFFLES, Way, delivery_of
 
-AS_IT_IS, GROUPED, SHUFFLED = Way.AS_IT_IS, Way.GROUPED, Way.SHUFFLED
+AS_IT_IS, GROUPED, MOVED, SHUFFLED = Way
 
 
 def test_rows_go_this_way_to_two_tasks() -> None:
@@ -17,8 +17,8 @@ def test_rows_go_this_way_to_two_tasks() -> None:
         ("exchange", 1, None, GROUPED, True),
         ("exchange", None, None, GROUPED, True),
         ("exchange", 2, "X", AS_IT_IS, True),
-        ("exchange", 5, "X", SHUFFLED, False),
-        ("exchange", None, "X", SHUFFLED, False),
+        ("exchange", 5, "X", MOVED, True),
+        ("exchange", None, "X", MOVED, True),
         ("spark", 2, None, AS_IT_IS, False),
         ("spark", 5, None, SHUFFLED, False),
         ("spark", None, "X", SHUFFLED, False),
@@ -29,7 +29,9 @@ def test_rows_go_this_way_to_two_tasks() -> None:
     wrong = []
     for wish, partitions, gang_start_for, way, exchanged in cases:
         found = delivery_of(partitions, 2, 1, wish, gang_start_for)
-        if (found.way, found.exchanged, bool(found.reason)) != (way, exchanged, way is SHUFFLED):
+        if (found.way, found.exchanged) != (way, exchanged) or bool(found.reason) != (
+            way in (MOVED, SHUFFLED)
+        ):
             wrong.append((wish, partitions, gang_start_for, found))
     assert wrong == []
 
@@ -43,7 +45,9 @@ def test_only_rows_that_are_to_stay_cannot_be_shuffled_after_all() -> None:
     assert SHUFFLES == ("exchange", "spark", "none")
     for wish in ("exchange", "spark"):
         delivery = delivery_of(2, 2, 1, wish, None)
-        shuffled = delivery.shuffled("because")
+        moved = delivery.shuffled("because")
+        assert (moved.way, moved.exchanged) == (MOVED, delivery.exchanged)
+        shuffled = moved.shuffled("because")
         assert (shuffled.way, shuffled.exchanged) == (SHUFFLED, delivery.exchanged)
     with pytest.raises(ConfigError, match="cannot be read as they are: because"):
         delivery_of(2, 2, 1, "none", None).shuffled("because")
