@@ -295,11 +295,10 @@ class Calls:
         """Say once, and again at the end, that an observer fails; the training goes on."""
         if id(callback) not in self._failing or hook == "on_end":
             logger.warning(
-                "%s failed in %s, and the training goes on without it: %s: %s",
+                "%s failed in %s, and the training goes on without it: %s",
                 type(callback).__name__,
                 hook,
-                type(error).__name__,
-                without_credentials(str(error)),
+                without_credentials(message_of(error)),
             )
         self._failing.add(id(callback))
         if seconds > QUICK_S:  # a server that cannot be reached: workers wait meanwhile

@@ -17,6 +17,7 @@ from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.phases import COMPUTE, DECODE, PHASES
 from sparkdl.report.findings import UNEVEN
+from sparkdl.user_code.tracebacks import message_of
 
 with warnings.catch_warnings():
     # It warns that ipywidgets is missing; notebooks then show the bar as text, which is fine.
@@ -84,9 +85,7 @@ class ProgressBar:
         except Exception as error:  # a stream, a terminal or a widget may fail in any way
             self._bar.disable = True
             logger.warning(
-                "the progress bar is left out, the training goes on: %s: %s",
-                type(error).__name__,
-                error,
+                "the progress bar is left out, the training goes on: %s", message_of(error)
             )
 
     def _show(self, event: Event) -> None:

@@ -33,7 +33,7 @@ from sparkdl.jobs.result import (
 )
 from sparkdl.redaction import without_credentials
 from sparkdl.spark.session.session import create_session
-from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, text_of
+from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, message_of, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +169,15 @@ def _session(settings: Settings) -> Iterator[SparkSession]:
         yield spark
     finally:
         if not there:
-            spark.stop()
+            _stop(spark)
+
+
+def _stop(spark: SparkSession) -> None:
+    """Stop a session; one that cannot be stopped changes nothing about what was done."""
+    try:
+        spark.stop()
+    except Exception as error:  # a JVM that has just died raises py4j's, or a socket's
+        logger.warning("Spark could not be stopped: %s", message_of(error))
 
 
 def _tell(job: str, code: Exit, error: BaseException, settings: Settings) -> None:

@@ -13,7 +13,7 @@ from sparkdl.errors import ModelError
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.protocols import Batch, LossFunction, Targets
-from sparkdl.replica.losses import ClassIndexLoss, LossUse, MinibatchLoss, ModelLoss
+from sparkdl.replica.losses import ClassIndexLoss, LossUse, MinibatchLoss, ModelLoss, unwrapped
 from sparkdl.replica.targets import ROWS, chosen_dims, crosses_rows, shaped, widths
 
 
@@ -116,8 +116,10 @@ def divides_by(
 
 def _is_known(loss: LossFunction) -> bool:
     """Whether a loss is torch's or the model's own, none of which returns a pair."""
+    loss = unwrapped(loss)
     while isinstance(loss, functools.partial):
-        loss = loss.func
-    source = type(loss) if isinstance(loss, nn.Module) else loss
-    of_torch = str(getattr(source, "__module__", "")).startswith("torch.")
+        loss = unwrapped(loss.func)
+    if isinstance(loss, nn.Module):
+        return type(loss).__module__ == nn.modules.loss.__name__
+    of_torch = getattr(nn.functional, getattr(loss, "__name__", ""), None) is loss
     return of_torch or isinstance(loss, ModelLoss)

@@ -104,6 +104,7 @@ class ClassIndexLoss:
         """From a loss with ``reduction="mean"``; None for any other than these two of torch's."""
         if reduction_of(loss) != "mean":
             return None
+        loss = unwrapped(loss)
         if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
             own = type(loss).forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
             return cls(loss.weight, loss.ignore_index) if own else None
@@ -111,7 +112,7 @@ class ClassIndexLoss:
         while isinstance(loss, functools.partial):
             if loss.args:
                 return None
-            given, loss = {**loss.keywords, **given}, loss.func
+            given, loss = {**loss.keywords, **given}, unwrapped(loss.func)
         if loss not in (functional.cross_entropy, functional.nll_loss):
             return None
         return cls(given.get("weight"), given.get("ignore_index", -100))
@@ -126,10 +127,33 @@ class ClassIndexLoss:
         return self.weight.to(targets.device)[torch.where(counts, targets, 0).long()] * counts
 
 
+def unwrapped(loss: LossFunction) -> LossFunction:
+    """The loss behind what only passes calls on to it.
+
+    Args:
+        loss: perhaps torch.compile's, a module's bound ``forward``, or a partial of a module.
+    """
+    while True:
+        inner: Any = None
+        if isinstance(loss, nn.Module):
+            inner = loss._modules.get("_orig_mod")
+        elif isinstance(loss, functools.partial):
+            inner = loss.func if isinstance(loss.func, nn.Module) and not loss.args else None
+        elif inspect.ismethod(loss):
+            called = loss.__name__ == "forward" or loss == getattr(loss.__self__, "__call__", None)
+            inner = loss.__self__ if called and isinstance(loss.__self__, nn.Module) else None
+        else:
+            inner = getattr(loss, "_torchdynamo_orig_callable", None)
+        if inner is None:
+            return loss
+        loss = inner
+
+
 def reduction_of(loss: LossFunction) -> str | None:
     """The reduction that a loss is set to, as torch's have one; None for any other."""
+    loss = unwrapped(loss)
     if isinstance(loss, nn.Module):
-        found = getattr(loss, "reduction", None)
+        found = _own_reduction(loss)
         return found if isinstance(found, str) else None
     parameters = _parameters(loss)
     old = [parameters[name].default if name in parameters else None for name in _OLD]
@@ -141,6 +165,11 @@ def reduction_of(loss: LossFunction) -> str | None:
 
 _OLD = ("size_average", "reduce")
 """What ``reduction`` was called, and still wins over it."""
+
+
+def _own_reduction(loss: nn.Module) -> Any:
+    """Not that of a module which it wraps: setting it would change nothing, or the user's own."""
+    return vars(loss).get("reduction", getattr(type(loss), "reduction", None))
 
 
 def _parameters(loss: LossFunction) -> Mapping[str, inspect.Parameter]:
@@ -157,15 +186,16 @@ def with_reduction(loss: LossFunction, reduction: str) -> LossFunction:
         loss: the loss.
         reduction: as torch's losses take it.
     """
+    given, loss = loss, unwrapped(loss)
     if isinstance(loss, nn.Module):
-        if not hasattr(loss, "reduction"):
-            return loss
+        if _own_reduction(loss) is None:
+            return given
         changed: Any = copy.copy(loss)
         changed.reduction = reduction
         return changed  # type: ignore[no-any-return]
     parameters = _parameters(loss)
     if "reduction" not in parameters:
-        return loss
+        return given
     old = {name: None for name in _OLD if name in parameters}
     return functools.partial(loss, reduction=reduction, **old)
 

@@ -151,12 +151,22 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         compared = pointwise and any(
             each is column for each in tree_leaves(args) for column in self._columns
         )
+        if pointwise:
+            self._crossed |= _is_outer([each.shape for each in args if isinstance(each, Tensor)])
         for each in _tensors(result):
             self._crossed |= crosses_rows(each, self._rows)
             if compared and each.shape == (self._rows, 1):
                 self._columns.append(each)
             self._widened |= compared and each.numel() > self._rows
         return result
+
+
+def _is_outer(shapes: Sequence[torch.Size]) -> bool:
+    """Whether (k, 1) meets (k,): also the rows that a loss has chosen are compared with all."""
+    return any(
+        len(one) == 2 and one[0] > 1 and one[1] == 1 and other == one[:1]
+        for one, other in itertools.permutations(shapes, 2)
+    )
 
 
 def _tensors(value: Any) -> list[Tensor]:

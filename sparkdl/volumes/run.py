@@ -22,6 +22,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.cluster.slots import most_slots
 from sparkdl.spark.inference.failures import told_in_driver
+from sparkdl.user_code.tracebacks import message_of
 from sparkdl.volumes.chunk import Recipe, predict_chunk, reading
 from sparkdl.volumes.grid import (
     Chunks,
@@ -306,7 +307,7 @@ def _bar(done: int, chunks: int, visible: bool) -> Iterator[Callable[[int], None
                 bar.update(number - bar.n)
         except Exception as error:  # a stream, a terminal or a widget may fail in any way
             bar.disable = True
-            logger.warning("the progress bar is left out: %s: %s", type(error).__name__, error)
+            logger.warning("the progress bar is left out: %s", message_of(error))
 
     with contextlib.suppress(Exception):  # as above
         bar = tqdm(

@@ -80,6 +80,10 @@ CASES: dict[str, tuple[Any, Any, Tensor, Any]] = {
         LABELS.clamp(min=0),
         None,
     ),
+    "compiled": (net, torch.compile(nn.CrossEntropyLoss(weight=WEIGHT), backend="eager"), LABELS, None),
+    "bound": (net, nn.CrossEntropyLoss(weight=WEIGHT).forward, LABELS, None),
+    "called": (net, nn.CrossEntropyLoss(weight=WEIGHT).__call__, LABELS, None),
+    "partial of a module": (net, partial(nn.CrossEntropyLoss(weight=WEIGHT)), LABELS, None),
     "nll": (LogProbabilities, nn.NLLLoss(weight=WEIGHT), LABELS, None),
     "nll function": (
         LogProbabilities,
@@ -123,6 +127,30 @@ def added_up(name: str, loss: Any, weights: Tensor | None) -> tuple[float, list[
     value, weight = replica.evaluate(batches(targets, weights))
     assert weight == pytest.approx(total)
     return value / weight, [each / total for each in grads]
+
+
+class PassesOn(nn.Module):
+    """A loss of the user's with the attributes of torch's, whose result it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.CrossEntropyLoss()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.inner(outputs, targets) ** 2
+
+
+def test_a_loss_that_wraps_one_of_torchs_is_its_own_and_is_not_changed() -> None:
+    loss = PassesOn()
+    assert reduction_of(loss) is None
+    assert with_reduction(loss, "none") is loss
+    assert loss.inner.reduction == "mean"
 
 
 @every("weighted", [False, True])

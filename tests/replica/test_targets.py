@@ -74,6 +74,17 @@ def test_the_choice_does_not_depend_on_the_dtype(targets: Tensor) -> None:
     assert chosen_dims(lambda given: squeezed(COLUMN, given), targets[:, None]) == (1,)
 
 
+def test_rows_that_a_loss_chooses_are_compared_with_their_own_targets_too() -> None:
+    labels = torch.tensor([-1, 3, -1, 3, -1])
+
+    def masked(targets: Tensor) -> Tensor:
+        return own(COLUMN[targets >= 0], targets[targets >= 0])
+
+    assert chosen_dims(masked, labels) == (2,)
+    assert chosen_dims(masked, labels[:, None]) == (1,)
+    assert chosen_dims(lambda given: squeezed(COLUMN[given >= 0], given[given >= 0]), labels) == ()
+
+
 @every(
     ("loss", "outputs", "targets"),
     [

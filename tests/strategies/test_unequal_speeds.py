@@ -14,6 +14,8 @@ from sparkdl.strategies import (
     AsynchronousOuterOptimizer,
     AsynchronousSGD,
     DelayedNesterov,
+    ElasticAveraging,
+    GossipAveraging,
     OuterOptimizer,
     OuterSGD,
     ParameterAveraging,
@@ -76,6 +78,14 @@ def test_scaled_by_staleness_the_slow_one_counts_several_times() -> None:
     strategy = AsynchronousSGD(2, scale_by_staleness=True)
     assert ends_at(strategy, rate=0.005) == pytest.approx(0.45, abs=0.01)
     assert ends_at(strategy, rate=1 / STEPS) == pytest.approx(0.61, abs=0.01)
+
+
+def test_an_elastic_center_is_nearer_to_a_slow_worker_and_gossip_is_not() -> None:
+    """As strategy-elastic.md says, with its figures."""
+    elastic = ElasticAveraging(2, mode="asynchronous")
+    assert ends_at(elastic, rate=0.005) == pytest.approx(0.35, abs=0.01)
+    assert ends_at(elastic, rate=0.05) == pytest.approx(0.45, abs=0.01)
+    assert ends_at(GossipAveraging(2), rate=0.005) == pytest.approx(0.25, abs=0.01)
 
 
 @every("strategy", BY_SHARE[:-1])

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from sparkdl.errors import DataError
+from sparkdl.feed.record_batches.decode import without_infinity
 from sparkdl.feed.statistics.column import ColumnStatistics
 from sparkdl.protocols import ColumnSpec, LossFunction
 from sparkdl.spark.rows.columns import InputColumn
@@ -32,17 +33,12 @@ def check_label(label: InputColumn, loss: LossFunction, statistics: ColumnStatis
         DataError: it has NaN, infinity, or fractions where the loss takes class indices.
     """
     low, high = statistics.smallest or 0.0, statistics.largest or 0.0
-    if math.isnan(high):
+    if not (math.isfinite(low) and math.isfinite(high)):
+        what = "NaN (not a number)" if math.isnan(high) else "infinity"
         raise DataError(
-            f"label column '{label.name}' holds NaN (not a number), the first in "
-            f"{statistics.where('not_finite')}, which no loss can learn from. Drop those rows "
-            f"first: df.where(~F.isnan('{label.name}'))"
-        )
-    if math.isinf(low) or math.isinf(high):
-        raise DataError(
-            f"label column '{label.name}' holds infinity, the first in "
-            f"{statistics.where('not_finite')}, which no loss can learn from. Drop those rows "
-            f"first: df.where(F.abs('{label.name}') < float('inf'))"
+            f"label column '{label.name}' holds {what}, the first in "
+            f"{statistics.where('not_finite')}, which no loss can learn from. "
+            f"{without_infinity(label.name, is_array=bool(label.dimensions))}"
         )
     if statistics.fractions:
         raise DataError(
@@ -67,8 +63,8 @@ def require_holdable(spec: ColumnSpec, statistics: ColumnStatistics) -> None:
         dtype = str(spec.dtype).removeprefix("torch.")
         raise DataError(
             f"column '{spec.name}' holds NaN or infinity in {statistics.not_finite} rows (the "
-            f"first is {statistics.where('not_finite')}), which {dtype} cannot hold. Fill them "
-            "first (df.na.fill), or ask for a floating-point dtype with columnDtypes"
+            f"first is {statistics.where('not_finite')}), which {dtype} cannot hold. "
+            f"{without_infinity(spec.name, is_array=spec.is_array)}, or ask for a floating-point dtype with columnDtypes"
         )
 
 

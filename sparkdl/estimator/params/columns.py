@@ -15,7 +15,7 @@ from pyspark.ml.param.shared import (
 )
 
 from sparkdl.encodings.any_size import FITS
-from sparkdl.estimator.params.converters import Label, labels
+from sparkdl.estimator.params.converters import Label, labels, numbers
 from sparkdl.estimator.params.declaration import (
     Declaration,
     DeclaredParams,
@@ -241,7 +241,7 @@ class ClassParams(
     )
     thresholds = Declaration(
         Sequence[float],
-        None,
+        numbers,
         Default.UNSET,
         "a number for each class; the class with the largest ratio of probability to threshold "
         "wins. None for the most likely class",

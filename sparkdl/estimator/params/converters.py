@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
-from sparkdl.arguments import as_list, plain
+from sparkdl.arguments import as_list, as_number, plain
 from sparkdl.callbacks import Callback, Hooks, WorkerCallback
 from sparkdl.errors import ConfigError
 from sparkdl.metrics import Metrics
@@ -96,6 +96,15 @@ def ports(value: Any) -> str | None:
         return None
     parse_ports("collectivePorts", value)
     return str(value)
+
+
+def numbers(value: Any) -> list[float]:
+    """Floats, of whatever kind the numbers are."""
+    given = as_list(value)
+    converted = [as_number(each) for each in given or ()]
+    if given is None or None in converted:
+        raise ConfigError(f"thresholds must be a list of finite numbers, got {value!r:.200}")
+    return [float(each) for each in converted if each is not None]
 
 
 def labels(value: Any) -> list[Label] | None:

@@ -139,7 +139,11 @@ class DeclaredParams(Params):
         # pyspark.ml lets None pass unchecked.
         for name, value in values.items():
             if value is None:
-                self.getParam(name).typeConverter(value)
+                try:
+                    self.getParam(name).typeConverter(value)
+                except TypeError as error:  # worded as pyspark.ml does for any other value
+                    told = f'Invalid param value given for param "{name}". {error}'
+                    raise TypeError(told) from error
         return super()._set(**values)
 
     def _set_declared_defaults(self) -> None:

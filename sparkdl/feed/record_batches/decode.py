@@ -142,7 +142,7 @@ def instead_of_nulls(spec: ColumnSpec) -> str:
     Args:
         spec: the column and what it becomes.
     """
-    name = "`" + spec.name.replace("`", "``") + "`"
+    name = in_sql(spec.name)
     value = ""
     if spec.padding is not None:
         value = "an empty array: F.coalesce('{}', F.array())"
@@ -153,6 +153,25 @@ def instead_of_nulls(spec: ColumnSpec) -> str:
         value = f"a {kind}: F.coalesce('{{}}', F.lit({instead}))"
     other = f", or put in their place {value.format(name)}" if value else ""
     return f'Drop these rows first with df.where("{name} IS NOT NULL"){other}'
+
+
+def without_infinity(name: str, *, is_array: bool) -> str:
+    """What to do about rows with NaN or infinity, of which ``df.na.fill`` fills NaN alone.
+
+    Args:
+        name: the column's.
+        is_array: whether its rows are arrays, not numbers.
+    """
+    column, finite = f'"{in_sql(name)}"', "F.abs({}) < float('inf')"
+    held = finite.format(column)
+    if is_array:
+        held = f"F.forall({column}, lambda x: {finite.format('x')})"
+    return f"Drop these rows first: df.where({held})"  # NaN is larger than infinity in Spark
+
+
+def in_sql(name: str) -> str:
+    """A column's name as Spark's SQL and functions read it, whatever it consists of."""
+    return "`" + name.replace("`", "``") + "`"
 
 
 def to_column(values: pa.Array, spec: ColumnSpec) -> Column:
@@ -250,8 +269,8 @@ def _require_holdable(values: pa.Array, spec: ColumnSpec) -> None:
     if not np.isfinite(numpy_of(numbers.drop_null())).all():
         dtype = str(spec.dtype).removeprefix("torch.")
         raise DataError(
-            f"column '{spec.name}' holds NaN or infinity, which {dtype} cannot hold. Fill them "
-            "first (df.na.fill)"
+            f"column '{spec.name}' holds NaN or infinity, which {dtype} cannot hold. "
+            f"{without_infinity(spec.name, is_array=spec.is_array)}"
         )
 
 

@@ -33,6 +33,7 @@ from sparkdl.transport.channel import HEADER, PAUSE, Channel, Conversation, Left
 from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.transport.daemon_pool import DaemonPool
 from sparkdl.transport.service import Service
+from sparkdl.user_code.tracebacks import message_of
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +86,9 @@ class Display:
             if not self._failed:
                 self._failed = True
                 logger.warning(
-                    "what the workers print cannot be shown on the driver's standard output: %s: "
-                    "%s; %s has it",
-                    type(error).__name__,
-                    error,
+                    "what the workers print cannot be shown on the driver's standard output: %s; "
+                    "%s has it",
+                    message_of(error),
                     self._log,
                 )
 

@@ -12,6 +12,7 @@ from pyspark.sql import types as T
 
 from sparkdl.encodings import NUMBERS, Encoding
 from sparkdl.errors import ConfigError, DataError
+from sparkdl.feed.record_batches.decode import in_sql
 from sparkdl.feed.statistics.column import limits
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 from sparkdl.spark.rows.column_types import recognized, without_decimals
@@ -168,7 +169,7 @@ def _as_declared(shape: Sequence[int]) -> list[int | None]:
 
 def quoted(name: str) -> Column:
     """A column by its exact name, whatever characters that contains."""
-    return F.col("`" + name.replace("`", "``") + "`")
+    return F.col(in_sql(name))
 
 
 def input_column(frame: DataFrame, name: str, param: str) -> InputColumn:

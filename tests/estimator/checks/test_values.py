@@ -7,10 +7,13 @@ import math
 import pytest
 import torch
 from every_row import every
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
 from torch import nn
 
 from sparkdl.errors import DataError
 from sparkdl.estimator.checks.values import check_label, check_weight, require_holdable
+from sparkdl.feed.record_batches.decode import without_infinity
 from sparkdl.feed.statistics.column import ColumnStatistics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.rows.columns import InputColumn
@@ -24,6 +27,20 @@ def test_an_infinite_label_is_named_with_its_place(value: float) -> None:
     found = ColumnStatistics(not_finite=1, smallest=low, largest=high, places=FIRST)
     with pytest.raises(DataError, match="column 'y' holds infinity, the first in row 7 of part"):
         check_label(InputColumn("y", "double", False), nn.MSELoss(), found)
+
+
+@every("name", ["y", "a.b", "of `y`"])
+@every("is_array", [False, True])
+def test_the_advice_about_infinity_leaves_what_is_finite(
+    spark: SparkSession, name: str, *, is_array: bool
+) -> None:
+    values = [1.0, math.nan, math.inf, -math.inf, -2.0]
+    rows = [([value, 0.0] if is_array else value,) for value in values]
+    df = spark.createDataFrame(rows, [name])
+    advice = without_infinity(name, is_array=is_array).removeprefix("Drop these rows first: ")
+    assert sorted(row[0] for row in eval(advice, {"df": df, "F": F}).collect()) == sorted(
+        row[0] for row in (rows[0], rows[4])
+    )
 
 
 def test_integers_cannot_hold_infinity() -> None:
