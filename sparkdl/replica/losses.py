@@ -139,9 +139,9 @@ def unwrapped(loss: LossFunction) -> LossFunction:
             inner = loss._modules.get("_orig_mod")
         elif isinstance(loss, functools.partial):
             inner = loss.func if isinstance(loss.func, nn.Module) and not loss.args else None
-        elif inspect.ismethod(loss):
-            called = loss.__name__ == "forward" or loss == getattr(loss.__self__, "__call__", None)
-            inner = loss.__self__ if called and isinstance(loss.__self__, nn.Module) else None
+        elif inspect.ismethod(loss) and isinstance(loss.__self__, nn.Module):
+            calls = type(loss.__self__).forward, nn.Module.__call__
+            inner = loss.__self__ if loss.__func__ in calls else None
         else:
             inner = getattr(loss, "_torchdynamo_orig_callable", None)
         if inner is None:

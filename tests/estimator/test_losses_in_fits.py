@@ -134,7 +134,7 @@ def test_a_sum_over_rows_is_refused_for_several_workers_and_added_up_for_one(
     halves = {"batchSize": ROWS // 2, "strategy": GradientAllReduce(accumulate=2)}
     expected = by_torch(1, nn.MSELoss(), NUMBERS.astype(np.float32)[:, None])
     for each in ({}, halves):
-        found = fit(rows.coalesce(1), 1, loss, "number", **settings, **each)
+        found = fit(rows.repartition(1), 1, loss, "number", **settings, **each)
         assert same(found.module, expected)
 
 

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from sparkdl.errors import ModelError
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
-from sparkdl.replica.losses import LossUse, MinibatchLoss, reduction_of, with_reduction
+from sparkdl.replica.losses import (
+    ClassIndexLoss,
+    LossUse,
+    MinibatchLoss,
+    reduction_of,
+    with_reduction,
+)
 
 torch.manual_seed(0)
 ROWS, CLASSES, LENGTH = 12, 4, 3
@@ -80,7 +86,6 @@ CASES: dict[str, tuple[Any, Any, Tensor, Any]] = {
         LABELS.clamp(min=0),
         None,
     ),
-    "compiled": (net, torch.compile(nn.CrossEntropyLoss(weight=WEIGHT), backend="eager"), LABELS, None),
     "bound": (net, nn.CrossEntropyLoss(weight=WEIGHT).forward, LABELS, None),
     "called": (net, nn.CrossEntropyLoss(weight=WEIGHT).__call__, LABELS, None),
     "partial of a module": (net, partial(nn.CrossEntropyLoss(weight=WEIGHT)), LABELS, None),
@@ -151,6 +156,17 @@ def test_a_loss_that_wraps_one_of_torchs_is_its_own_and_is_not_changed() -> None
     assert reduction_of(loss) is None
     assert with_reduction(loss, "none") is loss
     assert loss.inner.reduction == "mean"
+
+
+@pytest.mark.filterwarnings("ignore:::torch")  # importing its compiler warns
+def test_a_compiled_loss_is_known_as_what_it_compiles_which_stays_as_it_was() -> None:
+    loss = nn.CrossEntropyLoss(weight=WEIGHT)
+    known = ClassIndexLoss.of(torch.compile(loss))
+    assert known is not None
+    assert known.weight is WEIGHT
+    found = with_reduction(torch.compile(loss), "none")(net()(FEATURES), LABELS)
+    assert found.shape == (ROWS,)
+    assert loss.reduction == "mean"
 
 
 @every("weighted", [False, True])

@@ -64,7 +64,8 @@ def require_holdable(spec: ColumnSpec, statistics: ColumnStatistics) -> None:
         raise DataError(
             f"column '{spec.name}' holds NaN or infinity in {statistics.not_finite} rows (the "
             f"first is {statistics.where('not_finite')}), which {dtype} cannot hold. "
-            f"{without_infinity(spec.name, is_array=spec.is_array)}, or ask for a floating-point dtype with columnDtypes"
+            f"{without_infinity(spec.name, is_array=spec.is_array)}, or ask for a floating-point "
+            "dtype with columnDtypes"
         )
 
 
