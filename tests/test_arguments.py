@@ -101,6 +101,22 @@ def test_params_refuse_what_is_no_number_by_name_when_it_is_set() -> None:
                 )
 
 
+def test_texts_and_thresholds_that_are_none_are_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r'param "labelCol"\. .*NoneType'):
+        estimator(labelCol=None)
+    classifier = partial(
+        sparkdl.TorchClassifier,
+        model=nn.Linear,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD,
+    )
+    for given in ([np.float32(0.5), Decimal("0.5")], np.array([0.5, 0.5])):
+        assert classifier(thresholds=given).getThresholds() == [0.5, 0.5]
+    for wrong in (["a", "b"], 0.5, [0.5, math.nan], [0.5, True]):
+        with pytest.raises(ConfigError, match="thresholds must be a list of finite numbers"):
+            classifier(thresholds=wrong)
+
+
 def test_seeds_that_spark_torch_or_numpy_would_refuse_are_refused_when_set() -> None:
     for seed in (2**63, 2**64, -(2**63) - 1, 0.5):
         with pytest.raises(ConfigError, match=r"seed must be .* -2\*\*63 and < 2\*\*63"):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 
+from sparkdl.arguments import as_number
 from sparkdl.errors import ConfigError
 
 ROUNDING = 1e-9
@@ -108,6 +109,7 @@ def require_efficiency(alpha: float) -> float:
     Raises:
         ConfigError: it is not in (0, 1].
     """
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha <= 1:
+    number = as_number(alpha)
+    if number is None or not 0 < number <= 1:
         raise ConfigError(f"efficiency must be a number > 0 and <= 1, such as 0.8, got {alpha!r}")
-    return alpha
+    return number

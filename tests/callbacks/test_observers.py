@@ -134,3 +134,22 @@ def test_a_fit_attaches_the_fitted_model_to_an_error_at_its_end(spark: SparkSess
     assert isinstance(model, TorchModel)
     assert len(model.history) == 2
     assert len(model.transform(rows).select("mine").collect()) == rows.count()
+
+
+class Untellable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text for you")
+
+
+def test_an_observer_whose_error_has_no_text_ends_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def untellable(*_arguments: Any) -> None:
+        raise Untellable
+
+    hooks = dict.fromkeys(["on_checkpoint", "on_end"], untellable)
+    told = Calls([type("Watcher", (Callback,), {"observer": True, **hooks})()], Training(1))
+    told(CheckpointSaved())
+    told.end(None)
+    assert all("Untellable: <exception str() failed>" in each for each in warnings_in(caplog))
+    assert len(warnings_in(caplog)) == 2

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -167,6 +168,16 @@ def test_each_kind_of_error_has_its_code(error: BaseException, code: int) -> Non
 def test_what_is_no_number_is_null_in_json() -> None:
     said = {"loss": float("nan"), "all": [1.5, float("inf"), {"n": np.inf}]}
     assert command.finite(said) == {"loss": None, "all": [1.5, None, {"n": None}]}
+
+
+def test_a_session_that_cannot_be_stopped_changes_nothing_about_what_was_done(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def stop() -> None:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    command._stop(cast(SparkSession, SimpleNamespace(stop=stop)))
+    assert "Spark could not be stopped: ConnectionRefusedError: [Errno 111]" in caplog.text
 
 
 def test_last_words_that_nobody_reads_do_not_change_the_exit_code() -> None:

@@ -36,6 +36,7 @@ from sparkdl.errors import ConfigError, ModelError, SparkDLError
 from sparkdl.outputs import described, parts_of
 from sparkdl.protocols import Batch, LossFunction, OptimizerBuilder
 from sparkdl.replica.replica import Precision, Replica
+from sparkdl.user_code.tracebacks import message_of
 
 Example = Batch | Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 """A minibatch: the model's inputs as one tensor, several or a dict; or a Batch, with labels."""
@@ -339,4 +340,4 @@ def in_words(what: str) -> Iterator[None]:
     except SparkDLError:
         raise
     except Exception as error:
-        raise ModelError(f"{what}: {type(error).__name__}: {error}") from error
+        raise ModelError(f"{what}: {message_of(error)}") from error
