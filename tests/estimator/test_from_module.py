@@ -277,6 +277,54 @@ def test_a_module_on_another_device_or_without_rows_in_its_output_is_refused() -
         TorchModel.from_module(Sparse(), torch.zeros(1, 2))
 
 
+@pytest.mark.filterwarnings("ignore")  # torch says that some are prototypes
+def test_outputs_of_every_form_that_is_no_column_are_refused_by_its_name() -> None:
+    forms = {
+        "sparse_csr": lambda each: each.to_sparse_csr(),
+        "jagged|nested": lambda each: torch.nested.as_nested_tensor(
+            [each[0], each[0]], layout=torch.jagged
+        ),
+        "nested": lambda each: torch.nested.nested_tensor([each[0], each[0, :1]]),
+        "quantized": lambda each: torch.quantize_per_tensor(each, 0.1, 0, torch.qint8),
+        "meta": lambda each: each.to("meta"),
+        "masked": lambda each: torch.masked.masked_tensor(each, each > 0),
+    }
+    for name, form in forms.items():
+        module = Formed(form)
+        with pytest.raises(ModelError, match=name):
+            TorchModel.from_module(module, torch.ones(2, 2))
+
+
+class Formed(nn.Module):
+    def __init__(self, form: Any) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, features: Tensor) -> Any:
+        return self.form(features)
+
+
+class Untellable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text for you")
+
+
+def test_an_error_without_a_text_is_told_by_its_class() -> None:
+    def fail(_features: Tensor) -> Any:
+        raise Untellable
+
+    with pytest.raises(ModelError, match=r"Untellable: <exception str\(\) failed>"):
+        TorchModel.from_module(Formed(fail), torch.ones(2, 2))
+
+
+def test_a_module_is_taken_within_inference_mode_too(rows: DataFrame) -> None:
+    with torch.inference_mode():
+        model = TorchModel.from_module(classifier(), torch.zeros(1, WIDTH))
+    with torch.no_grad():
+        expected = classifier().eval()(torch.from_numpy(FEATURES))
+    assert np.allclose(values(model.transform(rows)), expected, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_a_stream_of_files_is_predicted_once_also_by_a_query_that_is_started_again(
     rows: DataFrame, spark: SparkSession, tmp_path: Path
