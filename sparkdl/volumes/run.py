@@ -22,6 +22,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.cluster.slots import most_slots
 from sparkdl.spark.inference.failures import told_in_driver
+from sparkdl.spark.launch.environments import checked
 from sparkdl.user_code.tracebacks import message_of
 from sparkdl.volumes.chunk import Recipe, predict_chunk, reading
 from sparkdl.volumes.grid import (
@@ -279,7 +280,7 @@ def _run(spark: SparkSession, task: ChunkTask, before: int, progress: bool) -> d
     failures: list[Exception] = []
 
     def body() -> None:
-        results.extend(rows.mapInArrow(task, "chunk bigint, patches bigint").collect())
+        results.extend(rows.mapInArrow(checked(task), "chunk bigint, patches bigint").collect())
 
     jobs = RunJobs(spark.sparkContext, f"predicts {count} chunks of a volume")
     with _bar(before, before + count, progress) as show:

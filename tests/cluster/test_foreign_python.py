@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from functools import partial
 import torch
 from pyspark.sql import functions as F
 from torch import nn
-from sparkdl import TorchEstimator, create_session
+from sparkdl import TorchEstimator, TorchModel, create_session
 
 directory, *cases = sys.argv[1:]
 spark = create_session(
@@ -47,6 +48,7 @@ rows = rows.withColumn("features", F.array("features"))
 estimator = TorchEstimator(
     model=nn.Linear(1, 1), loss=nn.MSELoss(), optimizer=partial(torch.optim.SGD, lr=0.1),
     numWorkers=2, progress=False, timeout=60)
+model = TorchModel.from_module(nn.Linear(1, 1), torch.zeros(1, 1))
 answers = {}
 for case in cases:
     (pathlib.Path(directory) / "which").write_text(case)
@@ -56,14 +58,18 @@ for case in cases:
         answers[case] = ["none", "trained", 0]
     except Exception as error:
         answers[case] = [type(error).__name__, str(error), time.monotonic() - started]
+    try:
+        model.transform(rows).collect()
+    except Exception as error:
+        answers[case].append(str(error))
 print(json.dumps(answers))
 spark.stop()
 """
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str, float]]:
-    """Name, message and seconds of the error of each case."""
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Name, message and seconds of the error of fit, and the message of transform, by case."""
     directory = tmp_path_factory.mktemp("foreign")
     for case, (package, text) in FAKES.items():
         (directory / case / package).mkdir(parents=True)
@@ -83,7 +89,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, st
     printed = printed_by(
         "-c", SCRIPT, directory, *FAKES, "true", env=environment, cwd=directory, timeout=170
     )
-    found: dict[str, tuple[str, str, float]] = json.loads(printed.strip().splitlines()[-1])
+    found: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
     return found
 
 
@@ -101,12 +107,14 @@ EXPECTED = {
 @pytest.mark.nightly
 @every("case", EXPECTED)
 def test_an_executor_with_another_environment_is_named_with_the_fix(
-    answers: dict[str, tuple[str, str, float]], case: str
+    answers: dict[str, Any], case: str
 ) -> None:
     """The same session trains once its executors have the packages."""
-    kind, message, _ = answers[case]
+    kind, message, _, of_transform = answers[case]
     assert kind == "SetupError"
     for part in (EXPECTED[case], "PYSPARK_PYTHON", sys.executable):
         assert part in message
     assert "Traceback" not in message
+    # Spark's own check comes first where pyarrow is missing.
+    assert ("No module named 'pyarrow'" if case == "no-pyarrow" else EXPECTED[case]) in of_transform
     assert answers["true"][0] == "none", answers["true"][1]

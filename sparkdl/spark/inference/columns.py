@@ -21,6 +21,7 @@ from sparkdl.feed.record_batches.packed import unpacked_rows
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.inference.predictor import Predictor
 from sparkdl.spark.inference.shared_model import OF_ANOTHER_SESSION
+from sparkdl.spark.launch.environments import checked
 from sparkdl.spark.rows.columns import InputColumn
 from sparkdl.spark.rows.in_files import columns_in_files, places
 from sparkdl.spark.rows.packing import Source, packed_columns
@@ -123,7 +124,7 @@ def prediction_columns(
         f"{field} {sql}" for field, sql in zip(predictor.fields, predictor.sql_types, strict=True)
     ]
     # The stubs know iterators of one array, or of tuples, but not both in one function.
-    udf = arrow_udf(predict, f"struct<{', '.join(types)}>")  # type: ignore[call-overload]
+    udf = arrow_udf(checked(predict), f"struct<{', '.join(types)}>")  # type: ignore[call-overload]
     predictions = udf(*inputs.values())
     as_vectors = predictor.prediction.double
 
@@ -187,7 +188,7 @@ def predict_function(predictor: Predictor, features: Sequence[ColumnSpec]) -> An
         for name, sql in zip(names, predictor.sql_types, strict=True)
     ]
     result = predictor.sql_types[0] if alone else f"struct<{', '.join(fields)}>"
-    made: Any = arrow_udf(predict, result)  # type: ignore[call-overload]
+    made: Any = arrow_udf(checked(predict), result)  # type: ignore[call-overload]
     context = SparkContext._active_spark_context
 
     # It has every attribute of what it wraps, by which Spark registers a function.

@@ -22,6 +22,7 @@ from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.inference.failures import told_in_driver
 from sparkdl.spark.inference.predictor import Predictor, only
 from sparkdl.spark.inference.scores import Labels
+from sparkdl.spark.launch.environments import checked
 from sparkdl.spark.rows.columns import InputColumn
 from sparkdl.spark.rows.packing import Source, packed_columns
 
@@ -140,7 +141,7 @@ def evaluate(
     selected: Any = dataset.select(*(column.alias(name) for name, column in packed.items()))
     with told_in_driver():
         schema = "partition int, states binary, rows bigint, skipped bigint"
-        counted = selected.mapInArrow(evaluation, schema).collect()
+        counted = selected.mapInArrow(checked(evaluation), schema).collect()
     skipped, rows = (sum(row[name] for row in counted) for name in ("skipped", "rows"))
     told = f"handleInvalid='skip' left out {skipped} of {skipped + rows} rows"
     if not rows:

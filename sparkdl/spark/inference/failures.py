@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pyspark.errors import PySparkException
 
 from sparkdl.errors import DataError, ModelError, SetupError, SparkDLError
+from sparkdl.spark.launch.environments import setup_error
 from sparkdl.user_code.needed_modules import advice
 from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, message_of, shortened, traceback_of
 
@@ -37,12 +38,14 @@ def told_in_driver() -> Iterator[None]:
     Raises:
         DataError: rows do not fit.
         ModelError: the user's code failed.
-        SetupError: an executor lacks a package.
+        SetupError: an executor lacks a package, or has another version.
     """
     try:
         yield
     except PySparkException as error:
         text = str(error)
+        if differing := setup_error(text):
+            raise differing from error
         found = _OURS.search(text)
         if found is None or found[1] not in _KINDS:
             raise

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-MARKER = "sparkdl cannot train on this executor: "
+MARKER = "sparkdl cannot run on this executor: "
 """Opens the messages that the driver turns into a SetupError."""
 
 
@@ -43,11 +43,25 @@ def make_task(
     return task
 
 
+def opened(octets: bytes, versions: dict[str, str]) -> Any:
+    """Unpickle a function of a task, once the versions have been compared.
+
+    Args:
+        octets: the pickled function.
+        versions: as for ``require``.
+    """
+    import pickle
+
+    require(versions)
+    return pickle.loads(octets)
+
+
 def require(versions: dict[str, str]) -> None:
     """Check that this Python has the driver's packages.
 
     Args:
-        versions: the driver's versions of the packages that must match, by import name.
+        versions: the driver's versions of the packages that must match, by import name. Of torch
+            the first two numbers must match, of others all.
 
     Raises:
         RuntimeError: a package is missing or has another version.
@@ -67,5 +81,7 @@ def require(versions: dict[str, str]) -> None:
         except ImportError as error:
             raise refuse(f"the package '{name}' cannot be imported: {error}") from error
         found = str(getattr(module, "__version__", "without a version"))
+        if name == "torch" and found.split(".")[:2] == wanted.split(".")[:2]:
+            continue
         if found != wanted:
             raise refuse(f"'{name}' is {found} here but {wanted} on the driver")

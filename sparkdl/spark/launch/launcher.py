@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
 from typing import Any, Self
 
-import torch
 from py4j.protocol import Py4JError
-from pyspark import cloudpickle as spark_cloudpickle
 from pyspark.sql import Row, SparkSession
 
 from sparkdl.averager.service.server import Averager
@@ -21,7 +18,6 @@ from sparkdl.errors import (
     DataError,
     DisconnectedError,
     ModelError,
-    SetupError,
     SparkDLError,
     TrainingError,
     WorkerLostError,
@@ -42,6 +38,7 @@ from sparkdl.spark.diagnostics.task_failures import (
 from sparkdl.spark.diagnostics.watchdog import watched
 from sparkdl.spark.launch import bootstrap
 from sparkdl.spark.launch.assignment import OUTPUT_DDL
+from sparkdl.spark.launch.environments import setup_error, sparkdl_version, torch_version
 from sparkdl.spark.launch.worker_rows import (
     Task,
     Workers,
@@ -53,7 +50,6 @@ from sparkdl.spark.modules.arrival import Shipment
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.spark.session.encryption import keeps_rows_in_memory
 from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, shortened
-from sparkdl.version import __version__
 from sparkdl.worker import Job
 
 logger = logging.getLogger(__name__)
@@ -63,25 +59,10 @@ LEAVE_S = 2.0
 REASON_S = 10.0
 """Seconds for Spark to say how a lost worker's process ended."""
 
-_NEEDED_BY_PYSPARK = re.compile(
-    r"No module named '(?:pyarrow|pandas|numpy)'|(?:PyArrow|Pandas) >= [\d.]+ must be installed"
-)
-"""How PySpark words it when a package is missing before our own code can check."""
-
-_NO_PYTHON = re.compile(
-    r'Cannot run program "(?P<path>[^"]+)": error=\d+, (?P<why>[^\n]+)\n'
-    r"(?:\s+at java[^\n]*\n)*\s+at org\.apache\.spark\.api\.python\.PythonWorkerFactory"
-)
-"""How a task fails when its executor finds no interpreter to start."""
-_PLACE = re.compile(r"\((\S+) executor \w+\)")
-
 _UNREACHABLE = re.compile(
     rf"{DisconnectedError.__module__}\.{DisconnectedError.__qualname__}: (rank \d+ cannot reach .*)"
 )
 """How a task fails that could never reach the driver."""
-
-# The functions of that module must run on executors that cannot import it.
-spark_cloudpickle.register_pickle_by_value(bootstrap)  # type: ignore[no-untyped-call]
 
 
 def launch(workers: Workers, job: Job) -> Launch:
@@ -279,8 +260,6 @@ def rank_task(
         used: what the pickles among the arguments refer to.
         apart: whether the only rank of a task gets a process of its own too.
     """
-    # A plain str: torch's own version type cannot be unpickled where torch is missing.
-    versions = {"torch": str(torch.__version__)}
     return bootstrap.make_task(
         "sparkdl.spark.launch.assignment:run_ranks",
         (
@@ -290,9 +269,9 @@ def rank_task(
             apart,
             shipment and tuple(shipment),
             used.broadcasts,
-            versions,
+            torch_version(),
         ),
-        {"sparkdl": __version__},
+        sparkdl_version(),
     )
 
 
@@ -303,19 +282,8 @@ def as_training_error(error: Exception) -> SparkDLError:
     if ended := end_of_jvm(error):
         return TrainingError(ended)
     text = str(error)
-    start = text.find(bootstrap.MARKER)
-    if start >= 0:
-        return SetupError(text[start:].splitlines()[0])
-    if lacking := _NEEDED_BY_PYSPARK.search(text):
-        return SetupError(
-            f"the Python on the executors lacks what PySpark itself needs: {lacking[0]}. The "
-            f"driver's Python is {sys.executable}: point PYSPARK_PYTHON at one like it before "
-            "the session is created (sparkdl.create_session does), or install the driver's "
-            "packages there"
-        )
-    if absent := _NO_PYTHON.search(text):
-        place = _PLACE.search(text)
-        return SetupError(_no_python(absent["path"], absent["why"], place and place[1]))
+    if differing := setup_error(text):
+        return differing
     if unreachable := _UNREACHABLE.search(text):
         return TrainingError(
             f"{unreachable[1].strip()}. Executors must reach the driver on a port that it "
@@ -337,19 +305,3 @@ def is_its_own(error: SparkDLError) -> bool:
     """
     of_workers = isinstance(error, WorkerLostError) or DisconnectedError.__qualname__ in str(error)
     return not of_workers
-
-
-def _no_python(path: str, why: str, host: str | None) -> str:
-    where = "an executor" if host is None else f"the executor on {host}"
-    told = f"{where} cannot start the Python that PYSPARK_PYTHON names, {path}: {why}. "
-    if "/" not in path:
-        return told + "It is not on the PATH there: set PYSPARK_PYTHON to an absolute path"
-    if path.startswith("/"):
-        return told + "Install it on every host, or set PYSPARK_PYTHON to a path that all have"
-    folder, _, rest = path.removeprefix("./").partition("/")
-    return told + (
-        "The path is relative, so spark.archives must provide it: does that setting end in "
-        f"#{folder}, and does the archive have {rest}? If so, it may link to a Python that the "
-        "host lacks: venv-pack packs a link to the one the environment was created with, which "
-        "every host then needs at the same path; conda-pack packs Python itself"
-    )

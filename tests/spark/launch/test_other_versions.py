@@ -1,0 +1,90 @@
+"""Executors with another Python, torch or sparkdl than the driver: one sentence names both."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import pytest
+import torch
+from frames import estimator, frame
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+
+import sparkdl
+from sparkdl import TorchModel
+from sparkdl.errors import SetupError
+from sparkdl.spark.launch import environments
+from sparkdl.spark.launch.bootstrap import require
+
+
+def model() -> Any:
+    return TorchModel.from_module(torch.nn.Linear(4, 1), torch.zeros(1, 4)).setLabelCol("label")
+
+
+def metrics() -> dict[str, Any]:
+    return {"sum": lambda outputs, labels: outputs.sum()}
+
+
+def test_another_minor_version_of_python_is_told_with_the_host(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = ".".join(map(str, sys.version_info[:2]))
+    rows = frame(spark)
+    monkeypatch.setattr(spark.sparkContext, "pythonVer", "3.9")
+    told = (
+        rf"^the executor on \S+ runs Python {re.escape(there)}, but the driver Python 3\.9, and "
+        r".*point PYSPARK_PYTHON at a Python 3\.9 there"
+    )
+    for call in (
+        lambda: estimator().fit(rows),
+        lambda: sparkdl.run(lambda: None, num_workers=2),
+        lambda: model().evaluate(rows, metrics()),
+    ):
+        with pytest.raises(SetupError, match=told):
+            call()
+
+
+def test_predictions_compare_the_versions_before_they_unpickle_anything(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = frame(spark)
+    here = f"(Python {sys.executable} on "
+    for name, found, set_to in (
+        ("sparkdl", sparkdl.__version__, "sparkdl_version"),
+        ("torch", torch.__version__, "torch_version"),
+    ):
+        with monkeypatch.context() as changed:
+            other = {name: "1.2.3"}
+            changed.setattr(environments, set_to, lambda other=other: other)
+            told = re.escape(f"'{name}' is {found} here but 1.2.3 on the driver {here}")
+            with pytest.raises(SetupError, match=f"^sparkdl cannot run on this executor: {told}"):
+                model().evaluate(rows, metrics())
+            with pytest.raises(PySparkException, match=told):
+                model().transform(rows).collect()
+            with pytest.raises(PySparkException, match=told):
+                rows.select(model().udf()("features")).collect()
+    assert model().transform(rows).count() == rows.count()
+
+
+def test_builds_and_patches_of_torch_may_differ_and_minor_versions_may_not() -> None:
+    major, minor, *_ = torch.__version__.split(".")
+    require({"torch": f"{major}.{minor}.99+cu126"})
+    with pytest.raises(RuntimeError, match=f"'torch' is .* here but {major}\\.1{minor}\\.0 on"):
+        require({"torch": f"{major}.1{minor}.0"})
+    with pytest.raises(RuntimeError, match=r"'sparkdl' is .* here but 0\.2\.99 on the driver"):
+        require({"sparkdl": "0.2.99"})
+
+
+def test_what_sparks_report_says_of_python_is_read_in_the_words_of_3_5_and_of_4() -> None:
+    for colon in ("", ":"):
+        told = environments.setup_error(
+            "Lost task 0.0 in stage 1.0 (TID 3) (10.1.2.3 executor 1): PySparkRuntimeError: "
+            f"[PYTHON_VERSION_MISMATCH] Python in worker has different version{colon} 3.12 than "
+            f"that in driver{colon} 3.11, PySpark cannot run with different minor versions."
+        )
+        assert str(told).startswith(
+            "the executor on 10.1.2.3 runs Python 3.12, but the driver Python 3.11, and "
+        )
+    assert environments.setup_error("UNRESOLVED_COLUMN") is None
