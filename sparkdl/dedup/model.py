@@ -239,6 +239,7 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
             ConfigError: a threshold is too large, or the rows or the measure are not known.
         """
         dataset, keep = self._rows(None), self.getKeep()
+        require_frame(held_out, "held_out", to_end="Measure on")
         evaluator = evaluator_for(estimator, evaluator)
         models = [self.copy({self.threshold: threshold}) for threshold in thresholds]
         gone = [model.duplicates(dataset).select(keep).persist() for model in models]

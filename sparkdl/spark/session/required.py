@@ -6,10 +6,12 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import pyarrow as pa
+import pyspark
 import torch
 from py4j.protocol import Py4JError
 from pyspark import RDD, SparkContext
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame, Row, SparkSession
 
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.spark.catalyst.jvm import end_of_jvm, has_jvm, is_of_this_driver, is_stopped
@@ -120,27 +122,59 @@ def _described(value: object, name: str) -> tuple[str, str]:
         return "None", "give the rows, for example spark.read.parquet(path)"
     if isinstance(value, type):
         return f"the class {value.__name__}", "give a DataFrame itself"
-    if isinstance(value, (str, os.PathLike)):
+    if isinstance(value, str):
         read = f"spark.read.parquet({name}) reads files, spark.table({name}) a table"
-        return _with_article(what), read
+        return "a str", read
+    if isinstance(value, os.PathLike):
+        return _with_article(what), f"spark.read.parquet(str({name})) reads files"
     if kind.__module__.startswith("pyspark.pandas."):
-        return f"a pandas-on-Spark {kind.__name__}", f"{name}.to_spark() makes one"
+        return f"a pandas-on-Spark {kind.__name__}", _of_pandas_on_spark(value, name)
+    if isinstance(value, RDD):
+        return "an RDD", made
     if package == "polars":
         made = f"spark.createDataFrame({name}.to_arrow()) makes one"
+    elif package == "pyarrow":
+        made = _of_arrow(value, name)
+    elif kind.__name__ == "Series" and package == "pandas":
+        made = f"spark.createDataFrame({name}.to_frame()) makes one"
     elif isinstance(value, torch.Tensor):
         made = f"spark.createDataFrame({name}.numpy()) makes one"
     elif isinstance(value, Mapping):
         made = f"spark.createDataFrame(pandas.DataFrame({name})) makes one"
+    elif isinstance(value, Row):
+        made = f"spark.createDataFrame([{name}]) makes one"
     elif callable(value):
         made = "call it, if it returns one"
-    elif package == "pyspark" and not isinstance(value, RDD):
+    elif package == "pyspark":
         made = "give the DataFrame that its methods return"
-    elif package not in _PACKAGES[:3] and not isinstance(value, (list, tuple, RDD)):
+    elif package not in _PACKAGES[:2] and not isinstance(value, (list, tuple)):
         made = _IN_CODE
     return _with_article(what), made
 
 
+def _of_pandas_on_spark(value: object, name: str) -> str:
+    if hasattr(type(value), "to_spark"):
+        return f"{name}.to_spark() makes one"
+    if hasattr(type(value), "to_frame"):
+        return f"{name}.to_frame().to_spark() makes one"
+    return "give the to_spark() of the DataFrame that its methods return"
+
+
+def _of_arrow(value: object, name: str) -> str:
+    """A table first; older Sparks make none of it, and take pandas'."""
+    table = name
+    if hasattr(value, "read_all"):
+        table = f"{name}.read_all()"
+    elif hasattr(value, "to_table"):
+        table = f"{name}.to_table()"
+    elif isinstance(value, pa.RecordBatch):
+        table = f"pyarrow.Table.from_batches([{name}])"
+    elif not isinstance(value, pa.Table):
+        table = f"pyarrow.table({{'x': {name}}})"
+    if int(pyspark.__version__.partition(".")[0]) < 4:
+        table += ".to_pandas()"
+    return f"spark.createDataFrame({table}) makes one"
+
+
 def _with_article(what: str) -> str:
-    if what == "RDD":
-        return "an RDD"
     return f"an {what}" if what[0].lower() in "aeiou" else f"a {what}"

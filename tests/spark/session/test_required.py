@@ -1,7 +1,8 @@
-"""What is no DataFrame, or of no session that runs, is told as what it is; no Spark."""
+"""What is no DataFrame, or of no session that runs, is told as what it is."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,15 +10,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.dataset
 import pytest
 import torch
 from py4j.protocol import Py4JError
 from pyspark import RDD, SparkContext
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.ml import Pipeline
+from pyspark.sql import DataFrame, Row, SparkSession
 from torch.utils.data import DataLoader
 
 import sparkdl
-from sparkdl import TorchEstimator, TorchModel
+from sparkdl import NearDuplicates, TorchClassifier, TorchEstimator, TorchModel
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.jobs.sources import Rows, Source
 from sparkdl.spark.session.required import require_frame, require_session
@@ -26,27 +29,60 @@ from sparkdl.spark.session.required import require_frame, require_session
 class OnSpark:
     """In place of a pandas-on-Spark DataFrame, whose package takes seconds to import."""
 
+    def to_spark(self) -> None: ...
+
+
+class SeriesOnSpark:
+    """And of a Series or an Index."""
+
+    def to_frame(self) -> None: ...
+
 
 OnSpark.__module__, OnSpark.__name__ = "pyspark.pandas.frame", "DataFrame"
+SeriesOnSpark.__module__, SeriesOnSpark.__name__ = "pyspark.pandas.series", "Series"
+TABLE = pa.table({"x": [1]})
+RDD_OF_ROWS = object.__new__(type("PipelinedRDD", (RDD,), {}))
 
+# What makes a DataFrame of them is tried by the test below.
+FRAMES: list[tuple[Any, str, str]] = [
+    (pd.DataFrame({"x": [1]}), "a pandas DataFrame", "spark.createDataFrame(df)"),
+    (pd.Series([1.0], name="x"), "a pandas Series", "spark.createDataFrame(df.to_frame())"),
+    (np.zeros(2), "a numpy ndarray", "spark.createDataFrame(df)"),
+    (TABLE, "a pyarrow Table", "spark.createDataFrame(df)"),
+    (
+        TABLE.to_batches()[0],
+        "a pyarrow RecordBatch",
+        "spark.createDataFrame(pyarrow.Table.from_batches([df]))",
+    ),
+    (
+        pa.dataset.dataset(TABLE),
+        "a pyarrow InMemoryDataset",
+        "spark.createDataFrame(df.to_table())",
+    ),
+    (TABLE["x"], "a pyarrow ChunkedArray", "spark.createDataFrame(pyarrow.table({'x': df}))"),
+    (
+        TABLE.to_reader(),
+        "a pyarrow RecordBatchReader",
+        "spark.createDataFrame(df.read_all())",
+    ),
+    ({"x": [1]}, "a dict", "spark.createDataFrame(pandas.DataFrame(df))"),
+    (Row(x=1), "a Row", "spark.createDataFrame([df])"),
+    ([Row(x=1)], "a list", "spark.createDataFrame(df)"),
+    (torch.zeros(2), "a torch Tensor", "spark.createDataFrame(df.numpy())"),
+]
 NO_FRAMES: list[tuple[Any, str]] = [
-    (pd.DataFrame(), r"got a pandas DataFrame; spark\.createDataFrame\(df\) makes one"),
-    (pd.Series([1.0]), r"got a pandas Series; spark\.createDataFrame\(df\)"),
-    (np.zeros(2), r"got a numpy ndarray; spark\.createDataFrame\(df\) makes one"),
-    (pa.table({"x": [1]}), r"got a pyarrow Table; spark\.createDataFrame\(df\) makes one"),
     (OnSpark(), r"got a pandas-on-Spark DataFrame; df\.to_spark\(\) makes one"),
-    ([1, 2], r"got a list; spark\.createDataFrame\(df\) makes one"),
-    ({"x": [1]}, r"got a dict; spark\.createDataFrame\(pandas\.DataFrame\(df\)\) makes one"),
+    (SeriesOnSpark(), r"got a pandas-on-Spark Series; df\.to_frame\(\)\.to_spark\(\) makes one"),
     ("/data/x.parquet", r"got a str; spark\.read\.parquet\(df\) reads files, spark\.table\(df\)"),
-    (Path("/data"), r"got a PosixPath; spark\.read\.parquet\(df\)"),
-    (object.__new__(RDD), r"got an RDD; spark\.createDataFrame\(df\) makes one"),
-    (torch.zeros(2), r"got a torch Tensor; spark\.createDataFrame\(df\.numpy\(\)\) makes one"),
+    (Path("/data"), r"got a PosixPath; spark\.read\.parquet\(str\(df\)\) reads files$"),
+    (RDD_OF_ROWS, r"got an RDD; spark\.createDataFrame\(df\) makes one"),
     (DataLoader([]), r"got a torch DataLoader; write its rows to files.*sparkdl\.run"),
     (object.__new__(SparkSession), r"got a SparkSession; give the DataFrame that its methods"),
     (DataFrame, r"got the class DataFrame; give a DataFrame itself"),
     (lambda: None, r"got a function; call it"),
     (None, r"got None; give the rows"),
     (3, r"got an int; "),
+    *((value, re.escape(f"got {what}; {made} makes one")) for value, what, made in FRAMES),
 ]
 
 
@@ -56,7 +92,21 @@ def test_what_is_no_frame_is_named_with_what_makes_one() -> None:
             require_frame(value)
 
 
-def test_fit_transform_evaluate_run_and_sources_ask_first() -> None:
+def test_what_is_said_to_make_a_frame_of_a_value_does(spark: SparkSession) -> None:
+    rows = {}
+    for value, what, made in FRAMES:
+        names = {"spark": spark, "df": value, "pandas": pd, "pyarrow": pa}
+        rows[what] = eval(made, names).count()
+    assert min(rows.values()) >= 1, rows
+
+
+def test_an_older_spark_is_given_pandas_for_arrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyspark.__version__", "3.5.9")
+    with pytest.raises(ConfigError, match=r"createDataFrame\(df\.to_pandas\(\)\) makes one"):
+        require_frame(TABLE)
+
+
+def test_whatever_takes_a_frame_asks_first() -> None:
     model = TorchModel.from_module(torch.nn.Linear(1, 1), torch.zeros(1, 1))
     estimator = TorchEstimator(
         model=torch.nn.Linear(1, 1), loss=torch.nn.MSELoss(), optimizer=torch.optim.Adam
@@ -68,8 +118,15 @@ def test_fit_transform_evaluate_run_and_sources_ask_first() -> None:
 
     with pytest.raises(ConfigError, match=r"what Own\.read returns must be a Spark DataFrame, got"):
         Rows().read(Own(), None)  # type: ignore[arg-type]
+    classifier = TorchClassifier(model=torch.nn.Linear(1, 2), optimizer=torch.optim.Adam)
+    duplicates = NearDuplicates(hash="simhash", inputCol="text", keep="id")
     calls: list[Any] = [
         estimator.fit,
+        classifier.fit,
+        duplicates.fit,
+        Pipeline(stages=[estimator]).fit,
+        lambda rows: estimator.fit(rows, [{}]),
+        lambda rows: sparkdl.plan(estimator, rows),
         lambda rows: next(iter(estimator.fitMultiple(rows, [{}])))[1],
         lambda rows: estimator.fit(rows, warm_start=model),
         model.transform,
