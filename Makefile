@@ -6,9 +6,11 @@
 # make models-table write the tables of docs/models.md anew, by fitting every row
 # make notebooks    run the notebooks of examples/, and store what they show
 # make bench-before BEFORE=<commit>   rounds, throughput, feed and start-up, beside those of a commit
+# make storms       trainings under a hundred random faults; as root, also of whole hosts
 # make lint         ruff and mypy
 # make docs         the site, in build/site/index.html
-# make wheel-test   build a wheel, and train with it in an environment of its own
+# make dist         the sdist and the wheel, in dist/
+# make wheel-test   build a wheel, and run the README's notebook lines with it in an environment of its own
 
 PYTHON ?= python3.11
 VENV ?= .venv
@@ -19,7 +21,7 @@ PARALLEL ?= -n 2 --dist loadfile
 # What python runs the tests with; .ci/run has one that runs again what failed.
 PYTEST ?= -m pytest
 
-.PHONY: quickstart test test-all test-nightly test-guests models-table notebooks bench-before lint docs wheel-test java clean
+.PHONY: quickstart test test-all test-nightly test-guests models-table notebooks bench-before storms lint docs dist wheel-test java clean
 
 quickstart: java $(VENV)/installed-jobs
 	$(BIN)/python jobs/train.py --config conf/flights.yaml --session.master '$(MASTER)'
@@ -52,6 +54,9 @@ bench-before: java $(VENV)/installed-test
 	  $(BIN)/python benchmarks/side_by_side.py $(ARGS) --source build/before $$each || failed=1; \
 	done; test -z "$$failed"
 
+storms: java $(VENV)/installed-test
+	$(BIN)/python benchmarks/chaos.py $(ARGS)
+
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -59,6 +64,10 @@ lint: $(VENV)/installed-test
 
 docs: $(VENV)/installed-docs
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q -b html docs build/site
+
+dist: $(VENV)/installed-test
+	rm -rf dist
+	$(BIN)/python -m build
 
 wheel-test: java $(VENV)/installed-test
 	$(BIN)/python -m pytest -m slow tests/docs/test_wheel.py $(ARGS)
@@ -87,4 +96,4 @@ extras-docs := docs
 extras-guests := jobs,test,guests
 
 clean:
-	rm -rf $(VENV) output build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) output build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

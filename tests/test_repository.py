@@ -1,0 +1,85 @@
+"""What is around the package: workflows, hooks, manifests, the version; none needs a network."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import yaml
+
+import sparkdl
+
+ROOT = Path(__file__).parents[1]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+
+
+def commands(workflow: Path) -> list[str]:
+    """What the steps of a workflow run."""
+    found = []
+    for job in yaml.safe_load(workflow.read_text())["jobs"].values():
+        steps = [step["run"] for step in job["steps"] if "run" in step]
+        if "${{ matrix.command }}" in steps:
+            found += [each["command"] for each in job["strategy"]["matrix"]["include"]]
+        found += [step for step in steps if "matrix" not in step]
+    return found
+
+
+def targets() -> set[str]:
+    (declared,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return set(declared.split())
+
+
+def test_workflows_have_the_form_that_github_takes() -> None:
+    actions = sorted((ROOT / ".github/actions").glob("*/action.yml"))
+    for schema, files in (
+        ("vendor.github-workflows", WORKFLOWS),
+        ("custom.github-workflows-require-timeout", WORKFLOWS),
+        ("vendor.github-actions", actions),
+    ):
+        assert files
+        command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, *files]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_workflows_hooks_and_pages_call_targets_that_the_makefile_has() -> None:
+    called = [command for workflow in WORKFLOWS for command in commands(workflow)]
+    (hooks,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    called += [hook["entry"] for hook in hooks["hooks"]]
+    assert hooks["repo"] == "local"  # nothing is downloaded
+    assert len(called) >= 8
+    assert all(command.startswith("make ") for command in called), called
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    for page in [*pages, ROOT / ".ci/run"]:
+        called += re.findall(
+            r"(?:^|`)(make [a-z-]+)(?=`|$| [A-Z]+=)", page.read_text(), re.MULTILINE
+        )
+    missing = {name for command in called if (name := shlex.split(command)[1]) not in targets()}
+    assert not missing
+
+
+def test_the_workflow_of_a_change_runs_what_ci_run_does() -> None:
+    script = (ROOT / ".ci/run").read_text()
+    assert commands(ROOT / ".github/workflows/ci.yml") == re.findall("^make .*", script, re.M)
+
+
+def test_manifests_are_valid_for_the_oldest_and_the_newest_kubernetes_that_are_known() -> None:
+    manifests = sorted((ROOT / "deploy").glob("*.yaml"))
+    assert manifests
+    for manifest in manifests:
+        for described in yaml.safe_load_all(manifest.read_text()):
+            for version in ("1.28", kubernetes_validate.latest_version()):
+                kubernetes_validate.validate(described, version, strict=True)
+
+
+def test_the_version_is_the_newest_of_the_changelog() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## (\d+\.\d+\.\d+)", changelog, re.MULTILINE)
+    assert versions[0] == sparkdl.__version__
+    numbers: list[Any] = [tuple(map(int, version.split("."))) for version in versions]
+    assert numbers == sorted(numbers, reverse=True)
