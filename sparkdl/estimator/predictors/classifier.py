@@ -16,6 +16,7 @@ from sparkdl.estimator.outputs import ClassOutputs
 from sparkdl.estimator.params.declaration import constructor
 from sparkdl.estimator.params.estimators import TorchClassifierParams, TorchEstimatorParams
 from sparkdl.events import MetricValue
+from sparkdl.spark.session.required import require_frame
 
 
 class TorchClassificationModel(FittedModel, ClassOutputs):
@@ -88,6 +89,7 @@ class TorchClassifier(TorchClassifierParams, ClassOutputs, BaseEstimator[TorchCl
                 "a classifier has one label column, but labelCols names "
                 f"{', '.join(self.getLabelCols() or [])}. Set labelCol, or use TorchEstimator"
             )
+        require_frame(dataset, to_end="Fit")
         column = self.getLabelCol()
         labels = self.getLabels() or labels_of(dataset, column)
         rows, index = indexed(dataset, column, labels)

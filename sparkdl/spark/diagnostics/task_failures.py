@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 
 from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
@@ -13,6 +14,8 @@ from sparkdl.spark.catalyst.cluster import FailedTask, failed_tasks
 
 logger = logging.getLogger(__name__)
 
+REPORTED_S = 2.0
+"""Seconds after the end of a job in which Spark's status store hears of its tasks."""
 _PYTHON_DIED = "Python worker exited unexpectedly"
 _EXECUTOR_DIED = "ExecutorLostFailure"
 _RANK_DIED = f"{WorkerLostError.__module__}.{WorkerLostError.__qualname__}: "
@@ -108,6 +111,26 @@ def with_sparks_reason(
     advice = memory_advice(_reason(failed[-1].message))
     said = f"{error}. Spark says of {told}" + (f". {advice}" if advice else "")
     return WorkerLostError(said, ranks=error.ranks)
+
+
+def host_of_last_failure(spark: SparkSession, group: str) -> str | None:
+    """Where the last failed task of a job group ran; None if Spark does not say so within 2 s.
+
+    Args:
+        spark: the session.
+        group: the job group.
+    """
+    due = time.monotonic() + REPORTED_S
+    try:
+        while True:
+            if failed := _failed_tasks(spark, group):
+                return failed[-1].host
+            if time.monotonic() > due:
+                return None
+            time.sleep(0.05)
+    except (Py4JError, OSError, AttributeError) as unanswered:
+        logger.debug("Spark no longer answers: %s", unanswered)
+        return None
 
 
 def _ranks(task: int, ranks_a_task: int) -> str:

@@ -62,6 +62,7 @@ def checked(function: Callable[[Iterator[Any]], Iterator[Any]]) -> Any:
         yield from held(batches)
 
     if isinstance(function, FunctionType):
+        call.__name__ = function.__name__  # which names the column
         hints = get_type_hints(function)
         call.__annotations__ = {name: hints[name] for name in ("batches", "return")}
     return call
@@ -82,11 +83,12 @@ class _Held:
         return bootstrap.opened, (octets, sparkdl_version() | torch_version())
 
 
-def setup_error(text: str) -> SetupError | None:
+def setup_error(text: str, host: Callable[[], str | None] = lambda: None) -> SetupError | None:
     """What Spark's message for a failed job says about the Python of its executors.
 
     Args:
         text: the whole message.
+        host: finds out where a task has failed, if the message does not say it.
 
     Returns:
         The error to raise in its place; None if the job failed for another reason.
@@ -101,17 +103,22 @@ def setup_error(text: str) -> SetupError | None:
             "the session is created (sparkdl.create_session does), or install the driver's "
             "packages there"
         )
-    place = _PLACE.search(text)
-    where = f"the executor on {place[1]}" if place else "an executor"
     if other := _OTHER_PYTHON.search(text):
+        where = _executor(text, host)
         return SetupError(
             f"{where} runs Python {other['there']}, but the driver Python {other['here']}, and "
             "PySpark needs the same minor version: point PYSPARK_PYTHON at a Python "
             f"{other['here']} there before the session is created"
         )
     if absent := _NO_PYTHON.search(text):
-        return SetupError(_no_python(where, absent["path"], absent["why"]))
+        return SetupError(_no_python(_executor(text, host), absent["path"], absent["why"]))
     return None
+
+
+def _executor(text: str, host: Callable[[], str | None]) -> str:
+    place = _PLACE.search(text)
+    found = place[1] if place else host()
+    return "an executor" if found is None else f"the executor on {found}"
 
 
 def _no_python(where: str, path: str, why: str) -> str:

@@ -31,6 +31,7 @@ from sparkdl.spark.cluster.slots import require_free_slots
 from sparkdl.spark.diagnostics.console import Console, display, echoes
 from sparkdl.spark.diagnostics.task_failures import (
     end_of_a_rank,
+    host_of_last_failure,
     is_loss,
     memory_advice,
     with_sparks_reason,
@@ -215,7 +216,9 @@ class WorkerJob:
         self._fail(TrainingError(self._ended_early))
 
     def _failed(self, error: Exception) -> None:
-        self._error = as_training_error(error)
+        self._error = as_training_error(
+            error, lambda: host_of_last_failure(self._spark, self.jobs.group)
+        )
         self._fail(self._error)
 
     def _explained(self, error: SparkDLError) -> SparkDLError:
@@ -275,14 +278,21 @@ def rank_task(
     )
 
 
-def as_training_error(error: Exception) -> SparkDLError:
-    """Say why the Spark job failed, in our bootstrap's own words if the bootstrap refused."""
+def as_training_error(
+    error: Exception, host: Callable[[], str | None] = lambda: None
+) -> SparkDLError:
+    """Say why the Spark job failed, in our bootstrap's own words if the bootstrap refused.
+
+    Args:
+        error: what the job raised.
+        host: finds out where a task of it failed.
+    """
     if isinstance(error, SparkDLError):
         return error
     if ended := end_of_jvm(error):
         return TrainingError(ended)
     text = str(error)
-    if differing := setup_error(text):
+    if differing := setup_error(text, host):
         return differing
     if unreachable := _UNREACHABLE.search(text):
         return TrainingError(

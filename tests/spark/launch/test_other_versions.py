@@ -11,9 +11,10 @@ import torch
 from frames import estimator, frame
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
+from torchmetrics import MeanSquaredError
 
 import sparkdl
-from sparkdl import TorchModel
+from sparkdl import GradientAllReduce, ParameterAveraging, TorchModel
 from sparkdl.errors import SetupError
 from sparkdl.spark.launch import environments
 from sparkdl.spark.launch.bootstrap import require
@@ -24,7 +25,7 @@ def model() -> Any:
 
 
 def metrics() -> dict[str, Any]:
-    return {"sum": lambda outputs, labels: outputs.sum()}
+    return {"error": MeanSquaredError()}
 
 
 def test_another_minor_version_of_python_is_told_with_the_host(
@@ -34,16 +35,16 @@ def test_another_minor_version_of_python_is_told_with_the_host(
     rows = frame(spark)
     monkeypatch.setattr(spark.sparkContext, "pythonVer", "3.9")
     told = (
-        rf"^the executor on \S+ runs Python {re.escape(there)}, but the driver Python 3\.9, and "
-        r".*point PYSPARK_PYTHON at a Python 3\.9 there"
+        rf" runs Python {re.escape(there)}, but the driver Python 3\.9, and .*point PYSPARK_PYTHON "
+        r"at a Python 3\.9 there"
     )
-    for call in (
-        lambda: estimator().fit(rows),
-        lambda: sparkdl.run(lambda: None, num_workers=2),
-        lambda: model().evaluate(rows, metrics()),
-    ):
-        with pytest.raises(SetupError, match=told):
-            call()
+    for strategy in (ParameterAveraging(), GradientAllReduce()):
+        with pytest.raises(SetupError, match=rf"^the executor on \S+{told}"):
+            estimator(strategy=strategy).fit(rows)
+    with pytest.raises(SetupError, match=rf"^the executor on \S+{told}"):
+        sparkdl.run(lambda: None, num_workers=2)
+    with pytest.raises(SetupError, match=rf"^an executor{told}"):  # Spark does not say which
+        model().evaluate(rows, metrics())
 
 
 def test_predictions_compare_the_versions_before_they_unpickle_anything(
@@ -66,6 +67,7 @@ def test_predictions_compare_the_versions_before_they_unpickle_anything(
             with pytest.raises(PySparkException, match=told):
                 rows.select(model().udf()("features")).collect()
     assert model().transform(rows).count() == rows.count()
+    assert rows.select(model().udf()("features")).columns == ["predict(features)"]
 
 
 def test_builds_and_patches_of_torch_may_differ_and_minor_versions_may_not() -> None:
