@@ -50,22 +50,24 @@ def test_another_minor_version_of_python_is_told_with_the_host(
 def test_predictions_compare_the_versions_before_they_unpickle_anything(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = frame(spark)
-    here = f"(Python {sys.executable} on "
-    for name, found, set_to in (
-        ("sparkdl", sparkdl.__version__, "sparkdl_version"),
-        ("torch", torch.__version__, "torch_version"),
-    ):
-        with monkeypatch.context() as changed:
-            other = {name: "1.2.3"}
-            changed.setattr(environments, set_to, lambda other=other: other)
-            told = re.escape(f"'{name}' is {found} here but 1.2.3 on the driver {here}")
-            with pytest.raises(SetupError, match=f"^sparkdl cannot run on this executor: {told}"):
-                model().evaluate(rows, metrics())
-            with pytest.raises(PySparkException, match=told):
-                model().transform(rows).collect()
-            with pytest.raises(PySparkException, match=told):
-                rows.select(model().udf()("features")).collect()
+    rows = frame(spark, rows=4, partitions=1)
+
+    def told(name: str, found: str) -> str:
+        return re.escape(f"'{name}' is {found} here but 1.2.3 on the driver (Python ")
+
+    with monkeypatch.context() as changed:
+        changed.setattr(environments, "sparkdl_version", lambda: {"sparkdl": "1.2.3"})
+        words = told("sparkdl", sparkdl.__version__)
+        with pytest.raises(SetupError, match=f"^sparkdl cannot run on this executor: {words}"):
+            model().evaluate(rows, metrics())
+        with pytest.raises(PySparkException, match=words):
+            model().transform(rows).collect()
+        with pytest.raises(PySparkException, match=words):
+            rows.select(model().udf()("features")).collect()
+    with monkeypatch.context() as changed:
+        changed.setattr(environments, "torch_version", lambda: {"torch": "1.2.3"})
+        with pytest.raises(SetupError, match=told("torch", torch.__version__)):
+            model().evaluate(rows, metrics())
     assert model().transform(rows).count() == rows.count()
     assert rows.select(model().udf()("features")).columns == ["predict(features)"]
 
