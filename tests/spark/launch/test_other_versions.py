@@ -28,6 +28,7 @@ def metrics() -> dict[str, Any]:
     return {"error": MeanSquaredError()}
 
 
+@pytest.mark.slow
 def test_another_minor_version_of_python_is_told_with_the_host(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,6 +48,7 @@ def test_another_minor_version_of_python_is_told_with_the_host(
         model().evaluate(rows, metrics())
 
 
+@pytest.mark.slow
 def test_predictions_compare_the_versions_before_they_unpickle_anything(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
