@@ -4,7 +4,9 @@ An exchange of N workers takes ``fixed + per_byte * passing(N) + latency * hops(
 it takes whatever is sent, what the busiest link and the processors take for each byte that passes,
 and the messages that wait for each other. Two profiles with different numbers of workers tell the
 first two apart. With one there are two limits, all of it fixed or all of it by bytes; the second
-one is the prediction, the first one the lower end of what is possible.
+one is the prediction, the first one the lower end of what is possible. Rounds in the driver take
+somewhat less than this with many workers: their replies are taken to end together, as they would
+with equal shares of the link, but some end early, whose workers then send while others receive.
 """
 
 from __future__ import annotations
