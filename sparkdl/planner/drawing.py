@@ -42,6 +42,7 @@ def draw(plan: Plan) -> Any:
             speed.fill_between(plan.workers, low, high, alpha=0.2)
     speed.plot(plan.workers, plan.workers, color="black", linewidth=0.8, linestyle=":")
     speed.set_ylim(0, 1.05 * plan.workers[-1])
+    speed.set_xticks(plan.workers)
     speed.set(xlabel="workers", ylabel="times as fast as one", title="Speed-up")
     if plan.aggregations != [None]:
         speed.legend(title="aggregation")
