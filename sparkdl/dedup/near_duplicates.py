@@ -20,7 +20,7 @@ from sparkdl.dedup.model import Found, NearDuplicatesModel
 from sparkdl.dedup.pairs import decided
 from sparkdl.dedup.params import DedupParams
 from sparkdl.dedup.persistence import PlainReader, PlainWriter
-from sparkdl.dedup.pictures import pillow
+from sparkdl.encodings.images import pillow
 from sparkdl.errors import DataError
 from sparkdl.estimator.params.declaration import constructor
 from sparkdl.spark.rows.packing import small_record_batches

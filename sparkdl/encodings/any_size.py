@@ -43,10 +43,8 @@ class AnySize(Pictures):
         from PIL import ImageOps
 
         is_struct = pa.types.is_struct(row.type)
-        image = _of_struct(library, row) if is_struct else _reduced(library, row.as_buffer(), size)
-        image = converted(library, image, mode)
-        ImageOps.exif_transpose(image, in_place=True)
-        return self.fitted(ImageOps, image, size)
+        image = of_struct(library, row) if is_struct else _reduced(library, row.as_buffer(), size)
+        return self.fitted(ImageOps, upright(library, image, mode), size)
 
     @abstractmethod
     def fitted(self, operations: Any, image: Any, size: Size) -> Any:
@@ -103,16 +101,34 @@ FITS: dict[str, AnySize] = {"crop": Cropped(), "pad": Padded(), "stretch": Stret
 """How images are brought to the declared size, by the value of ``imageFit``."""
 
 
-def _reduced(library: Any, octets: pa.Buffer, size: Size) -> Any:
-    """An encoded image, which Pillow will decode in not much more detail than is needed."""
-    jpeg = octets[: len(_JPEG)].to_pybytes() == _JPEG
-    most = PIXELS[jpeg]
+def upright(library: Any, image: Any, mode: str) -> Any:
+    """An image in another mode, turned as its EXIF says."""
+    from PIL import ImageOps
+
+    image = converted(library, image, mode)
+    ImageOps.exif_transpose(image, in_place=True)
+    return image
+
+
+def announced(library: Any, octets: pa.Buffer, most: int) -> Any:
+    """Have Pillow open an image, without decoding it, that announces at most so many pixels.
+
+    Raises:
+        ValueError: it announces more; other errors as ``opened``.
+    """
     image = opened(library, octets, most)
     if math.prod(image.size) > most:
         raise ValueError(
             f"it announces {image.size[1]} x {image.size[0]} pixels, and at most {most:,} are "
             "decoded"
         )
+    return image
+
+
+def _reduced(library: Any, octets: pa.Buffer, size: Size) -> Any:
+    """An encoded image, which Pillow will decode in not much more detail than is needed."""
+    jpeg = octets[: len(_JPEG)].to_pybytes() == _JPEG
+    image = announced(library, octets, PIXELS[jpeg])
     if jpeg:
         turned = image.getexif().get(_ORIENTATION) in _TRANSPOSED
         width, height = size[::-1] if turned else size
@@ -120,8 +136,12 @@ def _reduced(library: Any, octets: pa.Buffer, size: Size) -> Any:
     return image
 
 
-def _of_struct(library: Any, row: Any) -> Any:
-    """An image as Spark reads it."""
+def of_struct(library: Any, row: Any) -> Any:
+    """An image as Spark reads it.
+
+    Raises:
+        ValueError: its numbers do not fit, or it has other than 8 bits a channel.
+    """
     names = ("height", "width", "nChannels", "mode")
     height, width, channels, mode = (row[name].as_py() for name in names)
     if channels not in OPENCV_MODES or OPENCV_MODES[channels] != mode:
@@ -131,6 +151,9 @@ def _of_struct(library: Any, row: Any) -> Any:
         )
     if min(height or 0, width or 0) < 1:
         raise ValueError(f"Spark says that {row['origin']} has {height} x {width} pixels")
-    octets = np.frombuffer(row["data"].as_buffer(), np.uint8).reshape(height, width, channels)
+    data = row["data"].as_buffer()
+    if data is None or data.size != height * width * channels:
+        raise ValueError(f"it has not the bytes of {height} x {width} x {channels}")
+    octets = np.frombuffer(data, np.uint8).reshape(height, width, channels)
     ordered = np.ascontiguousarray(octets[..., CHANNEL_ORDER[channels]])
     return library.fromarray(ordered if channels > 1 else ordered[..., 0])

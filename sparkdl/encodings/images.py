@@ -75,7 +75,7 @@ class Pictures(OfPixels):
         Raises:
             SetupError: Pillow is not installed.
         """
-        library = _pillow()
+        library = pillow()
         channels, height, width = shape
         mode = MODES[channels]
         decoded = np.empty((len(values), *shape), dtype=np.uint8)
@@ -184,7 +184,12 @@ def _other_size(found: Size, wanted: Size) -> str:
     )
 
 
-def _pillow() -> Any:
+def pillow() -> Any:
+    """Pillow's module of images.
+
+    Raises:
+        SetupError: it is not installed.
+    """
     try:
         import PIL.Image
     except ImportError as error:

@@ -89,18 +89,19 @@ def test_rows_that_are_no_image_say_why_and_null_stays_null() -> None:
     assert "mode -1" in absent
 
 
+@pytest.mark.filterwarnings("ignore:Image size")
 def test_an_image_that_announces_too_many_pixels_is_not_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pictures, "MOST_PIXELS", 600)
     (found,) = grey(png(Image.fromarray(colours())))
-    assert "it has 20 x 31 pixels, more than 600" in found
+    assert "it announces 20 x 31 pixels, and at most 600" in found
 
 
 def test_a_missing_package_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("PIL.Image", "scipy.fft"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(SetupError, match=r"Pillow.*pip install 'sparkdl-torch\[dedup\]'"):
+    with pytest.raises(SetupError, match=r"Pillow.*pip install 'sparkdl-torch\[images\]'"):
         grey(b"")
     with pytest.raises(SetupError, match=r"SciPy.*pip install 'sparkdl-torch\[dedup\]'"):
         cosine_transform()

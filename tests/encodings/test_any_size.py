@@ -135,7 +135,7 @@ def structs(rows: list[tuple[Any, ...]]) -> pa.Array:
         (("a", -1, -1, -1, -1, b""), "that a has nChannels -1 and mode -1"),
         (("a", None, None, None, None, None), "nChannels None"),
         (("a", 2, 2, 3, 0, bytes(12)), "nChannels 3 and mode 0"),
-        (("a", 2, 2, 3, 16, bytes(11)), "reshape"),
+        (("a", 2, 2, 3, 16, bytes(11)), "has not the bytes of 2 x 2 x 3"),
         (("a", 0, 0, 3, 16, b""), "has 0 x 0 pixels"),
         (("a", -1, 2, 3, 16, bytes(12)), "has -1 x 2 pixels"),
         (("a", 2, None, 3, 16, bytes(12)), "has 2 x None pixels"),
