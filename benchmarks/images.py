@@ -1,11 +1,11 @@
 """Images/s of photographs in a folder, in the first epoch and in later ones, against a DataLoader.
 
 4,000 JPEGs of 500 x 375 pixels become float32 tensors of 3 x 224 x 224. Ours: a Spark job of two
-tasks reads the folder (binaryFile), decodes into each worker's store and passes over it, from the
-call of the job to its end; later epochs are what the tasks then take for shuffled passes, the
-slower one's. The peer: torch's DataLoader with two processes, which open the same files and call
-the same functions of Pillow, in every epoch; its first one starts the processes. All in turns, in
-one session, with one torch thread a process.
+tasks lists the folder (binaryFile), opens the files, decodes into each worker's store and passes
+over it, from the call of the job to its end; later epochs are what the tasks then take for shuffled
+passes, the slower one's. The peer: torch's DataLoader with two processes, which open the same files
+and call the same functions of Pillow, in every epoch; its first one starts the processes. All in
+turns, in one session, with one torch thread a process.
 """
 
 import os
@@ -30,7 +30,7 @@ from sparkdl.encodings.any_size import FITS
 from sparkdl.encodings.scale import Scale
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed
-from sparkdl.feed.record_batches.packed import unpacked
+from sparkdl.feed.record_batches.packed import unpacked_rows
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.launch.worker_rows import Workers, worker_frame
@@ -121,7 +121,7 @@ def measure(folder: Path, paths: Sequence[Path], repeats: int) -> dict[str, dict
 def photographs(spark: SparkSession, folder: Path) -> DataFrame:
     """The folder's rows as workers get them."""
     rows = spark.read.format("binaryFile").load(folder.as_uri())
-    label = (F.length("content") % 10).cast("int").alias("label")
+    label = (F.col("length") % 10).cast("int").alias("label")
     frame = rows.select("content", label).coalesce(feed_epochs.WORKERS)
     workers = Workers(
         frame=frame,
@@ -148,7 +148,7 @@ def fill_and_go_on(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch
     torch.set_num_threads(1)
     directory = Path(tempfile.gettempdir())
     with Feed(SCHEMA, batch_size=BATCH_SIZE, seed=7, rank=0, directory=directory) as feed:
-        feed.fill(map(unpacked, batches))
+        feed.fill(unpacked_rows(batches))
         feed_epochs.timed(feed.epoch(1))
         seconds = [feed_epochs.timed(feed.epoch(epoch)) for epoch in LATER]
     yield pa.record_batch([pa.array([float(np.median(seconds))])], names=["seconds"])

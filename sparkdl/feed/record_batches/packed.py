@@ -17,7 +17,13 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.encodings.linalg import VECTOR_FIELDS
-from sparkdl.feed.record_batches.parquet_rows import IN_FILES, FileReader
+from sparkdl.feed.record_batches.parquet_rows import (
+    IN_FILES,
+    WHOLE,
+    FileReader,
+    columns_of_name,
+)
+from sparkdl.feed.record_batches.whole_files import WholeFiles
 
 ELEMENTS: dict[str, np.dtype[Any]] = {
     "tinyint": np.dtype(np.int8),
@@ -106,19 +112,27 @@ def unpacked_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]
     Raises:
         DataError: a file cannot be read.
     """
-    reader: FileReader | None = None
+    reader: FileReader | WholeFiles | None = None
     for batch in batches:
         name = next((each for each in batch.schema.names if each.startswith(IN_FILES)), None)
         if name is None:
             yield unpacked(batch)
             continue
-        reader = reader or FileReader(name)
+        reader = reader or _reader_of(name)
         places, rest, start = batch.column(name), batch.drop_columns([name]), 0
         for found in reader.read(places):
             rows = len(next(iter(found.values())))
             others = columns_of(rest.slice(start, rows)) if rest.num_columns else {}
             yield _by_number({**others, **found})
             start += rows
+
+
+def _reader_of(name: str) -> FileReader | WholeFiles:
+    """What reads the columns that the name of a column tells."""
+    columns = columns_of_name(name)
+    if all(each.kind == WHOLE for each in columns.values()):
+        return WholeFiles(columns)
+    return FileReader(columns)
 
 
 def _by_number(columns: Mapping[str, pa.Array]) -> pa.RecordBatch:

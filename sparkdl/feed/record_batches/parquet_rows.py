@@ -43,15 +43,17 @@ _KINDS: Mapping[str, pa.DataType] = {
 KINDS = frozenset(_KINDS)
 """What columns in files may hold, themselves or in nested arrays: names of SQL's types, and
 ``vector`` for pyspark.ml's."""
+WHOLE = "file"
+"""The kind of a column that holds whole files, which ``whole_files`` reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileColumn:
-    """A column in Parquet files.
+    """A column in Parquet files, or of whole files.
 
     Attributes:
         field: its name there.
-        kind: what it holds, or its arrays do; one of ``KINDS``.
+        kind: what it holds, or its arrays do; one of ``KINDS``, or ``WHOLE``.
         dimensions: how deeply its arrays are nested; 0 for plain values.
         exactly: whether the case of the name's letters matters.
     """
@@ -83,16 +85,26 @@ def name_of_columns(columns: Mapping[str, FileColumn]) -> str:
     return IN_FILES + json.dumps(told)
 
 
+def columns_of_name(name: str) -> dict[str, FileColumn]:
+    """The columns that such a name tells."""
+    told = json.loads(name.removeprefix(IN_FILES))
+    return {key: FileColumn(*each) for key, each in told.items()}
+
+
+def path_of(url: str) -> str:
+    """The path in a URL of a file, as Spark's metadata write it."""
+    return unquote(urlsplit(url).path)
+
+
 class FileReader:
     """Reads rows of Parquet files in the order of their numbers, each file once if they come so.
 
     Args:
-        name: of the column that says where rows lie, from ``name_of_columns``.
+        columns: what to read, by the names under which it is to arrive.
     """
 
-    def __init__(self, name: str) -> None:
-        told = json.loads(name.removeprefix(IN_FILES))
-        self._columns = {key: FileColumn(*each) for key, each in told.items()}
+    def __init__(self, columns: Mapping[str, FileColumn]) -> None:
+        self._columns = columns
         self._path = ""
         self._file: pq.ParquetFile | None = None
         self._fields: dict[str, str | None] = {}
@@ -141,7 +153,7 @@ class FileReader:
 
     def _open(self, path: str) -> None:
         self._path, self._file = "", None
-        file = pq.ParquetFile(unquote(urlsplit(path).path), memory_map=True)
+        file = pq.ParquetFile(path_of(path), memory_map=True)
         groups = range(file.metadata.num_row_groups)
         self._group_ends = np.cumsum([file.metadata.row_group(k).num_rows for k in groups])
         self._group, self._first, self._stop = -1, 0, 0

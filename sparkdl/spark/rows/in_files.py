@@ -1,9 +1,10 @@
-"""Which columns workers read from Parquet files themselves, as the JVM would take far longer.
+"""Which columns workers read from files themselves, as the JVM would take far longer.
 
-Spark takes many decisions about a file from the table, from the options of the reader and from
-settings. What is not known here to leave columns of arrays, vectors and bytes alone is taken for
-something that changes them. Only files on a file system that the executors have mounted (``file:``)
-are read so; those of object stores and of HDFS are read by Spark.
+They are those of arrays, vectors and bytes in Parquet files, and the content of whole files
+(``binaryFile``). Spark takes many decisions about a file from the table, from the options of the
+reader and from settings. What is not known here to leave such columns alone is taken for something
+that changes them. Only files on a file system that the executors have mounted (``file:``) are read
+so; those of object stores and of HDFS are read by Spark.
 """
 
 from __future__ import annotations
@@ -17,10 +18,23 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from sparkdl.encodings import VECTOR
-from sparkdl.feed.record_batches.parquet_rows import KINDS, PATH, ROW, FileColumn, name_of_columns
-from sparkdl.spark.catalyst.parquet_scan import METADATA, ParquetScan, parquet_scan
+from sparkdl.feed.record_batches.parquet_rows import (
+    KINDS,
+    PATH,
+    ROW,
+    WHOLE,
+    FileColumn,
+    name_of_columns,
+)
+from sparkdl.spark.catalyst.file_scan import METADATA, FileScan, file_scan
 
-FAMILIES = ("spark.sql.files.", "spark.sql.parquet.", "spark.sql.legacy.parquet.", "parquet.")
+FAMILIES = (
+    "spark.sql.files.",
+    "spark.sql.parquet.",
+    "spark.sql.legacy.parquet.",
+    "spark.sql.sources.binaryFile.",
+    "parquet.",
+)
 """The beginnings of the names of settings by which files are read; the last are Hadoop's."""
 
 AT_DEFAULT = {
@@ -29,6 +43,7 @@ AT_DEFAULT = {
     "spark.sql.files.ignoreMissingFiles": "false",
     "spark.sql.legacy.parquet.nanosAsLong": "false",
     "spark.sql.parquet.reader.respectUnknownTypeAnnotation.enabled": "false",
+    "spark.sql.sources.binaryFile.maxLength": "2147483647",
 }
 """The only value of a setting with which Spark shows what is in the file."""
 
@@ -134,10 +149,11 @@ for example, say what Spark reads instead of the file's column of that name."""
 def columns_in_files(frame: DataFrame, names: Mapping[str, str]) -> dict[str, FileColumn]:
     """Which columns can be read straight from files.
 
-    These are columns of arrays, vectors or bytes in a DataFrame that is read from Parquet files,
-    and at most filtered or coalesced, on a file system mounted on the executors (``file:``). A
-    column computed by any expression does not qualify, nor any of a table whose fields, options or
-    settings may tell Spark to show something else than what the file has under that name.
+    These are columns of arrays, vectors or bytes in a DataFrame that is read from Parquet files, or
+    of whole files (``binaryFile``), and at most filtered or coalesced, on a file system mounted on
+    the executors (``file:``). A column computed by any expression does not qualify, nor any of a
+    table whose fields, options or settings may tell Spark to show something else than what the file
+    has under that name.
 
     Args:
         frame: any DataFrame.
@@ -148,12 +164,14 @@ def columns_in_files(frame: DataFrame, names: Mapping[str, str]) -> dict[str, Fi
         for name, column in names.items()
         if (kind := _wide(frame.schema[column].dataType)) is not None
     }
-    scan = parquet_scan(frame, FAMILIES) if wide else None
+    scan = file_scan(frame, FAMILIES) if wide else None
     if scan is None or not _read_as_usual(scan):
         return {}
     exactly = str(frame.sparkSession.conf.get("spark.sql.caseSensitive")).lower() == "true"
     return {
-        name: FileColumn(scan.columns[names[name]], kind, dimensions, exactly)
+        name: FileColumn(
+            scan.columns[names[name]], WHOLE if scan.whole else kind, dimensions, exactly
+        )
         for name, (kind, dimensions) in wide.items()
         if names[name] in scan.columns
     }
@@ -167,9 +185,10 @@ def places(frame: DataFrame, columns: Mapping[str, FileColumn]) -> tuple[str, Co
         columns: what that returned, at least one.
     """
     metadata = frame.metadataColumn(METADATA)
-    return name_of_columns(columns), F.struct(
-        metadata["file_path"].alias(PATH), metadata["row_index"].alias(ROW)
-    )
+    where = [metadata["file_path"].alias(PATH)]
+    if any(each.kind != WHOLE for each in columns.values()):
+        where.append(metadata["row_index"].alias(ROW))
+    return name_of_columns(columns), F.struct(*where)
 
 
 def _wide(kind: T.DataType) -> tuple[str, int] | None:
@@ -186,7 +205,7 @@ def _wide(kind: T.DataType) -> tuple[str, int] | None:
     return (element, dimensions) if element in KINDS else None
 
 
-def _read_as_usual(scan: ParquetScan) -> bool:
+def _read_as_usual(scan: FileScan) -> bool:
     """Whether Spark shows arrays, vectors and bytes as the files have them, by their names."""
     return (
         scan.options <= OPTIONS

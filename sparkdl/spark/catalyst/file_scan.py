@@ -1,4 +1,4 @@
-"""What a DataFrame that only reads and filters Parquet files takes from them, and how."""
+"""What a DataFrame that only reads and filters files takes from them, and how."""
 
 from __future__ import annotations
 
@@ -11,24 +11,30 @@ from pyspark.sql import DataFrame
 
 from sparkdl.spark.catalyst.jvm import with_fallback
 
-_PARQUET = "org.apache.spark.sql.execution.datasources.parquet.ParquetFileFormat"
-"""Exactly this class; formats built on it, such as Delta's, may interpret a file differently."""
+_FORMATS = {
+    "org.apache.spark.sql.execution.datasources.parquet.ParquetFileFormat": False,
+    "org.apache.spark.sql.execution.datasources.binaryfile.BinaryFileFormat": True,
+}
+"""Whether a row is a whole file, by format. Exactly these classes; formats built on them, such as
+Delta's, may interpret a file differently."""
 _ROW_BY_ROW = {"Project", "Filter", "SubqueryAlias"}
 """Nodes of a logical plan that keep the order of a file's rows."""
 METADATA = "_metadata"
 
 
 @dataclass(frozen=True)
-class ParquetScan:
+class FileScan:
     """Files that are read row by row.
 
     Attributes:
+        whole: whether a row is a whole file (``binaryFile``), and not one of Parquet's.
         columns: the files' columns, by the names that the DataFrame has for them.
         options: the names of the reader's options, in lower case.
         settings: Spark's and Hadoop's settings of the families that were asked for.
         schema: the table's, as Spark writes it in JSON.
     """
 
+    whole: bool
     columns: Mapping[str, str]
     options: frozenset[str]
     settings: Mapping[str, str]
@@ -37,7 +43,7 @@ class ParquetScan:
 
 # Otherwise Spark reads the columns itself, which takes longer and shows the same.
 @with_fallback(lambda frame, families: None)
-def parquet_scan(frame: DataFrame, families: Sequence[str]) -> ParquetScan | None:
+def file_scan(frame: DataFrame, families: Sequence[str]) -> FileScan | None:
     """The files that a DataFrame reads and at most filters or coalesces; None for any other.
 
     They are on a file system mounted on the executors (``file:``), and can be asked for their rows'
@@ -69,7 +75,8 @@ def parquet_scan(frame: DataFrame, families: Sequence[str]) -> ParquetScan | Non
     }
     # Spark's own settings are in there too, as far as they are set.
     hadoop = frame.sparkSession._jsparkSession.sessionState().newHadoopConf()
-    return ParquetScan(
+    return FileScan(
+        whole=_FORMATS[_format(relation)],
         columns={
             each.name(): of_files[each.exprId().id()]
             for each in _items(plan.output())
@@ -97,10 +104,14 @@ def _coalesces(plan: Any, name: str) -> bool:
     return name == "Repartition" and not plan.shuffle()
 
 
+def _format(relation: Any) -> str:
+    return str(relation.fileFormat().getClass().getName())
+
+
 def _is_plain(relation: Any) -> bool:
     if relation.getClass().getSimpleName() != "HadoopFsRelation":
         return False
-    if relation.fileFormat().getClass().getName() != _PARQUET:
+    if _format(relation) not in _FORMATS:
         return False
     # The partitions of a catalog's index may lie anywhere, whatever its root is.
     location = relation.location()
