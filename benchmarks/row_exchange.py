@@ -19,8 +19,8 @@ import harness
 import numpy as np
 import torch
 
-from sparkdl.feed.prefetch import keep_freed_memory
 from sparkdl.feed.store.partition_store import PartitionStore
+from sparkdl.process.allocator import keep_freed_memory
 from sparkdl.protocols import ColumnSpec
 from sparkdl.reshuffle import RowExchange, RowServer
 from sparkdl.reshuffle.exchange import Everyone

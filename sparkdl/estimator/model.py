@@ -163,7 +163,7 @@ class TorchModel(FittedModel, ChosenOutputs):
                 leaves out itself.
             chunk: what a task computes, in multiples of the output's blocks. "auto" takes what a
                 task's memory allows (``spark.executor.pyspark.memory``, or
-                ``spark.executor.memoryOverhead``, or 1 GiB).
+                ``spark.executor.memoryOverhead``, or about 1 GiB and what the module takes).
             reduce: "argmax" to write the index of the largest channel in place of the channels.
             skip: "zeros" to take 0 as the output of a patch that holds only zeros; None to have the
                 module compute that too.

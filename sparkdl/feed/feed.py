@@ -21,10 +21,11 @@ from sparkdl.feed.order import (
     even_sizes,
     full_sizes,
 )
-from sparkdl.feed.prefetch import keep_freed_memory, prefetched
+from sparkdl.feed.prefetch import prefetched
 from sparkdl.feed.reading import Look, OnRows, Reading
 from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.feed.store.partition_store import PartitionStore
+from sparkdl.process.allocator import keep_freed_memory
 from sparkdl.protocols import Batch
 
 READ_AHEAD = 8

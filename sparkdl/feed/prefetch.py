@@ -1,12 +1,7 @@
-"""What is made ahead of need: minibatches' rows on their way to a GPU, and record batches.
-
-And freed memory that is kept for the next minibatch.
-"""
+"""What is made ahead of need: minibatches' rows on their way to a GPU, and record batches."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import math
 import queue
 import threading
@@ -126,24 +121,3 @@ def prefetched(
             if not ready.empty():
                 ready.get_nowait()  # the thread may be waiting for room
             thread.join(0.01)
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-KEPT_BYTES = 64 << 20
-"""The most memory that stays with the process after it was freed."""
-MAPPED_BYTES = 32 << 20
-"""Larger allocations go back at once; glibc takes no larger threshold."""
-
-
-@functools.cache
-def keep_freed_memory() -> None:
-    """Keep freed memory in the process, if it has glibc.
-
-    A minibatch is about a megabyte that is freed when the next one comes. glibc would give such
-    memory back to the system each time, and the next minibatch would pay a page fault for every
-    4 KiB of it: a fifth of a millisecond, measured as 2.5 % of a training step of 9 ms.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,14 +19,14 @@ import numpy as np
 from torch import Tensor
 
 from sparkdl.volumes.blend import MovingSum, weights_within
-from sparkdl.volumes.grid import Bounds, Patches, Sizes
+from sparkdl.volumes.grid import Bounds, Patches, Sizes, summed_rows, written_rows
 
 Network = Callable[[np.ndarray], Tensor]
 """From patches, shape (n, channels, *patch), to shape (n, outputs, *kept), float32."""
 
 
 class Future(Protocol):
-    """What is being read or written."""
+    """What is being written."""
 
     def result(self) -> Any:
         """Wait for it; raises if it fails."""
@@ -34,8 +35,8 @@ class Future(Protocol):
 class Source(Protocol):
     """An array that is read."""
 
-    def read(self, bounds: Bounds) -> Future:
-        """Begin to read, shape (channels, *sizes)."""
+    def read(self, bounds: Bounds) -> np.ndarray:
+        """Read, shape (channels, *sizes)."""
 
 
 class Target(Protocol):
@@ -79,40 +80,48 @@ def predict_chunk(
         network: computes patches.
         device: where it leaves them.
     """
-    patches, (lower, upper) = recipe.patches, bounds[0]
+    patches, upper = recipe.patches, bounds[0][1]
     numbers = [patches.reaching(axis, each) for axis, each in enumerate(bounds)]
     weights = [weights_within(patches, axis, each).to(device) for axis, each in enumerate(bounds)]
-    rows = min(upper - lower, patches.kept[0] + recipe.blocks[0])
-    sums = MovingSum(recipe.outputs, bounds, rows, device)
+    sums = MovingSum(recipe.outputs, bounds, summed_rows(patches, recipe.blocks, bounds[0]), device)
     layers = [(range(layer, layer + 1), *numbers[1:]) for layer in numbers[0]]
-    reads = (reading(source, patches.shape, patches.reads(layer)) for layer in layers)
-    computed, written, coming = 0, None, next(reads)
-    for layer, following in zip(layers, [*layers[1:], None], strict=True):
-        read, coming = coming, next(reads, coming)
-        for place, values in _outputs(recipe, read(), list(itertools.product(*layer)), network):
-            start = tuple(starts[n] for starts, n in zip(patches.starts, place, strict=True))
-            own = [w[n - all_[0]] for w, n, all_ in zip(weights, place, numbers, strict=True)]
-            sums.add(values, start, own)
-            computed += 1
-        ready = upper
-        if following is not None:
-            start_of_next = patches.starts[0][following[0][0]]
-            ready = max(sums.first, start_of_next - start_of_next % recipe.blocks[0])
-        if ready > sums.first:
-            part = ((sums.first, ready), *bounds[1:])
-            if written is not None:
-                written.result()  # before the next stretch takes as much memory
-            values = sums.take(ready)
-            if recipe.labels:
-                values = values.argmax(0, keepdim=True)
-            written = target.write(part, values.cpu())
+    computed, written = 0, None
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(mirrored, source, patches.shape, patches.reads(layers[0]))
+        for layer, following in zip(layers, [*layers[1:], None], strict=True):
+            read = coming.result()
+            if following is not None:
+                coming = pool.submit(mirrored, source, patches.shape, patches.reads(following))
+            for place, values in _outputs(recipe, read, list(itertools.product(*layer)), network):
+                start = tuple(starts[n] for starts, n in zip(patches.starts, place, strict=True))
+                own = [w[n - all_[0]] for w, n, all_ in zip(weights, place, numbers, strict=True)]
+                sums.add(values, start, own)
+                computed += 1
+            ready = upper
+            if following is not None:
+                start_of_next = patches.starts[0][following[0][0]]
+                ready = start_of_next - start_of_next % recipe.blocks[0]
+            while sums.first < ready:
+                if written is not None:
+                    written.result()  # before the next rows take as much memory
+                rows = written_rows(patches, recipe.blocks)
+                written = _write(recipe, sums, min(ready, sums.first + rows), bounds, target)
     if written is not None:
         written.result()
     return computed
 
 
-def reading(source: Source, shape: Sizes, wanted: Bounds) -> Callable[[], np.ndarray]:
-    """Begin to read a part of an array; what is beyond its edges mirrors what is inside.
+def _write(recipe: Recipe, sums: MovingSum, upto: int, bounds: Bounds, target: Target) -> Future:
+    """Begin to write the rows of a chunk before a position."""
+    part = ((sums.first, upto), *bounds[1:])
+    values = sums.take(upto)
+    if recipe.labels:
+        values = values.argmax(0, keepdim=True)
+    return target.write(part, values.cpu())
+
+
+def mirrored(source: Source, shape: Sizes, wanted: Bounds) -> np.ndarray:
+    """Read a part of an array; what is beyond its edges mirrors what is inside.
 
     Args:
         source: the array.
@@ -120,23 +129,18 @@ def reading(source: Source, shape: Sizes, wanted: Bounds) -> Callable[[], np.nda
         wanted: the part.
 
     Returns:
-        A function that waits for it, shape (channels, *sizes).
+        Shape (channels, *sizes).
     """
     inside = tuple(
         (max(0, lower), min(size, upper))
         for (lower, upper), size in zip(wanted, shape, strict=True)
     )
-    future = source.read(inside)
     beyond = [
         (there[0] - asked[0], asked[1] - there[1])
         for asked, there in zip(wanted, inside, strict=True)
     ]
-
-    def result() -> np.ndarray:
-        values: np.ndarray = future.result()
-        return np.pad(values, [(0, 0), *beyond], mode="reflect") if np.any(beyond) else values
-
-    return result
+    values = source.read(inside)
+    return np.pad(values, [(0, 0), *beyond], mode="reflect") if np.any(beyond) else values
 
 
 def _outputs(

@@ -168,27 +168,59 @@ def require_chunk(chunk: Sizes, blocks: Sizes, patches: Patches) -> None:
             )
 
 
+def summed_rows(patches: Patches, blocks: Sizes, rows: tuple[int, int]) -> int:
+    """How many rows of a chunk are summed at a time: those of a patch and a block.
+
+    Args:
+        patches: of the array.
+        blocks: of the output.
+        rows: the chunk's first and last-but-one.
+    """
+    return min(rows[1] - rows[0], patches.kept[0] + blocks[0])
+
+
+def written_rows(patches: Patches, blocks: Sizes) -> int:
+    """How many rows are written at a time: whole blocks, no fewer than a stride."""
+    return -(-patches.stride[0] // blocks[0]) * blocks[0]
+
+
 def chunk_bytes(
-    patches: Patches, blocks: Sizes, chunk: Sizes, *, read_bytes: int, outputs: int
+    patches: Patches,
+    blocks: Sizes,
+    chunk: Sizes,
+    *,
+    read_bytes: int,
+    read_blocks: Sizes,
+    outputs: int,
 ) -> int:
     """The memory that a chunk takes besides the network, in bytes.
 
-    The sums move along the first axis, so that its length does not matter: they are as long as a
-    patch and a block. They are in memory up to three times while they are written, and twice what
-    is read for one place along that axis.
+    The sums move along the first axis, so that its length does not matter. What is written is in
+    memory three times: as it was taken, as blocks, and compressed. What is read is there for two
+    places along that axis, and once more for one layer of the input's blocks, which are
+    decompressed as a whole, all of them before the first is copied.
 
     Args:
         patches: of the array.
         blocks: of the output.
         chunk: its size.
         read_bytes: of a voxel's channels in the input.
+        read_blocks: of the input.
         outputs: channels of the output.
     """
     inside = [min(n, c) for n, c in zip(patches.shape, chunk, strict=True)]
-    rows = min(inside[0], patches.kept[0] + blocks[0])
-    plane = math.prod(inside[1:])
-    margin = math.prod(n + 2 * p for n, p in zip(inside[1:], patches.patch[1:], strict=True))
-    return 3 * 4 * outputs * rows * plane + 2 * read_bytes * patches.patch[0] * margin
+    rows = summed_rows(patches, blocks, (0, inside[0]))
+    rows += 3 * min(inside[0], written_rows(patches, blocks))
+    margin = [n + 2 * p for n, p in zip(inside[1:], patches.patch[1:], strict=True)]
+    whole = [
+        min(-(-n // b), (m + b - 2) // b + 1) * b
+        for n, m, b in zip(patches.shape[1:], margin, read_blocks[1:], strict=True)
+    ]
+    layer = min(patches.patch[0], read_blocks[0])
+    copies = 3 if any(patches.crop) else 2  # what is mirrored at the edges is copied
+    read = (copies * patches.patch[0] + layer) * math.prod(margin)
+    read += read_blocks[0] * math.prod(whole)
+    return 4 * outputs * rows * math.prod(inside[1:]) + read_bytes * read
 
 
 def chosen_chunk(
@@ -197,6 +229,8 @@ def chosen_chunk(
     slots: float,
     budget: int,
     memory: Callable[[Sizes], int],
+    *,
+    must_fit: bool = True,
 ) -> Sizes:
     """The chunk with which all patches are done first, of those that fit into the memory.
 
@@ -207,8 +241,9 @@ def chosen_chunk(
         patches: of the array.
         blocks: of the output, of which it is a multiple.
         slots: how many chunks are computed at a time.
-        budget: the most bytes that a task may take.
+        budget: the most bytes that a chunk may take.
         memory: what a chunk takes.
+        must_fit: whether the smallest is refused too if it takes more.
 
     Raises:
         ConfigError: not even one block fits.
@@ -224,11 +259,14 @@ def chosen_chunk(
             best = time, chunk
     if best is None:
         least = tuple(each[0][0] for each in options)
+        if not must_fit:
+            return least
         raise ConfigError(
-            f"a chunk of {least}, one block of the output, takes {memory(least) / 2**20:.0f} MiB "
-            f"besides the network, and a task may take {budget / 2**20:.0f}. Raise "
-            "spark.executor.pyspark.memory, or take a smaller patch, or set chunk, which is then "
-            "taken as it is"
+            f"a chunk of {least}, the smallest of whole blocks of the output, takes "
+            f"{memory(least) / 2**20:.0f} MiB, and of the memory that a task may take, "
+            f"{max(0, budget) / 2**20:.0f} are left for it besides Python and the network. Raise "
+            "spark.executor.pyspark.memory or spark.executor.memoryOverhead, or take a smaller "
+            "patch, or set chunk, which is then taken as it is"
         )
     return best[1]
 

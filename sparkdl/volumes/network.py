@@ -5,10 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sparkdl.checkpoint.identity import describe
 from sparkdl.errors import ConfigError, ModelError
@@ -64,6 +69,32 @@ class Network:
         return found
 
 
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations return, as long as they are there.
+
+    Attributes:
+        most: that were there at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._live: list[tuple[StorageWeakRef, int]] = []
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Called by torch for each operation."""
+        returned = operation(*args, **(kwargs or {}))
+        for each in tree_leaves(returned):
+            if isinstance(each, Tensor) and each.layout == torch.strided:
+                storage = each.untyped_storage()
+                self._live.append((StorageWeakRef(storage), storage.nbytes()))
+        self._live = [each for each in self._live if not each[0].expired()]
+        self.most = max(self.most, sum({ref.cdata: n for ref, n in self._live}.values()))
+        return returned
+
+
 def identity_of(module: nn.Module) -> str:
     """What a module is, the same in every process: its class, and a digest of all that it is."""
     parts = json.dumps(describe(module)["parts"], sort_keys=True)
@@ -106,7 +137,7 @@ class PatchModel:
         if volume.dtype.kind not in "biufV" or volume.dtype.names:
             raise ConfigError(f"{volume.url} holds {volume.dtype}, but a model takes real numbers")
 
-    def try_patch(self, module: nn.Module, patch: np.ndarray) -> tuple[int, Sizes]:
+    def try_patch(self, module: nn.Module, patch: np.ndarray) -> tuple[int, Sizes, int]:
         """Predict a patch here, on the CPU.
 
         Args:
@@ -114,7 +145,9 @@ class PatchModel:
             patch: shape (channels, *sizes).
 
         Returns:
-            The channels of its output, and what that is smaller than the patch on each side.
+            The channels of its output, what that is smaller than the patch on each side, and how
+            many bytes the module takes in a task: its own, and twice what it holds at once, as an
+            operation may copy what it is given and returns into a layout of its own.
 
         Raises:
             ModelError: it fails, or its output cannot be a part of the array.
@@ -126,6 +159,7 @@ class PatchModel:
             borrowed_random_numbers(),
             predictor.settings.hold(),
             torch.no_grad(),
+            LiveBytes() as live,
         ):
             module.eval()
             found = Network(Running(here, module, "cpu"), self.spec, self.key)(patch[None])[0]
@@ -137,4 +171,6 @@ class PatchModel:
                 "many voxels, or leave out equally many on both sides of each axis. If it halves "
                 "and doubles them, choose a patch that it can halve"
             )
-        return len(found), tuple(each // 2 for each in cut)
+        own = sum(each.nbytes for each in chain(module.parameters(), module.buffers()))
+        at_once = predictor.prediction.batch_rows * (live.most + 4 * patch.size)
+        return len(found), tuple(each // 2 for each in cut), own + 2 * at_once

@@ -19,12 +19,13 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from sparkdl.errors import ConfigError
+from sparkdl.process.allocator import share_freed_memory
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.cluster.slots import most_slots
 from sparkdl.spark.inference.failures import told_in_driver
 from sparkdl.spark.launch.environments import checked
 from sparkdl.user_code.tracebacks import message_of
-from sparkdl.volumes.chunk import Recipe, predict_chunk, reading
+from sparkdl.volumes.chunk import Recipe, mirrored, predict_chunk
 from sparkdl.volumes.grid import (
     Chunks,
     Patches,
@@ -42,7 +43,9 @@ from sparkdl.volumes.store import Place, Volume, created
 logger = logging.getLogger(__name__)
 
 WORKER_BYTES = 1 << 30
-"""What a task may take in memory where Spark's settings do not say."""
+"""What a task takes in memory besides the network, where Spark's settings do not limit it."""
+PROCESS_BYTES = 400 << 20
+"""What a process takes before its first chunk: Python, torch, pyspark and tensorstore."""
 VOXELS_AT_ONCE = 1 << 18
 """Patches go through the network together as long as they have no more voxels."""
 MOST_TASKS = 50_000
@@ -114,6 +117,7 @@ class ChunkTask:
             DataError: an array cannot be read or written.
             ModelError: the network fails.
         """
+        share_freed_memory()  # before tensorstore starts its threads
         axes = len(self.chunk)
         source, target = Volume.opened(self.source, axes), Volume.opened(self.target, axes)
         records, chunks = Records(self.target), Chunks(source.shape, self.chunk)
@@ -159,8 +163,8 @@ def transform_volume(
     model = model.at_once(VOXELS_AT_ONCE // math.prod(options.patch))
     middle = [max(0, (n - p) // 2) for n, p in zip(read.shape, options.patch, strict=True)]
     wanted = tuple((low, low + p) for low, p in zip(middle, options.patch, strict=True))
-    sample = reading(read, read.shape, wanted)()
-    outputs, cut = model.try_patch(module, sample)
+    sample = mirrored(read, read.shape, wanted)
+    outputs, cut, network_bytes = model.try_patch(module, sample)
     crop = options.crop or cut
     if any(asked < least for asked, least in zip(crop, cut, strict=True)):
         raise ConfigError(
@@ -194,7 +198,7 @@ def transform_volume(
     known = job["chunk"] and tuple(job["chunk"])
     blocks = default_blocks(read.shape, patches.stride, known)
     write = created(target, read, outputs, labels=options.labels, blocks=blocks)
-    chunk = known or _chosen(spark, patches, write.blocks, read, outputs)
+    chunk = known or _chosen(spark, patches, write.blocks, read, outputs, network_bytes)
     require_chunk(chunk, write.blocks, patches)
     job = {**job, "chunk": list(chunk)}
     records.note(job)
@@ -212,21 +216,35 @@ def transform_volume(
 
 
 def _chosen(
-    spark: SparkSession, patches: Patches, blocks: Sizes, read: Volume, outputs: int
+    spark: SparkSession,
+    patches: Patches,
+    blocks: Sizes,
+    read: Volume,
+    outputs: int,
+    network_bytes: int,
 ) -> Sizes:
     """The chunk that a task's memory allows."""
     read_bytes = (read.channels or 1) * read.dtype.itemsize
 
     def memory(chunk: Sizes) -> int:
-        return chunk_bytes(patches, blocks, chunk, read_bytes=read_bytes, outputs=outputs)
+        return chunk_bytes(
+            patches,
+            blocks,
+            chunk,
+            read_bytes=read_bytes,
+            read_blocks=read.read_blocks,
+            outputs=outputs,
+        )
 
     slots = min(most_slots(spark), MOST_SLOTS)
-    # The other half is for Python, torch and what the network computes.
-    return chosen_chunk(patches, blocks, slots, worker_bytes(spark) // 2, memory)
+    limit = worker_bytes(spark)
+    total = WORKER_BYTES + network_bytes if limit is None else limit
+    left = total - PROCESS_BYTES - network_bytes
+    return chosen_chunk(patches, blocks, slots, left, memory, must_fit=limit is not None)
 
 
-def worker_bytes(spark: SparkSession) -> int:
-    """What a task may take in memory, in bytes, Python and torch included.
+def worker_bytes(spark: SparkSession) -> int | None:
+    """What a task may take in memory, in bytes, Python and torch included; None if nobody says.
 
     Args:
         spark: whose settings say so; Spark itself divides the limit in the same way.
@@ -235,7 +253,7 @@ def worker_bytes(spark: SparkSession) -> int:
     text = conf.get("spark.executor.pyspark.memory") or conf.get("spark.executor.memoryOverhead")
     found = re.match(r"\s*(\d+)\s*([kmgtp]?)", (text or "").lower())
     if found is None:
-        return WORKER_BYTES
+        return None
     tasks = int(conf.get("spark.executor.cores") or 1) // int(conf.get("spark.task.cpus") or 1)
     return (int(found[1]) << 10 * ("kmgtp".index(found[2] or "m") + 1)) // max(1, tasks)
 

@@ -13,6 +13,7 @@ import re
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -158,7 +159,11 @@ class Volume:
     @property
     def url(self) -> str:
         """Where it is, for messages and to compare."""
-        return without_credentials(str(self._opened.kvstore.url))
+        store = self._opened.kvstore
+        try:
+            return without_credentials(str(store.url))
+        except NotImplementedError:  # a store that no URL names, such as S3 at an endpoint
+            return shown(store.spec().to_json())
 
     @property
     def specification(self) -> dict[str, Any]:
@@ -186,6 +191,11 @@ class Volume:
         return tuple(layout.write_chunk.shape[-axes:])
 
     @property
+    def read_blocks(self) -> Sizes:
+        """The sizes that are read and decompressed as one, without channels."""
+        return tuple(n or 1 for n in self._view.chunk_layout.read_chunk.shape[-len(self.shape) :])
+
+    @property
     def units(self) -> Any:
         """What a voxel measures along each axis, as tensorstore has it."""
         return self._opened.dimension_units
@@ -195,10 +205,24 @@ class Volume:
         """The first position along each axis, as tensorstore has it."""
         return tuple(self._opened.domain.inclusive_min)
 
-    def read(self, bounds: Bounds) -> Future:
-        """Begin to read, shape (channels, *sizes)."""
-        part = self._part(bounds)
-        return _Said("read", self.url, (part if self.channels else part[None]).read())
+    def read(self, bounds: Bounds) -> np.ndarray:
+        """Read, shape (channels, *sizes).
+
+        tensorstore decompresses all blocks of a read before it copies the first; so that they take
+        less memory, they are read layer by layer along the first axis.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        values = np.empty((self.channels or 1, *(b - a for a, b in bounds)), self.dtype)
+        axis, (first, stop), depth = len(values.shape) - 1, bounds[0], self.read_blocks[0]
+        origin = self._view.chunk_layout.grid_origin[-axis] or 0
+        cuts = [first, *range(first + depth - (first - origin) % depth, stop, depth), stop]
+        with said("read", self.url):
+            for lower, upper in pairwise(cuts):
+                part = self._part(((lower, upper), *bounds[1:])).read().result()
+                values[:, lower - first : upper - first] = part
+        return values
 
     def write(self, bounds: Bounds, values: Tensor) -> Future:
         """Begin to write, shape (channels, *sizes); done when the values are durable."""

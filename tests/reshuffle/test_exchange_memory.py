@@ -17,7 +17,7 @@ RANK = """
     import json, re, sys
     from pathlib import Path
     import numpy as np, torch
-    from sparkdl.feed.prefetch import keep_freed_memory
+    from sparkdl.process.allocator import keep_freed_memory
     from sparkdl.feed.store.partition_store import PartitionStore
     from sparkdl.protocols import ColumnSpec
     from sparkdl.reshuffle import RowExchange, RowServer

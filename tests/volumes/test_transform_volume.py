@@ -325,7 +325,7 @@ def test_a_bar_that_cannot_be_shown_ends_nothing(
 @every(
     ("settings", "mebibytes"),
     [
-        ({}, 1024),
+        ({}, None),
         ({"spark.executor.memoryOverhead": "600"}, 600),
         ({"spark.executor.pyspark.memory": "3g", "spark.executor.memoryOverhead": "1g"}, 3072),
         ({"spark.executor.pyspark.memory": "3g", "spark.executor.cores": "4"}, 768),
@@ -340,13 +340,13 @@ def test_a_bar_that_cannot_be_shown_ends_nothing(
     ],
 )
 def test_a_task_has_its_share_of_the_executors_memory_for_python(
-    settings: dict[str, str], mebibytes: int
+    settings: dict[str, str], mebibytes: int | None
 ) -> None:
     from types import SimpleNamespace
 
     conf = SimpleNamespace(get=settings.get)
     spark: Any = SimpleNamespace(sparkContext=SimpleNamespace(getConf=lambda: conf))
-    assert run.worker_bytes(spark) == mebibytes << 20
+    assert run.worker_bytes(spark) == (mebibytes and mebibytes << 20)
 
 
 @pytest.mark.usefixtures("spark")

@@ -1,0 +1,40 @@
+"""How the C library keeps memory that was freed, if it is glibc."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+KEPT_BYTES = 64 << 20
+"""The most memory that stays with the process after it was freed."""
+MAPPED_BYTES = 32 << 20
+"""Larger allocations go back at once; glibc takes no larger threshold."""
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+    """Keep freed memory in the process.
+
+    A minibatch is about a megabyte that is freed when the next one comes. glibc would give such
+    memory back to the system each time, and the next minibatch would pay a page fault for every
+    4 KiB of it: a fifth of a millisecond, measured as 2.5 % of a training step of 9 ms.
+    """
+    _set(_M_MMAP_THRESHOLD, MAPPED_BYTES)
+    _set(_M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+@functools.cache
+def share_freed_memory() -> None:
+    """Have threads that begin from now on free memory for each other.
+
+    glibc otherwise gives each an arena of its own, and keeps up to 64 MiB that was freed in each:
+    for the threads in which tensorstore decompresses and compresses blocks, 200 to 300 MiB.
+    """
+    _set(_M_ARENA_MAX, 1)
+
+
+def _set(name: int, value: int) -> None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(name, value)
