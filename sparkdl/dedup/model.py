@@ -242,11 +242,11 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
         require_frame(held_out, "held_out", to_end="Measure on")
         evaluator = evaluator_for(estimator, evaluator)
         models = [self.copy({self.threshold: threshold}) for threshold in thresholds]
-        gone = [model.duplicates(dataset).select(keep).persist() for model in models]
+        gone = [model.duplicates(dataset).select(quoted(keep)).persist() for model in models]
         try:
             rows = self.found.rows
             fewer = [
-                (threshold, rows - each.count(), dataset.join(each, keep, "left_anti"))
+                (threshold, rows - each.count(), self._joined(dataset, each, "left_anti"))
                 for threshold, each in zip(thresholds, gone, strict=True)
             ]
             return measured(estimator, evaluator, held_out, [(None, rows, dataset), *fewer])
@@ -268,16 +268,21 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
     def _transform(self, dataset: DataFrame) -> DataFrame:
         """Called by ``transform``: the rows that stay, or all of them, marked."""
         found = self.duplicates(dataset)
-        keep, marked = self.getKeep(), self.getMode() == "mark"
+        marked = self.getMode() == "mark"
         for name in (DUPLICATE_OF, DISTANCE) if marked else ():
             if name.lower() in (each.lower() for each in dataset.columns):
                 raise DataError(
                     f"the DataFrame already has a column '{name}'. Drop or rename it, or set "
                     "mode='filter'"
                 )
-        found = found.withColumnRenamed(keep, _ROW)
-        joined = dataset.join(found, quoted(keep) == F.col(_ROW), "left" if marked else "left_anti")
-        return joined.drop(_ROW) if marked else joined
+        if marked:
+            return self._joined(dataset, found, "left").drop(_ROW)
+        return self._joined(dataset, found, "left_anti")
+
+    def _joined(self, dataset: DataFrame, found: DataFrame, how: str) -> DataFrame:
+        """A table with what was found of its rows, whose ``keep`` is in the column ``_ROW``."""
+        keep = self.getKeep()
+        return dataset.join(found.withColumnRenamed(keep, _ROW), quoted(keep) == F.col(_ROW), how)
 
     def _require_fitted(self) -> None:
         """Raise ConfigError if the model was fitted otherwise than its Params say."""

@@ -84,7 +84,7 @@ def _table(table: pd.DataFrame, values: dict[Any, bytes | str]) -> str:
 
 def _cell(name: Any, value: Any, values: dict[Any, bytes | str]) -> str:
     shown = text(f"{value:.4f}" if name == "share" else value)
-    known = values.get(value) if name in ("row", "duplicate_of", "other") else None
+    known = values.get(_plain(value)) if name in ("row", "duplicate_of", "other") else None
     if isinstance(known, bytes):
         shown += f'<br><img src="data:image/png;base64,{base64.b64encode(known).decode()}">'
     elif known is not None:
@@ -104,7 +104,7 @@ def values_of(
     dataset: DataFrame, kind: str, value: str, keep: str, wanted: Iterable[Any]
 ) -> dict[Any, bytes | str]:
     """What some rows look like, by ``keep``."""
-    few = dataset.where(quoted(keep).isin(*dict.fromkeys(wanted)))
+    few = dataset.where(quoted(keep).isin(*dict.fromkeys(map(_plain, wanted))))
     rows = few.select(quoted(keep).alias("row"), quoted(value).alias("value"))
     if kind == "simhash":
         rows = rows.select("row", F.substring("value", 1, _CHARACTERS).alias("value"))

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -23,13 +23,6 @@ from sparkdl.volumes.grid import Bounds, Patches, Sizes, summed_rows, written_ro
 
 Network = Callable[[np.ndarray], Tensor]
 """From patches, shape (n, channels, *patch), to shape (n, outputs, *kept), float32."""
-
-
-class Future(Protocol):
-    """What is being written."""
-
-    def result(self) -> Any:
-        """Wait for it; raises if it fails."""
 
 
 class Source(Protocol):
@@ -42,8 +35,8 @@ class Source(Protocol):
 class Target(Protocol):
     """An array that is written."""
 
-    def write(self, bounds: Bounds, values: Tensor) -> Future:
-        """Begin to write whole blocks, shape (channels, *sizes); done when they are durable."""
+    def write(self, bounds: Bounds, values: Tensor) -> None:
+        """Write whole blocks, shape (channels, *sizes); they are durable when it returns."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +76,13 @@ def predict_chunk(
     patches, upper = recipe.patches, bounds[0][1]
     numbers = [patches.reaching(axis, each) for axis, each in enumerate(bounds)]
     weights = [weights_within(patches, axis, each).to(device) for axis, each in enumerate(bounds)]
-    sums = MovingSum(recipe.outputs, bounds, summed_rows(patches, recipe.blocks, bounds[0]), device)
+    rows = summed_rows(patches, recipe.blocks, upper - bounds[0][0])
+    sums = MovingSum(recipe.outputs, bounds, rows, device)
+    rows = written_rows(patches, recipe.blocks)
     layers = [(range(layer, layer + 1), *numbers[1:]) for layer in numbers[0]]
-    computed, written = 0, None
-    with ThreadPoolExecutor(1) as pool:
+    computed = 0
+    written: Future[None] | None = None
+    with ThreadPoolExecutor(2) as pool:  # one reads, one writes
         coming = pool.submit(mirrored, source, patches.shape, patches.reads(layers[0]))
         for layer, following in zip(layers, [*layers[1:], None], strict=True):
             read = coming.result()
@@ -104,20 +100,18 @@ def predict_chunk(
             while sums.first < ready:
                 if written is not None:
                     written.result()  # before the next rows take as much memory
-                rows = written_rows(patches, recipe.blocks)
-                written = _write(recipe, sums, min(ready, sums.first + rows), bounds, target)
+                upto = min(ready, sums.first + rows)
+                part = ((sums.first, upto), *bounds[1:])
+                written = pool.submit(target.write, part, _taken(recipe, sums, upto))
     if written is not None:
         written.result()
     return computed
 
 
-def _write(recipe: Recipe, sums: MovingSum, upto: int, bounds: Bounds, target: Target) -> Future:
-    """Begin to write the rows of a chunk before a position."""
-    part = ((sums.first, upto), *bounds[1:])
+def _taken(recipe: Recipe, sums: MovingSum, upto: int) -> Tensor:
+    """What is to be written of the rows before a position."""
     values = sums.take(upto)
-    if recipe.labels:
-        values = values.argmax(0, keepdim=True)
-    return target.write(part, values.cpu())
+    return (values.argmax(0, keepdim=True) if recipe.labels else values).cpu()
 
 
 def mirrored(source: Source, shape: Sizes, wanted: Bounds) -> np.ndarray:

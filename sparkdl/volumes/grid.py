@@ -168,15 +168,9 @@ def require_chunk(chunk: Sizes, blocks: Sizes, patches: Patches) -> None:
             )
 
 
-def summed_rows(patches: Patches, blocks: Sizes, rows: tuple[int, int]) -> int:
-    """How many rows of a chunk are summed at a time: those of a patch and a block.
-
-    Args:
-        patches: of the array.
-        blocks: of the output.
-        rows: the chunk's first and last-but-one.
-    """
-    return min(rows[1] - rows[0], patches.kept[0] + blocks[0])
+def summed_rows(patches: Patches, blocks: Sizes, rows: int) -> int:
+    """How many of a chunk's rows are summed at a time: those of a patch and a block."""
+    return min(rows, patches.kept[0] + blocks[0])
 
 
 def written_rows(patches: Patches, blocks: Sizes) -> int:
@@ -209,7 +203,7 @@ def chunk_bytes(
         outputs: channels of the output.
     """
     inside = [min(n, c) for n, c in zip(patches.shape, chunk, strict=True)]
-    rows = summed_rows(patches, blocks, (0, inside[0]))
+    rows = summed_rows(patches, blocks, inside[0])
     rows += 3 * min(inside[0], written_rows(patches, blocks))
     margin = [n + 2 * p for n, p in zip(inside[1:], patches.patch[1:], strict=True)]
     whole = [

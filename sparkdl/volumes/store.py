@@ -21,7 +21,6 @@ from torch import Tensor
 
 from sparkdl.errors import ConfigError, DataError, SetupError, SparkDLError
 from sparkdl.redaction import without_credentials
-from sparkdl.volumes.chunk import Future
 from sparkdl.volumes.grid import Bounds, Sizes
 
 Place = str | os.PathLike[str] | Mapping[str, Any]
@@ -224,32 +223,21 @@ class Volume:
                 values[:, lower - first : upper - first] = part
         return values
 
-    def write(self, bounds: Bounds, values: Tensor) -> Future:
-        """Begin to write, shape (channels, *sizes); done when the values are durable."""
+    def write(self, bounds: Bounds, values: Tensor) -> None:
+        """Write, shape (channels, *sizes); the values are durable when it returns.
+
+        Raises:
+            DataError: it cannot be written.
+        """
         array = (values if self.channels else values[0]).numpy().astype(self.dtype, copy=False)
-        # Not by reference: tensorstore 0.1.86 then takes some blocks for ones of fill values.
-        return _Said("written", self.url, self._part(bounds).write(array))
+        with said("written", self.url):
+            # Not by reference: tensorstore 0.1.86 then takes some blocks for ones of fill values.
+            self._part(bounds).write(array).result()
 
     def _part(self, bounds: Bounds) -> Any:
         place = tuple(slice(*each) for each in bounds)
         part = self._view[(slice(None), *place) if self.channels else place]
         return part[tensorstore().d[:].translate_to[0]]
-
-
-class _Said:
-    """A future of tensorstore's whose failure is said in words."""
-
-    def __init__(self, what: str, place: Place, future: Future) -> None:
-        self._what, self._place, self._future = what, place, future
-
-    def result(self) -> Any:
-        """Wait for it.
-
-        Raises:
-            DataError: it failed.
-        """
-        with said(self._what, self._place):
-            return self._future.result()
 
 
 def created(place: Place, source: Volume, outputs: int, *, labels: bool, blocks: Sizes) -> Volume:

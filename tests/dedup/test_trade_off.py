@@ -24,13 +24,13 @@ def test_each_threshold_is_measured_on_a_model_of_the_rows_that_it_keeps(
     images, labels = digits(ROWS + HELD_OUT)
     words = [word(Image.fromarray(each), "dhash") for each in images]
     pixels = [each[::4, ::4].reshape(-1).astype(np.float64) for each in images]
-    columns = {"id": range(len(words)), "image": words, "label": labels, "features": pixels}
+    columns = {"row.id": range(len(words)), "image": words, "label": labels, "features": pixels}
     frame = spark.createDataFrame(pa.table(columns))
     frame = frame.withColumn("features", array_to_vector("features")).repartition(3).cache()
-    rows, held_out = frame.where(f"id < {ROWS}"), frame.where(f"id >= {ROWS}")
+    rows, held_out = frame.where(f"`row.id` < {ROWS}"), frame.where(f"`row.id` >= {ROWS}")
     estimator = LogisticRegression(maxIter=5)
 
-    found = NearDuplicates(hash="given", threshold=9).fit(rows)
+    found = NearDuplicates(hash="given", threshold=9, keep="row.id").fit(rows)
     curve = found.curve(estimator, held_out, [0, 4, 9])
 
     tables = [
@@ -44,7 +44,7 @@ def test_each_threshold_is_measured_on_a_model_of_the_rows_that_it_keeps(
     assert (curve.table["seconds"] > 0).all()
     by_hand = []
     for table in tables:
-        model = estimator.fit(rows.where(rows.id.isin(table)))
+        model = estimator.fit(rows.where(rows["`row.id`"].isin(table)))
         answers = model.transform(held_out).select("label", "prediction").toPandas()
         by_hand.append((answers["label"] == answers["prediction"]).mean())
     assert curve.metric == "accuracy"

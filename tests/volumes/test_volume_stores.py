@@ -69,7 +69,7 @@ def test_what_is_written_is_read_back_from_a_new_array_of_any_format(
     written = torch.arange(2 * 10 * 12 * 14).reshape(2, *SHAPE).float()
     if labels:
         written = written[:1] % 2
-    target.write(((0, 10), (0, 12), (0, 14)), written).result()
+    target.write(((0, 10), (0, 12), (0, 14)), written)
     again = Volume.opened(target.specification, 3)
     assert np.array_equal(everything(again), written.numpy())
     assert again.dtype == ("uint8" if labels else "float32")
@@ -100,7 +100,7 @@ def test_what_is_written_block_by_block_is_read_back_whatever_the_blocks(
     for start in range(0, shape[0], step):
         part = slice(start, min(shape[0], start + step))
         bounds = ((part.start, part.stop), (0, shape[1]), (0, shape[2]))
-        target.write(bounds, written[:, part]).result()
+        target.write(bounds, written[:, part])
     assert np.array_equal(everything(target), written.numpy())
 
 
@@ -110,7 +110,7 @@ def test_zarr_reads_the_array_and_zeros_where_nothing_was_written(
 ) -> None:
     source = Volume.opened(stored(tmp_path / "in", values(), driver), 3)
     target = new(tmp_path / "out", source)
-    target.write(((0, 5), (0, 12), (0, 14)), torch.full((2, 5, 12, 14), 2.5)).result()
+    target.write(((0, 5), (0, 12), (0, 14)), torch.full((2, 5, 12, 14), 2.5))
     found: Any = zarr.open_array(tmp_path / "out", mode="r")
     assert (found.shape, found.dtype, found.chunks) == ((2, *SHAPE), "float32", (1, 5, 6, 7))
     assert (found[:, :5] == 2.5).all()
@@ -190,7 +190,7 @@ def test_a_specification_decides_the_blocks_the_dtype_and_the_codec(tmp_path: Pa
     }
     target = new(spec, source)
     assert target.blocks == (3, 4, 5)
-    target.write(((0, 10), (0, 12), (0, 14)), torch.full((2, *SHAPE), 0.5)).result()
+    target.write(((0, 10), (0, 12), (0, 14)), torch.full((2, *SHAPE), 0.5))
     found: Any = zarr.open_array(tmp_path / "out", mode="r")
     assert (found.dtype, found.chunks) == ("float16", (2, 3, 4, 5))
     assert (found[:] == 0.5).all()

@@ -65,16 +65,6 @@ def sliding_window(
     return result
 
 
-class Done:
-    """What is there at once."""
-
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
-
-    def result(self) -> Any:
-        return self.value
-
-
 class InMemory:
     """An array that is read and written at once; no voxel may be written twice."""
 
@@ -89,12 +79,11 @@ class InMemory:
         assert part.shape[1:] == tuple(upper - lower for lower, upper in bounds)
         return part.copy()
 
-    def write(self, bounds: Bounds, values: Tensor) -> Done:
+    def write(self, bounds: Bounds, values: Tensor) -> None:
         place = (slice(None), *(slice(*each) for each in bounds))
         self.values[place] = values.numpy()
         self.writes[place] += 1
         self.largest = max(self.largest, values.shape[1])
-        return Done()
 
 
 def middle(patches: Patches) -> tuple[slice, ...]:
