@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sparkdl import TorchModel
 from sparkdl.spark.rows.in_files import columns_in_files
 
-FILES = {
+FILES = {  # of which Spark leaves out the empty one, and hidden ones
     "kind=a/0.jpg": 40,
     "kind=a/a file%20of #1?.jpg": 5,
     "kind=a/empty.jpg": 0,
@@ -35,7 +35,7 @@ Change = Callable[[DataFrame], DataFrame]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("folders") / "a folder"
+    root = tmp_path_factory.mktemp("folders") / "a%20 folder"
     for number, (name, size) in enumerate(FILES.items()):
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(spark: SparkSession, folder: Path, **options: str) -> DataFrame:
-    return spark.read.format("binaryFile").options(**options).load(folder.as_uri())
+    return spark.read.format("binaryFile").options(**options).load(f"file://{folder}")
 
 
 @dataclass(frozen=True)
@@ -69,18 +69,18 @@ class Case:
 
 CASES = {
     "read": Case(),
-    "all folders": Case(7, {"recursiveFileLookup": "true"}),
-    "some names": Case(3, {"pathGlobFilter": "*[0f1?e].jpg"}),
+    "all folders": Case(5, {"recursiveFileLookup": "true"}),
+    "some names": Case(4, {"pathGlobFilter": "*.jpg"}),
     "before": Case(1, {"modifiedBefore": "2005-01-01T00:00:00"}),
     "after": Case(4, {"modifiedAfter": "2005-01-01T00:00:00"}),
-    "a part": Case(2, change=lambda df: df.where("kind = 'b'")),
+    "a part": Case(3, change=lambda df: df.where("kind = 'b'")),
     "by path": Case(2, change=lambda df: df.where(F.col("path").rlike("[02].(jp|pn)g$"))),
-    "by length": Case(3, change=lambda df: df.where("length between 1 and 100")),
+    "by length": Case(4, change=lambda df: df.where("length between 1 and 100")),
     "by time": Case(1, change=lambda df: df.where("modificationTime < '2005-01-01'")),
-    "by content": Case(4, change=lambda df: df.where("length(content) > 0")),
+    "by content": Case(5, change=lambda df: df.where("length(content) > 0")),
     "none": Case(0, change=lambda df: df.where("length < 0")),
     "coalesced": Case(5, change=lambda df: df.coalesce(1)),
-    "renamed": Case(5, change=lambda df: df.withColumnRenamed("content", "x")),
+    "renamed": Case(5, change=lambda df: df.withColumnRenamed("content", "x"), ours=False),
     "in many partitions": Case(5, settings={"spark.sql.files.maxPartitionBytes": "1"}),
     "computed": Case(5, change=lambda df: df.withColumn("x", F.expr("content")), ours=False),
     "shuffled": Case(5, change=lambda df: df.repartition(2), ours=False),
@@ -136,6 +136,7 @@ def test_a_folder_trains_and_predicts_as_the_rows_that_spark_reads(
         "featuresCol": "content",
         "labelCol": "y",
         "columnShapes": {"content": [6]},
+        "columnDtypes": {"content": "uint8"},
         "batchSize": 4,
         "validationFraction": 0.3,
     }
