@@ -69,7 +69,7 @@ class Network:
         return found
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch has no types for it
     """Counts the bytes of the tensors that operations return, as long as they are there.
 
     Attributes:
@@ -77,9 +77,9 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.most = 0
-        self._live: list[tuple[StorageWeakRef, int]] = []
+        self._live: list[tuple[Any, int]] = []
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -89,7 +89,8 @@ class LiveBytes(TorchDispatchMode):
         for each in tree_leaves(returned):
             if isinstance(each, Tensor) and each.layout == torch.strided:
                 storage = each.untyped_storage()
-                self._live.append((StorageWeakRef(storage), storage.nbytes()))
+                found = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self._live.append((found, storage.nbytes()))
         self._live = [each for each in self._live if not each[0].expired()]
         self.most = max(self.most, sum({ref.cdata: n for ref, n in self._live}.values()))
         return returned
