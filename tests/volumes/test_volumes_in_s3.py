@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorstore
-from object_store import object_store
+from s3_server import object_store
 from test_transform_volume import CHUNK, SIZES, expected, image, model_of
 from volume_models import Edges
 
