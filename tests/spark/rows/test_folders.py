@@ -93,6 +93,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 def test_what_workers_read_of_a_folder_is_what_spark_shows(
     spark: SparkSession, folder: Path
 ) -> None:
@@ -120,6 +121,7 @@ class Weighed(nn.Module):
         return (octets.float() @ places)[:, None] * self.weight
 
 
+@pytest.mark.slow
 def test_a_folder_trains_and_predicts_as_the_rows_that_spark_reads(
     spark: SparkSession, tmp_path: Path
 ) -> None:
