@@ -42,7 +42,10 @@ def test_json_has_the_same_for_programs(
     options = ["--workers", "1", "4", "--rows", "1000000", "--json", "--max_period", "20"]
     assert main(["--summary", *files, *options]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert [each["workers"] for each in printed["table"]] == [1, 1, 4, 4]
+    assert [each["workers"] for each in printed["table"]] == [
+        1,
+        4,
+    ]  # in the driver, where both fits were
     assert printed["best"]["params"]["numWorkers"] in (1, 2, 3, 4)
 
 

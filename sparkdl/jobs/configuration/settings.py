@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import re
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from jsonargparse import Namespace
 from pyspark.errors import IllegalArgumentException
 from pyspark.ml.wrapper import JavaParams
 
-from sparkdl.errors import ConfigError, SparkDLError
+from sparkdl.errors import ConfigError
 from sparkdl.estimator.estimator import TorchEstimator
 from sparkdl.jobs.sources import Rows, Source
 from sparkdl.redaction import without_secrets
@@ -75,12 +76,13 @@ class Settings:
         try:
             return TorchEstimator(**given)
         except TypeError as error:
-            refused = [name for name, value in given.items() if _refuses(name, value, error)]
-            if not refused:
+            refused = re.search(r'param "(\w+)"', str(error))  # as pyspark.ml words it
+            if refused is None or refused[1] not in given:
                 raise
-            got = "null" if given[refused[0]] is None else f"a {type(given[refused[0]]).__name__}"
+            value = given[refused[1]]
+            got = "null" if value is None else f"a {type(value).__name__}"
             raise ConfigError(
-                f"estimator.{refused[0]} cannot be {got}; leave the key out for its default"
+                f"estimator.{refused[1]} cannot be {got}; leave the key out for its default"
             ) from error
 
     def stages(self) -> list[Any]:
@@ -100,17 +102,6 @@ class Settings:
         """
         given = self.sections[section] or {}
         return {name: checked_stage(f"{section}.{name}", each) for name, each in given.items()}
-
-
-def _refuses(name: str, value: Any, error: TypeError) -> bool:
-    """Whether pyspark raised an error, which has no names in it, because of this Param's value."""
-    try:
-        getattr(TorchEstimator, name).typeConverter(value)
-    except TypeError as raised:
-        return str(raised) == str(error)
-    except (AttributeError, SparkDLError):  # it is no Param, or would have been named
-        pass
-    return False
 
 
 def built(spec: Any) -> Any:
