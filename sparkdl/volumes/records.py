@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.volumes.store import OPENING_S, Place, said, shown, specification, tensorstore
@@ -36,18 +36,24 @@ class Records:
     def __init__(self, place: Place) -> None:
         self._place, library = place, tensorstore()
         with said("opened", place):
-            store = library.Spec(specification(place)).kvstore
+            spec = specification(place)
+            store = library.Spec(spec).kvstore
+            if store.path and not store.path.endswith("/"):  # a URL, whose format is not known yet
+                store.path += "/"
             self._root = library.KvStore.open(store).result(timeout=OPENING_S)
         self._folder = self._root / FOLDER
+        self._metadata = (*METADATA, spec.get("metadata_key", METADATA[0]))
 
     def claim(self, job: Job) -> Job:
-        """Note what the output is to be of, unless it is known.
+        """Find out whether the output may be of a job, before anything is written.
+
+        What is marked of an array that has been deleted since is forgotten.
 
         Args:
             job: with a ``chunk`` of None if any will do.
 
         Returns:
-            The job, with the chunk that it was begun with.
+            The job, with the chunk that it was begun with, if it was.
 
         Raises:
             ConfigError: the output is of another job, or of something else.
@@ -55,25 +61,21 @@ class Records:
         """
         with said("read", self._place):
             found = self._folder.read("job.json").result(timeout=OPENING_S)
-            there = [name for name in METADATA if self._has(name)]
+            there = [name for name in self._metadata if self._has(name)]
+        if not there:
+            self.forget()
+            return job
         if found.state != "value":
-            if there:
-                raise ConfigError(
-                    f"{shown(self._place)} is there already ({there[0]}), and transform_volume has "
-                    "not made it. Choose another place for the output, or delete it first"
-                )
-            self.note({**job, "chunk": None})
-            return job
-        try:
-            known: Job = json.loads(found.value)
-        except ValueError as error:
+            raise ConfigError(
+                f"{shown(self._place)} is there already ({there[0]}), and transform_volume has "
+                "not made it. Choose another place for the output, or delete it first"
+            )
+        known = _parsed(found.value)
+        if not _is_job(known, len(job["patch"])):
             raise DataError(
-                f"{shown(self._place)} has a damaged record, {FOLDER}job.json. Delete the output "
-                "to begin again"
-            ) from error
-        if not known.get("chunk"):  # no task has started
-            self.note({**job, "chunk": None})
-            return job
+                f"{shown(self._place)} has a damaged record, {FOLDER}job.json. Delete the output, "
+                f"with {FOLDER}, to begin again"
+            )
         given = {**job, "chunk": job["chunk"] or known["chunk"]}
         differing = [
             f"{name} was {known.get(name)}, is {given.get(name)}"
@@ -92,6 +94,12 @@ class Records:
         with said("written", self._place):
             text = json.dumps(job, indent=1, sort_keys=True)
             self._folder.write("job.json", text.encode()).result(timeout=OPENING_S)
+
+    def forget(self) -> None:
+        """Forget which chunks are done."""
+        with said("written", self._place):
+            markers = tensorstore().KvStore.KeyRange("chunks/", "chunks0")
+            self._folder.delete_range(markers).result()
 
     def done(self, job: Job) -> dict[int, int]:
         """The patches that were computed for each chunk that is done, by its number."""
@@ -131,13 +139,24 @@ def digest_of(job: Job) -> str:
     return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
 
 
+def _parsed(text: bytes) -> Any:
+    """What JSON tells; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_job(known: Any, axes: int) -> TypeGuard[Job]:
+    match known:
+        case {"chunk": [*sizes]}:
+            return len(sizes) == axes and all(isinstance(n, int) and n > 0 for n in sizes)
+    return False
+
+
 def _patches(text: bytes, digest: str, name: str) -> int | None:
     """The patches that a marker tells; None if it is not whole, or of another job."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return None
-    match found:
+    match _parsed(text):
         case [str() as job, str() as chunk, int() as patches] if (job, chunk) == (digest, name):
             return patches
     return None

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -38,7 +39,7 @@ from sparkdl.volumes.grid import (
 from sparkdl.volumes.network import Network, PatchModel, identity_of
 from sparkdl.volumes.options import VolumeOptions
 from sparkdl.volumes.records import Records, digest_of
-from sparkdl.volumes.store import Place, Volume, created
+from sparkdl.volumes.store import Place, Volume, created, require_apart
 
 logger = logging.getLogger(__name__)
 
@@ -197,11 +198,17 @@ def transform_volume(
     )
     known = job["chunk"] and tuple(job["chunk"])
     blocks = default_blocks(read.shape, patches.stride, known)
-    write = created(target, read, outputs, labels=options.labels, blocks=blocks)
-    chunk = known or _chosen(spark, patches, write.blocks, read, outputs, network_bytes)
-    require_chunk(chunk, write.blocks, patches)
+    making = partial(created, target, read, outputs, labels=options.labels, blocks=blocks)
+    trial = making(trial=True)
+    require_apart(read, trial)
+    chunk = known or _chosen(spark, patches, trial.blocks, read, outputs, network_bytes)
+    require_chunk(chunk, trial.blocks, patches)
     job = {**job, "chunk": list(chunk)}
     records.note(job)
+    write, done = making(), records.done(job)
+    if any(done.values()) and write.holds_nothing:  # its blocks have been deleted
+        records.forget()
+        done = {}
     task = ChunkTask(
         model,
         Recipe(patches, write.blocks, outputs, batch, options.labels, options.skip_zeros),
@@ -212,7 +219,7 @@ def transform_volume(
         (),
         spark.sparkContext.accumulator(0),
     )
-    return _computed(spark, task, records.done(job), progress)
+    return _computed(spark, task, done, progress)
 
 
 def _chosen(

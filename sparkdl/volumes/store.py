@@ -34,6 +34,8 @@ VALUES = ("float16", "bfloat16", "float32", "float64")
 """The dtypes of what a network returns."""
 
 _SLOWEST_LAST = ("n5", "neuroglancer_precomputed")
+_STORES = ("driver", "bucket", "endpoint", "base_url", "base")
+"""What tells one store from another in tensorstore's specifications."""
 _CHANNELS = ("c", "channel", "channels")
 _SUFFIXES = {".zarr": "zarr3", ".n5": "n5"}
 _COMPRESSED = [
@@ -179,6 +181,24 @@ class Volume:
         return f"{self.url} {json.dumps(part)}"
 
     @property
+    def location(self) -> tuple[dict[str, Any], str]:
+        """The store that it is in, and its path there, which ends in "/" unless it is empty."""
+        store = self._opened.kvstore.spec().to_json()
+        path = store.get("path", "")
+        if store["driver"] == "file":
+            path = os.path.join(os.path.realpath(path), "")
+        return {name: store[name] for name in _STORES if name in store}, path
+
+    @property
+    def holds_nothing(self) -> bool:
+        """Whether not a single block is stored; false where that cannot be known."""
+        if self.driver == "neuroglancer_precomputed":  # tensorstore 0.1.86 looks for other names
+            return False
+        with said("read", self.url):
+            found = self._opened.storage_statistics(query_not_stored=True).result()
+        return bool(found.not_stored)
+
+    @property
     def blocks(self) -> Sizes:
         """The sizes that are written as one object, without channels."""
         layout, axes = self._view.chunk_layout, len(self.shape)
@@ -240,7 +260,15 @@ class Volume:
         return part[tensorstore().d[:].translate_to[0]]
 
 
-def created(place: Place, source: Volume, outputs: int, *, labels: bool, blocks: Sizes) -> Volume:
+def created(
+    place: Place,
+    source: Volume,
+    outputs: int,
+    *,
+    labels: bool,
+    blocks: Sizes,
+    trial: bool = False,
+) -> Volume:
     """Open an output, or create it if it is not there.
 
     A path that ends in ``.zarr`` or ``.n5`` becomes such an array, if the input is none of another
@@ -252,6 +280,7 @@ def created(place: Place, source: Volume, outputs: int, *, labels: bool, blocks:
         outputs: channels of the network's output.
         labels: whether it holds the index of the largest channel instead.
         blocks: the sizes of its blocks, unless the specification has others.
+        trial: to find out whether it can be, and what its blocks are; nothing is written.
 
     Raises:
         ConfigError: it cannot hold that.
@@ -290,7 +319,24 @@ def created(place: Place, source: Volume, outputs: int, *, labels: bool, blocks:
         **({"dimension_units": units} if units is not None else {}),
         **({"fill_value": 0} if spec["driver"] in ("zarr", "zarr3") else {}),
     }
+    if trial:
+        options["transaction"] = library.Transaction()  # which is never committed
     return Volume.opened(spec, axes, create=True, open=True, **options)
+
+
+def require_apart(source: Volume, target: Volume) -> None:
+    """Check that an output is apart from its input.
+
+    Raises:
+        ConfigError: one is in the folder of the other, or is the other.
+    """
+    (store, path), (other, place) = source.location, target.location
+    if store == other and (path.startswith(place) or place.startswith(path)):
+        raise ConfigError(
+            f"the output, {target.url}, and the input, {source.url}, are one array, or one is in "
+            "the folder of the other, where whoever deletes that deletes both. Choose another "
+            "place for the output"
+        )
 
 
 def _format(place: Place, of_source: str) -> str:

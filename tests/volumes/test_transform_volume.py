@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,22 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, source: str) -> None:
 
 
 @pytest.mark.usefixtures("spark")
+@every("driver", ["zarr", "zarr3"])
+def test_what_was_deleted_but_for_hidden_files_is_computed_again(
+    tmp_path: Path, driver: str
+) -> None:
+    source, target = stored(tmp_path / "in", image(), driver), tmp_path / "out"
+    model = model_of(Edges())
+    model.transform_volume(source, target, chunk=CHUNK, **SIZES)
+    before = read(target)
+    for path in target.glob("[!.]*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    again = model.transform_volume(source, target, chunk=CHUNK, **SIZES)
+    assert again.computed == again.chunks == 6
+    assert np.array_equal(read(target), before)
+
+
+@pytest.mark.usefixtures("spark")
 def test_another_job_for_the_same_output_is_refused(tmp_path: Path, source: str) -> None:
     target = tmp_path / "out.zarr"
     model = model_of(Edges())
@@ -111,6 +128,8 @@ def test_another_job_for_the_same_output_is_refused(tmp_path: Path, source: str)
     for change, text in [
         ({"patch": (6, 8, 9)}, r"patch was \[6, 8, 8\], is \[6, 8, 9\]"),
         ({"chunk": (8, 24, 28)}, r"chunk was \[8, 12, 28\], is \[8, 24, 28\]"),
+        ({"overlap": (2, 4, 5)}, r"overlap was \[2, 4, 4\], is \[2, 4, 5\]"),
+        ({"crop": (1, 1, 2)}, r"crop was \[0, 0, 0\], is \[1, 1, 2\]"),
         ({"skip": None}, "skip was zeros, is None"),
         ({"reduce": "argmax"}, "reduce was None, is argmax"),
     ]:
@@ -208,6 +227,7 @@ def test_a_model_whose_output_is_no_part_of_the_array_is_refused_before_any_task
         ({"overlap": (2, 4.5, 4)}, "overlap must be a whole number"),
         ({"crop": (2, 0, 0)}, "leave gaps or never end"),
         ({"chunk": (1, 24, 28)}, "smaller than overlap"),
+        ({"chunk": (1, 24, 28), "reduce": "argmax"}, "smaller than overlap"),
         ({"chunk": "large"}, "chunk must be 'auto' or 3 whole numbers"),
         ({"reduce": "mean"}, "reduce must be 'argmax' or None, got 'mean'"),
         ({"skip": "ones"}, "skip must be 'zeros' or None"),
@@ -219,7 +239,7 @@ def test_arguments_that_do_not_fit_are_refused_before_any_task(
     source = stored(tmp_path / "in.zarr", image())
     with pytest.raises(ConfigError, match=text):
         model_of(Edges()).transform_volume(source, tmp_path / "out.zarr", **{**SIZES, **change})
-    assert not list(tmp_path.glob("out.zarr/.sparkdl/chunks/*"))
+    assert not (tmp_path / "out.zarr").exists()  # so that it decides nothing about another try
 
 
 @pytest.mark.usefixtures("spark")
@@ -234,8 +254,9 @@ def test_a_chunk_that_does_not_divide_into_the_outputs_blocks_is_refused(
     model = model_of(Edges())
     with pytest.raises(ConfigError, match=r"no multiple of the output's blocks of \(5, 8, 8\)"):
         model.transform_volume(source, spec, chunk=(8, 24, 28), **SIZES)
+    assert not (tmp_path / "out.zarr").exists()
     done = model.transform_volume(source, spec, chunk=(10, 24, 28), **SIZES)
-    assert done.chunks == 2  # what was refused had not begun
+    assert done.chunks == 2
 
 
 @pytest.mark.usefixtures("spark")
@@ -262,6 +283,17 @@ def test_an_array_of_something_else_is_left_alone(tmp_path: Path, source: str) -
     model = model_of(Edges())
     with pytest.raises(ConfigError, match="transform_volume has not made it"):
         model.transform_volume(source, source, **SIZES)
+    plain = stored(tmp_path / "plain", image(), "zarr")
+    before = os.listdir(plain)
+    for given, place in [(plain, f"file://{plain}"), (source, f"file://{plain}"), (source, plain)]:
+        with pytest.raises(ConfigError, match="transform_volume has not made it"):
+            model.transform_volume(given, place, reduce="argmax", **SIZES)
+        assert os.listdir(plain) == before
+        assert np.array_equal(read(Path(plain)), image())
+    for place in (f"{source}/labels", tmp_path):
+        with pytest.raises(ConfigError, match="in the folder of the other"):
+            model.transform_volume(source, place, **SIZES)
+    assert sorted(os.listdir(tmp_path)) == ["in.zarr", "plain"]
     assert np.array_equal(read(Path(source)), image())
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ def marked(path: Path, *numbers: int) -> Records:
     records = Records(path)
     records.claim(JOB)
     records.note(PLANNED)
+    (path / "zarr.json").write_text("{}")
     for number in numbers:
         records.mark(number, 7, digest_of(PLANNED))
     return records
@@ -26,8 +28,10 @@ def marked(path: Path, *numbers: int) -> Records:
 
 def test_a_job_is_known_again_with_the_chunk_that_it_was_begun_with(tmp_path: Path) -> None:
     assert Records(tmp_path / "out").claim(JOB) == JOB
-    assert Records(tmp_path / "out").claim(JOB) == JOB  # the driver died before it chose one
-    Records(tmp_path / "out").note(PLANNED)
+    assert not (tmp_path / "out").exists()
+    Records(tmp_path / "out").note({**PLANNED, "chunk": [8, 8]})
+    assert Records(tmp_path / "out").claim(JOB) == JOB  # the driver died before it made the array
+    marked(tmp_path / "out")
     assert Records(tmp_path / "out").claim(JOB) == PLANNED
     assert Records(tmp_path / "out").claim(PLANNED) == PLANNED
 
@@ -49,12 +53,38 @@ def test_another_job_is_refused_with_what_differs(
         Records(tmp_path / "out").claim({**JOB, **changes})
 
 
-@pytest.mark.parametrize("name", [".zarray", "zarr.json", "info", "attributes.json", ".zgroup"])
-def test_an_array_that_is_not_ours_is_refused_and_left_alone(tmp_path: Path, name: str) -> None:
+@every(
+    ("name", "place"),
+    [
+        *((name, "{}") for name in (".zarray", "zarr.json", "info", "attributes.json", ".zgroup")),
+        *((".zarray", place) for place in ("file://{}", "file://{}/", "file://{}|zarr2:")),
+        (".zarray", {"driver": "auto", "kvstore": "file://{}"}),
+        (".zarray", {"driver": "zarr", "kvstore": {"driver": "file", "path": "{}"}}),
+        ("own", {"driver": "zarr", "kvstore": "file://{}", "metadata_key": "own"}),
+    ],
+)
+def test_an_array_that_is_not_ours_is_refused_and_left_alone(
+    tmp_path: Path, name: str, place: Any
+) -> None:
     (tmp_path / name).write_text("{}")
+    place = json.loads(json.dumps(place).replace("{}", str(tmp_path)))
     with pytest.raises(ConfigError, match="transform_volume has not made it"):
-        Records(tmp_path).claim(JOB)
+        Records(place).claim(JOB)
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@every("place", ["{}", "file://{}"])
+def test_what_was_marked_of_an_array_that_has_been_deleted_is_forgotten(
+    tmp_path: Path, place: str
+) -> None:
+    marked(tmp_path, 0, 5)
+    records = Records(place.format(tmp_path))
+    assert records.claim(PLANNED) == PLANNED
+    assert records.done(PLANNED) == {0: 7, 5: 7}
+    (tmp_path / "zarr.json").unlink()
+    another = {**JOB, "model": "UNet 1e"}
+    assert records.claim(another) == another
+    assert records.done(PLANNED) == {}
 
 
 def test_chunks_are_done_once_they_are_marked(tmp_path: Path) -> None:
@@ -90,12 +120,19 @@ def test_a_marker_of_another_chunk_or_under_another_name_never_counts(tmp_path: 
 
 def test_a_damaged_record_is_an_error_in_words(tmp_path: Path) -> None:
     marked(tmp_path / "out")
-    (tmp_path / "out/.sparkdl/job.json").write_bytes(b"{")
-    with pytest.raises(DataError, match="damaged record"):
-        Records(tmp_path / "out").claim(JOB)
+    for octets in (
+        *(b"{", b"", b"[]", b"7", b"null", b'"x"', b"\xff", b"[" * 100_000, b"{}"),
+        *(b'{"chunk": %s}' % chunk for chunk in (b"null", b"7", b'"ab"', b"[8]", b"[8, null]")),
+    ):
+        (tmp_path / "out/.sparkdl/job.json").write_bytes(octets)
+        with pytest.raises(DataError, match="damaged record"):
+            Records(tmp_path / "out").claim(JOB)
 
 
 def test_a_place_that_cannot_be_written_is_an_error_in_words(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    records = Records(tmp_path / "file/out")
+    with pytest.raises(DataError, match="cannot be written"):
+        records.note(PLANNED)
     with pytest.raises(DataError, match=r"cannot be (written|read)"):
-        Records(tmp_path / "file/out").claim(JOB)
+        records.claim(JOB)

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkdl.errors import ConfigError, DataError, SparkDLError
-from sparkdl.volumes.store import Volume, created, specification
+from sparkdl.volumes.store import Volume, created, require_apart, specification
 
 SHAPE = (10, 12, 14)
 FORMATS = ("zarr", "zarr3", "n5", "neuroglancer_precomputed")
@@ -44,6 +44,10 @@ def everything(volume: Volume) -> Any:
 
 def new(place: Any, source: Volume, outputs: int = 2, *, labels: bool = False) -> Volume:
     return created(place, source, outputs, labels=labels, blocks=(5, 6, 7))
+
+
+def trial(place: Any, source: Volume) -> Volume:
+    return created(place, source, 2, labels=False, blocks=(5, 6, 7), trial=True)
 
 
 @pytest.mark.parametrize("driver", FORMATS)
@@ -234,6 +238,39 @@ def test_an_output_that_cannot_be_is_refused_in_words(
         return
     with pytest.raises(SparkDLError, match=text):
         new(spec, source)
+
+
+@pytest.mark.parametrize("driver", FORMATS)
+def test_a_trial_writes_nothing_and_tells_the_blocks(tmp_path: Path, driver: str) -> None:
+    source = Volume.opened(stored(tmp_path / "in", values(), driver), 3)
+    for _ in range(2):
+        assert trial(tmp_path / "out", source).blocks == (5, 6, 7)
+        assert not (tmp_path / "out").exists()
+    new(tmp_path / "out", source, labels=True)
+    with pytest.raises(DataError, match="cannot be created"):
+        trial(tmp_path / "out", source)
+
+
+@pytest.mark.parametrize("driver", ["zarr", "zarr3", "n5"])
+def test_an_array_without_any_block_holds_nothing(tmp_path: Path, driver: str) -> None:
+    source = Volume.opened(stored(tmp_path / "in", values(), driver), 3)
+    target = new(tmp_path / "out", source)
+    assert not source.holds_nothing
+    assert target.holds_nothing
+    ts.open(target.specification).result()[...] = 1
+    assert not target.holds_nothing
+
+
+def test_an_output_and_its_input_must_be_apart(tmp_path: Path) -> None:
+    source = Volume.opened(f"file://{stored(tmp_path / 'a' / 'in', values())}", 3)
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    with pytest.raises(ConfigError, match="are one array"):
+        require_apart(source, source)
+    for place in ("a/in/out", "a", "link/in/c/out"):
+        with pytest.raises(ConfigError, match=r"in the folder of the other"):
+            require_apart(source, trial(tmp_path / place, source))
+    for place in ("a/in2", "a/i", "a/out", "out"):
+        require_apart(source, trial(tmp_path / place, source))
 
 
 def test_too_many_labels_for_the_dtype_that_was_asked_for_are_refused(tmp_path: Path) -> None:
