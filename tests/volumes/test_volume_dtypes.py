@@ -1,0 +1,84 @@
+"""An array of any dtype and format, with several channels, is predicted by its numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from every_row import every
+from tensorstore import bfloat16
+from test_volume_stores import stored
+from torch import Tensor
+
+from sparkdl.protocols import ColumnSpec
+from sparkdl.volumes.chunk import Recipe, predict_chunk
+from sparkdl.volumes.grid import Chunks, Patches
+from sparkdl.volumes.network import Network
+from sparkdl.volumes.store import Volume, created
+
+BFLOAT16 = bfloat16.numpy_dtype
+SHAPE = (10, 12, 14)
+PATCHES = Patches(SHAPE, (5, 6, 7), (2, 4, 3), (1, 1, 1))
+
+
+def of_all_sizes(dtype: Any) -> np.ndarray:
+    """Values from one end of a dtype to the other, shape (2, *SHAPE)."""
+    random, shape = np.random.default_rng(0), (2, *SHAPE)
+    if dtype == "bool":
+        return random.integers(0, 2, shape).astype(bool)
+    if np.issubdtype(dtype, np.integer):
+        limits = np.iinfo(dtype)
+        return random.integers(limits.min, limits.max, shape, dtype, endpoint=True)
+    found: np.ndarray = (random.normal(size=shape) * 1e4).astype(dtype)
+    found[0, 4, 5, 6], found[1, 9, 0, 13] = np.nan, np.inf
+    return found
+
+
+def predicted(path: Path, array: np.ndarray, driver: str, spec: ColumnSpec) -> np.ndarray:
+    """What comes of an array, as numpy reads it, by a module that returns what it is given."""
+    source = Volume.opened(stored(path / "in", array, driver), 3)
+    target = created(path / "out.zarr", source, 2, labels=False, blocks=(5, 6, 7))
+    taken: list[Tensor] = []
+
+    def outputs(given: list[Tensor], _: Any) -> list[tuple[int, Tensor]]:
+        taken.extend(given)
+        return [(0, given[0])]
+
+    run: Any = SimpleNamespace(outputs=outputs)
+    recipe = Recipe(PATCHES, target.blocks, 2, 4, labels=False, skip_zeros=True)
+    chunks, network = Chunks(SHAPE, (5, 12, 14)), Network(run, spec, None, PATCHES.kept)
+    for number in range(len(chunks)):
+        predict_chunk(recipe, chunks[number], source, target, network, "cpu")
+    assert {each.dtype for each in taken} == {spec.dtype}
+    found: np.ndarray = target._view.read().result()
+    return found
+
+
+@every(
+    ("dtype", "drivers"),
+    [
+        *((dtype, ("zarr", "zarr3")) for dtype in ("bool", "float16", BFLOAT16)),
+        ("int8", ("zarr", "zarr3", "n5", "neuroglancer_precomputed")),
+        ("uint64", ("zarr", "zarr3", "n5", "neuroglancer_precomputed")),
+        ("int16", ("n5",)),
+        ("float64", ("n5",)),
+    ],
+)
+def test_the_identity_gives_the_numbers_of_any_dtype_as_float32(
+    tmp_path: Path, dtype: Any, drivers: tuple[str, ...]
+) -> None:
+    array = of_all_sizes(dtype)
+    for driver in drivers:
+        found = predicted(tmp_path / driver, array, driver, ColumnSpec("x", torch.float32, (2,)))
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, array.astype(np.float32), rtol=1e-5, err_msg=driver)
+
+
+@every("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_module_is_given_the_dtype_of_its_example(tmp_path: Path, dtype: torch.dtype) -> None:
+    array = of_all_sizes("int8")
+    found = predicted(tmp_path, array, "zarr3", ColumnSpec("x", dtype, (2,)))
+    np.testing.assert_allclose(found, array, rtol=1e-5)  # which each of them holds exactly
