@@ -103,4 +103,5 @@ def _estimated(
         _, counts = np.unique((words & np.int64(signed(mask))) ^ spread, return_counts=True)
         share += float((counts * (counts - 1.0)).sum()) / pairs
         fullest = max(fullest, float(counts.max(initial=0)) / max(len(words), 1))
-    return Keys(tuple(bands), agreeing, share * rows * (rows - 1.0) / 2, fullest * rows)
+    every = rows * max(rows - 1.0, 0.0) / 2
+    return Keys(tuple(bands), agreeing, share * every, fullest * rows)

@@ -11,6 +11,9 @@ from sparkdl.dedup.params import DedupParams
 from sparkdl.encodings.pixels import FIELDS
 from sparkdl.errors import DataError
 
+DUPLICATE_OF, DISTANCE = "duplicate_of", "distance"
+"""The columns that marked rows have besides their own."""
+
 _PLAIN = (
     T.NumericType,
     T.BooleanType,
@@ -59,6 +62,11 @@ def require_columns(params: DedupParams, frame: DataFrame) -> Columns:
             "have 'dhash', 'ahash', 'phash' and 'whash', texts 'simhash'"
         )
     within = params.getWithin()
+    if params.getKeep().lower() in (DUPLICATE_OF, DISTANCE):
+        raise DataError(
+            f"keep names the column '{params.getKeep()}', as a column is named that near rows are "
+            "marked with. Rename it"
+        )
     first = _comparable(frame, params.getKeep(), "keep")
     return Columns(first, None if within is None else _comparable(frame, within, "within"))
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 from pyspark.ml import Estimator
 from pyspark.ml.evaluation import Evaluator, MulticlassClassificationEvaluator
+from pyspark.ml.param import Params
 from pyspark.sql import DataFrame
 
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, DataError
 from sparkdl.figures import pyplot
+from sparkdl.spark.session.required import require_frame
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,47 @@ def evaluator_for(estimator: Estimator[Any], evaluator: Evaluator | None) -> Eva
     return MulticlassClassificationEvaluator(
         labelCol=label, predictionCol=prediction, metricName="accuracy"
     )
+
+
+def require_held_out(
+    held_out: DataFrame, dataset: DataFrame, estimator: Estimator[Any], evaluator: Evaluator
+) -> None:
+    """Check that models can be measured on rows, before one is trained.
+
+    Args:
+        held_out: the rows.
+        dataset: those that are trained on.
+        estimator: which trains.
+        evaluator: which measures.
+
+    Raises:
+        ConfigError: they are no DataFrame.
+        DataError: they lack a column of the others that is needed.
+    """
+    require_frame(held_out, "held_out", to_end="Measure on")
+    known, given = ([name.lower() for name in each.columns] for each in (dataset, held_out))
+    needed = [
+        *_columns(estimator, ("features", "input")),
+        *_columns(evaluator, ("features", "label", "weight")),
+    ]
+    for name in needed:
+        if name.lower() in known and name.lower() not in given:
+            raise DataError(
+                f"held_out has no column '{name}', which the estimator's model or the evaluator "
+                f"needs. It has: {', '.join(held_out.columns)}"
+            )
+
+
+def _columns(of: Params, kinds: Sequence[str]) -> Iterator[str]:
+    """The columns that Params name, and those of the stages that are among their values."""
+    values = {param.name: value for param, value in of.extractParamMap().items()}
+    for kind in kinds:
+        found = values.get(f"{kind}Cols") or values.get(f"{kind}Col") or []
+        yield from [found] if isinstance(found, str) else found
+    for value in values.values():
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, Params):
+                yield from _columns(part, kinds)
 
 
 def measured(

@@ -15,8 +15,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl.dedup.bands import Keys
-from sparkdl.dedup.columns import require_columns
-from sparkdl.dedup.curve import TradeOff, evaluator_for, measured
+from sparkdl.dedup.columns import DISTANCE, DUPLICATE_OF, require_columns
+from sparkdl.dedup.curve import TradeOff, evaluator_for, measured, require_held_out
 from sparkdl.dedup.hashing import hashes
 from sparkdl.dedup.pairs import near
 from sparkdl.dedup.params import DedupParams
@@ -26,7 +26,6 @@ from sparkdl.errors import ConfigError, DataError
 from sparkdl.spark.rows.columns import quoted
 from sparkdl.spark.session.required import jvm_named, require_frame, require_session
 
-DUPLICATE_OF, DISTANCE = "duplicate_of", "distance"
 _ROW = "_sparkdl_row"
 
 
@@ -237,10 +236,12 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
 
         Raises:
             ConfigError: a threshold is too large, or the rows or the measure are not known.
+            DataError: the held-out rows lack a column that is needed.
         """
         dataset, keep = self._rows(None), self.getKeep()
         require_frame(held_out, "held_out", to_end="Measure on")
         evaluator = evaluator_for(estimator, evaluator)
+        require_held_out(held_out, dataset, estimator, evaluator)
         models = [self.copy({self.threshold: threshold}) for threshold in thresholds]
         gone = [model.duplicates(dataset).select(quoted(keep)).persist() for model in models]
         try:

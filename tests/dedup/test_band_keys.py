@@ -88,3 +88,8 @@ def test_more_rows_have_longer_keys_until_there_are_too_many() -> None:
 def test_the_one_key_of_threshold_0_is_the_word() -> None:
     assert keys_for(words(10), one_group(words(10)), 10, 0).masks == [EVERY_BIT]
     assert Keys((EVERY_BIT,), 1).masks == [EVERY_BIT]
+
+
+def test_of_no_words_no_pair_is_compared() -> None:
+    keys = keys_for(words(0), one_group(words(0)), 0, 4)
+    assert f"{keys.comparisons:g} {keys.fullest:g}" == "0 0"  # and not -0

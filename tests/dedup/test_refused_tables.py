@@ -9,8 +9,11 @@ import pyarrow as pa
 import pytest
 from every_row import every
 from pyspark.errors import PySparkException
+from pyspark.ml import Pipeline
 from pyspark.ml.classification import LogisticRegression
 from pyspark.ml.clustering import PowerIterationClustering
+from pyspark.ml.evaluation import MulticlassClassificationEvaluator
+from pyspark.ml.feature import VectorAssembler
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
@@ -57,6 +60,8 @@ def test_params(params: dict[str, Any], said: str) -> None:
         ({}, lambda f: f.withColumn("id", F.array("id")), "(keep) has type array<bigint>"),
         ({}, lambda f: f.withColumn("label", F.struct("id")), "(within) has type struct"),
         ({}, lambda f: f.select("*", "id"), "'id', which occurs 2 times"),
+        ({"keep": "Distance"}, lambda f: f.withColumnRenamed("id", "Distance"), "are marked with"),
+        ({"keep": "duplicate_of"}, lambda f: f.withColumnRenamed("id", "duplicate_of"), "Rename"),
         ({}, lambda f: f.where("false"), "the DataFrame has no rows"),
         ({}, lambda f: f.withColumn("id", F.expr("nullif(id, 2)")), "(keep) is null in 1 rows"),
         ({}, lambda f: f.withColumn("id", F.expr("id % 3")), "must be unique, but 2 rows have 0"),
@@ -96,6 +101,35 @@ def test_what_a_model_does_not_know(rows: DataFrame, spark: SparkSession) -> Non
         model.curve(LogisticRegression(), rows, [4])
     with pytest.raises(ConfigError, match="has no labelCol and predictionCol"):
         model.curve(PowerIterationClustering(), rows, [1])  # type: ignore[arg-type]
+
+
+class NeverFitted(LogisticRegression):
+    """Its fit is no part of a test."""
+
+    def _fit(self, dataset: DataFrame) -> Any:
+        raise AssertionError("trained before the held-out rows were looked at")
+
+
+def test_held_out_rows_are_looked_at_before_a_model_is_trained(
+    rows: DataFrame, spark: SparkSession
+) -> None:
+    rows = rows.withColumn("features", F.array("id")).withColumn("weight", F.lit(1.0))
+    found = NearDuplicates(hash="given", inputCol="word").fit(rows)
+    plain, both = NeverFitted(), Pipeline(stages=[Pipeline(stages=[NeverFitted()])])
+    joined = Pipeline(stages=[VectorAssembler(inputCols=["ID", "word"], outputCol="features")])
+    weighted = MulticlassClassificationEvaluator(weightCol="weight")
+    for estimator, evaluator, held_out, error, said in [
+        (plain, None, rows.toPandas(), ConfigError, "held_out must be a Spark DataFrame"),
+        (plain, None, spark.readStream.format("rate").load(), DataError, "is a stream"),
+        (plain, None, rows.drop("label"), DataError, "held_out has no column 'label'"),
+        (plain, None, rows.drop("features"), DataError, "held_out has no column 'features'"),
+        (both, weighted, rows.drop("features"), DataError, "held_out has no column 'features'"),
+        (both, weighted, rows.drop("weight"), DataError, "held_out has no column 'weight'"),
+        (joined, weighted, rows.drop("word"), DataError, "held_out has no column 'word'"),
+        (plain, None, rows.drop("weight", "id"), AssertionError, "trained before"),
+    ]:
+        with pytest.raises(error, match=said):
+            found.curve(estimator, held_out, [], evaluator)
 
 
 def test_new_rows_that_cannot_be_told_apart_fail_the_query(rows: DataFrame) -> None:
