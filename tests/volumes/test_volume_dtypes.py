@@ -7,11 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from every_row import every
 from tensorstore import bfloat16
+from test_transform_volume import SIZES, expected, model_of, read
 from test_volume_stores import stored
 from torch import Tensor
+from volume_models import Edges
 
 from sparkdl.protocols import ColumnSpec
 from sparkdl.volumes.chunk import Recipe, predict_chunk
@@ -82,3 +85,13 @@ def test_a_module_is_given_the_dtype_of_its_example(tmp_path: Path, dtype: torch
     array = of_all_sizes("int8")
     found = predicted(tmp_path, array, "zarr3", ColumnSpec("x", dtype, (2,)))
     np.testing.assert_allclose(found, array, rtol=1e-5)  # which each of them holds exactly
+
+
+@pytest.mark.usefixtures("spark")
+def test_several_channels_of_negative_numbers_are_predicted_by_tasks(tmp_path: Path) -> None:
+    array, module = of_all_sizes("int8"), Edges(channels=2)
+    source = stored(tmp_path / "in", array)
+    model = model_of(module, 2, 6, 8, 8)
+    model.transform_volume(source, tmp_path / "out", chunk=(5, 12, 14), **SIZES)
+    wanted = expected(array, module)
+    assert np.abs(read(tmp_path / "out") - wanted).max() < 1e-5 * np.abs(wanted).max()
