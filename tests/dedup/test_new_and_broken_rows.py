@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from near_rows import digits, png
+from frames import configured, in_files
+from near_rows import digits, kept_of_all_pairs, png, word
 from PIL import Image
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -48,6 +50,19 @@ def test_rows_without_a_hash_stay_and_are_counted(
     report = model.report()
     assert list(report.kept["rows"]) == [6] * 5
     assert "2 could not be hashed, and stay: that with id=3" in report.summary
+
+
+@pytest.mark.slow
+def test_the_same_rows_stay_without_a_limit_of_rows_for_python(
+    spark: SparkSession, pictures: list[bytes], tmp_path: Path
+) -> None:
+    """Columnar files: functions of columns would never end."""
+    given = [*pictures, *pictures[:2], WHITE]
+    words = [word(Image.open(io.BytesIO(each)), "dhash") for each in given]
+    rows = in_files(images(spark, *given), tmp_path / "table")
+    with configured(spark, {"spark.sql.execution.arrow.maxRecordsPerBatch": "0"}):
+        model = NearDuplicates(within=None).fit(rows)
+        assert ids(model.transform(rows)) == kept_of_all_pairs(words, [0] * len(words), 4)
 
 
 @pytest.mark.slow

@@ -108,6 +108,11 @@ def detached(outputs: Tensor, targets: Tensor) -> Tensor:
     return outputs.detach().mean()
 
 
+def of_all_pairs(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    values = (outputs.reshape(-1, 1) - targets.reshape(1, -1)) ** 2
+    return values.mean() if reduction == "mean" else values
+
+
 def guarded() -> Any:
     guard = threading.Lock()
 
@@ -127,6 +132,10 @@ OTHERS: list[tuple[dict[str, Any], list[str]]] = [
         ["the loss fails on outputs float32 (2, 3) and targets float32 (2,)", "'double'", "Long"],
     ),
     ({"loss": detached}, ["backward pass", "does not require grad"]),
+    (
+        {"model": nn.Linear(4, 1), "loss": of_all_pairs, "scoreCol": "error"},
+        ["scoreCol need a loss with one value per row, but for 5 rows it gives (5, 5)"],
+    ),
     ({"loss": guarded()}, ["loss cannot be sent", "'guard'", "lock"]),
     ({"optimizer": torch.optim.LBFGS}, ["optimizer", "closure"]),
     ({"optimizer": partial(torch.optim.SGD, lr=-1.0)}, ["Invalid learning rate: -1.0"]),

@@ -87,3 +87,12 @@ def test_a_loss_that_gives_only_the_mean_is_refused_with_what_to_do() -> None:
         ModelError, match=r"scoreCol need a loss .* shape \(2,\) here, but it gives \(\)"
     ):
         score(mean_of)(torch.ones(2), torch.ones(2), 2)
+
+
+def test_a_loss_of_all_pairs_of_rows_is_refused_after_training_elsewhere() -> None:
+    def of_all_pairs(outputs: Any, targets: Any) -> Any:
+        return (outputs.reshape(-1, 1) - targets.reshape(1, -1)) ** 2
+
+    for rows in (2, 9):
+        with pytest.raises(ModelError, match=r"each row is compared with all others"):
+            score(of_all_pairs)(torch.ones(rows, 1), torch.ones(rows), rows)

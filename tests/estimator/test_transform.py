@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
+import json
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from pyspark.ml.functions import array_to_vector
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
+from subprocesses import printed_by
 from torch import Tensor, nn
 
 from sparkdl import TorchModel
@@ -315,6 +315,7 @@ def test_a_model_that_did_not_change_is_sent_to_the_executors_once(
 
 
 OUTLIVES = """
+import json
 import torch
 from pyspark.sql import SparkSession
 from sparkdl import TorchModel
@@ -326,21 +327,47 @@ module = torch.nn.Linear(2, 1, bias=False)
 with torch.no_grad():
     module.weight.copy_(torch.tensor([[1.0, 10.0]]))
 model = TorchModel(module, features, builder=None, head=Head.UNKNOWN, widths={None: 1}, history=[])
+found = {"transform": [], "udf": [], "of another session": []}
 for session in range(2):
     spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", False).getOrCreate()
     rows = spark.createDataFrame([([session + 1.0, 2.0],)], "features array<double>")
-    print(model.transform(rows).first().prediction)
+    found["transform"].append(model.transform(rows).first().prediction)
+    if session == 0:
+        uncalled, called = model.udf(), model.udf()
+        found["udf"].append(rows.select(called("features")).first()[0])
+    for udf in (uncalled, called) if session == 1 else ():
+        for use in (lambda: udf("features"), lambda: spark.udf.register("predict", udf)):
+            try:
+                found["of another session"].append(["nothing", str(use())])
+            except Exception as error:
+                found["of another session"].append([type(error).__name__, str(error)])
     spark.stop()
+print(json.dumps(found))
 """
 
 
+@pytest.fixture(scope="module")
+def in_two_sessions() -> dict[str, Any]:
+    """What a model predicted in a session, and after it in another one of the same process."""
+    found: dict[str, Any] = json.loads(printed_by("-c", OUTLIVES).splitlines()[-1])
+    return found
+
+
 @pytest.mark.slow
-def test_a_model_outlives_the_session_in_which_it_first_predicted() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", OUTLIVES], capture_output=True, text=True, timeout=170
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["21.0", "22.0"]
+def test_a_model_outlives_the_session_in_which_it_first_predicted(
+    in_two_sessions: dict[str, Any],
+) -> None:
+    assert in_two_sessions["transform"] == [21.0, 22.0]
+
+
+@pytest.mark.slow
+def test_a_udf_of_a_session_that_was_stopped_says_that_another_one_has_to_be_made(
+    in_two_sessions: dict[str, Any],
+) -> None:
+    assert in_two_sessions["udf"] == [21.0]
+    told = in_two_sessions["of another session"]
+    assert [kind for kind, _ in told] == ["ConfigError", "PicklingError"] * 2
+    assert all("call model.udf() again, and register what it returns" in why for _, why in told)
 
 
 def test_a_models_forward_runs_without_gradients_and_in_evaluation_mode(rows: DataFrame) -> None:

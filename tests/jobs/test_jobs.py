@@ -180,13 +180,32 @@ def test_a_session_that_cannot_be_stopped_changes_nothing_about_what_was_done(
     assert "Spark could not be stopped: ConnectionRefusedError: [Errno 111]" in caplog.text
 
 
-def test_last_words_that_nobody_reads_do_not_change_the_exit_code() -> None:
-    program = "import sys; from sparkdl.jobs.command import _print; _print('done'); sys.exit(0)"
+DONE_ALREADY = """
+import sys
+from sparkdl.jobs import command
+
+command._run = lambda *_: ({"status": "complete"}, "done")
+for form in ("text", "json"):
+    sys.stdout = open(1, "w", closefd=False)
+    code = command.run_command("train", None, ["--config", sys.argv[1], "--log_format", form])
+    print(code, "as", form, file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def test_last_words_that_nobody_reads_do_not_change_the_exit_code(
+    tmp_path: Path, case: dict[str, Any]
+) -> None:
+    config = write_configuration(tmp_path, case["said"])
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as nobody:
         done = subprocess.run(
-            [sys.executable, "-c", program], stdout=nobody, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", DONE_ALREADY, config],
+            stdout=nobody,
+            stderr=subprocess.PIPE,
+            text=True,
         )
     assert done.returncode == 0, done.stderr
-    assert "it was to get: done" in done.stderr
+    for words in ("0 as text", "0 as json", "it was to get: done", 'get: {\\"status\\": '):
+        assert words in done.stderr

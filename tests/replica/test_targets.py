@@ -129,8 +129,9 @@ def across(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def test_a_rows_loss_that_depends_on_other_rows_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"for 5 rows it gives \(5, 5\)"):
-        use_for(across, COLUMN, NUMBERS, 5, weights=torch.ones(5))
+    for wanted in ({"weights": torch.ones(5)}, {"by_row": True}):
+        with pytest.raises(ModelError, match=r"for 5 rows it gives \(5, 5\)"):
+            use_for(across, COLUMN, NUMBERS, 5, **wanted)
 
 
 def test_rows_as_wide_as_there_are_rows_are_scored() -> None:

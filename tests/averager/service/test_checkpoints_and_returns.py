@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from crew import WAIT_S, Crew, crew, eventually, window
+import torch
+from crew import LAYOUT, WAIT_S, Crew, crew, eventually, window
 from every_row import every
+from forked import FORKED
 
+from sparkdl.averager import AveragerClient
 from sparkdl.averager.client.worker_channel import blocks as blocks_of
 from sparkdl.averager.coordination import events as on
 from sparkdl.averager.service.saving import CheckpointPlan, worker_state_file
 from sparkdl.averager.values import packing
+from sparkdl.averager.values.wire_format import FullPrecision
 from sparkdl.checkpoint.storage import CheckpointStore
+from sparkdl.feed.statistics.shards import ShardStatistics
+from sparkdl.transport.connecting import ServiceAddress
+from sparkdl.transport.framing import values_prefix
 
 
 def plan(path: Path, every_rounds: int) -> CheckpointPlan:
@@ -64,6 +73,45 @@ def test_a_state_that_ends_early_is_not_in_the_checkpoint(
         assert (rounds[1].exception(WAIT_S) is None) is (blocks == 3)
         assert eventually(lambda: any(tmp_path.glob("*/manifest.json")))
         assert saved_ranks(tmp_path) == {(1, 1): [0, 1] if blocks == 3 else [0]}
+
+
+def is_killed_within_its_state(address: ServiceAddress, blocks: int) -> None:
+    """The process of rank 1, which comes back, and ends after so many blocks and half of one."""
+    state = [torch.zeros(3)]
+    client = AveragerClient(
+        address, 1, FullPrecision(), attempt=1, worker_state=lambda: bytes(range(40))
+    )
+    channel = client._own_channel
+
+    def send_only_some(octets: bytes, block_bytes: int) -> None:
+        whole = blocks_of(octets, block_bytes)
+        for block in whole[:blocks]:
+            channel.send_values(block)
+        cut = whole[blocks].numpy().tobytes()
+        channel._connection._send(bytes(values_prefix(len(cut))) + cut[: len(cut) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    channel.send_octets = send_only_some  # type: ignore[method-assign]
+    client.start(ShardStatistics(2, ()), state, LAYOUT)
+    client.exchange(state, window(1))
+
+
+@every("blocks", range(3))
+def test_a_process_that_is_killed_within_its_state_leaves_none_in_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int
+) -> None:
+    monkeypatch.setattr(packing, "MAX_CHUNK_BYTES", 16)
+    with crew(2, plan=plan(tmp_path, 1)) as workers:
+        workers.lose(1)
+        arguments = workers.averager.address, blocks
+        process = FORKED.Process(target=is_killed_within_its_state, args=arguments)
+        process.start()
+        workers.wait_for(on.RowsFound, 1, 2)
+        exchanged(workers, [0], 1)
+        process.join(WAIT_S)
+        assert process.exitcode == -signal.SIGKILL
+        assert eventually(lambda: any(tmp_path.glob("*/manifest.json")))
+        assert saved_ranks(tmp_path) == {(1, 1): [0]}
 
 
 @every("every_rounds", [1, 2])

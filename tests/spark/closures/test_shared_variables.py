@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import sparkdl
 from sparkdl import GradientAllReduce, TorchDistributor, TorchEstimator, TorchModel
+from sparkdl.callbacks import WorkerCallback, WorkerStep
 from sparkdl.errors import ConfigError, ModelError, WorkerError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -42,6 +43,14 @@ class Scaled(nn.Module):
         if self.rows is not None:
             self.rows.add(len(x))
         return self.layer(x) * self.scale.value
+
+
+class CountsSteps(WorkerCallback):
+    def __init__(self, steps: Any) -> None:
+        self.steps = steps
+
+    def after_step(self, step: WorkerStep) -> None:
+        self.steps.add(1)
 
 
 @pytest.fixture
@@ -79,6 +88,8 @@ def test_what_every_rank_adds_to_accumulators_is_counted_once(spark: SparkSessio
     with pytest.raises(WorkerError, match="not counted"):
         sparkdl.run(add, 0, num_workers=1)
     assert count.value == 2
+    TorchDistributor(2, local_mode=False, use_gpu=False).run(add, None)
+    assert (count.value, sorted(ranks.value)) == (4, [0, 0, 1, 1])
 
 
 @pytest.mark.parametrize("kind", ["instance", "builder"])
@@ -87,7 +98,7 @@ def test_a_fits_functions_read_broadcast_variables_and_count_each_call_on_a_work
 ) -> None:
     context = spark.sparkContext
     scale, one = context.broadcast(2.0), context.broadcast(1.0)
-    losses, batches = context.accumulator(0), context.accumulator(0)
+    losses, batches, steps = (context.accumulator(0) for _ in range(3))
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         losses.add(1)
@@ -103,11 +114,13 @@ def test_a_fits_functions_read_broadcast_variables_and_count_each_call_on_a_work
         optimizer=partial(torch.optim.SGD, lr=0.1),
         strategy=GradientAllReduce(),
         batchTransform=transform,
+        callbacks=[CountsSteps(steps)],
         batchSize=ROWS // 6,
         numWorkers=2,
         progress=False,
     ).fit(frame)
-    assert (losses.value, batches.value) == (6, 6)  # and none of the driver's own trials
+    # And none of the driver's own trials.
+    assert (losses.value, batches.value, steps.value) == (6, 6, 6)
     assert model.transform(frame).count() == ROWS
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -16,6 +18,7 @@ import pytest
 import torch
 from pyspark.ml.torch.distributor import TorchDistributor as PysparksDistributor
 from pyspark.sql import SparkSession
+from subprocesses import run_python
 
 import sparkdl
 from sparkdl import TorchDistributor
@@ -268,6 +271,50 @@ def test_a_flood_of_output_is_cut_and_delays_nobody(
     assert 10 < len(shown) < 5_000
     counts = [int(line.split("(")[1].split()[0]) for line in shown if "lines left out" in line]
     assert sum(counts) + sum("line" in s and "left" not in s for s in shown) == 50_000
+
+
+FLOOD = """
+import sparkdl
+
+def flood():
+    for number in range(20_000):
+        print("line", number)
+
+session = sparkdl.create_session("flood", master="local[1]", conf={"spark.ui.enabled": "false"})
+session.sparkContext.setLogLevel("OFF")
+sparkdl.run(flood, num_workers=1)
+session.stop()
+"""
+
+
+@pytest.mark.slow
+def test_what_is_left_out_with_a_local_master_is_in_the_drivers_standard_error() -> None:
+    done = run_python("-c", FLOOD)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "lines left out; the driver's standard error has them)" in done.stdout
+    shown = re.findall(r"^\[rank 0\] line (\d+)$", done.stdout, re.MULTILINE)
+    logged = re.findall(r"^line (\d+)$", done.stderr, re.MULTILINE)
+    assert len(shown) < 5_000 < len(logged)
+    assert sorted(map(int, shown + logged)) == list(range(20_000))
+
+
+def test_a_full_standard_output_changes_nothing_about_what_a_run_returns(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def speak() -> int:
+        worker = sparkdl.current_worker()
+        for number in range(3):
+            print("line", number)
+            worker.report(number=number)
+            time.sleep(0.2)  # so that more than one message is sent
+        return worker.rank
+
+    with io.TextIOWrapper(open("/dev/full", "wb", buffering=0), write_through=True) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert sparkdl.run(speak, num_workers=2) == [0, 1]
+        monkeypatch.undo()
+    (warning,) = [m for m in caplog.messages if "cannot be shown" in m]
+    assert "No space left on device; the executor's log has it" in warning
 
 
 def test_what_cannot_run_is_refused_before_anything_starts(

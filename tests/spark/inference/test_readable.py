@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from frames import configured, in_files
+from every_row import every
+from frames import CLASSES, configured, estimator, frame, in_files, same_bits
 from pyspark.sql import SparkSession
 from torch import nn
+from torchmetrics.classification import MulticlassAccuracy
 
 from sparkdl import TorchModel
 from sparkdl.errors import ConfigError
@@ -32,3 +34,20 @@ def test_without_a_limit_of_rows_predictions_end(spark: SparkSession, tmp_path: 
             assert len(added.select("prediction").collect()) == 90
     with configured(spark, {RECORDS: "-1", COLUMNAR: "false"}):
         assert rows.select(model.udf()("features")).count() == 90
+
+
+@pytest.mark.slow
+@every("kept", ["in files", "in memory"])
+def test_without_a_limit_of_rows_fits_and_evaluations_are_the_same(
+    spark: SparkSession, tmp_path: Path, kept: str
+) -> None:
+    """Both are columnar; Spark passes them on to functions of whole partitions."""
+    made = frame(spark, rows=90, partitions=2)
+    rows = in_files(made, tmp_path / "table") if kept == "in files" else made.cache()
+    wanted = estimator(shuffleRows="none").fit(rows)
+    accuracy = {"accuracy": MulticlassAccuracy(CLASSES, average="micro")}
+    measured = wanted.evaluate(rows, accuracy)
+    with configured(spark, {RECORDS: "0"}):
+        assert same_bits(estimator(shuffleRows="none").fit(rows), wanted)
+        assert wanted.evaluate(rows, accuracy) == measured
+    made.unpersist()

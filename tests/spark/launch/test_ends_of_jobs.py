@@ -124,7 +124,7 @@ def test_a_jobs_own_error_is_told_from_what_lost_workers_do_to_it() -> None:
 
 
 WITHOUT_JVM = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 sys.path.insert(0, sys.argv[1])
 from frames import estimator, frame
 from pyspark import SparkContext
@@ -156,6 +156,13 @@ def fit(rows):
 def evaluate(rows):
     model = estimator(numWorkers=2).fit(rows)
     model.evaluate(rows, {"mse": metric_killing_it})
+
+def call(rows):
+    def kill_it(pid):
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(300)
+    seen["pid"] = SparkContext._gateway.proc.pid
+    sparkdl.run(kill_it, seen["pid"], num_workers=2)
 
 spark = sparkdl.create_session("without", master="local[2]", conf={"spark.ui.enabled": "false"})
 try:
@@ -196,3 +203,8 @@ def test_the_end_of_the_jvm_is_told_as_such(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_end_of_the_jvm_in_an_evaluation_is_told_as_such(tmp_path: Path) -> None:
     assert _seen_as_the_jvm_ends(tmp_path, "evaluate")["error"][0] == "ConfigError"
+
+
+@pytest.mark.slow
+def test_the_end_of_the_jvm_in_a_run_is_told_as_such(tmp_path: Path) -> None:
+    assert _seen_as_the_jvm_ends(tmp_path, "call")["error"][0] == "TrainingError"
