@@ -26,8 +26,13 @@ class FlatGroup:
 
     Args:
         kind: ``parameters``, ``buffers`` or ``optimizer``.
-        tensors: the tensors to move into the flat buffer; same dtype.
+        tensors: what the views are to be like; same dtype. They are not copied here, so that each
+            can be replaced by its view, and freed, before the next one is.
         device: where the flat buffer is; None for the first tensor's.
+
+    Attributes:
+        flat: the values, shape (elements,), not initialized.
+        views: one for each tensor, into ``flat``.
     """
 
     def __init__(
@@ -43,9 +48,7 @@ class FlatGroup:
             strides = torch.empty_like(tensor, device="meta").stride()
             # By ``data`` each has a version counter of its own: a model may write to one buffer in
             # its forward pass after autograd has saved another.
-            view = self.flat.as_strided(tensor.shape, strides, start).data
-            view.copy_(tensor.detach())
-            self.views.append(view)
+            self.views.append(self.flat.as_strided(tensor.shape, strides, start).data)
             start += tensor.numel()
         if self.flat.is_complex() and kind != "buffers":
             self.flat = torch.view_as_real(self.flat).view(-1)
@@ -100,7 +103,7 @@ def _flatten_parameters(parameters: Sequence[nn.Parameter]) -> list[FlatGroup]:
         members = [p for p in parameters if p.dtype == dtype]
         group = FlatGroup("parameters", members)
         for parameter, view in zip(members, group.views, strict=True):
-            parameter.data = view
+            parameter.data = view.copy_(parameter.detach())
         groups.append(group)
     return groups
 
@@ -111,6 +114,8 @@ def _flatten_buffers(module: nn.Module) -> list[FlatGroup]:
     for dtype in _in_order(b.dtype for b in buffers):
         members = [b for b in buffers if b.dtype == dtype]
         group = FlatGroup("buffers", members)
+        for buffer, view in zip(members, group.views, strict=True):
+            view.copy_(buffer.detach())
         rebind_buffers(module, dict(zip(map(id, members), group.views, strict=True)))
         groups.append(group)
     return groups

@@ -68,6 +68,11 @@ class OptimizerState:
         self._counted: dict[str, int] | None = None
         """How many values of each kind of state there are; None until someone asks."""
 
+    def count(self) -> None:
+        """Find out how much state there will be, without moving it."""
+        self._reserve_missing()
+        self._require_as_counted(self._tensors())
+
     def expect_as(self, counted: OptimizerState) -> None:
         """Expect as much state as another optimizer had that was built in the same way."""
         self._counted, self._stateless = counted._counted, counted._stateless
@@ -113,8 +118,12 @@ class OptimizerState:
                 places.append(torch.arange(start, start + view.numel(), device=self._device))
                 homes[index] = view
             self._mirrors.append(Mirror(members.flat, group.flat, torch.cat(places)))
-        for (state, key), home in zip(family, homes, strict=True):
-            state[key] = home
+        del tensors  # or none would be freed before all are copied
+        for (state, key), view, home in zip(family, group.views, homes, strict=True):
+            values, state[key] = state[key].detach(), home
+            view.copy_(values)
+            if home is not view:
+                home.copy_(values)
         self._groups.append(group)
         self._homes += homes
 

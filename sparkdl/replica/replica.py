@@ -293,7 +293,7 @@ class Replica:
 
     def count_optimizer_state(self) -> None:
         """Find out what ``segments`` will hold of an optimizer that has taken no step yet."""
-        self._optimizer_state.flatten()
+        self._optimizer_state.count()
         counted = self._optimizer_state
         # Rebuilt, because some optimizers count their steps, even one on zero gradients.
         self.rebuild_optimizer()

@@ -19,6 +19,8 @@ from replicas import (
     views_of,
 )
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from toys import mlp
 
 from sparkdl.errors import TrainingError
@@ -230,3 +232,30 @@ def test_state_that_lies_with_one_parameter_takes_no_steps_for_the_others() -> N
     for steps in (1, 2):
         replica.step(batch())
         assert [each.item() for each in replica.segments(with_optimizer=True)[1:]] == [steps]
+
+
+class Lingering(TorchDispatchMode):
+    """Counts, at each copy, how many of some tensors have not been freed."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self._storages = [StorageWeakRef(each.untyped_storage()) for each in tensors]
+        self.counts: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.counts.append(sum(not each.expired() for each in self._storages))
+        return func(*args, **(kwargs or {}))
+
+
+def test_state_is_freed_one_tensor_after_the_other_while_it_moves() -> None:
+    replica = replica_of(nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)]), torch.optim.Adam)
+    for parameter in replica.trainable():
+        parameter.grad = torch.ones_like(parameter)
+    replica.update()
+    state = [each for one in replica.optimizer.state.values() for each in one.values()]
+    with Lingering(state) as lingering:
+        del state
+        replica.segments(with_optimizer=True)
+    assert lingering.counts[0] == 30
+    assert lingering.counts[-1] == 1
