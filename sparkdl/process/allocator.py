@@ -34,7 +34,16 @@ def share_freed_memory() -> None:
     _set(_M_ARENA_MAX, 1)
 
 
+def give_back_freed_memory() -> None:
+    """Give the system what was freed, though memory above it is in use."""
+    _call("malloc_trim", 0)
+
+
 def _set(name: int, value: int) -> None:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(name, value)
+    _call("mallopt", name, value)
+
+
+def _call(function: str, *arguments: int) -> None:
+    of_glibc = getattr(ctypes.CDLL(None), function, None)
+    if of_glibc is not None:
+        of_glibc(*arguments)

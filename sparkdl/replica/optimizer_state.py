@@ -16,8 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from sparkdl.errors import TrainingError
+from sparkdl.process.allocator import give_back_freed_memory
 from sparkdl.protocols import OptimizerBuilder
 from sparkdl.replica.flat import FlatGroup
+
+FREED_BYTES = 64 << 20
+"""The most state that is in memory twice while it moves."""
 
 StateEntry = tuple[dict[str, Tensor], str]
 """Where an optimizer keeps one tensor: (a parameter's state, the key in it)."""
@@ -119,11 +123,17 @@ class OptimizerState:
                 homes[index] = view
             self._mirrors.append(Mirror(members.flat, group.flat, torch.cat(places)))
         del tensors  # or none would be freed before all are copied
+        freed = 0
         for (state, key), view, home in zip(family, group.views, homes, strict=True):
             values, state[key] = state[key].detach(), home
             view.copy_(values)
             if home is not view:
                 home.copy_(values)
+            freed += values.nbytes
+            if freed > FREED_BYTES:
+                del values
+                give_back_freed_memory()
+                freed = 0
         self._groups.append(group)
         self._homes += homes
 
