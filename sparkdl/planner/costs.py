@@ -1,12 +1,19 @@
 """What a step and an exchange cost: fitted to profiles, and predicted for other numbers of workers.
 
-An exchange of N workers takes ``fixed + per_byte * passing(N) + latency * hops(N)`` seconds: what
+An exchange of N workers takes ``fixed + per_byte * passing(N) + message * hops(N)`` seconds: what
 it takes whatever is sent, what the busiest link and the processors take for each byte that passes,
-and the messages that wait for each other. Two profiles with different numbers of workers tell the
-first two apart. With one there are two limits, all of it fixed or all of it by bytes; the second
-one is the prediction, the first one the lower end of what is possible. Rounds in the driver take
-somewhat less than this with many workers: their replies are taken to end together, as they would
-with equal shares of the link, but some end early, whose workers then send while others receive.
+and the messages that wait for each other.
+
+In the driver a message takes the link's latency. Two profiles with different numbers of workers
+tell the rest apart; with one there are two limits, all of it fixed or all of it by bytes; the
+second one is the prediction, the first one the lower end of what is possible. Rounds take somewhat
+less than this with many workers: their replies are taken to end together, as they would with equal
+shares of the link, but some end early, whose workers then send while others receive.
+
+Among workers, who pass a sum around a ring, a message also takes the processors' time, which no
+fit tells from the bytes'. Where the wire is known, a profile's exchange is the bytes' up to
+``OVERHEAD``, and the messages' beyond that; where it is not, and at the lower end, it is all the
+bytes'.
 """
 
 from __future__ import annotations
@@ -24,6 +31,9 @@ from sparkdl.planner.profile import Profile
 from sparkdl.planner.traffic import Traffic
 
 Numbers = NDArray[np.float64]
+
+OVERHEAD = 1.2
+"""The most that a byte takes on a link / what the link's name says: headers, acknowledgements."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +67,8 @@ class Costs:
         step_per_row: seconds that each row of a minibatch adds.
         slowest: how many times as long as the mean the slowest worker takes.
         fixed: seconds of an exchange that do not depend on what is sent.
-        together: seconds that it takes besides if workers exchange among themselves.
         per_byte: seconds for each byte that passes the busiest link, the processors' included.
-        latency: seconds of a message beside its bytes.
+        message: seconds of each message that others wait for, beside its bytes.
     """
 
     step_fixed: float
@@ -67,8 +76,7 @@ class Costs:
     slowest: float
     fixed: float
     per_byte: float
-    together: float = 0.0
-    latency: float = 0.0
+    message: float = 0.0
 
     def step_s(self, batch_size: int) -> float:
         """Seconds of a step of a worker that is as fast as the mean."""
@@ -80,8 +88,7 @@ class Costs:
         Returns:
             What the bytes take, and the rest.
         """
-        rest = self.fixed + self.latency * traffic.hops(workers)
-        rest += self.together if workers > 1 else 0.0
+        rest = self.fixed + self.message * traffic.hops(workers)
         return self.per_byte * traffic.passing(workers, per_host), rest
 
     def epoch(
@@ -160,34 +167,37 @@ def fit(
         slowest=max(each.slowest for each in (*profiles, *others)),
         fixed=0.0,
         per_byte=0.0,
-        latency=0.0 if target is None else target.latency,
     )
-    passed, took, alone = _exchanges(profiles, costs, measured_on)
+    sent = _exchanges(profiles, costs, measured_on)
+    passed, took = sent.passed, sent.seconds
     if target is None and not len(passed):
         raise ConfigError(
             f"these fits with {profiles[0].strategy:.80} do not tell what exchanging a byte takes: "
             "it exchanges while it trains on. Name the network, as in link='1 Gbit/s'"
         )
+    message = low_message = 0.0
     extra, per_byte = _line(passed, took) if len(passed) else (0.0, 0.0)
     low_extra, low_per_byte = extra, per_byte
-    if len(set(passed.tolist())) == 1:
-        # All of it for bytes, or no more than the wire takes for them: in a ring, what is known of
-        # the wire is most of what grows.
+    if ring and len(passed):
+        extra = low_extra = 0.0
+        per_byte = low_per_byte = float((took / passed).min())
+        if wire:
+            per_byte = min(per_byte, OVERHEAD * wire)
+        message = float(sent.hops @ (took - per_byte * passed) / (sent.hops @ sent.hops))
+        low_message = float(sent.hops @ (took - low_per_byte * passed) / (sent.hops @ sent.hops))
+    elif len(set(passed.tolist())) == 1:
+        # All of it for bytes, or no more than the wire takes for them.
         extra, per_byte = 0.0, took.mean() / passed[0]
         low_per_byte = min(wire, per_byte)
         low_extra = (per_byte - low_per_byte) * passed[0]
-        if ring and wire:
-            extra, per_byte = low_extra, low_per_byte
 
-    def moved(seconds: float) -> float:
-        """Seconds a byte on the links to predict for."""
-        return seconds if target is None else max(seconds - wire, 0.0) + 1 / target.bandwidth
+    def filled(extra: float, per_byte: float, message: float) -> Costs:
+        if target is not None:  # what the bytes took beyond the wire, they take there too
+            per_byte = max(per_byte - wire, 0.0) + 1 / target.bandwidth
+            message += target.latency
+        return replace(costs, fixed=sent.alone + extra, per_byte=per_byte, message=message)
 
-    def filled(extra: float, per_byte: float) -> Costs:
-        fixed, together = (alone, extra) if ring else (alone + extra, 0.0)
-        return replace(costs, fixed=fixed, together=together, per_byte=float(moved(per_byte)))
-
-    return Fitted(filled(extra, per_byte), filled(low_extra, low_per_byte))
+    return Fitted(filled(extra, per_byte, message), filled(low_extra, low_per_byte, low_message))
 
 
 def _traffic(profile: Profile) -> Traffic:
@@ -206,15 +216,25 @@ def _steps(profiles: Sequence[Profile]) -> tuple[Numbers, Numbers]:
     return np.array([each.batch_size for each in pure]), np.array([each.step_s for each in pure])
 
 
-def _exchanges(
-    profiles: Sequence[Profile], costs: Costs, link: Link | None
-) -> tuple[Numbers, Numbers, float]:
-    """What the profiles' exchanges took on their own links, if these are known.
+@dataclass(frozen=True)
+class Sent:
+    """What profiles' exchanges took beyond what one takes in which nothing passes a link.
 
-    Returns:
-        Bytes that passed the busiest link, where some did; the seconds that this took, without what
-        it takes where none do; and the latter, the mean.
+    Attributes:
+        passed: bytes that passed the busiest link, of each profile where some did.
+        hops: messages that waited for each other, of the same.
+        seconds: that these took, without the link's latency where that is known.
+        alone: seconds of an exchange in which nothing passes, the mean.
     """
+
+    passed: Numbers
+    hops: Numbers
+    seconds: Numbers
+    alone: float
+
+
+def _exchanges(profiles: Sequence[Profile], costs: Costs, link: Link | None) -> Sent:
+    """What the profiles' exchanges took on their own links, if these are known."""
     wire, latency = (0.0, 0.0) if link is None else (1 / link.bandwidth, link.latency)
     waited, passing = [], []
     for each in profiles:
@@ -227,19 +247,21 @@ def _exchanges(
         sent = traffic.passing(each.workers if traffic.waits else 1, per_host)
         # What shows of what is exchanged behind steps is only what takes longer than they do.
         passing.append(0.0 if traffic.hidden == "steps" else sent)
-    late = [latency * _traffic(each).hops(each.workers) for each in profiles]
+    hops = [_traffic(each).hops(each.workers) for each in profiles]
     own = [
-        max(s - hops, 0.0) for s, hops, sent in zip(waited, late, passing, strict=True) if not sent
+        max(s - latency * n, 0.0)
+        for s, n, sent in zip(waited, hops, passing, strict=True)
+        if not sent
     ]
     alone = float(np.mean(own)) if own else 0.0
-    passed, took = [], []
-    for each, seconds, hops, sent in zip(profiles, waited, late, passing, strict=True):
+    rows = []
+    for each, seconds, n, sent in zip(profiles, waited, hops, passing, strict=True):
         if sent:
             step_s = costs.step_s(each.batch_size) * each.slowest
             whole = _traffic(each).whole(max(seconds - alone, 0.0), step_s)
-            passed.append(sent)
-            took.append(max(whole - hops, 0.0))
-    return np.array(passed), np.array(took), alone
+            rows.append((sent, n, max(whole - latency * n, 0.0)))
+    passed, waiting, took = np.array(rows, dtype=np.float64).reshape(-1, 3).T
+    return Sent(passed, waiting, took, alone)
 
 
 def _line(at: Numbers, values: Numbers) -> tuple[float, float]:

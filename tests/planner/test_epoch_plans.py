@@ -184,23 +184,27 @@ def test_a_ring_takes_twice_the_bytes_but_for_a_worker_s_share() -> None:
         assert Plan(fits).predict(workers).parts.passing == pytest.approx(took)
 
 
-def test_what_a_ring_takes_beyond_a_wire_that_is_known_does_not_grow_with_the_workers() -> None:
-    wire, beside = Link(12.5e6), 0.05
+@every("overhead, message", [(1.1, 0.0), (1.2, 0.02)])
+def test_what_a_ring_takes_beyond_its_wire_is_its_messages_but_for_a_fifth_of_the_bytes(
+    overhead: float, message: float
+) -> None:
+    wire = Link(12.5e6)
 
-    def fit(workers: int) -> Any:
-        passing = AMONG.passing(workers) / wire.bandwidth
-        more = passing + beside if workers > 1 else 0.0
-        return profile(workers, traffic=AMONG, aggregation="executors", exchange_s=FIXED_S + more)
+    def round_s(workers: int) -> float:
+        passing = overhead * AMONG.passing(workers) / wire.bandwidth
+        return FIXED_S + passing + message * 2 * (workers - 1)
 
-    known = Plan([fit(1), fit(2)], measured_on=wire)
-    for workers in (2, 4, 8):
+    fits = [
+        profile(each, traffic=AMONG, aggregation="executors", exchange_s=round_s(each))
+        for each in (1, 2)
+    ]
+    for workers in (1, 2, 4, 8):
         steps = math.ceil(STEPS / workers)
-        round_s = FIXED_S + beside + AMONG.passing(workers) / wire.bandwidth
-        expected = steps * STEP_S + math.ceil(steps / PERIOD) * round_s
-        assert known.predict(workers).seconds == pytest.approx(expected)
-    assert known.predict(1).seconds == pytest.approx(STEPS * STEP_S + STEPS / PERIOD * FIXED_S)
-    unknown = Plan([fit(1), fit(2)]).predict(8)
-    assert unknown.low < known.predict(8).seconds < unknown.seconds
+        expected = steps * STEP_S + math.ceil(steps / PERIOD) * round_s(workers)
+        predicted = Plan(fits, measured_on=wire).predict(workers)
+        assert predicted.seconds == pytest.approx(expected)
+        unknown = Plan(fits).predict(workers)  # all of it by bytes
+        assert unknown.seconds <= predicted.seconds * (1 + 1e-9)
 
 
 def test_a_ring_takes_the_latency_of_each_of_its_messages() -> None:
