@@ -193,6 +193,23 @@ class Batch:
         )
 
 
+class SpreadValues(Protocol):
+    """A segment of which every worker has a part, read and written in stretches."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type."""
+
+    def numel(self) -> int:
+        """Number of elements of all parts together."""
+
+    def read_on(self, into: Tensor) -> None:
+        """Read the next elements, from the segment's first, into a tensor of as many."""
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Overwrite what this worker has of the elements from ``start`` on."""
+
+
 class CenterExchange(Protocol):
     """A worker's end of the averager, as strategies see it."""
 
@@ -244,7 +261,7 @@ class CenterExchange(Protocol):
             StoppedError: the averager ended the run.
         """
 
-    def commit(self, segments: Sequence[Tensor], window: WindowReport) -> None:
+    def commit(self, segments: Sequence[Tensor | SpreadValues], window: WindowReport) -> None:
         """Take part in a round whose result every replica already holds.
 
         For workers that have agreed among themselves: all hold what one of them contributes.

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 KEPT_BYTES = 64 << 20
 """The most memory that stays with the process after it was freed."""
 MAPPED_BYTES = 32 << 20
 """Larger allocations go back at once; glibc takes no larger threshold."""
+LARGE_BYTES = 1 << 20
+"""The same where memory is scarce."""
 
 
 @functools.cache
@@ -37,6 +41,22 @@ def share_freed_memory() -> None:
 def give_back_freed_memory() -> None:
     """Give the system what was freed, though memory above it is in use."""
     _call("malloc_trim", 0)
+
+
+@contextmanager
+def large_blocks_given_back() -> Iterator[None]:
+    """Let blocks of a megabyte and more leave the process when they are freed.
+
+    glibc would cut them out of its heap, where they stay between others that live longer: with
+    parameters that are gathered and freed module by module, as much as the whole model takes. Pages
+    of their own cost some time in each allocation.
+    """
+    keep_freed_memory()  # who calls it later does not undo this
+    _set(_M_MMAP_THRESHOLD, LARGE_BYTES)
+    try:
+        yield
+    finally:
+        _set(_M_MMAP_THRESHOLD, MAPPED_BYTES)
 
 
 def _set(name: int, value: int) -> None:

@@ -72,10 +72,12 @@ class OptimizerState:
         self._counted: dict[str, int] | None = None
         """How many values of each kind of state there are; None until someone asks."""
 
-    def count(self) -> None:
-        """Find out how much state there will be, without moving it."""
+    def count(self) -> list[tuple[nn.Parameter, dict[str, Tensor], str]]:
+        """Find out how much state there will be, without moving it; returns where it is."""
         self._reserve_missing()
-        self._require_as_counted(self._tensors())
+        entries = self._entries()
+        self._require_as_counted([(state, key) for _, state, key in entries])
+        return entries
 
     def expect_as(self, counted: OptimizerState) -> None:
         """Expect as much state as another optimizer had that was built in the same way."""
@@ -90,7 +92,7 @@ class OptimizerState:
         self.take_over()
         self._reserve_missing()
         families: dict[torch.dtype, list[StateEntry]] = {}
-        for state, key in self._tensors():
+        for _, state, key in self._entries():
             families.setdefault(state[key].dtype, []).append((state, key))
         entries = [entry for family in families.values() for entry in family]
         unmoved = len(entries) == len(self._homes) and all(
@@ -105,6 +107,25 @@ class OptimizerState:
             mirror.show()
         self._lent = bool(self._reserved or self._mirrors)
         return self._groups
+
+    def lend(self) -> list[tuple[nn.Parameter, dict[str, Tensor], str]]:
+        """The same state where it is: (parameter, its state, a key in it), in the same order.
+
+        Who writes to it calls ``adopt``.
+        """
+        self.take_over()
+        return self.count()
+
+    def adopt(self, parameter: nn.Parameter) -> None:
+        """Give the optimizer what was written to the state of a parameter that it has not stepped.
+
+        Args:
+            parameter: any; whose state is in use already stays as it is.
+        """
+        reserved = self._reserved.pop(parameter, None)
+        if reserved is not None:
+            known = self._optimizer.state.get(parameter, {})
+            self._optimizer.state[parameter] = {**reserved, **known}
 
     def _move(self, family: Sequence[StateEntry]) -> None:
         """Move state of one dtype into a flat tensor, or into mirrors of its other devices."""
@@ -153,8 +174,8 @@ class OptimizerState:
         for parameter, state in list(self._reserved.items()):
             # The optimizer's own, or the part of a checkpoint that is not in the segments.
             known = self._optimizer.state.get(parameter, {})
-            if known or (lent and any(bool(values.any()) for values in _floats(state).values())):
-                self._optimizer.state[parameter] = {**self._reserved.pop(parameter), **known}
+            if known or (lent and any(bool(values.any()) for values in floats_of(state).values())):
+                self.adopt(parameter)
 
     def _require_as_counted(self, entries: Sequence[StateEntry]) -> None:
         """Check that there is exactly as much state as when it was first counted."""
@@ -203,21 +224,21 @@ class OptimizerState:
             for parameter, values in zip(missing, saved, strict=True):
                 parameter.copy_(values)
                 state = optimizer.state.pop(parameter, {})
-                for tensor in _floats(state).values():
+                for tensor in floats_of(state).values():
                     tensor.zero_()
-                if _floats(state):
+                if floats_of(state):
                     self._reserved[parameter] = state
                 else:
                     self._stateless.add(parameter)
 
-    def _tensors(self) -> list[StateEntry]:
+    def _entries(self) -> list[tuple[nn.Parameter, dict[str, Tensor], str]]:
         """Where the optimizer's floating-point state is or will be, in a fixed order."""
         return [
-            (state, key)
+            (parameter, state, key)
             for group in self._optimizer.param_groups
             for parameter in group["params"]
             for state in [self._optimizer.state.get(parameter) or self._reserved.get(parameter, {})]
-            for key in sorted(_floats(state), key=str)
+            for key in sorted(floats_of(state), key=str)
         ]
 
 
@@ -226,7 +247,7 @@ def is_away(tensor: Tensor, device: torch.device) -> bool:
     return tensor.device != device
 
 
-def _floats(state: dict[str, Any]) -> dict[str, Tensor]:
+def floats_of(state: dict[str, Any]) -> dict[str, Tensor]:
     """The floating-point part of a parameter's optimizer state, real or complex."""
     return {
         key: value

@@ -31,6 +31,13 @@ from sparkdl.replica.frozen import FrozenParameters
 from sparkdl.replica.losses import LossUse, MinibatchLoss, ModelLoss
 from sparkdl.replica.optimizer_state import NamedParameters, OptimizerState, build_optimizer
 from sparkdl.replica.schedule import Schedule, Unit
+from sparkdl.replica.shards import (
+    ShardedSegment,
+    Shards,
+    require_rows,
+    require_same_groups,
+    state_cut_with_parameters,
+)
 
 Precision = Literal["float32", "bf16"]
 """The precision in which forward pass and loss are computed."""
@@ -62,6 +69,7 @@ class Replica:
         loss_use: how the loss is used.
         divisor: what the loss of the last minibatch was divided by, a float64 scalar; None where
             that was its number of rows.
+        shards: what this worker has of the trained parameters; None while that is all.
     """
 
     def __init__(
@@ -85,6 +93,7 @@ class Replica:
         self.loss = loss.to(self.device) if isinstance(loss, nn.Module) else loss
         self.use_loss(LossUse())
         self.divisor: Tensor | None = None
+        self.shards: Shards | None = None
         self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self._trainable = [parameter for _, parameter in self._named]
         if not self._trainable:
@@ -101,6 +110,36 @@ class Replica:
         self._build_schedule = partial(Schedule, build=scheduler, unit=scheduler_every)
         self.schedule = self._build_schedule(self.optimizer)
         self._optimizer_state = OptimizerState(self.optimizer)
+
+    def shard(self, index: int, count: int) -> None:
+        """Keep only a part of the trained parameters, and so of gradients and optimizer state.
+
+        The module cannot be run until the ``shards`` have become its parameters. The state is then
+        that of ``whole_state``; ``segments`` and ``layout`` have the buffers alone.
+
+        Args:
+            index: this worker's rank.
+            count: number of workers.
+
+        Raises:
+            ConfigError: parameters or optimizer cannot be divided among workers.
+        """
+        self.shards = Shards(index, count, self.cut_state())
+        self._homes.clear()
+        self._module_groups = [each for each in self._module_groups if each.kind == "buffers"]
+        whole = self.optimizer
+        self.shards.take(self.module, self._trainable)
+        self.rebuild_optimizer()
+        require_same_groups(whole, self.optimizer)
+
+    def cut_state(self) -> frozenset[str]:
+        """The keys of the optimizer's state of which each worker would have its rows.
+
+        Raises:
+            ConfigError: parameters or optimizer cannot be divided among workers.
+        """
+        require_rows(self._named)
+        return state_cut_with_parameters(self._build_optimizer, self._named)
 
     def use_loss(self, use: LossUse) -> None:
         """Use the loss as the driver has found out."""
@@ -175,7 +214,10 @@ class Replica:
             gain: factor on the learning rates for this step.
         """
         if self._clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.trainable(), self._clip_norm)
+            if self.shards is None:
+                torch.nn.utils.clip_grad_norm_(self.trainable(), self._clip_norm)
+            else:
+                self.shards.clip(self.trainable(), self._clip_norm)
         self._optimizer_state.take_over()
         if gain == 1.0:
             self.optimizer.step()
@@ -249,13 +291,15 @@ class Replica:
         training = self.module.training
         self.module.eval()
         with torch.no_grad():  # as in transform
-            for batch in batches:
+            for batch, counts in self._in_step(batches):
                 batch = batch.to(self.device)
                 with self._autocast():
                     outputs = self.outputs(batch)
                     loss = self.loss_of(outputs, batch)
                     if watch is not None and isinstance(self.loss, ModelLoss):
                         outputs = self.outputs(batch, with_labels=False)
+                if not counts:
+                    continue
                 if watch is not None:
                     watch(outputs, batch.targets, batch.weights)
                 if self.divisor is not None:
@@ -266,6 +310,12 @@ class Replica:
                 weight = weight + rows
         self.module.train(training)
         return float(total), float(weight)
+
+    def _in_step(self, batches: Iterable[Batch]) -> Iterable[tuple[Batch, bool]]:
+        """Minibatches, and whether they count: all, and those that the other workers need."""
+        if self.shards is None:
+            return ((batch, True) for batch in batches)
+        return self.shards.in_step(batches, self.device)
 
     def segments(self, *, with_optimizer: bool) -> list[Tensor]:
         """The flat state, in the order of ``layout``; writing to it changes the replica.
@@ -290,6 +340,21 @@ class Replica:
         if with_optimizer:
             groups += self._optimizer_state.flatten()
         return tuple(group.segment for group in groups)
+
+    def whole_state(self, *, with_optimizer: bool) -> list[Tensor | ShardedSegment]:
+        """The segments of all workers' parts together, and those that every worker has.
+
+        Args:
+            with_optimizer: whether the optimizer's state is part of it.
+
+        Raises:
+            TrainingError: as in ``segments``.
+        """
+        shards, own = self.shards, self.segments(with_optimizer=with_optimizer and not self.shards)
+        if shards is None:
+            return [*own]
+        of_optimizer = shards.optimizer_segments(self._optimizer_state) if with_optimizer else []
+        return [*shards.parameter_segments(), *own, *of_optimizer]
 
     def count_optimizer_state(self) -> None:
         """Find out what ``segments`` will hold of an optimizer that has taken no step yet."""
@@ -318,7 +383,7 @@ class Replica:
         """Copy back parameters that were reassigned to other memory (``parameter.data = ...``)."""
         moved = [
             (parameter, home, apart_from(home, parameter.data))
-            for parameter, home in zip(self._trainable, self._homes, strict=True)
+            for parameter, home in zip(self._trainable, self._homes, strict=self.shards is None)
             if parameter.data_ptr() != home.data_ptr()
         ]
         for parameter, home, values in moved:

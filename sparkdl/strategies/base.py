@@ -188,6 +188,8 @@ class Needs:
     checkpointable: bool = True
     """Whether a training can be resumed from the center, the optimizers, random numbers and
     ``saved_state`` alone."""
+    shards_replica: bool = False
+    """Whether each worker keeps only its part of the trained parameters once it has the center."""
     minibatches_a_step: int = 1
     """Minibatches of one worker in an optimizer step."""
     steps_ahead: int = 0

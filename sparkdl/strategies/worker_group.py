@@ -13,6 +13,7 @@ from sparkdl.averager.values.finite import looks_finite, require_finite
 from sparkdl.collective import Collective
 from sparkdl.errors import TrainingError
 from sparkdl.events import WindowReport
+from sparkdl.protocols import SpreadValues
 from sparkdl.strategies.base import Run
 
 HEARTBEAT_S = 5.0
@@ -145,7 +146,10 @@ class WorkerGroup:
         return self.steps >= self.steps_an_epoch
 
     def commit_if_due(
-        self, run: Run, every: int | None, segments: Callable[[], Sequence[Tensor]]
+        self,
+        run: Run,
+        every: int | None,
+        segments: Callable[[], Sequence[Tensor | SpreadValues]],
     ) -> None:
         """Send the driver a copy to resume from, every ``every`` steps.
 
@@ -156,7 +160,7 @@ class WorkerGroup:
         if (due or self._commit_wanted) and not self.done:
             self.commit(run, segments(), last=False)
 
-    def commit(self, run: Run, segments: Sequence[Tensor], *, last: bool) -> None:
+    def commit(self, run: Run, segments: Sequence[Tensor | SpreadValues], *, last: bool) -> None:
         """Send the driver a copy: for equal replicas, one contribution stands for all.
 
         Args:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import pyarrow as pa
 import torch
@@ -27,6 +28,7 @@ from sparkdl.errors import (
     WorkerError,
 )
 from sparkdl.phases import PhaseClock
+from sparkdl.process.allocator import large_blocks_given_back
 from sparkdl.process.interrupts import Interrupted
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.replica import Replica
@@ -73,7 +75,8 @@ def train(
         RowsLostError: as ``batches`` raises it; the averager sees the worker leave.
     """
     torch.set_num_threads(placement.threads)
-    with job.settings.hold():
+    sparing = large_blocks_given_back() if job.strategy.needs.shards_replica else nullcontext()
+    with job.settings.hold(), sparing:
         try:
             replica = _build_replica(job, placement)
         except Interrupted:

@@ -94,9 +94,6 @@ class TrainingLoop:
                         continue
                     self._feed.scale_weights(averager.mean_weight)
                     self.run.replica.use_loss(LossUse.from_json(averager.loss_use))
-                    if averager.epoch_ended:
-                        # All may have been interrupted before reporting it.
-                        self._report_validation(position.epoch - 1)
                     with self.links.collective(run.clock) as run.collective:
                         self._train_from(position)
                     exchanges_held_out = self.links.held_out_exchange is not None
@@ -124,6 +121,9 @@ class TrainingLoop:
         run.rows = feed.used_rows
         run.world_size = len(self.averager.shard_rows)
         with self.strategy.started(run) as state:
+            if self.averager.epoch_ended:
+                # All may have been interrupted before reporting it.
+                self._report_validation(position.epoch - 1)
             for epoch in range(position.epoch, job.epochs + 1):
                 first_step = position.step_of_epoch if epoch == position.epoch else 0
                 run.start_epoch(epoch, first_step)
@@ -183,9 +183,12 @@ class TrainingLoop:
         Returns the position to continue from; None if the rest of the rows must be read first.
         """
         replica = self.run.replica
-        segments = replica.segments(with_optimizer=False)
-        layout = replica.layout(with_optimizer=False)
-        position = self.averager.start(shard, segments, layout, self.links.address)
+        position = self.averager.start(
+            shard,
+            replica.segments(with_optimizer=False),
+            replica.layout(with_optimizer=False),
+            self.links.address,
+        )
         if position is None:
             return None
         octets = self._take_optimizer()
@@ -197,8 +200,10 @@ class TrainingLoop:
         """Give the optimizer the center's state, or none; returns this worker's own, if saved."""
         replica, averager = self.run.replica, self.averager
         whole = self.job.strategy.needs.exchanges_optimizer_state
+        if self.job.strategy.needs.shards_replica:
+            replica.shard(self.run.rank, len(averager.shard_rows))
         if averager.resumes:
-            return averager.resume(replica.segments(with_optimizer=whole))
+            return averager.resume(replica.whole_state(with_optimizer=whole))
         # An optimizer may remember the values that it was built with. If the worker has
         # reconnected, its steps before that belong to no commit.
         replica.rebuild_optimizer()
@@ -254,6 +259,9 @@ def _validate(
     epoch: int,
     watch: Callable[[Any, Targets, Tensor | None], None] | None = None,
 ) -> ValidationReport:
+    shards = run.replica.shards
+    if shards is not None and shards.example is None:
+        shards.example = next(iter(feed.epoch(epoch)), None)
     with run.clock.phase(COMPUTE):
         held_out = run.clock.each(DECODE, feed.held_out())
         loss_sum, weight = run.replica.evaluate(held_out, watch)

@@ -76,6 +76,9 @@ def test_the_first_argument_says_whether_names_are_wanted(build: Any, wants: boo
         (GradientAllReduce(shard_optimizer=True), decayed),
         (GradientAllReduce(shard_optimizer=True), adam_of_groups),
         (GradientAllReduce(shard_optimizer=True), summing),
+        (GradientAllReduce(shard_parameters=True), decayed),
+        (GradientAllReduce(shard_parameters=True), adam_of_groups),
+        (GradientAllReduce(shard_parameters=True), summing),
     ],
     ids=lambda each: getattr(each, "__name__", repr(each)),
 )

@@ -98,6 +98,7 @@ ONE_WORKER: list[Any] = [
     ParameterAveraging(1),
     GradientAllReduce(),
     GradientAllReduce(shard_optimizer=True),
+    GradientAllReduce(shard_parameters=True),
 ]
 
 

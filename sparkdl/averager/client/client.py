@@ -27,7 +27,7 @@ from sparkdl.errors import CollectiveError, TrainingError, WorkerError
 from sparkdl.events import ValidationReport, WindowReport
 from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.phases import EXCHANGE, IDLE, WAIT, PhaseClock
-from sparkdl.protocols import Layout
+from sparkdl.protocols import Layout, SpreadValues
 from sparkdl.transport.connecting import ServiceAddress, reach
 
 logger = logging.getLogger(__name__)
@@ -237,7 +237,7 @@ class AveragerClient:
         """Whether the training resumes from a checkpoint."""
         return self._worker_state_bytes is not None
 
-    def resume(self, segments: Sequence[Tensor]) -> bytes:
+    def resume(self, segments: Sequence[Tensor | SpreadValues]) -> bytes:
         """Overwrite the rest of the replica's state from the center.
 
         Args:
@@ -307,7 +307,7 @@ class AveragerClient:
                 merge(chunk.values, chunk.center_after(packed), local)
             self._committed(round.window)
 
-    def commit(self, segments: Sequence[Tensor], window: WindowReport) -> None:
+    def commit(self, segments: Sequence[Tensor | SpreadValues], window: WindowReport) -> None:
         """Take part in a round whose result is known; see ``protocols.CenterExchange``."""
         with self._clock.phase(EXCHANGE):
             self._contribute(self._codec.whole(segments), window, takes_reply=False)

@@ -15,7 +15,7 @@ from sparkdl.averager.values.finite import require_finite
 from sparkdl.averager.values.packing import AsDtype, Packing, plan_fragments
 from sparkdl.averager.values.wire_format import WireFormat
 from sparkdl.events import WindowReport
-from sparkdl.protocols import Layout, Segment
+from sparkdl.protocols import Layout, Segment, SpreadValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,29 @@ class ReplicaChunk:
         return center
 
 
+@dataclass(frozen=True, slots=True)
+class SpreadChunk(ReplicaChunk):
+    """A chunk of a segment of which every worker has a part; its values are a copy.
+
+    Attributes:
+        spread: the segment.
+        start: where the chunk begins in it.
+    """
+
+    spread: SpreadValues
+    start: int
+
+    def contribution(self, window: WindowReport) -> Tensor:
+        """What to send; the chunks have to be asked in order, each once."""
+        self.spread.read_on(self.values)
+        return ReplicaChunk.contribution(self, window)
+
+    def take_center(self, center: Tensor) -> None:
+        """Overwrite this worker's part with the center's."""
+        ReplicaChunk.take_center(self, center)
+        self.spread.write(self.start, self.values)
+
+
 class ReplicaCodec:
     """Cuts a replica's state into chunks, and keeps the center that their changes refer to.
 
@@ -100,7 +123,7 @@ class ReplicaCodec:
         # The kinds of the replica's segments; the optimizer's come after the model's.
         self._kinds: list[str] = []
         self._base: list[Tensor | None] = []
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = self._copies = torch.empty(0, dtype=torch.uint8)
 
     def begin(self, layout: Layout, chunk_bytes: int) -> None:
         """Learn what the replica's state consists of, except for its optimizer's.
@@ -112,8 +135,9 @@ class ReplicaCodec:
         self._kinds = [segment.kind for segment in layout]
         self.chunk_bytes = chunk_bytes
         self._scratch = torch.empty(chunk_bytes, dtype=torch.uint8)
+        self._copies = torch.empty(chunk_bytes, dtype=torch.uint8)
 
-    def whole(self, segments: Sequence[Tensor]) -> list[ReplicaChunk]:
+    def whole(self, segments: Sequence[Tensor | SpreadValues]) -> list[ReplicaChunk]:
         """All chunks of a replica's flat state, as views."""
         return self._cut(segments, 1, 0)
 
@@ -135,7 +159,9 @@ class ReplicaCodec:
             self._scratch = torch.empty(size, dtype=torch.uint8)
         return self._scratch[:size].view(packing.dtype)
 
-    def _cut(self, segments: Sequence[Tensor], fragments: int, index: int) -> list[ReplicaChunk]:
+    def _cut(
+        self, segments: Sequence[Tensor | SpreadValues], fragments: int, index: int
+    ) -> list[ReplicaChunk]:
         state = list(segments)
         layout = self._layout_of(state)
         self._extend_base(state, layout)
@@ -143,19 +169,29 @@ class ReplicaCodec:
         for chunk in plan_fragments(layout, self.chunk_bytes, fragments)[index]:
             segment, base = layout[chunk.segment], self._base[chunk.segment]
             stretch = None if base is None else base[chunk.start : chunk.stop]
-            chunks.append(ReplicaChunk(segment, chunk.of(state), stretch, self._wire_format))
+            values = state[chunk.segment]
+            if isinstance(values, Tensor):
+                values = values[chunk.start : chunk.stop]
+                chunks.append(ReplicaChunk(segment, values, stretch, self._wire_format))
+                continue
+            size = (chunk.stop - chunk.start) * segment.dtype.itemsize
+            copy = self._copies[:size].view(segment.dtype)
+            chunks.append(
+                SpreadChunk(segment, copy, stretch, self._wire_format, values, chunk.start)
+            )
         return chunks
 
-    def _layout_of(self, state: list[Tensor]) -> Layout:
+    def _layout_of(self, state: Sequence[Tensor | SpreadValues]) -> Layout:
         more = len(state) - len(self._kinds)
         return tuple(
             Segment(kind, tensor.dtype, tensor.numel())
             for kind, tensor in zip(self._kinds + ["optimizer"] * more, state, strict=True)
         )
 
-    def _extend_base(self, state: list[Tensor], layout: Layout) -> None:
+    def _extend_base(self, state: Sequence[Tensor | SpreadValues], layout: Layout) -> None:
         """Start the base at zero, as the averager does, for state that was not there yet."""
-        for tensor, segment in list(zip(state, layout, strict=True))[len(self._base) :]:
-            changes = self._wire_format.sends_changes(segment)
-            zeros = torch.zeros_like(tensor, dtype=segment.center_dtype) if changes else None
-            self._base.append(zeros)
+        for values, segment in list(zip(state, layout, strict=True))[len(self._base) :]:
+            base = None
+            if isinstance(values, Tensor) and self._wire_format.sends_changes(segment):
+                base = torch.zeros_like(values, dtype=segment.center_dtype)
+            self._base.append(base)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -24,14 +24,17 @@ from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, OptimizerBuilder
 from sparkdl.replica import Replica
 from sparkdl.replica.optimizer_state import NamedParameters, takes_names
+from sparkdl.replica.shards import ShardedSegment
 from sparkdl.strategies.all_reduce.gradient_noise import DECAY, NoiseMeter
 from sparkdl.strategies.all_reduce.gradients import ROUNDED, FiniteGradients, FiniteSum, reduce_by
 from sparkdl.strategies.all_reduce.model_and_loss import (
+    ForwardPass,
     ModelAndLoss,
     batch_norm_layers,
     distribute,
     synchronize,
 )
+from sparkdl.strategies.all_reduce.sharded import ShardedModel, require_shardable
 from sparkdl.strategies.arguments import (
     is_number,
     require_bools,
@@ -42,7 +45,22 @@ from sparkdl.strategies.compression.base import Compression, Compressor
 from sparkdl.strategies.kfac import KFACPreconditioner, Preconditioning
 from sparkdl.strategies.worker_group import WorkerGroup
 
-SWITCHES = ("shard_optimizer", "find_unused_parameters", "sync_batch_norm", "measure_noise")
+SWITCHES = (
+    "shard_optimizer",
+    "find_unused_parameters",
+    "sync_batch_norm",
+    "measure_noise",
+    "shard_parameters",
+)
+NOT_WITH_SHARDS = {
+    "shard_optimizer": "is part of what shard_parameters does",
+    "compression": "needs the whole gradients",
+    "preconditioner": "needs the whole gradients",
+    "measure_noise": "needs the whole gradients",
+    "find_unused_parameters": "lets workers use different parameters in a step, of which each has "
+    "only a part",
+}
+"""What cannot be combined with shard_parameters, and why."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +122,11 @@ class GradientAllReduce(Strategy["_Reducer"]):
             needs two or more workers, or minibatches per step.
         preconditioner: what is applied to the gradients before the optimizer steps; None for
             nothing.
+        shard_parameters: whether each worker keeps only its share of parameters, gradients and
+            optimizer state (ZeRO stage 3, by torch's ``fully_shard``). Modules of up to
+            ``bucket_mb`` MB are gathered together before they run, forward and backward. The
+            driver's copies and checkpoints are whole. Every worker needs rows, and a module may
+            read its parameters only while it is called.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -118,6 +141,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
     sync_batch_norm: bool = False
     measure_noise: bool = False
     preconditioner: KFACPreconditioner | None = None
+    shard_parameters: bool = False
 
     def __post_init__(self) -> None:
         convert_numbers(self)
@@ -139,6 +163,9 @@ class GradientAllReduce(Strategy["_Reducer"]):
             )
         if isinstance(self.compression, Compression):
             self._require_compressible(self.compression)
+        for name, why in NOT_WITH_SHARDS.items():
+            if self.shard_parameters and getattr(self, name):
+                raise ConfigError(f"{name} {why}: drop it, or shard_parameters")
 
     def _require_compressible(self, given: Compression) -> None:
         compression = type(given).__name__
@@ -173,6 +200,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
             equal_steps=True,
             resumes_alone=False,
             checkpointable=not self.shard_optimizer,
+            shards_replica=self.shard_parameters,
             minibatches_a_step=self.accumulate,
         )
 
@@ -189,6 +217,8 @@ class GradientAllReduce(Strategy["_Reducer"]):
             self.preconditioner.require_fits(replica)
         if self.sync_batch_norm:
             batch_norm_layers(replica.module)
+        if self.shard_parameters and replica.shards is None:
+            require_shardable(replica)
 
     def start(self, run: Run) -> _Reducer:
         """Wrap the replica, and find out how many steps all workers have."""
@@ -198,6 +228,8 @@ class GradientAllReduce(Strategy["_Reducer"]):
         group = WorkerGroup(run, run.batch_size * self.accumulate)
         forward_pass = synchronize(run.replica.module) if self.sync_batch_norm else None
         meter = self._meter(run, group) if self.measure_noise else None
+        if self.shard_parameters:
+            return self._start_sharded(run, group, forward_pass)
         model = distribute(
             run.replica,
             forward_pass,
@@ -216,6 +248,21 @@ class GradientAllReduce(Strategy["_Reducer"]):
         if self.preconditioner is not None:
             preconditioning = self.preconditioner.start(run)
         return _Reducer(model, group, finite, compressor, run.batch_size, meter, preconditioning)
+
+    def _start_sharded(
+        self, run: Run, group: WorkerGroup, forward_pass: ForwardPass | None
+    ) -> _Reducer:
+        forward_pass = forward_pass or ForwardPass(undone=True)
+        finite = FiniteGradients(run)
+        model = ShardedModel(
+            ModelAndLoss(run.replica, forward_pass, None, all_used=True),
+            run.replica,
+            group.collective,
+            self.bucket_mb * 2**20,
+            finite.scan,
+        )
+        run.cleanup.callback(model.release)
+        return _Reducer(model, group, finite, None, run.batch_size, None, None)
 
     def _meter(self, run: Run, group: WorkerGroup) -> NoiseMeter:
         return NoiseMeter(run, group, DECAY)
@@ -241,6 +288,11 @@ class GradientAllReduce(Strategy["_Reducer"]):
         if state.preconditioning is not None:
             state.preconditioning.restore(saved)
 
+    @property
+    def _runs_as_one(self) -> bool:
+        """Whether each worker runs the model as often as the others."""
+        return self.sync_batch_norm or self.shard_parameters
+
     def rows_changed(self, run: Run, state: _Reducer) -> None:
         """Find out how many steps all workers have now."""
         state.group.agree(run)
@@ -252,7 +304,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
         while not group.done:
             run.count_step()
             mine = itertools.islice(remaining, self.accumulate)
-            for batch, loss in state.step(run.replica, mine, all_passes=self.sync_batch_norm):
+            for batch, loss in state.step(run.replica, mine, all_passes=self._runs_as_one):
                 run.count(batch, loss)
             run.end_step()
             group.steps += 1
@@ -269,18 +321,19 @@ class GradientAllReduce(Strategy["_Reducer"]):
     def _measured(self, state: _Reducer, meter: NoiseMeter) -> dict[str, float]:
         return meter.measured()
 
-    def _agreed(self, run: Run, state: _Reducer) -> list[Tensor]:
+    def _agreed(self, run: Run, state: _Reducer) -> Sequence[Tensor | ShardedSegment]:
         """The replica's state, after averaging the buffers, which gradients do not keep equal."""
         state.finite.settle()
-        layout = run.replica.layout(with_optimizer=not self.shard_optimizer)
-        segments = run.replica.segments(with_optimizer=not self.shard_optimizer)
+        with_optimizer = not (self.shard_optimizer or self.shard_parameters)
+        layout = run.replica.layout(with_optimizer=with_optimizer)
+        segments = run.replica.segments(with_optimizer=with_optimizer)
         buffers = [
             values
             for segment, values in zip(layout, segments, strict=True)
             if segment.kind == "buffers"
         ]
         state.group.average(buffers, state.group.shares, run.window())
-        return segments
+        return state.model.agreed() if isinstance(state.model, ShardedModel) else segments
 
 
 class Paced:
@@ -318,7 +371,7 @@ class _Reducer:
         paced: sets the learning rate of the optimizer's steps.
     """
 
-    model: DistributedDataParallel
+    model: DistributedDataParallel | ShardedModel
     group: WorkerGroup
     finite: FiniteGradients | FiniteSum
     compressor: Compressor | None

@@ -17,7 +17,8 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,15 +29,23 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.errors import ConfigError
+from sparkdl.process.randomness import random_state, set_random_state
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
 
 
 @dataclass
 class ForwardPass:
-    """What the layers know about the current forward pass: whether its rows count."""
+    """What the layers know about the current forward pass.
+
+    Attributes:
+        counts: whether its rows count.
+        undone: whether one that does not count leaves buffers and random numbers as they were;
+            synchronized layers have the same statistics on all workers in any case.
+    """
 
     counts: bool = True
+    undone: bool = False
 
 
 def synchronize(module: nn.Module) -> ForwardPass:
@@ -220,6 +229,7 @@ class ModelAndLoss(nn.Module):
         self._all_used = all_used
         self._forward_pass = forward_pass
         self._earlier: Batch | None = None
+        self._device = replica.device
 
     def forward(self, batch: Batch | None) -> Tensor:
         """The mean loss; without a batch, a zero whose gradients are zero."""
@@ -253,11 +263,34 @@ class ModelAndLoss(nn.Module):
         self._earlier = self._earlier if batch is None else batch
         if self._earlier is None:
             raise ConfigError(
-                "this worker has no rows left before its first step, and sync_batch_norm needs "
-                "a minibatch from every worker. Use fewer workers, or more rows"
+                "this worker has no rows left before its first step, and sync_batch_norm and "
+                "shard_parameters need a minibatch from every worker. Use fewer workers, or more "
+                "rows"
             )
-        loss = self._forward(self._earlier)
-        return loss if forward_pass.counts else loss * 0.0
+        if forward_pass.counts:
+            return self._forward(self._earlier)
+        with _undone(self.module, self._device) if forward_pass.undone else nullcontext():
+            return self._forward(self._earlier) * 0.0
+
+
+@contextmanager
+def _undone(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put back what a forward pass does to a module's buffers and to random numbers."""
+    held = [
+        (owner, dict(owner._buffers), [b if b is None else b.clone() for b in each])
+        for owner in module.modules()
+        for each in [list(owner._buffers.values())]
+        if each
+    ]
+    drawn = random_state(device)
+    yield
+    set_random_state(drawn, device)
+    for owner, buffers, values in held:
+        owner._buffers.update(buffers)
+        for buffer, before in zip(buffers.values(), values, strict=True):
+            if buffer is not None and before is not None:
+                # By ``data``, as the backward pass may still need the buffer.
+                buffer.data.copy_(before)
 
 
 class _NoRows(torch.autograd.Function):

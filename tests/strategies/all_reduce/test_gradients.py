@@ -143,6 +143,7 @@ def test_sparse_gradients_are_looked_at_too() -> None:
         {"compression": "bf16"},
         {"compression": PowerSGD(1, start_after=0)},
         {"shard_optimizer": True},
+        {"shard_parameters": True},
         {"find_unused_parameters": True},
     ],
 )

@@ -10,7 +10,7 @@ import torch
 from strategy_row import SCHEDULE, Row
 from thresholds import AMONG as SHARED_AMONG
 from toys import classification
-from trainings import MOMENTUM
+from trainings import ADAM, MOMENTUM, normed
 
 from sparkdl.strategies import (
     AdaScale,
@@ -91,6 +91,31 @@ ROWS = [
         restarted={},
         killed_after=17,
         **OF_TWO | {"slow": ("resumed", "alone", "restarted")},
+    ),
+    Row(
+        "sharded parameters",
+        GradientAllReduce(0.0001, commit_every=4, shard_parameters=True),
+        {"optimizer": ADAM, **SCHEDULE},
+        partial(normed, dropout=0.3),
+        resumed=(2, 10),
+        alone=(1, 5),
+        restarted={},
+        twice=True,
+        killed_after=17,
+        **OF_TWO
+        | {
+            "data": classification([40, 34]),
+            "slow": ("resumed", "alone", "restarted", "twice"),
+        },
+    ),
+    Row(
+        "sharded parameters with momentum",
+        GradientAllReduce(commit_every=4, shard_parameters=True),
+        {"optimizer": MOMENTUM},
+        resumed=(5,),
+        restarted={},
+        killed_after=17,
+        **OF_TWO,
     ),
     *(
         Row(

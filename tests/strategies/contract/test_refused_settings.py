@@ -109,6 +109,7 @@ BY_ARGUMENT: list[Refused] = [
     (GradientAllReduce, "commit_every", (0, -1, 1.5, True, "2"), "commit_every"),
     (GradientAllReduce, "shard_optimizer", (1, None, "yes"), "shard_optimizer"),
     (GradientAllReduce, "find_unused_parameters", (1, None, "yes"), "find_unused_parameters"),
+    (GradientAllReduce, "shard_parameters", (1, None, "yes"), "shard_parameters"),
     (GradientAllReduce, "sync_batch_norm", (1, None, "yes"), "sync_batch_norm"),
     (GradientAllReduce, "preconditioner", ("kfac",), "preconditioner must be"),
     (AdaScale, "measure_noise", (False,), "measure_noise"),
@@ -212,6 +213,22 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         {"compression": PowerSGD(), "measure_noise": True},
         r"PowerSGD\(\.\.\.\) leaves too little",
     ),
+    *(
+        (
+            GradientAllReduce,
+            {"shard_parameters": True, **other},
+            f"^{words}.*: drop it, or shard_parameters",
+        )
+        for other, words in (
+            ({"shard_optimizer": True}, "shard_optimizer is part of"),
+            ({"compression": "bf16"}, "compression needs the whole gradients"),
+            ({"compression": PowerSGD()}, "compression needs the whole gradients"),
+            ({"preconditioner": KFACPreconditioner()}, "preconditioner needs the whole"),
+            ({"measure_noise": True}, "measure_noise needs the whole"),
+            ({"find_unused_parameters": True}, "find_unused_parameters lets workers use"),
+        )
+    ),
+    (AdaScale, {"shard_parameters": True}, "^measure_noise needs the whole"),
     *(
         (
             Needs,

@@ -1,0 +1,159 @@
+"""A replica's parts: cut as torch cuts, put together again, and stepped as the whole would be."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from every_row import every
+from replicas import replica_of
+from torch import nn
+from torch.optim import lr_scheduler
+from toys import mlp
+
+from sparkdl.errors import ConfigError
+from sparkdl.large_batches import LAMB, LARS
+from sparkdl.replica import Replica
+from sparkdl.replica.shards import (
+    PIECE_BYTES,
+    Part,
+    ShardedSegment,
+    rows_before,
+    state_cut_with_parameters,
+)
+
+ADAM = partial(torch.optim.Adam, lr=0.1)
+
+
+@every("rows", [1, 2, 3, 4, 5, 7, 8, 9, 100])
+@every("count", [1, 2, 3, 4, 7])
+def test_rows_are_those_of_torchs_chunks(rows: int, count: int) -> None:
+    chunks = torch.arange(rows).chunk(count)
+    expected = [*map(len, chunks), *[0] * (count - len(chunks))]
+    starts = [rows_before(rows, rank, count) for rank in range(count + 1)]
+    assert [stop - start for start, stop in itertools.pairwise(starts)] == expected
+
+
+def parts_of(whole: list[torch.Tensor], cut: list[bool], rank: int, count: int) -> list[Part]:
+    return [
+        Part(
+            (values[slice(*(rows_before(len(values), rank + i, count) for i in (0, 1)))]).clone()
+            if is_cut
+            else values.clone(),
+            values.shape,
+            is_cut,
+        )
+        for values, is_cut in zip(whole, cut, strict=True)
+    ]
+
+
+@every("count", [1, 2, 3, 5])
+@every("stretch", [1, 3, 7, 50])
+def test_what_all_have_is_read_in_the_order_of_the_whole_and_written_back_to_each(
+    count: int, stretch: int
+) -> None:
+    torch.manual_seed(1)
+    whole = [torch.randn(7, 3), torch.randn(4), torch.randn(()), torch.randn(1, 2)]
+    cut = [True, True, False, True]
+    flat = torch.cat([each.reshape(-1) for each in whole])
+    segments = [
+        ShardedSegment("optimizer", parts_of(whole, cut, rank, count), rank, count)
+        for rank in range(count)
+    ]
+    sent = [segment.mine() for segment in segments]
+    segments[0].receive = lambda rank, numel: next(sent[rank])
+    found = torch.empty(len(flat))
+    for start in range(0, len(flat), stretch):
+        segments[0].read_on(found[start : start + stretch])
+    assert torch.equal(found, flat)
+    assert all(next(each, None) is None for each in sent[1:])  # each is sent once
+    for rank in range(count):
+        parts = parts_of([torch.zeros_like(each) for each in whole], cut, rank, count)
+        segment = ShardedSegment("optimizer", parts, rank, count)
+        for start in range(0, len(flat), stretch):
+            segment.write(start, flat[start : start + stretch])
+        for part, expected in zip(parts, parts_of(whole, cut, rank, count), strict=True):
+            assert torch.equal(part.local, expected.local)
+
+
+def test_no_more_than_a_piece_is_sent_at_a_time() -> None:
+    values = torch.zeros(3 * PIECE_BYTES // 4 + 5)
+    segment = ShardedSegment("parameters", [Part(values, values.shape, cut=True)], 0, 1)
+    assert [each.nbytes for each in segment.mine()] == [PIECE_BYTES] * 3 + [20]
+
+
+def sharded_replica(rank: int, count: int, optimizer: Any = ADAM) -> Replica:
+    replica = replica_of(mlp(), optimizer)
+    replica.shard(rank, count)
+    return replica
+
+
+def test_the_state_has_the_layout_of_the_whole_and_a_part_of_its_values() -> None:
+    for rank in range(3):
+        replica, whole = sharded_replica(rank, 3), replica_of(mlp(), ADAM)
+        found = replica.whole_state(with_optimizer=True)
+        layout = [(each.dtype, each.numel()) for each in found]
+        expected = whole.layout(with_optimizer=True)
+        assert layout == [(segment.dtype, segment.numel) for segment in expected]
+    sizes = [sum(p.numel() for p in sharded_replica(rank, 3).trainable()) for rank in range(3)]
+    assert sum(sizes) == sum(p.numel() for p in mlp().parameters())
+    assert all(p.is_meta for p in replica.module.parameters())
+
+
+@every(
+    ("optimizer", "keys"),
+    [
+        (torch.optim.SGD, set()),
+        (partial(torch.optim.SGD, momentum=0.9, nesterov=True), {"momentum_buffer"}),
+        (torch.optim.Adam, {"exp_avg", "exp_avg_sq"}),
+        (partial(torch.optim.AdamW, amsgrad=True), {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+        (torch.optim.Adagrad, {"sum"}),
+        (torch.optim.RMSprop, {"square_avg"}),
+        (torch.optim.NAdam, {"exp_avg", "exp_avg_sq"}),
+    ],
+)
+def test_state_of_the_parameters_shape_is_cut(optimizer: Any, keys: set[str]) -> None:
+    named = list(mlp().named_parameters())
+    assert state_cut_with_parameters(partial(optimizer, lr=0.1), named) == keys
+
+
+def by_size(parameters: Any) -> torch.optim.Optimizer:
+    parameters = list(parameters)
+    small = [p for p in parameters if p.numel() <= 8]
+    large = [p for p in parameters if p.numel() > 8]
+    return torch.optim.SGD([{"params": small, "lr": 0.1}, {"params": large, "lr": 0.2}])
+
+
+@every(
+    "optimizer",
+    [
+        partial(LAMB, lr=0.1),
+        partial(LARS, lr=0.1),
+        partial(torch.optim.Adafactor, lr=0.1),
+        lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=0.1),
+    ],
+)
+def test_an_optimizer_that_looks_at_whole_parameters_is_refused(optimizer: Any) -> None:
+    with pytest.raises(ConfigError, match=r"steps those otherwise than .*SGD or AdamW"):
+        state_cut_with_parameters(optimizer, mlp().named_parameters())
+
+
+def test_groups_by_the_size_of_whole_parameters_are_refused() -> None:
+    with pytest.raises(ConfigError, match="into other groups than the whole parameters"):
+        sharded_replica(0, 4, by_size)
+
+
+def test_a_schedule_starts_anew_with_the_parts() -> None:
+    replica = Replica(
+        mlp(),
+        ADAM,
+        nn.CrossEntropyLoss(),
+        scheduler=partial(lr_scheduler.ExponentialLR, gamma=0.5),
+        scheduler_every="step",
+    )
+    replica.shard(1, 2)
+    replica.schedule.start_at(1, 3)
+    assert replica.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 8)
