@@ -9,6 +9,8 @@ is one stretch.
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sparkdl.errors import ConfigError
-from sparkdl.protocols import Batch, Segment
+from sparkdl.protocols import Batch
 from sparkdl.replica.optimizer_state import (
     NamedParameters,
     OptimizerState,
@@ -49,13 +51,18 @@ class Part:
     cut: bool
     written: Callable[[], None] = lambda: None
 
-    def stretches(self, count: int) -> list[tuple[int, int]]:
-        """Who has the tensor's values, in order: each worker's rank, and the end of its values."""
+    def own(self, rank: int, count: int) -> tuple[int, int]:
+        """Where the values that a worker has begin and end in the whole tensor.
+
+        Args:
+            rank: the worker's.
+            count: number of workers.
+        """
         if not self.cut:
-            return [(0, self.shape.numel())]
+            return 0, self.shape.numel()
         rows = self.shape[0]
         a_row = self.shape.numel() // max(1, rows)
-        return [(rank, rows_before(rows, rank + 1, count) * a_row) for rank in range(count)]
+        return rows_before(rows, rank, count) * a_row, rows_before(rows, rank + 1, count) * a_row
 
 
 def rows_before(rows: int, rank: int, count: int) -> int:
@@ -67,23 +74,23 @@ class ShardedSegment:
     """One flat stretch of the whole state, in the place of its tensor.
 
     Args:
-        kind: as in ``Segment``.
         parts: this worker's parts, in the order of the whole state; same dtype.
         index: this worker's rank.
         count: number of workers.
 
     Attributes:
-        kind: as given.
         dtype: of the values.
         receive: returns the next values that a rank sends, given their number; to be set by who
             reads the segment.
     """
 
-    def __init__(self, kind: str, parts: Sequence[Part], index: int, count: int) -> None:
-        self.kind = kind
+    def __init__(self, parts: Sequence[Part], index: int, count: int) -> None:
         self.dtype = parts[0].local.dtype
         self.receive: Callable[[int, int], Tensor] | None = None
         self._parts = parts
+        sizes = [part.shape.numel() for part in parts]
+        self._begins = list(itertools.accumulate(sizes, initial=0))[:-1]
+        self._numel = sum(sizes)
         self._index = index
         self._count = count
         self._incoming: Iterator[Tensor] | None = None
@@ -91,24 +98,18 @@ class ShardedSegment:
 
     def numel(self) -> int:
         """Number of values in the whole stretch."""
-        return sum(part.shape.numel() for part in self._parts)
-
-    @property
-    def segment(self) -> Segment:
-        """The stretch as it is described on the wire."""
-        return Segment(self.kind, self.dtype, self.numel())
+        return self._numel
 
     def _pieces(self) -> Iterator[tuple[int, int, Tensor | None]]:
         """Who has it, how many values, and the values if it is this worker; in order."""
         most = max(1, PIECE_BYTES // self.dtype.itemsize)
         for part in self._parts:
-            begin = 0
-            for rank, end in part.stretches(self._count):
+            for rank in range(self._count if part.cut else 1):
+                first, last = part.own(rank, self._count)
                 mine = part.local.detach().view(-1) if rank == self._index else None
-                for start in range(0, end - begin, most):
-                    stop = min(start + most, end - begin)
+                for start in range(0, last - first, most):
+                    stop = min(start + most, last - first)
                     yield rank, stop - start, None if mine is None else mine[start:stop]
-                begin = end
 
     def mine(self) -> Iterator[Tensor]:
         """The values that this worker has of it, in pieces, in the order in which they are read."""
@@ -145,24 +146,18 @@ class ShardedSegment:
             start: where they begin in it.
             values: shape (values,), on the CPU.
         """
-        stop, begin = start + len(values), 0
-        for part in self._parts:
-            end = begin + part.shape.numel()
-            if begin < stop and start < end:
-                self._write(part, begin, start, values)
-            begin = end
-
-    def _write(self, part: Part, begin: int, start: int, values: Tensor) -> None:
-        own, first = part.local.detach().view(-1), begin
         stop = start + len(values)
-        for rank, end in part.stretches(self._count):
-            low, high = max(start, first), min(stop, begin + end)
-            if low < high and (rank == self._index or not part.cut):
+        for place in range(bisect_right(self._begins, start) - 1, len(self._parts)):
+            part, begin = self._parts[place], self._begins[place]
+            if begin >= stop:
+                return
+            if values[max(0, begin - start) : begin + part.shape.numel() - start].any():
+                part.written()
+            first, last = (begin + each for each in part.own(self._index, self._count))
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                own = part.local.detach().view(-1)
                 own[low - first : high - first].copy_(values[low - start : high - start])
-            first = begin + end
-        low, high = max(start, begin), min(stop, begin + part.shape.numel())
-        if values[low - start : high - start].any():
-            part.written()
 
 
 @dataclass(eq=False)
@@ -225,7 +220,7 @@ class Shards:
         for parameter, shape in self.shapes.items():
             part = Part(parameter, shape, cut=True)
             families.setdefault(parameter.dtype, []).append(part)
-        return self._segments("parameters", families)
+        return self._segments(families)
 
     def optimizer_segments(self, state: OptimizerState) -> list[ShardedSegment]:
         """The optimizer's whole state, as it travels."""
@@ -241,10 +236,10 @@ class Shards:
                 state.adopt(parameter)
 
             families.setdefault(values.dtype, []).append(Part(values, shape, cut, written))
-        return self._segments("optimizer", families)
+        return self._segments(families)
 
-    def _segments(self, kind: str, families: dict[torch.dtype, list[Part]]) -> list[ShardedSegment]:
-        return [ShardedSegment(kind, parts, self.index, self.count) for parts in families.values()]
+    def _segments(self, families: dict[torch.dtype, list[Part]]) -> list[ShardedSegment]:
+        return [ShardedSegment(parts, self.index, self.count) for parts in families.values()]
 
     def clip(self, parameters: Sequence[nn.Parameter], norm: float) -> None:
         """Scale the gradients down if the norm of all workers' parts together is larger.

@@ -60,8 +60,7 @@ def test_what_all_have_is_read_in_the_order_of_the_whole_and_written_back_to_eac
     cut = [True, True, False, True]
     flat = torch.cat([each.reshape(-1) for each in whole])
     segments = [
-        ShardedSegment("optimizer", parts_of(whole, cut, rank, count), rank, count)
-        for rank in range(count)
+        ShardedSegment(parts_of(whole, cut, rank, count), rank, count) for rank in range(count)
     ]
     sent = [segment.mine() for segment in segments]
     segments[0].receive = lambda rank, numel: next(sent[rank])
@@ -72,7 +71,7 @@ def test_what_all_have_is_read_in_the_order_of_the_whole_and_written_back_to_eac
     assert all(next(each, None) is None for each in sent[1:])  # each is sent once
     for rank in range(count):
         parts = parts_of([torch.zeros_like(each) for each in whole], cut, rank, count)
-        segment = ShardedSegment("optimizer", parts, rank, count)
+        segment = ShardedSegment(parts, rank, count)
         for start in range(0, len(flat), stretch):
             segment.write(start, flat[start : start + stretch])
         for part, expected in zip(parts, parts_of(whole, cut, rank, count), strict=True):
@@ -81,7 +80,7 @@ def test_what_all_have_is_read_in_the_order_of_the_whole_and_written_back_to_eac
 
 def test_no_more_than_a_piece_is_sent_at_a_time() -> None:
     values = torch.zeros(3 * PIECE_BYTES // 4 + 5)
-    segment = ShardedSegment("parameters", [Part(values, values.shape, cut=True)], 0, 1)
+    segment = ShardedSegment([Part(values, values.shape, cut=True)], 0, 1)
     assert [each.nbytes for each in segment.mine()] == [PIECE_BYTES] * 3 + [20]
 
 

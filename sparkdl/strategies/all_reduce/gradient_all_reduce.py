@@ -253,6 +253,8 @@ class GradientAllReduce(Strategy["_Reducer"]):
         self, run: Run, group: WorkerGroup, forward_pass: ForwardPass | None
     ) -> _Reducer:
         forward_pass = forward_pass or ForwardPass(undone=True)
+        if run.replica.device.type == "cuda":
+            run.cleanup.enter_context(torch.cuda.device(run.replica.device))  # fully_shard asks it
         finite = FiniteGradients(run)
         model = ShardedModel(
             ModelAndLoss(run.replica, forward_pass, None, all_used=True),
