@@ -116,7 +116,7 @@ class OptimizerState:
         self.take_over()
         return self.count()
 
-    def adopt(self, parameter: nn.Parameter) -> None:
+    def adopt(self, parameter: Tensor) -> None:
         """Give the optimizer what was written to the state of a parameter that it has not stepped.
 
         Args:

@@ -135,14 +135,15 @@ class ShardedModel(nn.Module):
         self._replica = replica
         self._collective = collective
         self._sent: list[dist.Work] = []
-        mesh = DeviceMesh.from_group(dist.group.WORLD, replica.device.type)
+        everyone = cast(dist.ProcessGroup, dist.group.WORLD)
+        mesh = DeviceMesh.from_group(everyone, replica.device.type)
         frozen = {each for each in replica.module.parameters() if not each.requires_grad}
         self._units = [*units_of(replica.module, unit_bytes), replica.module]
         for unit in self._units:
             fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=frozen)
             assert isinstance(unit, FSDPModule)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
-            unit.set_custom_reduce_scatter(_Scanned(scan))
+            unit.set_custom_reduce_scatter(cast(Any, _Scanned(scan)))
         self._places = [(part, self._put(part, mesh)) for part in replica.trainable()]
         self._bound = False
 
@@ -167,7 +168,7 @@ class ShardedModel(nn.Module):
             gradient, place.grad = cast(DTensor, place.grad).to_local(), None
             part.grad = gradient if part.grad is None else part.grad.add_(gradient)
 
-        place.register_post_accumulate_grad_hook(move_gradient)
+        place.register_post_accumulate_grad_hook(move_gradient)  # type: ignore[no-untyped-call]
         return place
 
     def forward(self, batch: Batch | None) -> Tensor:
@@ -220,9 +221,9 @@ class ShardedModel(nn.Module):
                 continue
             with self._collective.guarded("the sending of parameter shards"):
                 for values in segment.mine():
-                    work = dist.isend(values.to(self._replica.device), 0)
-                    assert work is not None
-                    self._sent.append(work)
+                    sending = dist.isend(values.to(self._replica.device), 0)
+                    assert sending is not None
+                    self._sent.append(sending)
         return segments
 
     def _receiver(self, dtype: torch.dtype) -> Callable[[int, int], Tensor]:
