@@ -6,9 +6,10 @@ import logging
 import struct
 from typing import Any
 
-from py4j.protocol import Py4JError
 from pyspark.sql import Column, SparkSession
 from pyspark.sql import types as T
+
+from sparkdl.spark.catalyst.core import Py4JError
 
 logger = logging.getLogger(__name__)
 

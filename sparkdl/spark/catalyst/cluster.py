@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pyspark import SparkContext
 from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
+from sparkdl.spark.catalyst.core import SparkContext
 from sparkdl.spark.catalyst.jvm import with_fallback
 
 

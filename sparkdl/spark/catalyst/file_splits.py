@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, cast
 
-from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from sparkdl.errors import SparkDLError
+from sparkdl.spark.catalyst.core import Py4JError
 from sparkdl.spark.catalyst.plans import has_stable_order
 
 TRIES = 16

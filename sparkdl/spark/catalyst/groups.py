@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-from py4j.protocol import Py4JError, Py4JJavaError
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl.errors import SparkDLError
+from sparkdl.spark.catalyst.core import Py4JError, Py4JJavaError
 
 MOST_SIZES = 256
 """The most partitions whose sizes are asked for, which takes about a millisecond each for files.

@@ -10,9 +10,9 @@ import subprocess
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from py4j.protocol import Py4JError, Py4JJavaError, Py4JNetworkError
-from pyspark import SparkContext
 from pyspark.sql import DataFrame, SparkSession
+
+from sparkdl.spark.catalyst.core import Py4JError, Py4JJavaError, Py4JNetworkError, SparkContext
 
 logger = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyspark import Accumulator, Broadcast, SparkContext
-from pyspark.core.broadcast import _broadcastRegistry, _from_id
+from pyspark import Accumulator
 
 from sparkdl.errors import ModelError, SparkDLError
+from sparkdl.spark.catalyst.core import Broadcast, SparkContext, _broadcastRegistry, _from_id
 from sparkdl.user_code.needed_modules import ReferencePickler, nested_code
 from sparkdl.user_code.stand_ins import Uncounted, ValueOf, stands_in
 from sparkdl.user_code.tracebacks import text_of

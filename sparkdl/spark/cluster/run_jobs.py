@@ -8,10 +8,10 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from py4j.protocol import Py4JError
-from pyspark import InheritableThread, SparkContext, SparkStageInfo
+from pyspark import InheritableThread
 
 from sparkdl.spark.catalyst.cluster import jobs_with_tag
+from sparkdl.spark.catalyst.core import Py4JError, SparkContext, SparkStageInfo
 
 logger = logging.getLogger(__name__)
 

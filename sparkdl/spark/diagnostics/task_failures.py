@@ -6,11 +6,11 @@ import logging
 import re
 import time
 
-from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import WorkerLostError
 from sparkdl.spark.catalyst.cluster import FailedTask, failed_tasks
+from sparkdl.spark.catalyst.core import Py4JError
 
 logger = logging.getLogger(__name__)
 

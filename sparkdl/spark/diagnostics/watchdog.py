@@ -10,13 +10,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from py4j.protocol import Py4JError
-from pyspark import SparkContext, SparkStageInfo
 from pyspark.sql import SparkSession
 
 from sparkdl.averager.service.server import Averager
 from sparkdl.errors import CollectiveError, DeadlineError
 from sparkdl.spark.catalyst.cluster import feeds_a_shuffle
+from sparkdl.spark.catalyst.core import Py4JError, SparkContext, SparkStageInfo
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.diagnostics.stacks import Stacks
 

@@ -16,7 +16,6 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from pyspark import SparkContext
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,6 +26,7 @@ from sparkdl.collective.network import Meeting
 from sparkdl.errors import ConfigError
 from sparkdl.feed.feed import Feed
 from sparkdl.feed.order import even_sizes
+from sparkdl.spark.catalyst.core import SparkContext
 from sparkdl.spark.diagnostics.run_client import RunClient
 from sparkdl.spark.storage.files import open_hadoop, open_through
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
-from pyspark import SparkContext
 from pyspark.errors import PySparkException
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import Column, DataFrame, SparkSession
@@ -19,6 +18,7 @@ from sparkdl.encodings import arriving_as
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.feed.record_batches.packed import unpacked_rows
 from sparkdl.protocols import ColumnSpec
+from sparkdl.spark.catalyst.core import SparkContext
 from sparkdl.spark.inference.predictor import Predictor
 from sparkdl.spark.inference.shared_model import OF_ANOTHER_SESSION
 from sparkdl.spark.launch.environments import checked

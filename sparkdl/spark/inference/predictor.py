@@ -11,7 +11,7 @@ import cloudpickle
 import numpy as np
 import pyarrow as pa
 import torch
-from pyspark import Broadcast, TaskContext
+from pyspark import TaskContext
 from torch import Tensor, nn
 
 from sparkdl.feed.columns.ragged import Column, Ragged, cut, picked
@@ -21,6 +21,7 @@ from sparkdl.outputs import OutputKey, pick
 from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.protocols import ColumnSpec
 from sparkdl.replica import forward
+from sparkdl.spark.catalyst.core import Broadcast
 from sparkdl.spark.cluster.devices import choose_device
 from sparkdl.spark.inference.failures import as_model_error
 from sparkdl.spark.inference.scores import Score

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
-from pyspark import Accumulator, Broadcast, SparkContext
+from pyspark import Accumulator
 from torch import nn
 
 from sparkdl.checkpoint.portable import pickled_module
 from sparkdl.errors import ConfigError
 from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.replica.buffers import ModuleState, tensors_of
+from sparkdl.spark.catalyst.core import Broadcast, SparkContext
 from sparkdl.spark.closures.accumulators import accumulators_here, count_again
 from sparkdl.spark.closures.pickling import ClosurePickler, References
 from sparkdl.spark.modules.arrival import Shipment, arrive, importable

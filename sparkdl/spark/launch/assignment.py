@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
-from pyspark import BarrierTaskContext, Broadcast, SparkFiles, TaskContext
+from pyspark import BarrierTaskContext, TaskContext
 
 from sparkdl.errors import RowsLostError
 from sparkdl.feed.record_batches.packed import unpacked_rows
 from sparkdl.process.interrupts import interrupted_by_signals_alone
+from sparkdl.spark.catalyst.core import Broadcast, SparkFiles
 from sparkdl.spark.closures.accumulators import added_here, counted, discard_added
 from sparkdl.spark.closures.pickling import put_broadcasts, stored_broadcasts
 from sparkdl.spark.cluster.gpus import VISIBLE

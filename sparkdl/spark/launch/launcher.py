@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import astuple
 from typing import Any, Self
 
-from py4j.protocol import Py4JError
 from pyspark.sql import Row, SparkSession
 
 from sparkdl.averager.service.server import Averager
@@ -23,6 +22,7 @@ from sparkdl.errors import (
     WorkerLostError,
 )
 from sparkdl.feed.statistics.shards import NO_ROWS
+from sparkdl.spark.catalyst.core import Py4JError
 from sparkdl.spark.catalyst.jvm import end_of_jvm
 from sparkdl.spark.closures.pickling import References, pickled
 from sparkdl.spark.cluster.gpus import gpu_profile

@@ -26,9 +26,8 @@ from importlib.machinery import FileFinder, ModuleSpec, PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
-from pyspark import Broadcast
-
 from sparkdl.errors import SetupError
+from sparkdl.spark.catalyst.core import Broadcast
 from sparkdl.spark.rows.scratch import row_directory
 from sparkdl.user_code.needed_modules import left_behind
 

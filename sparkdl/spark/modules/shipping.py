@@ -21,9 +21,8 @@ from dataclasses import dataclass, field
 from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
 from pathlib import Path, PurePosixPath
 
-from pyspark import Broadcast, SparkContext, SparkFiles
-
 from sparkdl.errors import ConfigError
+from sparkdl.spark.catalyst.core import Broadcast, SparkContext, SparkFiles
 from sparkdl.spark.modules.arrival import Shipment
 from sparkdl.spark.modules.units import CannotTravelError, Finder, Unit, spec_of
 from sparkdl.user_code.needed_modules import HOW_OTHERS_TRAVEL, imported_names

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from pyspark import SparkContext
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -26,6 +25,7 @@ from sparkdl.feed.record_batches.packed import (
     names_of_vectors,
 )
 from sparkdl.spark.catalyst.array_bytes import ArrayBytes, array_bytes
+from sparkdl.spark.catalyst.core import SparkContext
 from sparkdl.spark.rows.columns import quoted
 
 FEWEST_NUMBERS = 4

@@ -9,11 +9,10 @@ from contextlib import contextmanager
 import pyarrow as pa
 import pyspark
 import torch
-from py4j.protocol import Py4JError
-from pyspark import RDD, SparkContext
 from pyspark.sql import DataFrame, Row, SparkSession
 
 from sparkdl.errors import ConfigError, DataError
+from sparkdl.spark.catalyst.core import RDD, Py4JError, SparkContext
 from sparkdl.spark.catalyst.jvm import end_of_jvm, has_jvm, is_of_this_driver, is_stopped
 from sparkdl.spark.session.session import current_session
 

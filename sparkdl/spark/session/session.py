@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from py4j.protocol import Py4JJavaError
-from pyspark import SparkConf, SparkContext
+from pyspark import SparkConf
 from pyspark.errors import PySparkRuntimeError
 from pyspark.find_spark_home import _find_spark_home
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import SetupError
+from sparkdl.spark.catalyst.core import Py4JJavaError, SparkContext
 
 # A training job may last seconds; on two cores a sixth of its first Spark job's time goes into
 # optimizing code that ran a few thousand times. Ten times as many runs are soon enough.

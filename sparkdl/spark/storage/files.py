@@ -21,15 +21,14 @@ from typing import Any, NoReturn
 from urllib.parse import urlparse, urlsplit
 
 import pyarrow as pa
-from py4j.protocol import Py4JError
 from pyarrow import fs
-from pyspark import SparkContext
 
 from sparkdl.checkpoint.storage import OpenElsewhere
 from sparkdl.durable.publishing import ASIDE, put_directory, whole_directory
 from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.redaction import without_credentials
 from sparkdl.spark.catalyst.cluster import hadoop_files
+from sparkdl.spark.catalyst.core import Py4JError, SparkContext
 
 logger = logging.getLogger(__name__)
 
