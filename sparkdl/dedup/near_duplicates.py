@@ -82,7 +82,7 @@ class NearDuplicates(
             cosine_transform()
         if kind not in ("simhash", "given"):
             pillow()
-        with small_record_batches(dataset.sparkSession.sparkContext):
+        with small_record_batches(dataset.sparkSession):
             rows = hashes(dataset, kind, self.getInputCol(), self.getWithin(), self.getKeep())
             rows = rows.persist()
             words = (

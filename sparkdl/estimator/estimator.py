@@ -13,6 +13,7 @@ from pyspark.ml import Estimator
 from pyspark.ml.param import Param
 from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame
+from torch import nn
 
 from sparkdl.averager.service.loop import EdgeOptions
 from sparkdl.checkpoint.policy import OtherTrainingError
@@ -20,9 +21,10 @@ from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.driver import Observers, Outcome, RunOptions, run
 from sparkdl.errors import CallbackError, ConfigError
 from sparkdl.estimator.checks.preflight import FitPlan, plan_fit
-from sparkdl.estimator.checks.row_checks import RowChecks
+from sparkdl.estimator.checks.row_checks import Checked, RowChecks
 from sparkdl.estimator.checks.values import UnbalancedError
 from sparkdl.estimator.fitted import FittedModel
+from sparkdl.estimator.in_stage import fit_in_stage
 from sparkdl.estimator.model import TorchModel
 from sparkdl.estimator.outputs import ChosenOutputs, SharedParams
 from sparkdl.estimator.params.declaration import constructor
@@ -32,6 +34,7 @@ from sparkdl.estimator.persistence import EstimatorReader, EstimatorWriter
 from sparkdl.estimator.progress import ProgressBar
 from sparkdl.process.lazy_compiler import compiler_deferred
 from sparkdl.report import TrainingSummary
+from sparkdl.spark.catalyst.jvm import is_of_connect
 from sparkdl.spark.closures.accumulators import uncounted
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.slots import queued
@@ -175,9 +178,14 @@ class BaseEstimator(
         start = None if warm_start is None else warm_start.module
         with uncounted():
             plan, replica = plan_fit(self, dataset, start)
+        spark, workers, settings = dataset.sparkSession, plan.workers, plan.settings
+        if is_of_connect(spark):
+            module = replica.release()
+            del replica
+            with queued(spark, workers.num_tasks, gpu_profile(spark, workers.device)):
+                return self._copyValues(self._trained_in_stage(plan, module))
         checks = RowChecks(replica, self)
         del replica  # only the checks hold it, until they need it no more
-        spark, workers, settings = dataset.sparkSession, plan.workers, plan.settings
         with (
             queued(spark, workers.num_tasks, gpu_profile(spark, workers.device)),
             ProgressBar(settings.epochs, visible=settings.progress) as progress,
@@ -225,12 +233,22 @@ class BaseEstimator(
             )
         except CallbackError as error:
             if isinstance(error.model, Outcome):
-                error.model = self._copyValues(self._fitted(plan, checks, error.model))
+                error.model = self._copyValues(self._fitted(plan, checks.result(), error.model))
             raise
-        return self._fitted(plan, checks, outcome)
+        return self._fitted(plan, checks.result(), outcome)
 
-    def _fitted(self, plan: FitPlan, checks: RowChecks, outcome: Outcome) -> M:
-        checked = checks.result()
+    def _trained_in_stage(self, plan: FitPlan, module: nn.Module) -> M:
+        try:
+            outcome, checked = fit_in_stage(plan, self, module)
+        except CallbackError as error:
+            if error.model is not None:
+                outcome, checked = error.model
+                error.model = self._copyValues(self._fitted(plan, checked, outcome))
+            raise
+        outcome.recording.setup = replace(outcome.recording.setup, settings=settings_of(self))
+        return self._fitted(plan, checked, outcome)
+
+    def _fitted(self, plan: FitPlan, checked: Checked, outcome: Outcome) -> M:
         return self._model(
             outcome.module,
             checked.features,

@@ -138,7 +138,7 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
             model=self._sharing.share(
                 self.module,
                 self._builder,
-                spark.sparkContext,
+                spark,
                 ship_modules=self.getShipModules(),
                 used=used,
             ),
@@ -165,7 +165,7 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
     @jvm_named()
     def _transform(self, dataset: DataFrame) -> DataFrame:
         """Called by ``transform``: add the predictions to every row, in the rows' order."""
-        require_frame(dataset)
+        require_frame(dataset, connect=True)
         outputs = self.predicted_columns(self._head, self._widths)
         score = self.getScoreCol()
         if score is not None:
@@ -248,7 +248,7 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
             DataError: a column is missing, or there is no row.
             ModelError: a metric cannot be computed.
         """
-        require_frame(dataset, to_end="Evaluate on")
+        require_frame(dataset, to_end="Evaluate on", connect=True)
         measured = Metrics.of(metrics, MetricInputs.of(self, self._head))
         measured.begin()  # raises for what does not make a metric
         columns, specs = self._inputs(dataset)

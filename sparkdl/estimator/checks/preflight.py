@@ -24,6 +24,7 @@ from sparkdl.metrics import Metrics
 from sparkdl.metrics.metrics import WEIGHTS
 from sparkdl.replica import Replica
 from sparkdl.replica.initial import WarmStart
+from sparkdl.spark.catalyst.jvm import is_of_connect
 from sparkdl.spark.catalyst.plans import has_stable_order, known_partitions
 from sparkdl.spark.closures.pickling import require_picklable
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
@@ -90,7 +91,7 @@ def plan_fit(
         DataError: a column is missing, duplicated or not numeric.
         ModelError: the model, loss or optimizer cannot be built or shipped.
     """
-    require_frame(frame, to_end="Fit")
+    require_frame(frame, to_end="Fit", connect=True)
     settings = FitSettings(params)
     for name in ("model", "loss", "optimizer", "scheduler", "strategy", "batchTransform"):
         require_picklable(name, params.getOrDefault(name))
@@ -167,8 +168,10 @@ def _workers(
 ) -> Workers:
     """Where the workers run, and how they get which rows."""
     spark, strategy = frame.sparkSession, job.strategy
-    if strategy.needs.gang_start:
+    gang_start_for = None
+    if strategy.needs.gang_start or is_of_connect(spark):
         require_static_allocation(spark)
+        gang_start_for = "Spark Connect" if is_of_connect(spark) else _name(strategy)
     if strategy.needs.collective:
         require_trusted_network(spark, settings.tls, type(strategy).__name__)
     profile = gpu_profile(spark, settings.device)
@@ -186,7 +189,6 @@ def _workers(
             "over the rows of one is not that over all, nor is it a mean, which strategies can "
             "weigh. Use reduction='mean', with a smaller learning rate, or numWorkers=1"
         )
-    gang_start_for = _name(strategy) if strategy.needs.gang_start else None
     delivery, replanned = delivered(
         frame, num_workers // ranks, ranks, settings.shuffle_rows, gang_start_for
     )

@@ -10,6 +10,7 @@ from pyspark.sql import Column, SparkSession
 from pyspark.sql import types as T
 
 from sparkdl.spark.catalyst.core import Py4JError
+from sparkdl.spark.catalyst.jvm import is_of_connect
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ def array_bytes(spark: SparkSession) -> ArrayBytes | None:
 
     Arrays are then handed to Python as they are, value by value.
     """
+    if is_of_connect(spark):
+        return None
     try:
         in_bytes = ArrayBytes(spark._jvm)
         application = spark.sparkContext.applicationId

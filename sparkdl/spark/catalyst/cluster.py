@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,15 +10,22 @@ from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
 from sparkdl.spark.catalyst.core import SparkContext
-from sparkdl.spark.catalyst.jvm import with_fallback
+from sparkdl.spark.catalyst.jvm import is_of_this_driver, setting, with_fallback
+
+_SPLITS = re.compile(r"\bsplits=(\d+)")
+"""How an explained plan says into how many partitions a range is split."""
 
 
 def _slots_of_cores(spark: SparkSession, profile: ResourceProfile | None = None) -> int:
     """By the executors' cores; where tasks need GPUs too, there may be fewer slots."""
-    context = spark.sparkContext
-    cores = context.getConf().get("spark.task.cpus", "1")
     wanted = profile.taskResources.get("cpus") if profile is not None else None
-    return context.defaultParallelism // int(wanted.amount if wanted is not None else cores or 1)
+    each = int(wanted.amount if wanted is not None else setting(spark, "spark.task.cpus") or 1)
+    if is_of_this_driver(spark):
+        return spark.sparkContext.defaultParallelism // each
+    # A range has as many partitions as there are cores, at least two.
+    (row,) = spark.sql("EXPLAIN SELECT * FROM range(1)").collect()
+    splits = _SPLITS.search(str(row[0]))
+    return int(splits[1]) // each if splits else 0
 
 
 @with_fallback(_slots_of_cores)

@@ -34,6 +34,9 @@ else:
         class Broadcast:
             """Has no instances."""
 
+            def __class_getitem__(cls, kind: Any) -> Any:
+                return cls
+
         class SparkStageInfo:
             """Has no instances."""
 

@@ -34,6 +34,8 @@ def end_of_jvm(error: BaseException) -> str | None:
     """
     if isinstance(error, Py4JJavaError) or not isinstance(error, (Py4JError, OSError)):
         return None
+    if not has_jvm():
+        return None
     if _answers():
         return None
     process = process_of_jvm()
@@ -74,14 +76,40 @@ def is_of_this_driver(value: DataFrame | SparkSession) -> bool:
     return hasattr(value, "_jdf" if isinstance(value, DataFrame) else "_jsparkSession")
 
 
+def is_of_connect(value: object) -> bool:
+    """Whether something is a DataFrame or a session of Spark Connect."""
+    return isinstance(value, (DataFrame, SparkSession)) and not is_of_this_driver(value)
+
+
+def setting(spark: SparkSession, name: str) -> str | None:
+    """A setting of a session's application; None if it has none.
+
+    Args:
+        spark: the session.
+        name: the setting's name.
+    """
+    if is_of_this_driver(spark):
+        return spark.sparkContext.getConf().get(name)
+    return spark.conf.get(name, None)  # Spark copies the application's into each session's
+
+
+def is_true(spark: SparkSession, name: str) -> bool:
+    """Whether a setting is switched on."""
+    return (setting(spark, name) or "false").strip().lower() == "true"
+
+
 def is_stopped(spark: SparkSession) -> bool:
     """Whether a session's context was stopped, also from the JVM's side."""
+    if not is_of_this_driver(spark):
+        return bool(spark.is_stopped)  # type: ignore[attr-defined] # of Spark Connect's
     context = spark.sparkContext._jsc
     return context is None or bool(context.sc().isStopped())
 
 
 def with_fallback(plain: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Have a function do the same in plain PySpark where a private name that it uses is missing.
+
+    So it does for Spark Connect, whose JVM is elsewhere.
 
     Args:
         plain: takes the same arguments, and gives the same answer, if more slowly.
@@ -90,6 +118,9 @@ def with_fallback(plain: Callable[..., Any]) -> Callable[[Callable[P, R]], Calla
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if args and is_of_connect(args[0]):
+                found: R = plain(*args, **kwargs)
+                return found
             try:
                 return function(*args, **kwargs)
             except (Py4JJavaError, Py4JNetworkError):  # the name is there: something else is wrong

@@ -7,7 +7,7 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
-from sparkdl.spark.catalyst.jvm import with_fallback
+from sparkdl.spark.catalyst.jvm import is_of_connect, with_fallback
 
 _ORDERED_SOURCE = "FileSourceScan"
 """The leaf of a physical plan that reads files, always in the same order."""
@@ -27,10 +27,12 @@ _NODE = re.compile(r"^[\s:+-]*(?:\*\(\d+\) |\* )?(\w+)", re.MULTILINE)
 def known_partitions(frame: DataFrame) -> int | None:
     """The number of partitions, or None if Spark decides it only while running.
 
+    A client of Spark Connect is not told.
+
     An adaptive plan is one that shuffles or reads a cached frame; asking for its partitions would
     run those stages.
     """
-    if "AdaptiveSparkPlan" in _plan_text(frame):
+    if is_of_connect(frame) or "AdaptiveSparkPlan" in _plan_text(frame):
         return None
     return _partitions(frame)
 

@@ -10,6 +10,8 @@ import functools
 from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
 from pyspark.sql import SparkSession
 
+from sparkdl.spark.catalyst.jvm import setting
+
 GPUS_AN_EXECUTOR = "spark.executor.resource.gpu.amount"
 GPUS_A_TASK = "spark.task.resource.gpu.amount"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -23,7 +25,7 @@ def ranks_a_task(spark: SparkSession, device: str) -> int:
         spark: the session.
         device: what the user asks for: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
     """
-    gpus = float(spark.sparkContext.getConf().get(GPUS_A_TASK) or 0)
+    gpus = float(setting(spark, GPUS_A_TASK) or 0)
     return max(1, int(gpus)) if device in ("auto", "cuda") else 1
 
 
@@ -41,16 +43,15 @@ def gpu_profile(spark: SparkSession, device: str) -> ResourceProfile | None:
     Returns:
         None where tasks already have whole GPUs, are to have none, or Spark knows of none.
     """
-    conf = spark.sparkContext.getConf()
-    executors_have = float(conf.get(GPUS_AN_EXECUTOR) or 0) >= 1
-    tasks_have = float(conf.get(GPUS_A_TASK) or 0) >= 1
+    executors_have = float(setting(spark, GPUS_AN_EXECUTOR) or 0) >= 1
+    tasks_have = float(setting(spark, GPUS_A_TASK) or 0) >= 1
     if device not in ("auto", "cuda") or not executors_have or tasks_have:
         return None
-    cpus = int(conf.get("spark.task.cpus") or 1)
-    return _one_gpu_a_task(spark.sparkContext.applicationId, cpus)
+    cpus = int(setting(spark, "spark.task.cpus") or 1)
+    return _one_gpu_a_task(setting(spark, "spark.app.id"), cpus)
 
 
 @functools.lru_cache(maxsize=1)  # Spark keeps each profile for as long as the application runs
-def _one_gpu_a_task(application: str, cpus: int) -> ResourceProfile:
+def _one_gpu_a_task(application: str | None, cpus: int) -> ResourceProfile:
     requests = TaskResourceRequests().cpus(cpus).resource("gpu", 1)
     return ResourceProfileBuilder().require(requests).build

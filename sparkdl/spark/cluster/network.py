@@ -8,6 +8,7 @@ from pyspark.sql import SparkSession
 
 from sparkdl.collective import Network
 from sparkdl.errors import ConfigError
+from sparkdl.spark.catalyst.jvm import setting
 
 INTERFACE = "spark.sparkdl.collective.interface"
 """Setting: a network interface (``eth1``) or a subnet (``10.1.0.0/16``)."""
@@ -28,11 +29,10 @@ def network_of(
     Raises:
         ConfigError: the text is not a range of ports.
     """
-    conf = spark.sparkContext.getConf()
-    name, text = (PORTS, conf.get(PORTS)) if ports is None else ("collectivePorts", ports)
+    name, text = (PORTS, setting(spark, PORTS)) if ports is None else ("collectivePorts", ports)
     return Network(
-        driver=conf.get("spark.driver.host") or "127.0.0.1",
-        interface=interface or conf.get(INTERFACE) or None,
+        driver=setting(spark, "spark.driver.host") or "127.0.0.1",
+        interface=interface or setting(spark, INTERFACE) or None,
         ports=parse_ports(name, text) if text else None,
     )
 

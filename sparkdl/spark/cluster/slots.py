@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from pyspark import SparkConf
 from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
@@ -27,6 +26,7 @@ from sparkdl.spark.catalyst.cluster import (
     count_slots,
     executor_start_times,
 )
+from sparkdl.spark.catalyst.jvm import is_of_connect, is_true, setting
 from sparkdl.spark.cluster.gpus import GPUS_A_TASK, GPUS_AN_EXECUTOR
 
 EXECUTORS_START_S = 60.0
@@ -111,9 +111,11 @@ def _wait_for_executors(
 ) -> int:
     """The number of slots, once there are as many as wanted or no more are expected."""
     promised = _promised_slots(spark, gpus=profile is not None)
-    most = float(spark.sparkContext.getConf().get("spark.cores.max") or "inf")
+    most = float(setting(spark, "spark.cores.max") or "inf")
     needed = min(wanted or math.inf, most if promised is None else promised)
-    deadline = time.monotonic() + EXECUTORS_START_S
+    # A client of Spark Connect is not told when executors registered.
+    untold = promised is None and is_of_connect(spark)
+    deadline = time.monotonic() + (LAST_EXECUTOR_S if untold else EXECUTORS_START_S)
     slots = count_slots(spark, profile)
     while slots < needed and time.monotonic() < deadline:
         if promised is None and _seconds_since_last_executor(spark) > LAST_EXECUTOR_S:
@@ -135,8 +137,7 @@ def require_static_allocation(spark: SparkSession) -> None:
     Raises:
         ConfigError: dynamic allocation is on, which barrier mode does not support.
     """
-    conf = spark.sparkContext.getConf()
-    if (conf.get("spark.dynamicAllocation.enabled") or "false").lower() == "true":
+    if is_true(spark, "spark.dynamicAllocation.enabled"):
         raise ConfigError(
             "spark.dynamicAllocation.enabled is true, and this strategy needs Spark's barrier "
             "mode, which does not support it. Set it to false with a fixed number of executors "
@@ -191,7 +192,7 @@ def require_free_slots(
 
 
 def _refuse_speculation(spark: SparkSession) -> None:
-    if (spark.sparkContext.getConf().get("spark.speculation") or "false").lower() == "true":
+    if is_true(spark, "spark.speculation"):
         raise ConfigError(
             "spark.speculation is on: Spark would start second copies of workers that it finds "
             "slow. Set spark.speculation=false for this application"
@@ -200,21 +201,20 @@ def _refuse_speculation(spark: SparkSession) -> None:
 
 def _slots_on_demand(spark: SparkSession) -> float:
     """Slots that dynamic allocation would add for waiting tasks."""
-    conf = spark.sparkContext.getConf()
-    if (conf.get("spark.dynamicAllocation.enabled") or "false").lower() != "true":
+    if not is_true(spark, "spark.dynamicAllocation.enabled"):
         return 0
-    cpus = int(conf.get("spark.task.cpus", "1") or 1)
+    cpus = int(setting(spark, "spark.task.cpus") or 1)
     per_executor = min(
-        int(conf.get("spark.executor.cores", "1") or 1) // cpus,
-        _tasks_by_gpus(conf, one_each=False),
+        int(setting(spark, "spark.executor.cores") or 1) // cpus,
+        _tasks_by_gpus(spark, one_each=False),
     )
-    return float(conf.get("spark.dynamicAllocation.maxExecutors") or "inf") * per_executor
+    return float(setting(spark, "spark.dynamicAllocation.maxExecutors") or "inf") * per_executor
 
 
-def _tasks_by_gpus(conf: SparkConf, *, one_each: bool) -> float:
+def _tasks_by_gpus(spark: SparkSession, *, one_each: bool) -> float:
     """Tasks that an executor's GPUs can serve, each with one GPU or as many as the settings say."""
-    gpus = float(conf.get(GPUS_AN_EXECUTOR) or 0)
-    each = 1.0 if one_each else float(conf.get(GPUS_A_TASK) or 0)
+    gpus = float(setting(spark, GPUS_AN_EXECUTOR) or 0)
+    each = 1.0 if one_each else float(setting(spark, GPUS_A_TASK) or 0)
     if not each:
         return math.inf
     return gpus * (1 // each) if each < 1 else gpus // each
@@ -222,7 +222,7 @@ def _tasks_by_gpus(conf: SparkConf, *, one_each: bool) -> float:
 
 def _gpus_asked_for(spark: SparkSession) -> str:
     """What else a cluster must have for an executor to start; empty if nothing else."""
-    gpus = spark.sparkContext.getConf().get(GPUS_AN_EXECUTOR)
+    gpus = setting(spark, GPUS_AN_EXECUTOR)
     return f". Each executor needs {gpus} GPUs ({GPUS_AN_EXECUTOR})" if gpus else ""
 
 
@@ -231,24 +231,24 @@ def _promised_slots(spark: SparkSession, *, gpus: bool = False) -> int | None:
 
     None where it does not say. Executors that come and go on demand are not promised.
     """
-    conf = spark.sparkContext.getConf()
-    cpus = int(conf.get("spark.task.cpus", "1") or 1)
-    at_most = _tasks_by_gpus(conf, one_each=gpus)
+    cpus = int(setting(spark, "spark.task.cpus") or 1)
+    master = setting(spark, "spark.master") or ""
+    at_most = _tasks_by_gpus(spark, one_each=gpus)
 
     def slots_with(cores: int) -> int:
         return int(min(cores // cpus, at_most))
 
-    local_cluster = re.fullmatch(
-        r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]", spark.sparkContext.master or ""
+    local_cluster = re.fullmatch(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]", master)
+    instances, cores_set = (
+        setting(spark, f"spark.executor.{each}") for each in ("instances", "cores")
     )
-    instances, cores_set = conf.get("spark.executor.instances"), conf.get("spark.executor.cores")
-    most = float(conf.get("spark.cores.max") or "inf")  # of standalone clusters; also of local ones
+    # Of standalone clusters; also of local ones.
+    most = float(setting(spark, "spark.cores.max") or "inf")
     if local_cluster:
         executors, cores = int(local_cluster[1]), int(local_cluster[2])
         # Spark gives the executors one more core each in turn, until there are none left to give.
         each, over = divmod(int(min(most, executors * cores)), executors)
         return over * slots_with(each + 1) + (executors - over) * slots_with(each)
-    master = spark.sparkContext.master or ""
     if instances and (cores_set or not master.startswith("spark:")):
         executors = int(min(int(instances), most // int(cores_set or 1)))
         return executors * slots_with(int(cores_set or 1))

@@ -273,7 +273,7 @@ def _task(
         script = call.function if isinstance(call.function, Script) else None
         used.names |= set() if script is None else script.imports()
         first = [] if script is None else [str(Path(script.path).parent)]
-        shipment = ship(used.names, spark.sparkContext, first)
+        shipment = ship(used.names, spark, first)
     entry = "sparkdl.spark.functions.task:run_function_task"
     return rank_task(entry, (payload, astuple(address)), ranks, shipment, used, apart=True)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import torch
 from pyspark import Accumulator
+from pyspark.sql import SparkSession
 from torch import nn
 
 from sparkdl.checkpoint.portable import pickled_module
@@ -22,6 +23,7 @@ from sparkdl.replica.buffers import ModuleState, tensors_of
 from sparkdl.spark.catalyst.core import Broadcast, SparkContext
 from sparkdl.spark.closures.accumulators import accumulators_here, count_again
 from sparkdl.spark.closures.pickling import ClosurePickler, References
+from sparkdl.spark.closures.sending import SentBytes, home_of, send
 from sparkdl.spark.modules.arrival import Shipment, arrive, importable
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.user_code.needed_modules import advice
@@ -43,7 +45,7 @@ class SharedModel:
     """
 
     key: str
-    pickled: Broadcast[bytes]
+    pickled: SentBytes
     shipment: Shipment | None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -52,7 +54,8 @@ class SharedModel:
         Raises:
             ConfigError: the executors that have the model are those of a session that has ended.
         """
-        if self.pickled._sc is not SparkContext._active_spark_context:
+        sent = self.pickled
+        if isinstance(sent, Broadcast) and sent._sc is not SparkContext._active_spark_context:
             raise ConfigError(OF_ANOTHER_SESSION)
         return type(self), (self.key, self.pickled, self.shipment)
 
@@ -61,13 +64,13 @@ class ModelSharing:
     """Sends a model to the executors, once as long as nothing about it changes."""
 
     def __init__(self) -> None:
-        self._last: tuple[SparkContext, SharedModel] | None = None
+        self._last: tuple[Any, SharedModel] | None = None
 
     def share(
         self,
         module: nn.Module,
         builder: Any,
-        context: SparkContext,
+        spark: SparkSession,
         *,
         ship_modules: bool,
         used: References,
@@ -77,7 +80,7 @@ class ModelSharing:
         Args:
             module: it may have been trained further, or differ from the last one.
             builder: what built it.
-            context: of the application, which may differ from the last one.
+            spark: of the application, which may differ from the last one.
             ship_modules: whether the user's own modules are sent with it.
             used: what is sent alongside refers to; what the model does is added.
 
@@ -86,16 +89,16 @@ class ModelSharing:
             ConfigError: a module's text has changed since it was imported.
         """
         pickled = pickled_module(module, builder, lambda file: ClosurePickler(file, used))
-        shipment = ship(used.names, context) if ship_modules else None
+        shipment = ship(used.names, spark) if ship_modules else None
         digest = hashlib.sha256(pickled)
         digest.update(b"" if shipment is None else shipment.digest.encode())
         key = digest.hexdigest()
         if self._last is not None:
             known, shared = self._last
-            if known is context and shared.key == key:
+            if known is home_of(spark) and shared.key == key:
                 return shared
-        shared = SharedModel(key, context.broadcast(pickled), shipment)
-        self._last = context, shared
+        shared = SharedModel(key, send(spark, pickled), shipment)
+        self._last = home_of(spark), shared
         return shared
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,7 +122,7 @@ def run_ranks(
     Yields:
         What the function yields for all ranks.
     """
-    batches = unpacked_rows(_delivered(batches))
+    batches = given_rows(batches)
     context = TaskContext.get()
     assert context is not None
     assigned = assignments(context, ranks)
@@ -132,8 +132,38 @@ def run_ranks(
         with importable(arrived):
             yield from _worked(entry, arguments, assigned[0], batches)
         return
+    yielded = hosted(entry, arguments, assigned, arrived, broadcasts, versions, batches)
+    with importable(arrived):  # a class of the user's may say how an accumulator adds
+        yield from counted(yielded)
+
+
+def hosted(
+    entry: str,
+    arguments: tuple[Any, ...],
+    assigned: Sequence[Assignment],
+    arrived: Arrived,
+    broadcasts: dict[int, Broadcast[Any]],
+    versions: dict[str, str],
+    batches: Iterator[pa.RecordBatch],
+) -> Iterator[pa.RecordBatch]:
+    """Run a worker's function for ranks of this task, each in a process of its own.
+
+    Args:
+        entry: as in ``run_ranks``.
+        arguments: as in ``run_ranks``.
+        assigned: what each of the ranks has been assigned.
+        arrived: the user's own modules.
+        broadcasts: as in ``run_ranks``.
+        versions: as in ``run_ranks``.
+        batches: their rows.
+
+    Returns:
+        What the function yields for all ranks, and what was added to accumulators.
+    """
+    context = TaskContext.get()
+    assert context is not None
     surroundings = Surroundings.of(context, broadcasts)
-    yielded = host_ranks(
+    return host_ranks(
         [
             RankCall(
                 rank=each.rank,
@@ -146,8 +176,11 @@ def run_ranks(
         batches,
         fork_server([__name__, entry.partition(":")[0]], versions),
     )
-    with importable(arrived):  # a class of the user's may say how an accumulator adds
-        yield from counted(yielded)
+
+
+def given_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """A task's rows from Spark, unpacked."""
+    return unpacked_rows(_delivered(batches))
 
 
 def _delivered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

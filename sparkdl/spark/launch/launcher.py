@@ -72,7 +72,7 @@ def launch(workers: Workers, job: Job) -> Launch:
     barrier = job.strategy.needs.gang_start
     used = References()
     payload = pickled((job, workers.network, keeps_rows_in_memory(spark, workers.store_in)), used)
-    shipment = ship(used.names, spark.sparkContext) if workers.ship_modules else None
+    shipment = ship(used.names, spark) if workers.ship_modules else None
 
     @contextmanager
     def start(averager: Averager) -> Iterator[None]:

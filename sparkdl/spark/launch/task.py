@@ -31,7 +31,7 @@ def run_worker_task(
 
     Args:
         payload: the pickled ``Job``, ``Network``, and what demands that rows stay in memory, if
-            anything does.
+            anything does; what follows is for others.
         address: the fields of the ``ServiceAddress`` of the averager and the console.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         echo: whether what is printed is also written to this process's own streams.
@@ -47,7 +47,7 @@ def run_worker_task(
         job: Job
         network: Network
         in_memory: str | None
-        job, network, in_memory = cloudpickle.loads(payload)
+        job, network, in_memory, *_ = cloudpickle.loads(payload)
         placement = Placement(
             rank=rank,
             device=choose_device(device, assigned.gpu, rank),

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TypeVar
 
 import pyarrow as pa
 from pyspark.sql import Column, DataFrame, Row
@@ -16,6 +17,7 @@ from sparkdl.feed.record_batches.packed import ORDER_COLUMN
 from sparkdl.feed.statistics.column import names_places, with_places
 from sparkdl.spark.catalyst.file_splits import NotSplitError, Replanned, replanned
 from sparkdl.spark.catalyst.groups import Grouped, NoGroupsError, grouped
+from sparkdl.spark.catalyst.jvm import is_of_connect
 from sparkdl.spark.catalyst.plans import has_stable_order, known_partitions
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import RunJobs
@@ -33,6 +35,7 @@ _FORBIDDEN_LINEAGE = "Barrier execution mode does not allow the following patter
 """Spark's wording of this error, in every version that has barrier stages."""
 
 
+R = TypeVar("R")
 Task = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 """What mapInArrow runs."""
 
@@ -95,7 +98,12 @@ def delivered(
         ConfigError: the rows are to stay where they are, but cannot.
     """
     delivery = delivery_of(known_partitions(frame), tasks, ranks_a_task, wish, gang_start_for)
-    if delivery.way is Way.AS_IT_IS or wish != "exchange":
+    if is_of_connect(frame) and delivery.stays:
+        raise ConfigError(
+            "shuffleRows='none' leaves rows in their partitions, but Spark Connect does not say "
+            "how many there are, and each worker has to read exactly one. Drop shuffleRows"
+        )
+    if delivery.way is Way.AS_IT_IS or wish != "exchange" or is_of_connect(frame):
         return delivery, None
     try:
         again = replanned(frame, tasks)
@@ -273,9 +281,24 @@ def run_on_rows(
     def run_on(rows: DataFrame) -> list[Row]:
         spark = rows.sparkSession
         profile = gpu_profile(spark, workers.device)
-        with small_record_batches(spark.sparkContext):
+        with small_record_batches(spark):
             return rows.mapInArrow(task, output, barrier=barrier, profile=profile).collect()
 
+    return on_rows(workers, seed, run_on, barrier=barrier)
+
+
+def on_rows(workers: Workers, seed: int, run_on: Callable[[DataFrame], R], *, barrier: bool) -> R:
+    """Do something with the workers' rows, again after a shuffle if barrier mode refuses.
+
+    Args:
+        workers: whose rows, and how many tasks.
+        seed: determines the rows' order.
+        run_on: runs the tasks on the rows.
+        barrier: whether they need a gang-scheduled start.
+
+    Returns:
+        What ``run_on`` returns.
+    """
     try:
         return run_on(worker_frame(workers, seed, barrier=barrier))
     except Exception as error:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sparkdl.errors import SetupError
-from sparkdl.spark.catalyst.core import Broadcast
+from sparkdl.spark.closures.sending import SentBytes
 from sparkdl.spark.rows.scratch import row_directory
 from sparkdl.user_code.needed_modules import left_behind
 
@@ -49,7 +49,7 @@ class Shipment(NamedTuple):
 
     digest: str
     units: tuple[tuple[str, str], ...]
-    archive: Broadcast[bytes] | None
+    archive: SentBytes | None
     left_out: tuple[tuple[str, str], ...]
 
 

@@ -20,9 +20,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
 from pathlib import Path, PurePosixPath
+from typing import Any
+
+from pyspark.sql import SparkSession
 
 from sparkdl.errors import ConfigError
-from sparkdl.spark.catalyst.core import Broadcast, SparkContext, SparkFiles
+from sparkdl.spark.catalyst.core import SparkFiles
+from sparkdl.spark.catalyst.jvm import is_of_connect, setting
+from sparkdl.spark.closures.sending import SentBytes, home_of, send
 from sparkdl.spark.modules.arrival import Shipment
 from sparkdl.spark.modules.units import CannotTravelError, Finder, Unit, spec_of
 from sparkdl.user_code.needed_modules import HOW_OTHERS_TRAVEL, imported_names
@@ -44,8 +49,8 @@ _lock = threading.Lock()
 _warned: set[str] = set()
 _imported: dict[str, tuple[ModuleSpec, bytes]] = {}
 """By file, the text of modules that this process had imported when they were first sent."""
-_sent_last: tuple[SparkContext, str, Broadcast[bytes]] | None = None
-"""Where, the digest of the modules, and their broadcast."""
+_sent_last: tuple[Any, str, SentBytes] | None = None
+"""Where, the digest of the modules, and how they were sent."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +91,14 @@ class Bundle:
 
 def ship(
     names: Iterable[str],
-    context: SparkContext,
+    spark: SparkSession,
     first: Sequence[str] = (),
 ) -> Shipment | None:
     """Send what some names need, unless the executors have it.
 
     Args:
         names: dotted names, as ``references`` notes them.
-        context: the application's Spark context.
+        spark: the session.
         first: folders to search before all others, as Python searches a script's folder.
 
     Returns:
@@ -103,14 +108,14 @@ def ship(
         ConfigError: a module's text has changed since it was imported.
     """
     with _lock:
-        bundle = collect(names, Finder(first, _sent(context)))
+        bundle = collect(names, Finder(first, _sent(spark)))
         if not bundle.units and not bundle.left_out:
             return None
         _warn(bundle)
         return Shipment(
             digest=bundle.digest,
             units=tuple((unit.name, str(unit.base)) for unit in bundle.units.values()),
-            archive=_broadcast(bundle, context) if bundle.units else None,
+            archive=_send(bundle, spark) if bundle.units else None,
             left_out=tuple(bundle.left_out.items()),
         )
 
@@ -271,10 +276,10 @@ def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name == "__pycache__" or not name.isprintable()
 
 
-def _broadcast(bundle: Bundle, context: SparkContext) -> Broadcast[bytes]:
+def _send(bundle: Bundle, spark: SparkSession) -> SentBytes:
     global _sent_last
-    digest = bundle.digest
-    if _sent_last is None or _sent_last[0] is not context or _sent_last[1] != digest:
+    digest, home = bundle.digest, home_of(spark)
+    if _sent_last is None or _sent_last[0] is not home or _sent_last[1] != digest:
         archive = bundle.archive()
         logger.info(
             "sending %s to the executors: %d files, %d bytes",
@@ -282,13 +287,15 @@ def _broadcast(bundle: Bundle, context: SparkContext) -> Broadcast[bytes]:
             len(bundle.files),
             len(archive),
         )
-        _sent_last = context, digest, context.broadcast(archive)
+        _sent_last = home, digest, send(spark, archive)
     return _sent_last[2]
 
 
-def _sent(context: SparkContext) -> list[str]:
+def _sent(spark: SparkSession) -> list[str]:
     """Where the driver keeps what Spark itself sends to the executors."""
-    archives = context.getConf().get("spark.submit.pyFiles", "") or ""
+    if is_of_connect(spark):
+        return []
+    archives = setting(spark, "spark.submit.pyFiles") or ""
     names = [PurePosixPath(each).name for each in archives.split(",") if each]
     return [SparkFiles.getRootDirectory(), *names]
 

@@ -25,7 +25,7 @@ from sparkdl.feed.record_batches.packed import (
     names_of_vectors,
 )
 from sparkdl.spark.catalyst.array_bytes import ArrayBytes, array_bytes
-from sparkdl.spark.catalyst.core import SparkContext
+from sparkdl.spark.catalyst.jvm import is_of_connect
 from sparkdl.spark.rows.columns import quoted
 
 FEWEST_NUMBERS = 4
@@ -141,15 +141,21 @@ Spark's default is 10,000 rows, 31 MB at 784 floats each: reading those took a q
 
 
 @contextmanager
-def small_record_batches(context: SparkContext) -> Iterator[None]:
+def small_record_batches(spark: SparkSession) -> Iterator[None]:
     """Have the Spark jobs of this thread send about ``RECORD_BATCH_BYTES`` at a time.
 
     Executors learn of it from a job property, which the session's setting of the same name
     overrides: nobody else's jobs change, and users who have set it get what they set.
 
+    A client of Spark Connect cannot set one.
+
     Args:
-        context: Spark's.
+        spark: the session.
     """
+    if is_of_connect(spark):
+        yield
+        return
+    context = spark.sparkContext
     before = context.getLocalProperty(SETTING)
     context.setLocalProperty(SETTING, str(RECORD_BATCH_BYTES))
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ConfigError
+from sparkdl.spark.catalyst.jvm import is_true
 
 PLAINTEXT = "spark.sparkdl.collective.plaintext"
 """Setting: whether gloo and NCCL may be used despite demands to encrypt or authenticate."""
@@ -40,13 +41,13 @@ def require_trusted_network(spark: SparkSession, tls: bool, who: str) -> None:
     Raises:
         ConfigError: encryption or authentication is demanded, and no setting exempts these.
     """
-    if _is_true(spark, PLAINTEXT):
+    if is_true(spark, PLAINTEXT):
         return
     if encrypts_connections(spark, tls):
         setting = _first_enabled(spark)
         demand = "tls is True" if setting is None else f"{setting} is true"
         lack, danger = "do not encrypt", "read"
-    elif _is_true(spark, AUTHENTICATE):
+    elif is_true(spark, AUTHENTICATE):
         demand = f"{AUTHENTICATE} is true"
         lack, danger = "accept anyone who reaches their ports", "reach"
     else:
@@ -65,14 +66,10 @@ def keeps_rows_in_memory(spark: SparkSession, store_in: str = "disk") -> str | N
         spark: the session, whose setting says whether disks must be encrypted.
         store_in: the user's wish, ``disk`` or ``memory``.
     """
-    if _is_true(spark, DISK_SETTING):
+    if is_true(spark, DISK_SETTING):
         return f"{DISK_SETTING} is true"
     return "storeIn is 'memory'" if store_in == "memory" else None
 
 
 def _first_enabled(spark: SparkSession) -> str | None:
-    return next((name for name in NETWORK_SETTINGS if _is_true(spark, name)), None)
-
-
-def _is_true(spark: SparkSession, name: str) -> bool:
-    return (spark.sparkContext.getConf().get(name) or "false").strip().lower() == "true"
+    return next((name for name in NETWORK_SETTINGS if is_true(spark, name)), None)

@@ -13,7 +13,13 @@ from pyspark.sql import DataFrame, Row, SparkSession
 
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.spark.catalyst.core import RDD, Py4JError, SparkContext
-from sparkdl.spark.catalyst.jvm import end_of_jvm, has_jvm, is_of_this_driver, is_stopped
+from sparkdl.spark.catalyst.jvm import (
+    end_of_jvm,
+    has_jvm,
+    is_of_connect,
+    is_of_this_driver,
+    is_stopped,
+)
 from sparkdl.spark.session.session import current_session
 
 _ANOTHER = "create another with sparkdl.create_session()"
@@ -40,28 +46,33 @@ def jvm_named() -> Iterator[None]:
         raise ConfigError(ended) from error
 
 
-def require_frame(value: object, name: str = "df", *, to_end: str | None = None) -> None:
-    """Check that a value is a DataFrame of a session that runs in this driver.
+def require_frame(
+    value: object, name: str = "df", *, to_end: str | None = None, connect: bool = False
+) -> None:
+    """Check that a value is a DataFrame of a session that runs.
 
     Args:
         value: what the user has given.
         name: of the argument.
         to_end: what is done with the rows, if that takes all of them: a verb, capitalized; None if
             a stream will do.
+        connect: whether one of Spark Connect will do.
 
     Raises:
-        ConfigError: it is no DataFrame, or its session has been stopped or is Spark Connect's.
+        ConfigError: it is no DataFrame, its session has been stopped, or is Spark Connect's where
+            that will not do.
         DataError: it is a stream, but must not be.
     """
-    kind = type(value)
-    if not isinstance(value, DataFrame) and not kind.__module__.startswith("pyspark.sql.connect."):
+    if not isinstance(value, DataFrame):
         found, advice = _described(value, name if name.isidentifier() else "df")
         raise ConfigError(f"{name} must be a Spark DataFrame, got {found}; {advice}")
-    if not isinstance(value, DataFrame) or not is_of_this_driver(value):
+    if is_of_connect(value) and not connect:
         raise _of_connect("the DataFrame belongs to")
     if _is_stopped(value.sparkSession):
         running = SparkContext._active_spark_context
-        other = running is not None and running is not value.sparkSession.sparkContext
+        other = running is not None and not (
+            is_of_this_driver(value) and running is value.sparkSession.sparkContext
+        )
         first = "" if other else f"{_ANOTHER}, and "
         raise ConfigError(
             f"the Spark session has been stopped that {name} belongs to: {first}read the rows "
@@ -75,14 +86,16 @@ def require_frame(value: object, name: str = "df", *, to_end: str | None = None)
         )
 
 
-def require_session(spark: SparkSession | None = None) -> SparkSession:
-    """The session, which runs in this driver.
+def require_session(spark: SparkSession | None = None, *, connect: bool = False) -> SparkSession:
+    """The session, which runs.
 
     Args:
         spark: one that the user has given; the thread's or the application's if None.
+        connect: whether one of Spark Connect will do.
 
     Raises:
-        ConfigError: there is none, or it has been stopped or is Spark Connect's.
+        ConfigError: there is none, it has been stopped, or is Spark Connect's where that will not
+            do.
     """
     if spark is None:
         with jvm_named():
@@ -91,7 +104,7 @@ def require_session(spark: SparkSession | None = None) -> SparkSession:
         raise ConfigError(
             "there is no active Spark session; create one with sparkdl.create_session()"
         )
-    if spark is not None and not is_of_this_driver(spark):
+    if spark is not None and is_of_connect(spark) and not connect:
         raise _of_connect("this is")
     if spark is None or _is_stopped(spark):
         raise ConfigError(f"the Spark session has been stopped: {_ANOTHER}")
@@ -105,9 +118,9 @@ def _is_stopped(spark: SparkSession) -> bool:
 
 def _of_connect(what: str) -> ConfigError:
     return ConfigError(
-        f"{what} a Spark Connect session, whose driver is another machine; "
-        "sparkdl needs to run in the driver. Submit the job with spark-submit, or create the "
-        "session with sparkdl.create_session()"
+        f"{what} a Spark Connect session, whose driver is another machine, and this needs to run "
+        "in the driver (fit, transform and evaluate need not). Submit the job with spark-submit, "
+        "or create the session with sparkdl.create_session()"
     )
 
 

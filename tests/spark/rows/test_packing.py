@@ -228,7 +228,7 @@ def test_record_batches_are_small_only_for_jobs_that_ask_for_it(
     spark: SparkSession, wide: DataFrame
 ) -> None:
     before = sizes(wide)
-    with small_record_batches(spark.sparkContext):
+    with small_record_batches(spark):
         small = sizes(wide)
     after = sizes(wide)
 
@@ -238,6 +238,6 @@ def test_record_batches_are_small_only_for_jobs_that_ask_for_it(
 
 
 def test_who_has_set_the_size_gets_it(spark: SparkSession, wide: DataFrame) -> None:
-    with configured(spark, {SETTING: str(512 << 10)}), small_record_batches(spark.sparkContext):
+    with configured(spark, {SETTING: str(512 << 10)}), small_record_batches(spark):
         found = sizes(wide)
     assert max(found) < 600 << 10
