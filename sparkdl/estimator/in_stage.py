@@ -239,7 +239,7 @@ def _pieces(header: dict[str, Any], values: Sequence[Tensor]) -> Iterator[bytes]
 
 def _bytes_of(values: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
-    return memoryview(values.reshape(-1).view(torch.uint8).numpy())
+    return values.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _received(pieces: Iterator[bytes], module: nn.Module) -> tuple[Outcome, Checked]:
@@ -265,6 +265,8 @@ def _received(pieces: Iterator[bytes], module: nn.Module) -> tuple[Outcome, Chec
                 )
             _fill(pieces, [each for _, each in state])
             result = Outcome(module, history, recording, stopped), checked
+        for _ in pieces:  # none: the other tasks end meanwhile
+            pass
     if "error" in header:
         error = _restored(header["error"])
         if isinstance(error, CallbackError):

@@ -63,6 +63,7 @@ where to listen; yields what the client is to receive. It raises nothing: an err
 
 PIECE_BYTES = 1 << 20
 """The most bytes in a row."""
+_ALL_SAID = b""
 _DDL = "content binary"
 _SCHEMA = pa.schema([("content", pa.binary())])
 _ENTRY = "sparkdl.spark.launch.task:run_worker_task"
@@ -107,13 +108,21 @@ def run_in_stage(workers: Workers, job: Job, serve: Serve) -> Iterator[bytes]:
         first = list(itertools.islice(rows, 1))  # raises if barrier mode refuses the rows
         return itertools.chain(first, rows)
 
+    # The others leave by themselves, which keeps their processes for the session's next job.
+    stuck = threading.Timer(LEAVE_S, spark.interruptTag, [tag])
     spark.addTag(tag)
     try:
         for row in on_rows(workers, job.seed, run_on, barrier=True):
-            yield bytes(row.content)
+            if row.content:
+                yield bytes(row.content)
+            else:
+                stuck.start()
     except Exception as error:
-        raise as_training_error(error) from error
+        if stuck.ident is None:
+            raise as_training_error(error) from error
+        logger.info("the stage did not end by itself: %s", message_of(error))
     finally:
+        stuck.cancel()
         spark.removeTag(tag)
         spark.interruptTag(tag)  # does nothing to a stage that has ended
 
@@ -155,7 +164,7 @@ def run_stage_task(
             if len(infos) != tasks:
                 first.refuse(_not_so_many(len(infos), tasks))
             try:
-                for piece in serve(first.launch, edge):
+                for piece in itertools.chain(serve(first.launch, edge), [_ALL_SAID]):
                     yield pa.record_batch([pa.array([piece], pa.binary())], _SCHEMA)
             finally:
                 first.tell(None)

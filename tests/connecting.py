@@ -1,0 +1,66 @@
+"""A Spark Connect server in the tests' session, and clients in a Python without a JVM."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+from subprocesses import printed_by
+
+TOKEN = "of the tests"
+
+_PROGRAM = """
+import importlib.abc, logging, os, pickle, sys
+
+class Hidden(importlib.abc.MetaPathFinder):
+    # What the package pyspark-client lacks; the JVM is found by py4j alone.
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] == "py4j" or name.split(".")[:2] == ["pyspark", "core"]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
+address, module, function, found = sys.argv[1:]
+import torch
+from pyspark.sql import SparkSession
+torch.set_num_threads(1)
+spark = SparkSession.builder.remote(address).getOrCreate()
+result = getattr(__import__(module), function)(spark)
+assert "py4j" not in sys.modules
+with open(found, "wb") as file:
+    pickle.dump(result, file)
+"""
+
+
+@pytest.fixture(scope="session")
+def connect_address(spark: SparkSession) -> Iterator[str]:
+    """The address of a server of the tests' session, with the token that it wants."""
+    assert spark.sparkContext._jvm is not None
+    package: Any = spark.sparkContext._jvm.org.apache.spark.sql.connect.service
+    service = getattr(getattr(package, "SparkConnectService$"), "MODULE$")
+    context: Any = spark.sparkContext._jsc.sc()  # type: ignore[union-attr]
+    context.conf().set("spark.connect.grpc.binding.port", "0")
+    context.conf().set("spark.connect.authenticate.token", TOKEN)
+    service.start(context)
+    yield f"sc://localhost:{service.localPort()}/;token={TOKEN}"
+    none = spark.sparkContext._jvm.scala.Option.apply(None)
+    service.stop(none, none)
+
+
+def asked_of_client(address: str, module: str, function: str, tmp_path: Path) -> Any:
+    """What a function of a session returns in a client without py4j, and what is printed there.
+
+    Args:
+        address: the server's.
+        module: of these tests, which has the function.
+        function: its name.
+        tmp_path: where the answer is put.
+    """
+    program, found = tmp_path / "client.py", tmp_path / "found"
+    program.write_text(_PROGRAM)
+    printed = printed_by(program, address, module, function, found)
+    return pickle.loads(found.read_bytes()), printed

@@ -1,0 +1,103 @@
+"""Fits that a classic session and a Connect client can both do, and compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from pyspark.sql import DataFrame, SparkSession
+from torch import nn
+from torchmetrics import MeanSquaredError
+
+import sparkdl
+from sparkdl import GradientAllReduce, ParameterAveraging, TorchEstimator
+from sparkdl.callbacks import EarlyStopping, TrainingReport
+from sparkdl.errors import SparkDLError
+
+STRATEGIES = {"averaging": ParameterAveraging(period=2), "all-reduce": GradientAllReduce()}
+
+
+class Network(nn.Module):
+    """With a buffer, and a word from every worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
+        self.said = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.said and self.training:
+            print("a word from a worker")
+            self.said = True
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+def rows(spark: SparkSession, count: int = 300) -> DataFrame:
+    """Arrays of three numbers with a label, in five partitions."""
+    return spark.range(0, count, 1, 5).selectExpr(
+        f"array(id / {count}.0D, sin(id), cos(id)) as features", "2 * sin(id) as label"
+    )
+
+
+def estimator(**changed: Any) -> TorchEstimator:
+    """Three workers; Spark's shuffle, which is what Connect uses in any case."""
+    return TorchEstimator(
+        **{
+            "model": Network,
+            "loss": nn.MSELoss(),
+            "optimizer": partial(torch.optim.Adam, lr=0.01),
+            "epochs": 2,
+            "batchSize": 16,
+            "numWorkers": 3,
+            "seed": 3,
+            "shuffleRows": "spark",
+            "validationFraction": 0.2,
+            "progress": False,
+            **changed,
+        }
+    )
+
+
+def told(spark: SparkSession) -> dict[str, Any]:
+    """All that fits give, as plain values."""
+    return {name: _told(spark, strategy) for name, strategy in STRATEGIES.items()}
+
+
+def _told(spark: SparkSession, strategy: Any) -> dict[str, Any]:
+    frame = rows(spark)
+    model = estimator(strategy=strategy, callbacks=[EarlyStopping(patience=5)]).fit(frame)
+    predicted = model.transform(frame).select("prediction").collect()
+    summary = model.summary
+    return {
+        "values": {name: each.numpy() for name, each in model.module.state_dict().items()},
+        "history": [(each.epoch, each.loss, each.validation_loss) for each in model.history],
+        "counts": (summary.num_workers, summary.rows, summary.held_out_rows, summary.parameters),
+        "predicted": [row.prediction for row in predicted],
+        "measured": model.evaluate(frame, {"error": MeanSquaredError}),
+        "settings": summary._recording.setup.settings["epochs"],
+    }
+
+
+def refusals(spark: SparkSession) -> dict[str, str]:
+    """What is refused before any task starts, and in which words."""
+    frame = rows(spark, 30)
+    tried: dict[str, Callable[[], object]] = {
+        "callback": lambda: estimator(callbacks=[TrainingReport("/tmp/report.html")]).fit(frame),
+        "workers": lambda: estimator(numWorkers=7).fit(frame),
+        "partitions": lambda: estimator(shuffleRows="none").fit(frame),
+        "column": lambda: estimator(featuresCol="nothing").fit(frame),
+        "run": lambda: sparkdl.run(len, df=frame),
+        "rows": lambda: estimator().fit(frame.selectExpr("features", "id / 0.0D as label")),
+    }
+    return {name: _words(each) for name, each in tried.items()}
+
+
+def _words(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except SparkDLError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

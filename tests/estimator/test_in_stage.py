@@ -1,0 +1,71 @@
+"""A fit of a Spark Connect client, which has no JVM, against one of a session in the driver."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import fits_anywhere
+import numpy as np
+import pytest
+from connecting import asked_of_client, connect_address
+from pyspark.sql import SparkSession
+
+from sparkdl.errors import TrainingError, WorkerError, WorkerLostError
+from sparkdl.estimator.in_stage import _described, _Plain, _restored
+
+__all__ = ["connect_address"]
+
+
+@pytest.mark.slow
+def test_a_client_gets_what_the_driver_gets_to_the_bit(
+    spark: SparkSession, connect_address: str, tmp_path: Path
+) -> None:
+    found, printed = asked_of_client(connect_address, "fits_anywhere", "told", tmp_path)
+    expected = fits_anywhere.told(spark)
+    for strategy, wanted in expected.items():
+        got = found[strategy]
+        assert got["values"].keys() == wanted["values"].keys()
+        for name, values in wanted["values"].items():
+            assert np.array_equal(got["values"][name], values), (strategy, name)
+        for name in ("history", "counts", "predicted", "measured", "settings"):
+            assert got[name] == wanted[name], (strategy, name)
+    assert {f"[rank {rank}] a word from a worker" for rank in range(3)} <= set(printed.splitlines())
+
+
+@pytest.mark.slow
+def test_what_a_client_cannot_have_is_refused_in_words(
+    connect_address: str, tmp_path: Path
+) -> None:
+    found, _ = asked_of_client(connect_address, "fits_anywhere", "refusals", tmp_path)
+    for name, words in {
+        "callback": "ConfigError: TrainingReport runs in the driver between rounds",
+        "workers": "ConfigError: numWorkers is 7, but the cluster has 3 slots",
+        "partitions": "ConfigError: the DataFrame has 5 partitions for 3 tasks",
+        "column": "DataError: ",
+        "run": "ConfigError: the DataFrame belongs to a Spark Connect session",
+        "rows": "DataError: ",
+    }.items():
+        assert found[name].startswith(words), found[name]
+
+
+def test_errors_come_back_as_what_they_were() -> None:
+    lost = WorkerLostError("gone", ranks=(1, 2))
+    lost.add_note("said before")
+    failed = WorkerError("bad", rank=1, epoch=2, step=3, worker_traceback="line")
+    for error in (lost, failed, TrainingError("ended")):
+        back = _restored(pickle.loads(pickle.dumps(_described(error))))
+        assert (type(back), str(back), vars(back)) == (type(error), str(error), vars(error))
+
+
+def test_what_comes_back_runs_no_code() -> None:
+    import io
+    import os
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.system, ("true",)
+
+    with pytest.raises(TrainingError, match=r"names posix\.system"):
+        _Plain(io.BytesIO(pickle.dumps(Evil()))).load()
