@@ -26,6 +26,7 @@ from sparkdl.averager.service.loop import EdgeOptions
 from sparkdl.callbacks import EarlyStopping, ModelCheckpoint, TimeBudget
 from sparkdl.checkpoint.policy import OtherTrainingError
 from sparkdl.driver import Launch, Observers, Outcome, RunOptions, run
+from sparkdl.encodings import Encoding
 from sparkdl.errors import CallbackError, ConfigError, SparkDLError, TrainingError, WorkerLostError
 from sparkdl.estimator.checks.building import build
 from sparkdl.estimator.checks.preflight import FitPlan
@@ -311,7 +312,7 @@ class _Plain(pickle.Unpickler):
         if module.startswith("sparkdl."):
             found = super().find_class(module, name)
             plain = is_dataclass(found) or found in (Recording, TimeBins)
-            if isinstance(found, type) and (plain or issubclass(found, Enum)):
+            if isinstance(found, type) and (plain or issubclass(found, (Encoding, Enum))):
                 return found
         raise TrainingError(f"what came back from the executors names {module}.{name}")
 

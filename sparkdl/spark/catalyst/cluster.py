@@ -10,7 +10,7 @@ from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
 from sparkdl.spark.catalyst.core import SparkContext
-from sparkdl.spark.catalyst.jvm import is_of_this_driver, setting, with_fallback
+from sparkdl.spark.catalyst.jvm import is_of_connect, setting, with_fallback
 
 _SPLITS = re.compile(r"\bsplits=(\d+)")
 """How an explained plan says into how many partitions a range is split."""
@@ -20,7 +20,7 @@ def _slots_of_cores(spark: SparkSession, profile: ResourceProfile | None = None)
     """By the executors' cores; where tasks need GPUs too, there may be fewer slots."""
     wanted = profile.taskResources.get("cpus") if profile is not None else None
     each = int(wanted.amount if wanted is not None else setting(spark, "spark.task.cpus") or 1)
-    if is_of_this_driver(spark):
+    if not is_of_connect(spark):
         return spark.sparkContext.defaultParallelism // each
     # A range has as many partitions as there are cores, at least two.
     (row,) = spark.sql("EXPLAIN SELECT * FROM range(1)").collect()

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import SparkSession
 
 from sparkdl.spark.catalyst.core import Py4JError, Py4JJavaError, Py4JNetworkError, SparkContext
 
@@ -71,14 +71,10 @@ def has_jvm() -> bool:
     return SparkContext._gateway is not None
 
 
-def is_of_this_driver(value: DataFrame | SparkSession) -> bool:
-    """Whether a DataFrame or a session is in this driver's JVM, and not Spark Connect's."""
-    return hasattr(value, "_jdf" if isinstance(value, DataFrame) else "_jsparkSession")
-
-
 def is_of_connect(value: object) -> bool:
-    """Whether something is a DataFrame or a session of Spark Connect."""
-    return isinstance(value, (DataFrame, SparkSession)) and not is_of_this_driver(value)
+    """Whether something is a DataFrame or a session of Spark Connect, whose JVM is elsewhere."""
+    # Its sessions are no SparkSessions, and its package imports what may not be installed.
+    return any(each.__module__.startswith("pyspark.sql.connect.") for each in type(value).__mro__)
 
 
 def setting(spark: SparkSession, name: str) -> str | None:
@@ -88,9 +84,9 @@ def setting(spark: SparkSession, name: str) -> str | None:
         spark: the session.
         name: the setting's name.
     """
-    if is_of_this_driver(spark):
-        return spark.sparkContext.getConf().get(name)
-    return spark.conf.get(name, None)  # Spark copies the application's into each session's
+    if is_of_connect(spark):
+        return spark.conf.get(name, None)  # Spark copies the application's into each session's
+    return spark.sparkContext.getConf().get(name)
 
 
 def is_true(spark: SparkSession, name: str) -> bool:
@@ -100,7 +96,7 @@ def is_true(spark: SparkSession, name: str) -> bool:
 
 def is_stopped(spark: SparkSession) -> bool:
     """Whether a session's context was stopped, also from the JVM's side."""
-    if not is_of_this_driver(spark):
+    if is_of_connect(spark):
         return bool(spark.is_stopped)  # type: ignore[attr-defined] # of Spark Connect's
     context = spark.sparkContext._jsc
     return context is None or bool(context.sc().isStopped())

@@ -11,7 +11,7 @@ from typing import Any
 from pyspark.sql import SparkSession
 
 from sparkdl.spark.catalyst.core import Broadcast, SparkFiles
-from sparkdl.spark.catalyst.jvm import is_of_this_driver
+from sparkdl.spark.catalyst.jvm import is_of_connect
 
 MOST_IN_A_TASK = 8 << 20
 """The most bytes that travel with the function itself; a Connect server takes 128 MiB at once."""
@@ -50,7 +50,7 @@ SentBytes = Broadcast[bytes] | InTask | InArtifact
 
 def home_of(spark: SparkSession) -> Any:
     """What executors keep bytes for: the application, or the Connect session."""
-    return spark.sparkContext if is_of_this_driver(spark) else spark
+    return spark if is_of_connect(spark) else spark.sparkContext
 
 
 def send(spark: SparkSession, content: bytes) -> SentBytes:
@@ -60,7 +60,7 @@ def send(spark: SparkSession, content: bytes) -> SentBytes:
         spark: the session.
         content: the bytes.
     """
-    if is_of_this_driver(spark):
+    if not is_of_connect(spark):
         return spark.sparkContext.broadcast(content)
     if len(content) <= MOST_IN_A_TASK:
         return InTask(content)

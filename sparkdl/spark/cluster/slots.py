@@ -232,7 +232,8 @@ def _promised_slots(spark: SparkSession, *, gpus: bool = False) -> int | None:
     None where it does not say. Executors that come and go on demand are not promised.
     """
     cpus = int(setting(spark, "spark.task.cpus") or 1)
-    master = setting(spark, "spark.master") or ""
+    own = None if is_of_connect(spark) else spark.sparkContext.master
+    master = own or setting(spark, "spark.master") or ""
     at_most = _tasks_by_gpus(spark, one_each=gpus)
 
     def slots_with(cores: int) -> int:

@@ -238,11 +238,11 @@ class _FirstTask:
             if self._refusal is not None:
                 raise self._refusal
             address = astuple(averager.address)
-            self.tell(address)
             thread = threading.Thread(
                 target=self._host, args=(averager, address), name="sparkdl-ranks", daemon=True
             )
             with Console(averager.service, show):
+                self.tell(address)
                 thread.start()
                 patience_s = LEAVE_S
                 try:

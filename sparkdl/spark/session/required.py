@@ -17,7 +17,6 @@ from sparkdl.spark.catalyst.jvm import (
     end_of_jvm,
     has_jvm,
     is_of_connect,
-    is_of_this_driver,
     is_stopped,
 )
 from sparkdl.spark.session.session import current_session
@@ -71,7 +70,7 @@ def require_frame(
     if _is_stopped(value.sparkSession):
         running = SparkContext._active_spark_context
         other = running is not None and not (
-            is_of_this_driver(value) and running is value.sparkSession.sparkContext
+            not is_of_connect(value) and running is value.sparkSession.sparkContext
         )
         first = "" if other else f"{_ANOTHER}, and "
         raise ConfigError(

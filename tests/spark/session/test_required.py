@@ -146,10 +146,10 @@ def frame_of(context: Any, *, streams: bool = False, connect: bool = False) -> D
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(name)
 
-    frame: Any = object.__new__(Frame)
-    if not connect:
-        frame._jdf = None
-    return frame  # type: ignore[no-any-return]
+    if connect:
+        Frame.__module__ = "pyspark.sql.connect.dataframe"
+    frame: DataFrame = object.__new__(Frame)
+    return frame
 
 
 def running(*, stopped: bool = False) -> Any:
@@ -161,7 +161,7 @@ def test_a_frame_of_a_spark_connect_session_is_refused_with_the_way_out() -> Non
     with pytest.raises(ConfigError, match=r"Spark Connect.*spark-submit"):
         require_frame(frame_of(None, connect=True))
     with pytest.raises(ConfigError, match=r"Spark Connect.*spark-submit"):
-        require_session(SimpleNamespace())  # type: ignore[arg-type]
+        require_session(frame_of(None, connect=True))  # type: ignore[arg-type]
 
 
 def test_a_session_that_was_stopped_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
