@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,14 @@ class Hidden(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Hidden())
 logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
-address, module, function, found = sys.argv[1:]
+address, file, function, found = sys.argv[1:]
+folder, module = os.path.split(file)
+sys.path.insert(0, folder)
 import torch
 from pyspark.sql import SparkSession
 torch.set_num_threads(1)
 spark = SparkSession.builder.remote(address).getOrCreate()
-result = getattr(__import__(module), function)(spark)
+result = getattr(__import__(module.removesuffix(".py")), function)(spark)
 assert "py4j" not in sys.modules
 with open(found, "wb") as file:
     pickle.dump(result, file)
@@ -51,16 +53,18 @@ def connect_address(spark: SparkSession) -> Iterator[str]:
     service.stop(none, none)
 
 
-def asked_of_client(address: str, module: str, function: str, tmp_path: Path) -> Any:
+def asked_of_client(
+    address: str, function: Callable[[SparkSession], object], tmp_path: Path
+) -> tuple[Any, str]:
     """What a function of a session returns in a client without py4j, and what is printed there.
 
     Args:
         address: the server's.
-        module: of these tests, which has the function.
-        function: its name.
+        function: one of a module.
         tmp_path: where the answer is put.
     """
     program, found = tmp_path / "client.py", tmp_path / "found"
     program.write_text(_PROGRAM)
-    printed = printed_by(program, address, module, function, found)
+    file = function.__code__.co_filename
+    printed = printed_by(program, address, file, function.__name__, found)
     return pickle.loads(found.read_bytes()), printed

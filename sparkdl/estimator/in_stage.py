@@ -27,11 +27,19 @@ from sparkdl.callbacks import EarlyStopping, ModelCheckpoint, TimeBudget
 from sparkdl.checkpoint.policy import OtherTrainingError
 from sparkdl.driver import Launch, Observers, Outcome, RunOptions, run
 from sparkdl.encodings import Encoding
-from sparkdl.errors import CallbackError, ConfigError, SparkDLError, TrainingError, WorkerLostError
+from sparkdl.errors import (
+    CallbackError,
+    ConfigError,
+    DataError,
+    SparkDLError,
+    TrainingError,
+    WorkerLostError,
+)
 from sparkdl.estimator.checks.building import build
 from sparkdl.estimator.checks.preflight import FitPlan
 from sparkdl.estimator.checks.row_checks import Checked, RowChecks
 from sparkdl.estimator.outputs import SharedParams
+from sparkdl.feed.statistics.shards import NO_ROWS
 from sparkdl.process.lazy_compiler import compiler_deferred
 from sparkdl.report.recording import Recording, TimeBins
 from sparkdl.spark.catalyst.jvm import setting
@@ -282,7 +290,10 @@ def _layout(state: Sequence[tuple[str, Tensor]]) -> list[tuple[str, str, list[in
 
 
 def _header(pieces: Iterator[bytes]) -> Any:
-    (length,) = _LENGTH.unpack(next(pieces))
+    first = next(pieces, None)
+    if first is None:  # Spark starts no task for what turns out empty while it plans
+        raise DataError(NO_ROWS)
+    (length,) = _LENGTH.unpack(first)
     octets = bytearray()
     while len(octets) < length:
         octets += next(pieces)

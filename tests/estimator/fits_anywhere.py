@@ -51,6 +51,7 @@ def estimator(**changed: Any) -> TorchEstimator:
             "optimizer": partial(torch.optim.Adam, lr=0.01),
             "epochs": 2,
             "batchSize": 16,
+            "dropLast": True,
             "numWorkers": 3,
             "seed": 3,
             "shuffleRows": "spark",
@@ -77,7 +78,7 @@ def _told(spark: SparkSession, strategy: Any) -> dict[str, Any]:
         "counts": (summary.num_workers, summary.rows, summary.held_out_rows, summary.parameters),
         "predicted": [row.prediction for row in predicted],
         "measured": model.evaluate(frame, {"error": MeanSquaredError}),
-        "settings": summary._recording.setup.settings["epochs"],
+        "settings": summary.recording.setup.settings["epochs"],
     }
 
 
@@ -90,7 +91,10 @@ def refusals(spark: SparkSession) -> dict[str, str]:
         "partitions": lambda: estimator(shuffleRows="none").fit(frame),
         "column": lambda: estimator(featuresCol="nothing").fit(frame),
         "run": lambda: sparkdl.run(len, df=frame),
-        "rows": lambda: estimator().fit(frame.selectExpr("features", "id / 0.0D as label")),
+        "nothing": lambda: estimator().fit(frame.where("false")),
+        "rows": lambda: estimator().fit(
+            frame.selectExpr("features", "CAST('NaN' AS DOUBLE) as label")
+        ),
     }
     return {name: _words(each) for name, each in tried.items()}
 

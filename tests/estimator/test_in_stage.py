@@ -22,7 +22,7 @@ __all__ = ["connect_address"]
 def test_a_client_gets_what_the_driver_gets_to_the_bit(
     spark: SparkSession, connect_address: str, tmp_path: Path
 ) -> None:
-    found, printed = asked_of_client(connect_address, "fits_anywhere", "told", tmp_path)
+    found, printed = asked_of_client(connect_address, fits_anywhere.told, tmp_path)
     expected = fits_anywhere.told(spark)
     for strategy, wanted in expected.items():
         got = found[strategy]
@@ -38,14 +38,15 @@ def test_a_client_gets_what_the_driver_gets_to_the_bit(
 def test_what_a_client_cannot_have_is_refused_in_words(
     connect_address: str, tmp_path: Path
 ) -> None:
-    found, _ = asked_of_client(connect_address, "fits_anywhere", "refusals", tmp_path)
+    found, _ = asked_of_client(connect_address, fits_anywhere.refusals, tmp_path)
     for name, words in {
         "callback": "ConfigError: TrainingReport runs in the driver between rounds",
         "workers": "ConfigError: numWorkers is 7, but the cluster has 3 slots",
-        "partitions": "ConfigError: the DataFrame has 5 partitions for 3 tasks",
+        "partitions": "ConfigError: shuffleRows='none' leaves rows in their partitions",
         "column": "DataError: ",
         "run": "ConfigError: the DataFrame belongs to a Spark Connect session",
         "rows": "DataError: ",
+        "nothing": "DataError: ",
     }.items():
         assert found[name].startswith(words), found[name]
 

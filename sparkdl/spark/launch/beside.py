@@ -34,7 +34,7 @@ from pyspark.sql import DataFrame, Row
 from sparkdl.averager.service.loop import EdgeOptions
 from sparkdl.averager.service.server import Averager
 from sparkdl.driver import Launch
-from sparkdl.errors import ConfigError, TrainingError, WorkerLostError
+from sparkdl.errors import TrainingError, WorkerLostError
 from sparkdl.process.lazy_compiler import defer_compiler
 from sparkdl.process.randomness import streams_put_back
 from sparkdl.spark.closures import sending
@@ -152,6 +152,8 @@ def run_stage_task(
     """
     context = BarrierTaskContext.get()
     infos = context.getTaskInfos()
+    if len(infos) != tasks:
+        raise RuntimeError(f"Spark made {len(infos)} tasks where {tasks} were asked for")
     if context.partitionId() == 0:
         bootstrap.require(versions)
         defer_compiler()
@@ -161,8 +163,6 @@ def run_stage_task(
         with streams_put_back(), importable(arrived):
             *_, serve = cloudpickle.loads(payload.value)
             first = _FirstTask(context, ranks, device, payload.value, arrived, versions, batches)
-            if len(infos) != tasks:
-                first.refuse(_not_so_many(len(infos), tasks))
             try:
                 for piece in itertools.chain(serve(first.launch, edge), [_ALL_SAID]):
                     yield pa.record_batch([pa.array([piece], pa.binary())], _SCHEMA)
@@ -177,14 +177,6 @@ def run_stage_task(
                 pass
     for _ in batches:  # or Spark does not use this process again
         pass
-
-
-def _not_so_many(found: int, tasks: int) -> ConfigError:
-    return ConfigError(
-        f"the DataFrame has {found} partitions for {tasks} tasks that start together, and Spark's "
-        "barrier mode gives each exactly one. Drop shuffleRows='none', or make as many partitions "
-        f"as tasks: df.repartition({tasks})"
-    )
 
 
 class _FirstTask:
@@ -214,17 +206,12 @@ class _FirstTask:
         self._device, self._payload, self._arrived = device, payload, arrived
         self._versions, self._batches = versions, batches
         self._told = False
-        self._refusal: ConfigError | None = None
 
     def tell(self, address: Sequence[Any] | None) -> None:
         """Tell the other tasks where the averager is, once; None if there is none."""
         if not self._told:
             self._told = True
             self._context.allGather(json.dumps(address))
-
-    def refuse(self, refusal: ConfigError) -> None:
-        """Have no worker start."""
-        self._refusal = refusal
 
     def launch(self, show: Show) -> Launch:
         """Prepare to start the workers.
@@ -235,8 +222,6 @@ class _FirstTask:
 
         @contextmanager
         def start(averager: Averager) -> Iterator[None]:
-            if self._refusal is not None:
-                raise self._refusal
             address = astuple(averager.address)
             thread = threading.Thread(
                 target=self._host, args=(averager, address), name="sparkdl-ranks", daemon=True

@@ -13,6 +13,7 @@ from pyspark.sql import Column, DataFrame, Row
 from pyspark.sql import functions as F
 
 from sparkdl.collective import Network
+from sparkdl.errors import ConfigError
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN
 from sparkdl.feed.statistics.column import names_places, with_places
 from sparkdl.spark.catalyst.file_splits import NotSplitError, Replanned, replanned
