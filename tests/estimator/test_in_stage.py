@@ -42,10 +42,11 @@ def test_what_a_client_cannot_have_is_refused_in_words(
     for name, words in {
         "callback": "ConfigError: TrainingReport runs in the driver between rounds",
         "workers": "ConfigError: numWorkers is 7, but the cluster has 3 slots",
-        "partitions": "ConfigError: shuffleRows='none' leaves rows in their partitions",
+        "partitions": "ConfigError: shuffleRows='none' leaves rows in their partitions, but those",
         "column": "DataError: ",
         "run": "ConfigError: the DataFrame belongs to a Spark Connect session",
         "rows": "DataError: ",
+        "any": "nothing",
         "nothing": "DataError: ",
     }.items():
         assert found[name].startswith(words), found[name]

@@ -13,7 +13,6 @@ from pyspark.sql import Column, DataFrame, Row
 from pyspark.sql import functions as F
 
 from sparkdl.collective import Network
-from sparkdl.errors import ConfigError
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN
 from sparkdl.feed.statistics.column import names_places, with_places
 from sparkdl.spark.catalyst.file_splits import NotSplitError, Replanned, replanned
@@ -99,12 +98,10 @@ def delivered(
         ConfigError: the rows are to stay where they are, but cannot.
     """
     delivery = delivery_of(known_partitions(frame), tasks, ranks_a_task, wish, gang_start_for)
-    if is_of_connect(frame) and delivery.stays:
-        raise ConfigError(
-            "shuffleRows='none' leaves rows in their partitions, but Spark Connect does not say "
-            "how many there are, and each worker has to read exactly one. Drop shuffleRows"
-        )
-    if delivery.way is Way.AS_IT_IS or wish != "exchange" or is_of_connect(frame):
+    if is_of_connect(frame):
+        untold = "Spark Connect does not say how many partitions there are"
+        return replace(delivery.shuffled(untold), way=Way.SHUFFLED, exchanged=False), None
+    if delivery.way is Way.AS_IT_IS or wish != "exchange":
         return delivery, None
     try:
         again = replanned(frame, tasks)
