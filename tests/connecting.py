@@ -23,7 +23,7 @@ class Hidden(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Hidden())
-logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
+logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout)
 address, file, function, found = sys.argv[1:]
 folder, module = os.path.split(file)
 sys.path.insert(0, folder)

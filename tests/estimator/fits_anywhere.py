@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import tempfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from pyspark.sql import DataFrame, SparkSession
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 from torchmetrics import MeanSquaredError
 
 import sparkdl
 from sparkdl import GradientAllReduce, ParameterAveraging, TorchEstimator
-from sparkdl.callbacks import EarlyStopping, TrainingReport
+from sparkdl.callbacks import EarlyStopping, TrainingReport, WorkerCallback, WorkerStep
 from sparkdl.errors import SparkDLError
 
 STRATEGIES = {"averaging": ParameterAveraging(period=2), "all-reduce": GradientAllReduce()}
@@ -106,3 +111,31 @@ def _words(call: Callable[[], object]) -> str:
     except SparkDLError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+class Dying(WorkerCallback):
+    """Kills the process of rank 1 in the second epoch, once."""
+
+    def __init__(self, flag: Path) -> None:
+        self.flag = flag
+
+    def after_step(self, step: WorkerStep) -> None:
+        if step.rank == 1 and step.epoch == 2 and not self.flag.exists():
+            self.flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def survived(spark: SparkSession) -> list[list[float]]:
+    """The parameters of a fit that loses a worker, with a checkpoint and without, and of none."""
+    frame, scratch = rows(spark), Path(tempfile.mkdtemp())
+    lost = [
+        estimator(callbacks=[Dying(scratch / "first")], maxFailures=1),
+        estimator(
+            callbacks=[Dying(scratch / "second")],
+            maxFailures=1,
+            checkpointPath=str(scratch / "checkpoints"),
+        ),
+        estimator(),
+    ]
+    models = [each.fit(frame) for each in lost]
+    return [parameters_to_vector(each.module.parameters()).tolist() for each in models]

@@ -52,6 +52,17 @@ def test_what_a_client_cannot_have_is_refused_in_words(
         assert found[name].startswith(words), found[name]
 
 
+@pytest.mark.slow
+def test_all_workers_start_again_when_one_is_lost(connect_address: str, tmp_path: Path) -> None:
+    (first, second, whole), printed = asked_of_client(
+        connect_address, fits_anywhere.survived, tmp_path
+    )
+    assert first == whole
+    assert second == whole
+    assert "start again from the beginning, as there is no checkpointPath" in printed
+    assert "start again from the last checkpoint in " in printed
+
+
 def test_errors_come_back_as_what_they_were() -> None:
     lost = WorkerLostError("gone", ranks=(1, 2))
     lost.add_note("said before")
