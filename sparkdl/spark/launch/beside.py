@@ -26,7 +26,6 @@ from typing import Any
 
 import cloudpickle
 import pyarrow as pa
-import torch
 from pyspark import BarrierTaskContext
 from pyspark import cloudpickle as spark_cloudpickle
 from pyspark.sql import DataFrame, Row
@@ -45,6 +44,7 @@ from sparkdl.spark.cluster.run_jobs import JOB_END_S
 from sparkdl.spark.diagnostics.console import Console, Show
 from sparkdl.spark.launch import bootstrap
 from sparkdl.spark.launch.assignment import assignments, given_rows, hosted, run_ranks
+from sparkdl.spark.launch.environments import sparkdl_version, torch_version
 from sparkdl.spark.launch.forked import fork_server
 from sparkdl.spark.launch.launcher import LEAVE_S, as_training_error
 from sparkdl.spark.launch.worker_rows import Workers, on_rows
@@ -52,7 +52,6 @@ from sparkdl.spark.modules.arrival import Arrived, Shipment, arrive, importable
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.spark.session.encryption import keeps_rows_in_memory
 from sparkdl.user_code.tracebacks import message_of
-from sparkdl.version import __version__
 from sparkdl.worker import Job
 
 logger = logging.getLogger(__name__)
@@ -98,9 +97,9 @@ def run_in_stage(workers: Workers, job: Job, serve: Serve) -> Iterator[bytes]:
         workers.ranks_a_task,
         workers.device,
         shipment and tuple(shipment),
-        {"torch": str(torch.__version__)},
+        torch_version(),
     )
-    task = bootstrap.make_task(f"{__name__}:run_stage_task", arguments, {"sparkdl": __version__})
+    task = bootstrap.make_task(f"{__name__}:run_stage_task", arguments, sparkdl_version())
     tag, profile = f"sparkdl-{uuid.uuid4().hex}", gpu_profile(spark, workers.device)
 
     def run_on(frame: DataFrame) -> Iterator[Row]:

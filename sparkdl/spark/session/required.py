@@ -62,16 +62,15 @@ def require_frame(
             that will not do.
         DataError: it is a stream, but must not be.
     """
-    if not isinstance(value, DataFrame):
+    if not isinstance(value, DataFrame) and not is_of_connect(value):
         found, advice = _described(value, name if name.isidentifier() else "df")
         raise ConfigError(f"{name} must be a Spark DataFrame, got {found}; {advice}")
     if is_of_connect(value) and not connect:
         raise _of_connect("the DataFrame belongs to")
     if _is_stopped(value.sparkSession):
         running = SparkContext._active_spark_context
-        other = running is not None and not (
-            not is_of_connect(value) and running is value.sparkSession.sparkContext
-        )
+        own = None if is_of_connect(value) else value.sparkSession.sparkContext
+        other = running is not None and running is not own
         first = "" if other else f"{_ANOTHER}, and "
         raise ConfigError(
             f"the Spark session has been stopped that {name} belongs to: {first}read the rows "
@@ -85,16 +84,14 @@ def require_frame(
         )
 
 
-def require_session(spark: SparkSession | None = None, *, connect: bool = False) -> SparkSession:
-    """The session, which runs.
+def require_session(spark: SparkSession | None = None) -> SparkSession:
+    """The session, which runs in this driver.
 
     Args:
         spark: one that the user has given; the thread's or the application's if None.
-        connect: whether one of Spark Connect will do.
 
     Raises:
-        ConfigError: there is none, it has been stopped, or is Spark Connect's where that will not
-            do.
+        ConfigError: there is none, or it has been stopped or is Spark Connect's.
     """
     if spark is None:
         with jvm_named():
@@ -103,7 +100,7 @@ def require_session(spark: SparkSession | None = None, *, connect: bool = False)
         raise ConfigError(
             "there is no active Spark session; create one with sparkdl.create_session()"
         )
-    if spark is not None and is_of_connect(spark) and not connect:
+    if spark is not None and is_of_connect(spark):
         raise _of_connect("this is")
     if spark is None or _is_stopped(spark):
         raise ConfigError(f"the Spark session has been stopped: {_ANOTHER}")
