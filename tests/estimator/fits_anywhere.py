@@ -20,6 +20,7 @@ import sparkdl
 from sparkdl import GradientAllReduce, ParameterAveraging, TorchEstimator
 from sparkdl.callbacks import EarlyStopping, TrainingReport, WorkerCallback, WorkerStep
 from sparkdl.errors import SparkDLError
+from sparkdl.spark.closures import sending
 
 STRATEGIES = {"averaging": ParameterAveraging(period=2), "all-reduce": GradientAllReduce()}
 
@@ -96,7 +97,7 @@ def refusals(spark: SparkSession) -> dict[str, str]:
         "partitions": lambda: estimator(shuffleRows="none").fit(frame),
         "column": lambda: estimator(featuresCol="nothing").fit(frame),
         "run": lambda: sparkdl.run(len, df=frame),
-        "any": lambda: estimator(shuffleRows="exchange", epochs=1).fit(frame),
+        "any": lambda: estimator(shuffleRows="exchange", epochs=1, batchSize=4).fit(frame),
         "nothing": lambda: estimator().fit(frame.where("false")),
         "rows": lambda: estimator().fit(
             frame.selectExpr("features", "CAST('NaN' AS DOUBLE) as label")
@@ -127,6 +128,7 @@ class Dying(WorkerCallback):
 
 def survived(spark: SparkSession) -> list[list[float]]:
     """The parameters of a fit that loses a worker, with a checkpoint and without, and of none."""
+    sending.MOST_IN_A_TASK = 0  # all is sent as artifacts
     frame, scratch = rows(spark), Path(tempfile.mkdtemp())
     lost = [
         estimator(callbacks=[Dying(scratch / "first")], maxFailures=1),
