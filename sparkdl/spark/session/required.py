@@ -62,11 +62,11 @@ def require_frame(
             that will not do.
         DataError: it is a stream, but must not be.
     """
-    if not isinstance(value, DataFrame) and not is_of_connect(value):
+    if is_of_connect(value) and not (connect and isinstance(value, DataFrame)):
+        raise _of_connect("the DataFrame belongs to")  # before Spark 4 it is of another class
+    if not isinstance(value, DataFrame):
         found, advice = _described(value, name if name.isidentifier() else "df")
         raise ConfigError(f"{name} must be a Spark DataFrame, got {found}; {advice}")
-    if is_of_connect(value) and not connect:
-        raise _of_connect("the DataFrame belongs to")
     if _is_stopped(value.sparkSession):
         running = SparkContext._active_spark_context
         own = None if is_of_connect(value) else value.sparkSession.sparkContext
