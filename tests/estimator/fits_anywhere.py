@@ -97,7 +97,7 @@ def refusals(spark: SparkSession) -> dict[str, str]:
         "partitions": lambda: estimator(shuffleRows="none").fit(frame),
         "column": lambda: estimator(featuresCol="nothing").fit(frame),
         "run": lambda: sparkdl.run(len, df=frame),
-        "any": lambda: estimator(shuffleRows="exchange", epochs=1, batchSize=4).fit(frame),
+        "few": lambda: estimator(shuffleRows="exchange", epochs=1).fit(frame),
         "nothing": lambda: estimator().fit(frame.where("false")),
         "rows": lambda: estimator().fit(
             frame.selectExpr("features", "CAST('NaN' AS DOUBLE) as label")
