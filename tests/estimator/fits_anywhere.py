@@ -12,14 +12,25 @@ from typing import Any
 
 import torch
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 from torchmetrics import MeanSquaredError
+from torchmetrics.classification import MulticlassAccuracy
 
 import sparkdl
-from sparkdl import GradientAllReduce, ParameterAveraging, TorchEstimator
+from sparkdl import (
+    GradientAllReduce,
+    NearDuplicates,
+    ParameterAveraging,
+    TorchClassifier,
+    TorchDistributor,
+    TorchEstimator,
+    TorchModel,
+)
 from sparkdl.callbacks import EarlyStopping, TrainingReport, WorkerCallback, WorkerStep
 from sparkdl.errors import SparkDLError
+from sparkdl.spark.catalyst.jvm import is_of_connect
 from sparkdl.spark.closures import sending
 
 STRATEGIES = {"averaging": ParameterAveraging(period=2), "all-reduce": GradientAllReduce()}
@@ -70,12 +81,18 @@ def estimator(**changed: Any) -> TorchEstimator:
 
 def told(spark: SparkSession) -> dict[str, Any]:
     """All that fits give, as plain values."""
-    return {name: _told(spark, strategy) for name, strategy in STRATEGIES.items()}
+    # A client that wants the workers to exchange their rows gets Spark's shuffle all the same.
+    wishes = {"averaging": "exchange" if is_of_connect(spark) else "spark", "all-reduce": "spark"}
+    given = {
+        name: _told(spark, strategy=strategy, shuffleRows=wishes[name])
+        for name, strategy in STRATEGIES.items()
+    }
+    return {**given, "classes": _classified(spark)}
 
 
-def _told(spark: SparkSession, strategy: Any) -> dict[str, Any]:
+def _told(spark: SparkSession, **changed: Any) -> dict[str, Any]:
     frame = rows(spark)
-    model = estimator(strategy=strategy, callbacks=[EarlyStopping(patience=5)]).fit(frame)
+    model = estimator(**changed, callbacks=[EarlyStopping(patience=5)]).fit(frame)
     predicted = model.transform(frame).select("prediction").collect()
     summary = model.summary
     return {
@@ -88,15 +105,43 @@ def _told(spark: SparkSession, strategy: Any) -> dict[str, Any]:
     }
 
 
+def _classified(spark: SparkSession) -> dict[str, Any]:
+    frame = rows(spark).withColumn("label", F.expr("IF(label > 0, 'up', 'down')"))
+    model = TorchClassifier(
+        model=partial(nn.Linear, 3, 2),
+        optimizer=partial(torch.optim.SGD, lr=0.5),
+        epochs=2,
+        batchSize=16,
+        numWorkers=3,
+        seed=3,
+        shuffleRows="spark",
+        progress=False,
+    ).fit(frame)
+    predicted = model.transform(frame).select("prediction", "probability").collect()
+    return {
+        "values": {name: each.numpy() for name, each in model.module.state_dict().items()},
+        "labels": model.getLabels(),
+        "predicted": [(row.prediction, row.probability.toArray().tolist()) for row in predicted],
+        "measured": model.evaluate(frame, {"accuracy": partial(MulticlassAccuracy, num_classes=2)}),
+    }
+
+
 def refusals(spark: SparkSession) -> dict[str, str]:
     """What is refused before any task starts, and in which words."""
     frame = rows(spark, 30)
+    model = TorchModel.from_module(nn.Linear(3, 1), torch.zeros(2, 3))
     tried: dict[str, Callable[[], object]] = {
         "callback": lambda: estimator(callbacks=[TrainingReport("/tmp/report.html")]).fit(frame),
         "workers": lambda: estimator(numWorkers=7).fit(frame),
         "partitions": lambda: estimator(shuffleRows="none").fit(frame),
         "column": lambda: estimator(featuresCol="nothing").fit(frame),
         "run": lambda: sparkdl.run(len, df=frame),
+        "run without rows": lambda: sparkdl.run(len),
+        "distributor": lambda: TorchDistributor(2, local_mode=False, use_gpu=False).run(len),
+        "udf": model.udf,
+        "volume": lambda: model.transform_volume("file:///tmp/in", "file:///tmp/out"),
+        "duplicates": lambda: NearDuplicates(inputCol="label").fit(frame),
+        "plan": lambda: sparkdl.plan(estimator(), frame),
         "few": lambda: estimator(shuffleRows="exchange", epochs=1).fit(frame),
         "nothing": lambda: estimator().fit(frame.where("false")),
         "rows": lambda: estimator().fit(

@@ -89,7 +89,7 @@ class TorchClassifier(TorchClassifierParams, ClassOutputs, BaseEstimator[TorchCl
                 "a classifier has one label column, but labelCols names "
                 f"{', '.join(self.getLabelCols() or [])}. Set labelCol, or use TorchEstimator"
             )
-        require_frame(dataset, to_end="Fit")
+        require_frame(dataset, to_end="Fit", connect=True)
         column = self.getLabelCol()
         labels = self.getLabels() or labels_of(dataset, column)
         rows, index = indexed(dataset, column, labels)
