@@ -139,7 +139,9 @@ def refusals(spark: SparkSession) -> dict[str, str]:
         "run without rows": lambda: sparkdl.run(len),
         "distributor": lambda: TorchDistributor(2, local_mode=False, use_gpu=False).run(len),
         "udf": model.udf,
-        "volume": lambda: model.transform_volume("file:///tmp/in", "file:///tmp/out"),
+        "volume": lambda: model.transform_volume(
+            "file:///tmp/in", "file:///tmp/out", patch=(4, 4, 4), overlap=(1, 1, 1)
+        ),
         "duplicates": lambda: NearDuplicates(inputCol="label").fit(frame),
         "plan": lambda: sparkdl.plan(estimator(), frame),
         "few": lambda: estimator(shuffleRows="exchange", epochs=1).fit(frame),
