@@ -31,6 +31,7 @@ from sparkdl.strategies import AsynchronousSGD as AsynchronousSGD
 from sparkdl.strategies import ElasticAveraging as ElasticAveraging
 from sparkdl.strategies import GossipAveraging as GossipAveraging
 from sparkdl.strategies import GradientAllReduce as GradientAllReduce
+from sparkdl.strategies import Hybrid as Hybrid
 from sparkdl.strategies import KFACPreconditioner as KFACPreconditioner
 from sparkdl.strategies import OuterOptimizer as OuterOptimizer
 from sparkdl.strategies import OuterSGD as OuterSGD

@@ -125,16 +125,31 @@ class Collective:
             dist.all_gather(gathered, tensor, group=self._group)
         return gathered
 
-    def all_to_all(self, tensor: Tensor) -> Tensor:
+    def all_to_all(
+        self,
+        tensor: Tensor,
+        sent: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
+    ) -> Tensor:
         """What each member has for this one, by index.
 
         Args:
-            tensor: what this one has for each, shape (members, ...), the same shape on all.
+            tensor: what this one has for each: shape (members, ...), the same shape on all; or
+                1-D, with so many values for each as ``sent`` says.
+            sent: how many values this member has for each.
+            received: how many each has for it; 1-D are then returned.
         """
-        received = torch.empty_like(tensor)
+        shape = tensor.shape if received is None else (sum(received),)
+        found = tensor.new_empty(shape)
         with self.guarded("an all-to-all exchange"), self.clock.phase(EXCHANGE):
-            dist.all_to_all_single(received, tensor, group=self._group)
-        return received
+            dist.all_to_all_single(
+                found,
+                tensor,
+                output_split_sizes=None if received is None else list(received),
+                input_split_sizes=None if sent is None else list(sent),
+                group=self._group,
+            )
+        return found
 
     @contextmanager
     def guarded(self, what: str) -> Iterator[None]:

@@ -63,7 +63,7 @@ def identity(
         if key != "params"
     } | _membership(fresh, replica)
     schedule = Schedule(fresh, job.scheduler, job.scheduler_every).describe()
-    kind = type(job.strategy)
+    kind, lasting = type(job.strategy), text_of(job.strategy.lasting)
     return {
         "model": describe_model(replica.module),
         "warm start": None if warm_start is None else warm_start.describe(),
@@ -86,9 +86,7 @@ def identity(
         # Other metrics change no step.
         "scheduler metric": _followed_metric(job),
         # Its repr says what it was made with; each worker keeps what it has become since.
-        "strategy": describe(
-            kind, text=text_of(job.strategy), parts={"settings": text_of(job.strategy)}
-        ),
+        "strategy": describe(kind, text=lasting, parts={"settings": lasting}),
         **_columns(job.schema),
         "features as keyword arguments": job.features_as_kwargs,
         "batch transform": describe(job.feed.transform),

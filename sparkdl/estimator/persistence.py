@@ -45,6 +45,7 @@ EXPECTED = {
             **classes_of(strategies, strategies.Barrier),
             **classes_of(strategies, strategies.CenterUpdate),
             **classes_of(strategies, strategies.KFACPreconditioner),
+            **classes_of(strategies, strategies.Hybrid),
         },
     ),
     "callbacks": Expected(

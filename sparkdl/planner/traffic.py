@@ -146,9 +146,10 @@ def traffic_of(
     if isinstance(strategy, GradientAllReduce):
         gradients = list(trained)
         sent = _gradients(strategy.compression, gradients)
-        # Factors, and the parameters that others have stepped or sent, travel besides.
+        # Factors, rows, and the parameters that others have stepped or sent, travel besides.
         sharded = strategy.shard_optimizer or strategy.shard_parameters
-        if sent is None or sharded or strategy.preconditioner is not None:
+        others = strategy.preconditioner, strategy.hybrid
+        if sent is None or sharded or others != (None, None):
             return None
         whole = sum(each.numel() * each.element_size() for each in gradients)
         return Traffic(

@@ -38,6 +38,7 @@ from sparkdl.replica.shards import (
     require_same_groups,
     state_cut_with_parameters,
 )
+from sparkdl.replica.strips import Strips
 
 Precision = Literal["float32", "bf16"]
 """The precision in which forward pass and loss are computed."""
@@ -70,6 +71,7 @@ class Replica:
         divisor: what the loss of the last minibatch was divided by, a float64 scalar; None where
             that was its number of rows.
         shards: what this worker has of the trained parameters; None while that is all.
+        strips: the parameters of which this worker trains some rows only; None for none.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Replica:
         self.use_loss(LossUse())
         self.divisor: Tensor | None = None
         self.shards: Shards | None = None
+        self.strips: Strips | None = None
         self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self._trainable = [parameter for _, parameter in self._named]
         if not self._trainable:
@@ -160,6 +163,19 @@ class Replica:
         """The parameters that the optimizer updates: those that required a gradient when built."""
         return self._trainable
 
+    def stepped(self) -> list[nn.Parameter]:
+        """The same, with this worker's strips in the place of parameters that it has rows of."""
+        return self._trainable if self.strips is None else self.strips.in_place(self._trainable)
+
+    def require_strips(self) -> None:
+        """Check that the optimizer may step some rows of a parameter by themselves.
+
+        Raises:
+            ConfigError: it may not.
+        """
+        instead = "drop hybrid"
+        state_cut_with_parameters(self._build_optimizer, self._named, "hybrid", instead)
+
     def named_trainable(self) -> NamedParameters:
         """The same with their names in the module."""
         return self._named
@@ -214,15 +230,17 @@ class Replica:
             gain: factor on the learning rates for this step.
         """
         if self._clip_norm is not None:
-            if self.shards is None:
+            cut = self.shards or self.strips
+            if cut is None:
                 torch.nn.utils.clip_grad_norm_(self.trainable(), self._clip_norm)
             else:
-                self.shards.clip(self.trainable(), self._clip_norm)
+                cut.clip(self.trainable(), self._clip_norm)
         self._optimizer_state.take_over()
-        if gain == 1.0:
-            self.optimizer.step()
-        else:
-            self._step_at(gain)
+        with nullcontext() if self.strips is None else self.strips.stepped(self.optimizer):
+            if gain == 1.0:
+                self.optimizer.step()
+            else:
+                self._step_at(gain)
         self.schedule.after_step()
 
     def _step_at(self, gain: float) -> None:

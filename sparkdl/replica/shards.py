@@ -336,7 +336,12 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     ]
 
 
-def state_cut_with_parameters(build: Any, named: NamedParameters) -> frozenset[str]:
+def state_cut_with_parameters(
+    build: Any,
+    named: NamedParameters,
+    setting: str = "shard_parameters",
+    instead: str = "GradientAllReduce(shard_optimizer=True), which shards whole parameters",
+) -> frozenset[str]:
     """Find out whether an optimizer may step each part of a parameter by itself.
 
     It is tried on small parameters, whole and in two parts, with the same gradients.
@@ -344,6 +349,8 @@ def state_cut_with_parameters(build: Any, named: NamedParameters) -> frozenset[s
     Args:
         build: the user's function, or optimizer class.
         named: the parameters to train.
+        setting: what cuts them, for the message.
+        instead: what else to use, likewise.
 
     Returns:
         The keys of its state that has a parameter's shape, and so is cut like it.
@@ -387,10 +394,10 @@ def state_cut_with_parameters(build: Any, named: NamedParameters) -> frozenset[s
         common |= rest
         if not alike or cut & common:
             raise ConfigError(
-                f"shard_parameters leaves each worker some rows of each parameter, and "
+                f"{setting} leaves each worker some rows of a parameter, and "
                 f"{type(results[0][0]).__name__} steps those otherwise than it would step the "
                 "whole. Use an optimizer that steps each value by itself, such as SGD or AdamW, "
-                "or GradientAllReduce(shard_optimizer=True), which shards whole parameters"
+                f"or {instead}"
             )
     return frozenset(cut)
 

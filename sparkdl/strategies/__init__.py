@@ -19,6 +19,7 @@ from sparkdl.averager.values.wire_format import (
 )
 from sparkdl.strategies.all_reduce.adascale import AdaScale
 from sparkdl.strategies.all_reduce.gradient_all_reduce import GradientAllReduce
+from sparkdl.strategies.all_reduce.hybrid import Hybrid
 from sparkdl.strategies.asynchronous.asynchronous_outer_optimizer import (
     AsynchronousOuterOptimizer,
     DelayedNesterov,
@@ -61,6 +62,7 @@ __all__ = [
     "FullPrecision",
     "GossipAveraging",
     "GradientAllReduce",
+    "Hybrid",
     "KFACPreconditioner",
     "Needs",
     "Nobody",

@@ -237,6 +237,11 @@ class Strategy(ABC, Generic[State]):
         return All()
 
     @property
+    def lasting(self) -> Strategy[Any]:
+        """Itself without settings that change no result, which a training may go on without."""
+        return self
+
+    @property
     def fragments(self) -> int:
         """How many parts the state is split into, exchanged one per round; 1 not to split it.
 

@@ -25,6 +25,7 @@ ANYTHING = Expected(
     harmless={
         **classes_of(strategies, strategies.Strategy),
         **classes_of(strategies, strategies.KFACPreconditioner),
+        **classes_of(strategies, strategies.Hybrid),
     },
 )
 
@@ -69,6 +70,7 @@ def test_a_strategy_comes_back_equal(tmp_path: Path, subtests: pytest.Subtests) 
             strategies.GossipAveraging(3, "pull", "ring"),
             strategies.AdaScale(decay=0.5),
             strategies.GradientAllReduce(preconditioner=strategies.KFACPreconditioner(0.1)),
+            strategies.GradientAllReduce(hybrid=strategies.Hybrid("classifier.*", 2)),
             strategies.ThresholdGradientSharing(0.02, sparsity=(0.001, 0.1), clip=None),
         ]
     ):

@@ -67,7 +67,7 @@ class AdaScale(GradientAllReduce):
         accumulate: minibatches in each worker's step, to which the gain is relative; 1 in the
             paper.
         measure_noise: always on.
-        shard_parameters: False, as the noise is measured on whole gradients.
+        shard_parameters, hybrid: False and None, as the noise is measured on whole gradients.
         decay: of the running means, in [0, 1); None for the paper's max(1 - S / 1000, 0).
 
     Raises:

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -27,6 +27,7 @@ from sparkdl.replica.optimizer_state import NamedParameters, takes_names
 from sparkdl.replica.shards import ShardedSegment
 from sparkdl.strategies.all_reduce.gradient_noise import DECAY, NoiseMeter
 from sparkdl.strategies.all_reduce.gradients import ROUNDED, FiniteGradients, FiniteSum, reduce_by
+from sparkdl.strategies.all_reduce.hybrid import Hybrid
 from sparkdl.strategies.all_reduce.model_and_loss import (
     ForwardPass,
     ModelAndLoss,
@@ -35,6 +36,7 @@ from sparkdl.strategies.all_reduce.model_and_loss import (
     synchronize,
 )
 from sparkdl.strategies.all_reduce.sharded import ShardedModel, require_shardable
+from sparkdl.strategies.all_reduce.split_layers import SplitLayers
 from sparkdl.strategies.arguments import (
     is_number,
     require_bools,
@@ -61,6 +63,15 @@ NOT_WITH_SHARDS = {
     "only a part",
 }
 """What cannot be combined with shard_parameters, and why."""
+NOT_WITH_HYBRID = {
+    "shard_optimizer": "gives each worker whole parameters to step",
+    "shard_parameters": "gives each worker other rows to keep",
+    "compression": "sends smaller gradients, and hybrid hardly any",
+    "preconditioner": "needs the whole gradients of a layer on each worker",
+    "measure_noise": "needs the whole gradients of each worker's own rows",
+    "find_unused_parameters": "lets some rows leave out layers which others of their group need",
+}
+"""What cannot be combined with hybrid, and why."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +138,9 @@ class GradientAllReduce(Strategy["_Reducer"]):
             ``bucket_mb`` MB are gathered together before they run, forward and backward. The
             driver's copies and checkpoints are whole. Every worker needs rows, and a module may
             read its parameters only while it is called.
+        hybrid: which fully connected layers groups of workers compute together, so that rows are
+            exchanged in the place of most gradients; None for none. A training may go on from a
+            checkpoint with other groups.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -142,6 +156,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
     measure_noise: bool = False
     preconditioner: KFACPreconditioner | None = None
     shard_parameters: bool = False
+    hybrid: Hybrid | None = None
 
     def __post_init__(self) -> None:
         convert_numbers(self)
@@ -161,6 +176,11 @@ class GradientAllReduce(Strategy["_Reducer"]):
                 "preconditioner must be None or a KFACPreconditioner, got "
                 f"{self.preconditioner!r:.200}"
             )
+        if not isinstance(self.hybrid, Hybrid | None):
+            raise ConfigError(f"hybrid must be None or a Hybrid, got {self.hybrid!r:.200}")
+        for name, why in NOT_WITH_HYBRID.items():
+            if self.hybrid is not None and getattr(self, name):
+                raise ConfigError(f"{name} {why}: drop it, or hybrid")
         if isinstance(self.compression, Compression):
             self._require_compressible(self.compression)
         for name, why in NOT_WITH_SHARDS.items():
@@ -204,8 +224,13 @@ class GradientAllReduce(Strategy["_Reducer"]):
             minibatches_a_step=self.accumulate,
         )
 
+    @property
+    def lasting(self) -> Strategy[Any]:
+        """Who computes what changes no result."""
+        return self if self.hybrid is None else replace(self, hybrid=None)
+
     def require_fits(self, replica: Replica) -> None:
-        """Check what compression, preconditioner and synchronized BatchNorm need."""
+        """Check what compression, preconditioner, synchronized BatchNorm and hybrid need."""
         if isinstance(self.compression, Compression):
             if any(parameter.is_complex() for parameter in replica.trainable()):
                 raise ConfigError(
@@ -219,6 +244,13 @@ class GradientAllReduce(Strategy["_Reducer"]):
             batch_norm_layers(replica.module)
         if self.shard_parameters and replica.shards is None:
             require_shardable(replica)
+        if self.hybrid is not None:
+            self.hybrid.require_fits(replica)
+
+    def require_workers(self, num_workers: int) -> None:
+        """Check that the groups divide them."""
+        if self.hybrid is not None:
+            self.hybrid.require_workers(num_workers)
 
     def start(self, run: Run) -> _Reducer:
         """Wrap the replica, and find out how many steps all workers have."""
@@ -230,12 +262,14 @@ class GradientAllReduce(Strategy["_Reducer"]):
         meter = self._meter(run, group) if self.measure_noise else None
         if self.shard_parameters:
             return self._start_sharded(run, group, forward_pass)
+        split = None if self.hybrid is None else self._split(run, group, self.hybrid)
         model = distribute(
             run.replica,
             forward_pass,
             None if meter is None else meter.scalar,
             bucket_mb=self.bucket_mb,
             find_unused_parameters=self.find_unused_parameters,
+            split=split,
         )
         run.cleanup.callback(release_model, model)  # before the group ends
         compressor, rounding = None, None
@@ -243,11 +277,18 @@ class GradientAllReduce(Strategy["_Reducer"]):
             compressor = self.compression.compressor(group.collective, run.replica)
         else:
             rounding = self.compression
-        finite = reduce_by(rounding, compressor, model, run)
+        finite = reduce_by(rounding, compressor, model, run, split)
         preconditioning = None
         if self.preconditioner is not None:
             preconditioning = self.preconditioner.start(run)
-        return _Reducer(model, group, finite, compressor, run.batch_size, meter, preconditioning)
+        return _Reducer(
+            model, group, finite, compressor, run.batch_size, meter, preconditioning, split
+        )
+
+    def _split(self, run: Run, group: WorkerGroup, hybrid: Hybrid) -> SplitLayers | None:
+        layers = hybrid.named(run.replica.module)
+        grid = hybrid.grid(layers.values(), group.rows_a_step, run.world_size)
+        return None if grid.width == 1 else SplitLayers(layers, grid, run, group.collective)
 
     def _start_sharded(
         self, run: Run, group: WorkerGroup, forward_pass: ForwardPass | None
@@ -293,7 +334,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
     @property
     def _runs_as_one(self) -> bool:
         """Whether each worker runs the model as often as the others."""
-        return self.sync_batch_norm or self.shard_parameters
+        return self.sync_batch_norm or self.shard_parameters or self.hybrid is not None
 
     def rows_changed(self, run: Run, state: _Reducer) -> None:
         """Find out how many steps all workers have now."""
@@ -326,6 +367,8 @@ class GradientAllReduce(Strategy["_Reducer"]):
     def _agreed(self, run: Run, state: _Reducer) -> Sequence[Tensor | ShardedSegment]:
         """The replica's state, after averaging the buffers, which gradients do not keep equal."""
         state.finite.settle()
+        if state.split is not None:
+            state.split.gather()
         with_optimizer = not (self.shard_optimizer or self.shard_parameters)
         layout = run.replica.layout(with_optimizer=with_optimizer)
         segments = run.replica.segments(with_optimizer=with_optimizer)
@@ -370,6 +413,7 @@ class _Reducer:
         batch_size: rows per minibatch.
         meter: measures their noise; None if nobody asks.
         preconditioning: what is applied to them; None for nothing.
+        split: the layers that groups of workers compute together; None for none.
         paced: sets the learning rate of the optimizer's steps.
     """
 
@@ -380,6 +424,7 @@ class _Reducer:
     batch_size: int
     meter: NoiseMeter | None
     preconditioning: Preconditioning | None
+    split: SplitLayers | None = None
     paced: Paced = field(default_factory=Paced)
 
     def step(
@@ -402,6 +447,8 @@ class _Reducer:
         wrapped: ModelAndLoss = self.model.module
         wrapped.remember_used()
         replica.optimizer.zero_grad()
+        if self.split is not None:
+            self.split.begin_step()
         trained: list[Batch | None] = []
         # What compressors leave out, they send later, when others count.
         counting = replica.may_divide and self.compressor is None
@@ -412,7 +459,11 @@ class _Reducer:
             now = number >= passes - 1
             if self.preconditioning is not None:
                 self.preconditioning.counts = batch is not None
-            with collective.guarded("the reduction of gradients"), self._sync(now=now):
+            with (
+                collective.guarded("the reduction of gradients"),
+                self._sync(now=now),
+                nullcontext() if self.split is None else self.split.running(last=now),
+            ):
                 loss: Tensor = self.model(batch)
                 self.finite.loss = loss.detach()
                 # DDP divides by the number of workers, however much each has contributed.
@@ -426,8 +477,9 @@ class _Reducer:
                     (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
             if batch is not None:
                 yield batch, self.finite.loss
+        finite = self.split is None or self.split.reduce()
         if self.meter is None or not self.meter.end_step(rows):
-            self.finite.before_update(trained)
+            self.finite.before_update(trained, finite=finite)
         if self.compressor is not None:
             self.compressor.before_update()
         if counting:
@@ -458,7 +510,7 @@ class _Reducer:
             self.group.collective.all_reduce(total)
         factor = rows / total.item() if total else 0.0
         if factor != 1.0:
-            for parameter in replica.trainable():
+            for parameter in replica.stepped():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
 

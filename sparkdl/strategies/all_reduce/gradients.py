@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparkdl.averager.values.finite import ADVICE, count_non_finite
 from sparkdl.errors import NonFiniteError
 from sparkdl.protocols import Batch
+from sparkdl.strategies.all_reduce.split_layers import SplitLayers
 from sparkdl.strategies.base import Run
 from sparkdl.strategies.compression.base import Compressor
 
@@ -76,7 +77,7 @@ class FiniteGradients:
             self._step = self._run.step
         self._answers.append(_Answer(values))
 
-    def before_update(self, batches: Sequence[Batch | None]) -> None:
+    def before_update(self, batches: Sequence[Batch | None], *, finite: bool = True) -> None:
         """Nothing to do: they have been checked."""
 
     def settle(self) -> None:
@@ -127,28 +128,36 @@ class FiniteSum:
     Args:
         run: this worker's.
         own_loss: from one of its minibatches, or none, to the loss whose gradients it sends.
+        split: the layers that groups of workers compute together; None for none.
 
     Attributes:
         loss: of the current minibatch; as in ``FiniteGradients``.
     """
 
-    def __init__(self, run: Run, own_loss: Callable[[Batch | None], Tensor]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        own_loss: Callable[[Batch | None], Tensor],
+        split: SplitLayers | None = None,
+    ) -> None:
         self.loss: Tensor | None = None
         self._run = run
         self._own_loss = own_loss
+        self._split = split
         self._parameters = run.replica.trainable()
         self._buckets: dict[int, Tensor] = {}
 
-    def before_update(self, batches: Sequence[Batch | None]) -> None:
+    def before_update(self, batches: Sequence[Batch | None], *, finite: bool = True) -> None:
         """Check the gradients that all workers have now.
 
         Args:
             batches: the minibatches that this worker's were computed on.
+            finite: whether those are that are not summed over all workers.
 
         Raises:
             NonFiniteError: they are not finite; it names the workers whose own are not.
         """
-        if any(map(count_non_finite, self._sums())):
+        if not finite or any(map(count_non_finite, self._sums())):
             self._find(batches)
 
     def settle(self) -> None:
@@ -169,6 +178,8 @@ class FiniteSum:
 
     def _find(self, batches: Sequence[Batch | None]) -> None:
         bad, losses = 0, []
+        if self._split is not None:
+            self._split.gather()  # each computes all of the layers on its own rows
         for batch in batches:
             loss = self._own_loss(batch)
             gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
@@ -178,13 +189,21 @@ class FiniteSum:
         told = self._run.averager.gather(mine)
         epoch, step = self._run.epoch, self._run.step
         culprits = [rank for rank, one in enumerate(told) if one["bad"]]
+        peeks = (
+            ""
+            if self._split is None
+            else (
+                ", with whole layers: the model may read the weight of a layer that hybrid splits "
+                "without calling the layer, and the rows of other workers are NaN there"
+            )
+        )
         found = "; ".join(
             f"rank {rank} has {told[rank]['bad']} NaN or infinite values among its gradients in "
             f"epoch {epoch}, step {step} (loss of its minibatch: {float(told[rank]['loss']):.6g})"
             for rank in culprits
         ) or (
             f"the workers' gradients are not finite once combined in epoch {epoch}, step "
-            f"{step}, though each worker's own are when computed again"
+            f"{step}, though each worker's own are when computed again" + peeks
         )
         raise NonFiniteError(
             f"{found}. {ADVICE}", rank=culprits[0] if culprits else 0, epoch=epoch, step=step
@@ -192,7 +211,11 @@ class FiniteSum:
 
 
 def reduce_by(
-    rounding: str | None, compressor: Compressor | None, model: DistributedDataParallel, run: Run
+    rounding: str | None,
+    compressor: Compressor | None,
+    model: DistributedDataParallel,
+    run: Run,
+    split: SplitLayers | None = None,
 ) -> FiniteGradients | FiniteSum:
     """Have a model's gradients reduced and checked.
 
@@ -201,12 +224,15 @@ def reduce_by(
         compressor: this worker's, which takes them from its ``start_after`` on; None for none.
         model: before its first backward pass.
         run: of the worker whose model it is.
+        split: its layers that groups of workers compute together, whose gradients are of others'
+            rows too, so that only sums can be checked; None for none.
 
     Returns:
         What checks them.
     """
-    if rounding is None and compressor is None and run.replica.device.type == "cpu":
-        return FiniteSum(run, model.module)
+    plain = rounding is None and compressor is None
+    if split is not None or (plain and run.replica.device.type == "cpu"):
+        return FiniteSum(run, model.module, split)
     finite = FiniteGradients(run, None if rounding is None else ROUNDED[rounding])
     reduce = default_hooks.allreduce_hook if rounding is None else HOOKS[rounding]
     places: dict[Tensor, int] = {p: place for place, p in enumerate(run.replica.trainable())}

@@ -32,6 +32,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.process.randomness import random_state, set_random_state
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
+from sparkdl.strategies.all_reduce.split_layers import SplitLayers
 
 
 @dataclass
@@ -210,6 +211,7 @@ class ModelAndLoss(nn.Module):
         forward_pass: that of its synchronized BatchNorm layers, if it has any.
         scalar: what travels with the gradients; None for nothing.
         all_used: whether every parameter takes part in every loss.
+        split: the layers that groups of workers compute together; None for none.
     """
 
     def __init__(
@@ -219,12 +221,22 @@ class ModelAndLoss(nn.Module):
         scalar: PiggybackedScalar | None,
         *,
         all_used: bool,
+        split: SplitLayers | None = None,
     ) -> None:
         super().__init__()
-        self._scalar = scalar
+        self._split = split
         self.module = replica.module
         self._forward = replica.forward
-        self._trainable = replica.trainable()
+        apart = set() if split is None else split.parameters
+        self._trainable = [each for each in replica.trainable() if each not in apart]
+        if not self._trainable:  # DistributedDataParallel needs one
+            scalar = PiggybackedScalar(lambda: 0.0, replica.trainable()[0].dtype)
+            self._trainable = [scalar.slot]
+        self._scalar = scalar
+        # DistributedDataParallel looks for it.
+        self._ddp_params_and_buffers_to_ignore = [
+            name for name, each in self.named_parameters() if each in apart
+        ]
         self._touched = self._trainable if all_used else self._trainable[:1]
         self._all_used = all_used
         self._forward_pass = forward_pass
@@ -240,12 +252,17 @@ class ModelAndLoss(nn.Module):
         return loss + zero.to(loss.dtype)
 
     def _loss(self, batch: Batch | None) -> Tensor:
+        if batch is None and self._forward_pass is None:
+            zero: Tensor = _NoRows.apply(*self._touched)  # type: ignore[no-untyped-call]
+            return zero if self._split is None else self._split.serve(zero)
         if self._forward_pass is not None:
-            return self._synchronized(batch, self._forward_pass)
-        if batch is None:
-            loss: Tensor = _NoRows.apply(*self._touched)  # type: ignore[no-untyped-call]
-            return loss
-        return self._forward(batch)
+            loss = self._synchronized(batch, self._forward_pass)
+        else:
+            assert batch is not None
+            loss = self._forward(batch)
+        if self._split is not None:
+            self._split.end_forward()
+        return loss
 
     def remember_used(self) -> None:
         """Choose what a loss without rows depends on; called while the last gradients exist.
@@ -315,6 +332,7 @@ def distribute(
     *,
     bucket_mb: float,
     find_unused_parameters: bool,
+    split: SplitLayers | None = None,
 ) -> DistributedDataParallel:
     """Have the gradients of a replica reduced among the workers.
 
@@ -324,15 +342,19 @@ def distribute(
         scalar: as in ``ModelAndLoss``.
         bucket_mb: MB of gradients that are sent together.
         find_unused_parameters: whether a parameter may take no part in the loss.
+        split: the layers that groups of workers compute together, which have exchanges of their
+            own; None for none.
 
     Returns:
         The module from a minibatch, or None, to its loss.
     """
+    used = not find_unused_parameters
+    module = ModelAndLoss(replica, forward_pass, scalar, all_used=used, split=split)
     with warnings.catch_warnings():
         # torch is renaming the argument; older versions do not know the new name.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
         return DistributedDataParallel(
-            ModelAndLoss(replica, forward_pass, scalar, all_used=not find_unused_parameters),
+            module,
             bucket_cap_mb=bucket_mb,
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=True,

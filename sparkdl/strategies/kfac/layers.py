@@ -32,6 +32,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sparkdl.collective.grid import Grid
+
 
 class FactoredLayer:
     """One Linear or Conv2d layer.
@@ -142,43 +144,6 @@ def _is_known(module: Any) -> bool:
         and module.padding_mode == "zeros"
         and not isinstance(module.padding, str)
     )
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The workers, each a rank, in rows and columns.
-
-    Attributes:
-        world_size: how many there are.
-        width: how many are in a row, a divisor of ``world_size``.
-    """
-
-    world_size: int
-    width: int
-
-    @classmethod
-    def of(cls, world_size: int, fraction: float) -> Grid:
-        """The grid whose rows have about this fraction of all workers.
-
-        Args:
-            world_size: workers.
-            fraction: in (0, 1]; the width is the divisor of the number of workers that comes
-                closest, the larger of two.
-        """
-        widths = [width for width in range(world_size, 0, -1) if world_size % width == 0]
-        return cls(world_size, min(widths, key=lambda width: abs(width - fraction * world_size)))
-
-    @property
-    def rows(self) -> list[tuple[int, ...]]:
-        """The ranks of each row."""
-        starts = range(0, self.world_size, self.width)
-        return [tuple(range(start, start + self.width)) for start in starts]
-
-    @property
-    def columns(self) -> list[tuple[int, ...]]:
-        """The ranks of each column."""
-        starts = range(self.width)
-        return [tuple(range(start, self.world_size, self.width)) for start in starts]
 
 
 @dataclass(frozen=True)

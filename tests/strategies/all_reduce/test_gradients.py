@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from toys import Data, batches_by_hand, classification, make_job, mlp
 
 from sparkdl.errors import NonFiniteError
-from sparkdl.strategies import GradientAllReduce, PowerSGD
+from sparkdl.strategies import GradientAllReduce, Hybrid, PowerSGD
 from sparkdl.testing import run_world
 
 for module in (sys.modules[__name__], trainings):
@@ -145,6 +145,8 @@ def test_sparse_gradients_are_looked_at_too() -> None:
         {"shard_optimizer": True},
         {"shard_parameters": True},
         {"find_unused_parameters": True},
+        {"hybrid": Hybrid("*", 1)},
+        {"hybrid": Hybrid("inner.0", 1), "accumulate": 2},
     ],
 )
 def test_however_the_gradients_travel(strategy: dict[str, Any]) -> None:

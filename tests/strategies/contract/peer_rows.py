@@ -16,6 +16,7 @@ from sparkdl.strategies import (
     AdaScale,
     GossipAveraging,
     GradientAllReduce,
+    Hybrid,
     KFACPreconditioner,
     OneBitAdam,
     PowerSGD,
@@ -116,6 +117,16 @@ ROWS = [
         restarted={},
         killed_after=17,
         **OF_TWO,
+    ),
+    Row(
+        "hybrid layers",
+        GradientAllReduce(hybrid=Hybrid("*", 1), commit_every=4),
+        {"optimizer": ADAM, **SCHEDULE},
+        resumed=(2, 10),
+        restarted={},
+        twice=True,
+        killed_after=17,
+        **OF_TWO | {"slow": ("resumed", "restarted", "twice")},
     ),
     *(
         Row(

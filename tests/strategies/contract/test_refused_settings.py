@@ -45,6 +45,7 @@ from sparkdl.strategies import (
     ElasticAveraging,
     GossipAveraging,
     GradientAllReduce,
+    Hybrid,
     KFACPreconditioner,
     Needs,
     OneBitAdam,
@@ -112,6 +113,8 @@ BY_ARGUMENT: list[Refused] = [
     (GradientAllReduce, "shard_parameters", (1, None, "yes"), "shard_parameters"),
     (GradientAllReduce, "sync_batch_norm", (1, None, "yes"), "sync_batch_norm"),
     (GradientAllReduce, "preconditioner", ("kfac",), "preconditioner must be"),
+    (GradientAllReduce, "hybrid", ("classifier.*", 2, True), "hybrid must be None or a Hybrid"),
+    (Hybrid, "layers", ("", 3, None), "layers must be a pattern of names .*, got"),
     (AdaScale, "measure_noise", (False,), "measure_noise"),
     (AdaScale, "decay", (1, -0.1, True, "0.9", NAN), "decay must be"),
     (OneBitAdam, "start_after", (0, -1, 1.5, True, None), "start_after"),
@@ -213,6 +216,27 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         {"compression": PowerSGD(), "measure_noise": True},
         r"PowerSGD\(\.\.\.\) leaves too little",
     ),
+    *(
+        (Hybrid, {"layers": "*", "groups": each}, "^groups must be a whole number")
+        for each in (0, 1.5, True, None, "all")
+    ),
+    *(
+        (
+            GradientAllReduce,
+            {"hybrid": Hybrid("*"), **other},
+            f"^{next(iter(other))} {words}.*: drop it, or hybrid",
+        )
+        for other, words in (
+            ({"shard_optimizer": True}, "gives each worker whole parameters"),
+            ({"shard_parameters": True}, "gives each worker other rows"),
+            ({"compression": "bf16"}, "sends smaller gradients"),
+            ({"compression": PowerSGD()}, "sends smaller gradients"),
+            ({"preconditioner": KFACPreconditioner()}, "needs the whole gradients of a layer"),
+            ({"measure_noise": True}, "needs the whole gradients of each worker's own"),
+            ({"find_unused_parameters": True}, "lets some rows leave out layers"),
+        )
+    ),
+    (AdaScale, {"hybrid": Hybrid("*")}, "^measure_noise needs the whole"),
     *(
         (
             GradientAllReduce,
