@@ -92,6 +92,15 @@ def all_jobs_end(spark: SparkSession, wait_s: float = 10.0) -> bool:
     return eventually(lambda: not tracker.getActiveJobsIds(), wait_s)
 
 
+@contextmanager
+def no_jobs(spark: SparkSession) -> Iterator[None]:
+    """A session that starts no job within the block."""
+    scheduler = spark.sparkContext._jsc.sc().dagScheduler()
+    before = scheduler.numTotalJobs()
+    yield
+    assert scheduler.numTotalJobs() == before
+
+
 def estimator(**changes: Any) -> TorchEstimator:
     """Two workers, one epoch of silent SGD on batches of 10, averaged every second step."""
     with torch.random.fork_rng():

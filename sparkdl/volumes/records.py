@@ -63,6 +63,8 @@ class Records:
             found = self._folder.read("job.json").result(timeout=OPENING_S)
             there = [name for name in self._metadata if self._has(name)]
         if not there:
+            if found.state != "value":
+                self._require_no_others()
             self.forget()
             return job
         if found.state != "value":
@@ -128,6 +130,24 @@ class Records:
             name = f"chunks/{number}"
             text = json.dumps([digest, name, patches])
             self._folder.write(name, text.encode()).result(timeout=OPENING_S)
+
+    def _require_no_others(self) -> None:
+        """Check that nothing of others lies where nothing of ours does.
+
+        Hidden files may: file managers leave them behind.
+
+        Raises:
+            ConfigError: something does.
+        """
+        with said("read", self._place):
+            names = map(bytes.decode, self._root.list().result(timeout=OPENING_S))
+            other = min((name for name in names if not name.startswith(".")), default=None)
+        if other is not None:
+            raise ConfigError(
+                f"{shown(self._place)} holds other things, such as {other}, among which an array "
+                "would be hard to tell apart and to delete. Choose a place for the output where "
+                "nothing is yet"
+            )
 
     def _has(self, name: str) -> bool:
         found = self._root.read(name).result(timeout=OPENING_S)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import zarr
 from every_row import every
+from frames import no_jobs
 from pyspark.sql import SparkSession
 from test_volume_stores import stored
 from torch import Tensor, nn
@@ -87,8 +88,7 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, source: str) -> None:
     torn = target / ".sparkdl/chunks/4"
     torn.write_bytes(torn.read_bytes()[:-9])
     for chunk in (2, 4):  # as if their blocks were half written
-        z, y = chunk // 2 * 2, chunk % 2 * 3
-        for path in (target / "c/0").glob(f"{z}/{y}/*"):
+        for path in (target / "c/0").glob(f"{chunk // 2}/{chunk % 2}/*"):
             path.unlink()
     assert not np.array_equal(read(target), before)
     again = model.transform_volume(source, target, **SIZES)
@@ -97,6 +97,26 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, source: str) -> None:
     last = model.transform_volume(source, target, chunk=CHUNK, **SIZES)
     assert (last.computed, last.patches, last.voxels_per_second) == (0, 0, 0.0)
     assert first.patches > again.patches > 0
+
+
+@pytest.mark.usefixtures("spark")
+def test_a_chunk_is_not_done_if_its_last_block_cannot_be_written(
+    tmp_path: Path, source: str
+) -> None:
+    model, target = model_of(Edges()), tmp_path / "out.zarr"
+    model.transform_volume(source, target, chunk=CHUNK, **SIZES)
+    before, marker = read(target), target / ".sparkdl/chunks/2"
+    marker.unlink()
+    # Chunk 2 is one block of each channel. No file can take the place of a folder.
+    block = max((target / "c").iterdir()) / "1/0/0"
+    block.unlink()
+    (block / "in the way").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"out\.zarr/ cannot be written"):
+        model.transform_volume(source, target, chunk=CHUNK, **SIZES)
+    assert not marker.exists()
+    shutil.rmtree(block)
+    assert model.transform_volume(source, target, chunk=CHUNK, **SIZES).computed == 1
+    assert np.array_equal(read(target), before)
 
 
 @pytest.mark.usefixtures("spark")
@@ -194,7 +214,6 @@ def test_what_the_model_raises_on_an_executor_is_told_and_the_rest_need_not_be_d
         repaired.transform_volume(source, target, **SIZES)
 
 
-@pytest.mark.usefixtures("spark")
 @every(
     ("change", "text"),
     [
@@ -205,17 +224,16 @@ def test_what_the_model_raises_on_an_executor_is_told_and_the_rest_need_not_be_d
     ],
 )
 def test_a_model_whose_output_is_no_part_of_the_array_is_refused_before_any_task(
-    tmp_path: Path, change: Callable[[Tensor], Any], text: str
+    tmp_path: Path, spark: SparkSession, change: Callable[[Tensor], Any], text: str
 ) -> None:
     source = stored(tmp_path / "in.zarr", image())
     model = model_of(Edges())
     model.module = Shape(change)
-    with pytest.raises(ModelError, match=text):
+    with no_jobs(spark), pytest.raises(ModelError, match=text):
         model.transform_volume(source, tmp_path / "out.zarr", **SIZES)
     assert not (tmp_path / "out.zarr").exists()
 
 
-@pytest.mark.usefixtures("spark")
 @every(
     ("change", "text"),
     [
@@ -234,10 +252,10 @@ def test_a_model_whose_output_is_no_part_of_the_array_is_refused_before_any_task
     ],
 )
 def test_arguments_that_do_not_fit_are_refused_before_any_task(
-    tmp_path: Path, change: dict[str, Any], text: str
+    tmp_path: Path, spark: SparkSession, change: dict[str, Any], text: str
 ) -> None:
     source = stored(tmp_path / "in.zarr", image())
-    with pytest.raises(ConfigError, match=text):
+    with no_jobs(spark), pytest.raises(ConfigError, match=text):
         model_of(Edges()).transform_volume(source, tmp_path / "out.zarr", **{**SIZES, **change})
     assert not (tmp_path / "out.zarr").exists()  # so that it decides nothing about another try
 
@@ -259,7 +277,6 @@ def test_a_chunk_that_does_not_divide_into_the_outputs_blocks_is_refused(
     assert done.chunks == 2
 
 
-@pytest.mark.usefixtures("spark")
 @every(
     ("name", "array", "params", "text"),
     [
@@ -269,12 +286,17 @@ def test_a_chunk_that_does_not_divide_into_the_outputs_blocks_is_refused(
     ],
 )
 def test_an_input_or_a_model_that_does_not_fit_is_refused_before_any_task(
-    tmp_path: Path, name: str, array: np.ndarray, params: dict[str, Any], text: str
+    tmp_path: Path,
+    spark: SparkSession,
+    name: str,
+    array: np.ndarray,
+    params: dict[str, Any],
+    text: str,
 ) -> None:
     model = model_of(Edges())
     model._set(**params)
     source = stored(tmp_path / "in", array, "zarr")
-    with pytest.raises(SparkDLError, match=text):
+    with no_jobs(spark), pytest.raises(SparkDLError, match=text):
         model.transform_volume(source, tmp_path / "out", **SIZES)
 
 
@@ -290,8 +312,9 @@ def test_an_array_of_something_else_is_left_alone(tmp_path: Path, source: str) -
             model.transform_volume(given, place, reduce="argmax", **SIZES)
         assert os.listdir(plain) == before
         assert np.array_equal(read(Path(plain)), image())
-    for place in (f"{source}/labels", tmp_path):
-        with pytest.raises(ConfigError, match="in the folder of the other"):
+    around = (tmp_path, "holds other things, such as in.zarr/")
+    for place, text in [(f"{source}/labels", "in the folder of the other"), around]:
+        with pytest.raises(ConfigError, match=text):
             model.transform_volume(source, place, **SIZES)
     assert sorted(os.listdir(tmp_path)) == ["in.zarr", "plain"]
     assert np.array_equal(read(Path(source)), image())

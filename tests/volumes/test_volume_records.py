@@ -73,6 +73,40 @@ def test_an_array_that_is_not_ours_is_refused_and_left_alone(
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+@every(
+    ("name", "place", "refused"),
+    [
+        *(("holiday/1.jpg", place, True) for place in ("{}", "file://{}", "file://{}|zarr3:")),
+        ("c/0/0", {"driver": "zarr3", "kvstore": "file://{}"}, True),
+        (".DS_Store", "{}", False),
+        (".sparkdl/chunks/3", "{}", False),
+    ],
+)
+def test_a_place_that_holds_other_things_is_refused_and_left_alone(
+    tmp_path: Path, name: str, place: Any, refused: bool
+) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text("precious")
+    place = json.loads(json.dumps(place).replace("{}", str(tmp_path)))
+    if not refused:
+        assert Records(place).claim(JOB) == JOB
+        return
+    with pytest.raises(ConfigError, match=f"holds other things, such as {name}, among which"):
+        Records(place).claim(JOB)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / name]
+
+
+@every("left", ["c/0/0/0/0", "0.0"])
+def test_blocks_of_ours_whose_array_has_been_deleted_are_no_other_things(
+    tmp_path: Path, left: str
+) -> None:
+    marked(tmp_path)
+    (tmp_path / "zarr.json").unlink()
+    (tmp_path / left).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / left).write_text("")
+    assert Records(tmp_path).claim(JOB) == JOB
+
+
 @every("place", ["{}", "file://{}"])
 def test_what_was_marked_of_an_array_that_has_been_deleted_is_forgotten(
     tmp_path: Path, place: str
