@@ -12,6 +12,7 @@ from pyspark.ml import Estimator
 from pyspark.ml.evaluation import Evaluator, MulticlassClassificationEvaluator
 from pyspark.ml.param import Params
 from pyspark.sql import DataFrame
+from pyspark.sql import types as T
 
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.figures import pyplot
@@ -88,20 +89,39 @@ def require_held_out(
 
     Raises:
         ConfigError: they are no DataFrame.
-        DataError: they lack a column of the others that is needed.
+        DataError: they lack a column of the others that is needed, or it has another type.
     """
     require_frame(held_out, "held_out", to_end="Measure on")
-    known, given = ([name.lower() for name in each.columns] for each in (dataset, held_out))
+    known, given = (
+        {field.name.lower(): field.dataType for field in each.schema}
+        for each in (dataset, held_out)
+    )
     needed = [
         *_columns(estimator, ("features", "input")),
         *_columns(evaluator, ("features", "label", "weight")),
     ]
     for name in needed:
-        if name.lower() in known and name.lower() not in given:
+        trained = known.get(name.lower())
+        if trained is None:
+            continue
+        measured_on = given.get(name.lower())
+        if measured_on is None:
             raise DataError(
                 f"held_out has no column '{name}', which the estimator's model or the evaluator "
                 f"needs. It has: {', '.join(held_out.columns)}"
             )
+        if _kind(measured_on) != _kind(trained):
+            raise DataError(
+                f"column '{name}' has type {measured_on.simpleString()} in held_out, but "
+                f"{trained.simpleString()} in the rows that are trained on. Give both the same"
+            )
+
+
+def _kind(column: T.DataType) -> str:
+    """What a column holds; numbers of any width are one kind, as Spark converts them."""
+    if isinstance(column, T.ArrayType):
+        return f"array<{_kind(column.elementType)}>"
+    return "number" if isinstance(column, T.NumericType) else column.simpleString()
 
 
 def _columns(of: Params, kinds: Sequence[str]) -> Iterator[str]:

@@ -236,7 +236,7 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
 
         Raises:
             ConfigError: a threshold is too large, or the rows or the measure are not known.
-            DataError: the held-out rows lack a column that is needed.
+            DataError: the held-out rows lack a column that is needed, or it has another type.
         """
         dataset, keep = self._rows(None), self.getKeep()
         require_frame(held_out, "held_out", to_end="Measure on")

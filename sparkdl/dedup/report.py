@@ -103,8 +103,13 @@ def examples(duplicates: DataFrame, keep: str) -> pd.DataFrame:
 def values_of(
     dataset: DataFrame, kind: str, value: str, keep: str, wanted: Iterable[Any]
 ) -> dict[Any, bytes | str]:
-    """What some rows look like, by ``keep``."""
-    few = dataset.where(quoted(keep).isin(*dict.fromkeys(map(_plain, wanted))))
+    """What some rows look like, by ``keep``; both as pandas has them."""
+    order = dataset.select(quoted(keep)).schema[0].dataType
+    given: Iterable[Any] = dict.fromkeys(map(_plain, wanted))
+    if isinstance(order, (T.TimestampType, T.TimestampNTZType)):
+        # As texts: Spark reads those in the session's time zone, and Python's in the process's.
+        given = [F.lit(str(each)).cast(order) for each in given]
+    few = dataset.where(quoted(keep).isin(*given))
     rows = few.select(quoted(keep).alias("row"), quoted(value).alias("value"))
     if kind == "simhash":
         rows = rows.select("row", F.substring("value", 1, _CHARACTERS).alias("value"))
@@ -113,7 +118,9 @@ def values_of(
         rows = rows.mapInArrow(_small, schema)
     else:
         return {}
-    return {_plain(row): _plain(value) for row, value in rows.collect()}
+    found: pd.DataFrame = rows.toPandas()
+    pairs = zip(found["row"], found["value"], strict=True)
+    return {_plain(row): _plain(value) for row, value in pairs}
 
 
 def _plain(value: Any) -> Any:

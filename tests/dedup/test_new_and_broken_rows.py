@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import logging
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import pyarrow as pa
 import pytest
+from every_row import every
 from frames import configured, in_files
 from near_rows import digits, kept_of_all_pairs, png, word
 from PIL import Image
@@ -28,6 +32,16 @@ def ids(frame: DataFrame) -> list[int]:
 def images(spark: SparkSession, *files: bytes | None) -> DataFrame:
     rows = {"id": pa.array(range(len(files)), pa.int64()), "image": pa.array(files, pa.binary())}
     return spark.createDataFrame(pa.table(rows))
+
+
+def hashable(column: pd.Series) -> list[Any]:
+    return [bytes(each) if isinstance(each, bytearray) else each for each in column]
+
+
+def same_pixels(one: bytes | str, other: bytes) -> bool:
+    assert isinstance(one, bytes)
+    first, second = (Image.open(io.BytesIO(each)).convert("L") for each in (one, other))
+    return first.size == second.size and first.tobytes() == second.tobytes()
 
 
 @pytest.fixture(scope="module")
@@ -134,12 +148,43 @@ def test_labels_that_differ_keep_near_rows_and_are_reported(
     report.save(path)
     page = path.read_text()
     assert page.count("data:image/png;base64,") == 2 + 6
+    for row, picture in zip(range(10, 15), (0, 1, 0, 1, 0), strict=True):
+        assert same_pixels(report.values[row], pictures[picture])
+        shown = base64.b64encode(report.values[row]).decode()
+        assert f'<td>{row}<br><img src="data:image/png;base64,{shown}"></td>' in page
     assert "3 near pairs with different labels" in page
     assert page.split("<table")[1:] == report._repr_html_().split("<table")[1:]
     everything = NearDuplicates(within=None).fit(frame)
     assert ids(everything.transform(frame)) == [10, 11]
     with pytest.raises(ConfigError, match="no labels that could differ"):
         everything.conflicts()
+
+
+@pytest.mark.slow
+@every(
+    "keep",
+    [
+        "cast(id as decimal(20, 3))",
+        "cast(lpad(id, 3, '0') as binary)",
+        "date_add(date'2020-02-28', cast(id as int))",
+        "timestamp_seconds(id + 0.25)",
+        "timestamp_ntz'2024-03-31 02:30:00' + make_dt_interval(id)",
+    ],
+)
+def test_a_report_shows_the_pictures_of_rows_of_any_order(
+    spark: SparkSession, pictures: list[bytes], keep: str
+) -> None:
+    given = [pictures[0], pictures[1], pictures[1], pictures[0]]
+    with configured(spark, {"spark.sql.session.timeZone": "Asia/Kathmandu"}):
+        frame = images(spark, *given).withColumn("first", F.expr(keep))
+        order = hashable(frame.orderBy("id").toPandas()["first"])
+        report = NearDuplicates(within=None, keep="first").fit(frame).report()
+    pairs = [hashable(report.pairs[name]) for name in ("row", "duplicate_of")]
+    assert set(zip(*pairs, strict=True)) == {(order[2], order[1]), (order[3], order[0])}
+    assert report.values.keys() == set(order)
+    for row, picture in zip(order, given, strict=True):
+        assert same_pixels(report.values[row], picture)
+    assert report.to_html().count("data:image/png;base64,") == 4
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from every_row import every
+from frames import no_jobs
 from pyspark.errors import PySparkException
 from pyspark.ml import Pipeline
 from pyspark.ml.classification import LogisticRegression
@@ -62,15 +63,31 @@ def test_params(params: dict[str, Any], said: str) -> None:
         ({}, lambda f: f.select("*", "id"), "'id', which occurs 2 times"),
         ({"keep": "Distance"}, lambda f: f.withColumnRenamed("id", "Distance"), "are marked with"),
         ({"keep": "duplicate_of"}, lambda f: f.withColumnRenamed("id", "duplicate_of"), "Rename"),
-        ({}, lambda f: f.where("false"), "the DataFrame has no rows"),
-        ({}, lambda f: f.withColumn("id", F.expr("nullif(id, 2)")), "(keep) is null in 1 rows"),
-        ({}, lambda f: f.withColumn("id", F.expr("id % 3")), "must be unique, but 2 rows have 0"),
     ],
 )
-def test_tables(rows: DataFrame, params: dict[str, Any], change: Change | None, said: str) -> None:
+def test_tables_before_any_task(
+    spark: SparkSession, rows: DataFrame, params: dict[str, Any], change: Change | None, said: str
+) -> None:
     estimator = NearDuplicates(**{"hash": "given", "inputCol": "word", **params})
-    with pytest.raises(DataError) as caught:
+    with no_jobs(spark), pytest.raises(DataError) as caught:
         estimator.fit(change(rows) if change else rows)
+    assert said in str(caught.value)
+
+
+@every(
+    "condition, keep, said",
+    [
+        ("false", "id", "the DataFrame has no rows"),
+        ("true", "nullif(id, 2)", "(keep) is null in 1 rows"),
+        ("true", "id % 3", "must be unique, but 2 rows have 0"),
+    ],
+)
+def test_rows_that_cannot_be_told_apart(
+    rows: DataFrame, condition: str, keep: str, said: str
+) -> None:
+    wrong = rows.where(condition).withColumn("id", F.expr(keep))
+    with pytest.raises(DataError) as caught:
+        NearDuplicates(hash="given", inputCol="word").fit(wrong)
     assert said in str(caught.value)
 
 
@@ -114,6 +131,8 @@ def test_held_out_rows_are_looked_at_before_a_model_is_trained(
     rows: DataFrame, spark: SparkSession
 ) -> None:
     rows = rows.withColumn("features", F.array("id")).withColumn("weight", F.lit(1.0))
+    longer = {"features": F.array(F.lit(0.5)), "weight": F.lit(1)}
+    text = F.lit("text")
     found = NearDuplicates(hash="given", inputCol="word").fit(rows)
     plain, both = NeverFitted(), Pipeline(stages=[Pipeline(stages=[NeverFitted()])])
     joined = Pipeline(stages=[VectorAssembler(inputCols=["ID", "word"], outputCol="features")])
@@ -126,6 +145,10 @@ def test_held_out_rows_are_looked_at_before_a_model_is_trained(
         (both, weighted, rows.drop("features"), DataError, "held_out has no column 'features'"),
         (both, weighted, rows.drop("weight"), DataError, "held_out has no column 'weight'"),
         (joined, weighted, rows.drop("word"), DataError, "held_out has no column 'word'"),
+        (plain, None, rows.withColumn("label", F.lit(1)), DataError, "'label' has type int in hel"),
+        (plain, None, rows.withColumn("features", text), DataError, "'features' has type string"),
+        (joined, weighted, rows.withColumn("WEIGHT", text), DataError, "'weight' has type string"),
+        (plain, weighted, rows.withColumns(longer), AssertionError, "trained before"),
         (plain, None, rows.drop("weight", "id"), AssertionError, "trained before"),
     ]:
         with pytest.raises(error, match=said):
