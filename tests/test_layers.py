@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -199,6 +200,20 @@ def test_nobody_imports_the_testing_package_or_the_tests() -> None:
     require_none(names(path for path in others if "testing" in sparkdl_layers_of(path)))
     tests = {"tests", "jobs", "benchmarks", "pytest", "hypothesis"}
     require_none(names(path for path in MODULES if roots_imported_by(path) & tests))
+
+
+def test_the_package_of_an_extra_is_imported_by_the_room_that_has_it_only() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT.parent / "setup.cfg")
+    of_extras = {
+        "PIL": ("pillow", {"encodings"}, ("images", "dedup")),
+        "scipy": ("scipy", {"dedup"}, ("dedup",)),
+        "tensorstore": ("tensorstore", {"volumes"}, ("volumes",)),
+    }
+    for root, (distribution, layers, extras) in of_extras.items():
+        assert {layer_of(path) for path in MODULES if root in roots_imported_by(path)} == layers
+        for extra in extras:
+            assert f"{distribution}>=" in setup["options.extras_require"][extra], extra
 
 
 def test_the_reader_of_imports_sees_every_form(tmp_path: Path) -> None:

@@ -39,6 +39,14 @@ def test_a_name_is_what_its_home_has() -> None:
         assert getattr(sparkdl, name) is getattr(importlib.import_module(home), name), name
 
 
+def test_no_name_of_the_list_needs_a_package_of_an_extra() -> None:
+    extras = ["PIL", "cryptography", "jsonargparse", "matplotlib", "mlflow", "scipy"]
+    extras += ["tensorboard", "tensorstore", "torchmetrics"]
+    program = f"import sys, sparkdl; sys.modules.update(dict.fromkeys({extras})); "
+    program += "print(*(getattr(sparkdl, name) for name in sparkdl.__all__), sep='\\n')"
+    assert len(printed_by("-c", program).splitlines()) >= len(sparkdl.__all__)
+
+
 def test_another_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'sparkdl' has no attribute 'TorchEstimater'"):
         sparkdl.TorchEstimater  # type: ignore[attr-defined]  # noqa: B018

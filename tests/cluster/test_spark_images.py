@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from every_row import every
-from frames import estimator
+from frames import estimator, no_jobs
 from pictures import by_pillow, drawn, encoded
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -267,5 +267,5 @@ def test_what_is_declared_wrongly_is_refused_before_any_task(
     rows = spark.createDataFrame(
         [(bytearray(b"x"), 1.0, "a")], "content binary, y float, name string"
     )
-    with pytest.raises((ConfigError, DataError), match=message):
+    with no_jobs(spark), pytest.raises((ConfigError, DataError), match=message):
         image_estimator("crop", [0.0], **changes).fit(rows)

@@ -13,7 +13,7 @@ from every_row import every
 from pictures import by_pillow, drawn, encoded
 from torch import Tensor
 
-from sparkdl.encodings.any_size import FITS
+from sparkdl.encodings.any_size import FITS, AnySize
 from sparkdl.errors import DataError
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed, FeedOptions
@@ -95,6 +95,35 @@ def test_broken_images_are_counted_and_the_first_is_named(tmp_path: Path) -> Non
     )
     assert "the first, row 7 of partition 0, is not a valid image: " in told
     assert "2 because of column 'number' (the first, row 9 of partition 0, holds a null" in told
+
+
+@every("streams", [False, True])
+def test_an_image_is_decoded_once_however_many_epochs_it_is_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    decoded: list[int] = []
+    picture = AnySize.picture
+
+    def counted(self: AnySize, *given: Any) -> Any:
+        decoded.append(1)
+        return picture(self, *given)
+
+    monkeypatch.setattr(AnySize, "picture", counted)
+    schema, options = FeedSchema((PHOTO,), LABEL), FeedOptions(stream_first_epoch=streams)
+    rows = pa.record_batch([photos(), pa.array(range(6))], ["photo", "y"])
+    expected = [by_pillow(each.as_py(), 3, "crop", (8, 8)) for each in rows["photo"]]
+    with Feed(schema, batch_size=4, seed=1, rank=0, directory=tmp_path, options=options) as feed:
+        feed.read_first([rows]) if streams else feed.fill([rows])
+        first = feed.arriving(lambda shard: None) if streams else feed.epoch(1)
+        for epoch in (first, feed.epoch(2), feed.epoch(3)):
+            seen = 0
+            for batch in epoch:
+                assert isinstance(batch.targets, Tensor)
+                for pixels, label in zip(batch.features[0], batch.targets.tolist(), strict=True):
+                    assert np.array_equal(pixels.numpy(), expected[label])
+                    seen += 1
+            assert seen == 6
+    assert len(decoded) == 6
 
 
 def test_the_order_the_weights_and_the_side_of_other_rows_stay_theirs(tmp_path: Path) -> None:
