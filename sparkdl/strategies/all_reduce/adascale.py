@@ -19,9 +19,10 @@ from torch import Tensor
 
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.replica import Replica
-from sparkdl.strategies.all_reduce.gradient_all_reduce import GradientAllReduce, Paced, _Reducer
+from sparkdl.strategies.all_reduce.gradient_all_reduce import GradientAllReduce
 from sparkdl.strategies.all_reduce.gradient_noise import NoiseMeter, gain, total_square
 from sparkdl.strategies.all_reduce.model_and_loss import PiggybackedScalar
+from sparkdl.strategies.all_reduce.reducer import Paced, Reducer
 from sparkdl.strategies.base import Needs, Run
 from sparkdl.strategies.worker_group import WorkerGroup
 
@@ -99,7 +100,7 @@ class AdaScale(GradientAllReduce):
                 "AdaScale to scale. Use SGD, or GradientAllReduce"
             )
 
-    def start(self, run: Run) -> _Reducer:
+    def start(self, run: Run) -> Reducer:
         """As in ``GradientAllReduce``, with steps that are worth more."""
         state = super().start(run)
         assert state.meter is not None
@@ -111,18 +112,18 @@ class AdaScale(GradientAllReduce):
         decay = max(1 - workers / 1000, 0.0) if self.decay is None else self.decay
         return _AgreedNoise(run, group, decay, rounded=self.compression is not None)
 
-    def saved_state(self, state: _Reducer) -> Mapping[str, Any]:
+    def saved_state(self, state: Reducer) -> Mapping[str, Any]:
         """What the noise was, and what the steps were worth."""
         assert isinstance(state.paced, _Scaled)
         return {**super().saved_state(state), "steps": state.paced.steps}
 
-    def restore_state(self, state: _Reducer, saved: Mapping[str, Any]) -> None:
+    def restore_state(self, state: Reducer, saved: Mapping[str, Any]) -> None:
         """Resume from there."""
         super().restore_state(state, saved)
         assert isinstance(state.paced, _Scaled)
         state.paced.steps = saved["steps"]
 
-    def _measured(self, state: _Reducer, meter: NoiseMeter) -> dict[str, float]:
+    def _measured(self, state: Reducer, meter: NoiseMeter) -> dict[str, float]:
         assert isinstance(state.paced, _Scaled)
         return {**super()._measured(state, meter), STEPS: state.paced.steps}
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.arguments import convert_numbers, require_whole
 from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
@@ -26,7 +24,7 @@ from sparkdl.replica import Replica
 from sparkdl.replica.optimizer_state import NamedParameters, takes_names
 from sparkdl.replica.shards import ShardedSegment
 from sparkdl.strategies.all_reduce.gradient_noise import DECAY, NoiseMeter
-from sparkdl.strategies.all_reduce.gradients import ROUNDED, FiniteGradients, FiniteSum, reduce_by
+from sparkdl.strategies.all_reduce.gradients import ROUNDED, FiniteGradients, reduce_by
 from sparkdl.strategies.all_reduce.hybrid import Hybrid
 from sparkdl.strategies.all_reduce.model_and_loss import (
     ForwardPass,
@@ -35,6 +33,7 @@ from sparkdl.strategies.all_reduce.model_and_loss import (
     distribute,
     synchronize,
 )
+from sparkdl.strategies.all_reduce.reducer import Reducer
 from sparkdl.strategies.all_reduce.sharded import ShardedModel, require_shardable
 from sparkdl.strategies.all_reduce.split_layers import SplitLayers
 from sparkdl.strategies.arguments import (
@@ -43,8 +42,8 @@ from sparkdl.strategies.arguments import (
     require_steps,
 )
 from sparkdl.strategies.base import Needs, Run, Strategy
-from sparkdl.strategies.compression.base import Compression, Compressor
-from sparkdl.strategies.kfac import KFACPreconditioner, Preconditioning
+from sparkdl.strategies.compression.base import Compression
+from sparkdl.strategies.kfac import KFACPreconditioner
 from sparkdl.strategies.worker_group import WorkerGroup
 
 SWITCHES = (
@@ -75,7 +74,7 @@ NOT_WITH_HYBRID = {
 
 
 @dataclass(frozen=True)
-class GradientAllReduce(Strategy["_Reducer"]):
+class GradientAllReduce(Strategy["Reducer"]):
     """Reduce gradients among the workers over NCCL, or gloo on CPUs, in every step.
 
     Rule:
@@ -252,7 +251,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
         if self.hybrid is not None:
             self.hybrid.require_workers(num_workers)
 
-    def start(self, run: Run) -> _Reducer:
+    def start(self, run: Run) -> Reducer:
         """Wrap the replica, and find out how many steps all workers have."""
         self.require_fits(run.replica)
         if self.shard_optimizer:
@@ -281,7 +280,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
         preconditioning = None
         if self.preconditioner is not None:
             preconditioning = self.preconditioner.start(run)
-        return _Reducer(
+        return Reducer(
             model, group, finite, compressor, run.batch_size, meter, preconditioning, split
         )
 
@@ -292,7 +291,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
 
     def _start_sharded(
         self, run: Run, group: WorkerGroup, forward_pass: ForwardPass | None
-    ) -> _Reducer:
+    ) -> Reducer:
         forward_pass = forward_pass or ForwardPass(undone=True)
         if run.replica.device.type == "cuda":
             run.cleanup.enter_context(torch.cuda.device(run.replica.device))  # fully_shard asks it
@@ -305,12 +304,12 @@ class GradientAllReduce(Strategy["_Reducer"]):
             finite.scan,
         )
         run.cleanup.callback(model.release)
-        return _Reducer(model, group, finite, None, run.batch_size, None, None)
+        return Reducer(model, group, finite, None, run.batch_size, None, None)
 
     def _meter(self, run: Run, group: WorkerGroup) -> NoiseMeter:
         return NoiseMeter(run, group, DECAY)
 
-    def saved_state(self, state: _Reducer) -> Mapping[str, Any]:
+    def saved_state(self, state: Reducer) -> Mapping[str, Any]:
         """What was left out of the gradients, and measured and collected from them, if anything."""
         saved: dict[str, Any] = {}
         if state.compressor is not None:
@@ -322,7 +321,7 @@ class GradientAllReduce(Strategy["_Reducer"]):
             saved |= state.preconditioning.saved()
         return saved
 
-    def restore_state(self, state: _Reducer, saved: Mapping[str, Any]) -> None:
+    def restore_state(self, state: Reducer, saved: Mapping[str, Any]) -> None:
         """Resume from there."""
         if state.compressor is not None:
             state.compressor.restore(saved)
@@ -336,11 +335,11 @@ class GradientAllReduce(Strategy["_Reducer"]):
         """Whether each worker runs the model as often as the others."""
         return self.sync_batch_norm or self.shard_parameters or self.hybrid is not None
 
-    def rows_changed(self, run: Run, state: _Reducer) -> None:
+    def rows_changed(self, run: Run, state: Reducer) -> None:
         """Find out how many steps all workers have now."""
         state.group.agree(run)
 
-    def train_epoch(self, run: Run, state: _Reducer, batches: Iterable[Batch]) -> None:
+    def train_epoch(self, run: Run, state: Reducer, batches: Iterable[Batch]) -> None:
         """Take as many optimizer steps as the worker with the most rows, then tell the driver."""
         group = state.group
         remaining = iter(batches)
@@ -355,16 +354,16 @@ class GradientAllReduce(Strategy["_Reducer"]):
             group.commit_if_due(run, self.commit_every, lambda: self._agreed(run, state))
         self.end_epoch(run, state)
 
-    def end_epoch(self, run: Run, state: _Reducer) -> None:
+    def end_epoch(self, run: Run, state: Reducer) -> None:
         """Commit the replica's state, which is the same on all workers."""
         if state.meter is not None:
             run.measured = self._measured(state, state.meter)
         state.group.commit(run, self._agreed(run, state), last=True)
 
-    def _measured(self, state: _Reducer, meter: NoiseMeter) -> dict[str, float]:
+    def _measured(self, state: Reducer, meter: NoiseMeter) -> dict[str, float]:
         return meter.measured()
 
-    def _agreed(self, run: Run, state: _Reducer) -> Sequence[Tensor | ShardedSegment]:
+    def _agreed(self, run: Run, state: Reducer) -> Sequence[Tensor | ShardedSegment]:
         """The replica's state, after averaging the buffers, which gradients do not keep equal."""
         state.finite.settle()
         if state.split is not None:
@@ -379,147 +378,6 @@ class GradientAllReduce(Strategy["_Reducer"]):
         ]
         state.group.average(buffers, state.group.shares, run.window())
         return state.model.agreed() if isinstance(state.model, ShardedModel) else segments
-
-
-class Paced:
-    """Steps at the optimizer's own learning rates."""
-
-    def gain(self, rows: int) -> float:
-        """The factor for the learning rates of the next step.
-
-        Args:
-            rows: of all workers in it; fewer than usual at the end of an epoch.
-        """
-        return 1.0
-
-    def taken(self, replica: Replica, worth: float) -> None:
-        """Called after each step.
-
-        Args:
-            replica: this worker's.
-            worth: the step's gain.
-        """
-
-
-@dataclass(eq=False)
-class _Reducer:
-    """What one worker needs to take part in every step.
-
-    Attributes:
-        model: its model, wrapped.
-        group: this worker among the others.
-        finite: checks its gradients.
-        compressor: has what was left out of them; None if nothing is.
-        batch_size: rows per minibatch.
-        meter: measures their noise; None if nobody asks.
-        preconditioning: what is applied to them; None for nothing.
-        split: the layers that groups of workers compute together; None for none.
-        paced: sets the learning rate of the optimizer's steps.
-    """
-
-    model: DistributedDataParallel | ShardedModel
-    group: WorkerGroup
-    finite: FiniteGradients | FiniteSum
-    compressor: Compressor | None
-    batch_size: int
-    meter: NoiseMeter | None
-    preconditioning: Preconditioning | None
-    split: SplitLayers | None = None
-    paced: Paced = field(default_factory=Paced)
-
-    def step(
-        self, replica: Replica, batches: Iterator[Batch], *, all_passes: bool
-    ) -> Iterator[tuple[Batch, Tensor]]:
-        """Take one optimizer step with the other workers.
-
-        Args:
-            replica: this worker's.
-            batches: its minibatches of this step; none if its rows are used up.
-            all_passes: whether it runs the model as often as the worker with the most minibatches.
-
-        Yields:
-            Each minibatch with its mean loss.
-        """
-        collective, step = self.group.collective, self.group.steps
-        rows = self.group.examples_of(range(step, step + 1))
-        total = sum(rows)
-        passes = math.ceil((max(rows) if all_passes else rows[collective.rank]) / self.batch_size)
-        wrapped: ModelAndLoss = self.model.module
-        wrapped.remember_used()
-        replica.optimizer.zero_grad()
-        if self.split is not None:
-            self.split.begin_step()
-        trained: list[Batch | None] = []
-        # What compressors leave out, they send later, when others count.
-        counting = replica.may_divide and self.compressor is None
-        counted = 0.0
-        for number in range(max(1, passes)):
-            batch = next(batches, None)
-            trained.append(batch)
-            now = number >= passes - 1
-            if self.preconditioning is not None:
-                self.preconditioning.counts = batch is not None
-            with (
-                collective.guarded("the reduction of gradients"),
-                self._sync(now=now),
-                nullcontext() if self.split is None else self.split.running(last=now),
-            ):
-                loss: Tensor = self.model(batch)
-                self.finite.loss = loss.detach()
-                # DDP divides by the number of workers, however much each has contributed.
-                examples = 0 if batch is None else batch.examples
-                counts = self._counts(replica, examples) if counting else examples
-                counted += counts
-                weight = counts * collective.world_size / total
-                if replica.adds_losses:
-                    weight = float(collective.world_size if examples else 0)
-                with self._measured(weight, examples):
-                    (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
-            if batch is not None:
-                yield batch, self.finite.loss
-        finite = self.split is None or self.split.reduce()
-        if self.meter is None or not self.meter.end_step(rows):
-            self.finite.before_update(trained, finite=finite)
-        if self.compressor is not None:
-            self.compressor.before_update()
-        if counting:
-            self._divide(replica, total, counted)
-        gain = self.paced.gain(total)
-        if self.preconditioning is not None:
-            self.preconditioning.precondition(replica, total, gain)
-        with collective.guarded("the exchange of parameter shards"):
-            replica.update(gain)
-        self.paced.taken(replica, gain)
-
-    @staticmethod
-    def _counts(replica: Replica, examples: int) -> float:
-        """What counts in the minibatch that the replica has last seen, if that had examples."""
-        divisor = replica.divisor
-        return examples if divisor is None or not examples else divisor.item()
-
-    def _divide(self, replica: Replica, rows: int, counted: float) -> None:
-        """Divide the gradients by what counts in all workers' minibatches, in place of their rows.
-
-        Args:
-            replica: this worker's.
-            rows: of all workers in this step.
-            counted: what counts in this worker's.
-        """
-        total = torch.tensor(counted, dtype=torch.float64, device=replica.device)
-        with self.group.collective.guarded("the sum of what the loss is divided by"):
-            self.group.collective.all_reduce(total)
-        factor = rows / total.item() if total else 0.0
-        if factor != 1.0:
-            for parameter in replica.stepped():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
-
-    def _measured(self, weight: float, examples: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.meter is None else self.meter.backward(weight, examples)
-
-    def _sync(self, *, now: bool) -> AbstractContextManager[None]:
-        context: AbstractContextManager[None] = nullcontext() if now else self.model.no_sync()
-        return context
 
 
 def _sharded(build: OptimizerBuilder, named: NamedParameters) -> torch.optim.Optimizer:
