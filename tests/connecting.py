@@ -27,10 +27,9 @@ logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sy
 address, file, function, found = sys.argv[1:]
 folder, module = os.path.split(file)
 sys.path.insert(0, folder)
-import torch
-from pyspark.sql import SparkSession
+import sparkdl, torch
 torch.set_num_threads(1)
-spark = SparkSession.builder.remote(address).getOrCreate()
+spark = sparkdl.create_session(remote=address)
 result = getattr(__import__(module.removesuffix(".py")), function)(spark)
 assert "py4j" not in sys.modules
 with open(found, "wb") as file:
@@ -63,8 +62,21 @@ def asked_of_client(
         function: one of a module.
         tmp_path: where the answer is put.
     """
-    program, found = tmp_path / "client.py", tmp_path / "found"
-    program.write_text(_PROGRAM)
-    file = function.__code__.co_filename
-    printed = printed_by(program, address, file, function.__name__, found)
-    return pickle.loads(found.read_bytes()), printed
+    printed = printed_by(*client(address, function, tmp_path))
+    return pickle.loads((tmp_path / "found").read_bytes()), printed
+
+
+def client(
+    address: str, function: Callable[[SparkSession], object], tmp_path: Path
+) -> list[str | Path]:
+    """The arguments with which a Python is a client that calls a function; see above."""
+    program = tmp_path / "client.py"
+    tests = str(Path(__file__).parent)
+    program.write_text(f"import sys; sys.path.insert(0, {tests!r})\n{_PROGRAM}")
+    return [
+        program,
+        address,
+        function.__code__.co_filename,
+        function.__name__,
+        tmp_path / "found",
+    ]

@@ -118,7 +118,7 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
             ConfigError: there is no active Spark session, or one in which the function might
                 never end; or, when it is called, another one.
         """
-        spark = require_session()
+        spark = require_session(connect=True)
         require_end(spark)
         outputs = self.predicted_columns(self._head, self._widths)
         predictor = self._predictor(outputs, [each.name for each in self._features], spark)

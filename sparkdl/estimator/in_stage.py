@@ -1,69 +1,45 @@
 """A fit of Spark Connect: its run is served in the first task of the workers' own stage.
 
-What comes back are bytes: a header, then the parameters and buffers of the trained module. Nothing
-in them runs code here: the header's pickle may only name classes of a few plain kinds.
+What comes back are bytes: a header, then the parameters and buffers of the trained module.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
-import pickle
-import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass, replace
-from enum import Enum
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparkdl import errors
 from sparkdl.averager.service.loop import EdgeOptions
+from sparkdl.averager.service.server import Averager
 from sparkdl.callbacks import EarlyStopping, ModelCheckpoint, TimeBudget
-from sparkdl.checkpoint.policy import OtherTrainingError
-from sparkdl.driver import Launch, Observers, Outcome, RunOptions, run
-from sparkdl.encodings import Encoding
-from sparkdl.errors import (
-    CallbackError,
-    ConfigError,
-    DataError,
-    SparkDLError,
-    TrainingError,
-    WorkerLostError,
-)
+from sparkdl.driver import Observers, Outcome, RunOptions, run
+from sparkdl.errors import CallbackError, ConfigError, DataError, TrainingError, WorkerLostError
 from sparkdl.estimator.checks.building import build
 from sparkdl.estimator.checks.preflight import FitPlan
 from sparkdl.estimator.checks.row_checks import Checked, RowChecks
 from sparkdl.estimator.outputs import SharedParams
 from sparkdl.feed.statistics.shards import NO_ROWS
 from sparkdl.process.lazy_compiler import compiler_deferred
-from sparkdl.report.recording import Recording, TimeBins
 from sparkdl.spark.catalyst.jvm import setting
-from sparkdl.spark.diagnostics.console import Display, Show
-from sparkdl.spark.launch.beside import PIECE_BYTES, run_in_stage
-from sparkdl.user_code.tracebacks import traceback_of
+from sparkdl.spark.closures.pickling import References, pickled
+from sparkdl.spark.diagnostics.console import Console
+from sparkdl.spark.launch.answers import Told, described, header_of, pieces, restored, show_told
+from sparkdl.spark.launch.beside import FirstTask, RunInStage
+from sparkdl.spark.launch.launcher import LEAVE_S
+from sparkdl.spark.modules.shipping import ship
+from sparkdl.spark.session.encryption import keeps_rows_in_memory
 
 logger = logging.getLogger(__name__)
 
 _BESIDE = (EarlyStopping, ModelCheckpoint, TimeBudget)
 """Callbacks that only decide, so that it does not matter where they do."""
-MOST_LINES = 10_000
-"""The most lines that come back of what workers print; their executors' logs have all."""
-_LENGTH = struct.Struct("<q")
-_PLAIN = {
-    "builtins": {"frozenset", "set"},
-    "collections": {"OrderedDict", "deque"},
-    "numpy": {"dtype", "ndarray"},
-    "numpy._core.multiarray": {"_reconstruct", "scalar"},
-    "numpy._core.numeric": {"_frombuffer"},
-    "numpy.core.multiarray": {"_reconstruct", "scalar"},
-    "numpy.core.numeric": {"_frombuffer"},
-}
-"""What a header may name besides our own classes and torch's dtypes."""
 
 
 def fit_in_stage(plan: FitPlan, params: SharedParams, module: nn.Module) -> tuple[Outcome, Checked]:
@@ -89,7 +65,7 @@ def fit_in_stage(plan: FitPlan, params: SharedParams, module: nn.Module) -> tupl
     while True:
         served = Served(away, params, application, again=losses > 0)
         try:
-            return _received(run_in_stage(workers, job, served), module)
+            return _received(_pieces_of(plan, served), module)
         except WorkerLostError as error:
             losses += 1
             if losses > allowed:
@@ -136,9 +112,9 @@ class Served:
     application: str | None
     again: bool
 
-    def __call__(self, launch: Callable[[Show], Launch], edge: EdgeOptions) -> Iterator[bytes]:
+    def __call__(self, first: FirstTask) -> Iterator[bytes]:
         """Serve it; yields the header and the values."""
-        told = _Told()
+        told = Told()
         header: dict[str, Any] = {}
         values: Sequence[Tensor] = ()
         checks: RowChecks | None = None
@@ -146,14 +122,11 @@ class Served:
         with told.noted(), torch.inference_mode(False), compiler_deferred():
             try:
                 checks = self._checks()
-                outcome = self._run(checks, launch(told.show), edge)
-            except SparkDLError as error:
-                header["error"] = _described(error)
+                outcome = self._run(checks, first, told)
+            except Exception as error:
+                header["error"] = described(error)
                 if isinstance(error, CallbackError):
                     outcome = error.model
-            except Exception as error:  # the client has to know, whatever it is
-                told_all = f"the averager failed beside rank 0: {traceback_of(error)}"
-                header["error"] = _described(TrainingError(told_all))
         if outcome is not None and checks is not None:
             values = [each for _, each in _state_of(outcome.module)]
             outcome.recording.setup = replace(outcome.recording.setup, settings={})
@@ -164,8 +137,7 @@ class Served:
                 checks.result(),
                 _layout(_state_of(outcome.module)),
             )
-        header |= {"lines": told.lines, "logged": told.logged}
-        yield from _pieces(header, values)
+        yield from pieces(header | told.header, map(_bytes_of, values))
 
     def _checks(self) -> RowChecks:
         job = self.plan.job
@@ -179,8 +151,17 @@ class Served:
         )
         return RowChecks(replica, self.params)
 
-    def _run(self, checks: RowChecks, launch: Launch, edge: EdgeOptions) -> Outcome:
+    def _run(self, checks: RowChecks, first: FirstTask, told: Told) -> Outcome:
         plan, settings = self.plan, self.plan.settings
+
+        @contextmanager
+        def launch(averager: Averager) -> Iterator[None]:
+            with (
+                Console(averager.service, told.show),
+                first.workers(averager.address, averager.fail),
+            ):
+                yield
+
         checkpoints = settings.checkpoint_policy(self.application)
         if checkpoints is not None:
             # There is no JVM here; what pyarrow cannot open is refused by name.
@@ -190,43 +171,32 @@ class Served:
             plan.job,
             plan.workers.num_workers,
             launch,
-            RunOptions(checkpoints=checkpoints, warm_start=plan.warm_start, edge=edge),
+            RunOptions(
+                checkpoints=checkpoints,
+                warm_start=plan.warm_start,
+                edge=EdgeOptions(host=first.host, advertised_host=first.host),
+            ),
             Observers(check=partial(checks.check, plan), callbacks=settings.driver_callbacks),
         )
 
 
-class _Told(logging.Handler):
-    """What workers print and what is logged while a run is served, for the client to show."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[tuple[int, list[str], int]] = []
-        self.logged: list[tuple[str, int, str]] = []
-        self._left = MOST_LINES
-
-    def show(self, rank: int, lines: Sequence[str], left_out: int) -> None:
-        """Keep a rank's lines; see ``console.Show``."""
-        kept = list(lines[: self._left])
-        self._left -= len(kept)
-        left_out += len(lines) - len(kept)
-        if self.lines and self.lines[-1][0] == rank and not kept:
-            left_out += self.lines.pop()[2] if not self.lines[-1][1] else 0
-        self.lines.append((rank, kept, left_out))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Called for each record."""
-        if len(self.logged) < MOST_LINES:
-            self.logged.append((record.name, record.levelno, record.getMessage()))
-
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Keep what this package logs meanwhile."""
-        ours = logging.getLogger("sparkdl")
-        ours.addHandler(self)
-        try:
-            yield
-        finally:
-            ours.removeHandler(self)
+def _pieces_of(plan: FitPlan, served: Served) -> Iterator[bytes]:
+    """What a stage of workers answers; see ``RunInStage``."""
+    workers, job = plan.workers, served.plan.job
+    spark, used = workers.frame.sparkSession, References()
+    in_memory = keeps_rows_in_memory(spark, workers.store_in)
+    payload = pickled((job, workers.network, in_memory, served), used)
+    return RunInStage(
+        spark=spark,
+        entry="sparkdl.spark.launch.task:run_worker_task",
+        payload=payload,
+        further=(workers.device, True),
+        tasks=workers.num_tasks,
+        ranks_a_task=workers.ranks_a_task,
+        device=workers.device,
+        shipment=ship(used.names, spark) if workers.ship_modules else None,
+        rows=(workers, job.seed),
+    ).answered(LEAVE_S)
 
 
 def _state_of(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -234,21 +204,9 @@ def _state_of(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
-def _pieces(header: dict[str, Any], values: Sequence[Tensor]) -> Iterator[bytes]:
-    """A header with its length before it, then the bytes of the values, cut small."""
-    octets = pickle.dumps(header, protocol=5)
-    yield _LENGTH.pack(len(octets))
-    for start in range(0, len(octets), PIECE_BYTES):
-        yield octets[start : start + PIECE_BYTES]
-    for each in values:
-        view = _bytes_of(each.detach().contiguous())
-        for start in range(0, len(view), PIECE_BYTES):
-            yield bytes(view[start : start + PIECE_BYTES])
-
-
 def _bytes_of(values: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
-    return values.reshape(-1).view(torch.uint8).numpy().data
+    """The bytes of a tensor, in its own memory if that is contiguous."""
+    return values.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _received(pieces: Iterator[bytes], module: nn.Module) -> tuple[Outcome, Checked]:
@@ -258,11 +216,10 @@ def _received(pieces: Iterator[bytes], module: nn.Module) -> tuple[Outcome, Chec
         SparkDLError: the run has failed.
     """
     with contextlib.closing(pieces):  # type: ignore[type-var] # it is a generator
-        header = _header(pieces)
-        for rank, lines, left_out in header["lines"]:
-            Display("the executor's log")(rank, lines, left_out)
-        for name, level, message in header["logged"]:
-            logging.getLogger(name).log(level, "%s", message)
+        header = header_of(pieces)
+        if header is None:  # Spark starts no task for what turns out empty while it plans
+            raise DataError(NO_ROWS)
+        show_told(header)
         result = None
         if "outcome" in header:
             history, recording, stopped, checked, told = header["outcome"]
@@ -277,7 +234,7 @@ def _received(pieces: Iterator[bytes], module: nn.Module) -> tuple[Outcome, Chec
         for _ in pieces:  # none: the other tasks end meanwhile
             pass
     if "error" in header:
-        error = _restored(header["error"])
+        error = restored(header["error"])
         if isinstance(error, CallbackError):
             error.model = result
         raise error
@@ -289,17 +246,6 @@ def _layout(state: Sequence[tuple[str, Tensor]]) -> list[tuple[str, str, list[in
     return [(name, str(each.dtype), list(each.shape)) for name, each in state]
 
 
-def _header(pieces: Iterator[bytes]) -> Any:
-    first = next(pieces, None)
-    if first is None:  # Spark starts no task for what turns out empty while it plans
-        raise DataError(NO_ROWS)
-    (length,) = _LENGTH.unpack(first)
-    octets = bytearray()
-    while len(octets) < length:
-        octets += next(pieces)
-    return _Plain(io.BytesIO(octets)).load()
-
-
 def _fill(pieces: Iterator[bytes], values: Sequence[Tensor]) -> None:
     for each in values:
         whole = torch.empty_like(each, memory_format=torch.contiguous_format)
@@ -309,45 +255,3 @@ def _fill(pieces: Iterator[bytes], values: Sequence[Tensor]) -> None:
             view[at : at + len(piece)] = piece
             at += len(piece)
         each.data.copy_(whole)
-
-
-class _Plain(pickle.Unpickler):
-    """Takes values that are plain, from a server that need not be trusted with more."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Called for every class or function that a pickle names."""
-        if name in _PLAIN.get(module, ()):
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if module.startswith("sparkdl."):
-            found = super().find_class(module, name)
-            plain = is_dataclass(found) or found in (Recording, TimeBins)
-            if isinstance(found, type) and (plain or issubclass(found, (Encoding, Enum))):
-                return found
-        raise TrainingError(f"what came back from the executors names {module}.{name}")
-
-
-_ERRORS = {
-    each.__name__: each
-    for each in (*vars(errors).values(), OtherTrainingError)
-    if isinstance(each, type) and issubclass(each, SparkDLError)
-}
-_FIELDS = ("rank", "epoch", "step", "worker_traceback", "ranks", "holder")
-
-
-def _described(error: SparkDLError) -> dict[str, Any]:
-    kind = next(each.__name__ for each in type(error).__mro__ if each.__name__ in _ERRORS)
-    fields = {name: getattr(error, name) for name in _FIELDS if hasattr(error, name)}
-    notes = getattr(error, "__notes__", [])
-    return {"kind": kind, "message": str(error), "notes": notes, "fields": fields}
-
-
-def _restored(told: dict[str, Any]) -> SparkDLError:
-    kind = _ERRORS[told["kind"]]
-    error = kind.__new__(kind, told["message"])
-    for name, value in told["fields"].items():
-        setattr(error, name, value)
-    for note in told["notes"]:
-        error.add_note(note)
-    return error

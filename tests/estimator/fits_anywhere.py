@@ -17,14 +17,19 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 from torchmetrics import MeanSquaredError
 from torchmetrics.classification import MulticlassAccuracy
+from waiting import eventually
 
 import sparkdl
 from sparkdl import (
+    ElasticAveraging,
+    GossipAveraging,
     GradientAllReduce,
+    KFACPreconditioner,
     NearDuplicates,
+    OuterOptimizer,
     ParameterAveraging,
+    ThresholdGradientSharing,
     TorchClassifier,
-    TorchDistributor,
     TorchEstimator,
     TorchModel,
 )
@@ -33,7 +38,19 @@ from sparkdl.errors import SparkDLError
 from sparkdl.spark.catalyst.jvm import is_of_connect
 from sparkdl.spark.closures import sending
 
+Survived = dict[str, tuple[list[float], int]]
+"""By what was lost: the parameters, and how many steps of the first epoch a survivor has taken."""
 STRATEGIES = {"averaging": ParameterAveraging(period=2), "all-reduce": GradientAllReduce()}
+
+
+OTHERS = {
+    "averaging among executors": ParameterAveraging(period=2, aggregation="executors"),
+    "elastic": ElasticAveraging(period=2),
+    "gossip": GossipAveraging(period=2, mode="symmetric"),
+    "outer": OuterOptimizer(period=2),
+    "preconditioned": GradientAllReduce(preconditioner=KFACPreconditioner()),
+    "threshold": ThresholdGradientSharing(),
+}
 
 
 class Network(nn.Module):
@@ -135,10 +152,6 @@ def refusals(spark: SparkSession) -> dict[str, str]:
         "workers": lambda: estimator(numWorkers=7).fit(frame),
         "partitions": lambda: estimator(shuffleRows="none").fit(frame),
         "column": lambda: estimator(featuresCol="nothing").fit(frame),
-        "run": lambda: sparkdl.run(len, df=frame),
-        "run without rows": lambda: sparkdl.run(len),
-        "distributor": lambda: TorchDistributor(2, local_mode=False, use_gpu=False).run(len),
-        "udf": model.udf,
         "volume": lambda: model.transform_volume(
             "file:///tmp/in", "file:///tmp/out", patch=(4, 4, 4), overlap=(1, 1, 1)
         ),
@@ -162,29 +175,89 @@ def _words(call: Callable[[], object]) -> str:
 
 
 class Dying(WorkerCallback):
-    """Kills the process of rank 1 in the second epoch, once."""
+    """Kills the process of rank 1, or the one of the averager, in the second epoch, once.
 
-    def __init__(self, flag: Path) -> None:
+    Rank 2 writes down its steps. If there are checkpoints, the first is waited for.
+    """
+
+    def __init__(self, lost: str, scratch: Path, checkpoints: Path | None) -> None:
+        self.steps, self.flag = scratch / "steps", scratch / "killed"
+        self.victim = {"worker": 1, "averager": 0}.get(lost)
+        self.checkpoints = checkpoints
+
+    def after_step(self, step: WorkerStep) -> None:
+        if step.rank == 2:
+            with self.steps.open("a") as file:
+                file.write(f"{step.epoch}")
+        if step.rank == self.victim and step.epoch == 2 and not self.flag.exists():
+            published = self.checkpoints
+            assert published is None or eventually(lambda: list(published.glob("*/manifest.json")))
+            self.flag.touch()
+            # Rank 0 was forked from a child of the process that serves.
+            os.kill(os.getpid() if step.rank else _parent_of(os.getppid()), signal.SIGKILL)
+
+
+def _parent_of(process: int) -> int:
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(status.partition("PPid:")[2].split()[0])
+
+
+def survived_without_a_checkpoint(spark: SparkSession) -> Survived:
+    """Fits that lose a worker, or the averager, and one that loses nothing."""
+    return _survived(spark, checkpoints=False)
+
+
+def survived_with_a_checkpoint(spark: SparkSession) -> Survived:
+    """The same."""
+    sending.MOST_IN_A_TASK = 0  # all is sent as artifacts
+    return _survived(spark, checkpoints=True)
+
+
+def _survived(spark: SparkSession, *, checkpoints: bool) -> Survived:
+    frame, found = rows(spark), {}
+    for lost in ("nothing", "worker", "averager"):
+        scratch = Path(tempfile.mkdtemp())
+        path = scratch / "checkpoints" if checkpoints else None
+        model = estimator(
+            callbacks=[Dying(lost, scratch, path)],
+            maxFailures=1,
+            checkpointPath=None if path is None else str(path),
+        ).fit(frame)
+        found[lost] = parameters_of(model), (scratch / "steps").read_text().count("1")
+    return found
+
+
+def parameters_of(model: TorchModel) -> list[float]:
+    """All in a row."""
+    return parameters_to_vector(model.module.parameters()).tolist()
+
+
+def parameters(spark: SparkSession) -> list[float]:
+    """Those of one fit."""
+    return parameters_of(estimator().fit(rows(spark)))
+
+
+def of_other_strategies(spark: SparkSession) -> dict[str, list[float]]:
+    """The parameters of one fit of each; ends for one in which ranks leave one by one, too."""
+    frame = rows(spark)
+    changed = {"model": partial(nn.Linear, 3, 1), "optimizer": partial(torch.optim.SGD, lr=0.01)}
+    estimator(**changed, strategy=GossipAveraging(period=2)).fit(frame)
+    return {
+        name: parameters_of(estimator(**changed, strategy=strategy).fit(frame))
+        for name, strategy in OTHERS.items()
+    }
+
+
+class Begun(WorkerCallback):
+    """Says in a file that training has begun."""
+
+    def __init__(self, flag: str) -> None:
         self.flag = flag
 
     def after_step(self, step: WorkerStep) -> None:
-        if step.rank == 1 and step.epoch == 2 and not self.flag.exists():
-            self.flag.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        Path(self.flag).touch()
 
 
-def survived(spark: SparkSession) -> list[list[float]]:
-    """The parameters of a fit that loses a worker, with a checkpoint and without, and of none."""
-    sending.MOST_IN_A_TASK = 0  # all is sent as artifacts
-    frame, scratch = rows(spark), Path(tempfile.mkdtemp())
-    lost = [
-        estimator(callbacks=[Dying(scratch / "first")], maxFailures=1),
-        estimator(
-            callbacks=[Dying(scratch / "second")],
-            maxFailures=1,
-            checkpointPath=str(scratch / "checkpoints"),
-        ),
-        estimator(),
-    ]
-    models = [each.fit(frame) for each in lost]
-    return [parameters_to_vector(each.module.parameters()).tolist() for each in models]
+def endless(spark: SparkSession) -> None:
+    """A fit that somebody has to interrupt; says in the file BEGUN that it has begun."""
+    estimator(epochs=1_000_000, callbacks=[Begun(os.environ["BEGUN"])]).fit(rows(spark))

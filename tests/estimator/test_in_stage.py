@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import pickle
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import fits_anywhere
 import numpy as np
 import pytest
-from connecting import asked_of_client, connect_address
+from connecting import asked_of_client, client, connect_address
 from pyspark.sql import SparkSession
-
-from sparkdl.errors import TrainingError, WorkerError, WorkerLostError
-from sparkdl.estimator.in_stage import _described, _Plain, _restored
+from waiting import eventually
 
 __all__ = ["connect_address"]
 
@@ -37,6 +39,15 @@ def test_a_client_gets_what_the_driver_gets_to_the_bit(
 
 
 @pytest.mark.slow
+def test_no_strategy_sees_a_difference(
+    spark: SparkSession, connect_address: str, tmp_path: Path
+) -> None:
+    found, _ = asked_of_client(connect_address, fits_anywhere.of_other_strategies, tmp_path)
+    expected = fits_anywhere.of_other_strategies(spark)
+    assert [name for name, values in expected.items() if found[name] != values] == []
+
+
+@pytest.mark.slow
 def test_what_a_client_cannot_have_is_refused_in_words(
     connect_address: str, tmp_path: Path
 ) -> None:
@@ -46,10 +57,6 @@ def test_what_a_client_cannot_have_is_refused_in_words(
         "workers": "ConfigError: numWorkers is 7, but the cluster has 3 slots",
         "partitions": "ConfigError: shuffleRows='none' leaves rows in their partitions, but those",
         "column": "DataError: ",
-        "run": "ConfigError: the DataFrame belongs to a Spark Connect session",
-        "run without rows": "ConfigError: this is a Spark Connect session",
-        "distributor": "ConfigError: this is a Spark Connect session",
-        "udf": "ConfigError: this is a Spark Connect session",
         "volume": "ConfigError: this is a Spark Connect session",
         "duplicates": "ConfigError: the DataFrame belongs to a Spark Connect session",
         "plan": "ConfigError: the DataFrame belongs to a Spark Connect session",
@@ -61,32 +68,53 @@ def test_what_a_client_cannot_have_is_refused_in_words(
 
 
 @pytest.mark.slow
-def test_all_workers_start_again_when_one_is_lost(connect_address: str, tmp_path: Path) -> None:
-    (first, second, whole), printed = asked_of_client(
-        connect_address, fits_anywhere.survived, tmp_path
+def test_all_start_again_from_the_beginning_when_a_worker_or_the_averager_is_lost(
+    connect_address: str, tmp_path: Path
+) -> None:
+    function = fits_anywhere.survived_without_a_checkpoint
+    found, printed = asked_of_client(connect_address, function, tmp_path)
+    values, steps = found["nothing"]
+    assert found == dict.fromkeys(found, (values, 2 * steps)) | {"nothing": (values, steps)}
+    assert printed.count("start again from the beginning, as there is no checkpointPath") == 2
+
+
+@pytest.mark.slow
+def test_all_start_again_from_a_checkpoint_when_a_worker_or_the_averager_is_lost(
+    connect_address: str, tmp_path: Path
+) -> None:
+    function = fits_anywhere.survived_with_a_checkpoint
+    found, printed = asked_of_client(connect_address, function, tmp_path)
+    assert found == dict.fromkeys(found, found["nothing"])
+    assert printed.count("start again from the last checkpoint in ") == 2
+
+
+@pytest.mark.slow
+def test_two_clients_fit_at_once(spark: SparkSession, connect_address: str, tmp_path: Path) -> None:
+    homes = [tmp_path / "first", tmp_path / "second"]
+    for home in homes:
+        home.mkdir()
+    ask = partial(asked_of_client, connect_address, fits_anywhere.parameters)
+    with ThreadPoolExecutor(2) as pool:
+        found = [parameters for parameters, _ in pool.map(ask, homes)]
+    assert found == [fits_anywhere.parameters(spark)] * 2
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_the_client_ends_the_stage(
+    spark: SparkSession, connect_address: str, tmp_path: Path
+) -> None:
+    begun = tmp_path / "begun"
+    command = [sys.executable, *client(connect_address, fits_anywhere.endless, tmp_path)]
+    program = subprocess.Popen(
+        command, env={**os.environ, "BEGUN": str(begun)}, stderr=subprocess.PIPE, text=True
     )
-    assert first == whole
-    assert second == whole
-    assert "start again from the beginning, as there is no checkpointPath" in printed
-    assert "start again from the last checkpoint in " in printed
-
-
-def test_errors_come_back_as_what_they_were() -> None:
-    lost = WorkerLostError("gone", ranks=(1, 2))
-    lost.add_note("said before")
-    failed = WorkerError("bad", rank=1, epoch=2, step=3, worker_traceback="line")
-    for error in (lost, failed, TrainingError("ended")):
-        back = _restored(pickle.loads(pickle.dumps(_described(error))))
-        assert (type(back), str(back), vars(back)) == (type(error), str(error), vars(error))
-
-
-def test_what_comes_back_runs_no_code() -> None:
-    import io
-    import os
-
-    class Evil:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return os.system, ("true",)
-
-    with pytest.raises(TrainingError, match=r"names posix\.system"):
-        _Plain(io.BytesIO(pickle.dumps(Evil()))).load()
+    try:
+        assert eventually(lambda: begun.exists() or program.poll() is not None, wait_s=300)
+        program.send_signal(signal.SIGINT)
+        _, errors = program.communicate(timeout=300)
+    finally:
+        program.kill()
+    assert "KeyboardInterrupt" in errors
+    tracker = spark.sparkContext.statusTracker()
+    assert eventually(lambda: not tracker.getActiveStageIds(), wait_s=300)
+    assert fits_anywhere.parameters(spark)  # the slots are free again

@@ -109,6 +109,6 @@ def failed_tasks(context: SparkContext, stage: int) -> list[FailedTask]:
 
 def hadoop_files(path: str) -> tuple[Any, Any]:
     """Hadoop's file system for a path, and its class of paths; both in the driver's JVM."""
-    context: Any = SparkSession.builder.getOrCreate().sparkContext
+    context: Any = SparkContext.getOrCreate()
     paths = context._jvm.org.apache.hadoop.fs.Path
     return paths(path).getFileSystem(context._jsc.hadoopConfiguration()), paths

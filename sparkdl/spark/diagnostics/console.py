@@ -28,6 +28,7 @@ from pyspark.sql import SparkSession
 
 from sparkdl.averager.messages.headers import Types, checked
 from sparkdl.errors import SparkDLError, TrainingError
+from sparkdl.spark.catalyst.jvm import is_of_connect
 from sparkdl.spark.diagnostics.stacks import Stacks
 from sparkdl.transport.channel import HEADER, PAUSE, Channel, Conversation, LeftError, Need
 from sparkdl.transport.connecting import ServiceAddress
@@ -102,6 +103,8 @@ def driver_hosts(spark: SparkSession) -> tuple[str, str]:
 
 def echoes(spark: SparkSession) -> bool:
     """Whether workers have logs of their own; with a local master they share the driver's."""
+    if is_of_connect(spark):
+        return True
     return not re.fullmatch(r"local(\[.*\])?", spark.sparkContext.master or "")
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import astuple
@@ -17,8 +15,9 @@ from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.arguments import require_whole
 from sparkdl.encodings.any_size import FITS
-from sparkdl.errors import ConfigError, DeadlineError
+from sparkdl.errors import ConfigError
 from sparkdl.protocols import SequenceInput
+from sparkdl.spark.catalyst.jvm import is_of_connect
 from sparkdl.spark.closures.pickling import References, pickled_or_refused
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.cluster.network import network_of
@@ -29,14 +28,15 @@ from sparkdl.spark.cluster.slots import (
     require_static_allocation,
 )
 from sparkdl.spark.diagnostics.console import display, driver_hosts, echoes
-from sparkdl.spark.diagnostics.run_client import JOIN_S
-from sparkdl.spark.diagnostics.run_service import OnReport, RunService, named
+from sparkdl.spark.diagnostics.run_service import OnReport, RunService
 from sparkdl.spark.diagnostics.watchdog import stacks_on_signal
 from sparkdl.spark.functions.program import Directory, Script, function_of
 from sparkdl.spark.functions.rows import Rows, rows_of
+from sparkdl.spark.functions.serving import ServedCall, results_of, watch
 from sparkdl.spark.functions.task import Call, CallPlacement
+from sparkdl.spark.launch.beside import RunInStage
 from sparkdl.spark.launch.launcher import WorkerJob, rank_task
-from sparkdl.spark.launch.worker_rows import Task
+from sparkdl.spark.modules.arrival import Shipment
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.spark.rows.column_overrides import (
     GROUPS_WITHOUT_PADDING,
@@ -53,15 +53,7 @@ from sparkdl.spark.rows.image_columns import ImageColumns, ImageScale, image_sca
 from sparkdl.spark.rows.scratch import STORE_PLACES
 from sparkdl.spark.session.encryption import encrypts_connections, require_trusted_network
 from sparkdl.spark.session.required import require_frame, require_session
-from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.transport.service import Service
-
-logger = logging.getLogger(__name__)
-
-RESULTS_S = 120.0
-"""Seconds for Spark to deliver what the workers returned, once all of them have finished."""
-RETURNED_S = 10.0
-"""Seconds after which to report that some workers have returned and others have not."""
 
 
 def run(
@@ -149,8 +141,8 @@ def run(
         DeadlineError: the workers did not start, or what they returned did not arrive.
     """
     if df is not None:
-        require_frame(df, to_end="Run on")
-    spark = require_session(None if df is None else df.sparkSession)
+        require_frame(df, to_end="Run on", connect=True)
+    spark = require_session(None if df is None else df.sparkSession, connect=True)
     num_workers = require_whole("num_workers", num_workers, 1)
     call = Call(function_of(train_fn, kwargs, "train_fn"), args, kwargs)
     overrides = ColumnOverrides(
@@ -222,26 +214,48 @@ def run_call(
     profile, ranks = gpu_profile(spark, placement.device), ranks_a_task(spark, placement.device)
     choose_num_workers(spark, num_workers, profile, ranks, name)
     require_trusted_network(spark, False, "what sparkdl.run calls")
-    tls = encrypts_connections(spark, False)
+    tls, tasks = encrypts_connections(spark, False), num_workers // ranks
+    called = getattr(call.function, "__name__", getattr(call.function, "path", "a function"))
+    # The call is pickled separately: a worker may lack what it imports, which the user must be
+    # told.
+    used = References()
+    parts = (placement, None if rows is None else rows.feeding, _pickled(call, called, used))
+    entry = "sparkdl.spark.functions.task:run_function_task"
+    shipment = _shipment(spark, call, used) if ship_modules else None
+    input_rows = None if rows is None else (rows.workers, rows.feeding.seed)
+    if is_of_connect(spark):
+        served = ServedCall(num_workers=num_workers, tls=tls, reports=on_report is not None)
+        in_stage = RunInStage(
+            spark=spark,
+            entry=entry,
+            payload=cloudpickle.dumps((*parts, served)),
+            tasks=tasks,
+            ranks_a_task=ranks,
+            device=placement.device,
+            shipment=shipment,
+            apart=True,
+            rows=input_rows,
+        )
+        with queued(spark, tasks, profile):
+            return results_of(in_stage, num_workers, on_report)
     host, advertised = driver_hosts(spark)
-    tasks = num_workers // ranks
     with (
         queued(spark, tasks, profile),
         Service(host, advertised_host=advertised, encrypted=tls) as connections,
         RunService(connections, num_workers, display(spark), on_report) as service,
     ):
         require_free_slots(spark, tasks, profile, ranks)
-        called = getattr(call.function, "__name__", getattr(call.function, "path", "a function"))
+        arguments = (cloudpickle.dumps(parts), astuple(service.address))
         job = WorkerJob(
             spark,
-            _task(spark, call, called, placement, rows, service.address, ranks, ship_modules),
+            rank_task(entry, arguments, ranks, shipment, used, apart=True),
             service.fail,
             description=f"sparkdl: run {called} on {num_workers} workers",
             device=placement.device,
             tasks=tasks,
             ranks_a_task=ranks,
             barrier=True,
-            rows=None if rows is None else (rows.workers, rows.feeding.seed),
+            rows=input_rows,
             ended_early="the Spark job ended before its workers did: one exited without reporting "
             "why",
             unexplained=". The executor's log says why; a process killed for memory needs more "
@@ -252,30 +266,11 @@ def run_call(
         return [cloudpickle.loads(row.result) for row in job.yielded()]
 
 
-def _task(
-    spark: SparkSession,
-    call: Call,
-    called: str,
-    placement: CallPlacement,
-    rows: Rows | None,
-    address: ServiceAddress,
-    ranks: int,
-    ship_modules: bool,
-) -> Task:
-    """What each task runs."""
-    # The call is pickled separately: a worker may lack what it imports, which the user must be
-    # told.
-    used = References()
-    feeding = None if rows is None else rows.feeding
-    payload = cloudpickle.dumps((placement, feeding, _pickled(call, called, used)))
-    shipment = None
-    if ship_modules:
-        script = call.function if isinstance(call.function, Script) else None
-        used.names |= set() if script is None else script.imports()
-        first = [] if script is None else [str(Path(script.path).parent)]
-        shipment = ship(used.names, spark, first)
-    entry = "sparkdl.spark.functions.task:run_function_task"
-    return rank_task(entry, (payload, astuple(address)), ranks, shipment, used, apart=True)
+def _shipment(spark: SparkSession, call: Call, used: References) -> Shipment | None:
+    """The modules of the user's own that a call needs."""
+    script = call.function if isinstance(call.function, Script) else None
+    used.names |= set() if script is None else script.imports()
+    return ship(used.names, spark, [] if script is None else [str(Path(script.path).parent)])
 
 
 def _pickled(call: Call, name: str, used: References) -> bytes:
@@ -292,57 +287,3 @@ def _pickled(call: Call, name: str, used: References) -> bytes:
     parts |= {f"the argument {index}": each for index, each in enumerate(call.args, 1)}
     parts |= {f"the argument '{each}'": value for each, value in call.kwargs.items()}
     return pickled_or_refused(call, parts, used, ConfigError)
-
-
-def watch(service: RunService, job: WorkerJob) -> None:
-    """Show what the workers print and report until all have finished, or one has failed.
-
-    Args:
-        service: the one that the workers are connected to.
-        job: the one that runs them.
-
-    Raises:
-        DeadlineError: workers did not start, or what they returned did not arrive.
-        SparkDLError: whatever ended the run.
-    """
-    deadline = time.monotonic() + JOIN_S
-    results_due: float | None = None
-    tell_of_returned = True
-    while True:
-        if service.show_next(0.2):
-            continue
-        if tell_of_returned and (behind := _left_behind(service)):
-            logger.warning("%s", behind)
-            tell_of_returned = False
-        elif service.failure is not None:
-            raise service.failure
-        elif service.all_finished:
-            if job.jobs.ended:
-                return
-            results_due = results_due or time.monotonic() + RESULTS_S
-            if time.monotonic() > results_due:
-                raise DeadlineError(
-                    f"all {service.world_size} workers have finished, but Spark's job did not "
-                    f"deliver what they returned within {RESULTS_S:g} s. Is it very large? "
-                    "Write it to a file and return its path. Spark's UI shows which tasks are "
-                    "left"
-                )
-        elif service.missing and job.makes_rows:
-            deadline = time.monotonic() + JOIN_S
-        elif service.missing and time.monotonic() > deadline:
-            raise DeadlineError(
-                f"rank {', '.join(map(str, service.missing))} of {service.world_size} workers did "
-                f"not start within {JOIN_S:g} s, and they need a gang-scheduled start: are other "
-                "jobs using the cluster? An executor that cannot reach the driver says so in its "
-                "log"
-            )
-
-
-def _left_behind(service: RunService) -> str:
-    """Which ranks still run long after others have returned, and where; empty if none do."""
-    returned, running = service.left_behind(RETURNED_S)
-    tops = service.stacks.tops(running) if running else {}
-    if not tops:
-        return ""
-    where = "; ".join(f"{named([rank])} is still running, in {top}" for rank, top in tops.items())
-    return f"{named(returned)} already returned; {where}"

@@ -105,7 +105,7 @@ def run_function_task(
 
     Args:
         payload: the pickled ``CallPlacement``, the ``Feeding`` or None, and the ``Call``, pickled
-            separately.
+            separately; what follows is for others.
         address: the fields of the run service's ``ServiceAddress``.
         assigned: the rank, its cores and its GPU.
         batches: the rank's rows; meaningless without a ``Feeding``.
@@ -137,7 +137,7 @@ def _serve(
 ) -> bytes:
     placement: CallPlacement
     feeding: Feeding | None
-    placement, feeding, pickled_call = cloudpickle.loads(payload)
+    placement, feeding, pickled_call, *_ = cloudpickle.loads(payload)
     if placement.tasks_are_nodes:
         _show_gpus(assigned, placement.device)
     device = choose_device(placement.device, assigned.gpu, assigned.rank)

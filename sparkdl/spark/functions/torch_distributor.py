@@ -44,7 +44,7 @@ class TorchDistributor(pyspark_distributor.TorchDistributor):
         """
         if self.local_mode:
             return super().run(train_object, *args, **kwargs)
-        require_session(self.spark)
+        require_session(self.spark, connect=True)
         self._check_encryption()
         call = Call(function_of(train_object, kwargs, "train_object"), args, kwargs)
         placement = CallPlacement(

@@ -84,24 +84,26 @@ def require_frame(
         )
 
 
-def require_session(spark: SparkSession | None = None) -> SparkSession:
-    """The session, which runs in this driver.
+def require_session(spark: SparkSession | None = None, *, connect: bool = False) -> SparkSession:
+    """The session, which runs.
 
     Args:
         spark: one that the user has given; the thread's or the application's if None.
+        connect: whether one of Spark Connect will do.
 
     Raises:
-        ConfigError: there is none, or it has been stopped or is Spark Connect's.
+        ConfigError: there is none, it has been stopped, or is Spark Connect's where that will not
+            do.
     """
     if spark is None:
         with jvm_named():
             spark = current_session()
+    if spark is not None and is_of_connect(spark) and not connect:
+        raise _of_connect("this is")
     if spark is None and not has_jvm():
         raise ConfigError(
             "there is no active Spark session; create one with sparkdl.create_session()"
         )
-    if spark is not None and is_of_connect(spark):
-        raise _of_connect("this is")
     if spark is None or _is_stopped(spark):
         raise ConfigError(f"the Spark session has been stopped: {_ANOTHER}")
     return spark
@@ -115,8 +117,8 @@ def _is_stopped(spark: SparkSession) -> bool:
 def _of_connect(what: str) -> ConfigError:
     return ConfigError(
         f"{what} a Spark Connect session, whose driver is another machine, and this needs to run "
-        "in the driver (fit, transform and evaluate need not). Submit the job with spark-submit, "
-        "or create the session with sparkdl.create_session()"
+        "in the driver (fit, transform, evaluate, run and udf need not). Submit the job with "
+        "spark-submit, or create the session with sparkdl.create_session()"
     )
 
 

@@ -23,7 +23,7 @@ from pyspark.errors import PySparkRuntimeError
 from pyspark.find_spark_home import _find_spark_home
 from pyspark.sql import SparkSession
 
-from sparkdl.errors import SetupError
+from sparkdl.errors import ConfigError, SetupError
 from sparkdl.spark.catalyst.core import Py4JJavaError, SparkContext
 
 # A training job may last seconds; on two cores a sixth of its first Spark job's time goes into
@@ -60,8 +60,9 @@ def create_session(
     app_name: str = "sparkdl",
     master: str | None = None,
     conf: Mapping[str, str] | None = None,
+    remote: str | None = None,
 ) -> SparkSession:
-    """Create (or get) a Spark session whose executors run this Python.
+    """Create (or get) a Spark session whose executors run this Python, or one of Spark Connect.
 
     Where ``sparkdl-prepare`` was run on this machine, the session starts in half the time.
 
@@ -70,10 +71,16 @@ def create_session(
         master: for example ``local[2]`` or ``local-cluster[2,1,2048]``; by default what
             spark-submit or spark-defaults.conf says, else ``local[*]``.
         conf: further Spark settings; they win over the defaults made here.
+        remote: the address of a Spark Connect server, ``sc://host:port``, whose settings and Python
+            hold but for ``conf``; needs no Java here.
 
     Raises:
-        SetupError: there is no Java, or a file that a setting tells Spark to send is not there.
+        ConfigError: both a master and a server are given.
+        SetupError: there is no Java, or a file that a setting tells Spark to send is not there; or
+            a package is missing that Spark Connect needs.
     """
+    if remote is not None:
+        return _connected(remote, master, conf or {})
     java = find_java()
     # Otherwise executors start whatever `python3` is on their PATH.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
@@ -95,6 +102,21 @@ def create_session(
         if missing := _unreadable_file(message, dict(SparkConf().getAll()) | settings):
             raise SetupError(missing) from error
         raise
+
+
+def _connected(remote: str, master: str | None, conf: Mapping[str, str]) -> SparkSession:
+    if master is not None:
+        raise ConfigError(
+            f"master='{master}' starts Spark here, and remote='{remote}' names a server that has "
+            "started it: give one of them"
+        )
+    builder = SparkSession.builder.remote(remote)
+    for key, value in conf.items():
+        builder = builder.config(key, value)
+    try:
+        return builder.getOrCreate()
+    except ImportError as error:
+        raise SetupError(f"{error} pip install 'sparkdl-torch[connect]' has all of them") from error
 
 
 @contextmanager

@@ -131,7 +131,10 @@ def _qualify(path: str) -> str:
     """The path with its scheme: on Spark's default file system if there is a session."""
     if SparkContext._active_spark_context is None:  # a Python thread has no active session
         if urlparse(path).scheme not in ("", "file"):
-            raise ConfigError(f"{path} is not a local path; create a Spark session first")
+            raise ConfigError(
+                f"{path} is not a local path, and Hadoop is only there in the driver of a Spark "
+                "session: create one first, or use a path of this machine"
+            )
         return path
     fs, paths = hadoop_files(path)
     return str(fs.makeQualified(paths(path)).toString())

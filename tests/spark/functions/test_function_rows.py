@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 
 import sparkdl
 from sparkdl.errors import ConfigError, DataError, WorkerError
-from sparkdl.spark.functions import run as function_run
+from sparkdl.spark.functions import serving
 from sparkdl.spark.rows import scratch
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -336,7 +336,7 @@ def test_rows_that_take_longer_than_workers_to_start_are_waited_for(
         time.sleep(16)
         yield from batches
 
-    monkeypatch.setattr(function_run, "JOIN_S", 15.0)
+    monkeypatch.setattr(serving, "JOIN_S", 15.0)
     rows = frame(spark, rows=12, partitions=3).select("id").mapInArrow(slowly, "id bigint")
 
     def count() -> int:

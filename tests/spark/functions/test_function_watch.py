@@ -13,8 +13,8 @@ import pytest
 
 from sparkdl.errors import DeadlineError, TrainingError
 from sparkdl.spark.diagnostics.run_service import RunService
-from sparkdl.spark.functions import run as function_run
-from sparkdl.spark.functions.run import watch
+from sparkdl.spark.functions import serving
+from sparkdl.spark.functions.serving import watch
 from sparkdl.spark.launch.launcher import WorkerJob
 from sparkdl.transport.service import Service
 
@@ -52,7 +52,7 @@ def job_that(rows: Callable[[], Any], service: RunService) -> WorkerJob:
 def test_a_spark_job_that_outlives_its_ranks_ends_the_run(
     service: RunService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(function_run, "RESULTS_S", 0.5)
+    monkeypatch.setattr(serving, "RESULTS_S", 0.5)
     ends = threading.Event()
     job = job_that(lambda: ends.wait(300), service)
     started = time.monotonic()

@@ -18,7 +18,7 @@ from waiting import eventually
 
 import sparkdl
 from sparkdl.errors import TrainingError, WorkerError, WorkerLostError
-from sparkdl.spark.functions import run as function_run
+from sparkdl.spark.functions import serving
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -56,7 +56,7 @@ def test_a_rank_that_still_runs_after_the_others_have_returned_is_named_with_its
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(function_run, "RETURNED_S", 1.0)
+    monkeypatch.setattr(serving, "RETURNED_S", 1.0)
     path = str(tmp_path / "told")
 
     def validate_slowly() -> int:

@@ -11,7 +11,7 @@ from pyspark.sql import SparkSession
 from subprocesses import printed_by, run_python
 
 from sparkdl import create_session
-from sparkdl.errors import SetupError
+from sparkdl.errors import ConfigError, SetupError
 from sparkdl.spark.session.session import find_java
 
 
@@ -56,6 +56,23 @@ def test_create_session_in_a_process_without_java_fails_with_the_fix_and_no_stac
     assert last.startswith("sparkdl.errors.SetupError: Spark needs Java 17 or 21")
     assert "apt-get install" in last
     assert "JAVA_GATEWAY_EXITED" not in done.stderr
+
+
+def test_a_server_has_a_master_of_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"master='local' .* remote='sc://there' .* one of them"):
+        create_session(master="local", remote="sc://there")
+
+
+def test_a_client_without_its_packages_is_told_which_to_install(tmp_path: Path) -> None:
+    (tmp_path / "grpc.py").write_text("raise ImportError('No module named grpc')")
+    done = run_python(
+        "-c",
+        "import sparkdl; sparkdl.create_session(remote='sc://there')",
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("sparkdl.errors.SetupError: ")
+    assert last.endswith("pip install 'sparkdl-torch[connect]' has all of them")
 
 
 def test_a_second_session_is_the_first_and_executors_run_the_drivers_python(

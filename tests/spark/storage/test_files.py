@@ -147,7 +147,9 @@ def test_a_remote_path_without_a_session_is_refused(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SparkContext, "_active_spark_context", None)
-    with pytest.raises(ConfigError, match=r"hdfs://.* is not a local path; create a Spark session"):
+    with pytest.raises(
+        ConfigError, match=r"hdfs://.* is not a local path, and Hadoop is only there in the driver"
+    ):
         publish(made, "hdfs://somewhere/model", overwrite=False)
 
 

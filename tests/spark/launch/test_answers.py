@@ -1,0 +1,49 @@
+"""What comes back from the first task of a stage, in a client that trusts it with nothing more."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from typing import Any
+
+import pytest
+
+from sparkdl.errors import TrainingError, WorkerError, WorkerLostError
+from sparkdl.spark.launch.answers import Plain, described, header_of, pieces, restored
+
+
+def test_errors_come_back_as_what_they_were() -> None:
+    lost = WorkerLostError("gone", ranks=(1, 2))
+    lost.add_note("said before")
+    failed = WorkerError("bad", rank=1, epoch=2, step=3, worker_traceback="line")
+    for error in (lost, failed, TrainingError("ended")):
+        back = restored(pickle.loads(pickle.dumps(described(error))))
+        assert (type(back), str(back), vars(back)) == (type(error), str(error), vars(error))
+
+
+def test_another_error_comes_back_with_its_traceback() -> None:
+    try:
+        {}["nothing"]
+    except KeyError as error:
+        back = restored(described(error))
+    assert type(back) is TrainingError
+    assert "KeyError: 'nothing'" in str(back)
+
+
+def test_what_comes_back_runs_no_code() -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.system, ("true",)
+
+    with pytest.raises(TrainingError, match=r"names posix\.system"):
+        Plain(io.BytesIO(pickle.dumps(Evil()))).load()
+
+
+def test_a_header_of_several_pieces_comes_back_before_the_values() -> None:
+    header, values = {"lines": ["x" * 1000] * 3000}, bytes(range(256)) * 8192
+    answer = pieces(header, [memoryview(values)])
+    assert header_of(answer) == header
+    rest = list(answer)
+    assert b"".join(rest) == values
+    assert len(rest) == 2
