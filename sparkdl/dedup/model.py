@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -13,6 +13,7 @@ from pyspark.ml.evaluation import Evaluator
 from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
+from typing_extensions import Self
 
 from sparkdl.dedup.bands import Keys
 from sparkdl.dedup.columns import DISTANCE, DUPLICATE_OF, require_columns
@@ -23,6 +24,7 @@ from sparkdl.dedup.params import DedupParams
 from sparkdl.dedup.persistence import COLUMNS, ModelReader, ModelWriter
 from sparkdl.dedup.report import SHOWN, DuplicateReport, examples, values_of
 from sparkdl.errors import ConfigError, DataError
+from sparkdl.spark.catalyst.versions import frame_of
 from sparkdl.spark.rows.columns import quoted
 from sparkdl.spark.session.required import jvm_named, require_frame, require_session
 
@@ -80,7 +82,7 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
         """
         if isinstance(self._words, pa.Table):
             spark: SparkSession = require_session()
-            self._words = spark.createDataFrame(self._words)
+            self._words = frame_of(spark, self._words)
         return self._words
 
     def unpersist(self) -> Self:

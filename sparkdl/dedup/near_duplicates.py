@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -11,6 +11,7 @@ from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
+from typing_extensions import Self
 
 from sparkdl.dedup.bands import Keys, keys_for
 from sparkdl.dedup.columns import require_columns
@@ -23,6 +24,7 @@ from sparkdl.dedup.persistence import PlainReader, PlainWriter
 from sparkdl.encodings.images import pillow
 from sparkdl.errors import DataError
 from sparkdl.estimator.params.declaration import constructor
+from sparkdl.spark.catalyst.versions import table_of
 from sparkdl.spark.rows.packing import small_record_batches
 from sparkdl.spark.session.required import jvm_named, require_frame
 
@@ -166,7 +168,7 @@ class NearDuplicates(
 def _keys(words: DataFrame, number: int, threshold: int) -> Keys:
     """Choose keys from a sample that depends on the words alone; say if one is full."""
     sample = words.orderBy(F.xxhash64("word"), "word", "first").limit(SAMPLE)
-    table = sample.select("group", "word").toArrow()
+    table = table_of(sample.select("group", "word"))
     groups = pc.dictionary_encode(table["group"].combine_chunks(), null_encoding="encode").indices
     codes = groups.to_numpy(zero_copy_only=False).astype(np.int64)
     keys = keys_for(table["word"].to_numpy().astype(np.int64), codes, number, threshold)

@@ -1,6 +1,7 @@
-from typing import Literal, Self
+from typing import Literal
 
 from pyspark.ml.param import Param
+from typing_extensions import Self
 
 from sparkdl.estimator.params.declaration import DeclaredParams
 

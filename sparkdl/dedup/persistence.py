@@ -20,6 +20,7 @@ from sparkdl.checkpoint.module_files import read_json_object
 from sparkdl.dedup.bands import Keys
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.persistence import DirectoryWriter, read_metadata, restore_params
+from sparkdl.spark.catalyst.versions import table_of
 from sparkdl.spark.storage.files import fetch
 
 FOUND, HASHES = "found.json", "hashes.parquet"
@@ -40,7 +41,7 @@ class ModelWriter(DirectoryWriter):
         model: Any = self.instance
         saved = {"found": asdict(model.found), "keys": asdict(model.keys)}
         (directory / FOUND).write_text(json.dumps(saved, indent=2))
-        pq.write_table(model.words.select(*COLUMNS).toArrow(), directory / HASHES)
+        pq.write_table(table_of(model.words.select(*COLUMNS)), directory / HASHES)
 
 
 class PlainReader(MLReader[Any]):

@@ -39,7 +39,7 @@ from sparkdl.errors import (
 from sparkdl.events import EpochSummary
 from sparkdl.replica.initial import WarmStart
 from sparkdl.report import Recording
-from sparkdl.user_code.tracebacks import message_of, text_of
+from sparkdl.user_code.tracebacks import add_note, message_of, text_of
 from sparkdl.worker import Job
 
 logger = logging.getLogger(__name__)
@@ -249,7 +249,7 @@ def _finished(
         ) from error
     except SparkDLError as error:
         if losses:
-            error.add_note(f"Before this, all workers were restarted: {'; '.join(losses)}")
+            add_note(error, f"Before this, all workers were restarted: {'; '.join(losses)}")
         raise
     serve.tell(WorkersRestarted(losses[-1], lost))
     if serve.calls.training.stopped is not None:

@@ -22,7 +22,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 
 from pyarrow import fs
@@ -250,7 +250,7 @@ def _this_process(application: str | None) -> Holder:
         "boot": _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else platform.node(),
         "process": str(os.getpid()),
         "application": application or Path(sys.argv[0]).name,
-        "since": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        "since": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),
         "renewals": "0",
     }
 

@@ -15,7 +15,6 @@ import contextlib
 import errno
 import os
 import secrets
-import shutil
 import stat
 import weakref
 from collections.abc import Iterator
@@ -157,8 +156,16 @@ class LocalFiles:
 
     def delete_dir(self, path: str) -> None:
         """Delete a directory and what is in it."""
+        # As shutil.rmtree, which takes a directory's descriptor only from Python 3.11 on.
         with self._directory_of(path) as (at, name):
-            shutil.rmtree(name, dir_fd=at)
+            walk = os.fwalk(name, topdown=False, onerror=_raised, dir_fd=at)
+            for _, directories, others, below in walk:
+                for each in (*others, *directories):
+                    if stat.S_ISDIR(_status(below, each).st_mode):
+                        os.rmdir(each, dir_fd=below)
+                    else:  # or a link to a directory
+                        os.unlink(each, dir_fd=below)
+            os.rmdir(name, dir_fd=at)
 
     def delete_empty_dir(self, path: str) -> None:
         """Delete a directory in which nothing is left."""
@@ -242,6 +249,10 @@ def delete(files: Files, path: str) -> None:
         files.delete_dir(path)
     elif kind != fs.FileType.NotFound:
         files.delete_file(path)
+
+
+def _raised(error: OSError) -> None:
+    raise error
 
 
 def _partial_prefix(name: str) -> str:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from pyspark.ml import Estimator
@@ -14,6 +14,7 @@ from pyspark.ml.param import Param
 from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame
 from torch import nn
+from typing_extensions import Self
 
 from sparkdl.averager.service.loop import EdgeOptions
 from sparkdl.checkpoint.policy import OtherTrainingError
@@ -34,8 +35,8 @@ from sparkdl.estimator.persistence import EstimatorReader, EstimatorWriter
 from sparkdl.estimator.progress import ProgressBar
 from sparkdl.process.lazy_compiler import compiler_deferred
 from sparkdl.report import TrainingSummary
+from sparkdl.spark.catalyst.accumulators import uncounted
 from sparkdl.spark.catalyst.jvm import is_of_connect
-from sparkdl.spark.closures.accumulators import uncounted
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.slots import queued
 from sparkdl.spark.diagnostics.console import driver_hosts

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 from pyspark.sql import SparkSession
@@ -75,7 +75,7 @@ def run_command(
     Returns:
         The exit code; see ``Exit``.
     """
-    began = datetime.now(UTC)
+    began = datetime.now(timezone.utc)
     try:
         settings = read_settings(job, arguments)
     except Refused as error:

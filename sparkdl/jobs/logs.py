@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Any
-
-from pyspark.logger.logger import JSONFormatter
 
 from sparkdl.callbacks import Callback, Training
 from sparkdl.events import EpochSummary
@@ -61,17 +61,37 @@ def configure(log_format: str, log_level: str | None, context: dict[str, Any]) -
     _steps.propagate = False
 
 
-class _Lines(JSONFormatter):  # type: ignore[misc]
+class _Lines(logging.Formatter):
     def __init__(self, context: dict[str, Any]) -> None:
         super().__init__()
         self._context = context
 
     def format(self, record: logging.LogRecord) -> str:
         given = record.__dict__.get("context", {})
-        # As strings, like in the schema of Spark's structured log.
-        whole = {name: str(value) for name, value in {**self._context, **given}.items()}
-        record.__dict__["context"] = whole
-        return str(super().format(record))
+        line: dict[str, Any] = {
+            "ts": self.formatTime(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "msg": record.getMessage(),
+            # As strings, like in the schema of Spark's structured log.
+            "context": {name: str(value) for name, value in {**self._context, **given}.items()},
+        }
+        if record.exc_info and record.exc_info[0] is not None:
+            kind, error, trace = record.exc_info
+            line["exception"] = {
+                "class": kind.__name__,
+                "msg": str(error),
+                "stacktrace": [
+                    {
+                        "class": None,
+                        "method": frame.name,
+                        "file": frame.filename,
+                        "line": str(frame.lineno),
+                    }
+                    for frame in traceback.extract_tb(trace)
+                ],
+            }
+        return json.dumps(line, ensure_ascii=False)
 
 
 class _Words(logging.Formatter):

@@ -9,7 +9,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from sparkdl.version import __version__
 
 def circumstances(began: datetime, application: str | None) -> dict[str, Any]:
     """When a job ran, and with which versions."""
-    ended = datetime.now(UTC)
+    ended = datetime.now(timezone.utc)
     return {
         "started": began.isoformat(timespec="seconds"),
         "finished": ended.isoformat(timespec="seconds"),

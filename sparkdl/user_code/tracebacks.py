@@ -7,6 +7,7 @@ message of ours formats one by itself.
 from __future__ import annotations
 
 import re
+import sys
 import sysconfig
 import traceback
 from pathlib import Path
@@ -44,6 +45,19 @@ def message_of(error: BaseException) -> str:
     except Exception:  # what it says of itself, as in __notes__, may raise anything
         lines = f"{type(error).__qualname__}: {text_of(error)}"
     return shortened(lines, MESSAGE_CHARACTERS)
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add to what is told of an error: as a note, or in Python 3.10, which has none, to its text.
+
+    Args:
+        error: one that is about to be raised again.
+        note: one or more lines.
+    """
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        error.args = (f"{text_of(error)}\n{note}", *error.args[1:])
 
 
 def text_of(error: BaseException, characters: int = MESSAGE_CHARACTERS) -> str:

@@ -1,7 +1,6 @@
 """The types of the module of the same name, written by tests/estimator/params/stubs.py."""
 
 from collections.abc import Sequence
-from typing import Self
 
 from pyspark.ml.param import Param
 from pyspark.ml.param.shared import (
@@ -13,6 +12,7 @@ from pyspark.ml.param.shared import (
     HasThresholds,
     HasWeightCol,
 )
+from typing_extensions import Self
 
 from sparkdl.estimator.params.converters import Label
 from sparkdl.estimator.params.declaration import DeclaredParams

@@ -13,9 +13,10 @@ import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pyspark.ml.param import Param, Params
+from typing_extensions import Self
 
 from sparkdl.errors import ConfigError
 from sparkdl.redaction import without_credentials

@@ -1,11 +1,12 @@
 """The types of the module of the same name, written by tests/estimator/params/stubs.py."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pyspark.ml.param import Param
 from pyspark.ml.param.shared import HasSeed, HasValidationIndicatorCol
 from torch import nn
+from typing_extensions import Self
 
 from sparkdl.callbacks import Callback, WorkerCallback
 from sparkdl.estimator.params.declaration import DeclaredParams

@@ -22,6 +22,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.estimator.estimator import TorchEstimator
 from sparkdl.jobs.sources import Rows, Source
 from sparkdl.redaction import without_secrets
+from sparkdl.spark.catalyst.jvm import has_accepted
 
 JobName = Literal["train", "evaluate", "predict"]
 
@@ -138,7 +139,7 @@ def checked_stage(place: str, spec: Any) -> Any:
     try:
         stage = built(spec)
         if isinstance(stage, JavaParams):
-            stage._transfer_params_to_java()
+            has_accepted(stage)
     except (IllegalArgumentException, TypeError, ValueError) as error:
         raise ConfigError(f"{place}: {error}") from error
     return stage

@@ -11,9 +11,11 @@ from pyspark.sql import types as T
 
 from sparkdl.spark.catalyst.core import Py4JError
 from sparkdl.spark.catalyst.jvm import is_of_connect
+from sparkdl.spark.catalyst.versions import ColumnBridge
 
 logger = logging.getLogger(__name__)
 
+_STATIC_INVOKE = "org.apache.spark.sql.catalyst.expressions.objects.StaticInvoke"
 _UNSAFE = "org.apache.spark.sql.catalyst.expressions.UnsafeArrayData"
 _COLUMNAR = "org.apache.spark.sql.vectorized.ColumnarArray"
 _SAMPLE = (1.5, -2.0, 3.25)
@@ -60,8 +62,11 @@ class ArrayBytes:
             jvm.org.apache.spark.sql.catalyst.expressions,
             jvm.org.apache.spark.sql.types,
         )
-        self._bridge = jvm.org.apache.spark.sql.classic.ExpressionUtils
+        self._bridge = ColumnBridge(jvm)
         self._invoke, self._invoke_static = catalyst.objects.Invoke, catalyst.objects.StaticInvoke
+        self._static_arguments = (
+            jvm.java.lang.Class.forName(_STATIC_INVOKE).getConstructors()[0].getParameterCount()
+        )
         self._if, self._or = catalyst.If, catalyst.Or
         self._sql_type, self._sequence = types.DataType.fromDDL, jvm.PythonUtils.toSeq
         self._nothing, self._none = self._sequence([]), jvm.scala.Option.apply(None)
@@ -102,7 +107,7 @@ class ArrayBytes:
             self._call(memory, "getBaseOffset", self._long),
             self._call(memory, "getSizeInBytes", self._int),
         )
-        text = self._invoke_static(
+        arguments = (
             self._text_class,
             self._string,
             "fromAddress",
@@ -111,9 +116,9 @@ class ArrayBytes:
             True,  # null if an argument is
             True,  # may be null
             True,  # deterministic
-            self._none,
+            self._none,  # from Spark 4.0 on
         )
-        return self._bridge.column(text)
+        return self._bridge.column(self._invoke_static(*arguments[: self._static_arguments]))
 
     def of_sample(self, spark: SparkSession) -> bytes:
         """The bytes of a sample, which the driver's JVM computes on its own, without a job."""

@@ -6,6 +6,7 @@ an instance of these classes, but code that serves both kinds of sessions asks f
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,7 +17,10 @@ else:
     try:
         from py4j.protocol import Py4JError, Py4JJavaError, Py4JNetworkError
         from pyspark import RDD, Broadcast, SparkContext, SparkFiles, SparkStageInfo
-        from pyspark.core.broadcast import _broadcastRegistry, _from_id
+
+        # Spark 3.5 has its module elsewhere.
+        _broadcasts = importlib.import_module(Broadcast.__module__)
+        _broadcastRegistry, _from_id = _broadcasts._broadcastRegistry, _broadcasts._from_id
     except ImportError:
 
         class Py4JError(Exception):

@@ -21,6 +21,7 @@ from pyspark.sql import functions as F
 from sparkdl.errors import SparkDLError
 from sparkdl.spark.catalyst.core import Py4JError
 from sparkdl.spark.catalyst.plans import has_stable_order
+from sparkdl.spark.catalyst.versions import dataset_class
 
 TRIES = 16
 """How many sizes are tried. Each try plans the rows again, in about 50 ms, or longer with tens of
@@ -119,7 +120,7 @@ def _replanned(frame: DataFrame, plan: Any, partitions: int) -> Replanned:
     settings.set(_SETTINGS + "minPartitionNum", "1")
     settings.unset(_SETTINGS + "maxPartitionNum")
     again = _on(plan, relation, session, frame)
-    datasets = cast(Any, spark._jvm).org.apache.spark.sql.classic.Dataset
+    datasets = dataset_class(spark._jvm)
 
     def planned(size: int) -> Any:
         settings.set(_SETTINGS + "maxPartitionBytes", str(size))

@@ -8,11 +8,16 @@ import logging
 import signal
 import subprocess
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from pyspark.find_spark_home import _find_spark_home
 from pyspark.sql import SparkSession
 
 from sparkdl.spark.catalyst.core import Py4JError, Py4JJavaError, Py4JNetworkError, SparkContext
+
+if TYPE_CHECKING:
+    from pyspark.ml.wrapper import JavaParams
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +97,21 @@ def setting(spark: SparkSession, name: str) -> str | None:
 def is_true(spark: SparkSession, name: str) -> bool:
     """Whether a setting is switched on."""
     return (setting(spark, name) or "false").strip().lower() == "true"
+
+
+def running_context() -> SparkContext | None:
+    """The context of the session that runs in this process; None if there is none."""
+    return SparkContext._active_spark_context
+
+
+def has_accepted(stage: JavaParams) -> None:
+    """Have the Java class of one of pyspark.ml's stages check the values of its Params now."""
+    stage._transfer_params_to_java()
+
+
+def directory_of_spark() -> Path:
+    """Where Spark is installed."""
+    return Path(_find_spark_home())
 
 
 def is_stopped(spark: SparkSession) -> bool:

@@ -14,18 +14,15 @@ import contextlib
 import dis
 import functools
 import io
-import pickle
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyspark import Accumulator
-
 from sparkdl.errors import ModelError, SparkDLError
-from sparkdl.spark.catalyst.core import Broadcast, SparkContext, _broadcastRegistry, _from_id
+from sparkdl.spark.catalyst.broadcasts import number_of
+from sparkdl.spark.catalyst.core import Broadcast, _from_id
 from sparkdl.user_code.needed_modules import ReferencePickler, nested_code
-from sparkdl.user_code.stand_ins import Uncounted, ValueOf, stands_in
 from sparkdl.user_code.tracebacks import text_of
 
 
@@ -60,7 +57,7 @@ class ClosurePickler(ReferencePickler):
         if not isinstance(value, Broadcast):
             return super().reducer_override(value)
         # Not PySpark's own way, which would send it along with the user's next function too.
-        number = _number(value)
+        number = number_of(value)
         self._references.broadcasts[number] = value
         return _from_id, (number,)
 
@@ -75,55 +72,6 @@ def pickled(value: Any, references: References) -> bytes:
     file = io.BytesIO()
     ClosurePickler(file, references).dump(value)
     return file.getvalue()
-
-
-def stored_broadcasts(broadcasts: dict[int, Broadcast[Any]]) -> dict[int, str | bytes]:
-    """The files with the values of a task's broadcast variables, by number.
-
-    Where Spark encrypts its files, they are the pickled values themselves.
-    """
-    paths = {number: getattr(each, "_path", None) for number, each in broadcasts.items()}
-    return {
-        number: pickle.dumps(broadcasts[number].value) if path is None else path
-        for number, path in paths.items()
-    }
-
-
-def put_broadcasts(stored: dict[int, str | bytes]) -> None:
-    """Give this process the broadcast variables of its task, whose values are read on first use.
-
-    Args:
-        stored: what ``stored_broadcasts`` returned there.
-    """
-    for number, where in stored.items():
-        held: Broadcast[Any]
-        if isinstance(where, str):
-            held = Broadcast(path=where)
-        else:
-            held = Broadcast(sock_file=io.BytesIO(where))  # type: ignore[call-overload]
-        _broadcastRegistry[number] = held
-
-
-def _number(value: Broadcast[Any]) -> int:
-    """A broadcast variable's number in its application.
-
-    Raises:
-        PicklingError: it cannot be used any more.
-    """
-    java, context = value._jbroadcast, value._sc
-    if java is None or context is None:
-        raise pickle.PicklingError("only the driver can send a broadcast variable")
-    if context is not SparkContext._active_spark_context:
-        raise pickle.PicklingError("its Spark session was stopped")
-    if not java.isValid():
-        raise pickle.PicklingError("it was destroyed")
-    return int(java.id())
-
-
-stands_in(Broadcast, lambda each: ValueOf(each.value))
-stands_in(Accumulator, lambda each: Uncounted(each.accum_param))
-# PySpark's class can only be pickled in the driver, so a model that holds one could not be copied.
-Broadcast.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
 
 
 MAX_DEPTH = 8

@@ -22,9 +22,10 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from pyspark.sql import SparkSession
+from typing_extensions import Self
 
 from sparkdl.averager.messages.headers import Types, checked
 from sparkdl.errors import SparkDLError, TrainingError

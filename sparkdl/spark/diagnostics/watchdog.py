@@ -18,6 +18,7 @@ from sparkdl.spark.catalyst.cluster import feeds_a_shuffle
 from sparkdl.spark.catalyst.core import Py4JError, SparkContext, SparkStageInfo
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.diagnostics.stacks import Stacks
+from sparkdl.user_code.tracebacks import add_note
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def watched(
         # The others were told to leave: those still there are stuck.
         time.sleep(LEAVE_S)
         if told := stacks.ask():
-            error.add_note(f"Workers that have not left:\n{told}")
+            add_note(error, f"Workers that have not left:\n{told}")
         raise
     finally:
         ended.set()

@@ -26,7 +26,7 @@ from sparkdl.collective.network import Meeting
 from sparkdl.errors import ConfigError
 from sparkdl.feed.feed import Feed
 from sparkdl.feed.order import even_sizes
-from sparkdl.spark.catalyst.core import SparkContext
+from sparkdl.spark.catalyst.jvm import running_context
 from sparkdl.spark.diagnostics.run_client import RunClient
 from sparkdl.spark.storage.files import open_hadoop, open_through
 
@@ -270,7 +270,7 @@ def load_checkpoint(path: str) -> dict[str, Any] | None:
     if _current is not None:
         return _current._load(path)
     # The lookup would start a session if there is none.
-    has_session = SparkContext._active_spark_context is not None
+    has_session = running_context() is not None
     return load_state(path, open_elsewhere=open_hadoop if has_session else None)
 
 

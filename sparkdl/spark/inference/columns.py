@@ -12,16 +12,15 @@ from pyspark.errors import PySparkException
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.pandas.functions import arrow_udf
 
 from sparkdl.encodings import arriving_as
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.feed.record_batches.packed import unpacked_rows
 from sparkdl.protocols import ColumnSpec
-from sparkdl.spark.catalyst.core import SparkContext
+from sparkdl.spark.catalyst.jvm import running_context
+from sparkdl.spark.inference.arrow_functions import Arrays, called_on, function_of_columns
 from sparkdl.spark.inference.predictor import Predictor
 from sparkdl.spark.inference.shared_model import OF_ANOTHER_SESSION
-from sparkdl.spark.launch.environments import checked
 from sparkdl.spark.rows.columns import InputColumn
 from sparkdl.spark.rows.in_files import columns_in_files, places
 from sparkdl.spark.rows.packing import Source, packed_columns
@@ -109,27 +108,21 @@ def prediction_columns(
         inputs[name] = where
     input_names = list(inputs)
 
-    def predict(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
+    def predict(batches: Iterator[Arrays]) -> Iterator[pa.Array]:
         def whole() -> Iterator[pa.RecordBatch]:
-            for batch in batches:
-                # Spark passes a bare array if there is only one column.
-                arrays = batch if isinstance(batch, tuple) else (batch,)
+            for arrays in batches:
                 yield pa.RecordBatch.from_arrays(list(arrays), names=input_names)
 
         rows = ((batch.columns, specs) for batch in unpacked_rows(whole()))
         for predicted in predictor.predictions(rows):
             yield pa.StructArray.from_arrays(predicted, names=predictor.fields)
 
-    types = [
-        f"{field} {sql}" for field, sql in zip(predictor.fields, predictor.sql_types, strict=True)
-    ]
-    # The stubs know iterators of one array, or of tuples, but not both in one function.
-    udf = arrow_udf(checked(predict), f"struct<{', '.join(types)}>")  # type: ignore[call-overload]
-    predictions = udf(*inputs.values())
+    types = dict(zip(predictor.fields, predictor.sql_types, strict=True))
+    predictions = called_on(dataset, inputs, predict, types)
     as_vectors = predictor.prediction.double
 
     def column(field: str, wide: bool) -> Column:
-        values: Column = predictions[field]
+        values = predictions[field]
         if not (wide and as_vectors):
             return values
         # Spark's function fails on the nulls of rows that are left out.
@@ -166,11 +159,9 @@ def predict_function(predictor: Predictor, features: Sequence[ColumnSpec]) -> An
     alone = len(predictor.outputs) == 1
     names = [each.name for each in predictor.outputs]
 
-    def predict(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
+    def predict(batches: Iterator[Arrays]) -> Iterator[pa.Array]:
         def rows() -> Iterator[tuple[Sequence[pa.Array], Sequence[ColumnSpec]]]:
-            for batch in batches:
-                # Spark passes a bare array if there is only one column.
-                given = batch if isinstance(batch, tuple) else (batch,)
+            for given in batches:
                 arrays = tuple(map(_without_decimals, given))
                 if len(arrays) != len(features):
                     taken = ", ".join(each.name for each in features)
@@ -188,13 +179,13 @@ def predict_function(predictor: Predictor, features: Sequence[ColumnSpec]) -> An
         for name, sql in zip(names, predictor.sql_types, strict=True)
     ]
     result = predictor.sql_types[0] if alone else f"struct<{', '.join(fields)}>"
-    made: Any = arrow_udf(checked(predict), result)  # type: ignore[call-overload]
-    context = SparkContext._active_spark_context
+    made = function_of_columns(predict, result, skips_nan=predictor.skip_invalid)
+    context = running_context()
 
     # It has every attribute of what it wraps, by which Spark registers a function.
     @functools.wraps(made)
     def function(*columns: Any) -> Any:
-        if context is not SparkContext._active_spark_context:
+        if context is not running_context():
             raise ConfigError(OF_ANOTHER_SESSION)
         return made(*columns)
 

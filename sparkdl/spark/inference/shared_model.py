@@ -20,13 +20,15 @@ from sparkdl.checkpoint.portable import pickled_module
 from sparkdl.errors import ConfigError
 from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.replica.buffers import ModuleState, tensors_of
-from sparkdl.spark.catalyst.core import Broadcast, SparkContext
-from sparkdl.spark.closures.accumulators import accumulators_here, count_again
+from sparkdl.spark.catalyst.accumulators import accumulators_here, count_again
+from sparkdl.spark.catalyst.broadcasts import is_of_running_session
+from sparkdl.spark.catalyst.core import Broadcast
 from sparkdl.spark.closures.pickling import ClosurePickler, References
 from sparkdl.spark.closures.sending import SentBytes, home_of, send
 from sparkdl.spark.modules.arrival import Shipment, arrive, importable
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.user_code.needed_modules import advice
+from sparkdl.user_code.tracebacks import add_note
 
 OF_ANOTHER_SESSION = (
     "this function was made by model.udf() in a Spark session that has been stopped, whose "
@@ -55,7 +57,7 @@ class SharedModel:
             ConfigError: the executors that have the model are those of a session that has ended.
         """
         sent = self.pickled
-        if isinstance(sent, Broadcast) and sent._sc is not SparkContext._active_spark_context:
+        if isinstance(sent, Broadcast) and not is_of_running_session(sent):
             raise ConfigError(OF_ANOTHER_SESSION)
         return type(self), (self.key, self.pickled, self.shipment)
 
@@ -158,7 +160,7 @@ def loaded(
                 _last.state.put_back(lambda: tensors_of(_unpickled(model, settings)))
             yield _last.module
         except ModuleNotFoundError as error:
-            error.add_note(advice(error))
+            add_note(error, advice(error))
             raise
         finally:
             if not known:

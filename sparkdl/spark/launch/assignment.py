@@ -10,18 +10,19 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
-from pyspark import BarrierTaskContext, TaskContext
+from pyspark import TaskContext
 
 from sparkdl.errors import RowsLostError
 from sparkdl.feed.record_batches.packed import unpacked_rows
 from sparkdl.process.interrupts import interrupted_by_signals_alone
-from sparkdl.spark.catalyst.core import Broadcast, SparkFiles
-from sparkdl.spark.closures.accumulators import added_here, counted, discard_added
-from sparkdl.spark.closures.pickling import put_broadcasts, stored_broadcasts
+from sparkdl.spark.catalyst.accumulators import added_here, counted, discard_added
+from sparkdl.spark.catalyst.broadcasts import put_broadcasts
+from sparkdl.spark.catalyst.core import Broadcast
+from sparkdl.spark.catalyst.surroundings import Surroundings
 from sparkdl.spark.cluster.gpus import VISIBLE
 from sparkdl.spark.diagnostics.stacks import write_threads_on_signal
 from sparkdl.spark.launch.bootstrap import require
@@ -35,8 +36,6 @@ OUTPUT_SCHEMA = pa.schema(
 )
 OUTPUT_DDL = "rank bigint, result binary"
 """What a task yields: each of its ranks with what came of it, null if it has failed."""
-_OF_BARRIERS = ("_conn_info", "_port", "_secret")
-"""PySpark's attributes, in its various versions, by which a task reaches the executor's barrier."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,39 +193,6 @@ def _delivered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield from batches
     except Exception as error:
         raise RowsLostError(f"the rows from Spark broke off: {message_of(error)}") from error
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What PySpark keeps in a task's process, to be passed on to a rank's process.
-
-    Attributes:
-        files: where Spark keeps the files that the user has added to the session.
-        context: the task's context.
-        barrier: how the task reaches its barrier, if it has one.
-        broadcasts: the task's broadcast variables; see ``stored_broadcasts``.
-    """
-
-    files: str
-    context: TaskContext
-    barrier: dict[str, Any] = field(repr=False)  # contains a secret
-    broadcasts: dict[int, str | bytes] = field(repr=False)  # may contain the values
-
-    @classmethod
-    def of(cls, context: TaskContext, broadcasts: dict[int, Broadcast[Any]]) -> Surroundings:
-        """The surroundings of the calling task."""
-        barrier = {
-            name: value for name, value in vars(BarrierTaskContext).items() if name in _OF_BARRIERS
-        }
-        return cls(SparkFiles.getRootDirectory(), context, barrier, stored_broadcasts(broadcasts))
-
-    def restore(self) -> None:
-        """Put them where PySpark looks for them in this process."""
-        SparkFiles._root_directory, SparkFiles._is_running_on_worker = self.files, True
-        for kind in (TaskContext, BarrierTaskContext):
-            kind._setTaskContext(self.context)
-        for name, value in self.barrier.items():
-            setattr(BarrierTaskContext, name, value)
 
 
 def run_rank(

@@ -22,8 +22,8 @@ _NEEDED_BY_PYSPARK = re.compile(
 )
 """How PySpark words it when a package is missing before our own code can check."""
 _OTHER_PYTHON = re.compile(
-    r"Python in worker has different version:? (?P<there>[\d.]+) than that in driver:? "
-    r"(?P<here>\d+\.\d+)"
+    r"Python in worker has different version:? \(?(?P<there>\d+(?:\.|, )\d+)\)? "
+    r"than that in driver:? (?P<here>\d+\.\d+)"
 )
 """How PySpark words it, from 3.5 on, when the minor versions differ."""
 _NO_PYTHON = re.compile(
@@ -104,9 +104,9 @@ def setup_error(text: str, host: Callable[[], str | None] = lambda: None) -> Set
             "packages there"
         )
     if other := _OTHER_PYTHON.search(text):
-        where = _executor(text, host)
+        where, there = _executor(text, host), other["there"].replace(", ", ".")
         return SetupError(
-            f"{where} runs Python {other['there']}, but the driver Python {other['here']}, and "
+            f"{where} runs Python {there}, but the driver Python {other['here']}, and "
             "PySpark needs the same minor version: point PYSPARK_PYTHON at a Python "
             f"{other['here']} there before the session is created"
         )

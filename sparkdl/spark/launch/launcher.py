@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
-from typing import Any, Self
+from typing import Any
 
 from pyspark.sql import Row, SparkSession
+from typing_extensions import Self
 
 from sparkdl.averager.service.server import Averager
 from sparkdl.driver import Launch
@@ -24,6 +25,7 @@ from sparkdl.errors import (
 from sparkdl.feed.statistics.shards import NO_ROWS
 from sparkdl.spark.catalyst.core import Py4JError
 from sparkdl.spark.catalyst.jvm import end_of_jvm
+from sparkdl.spark.catalyst.versions import on_tasks
 from sparkdl.spark.closures.pickling import References, pickled
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import JOB_END_S, RunJobs
@@ -202,8 +204,8 @@ class WorkerJob:
     def _run(self) -> None:
         if self._input is None:
             tasks = self._spark.range(0, self._tasks, 1, self._tasks)
-            self._yielded = tasks.mapInArrow(
-                self._task, OUTPUT_DDL, barrier=self._barrier, profile=self._profile
+            self._yielded = on_tasks(
+                tasks, self._task, OUTPUT_DDL, barrier=self._barrier, profile=self._profile
             ).collect()
         else:
             workers, seed = self._input

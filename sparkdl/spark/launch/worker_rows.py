@@ -19,6 +19,7 @@ from sparkdl.spark.catalyst.file_splits import NotSplitError, Replanned, replann
 from sparkdl.spark.catalyst.groups import Grouped, NoGroupsError, grouped
 from sparkdl.spark.catalyst.jvm import is_of_connect
 from sparkdl.spark.catalyst.plans import has_stable_order, known_partitions
+from sparkdl.spark.catalyst.versions import on_tasks
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.rows.columns import InputColumn, quoted
@@ -280,7 +281,7 @@ def run_on_rows(
         spark = rows.sparkSession
         profile = gpu_profile(spark, workers.device)
         with small_record_batches(spark):
-            return rows.mapInArrow(task, output, barrier=barrier, profile=profile).collect()
+            return on_tasks(rows, task, output, barrier=barrier, profile=profile).collect()
 
     return on_rows(workers, seed, run_on, barrier=barrier)
 

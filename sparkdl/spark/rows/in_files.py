@@ -27,6 +27,7 @@ from sparkdl.feed.record_batches.parquet_rows import (
     name_of_columns,
 )
 from sparkdl.spark.catalyst.file_scan import METADATA, FileScan, file_scan
+from sparkdl.spark.catalyst.versions import metadata_of
 
 FAMILIES = (
     "spark.sql.files.",
@@ -184,7 +185,7 @@ def places(frame: DataFrame, columns: Mapping[str, FileColumn]) -> tuple[str, Co
         frame: as given to ``columns_in_files``.
         columns: what that returned, at least one.
     """
-    metadata = frame.metadataColumn(METADATA)
+    metadata = metadata_of(frame, METADATA)
     where = [metadata["file_path"].alias(PATH)]
     if any(each.kind != WHOLE for each in columns.values()):
         where.append(metadata["row_index"].alias(ROW))

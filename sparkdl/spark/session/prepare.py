@@ -15,6 +15,7 @@ from pyspark.sql import SparkSession
 
 from sparkdl.errors import SetupError
 from sparkdl.spark.catalyst.jvm import process_of_jvm
+from sparkdl.spark.catalyst.versions import table_of
 from sparkdl.spark.session.session import (
     DEFAULTS,
     DRIVER_OPTIONS,
@@ -112,9 +113,8 @@ def _use(spark: SparkSession, path: str) -> None:
     spark.range(1000).selectExpr(*features).write.parquet(path)
     frame = spark.read.parquet(path).where("id >= 0").join(spark.range(1000), "id")
     for barrier in (False, True):
-        frame.repartition(2).mapInArrow(_same, frame.schema, barrier=barrier).groupBy(
-            "label"
-        ).count().toArrow()
+        handed = frame.repartition(2).mapInArrow(_same, frame.schema, barrier=barrier)
+        table_of(handed.groupBy("label").count())
 
 
 def _same(batches: Iterator[Any]) -> Iterator[Any]:

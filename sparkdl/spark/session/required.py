@@ -7,18 +7,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import pyarrow as pa
-import pyspark
 import torch
 from pyspark.sql import DataFrame, Row, SparkSession
 
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.spark.catalyst.core import RDD, Py4JError, SparkContext
+from sparkdl.spark.catalyst.core import RDD, Py4JError
 from sparkdl.spark.catalyst.jvm import (
     end_of_jvm,
     has_jvm,
     is_of_connect,
     is_stopped,
+    running_context,
 )
+from sparkdl.spark.catalyst.versions import of_spark_3
 from sparkdl.spark.session.session import current_session
 
 _ANOTHER = "create another with sparkdl.create_session()"
@@ -68,7 +69,7 @@ def require_frame(
         found, advice = _described(value, name if name.isidentifier() else "df")
         raise ConfigError(f"{name} must be a Spark DataFrame, got {found}; {advice}")
     if _is_stopped(value.sparkSession):
-        running = SparkContext._active_spark_context
+        running = running_context()
         own = None if is_of_connect(value) else value.sparkSession.sparkContext
         other = running is not None and running is not own
         first = "" if other else f"{_ANOTHER}, and "
@@ -142,7 +143,8 @@ def _described(value: object, name: str) -> tuple[str, str]:
     if isinstance(value, RDD):
         return "an RDD", made
     if package == "polars":
-        made = f"spark.createDataFrame({name}.to_arrow()) makes one"
+        table = "to_pandas" if of_spark_3() else "to_arrow"
+        made = f"spark.createDataFrame({name}.{table}()) makes one"
     elif package == "pyarrow":
         made = _of_arrow(value, name)
     elif kind.__name__ == "Series" and package == "pandas":
@@ -181,7 +183,7 @@ def _of_arrow(value: object, name: str) -> str:
         table = f"pyarrow.Table.from_batches([{name}])"
     elif not isinstance(value, pa.Table):
         table = f"pyarrow.table({{'x': {name}}})"
-    if int(pyspark.__version__.partition(".")[0]) < 4:
+    if of_spark_3():
         table += ".to_pandas()"
     return f"spark.createDataFrame({table}) makes one"
 

@@ -20,11 +20,11 @@ from urllib.parse import urlsplit
 
 from pyspark import SparkConf
 from pyspark.errors import PySparkRuntimeError
-from pyspark.find_spark_home import _find_spark_home
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ConfigError, SetupError
-from sparkdl.spark.catalyst.core import Py4JJavaError, SparkContext
+from sparkdl.spark.catalyst.core import Py4JJavaError
+from sparkdl.spark.catalyst.jvm import directory_of_spark, running_context
 
 # A training job may last seconds; on two cores a sixth of its first Spark job's time goes into
 # optimizing code that ran a few thousand times. Ten times as many runs are soon enough.
@@ -125,7 +125,7 @@ def _compiler_imported_meanwhile() -> Iterator[None]:
 
     An optimizer's first step imports it, which takes about a second, and ``fit`` tries one here.
     """
-    wanted = "torch" in sys.modules and SparkContext._active_spark_context is None
+    wanted = "torch" in sys.modules and running_context() is None
     thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",), daemon=True)
     if wanted:
         thread.start()
@@ -204,7 +204,7 @@ def archive_path(java: Path) -> Path:
     release = java.parent.parent / "release"
     digest = hashlib.sha256(f"{java}\n".encode())
     digest.update(release.read_bytes() if release.exists() else b"")
-    jars = Path(_find_spark_home()) / "jars"
+    jars = directory_of_spark() / "jars"
     for jar in sorted(os.scandir(jars), key=lambda entry: entry.name):
         # Java compares size and time of every jar before it trusts an archive.
         digest.update(f"{jar.path} {jar.stat().st_size} {jar.stat().st_mtime_ns}\n".encode())

@@ -28,7 +28,8 @@ from sparkdl.durable.publishing import ASIDE, put_directory, whole_directory
 from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.redaction import without_credentials
 from sparkdl.spark.catalyst.cluster import hadoop_files
-from sparkdl.spark.catalyst.core import Py4JError, SparkContext
+from sparkdl.spark.catalyst.core import Py4JError
+from sparkdl.spark.catalyst.jvm import running_context
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ def _exists(path: str) -> ConfigError:
 
 def _qualify(path: str) -> str:
     """The path with its scheme: on Spark's default file system if there is a session."""
-    if SparkContext._active_spark_context is None:  # a Python thread has no active session
+    if running_context() is None:  # a Python thread has no active session
         if urlparse(path).scheme not in ("", "file"):
             raise ConfigError(
                 f"{path} is not a local path, and Hadoop is only there in the driver of a Spark "

@@ -12,6 +12,10 @@ import pyarrow as pa
 from pyspark import Accumulator
 from pyspark.accumulators import _accumulatorRegistry, _deserialize_accumulator
 
+from sparkdl.user_code.stand_ins import Uncounted, stands_in
+
+stands_in(Accumulator, lambda each: Uncounted(each.accum_param))
+
 _ADDED = pa.schema([("added to accumulators", pa.binary())])
 
 

@@ -1,0 +1,109 @@
+"""What the supported versions of Spark have in different places, or lack.
+
+Whether a version has something is asked of the thing itself: vendors bring features to older ones.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyspark
+from pyspark.resource import ResourceProfile
+from pyspark.sql import Column, DataFrame, Row, SparkSession
+from pyspark.sql import types as T
+
+from sparkdl.spark.catalyst.core import RDD
+
+HAS_PROFILES = "profile" in inspect.signature(DataFrame.mapInArrow).parameters
+"""Whether ``mapInArrow`` takes a resource profile: Spark 4.0 and newer."""
+
+
+def on_tasks(
+    frame: DataFrame,
+    task: Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]],
+    output: str,
+    *,
+    barrier: bool,
+    profile: ResourceProfile | None,
+) -> DataFrame | RDD[Row]:
+    """What a task yields for each partition.
+
+    Args:
+        frame: the rows.
+        task: what ``mapInArrow`` is to run.
+        output: the schema of what it yields, as DDL.
+        barrier: whether the tasks have to start at once.
+        profile: what each task needs; what the session's settings say by default.
+    """
+    if profile is None:
+        return frame.mapInArrow(task, output, barrier=barrier)
+    if HAS_PROFILES:
+        return frame.mapInArrow(task, output, barrier=barrier, profile=profile)
+    # All of a stage has the one profile that any of it has.
+    return frame.mapInArrow(task, output, barrier=barrier).rdd.withResources(profile)
+
+
+def metadata_of(frame: DataFrame, name: str) -> Column:
+    """A metadata column of the files that a DataFrame reads, which none of its own hides."""
+    if hasattr(frame, "metadataColumn"):  # Spark 4.0 and newer
+        return frame.metadataColumn(name)
+    return frame[name]
+
+
+def arrow_type(kind: T.DataType) -> pa.DataType:
+    """The type as which Spark passes a column to Python."""
+    from pyspark.sql.pandas.types import to_arrow_type
+
+    return to_arrow_type(kind)
+
+
+def table_of(frame: DataFrame) -> pa.Table:
+    """The rows of a DataFrame, in the driver."""
+    if hasattr(frame, "toArrow"):  # Spark 4.0 and newer
+        return frame.toArrow()
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    older: Any = frame  # without types
+    batches = older._collect_as_arrow()
+    return pa.Table.from_batches(batches, None if batches else to_arrow_schema(frame.schema))
+
+
+def frame_of(spark: SparkSession, table: pa.Table) -> DataFrame:
+    """The rows of a table as a DataFrame."""
+    if not of_spark_3():
+        return spark.createDataFrame(table)
+    # Not by pandas, where integers beside null become floats.
+    from pyspark.sql.pandas.types import from_arrow_schema
+
+    return spark.createDataFrame(table.to_pylist(), from_arrow_schema(table.schema))
+
+
+def dataset_class(jvm: Any) -> Any:
+    """The JVM's class ``Dataset``, which makes DataFrames of plans."""
+    sql = jvm.org.apache.spark.sql
+    return sql.Dataset if of_spark_3() else sql.classic.Dataset
+
+
+def of_spark_3() -> bool:
+    """Whether this is Spark 3, whose classes were not yet split for Spark Connect."""
+    return pyspark.__version__.startswith("3.")
+
+
+class ColumnBridge:
+    """From a column of the JVM's to its expression, and back."""
+
+    def __init__(self, jvm: Any) -> None:
+        sql = jvm.org.apache.spark.sql
+        self._of_spark_3 = of_spark_3()
+        self._class = sql.Column if self._of_spark_3 else sql.classic.ExpressionUtils
+
+    def expression(self, column: Any) -> Any:
+        """The expression of a column."""
+        return column.expr() if self._of_spark_3 else self._class.expression(column)
+
+    def column(self, expression: Any) -> Any:
+        """The column of an expression."""
+        return self._class(expression) if self._of_spark_3 else self._class.column(expression)
