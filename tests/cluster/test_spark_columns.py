@@ -160,6 +160,7 @@ def sum_estimator(**changes: Any) -> TorchEstimator:
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 def test_every_type_arrives_as_declared_in_fit_and_in_transform(
     everything: DataFrame, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -186,6 +187,7 @@ def test_every_type_arrives_as_declared_in_fit_and_in_transform(
         ("square", "array(1f)", "has 1 elements"),
     ],
 )
+@pytest.mark.versions
 def test_a_bad_row_is_named_by_column_partition_and_row(
     everything: DataFrame, name: str, value: str, reason: str
 ) -> None:
@@ -274,6 +276,7 @@ def test_a_minibatch_that_no_worker_can_fill_is_refused_by_what_each_will_have(
 @pytest.mark.parametrize(
     "strategy", [ParameterAveraging(2), GradientAllReduce()], ids=["averaging", "all-reduce"]
 )
+@pytest.mark.versions
 def test_reshuffled_rows_are_trained_on_once_an_epoch_on_real_executors(
     spark: SparkSession, tmp_path: Any, strategy: Strategy
 ) -> None:
@@ -295,6 +298,7 @@ def test_reshuffled_rows_are_trained_on_once_an_epoch_on_real_executors(
     assert sum(where > 1 for where in ranks) > 30
 
 
+@pytest.mark.versions
 def test_weights_validation_and_transform_work_together(spark: SparkSession) -> None:
     rows = frame(spark).select(
         "*",

@@ -142,6 +142,7 @@ def test_photographs_of_any_size_train_and_predict_as_plain_pillow_and_torch_do(
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 def test_sparks_image_source_trains_and_predicts_alike(spark: SparkSession, tmp_path: Path) -> None:
     folder = tmp_path / "pictures"
     folder.mkdir()

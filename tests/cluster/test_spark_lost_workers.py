@@ -47,6 +47,7 @@ def fit_with_a_loss(
     ],
     ids=["alone", None, None],
 )
+@pytest.mark.versions
 def test_a_worker_that_is_killed_is_started_again_and_no_row_is_lost(
     spark: SparkSession, tmp_path: Path, strategy: Strategy, executor: bool
 ) -> None:

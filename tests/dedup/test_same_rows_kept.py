@@ -11,6 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl import NearDuplicates, NearDuplicatesModel
+from sparkdl.spark.catalyst.versions import frame_of
 
 LARGEST = 10
 
@@ -71,7 +72,7 @@ def test_the_same_rows_stay_however_the_table_is_cut_up(table: DataFrame) -> Non
 
 def given(spark: SparkSession, words: list[int | None], **columns: list[object]) -> DataFrame:
     rows = {"id": list(range(len(words))), "image": pa.array(words, pa.int64()), **columns}
-    return spark.createDataFrame(pa.table(rows))
+    return frame_of(spark, pa.table(rows))
 
 
 @pytest.mark.slow
@@ -93,6 +94,7 @@ def test_random_tables_of_close_words(spark: SparkSession) -> None:
         model.unpersist()
 
 
+@pytest.mark.versions
 def test_of_a_chain_the_third_row_stays(spark: SparkSession) -> None:
     frame = given(spark, [0b00, 0b01, 0b11])
     model = NearDuplicates(hash="given", threshold=1, within=None, mode="mark").fit(frame)

@@ -14,6 +14,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl import NearDuplicates, NearDuplicatesModel
 from sparkdl.errors import ConfigError
+from sparkdl.spark.catalyst.versions import frame_of
 
 WORDS = [0, 1, 3, 7, 7, -1, None]
 
@@ -21,7 +22,7 @@ WORDS = [0, 1, 3, 7, 7, -1, None]
 @pytest.fixture(scope="module")
 def rows(spark: SparkSession) -> DataFrame:
     columns = {"id": range(len(WORDS)), "image": pa.array(WORDS, pa.int64())}
-    return spark.createDataFrame(pa.table({**columns, "label": ["a"] * len(WORDS)}))
+    return frame_of(spark, pa.table({**columns, "label": ["a"] * len(WORDS)}))
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,7 @@ def marked(model: NearDuplicatesModel | PipelineModel, rows: DataFrame) -> list[
     return sorted(map(tuple, model.transform(rows).collect()), key=lambda row: row[0])
 
 
+@pytest.mark.versions
 def test_a_loaded_model_marks_the_same_rows(
     model: NearDuplicatesModel, rows: DataFrame, tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ def assembler() -> VectorAssembler:
     return VectorAssembler(inputCols=NAMES, outputCol="features")
 
 
+@pytest.mark.versions
 def test_a_pipeline_of_assembler_and_estimator_fits_and_predicts(rows: DataFrame) -> None:
     model = Pipeline(stages=[assembler(), estimator()]).fit(rows)
     predicted = model.transform(rows)

@@ -54,6 +54,7 @@ def predictions(model: TorchModel | PipelineModel, rows: DataFrame) -> list[obje
     return [row[0] for row in model.transform(rows).orderBy("id").select("prediction").collect()]
 
 
+@pytest.mark.versions
 def test_a_loaded_model_is_the_same_and_was_saved_without_pickle(
     described: TorchModel, rows: DataFrame, tmp_path: Path
 ) -> None:
@@ -132,6 +133,7 @@ def test_a_model_loads_without_java_and_gives_identical_outputs(
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 def test_a_pipeline_model_is_saved_and_loaded(rows: DataFrame, tmp_path: Path) -> None:
     model = pipeline(Net).fit(columns(rows))
     path = str(tmp_path / "pipeline")

@@ -68,6 +68,7 @@ def close(found: np.ndarray, expected: Tensor) -> bool:
     return found.shape == tuple(expected.shape) and np.allclose(found, expected, atol=1e-6)
 
 
+@pytest.mark.versions
 def test_each_output_type_of_logits_is_what_torch_says(
     classifier: TorchModel, rows: DataFrame
 ) -> None:
@@ -126,6 +127,7 @@ def test_rows_columns_and_their_order_within_partitions_are_unchanged(
     assert after.drop("prediction").rdd.glom().collect() == before.rdd.glom().collect()
 
 
+@pytest.mark.versions
 def test_rows_of_any_number_are_all_predicted_in_order(
     spark: SparkSession, classifier: TorchModel, rows: DataFrame
 ) -> None:
@@ -143,6 +145,7 @@ def test_rows_of_any_number_are_all_predicted_in_order(
 
 @pytest.mark.slow_variants
 @pytest.mark.parametrize("kind", ["array<float>", "vector", "sparse", "files"])
+@pytest.mark.versions
 def test_arrays_of_floats_and_vectors_predict_what_doubles_do(
     spark: SparkSession, classifier: TorchModel, rows: DataFrame, kind: str, tmp_path: Path
 ) -> None:
@@ -182,6 +185,7 @@ def test_sparse_vectors_train_like_the_dense_arrays_they_stand_for(spark: SparkS
     assert torch.allclose(model.module.weight, network.weight, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.versions
 def test_several_columns_reach_the_model_as_arguments_and_integers_as_int64(
     rows: DataFrame,
 ) -> None:

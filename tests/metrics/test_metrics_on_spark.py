@@ -144,6 +144,7 @@ class WeightedError(Metric):
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 def test_a_model_is_evaluated_on_weighted_rows(spark: SparkSession) -> None:
     torch.manual_seed(4)
     model = TorchModel.from_module(nn.Linear(WIDTH, 1), torch.zeros(1, WIDTH))

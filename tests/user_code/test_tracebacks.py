@@ -105,7 +105,7 @@ class NoException(BaseException):
 def group_of(depth: int) -> BaseException:
     error: Exception = ValueError("innermost")
     for level in range(depth):
-        error = ExceptionGroup(f"level {level}", [error, *map(ValueError, range(1_000))])
+        error = ExceptionGroup(f"level {level}", [error, *map(ValueError, range(1_000))])  # noqa: F821 # Python 3.11
     return error
 
 

@@ -163,6 +163,7 @@ def test_another_job_for_the_same_output_is_refused(tmp_path: Path, source: str)
 
 
 @pytest.mark.usefixtures("spark")
+@pytest.mark.versions
 def test_labels_are_the_largest_channel_and_zeros_are_skipped(tmp_path: Path) -> None:
     array = image()
     array[:8] = 0

@@ -48,7 +48,8 @@ def written(module: str) -> str:
     ]
     own = {node.name for node in trees[module].body if isinstance(node, ast.ClassDef)}
     used = [_only_used(line, body, own) for line in imports]
-    always = "from typing import Any, Self\nfrom pyspark.ml.param import Param\n"
+    always = "from typing import Any\nfrom pyspark.ml.param import Param\n"
+    always += "from typing_extensions import Self\n"
     always += "from sparkdl.estimator.params.declaration import DeclaredParams"
     text = "\n".join([HEADER, always, *used, body])
     for command in (["check", "--select", "I,F401", "--fix"], ["format"]):

@@ -66,6 +66,7 @@ def named(rows: DataFrame) -> DataFrame:
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 def test_texts_are_classes_and_the_columns_are_those_of_pyspark(
     spark: SparkSession, tmp_path: Path
 ) -> None:
@@ -212,6 +213,7 @@ def test_a_pipeline_keeps_string_indexer_s_labels_and_is_saved_without_a_pickle(
     assert [row["probability"] for row in both[0]] == [row["probability"] for row in both[1]]
 
 
+@pytest.mark.versions
 def test_a_regressor_passes_its_evaluator_and_is_saved(spark: SparkSession, tmp_path: Path) -> None:
     rows = frame(spark, ROWS).withColumn("label", F.col("features")[0] * 2 + 1)
     linear = partial(nn.Linear, WIDTH, 1)

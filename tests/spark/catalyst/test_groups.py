@@ -28,6 +28,7 @@ def test_the_largest_goes_first_and_each_to_the_smallest_group() -> None:
     assert balanced([1, 0, 100], 3) == [[2], [0], [1]]
 
 
+@pytest.mark.versions
 def test_spark_takes_each_partitions_key_to_that_partition(spark: SparkSession) -> None:
     for partitions in (1, 2, 3, 7, 1000):
         keys = spark.createDataFrame([(key,) for key in keys_of_partitions(partitions)], "key int")

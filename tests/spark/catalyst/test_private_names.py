@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import logging
 from pathlib import Path
 
 import pytest
+from frames import frame, in_files
 from missing_names import lacking
 from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
@@ -13,22 +15,70 @@ from pyspark.sql import functions as F
 
 import sparkdl
 from sparkdl.spark.catalyst import cluster
+from sparkdl.spark.catalyst.array_bytes import array_bytes
+from sparkdl.spark.catalyst.file_scan import file_scan
+from sparkdl.spark.catalyst.file_splits import replanned
+from sparkdl.spark.catalyst.groups import grouped
 from sparkdl.spark.catalyst.jvm import with_fallback
+from sparkdl.spark.catalyst.plans import has_stable_order, known_partitions
 from sparkdl.spark.cluster.slots import choose_num_workers
+from sparkdl.spark.rows.in_files import FAMILIES
 
 ROOT = Path(sparkdl.__file__).parent
-PRIVATE = {"_jvm", "_jdf", "_jsparkSession", "_jsc", "_gateway", "_jrdd", "_jc"}
+PRIVATE = {
+    *("_jvm", "_jdf", "_jsparkSession", "_jsc", "_gateway", "_jrdd", "_jc", "_jbroadcast", "_sc"),
+    *("_active_spark_context", "_root_directory", "_is_running_on_worker", "_setTaskContext"),
+    *("_transfer_params_to_java", "_java_resource_profile"),
+}
+PRIVATE_MODULES = ("pyspark.core", "pyspark.find_spark_home", "pyspark.sql.pandas")
+
+
+def private_names(path: Path) -> list[str]:
+    """The private names of PySpark that a module uses, but for what subclasses of its ML may."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr in PRIVATE:
+            found.append(f"{node.lineno}: {node.attr}")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pyspark"):
+            hidden = [each.name for each in node.names if each.name.startswith("_")]
+            if hidden or str(node.module).startswith(PRIVATE_MODULES):
+                found.append(f"{node.lineno}: {node.module} {hidden}")
+    return found
 
 
 def test_nothing_else_touches_private_names() -> None:
     wrong = [
-        f"{path.relative_to(ROOT)}:{node.lineno}: {node.attr}"
+        f"{path.relative_to(ROOT)}:{name}"
         for path in sorted(ROOT.rglob("*.py"))
         if path.parent != ROOT / "spark/catalyst"
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr in PRIVATE
+        for name in private_names(path)
     ]
     assert wrong == [], "move these into functions of sparkdl/spark/catalyst:\n" + "\n".join(wrong)
+
+
+@pytest.mark.versions
+def test_this_version_of_spark_has_all_private_names(
+    spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that lacks one is slower, or shuffles: see docs/versions.md."""
+    files = in_files(frame(spark, 60, 3), tmp_path / "table")
+    context = spark.sparkContext
+    choose_num_workers(spark, 3)  # waits for the executors
+    with caplog.at_level(logging.INFO, "sparkdl"):
+        assert known_partitions(files) == files.rdd.getNumPartitions()
+        assert has_stable_order(files)
+        assert file_scan(files, FAMILIES) is not None
+        assert array_bytes(spark) is not None
+        for moved in (False, True):
+            assert grouped(files, 2, moved=moved).frame.rdd.getNumPartitions() == 2
+        assert replanned(files, 2).frame.rdd.getNumPartitions() == 2
+        assert len(cluster.executor_start_times(spark)) == 3
+        assert cluster.count_slots(spark) == 3
+        assert cluster.count_running_tasks(spark) == 0
+        assert cluster.failed_tasks(context, 0) == []
+        assert cluster.jobs_with_tag(context, "x") == []
+        assert not cluster.feeds_a_shuffle(context, 0)
+    assert [line for line in caplog.messages if "this Spark" in line] == []
 
 
 def test_a_scheduler_that_is_not_asked_is_counted_by_cores_and_stages(spark: SparkSession) -> None:

@@ -59,6 +59,7 @@ def frame(spark: SparkSession) -> DataFrame:
     return spark.range(ROWS).select(F.array(number).alias("features"), number.alias("label"))
 
 
+@pytest.mark.versions
 def test_broadcast_variables_have_their_values_in_run(spark: SparkSession) -> None:
     context = spark.sparkContext
     inside, given = context.broadcast({"rate": 2.0}), context.broadcast([1, 2])
@@ -73,6 +74,7 @@ def test_broadcast_variables_have_their_values_in_run(spark: SparkSession) -> No
     assert run(lambda: later.value) == 3
 
 
+@pytest.mark.versions
 def test_what_every_rank_adds_to_accumulators_is_counted_once(spark: SparkSession) -> None:
     count, ranks = spark.sparkContext.accumulator(0), spark.sparkContext.accumulator([], Joined())
 
@@ -93,6 +95,7 @@ def test_what_every_rank_adds_to_accumulators_is_counted_once(spark: SparkSessio
 
 
 @pytest.mark.parametrize("kind", ["instance", "builder"])
+@pytest.mark.versions
 def test_a_fits_functions_read_broadcast_variables_and_count_each_call_on_a_worker(
     spark: SparkSession, frame: DataFrame, kind: str
 ) -> None:
@@ -124,6 +127,7 @@ def test_a_fits_functions_read_broadcast_variables_and_count_each_call_on_a_work
     assert model.transform(frame).count() == ROWS
 
 
+@pytest.mark.versions
 def test_transform_counts_every_row_in_processes_that_keep_the_model(
     spark: SparkSession, frame: DataFrame
 ) -> None:

@@ -172,6 +172,7 @@ def test_rows_are_kept_where_the_user_wants_them(spark: SparkSession) -> None:
     assert kept_in(storeIn="memory", memoryBudget=1) == {True}
 
 
+@pytest.mark.versions
 def test_every_column_becomes_a_tensor_as_declared(spark: SparkSession) -> None:
     rows = frame(spark, rows=4, partitions=1).select(
         F.col("id").cast("short").alias("small"),

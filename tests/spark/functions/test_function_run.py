@@ -104,6 +104,7 @@ def test_a_ddp_function_gives_what_one_process_on_all_rows_gives(spark: SparkSes
     assert results[0] == results[1] == results[2] == pytest.approx(train_alone(20, 3), rel=1e-5)
 
 
+@pytest.mark.versions
 def test_results_come_back_in_the_order_of_the_ranks(spark: SparkSession) -> None:
     def place() -> Any:
         worker = sparkdl.current_worker()
@@ -130,6 +131,7 @@ def test_a_thread_of_pythons_own_runs_in_the_applications_session(spark: SparkSe
         assert pool.submit(sparkdl.run, int, "7", num_workers=1).result(120) == [7]
 
 
+@pytest.mark.versions
 def test_the_environment_is_torchruns_and_is_gone_afterwards(spark: SparkSession) -> None:
     def look() -> dict[str, str]:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
@@ -157,6 +159,7 @@ def test_accelerate_is_told_that_a_worker_has_no_gpu(spark: SparkSession) -> Non
     assert sparkdl.run(look, num_workers=2, device="cpu") == ["true", "true"]
 
 
+@pytest.mark.versions
 def test_a_script_with_arguments_runs_and_its_output_is_shown(
     spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -333,6 +336,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(
         sparkdl.current_worker()
 
 
+@pytest.mark.versions
 def test_torch_distributor_is_a_drop_in_for_a_function(spark: SparkSession) -> None:
     distributor = TorchDistributor(num_processes=2, local_mode=False, use_gpu=False)
     assert distributor.run(train_with_ddp, 20) == pytest.approx(train_alone(20, 2), rel=1e-5)

@@ -29,6 +29,7 @@ def metrics() -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 def test_another_minor_version_of_python_is_told_with_the_host(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,10 +85,10 @@ def test_builds_and_patches_of_torch_may_differ_and_minor_versions_may_not() -> 
 
 
 def test_what_sparks_report_says_of_python_is_read_in_the_words_of_3_5_and_of_4() -> None:
-    for colon in ("", ":"):
+    for colon, there in (("", "(3, 12)"), ("", "3.12"), (":", "3.12")):
         told = environments.setup_error(
             "Lost task 0.0 in stage 1.0 (TID 3) (10.1.2.3 executor 1): PySparkRuntimeError: "
-            f"[PYTHON_VERSION_MISMATCH] Python in worker has different version{colon} 3.12 than "
+            f"[PYTHON_VERSION_MISMATCH] Python in worker has different version{colon} {there} than "
             f"that in driver{colon} 3.11, PySpark cannot run with different minor versions."
         )
         assert str(told).startswith(

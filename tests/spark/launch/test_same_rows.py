@@ -87,7 +87,13 @@ DATA: dict[str, Callable[[SparkSession, Path], DataFrame]] = {
 
 
 @pytest.mark.slow_variants(fast=2)
-@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(each, marks=[pytest.mark.versions] * (each in ("cached", "unsplittable")))
+        for each in DATA
+    ],
+)
 def test_averaging_among_executors_trains_on_the_rows_of_averaging_through_the_driver(
     spark: SparkSession, tmp_path: Path, data: str
 ) -> None:

@@ -116,6 +116,7 @@ def by_spark(frame: DataFrame, column: str) -> DataFrame:
     return frame.withColumn(column, F.expr(column))
 
 
+@pytest.mark.versions
 def test_predictions_are_those_of_the_rows_that_spark_reads(files: DataFrame) -> None:
     """Also where Spark lacks the private names by which it says which files it reads."""
     model = model_of_x()
@@ -138,6 +139,7 @@ def test_predictions_are_those_of_the_rows_that_spark_reads(files: DataFrame) ->
         assert predicted(files) == found_by["read"]
 
 
+@pytest.mark.versions
 def test_training_on_files_gives_the_bits_of_the_rows_that_spark_reads(files: DataFrame) -> None:
     linear = estimator(
         model=partial(nn.Linear, 2, 1),

@@ -31,7 +31,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "java/bin/java").touch()
     (tmp_path / "java/release").write_text('JAVA_VERSION="17.0.15"\n')
     (tmp_path / "spark/jars/spark-core.jar").write_text("core")
-    monkeypatch.setattr(sessions, "_find_spark_home", lambda: str(tmp_path / "spark"))
+    monkeypatch.setattr(sessions, "directory_of_spark", lambda: tmp_path / "spark")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path
 
