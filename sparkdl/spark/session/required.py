@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import pyarrow as pa
+import pyspark
 import torch
 from pyspark.sql import DataFrame, Row, SparkSession
 
@@ -116,10 +117,15 @@ def _is_stopped(spark: SparkSession) -> bool:
 
 
 def _of_connect(what: str) -> ConfigError:
+    instead = "Submit the job with spark-submit, or create one with sparkdl.create_session()"
+    if of_spark_3():
+        return ConfigError(
+            f"{what} a Spark Connect session, which lacks in Spark {pyspark.__version__} what "
+            f"sparkdl needs there from 4.0 on. {instead}"
+        )
     return ConfigError(
         f"{what} a Spark Connect session, whose driver is another machine, and this needs to run "
-        "in the driver (fit, transform, evaluate, run and udf need not). Submit the job with "
-        "spark-submit, or create the session with sparkdl.create_session()"
+        f"in the driver (fit, transform, evaluate, run and udf need not). {instead}"
     )
 
 

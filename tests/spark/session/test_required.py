@@ -164,6 +164,14 @@ def test_a_frame_of_a_spark_connect_session_is_refused_with_the_way_out() -> Non
         require_session(frame_of(None, connect=True))  # type: ignore[arg-type]
 
 
+def test_spark_connect_before_4_0_is_refused_by_its_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pyspark.__version__", "3.5.9")
+    with pytest.raises(ConfigError, match=r"Spark Connect session.* Spark 3\.5\.9 .*from 4\.0 on"):
+        require_frame(frame_of(None, connect=True))
+
+
 def test_a_session_that_was_stopped_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     told = "the Spark session has been stopped that df belongs to: "
     for context in (SimpleNamespace(_jsc=None), running(stopped=True)):
