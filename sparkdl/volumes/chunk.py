@@ -158,7 +158,8 @@ def _outputs(
                 patches.starts, place, corner, patches.patch, strict=True
             )
         )
-        values = read[(slice(None), *cut)]
+        channels_too = (slice(None), *cut)
+        values = read[channels_too]
         if not recipe.skip_zeros or values.any():
             waiting.append((place, values))
     # In equal parts: torch computes a last patch that is alone several times as slowly.

@@ -142,8 +142,9 @@ class Membership:
     def _count_loss(self, member: Member) -> None:
         """Count a loss; workers of one task that are lost once each count as one."""
         attempt = member.task, member.attempt
-        self._lost[(*attempt, member.rank)] += 1
-        times = self._lost[(*attempt, member.rank)]
+        rank = (*attempt, member.rank)
+        self._lost[rank] += 1
+        times = self._lost[rank]
         self._failures[attempt] = max(times, self._failures.get(attempt, 0))
 
     def of(self, rank: int) -> Member:

@@ -24,7 +24,7 @@ from sparkdl.encodings import Encoding
 from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.report.recording import Recording, TimeBins
 from sparkdl.spark.diagnostics.console import Display
-from sparkdl.user_code.tracebacks import traceback_of
+from sparkdl.user_code.tracebacks import add_note, traceback_of
 
 PIECE_BYTES = 1 << 20
 """The most bytes in a row."""
@@ -159,5 +159,5 @@ def restored(told: dict[str, Any]) -> SparkDLError:
     for name, value in told["fields"].items():
         setattr(error, name, value)
     for note in told["notes"]:
-        error.add_note(note)
+        add_note(error, note)
     return error
