@@ -25,7 +25,12 @@ pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(2_500), pytest.param(range(2_500, 10_000), marks=pytest.mark.slow)], ids=len
+    "seeds",
+    [
+        range(2_500),
+        pytest.param(range(2_500, 10_000), marks=[pytest.mark.slow, pytest.mark.nightly]),
+    ],
+    ids=len,
 )
 def test_every_schedule_ends_as_its_faults_allow(seeds: range) -> None:
     counted: Counter[str] = Counter()

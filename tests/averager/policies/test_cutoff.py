@@ -395,7 +395,9 @@ def test_who_contributes_before_it_is_known_to_have_the_center_is_timed_as_any()
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(each, marks=pytest.mark.nightly) for each in (1, 2, 3))]
+)
 @pytest.mark.parametrize("policy", [partial(BackupWorkers, 1), PredictedCutoff])
 def test_ten_thousand_schedules_end_as_their_faults_allow(
     policy: Callable[[], RoundPolicy], part: int
