@@ -15,6 +15,7 @@ from subprocesses import printed_by
 
 from sparkdl.collective.network import require_distinct_gpus
 from sparkdl.errors import ConfigError
+from sparkdl.spark.catalyst import surroundings
 from sparkdl.spark.cluster.devices import choose_device, device_index
 from sparkdl.spark.launch import assignment
 from sparkdl.spark.launch.assignment import assignments, run_ranks
@@ -98,7 +99,7 @@ def own_process_of(
     monkeypatch.setattr(assignment.TaskContext, "get", lambda: fake_task(0, addresses))
     monkeypatch.setattr(assignment, "host_ranks", lambda calls, *_: called.extend(calls) or [])
     monkeypatch.setattr(assignment, "fork_server", lambda *_: None)
-    monkeypatch.setattr(assignment.SparkFiles, "getRootDirectory", lambda: "/files")
+    monkeypatch.setattr(surroundings.SparkFiles, "getRootDirectory", lambda: "/files")
     list(run_ranks(f"{__name__}:tell_gpu", ("argument",), 1, apart, None, {}, {}, iter([])))
     return called
 
