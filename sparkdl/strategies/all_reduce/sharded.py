@@ -204,7 +204,7 @@ class ShardedModel(nn.Module):
         """Release the hold on the process group before the group ends; see ``release_model``."""
         self._sent.clear()
         for unit in self._units:
-            for group in cast(Any, unit)._get_fsdp_state()._fsdp_param_groups:
+            for group in _parameter_groups(unit):
                 group.mesh_info.shard_process_group = None
 
     def agreed(self) -> Sequence[Tensor | ShardedSegment]:
@@ -234,6 +234,15 @@ class ShardedModel(nn.Module):
             return values
 
         return receive
+
+
+def _parameter_groups(unit: nn.Module) -> list[Any]:
+    """What torch keeps of the parameters that it gathers together for a unit."""
+    state = cast(Any, unit)._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    # torch 2.11 and older have one, or None.
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
 class _Scanned:

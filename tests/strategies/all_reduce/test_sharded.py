@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -22,7 +23,7 @@ from sparkdl.errors import ConfigError, WorkerError
 from sparkdl.protocols import ColumnSpec
 from sparkdl.replica import Replica
 from sparkdl.strategies import GradientAllReduce
-from sparkdl.strategies.all_reduce.sharded import units_of
+from sparkdl.strategies.all_reduce.sharded import _parameter_groups, units_of
 from sparkdl.testing import run_world
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -174,3 +175,14 @@ def test_the_loss_of_held_out_rows_is_that_without_shards() -> None:
     )
     losses = [[row.validation_loss for row in each] for each in (found, known)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-10)
+
+
+def test_a_unit_of_torch_2_11_has_one_group_or_none() -> None:
+    for groups, state in [
+        (["a", "b"], SimpleNamespace(_fsdp_param_groups=["a", "b"])),
+        (["a"], SimpleNamespace(_fsdp_param_group="a")),
+        ([], SimpleNamespace(_fsdp_param_group=None)),
+    ]:
+        unit = nn.Module()
+        unit._get_fsdp_state = lambda state=state: state  # type: ignore[method-assign]
+        assert _parameter_groups(unit) == groups
