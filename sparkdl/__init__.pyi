@@ -28,6 +28,7 @@ from sparkdl.spark.functions.worker import load_checkpoint as load_checkpoint
 from sparkdl.spark.session.session import create_session as create_session
 from sparkdl.strategies import AdaScale as AdaScale
 from sparkdl.strategies import AsynchronousSGD as AsynchronousSGD
+from sparkdl.strategies import ColorTrees as ColorTrees
 from sparkdl.strategies import ElasticAveraging as ElasticAveraging
 from sparkdl.strategies import GossipAveraging as GossipAveraging
 from sparkdl.strategies import GradientAllReduce as GradientAllReduce

@@ -17,6 +17,8 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.collective.network import Gather, Meeting, Network, interface_settings, meet
+from sparkdl.collective.tree_sum import TreeSum
+from sparkdl.collective.trees import ColorTrees
 from sparkdl.errors import CollectiveError
 from sparkdl.phases import EXCHANGE, PhaseClock
 from sparkdl.user_code.tracebacks import text_of
@@ -96,6 +98,24 @@ class Collective:
         with self.guarded("an all-reduce"), self.clock.phase(EXCHANGE):
             dist.all_reduce(tensor, group=self._group)
         return tensor
+
+    def in_trees(self, trees: ColorTrees) -> TreeSum:
+        """What adds up tensors along trees, for ``all_reduce_by``; every member has to make it.
+
+        It has connections of its own, so that the others notice at once when it has failed.
+        """
+        with self.guarded("forming groups"):
+            name = f"trees/{self.members}"
+            number = self._store.add(f"{name}/{self.rank}", 1)
+            store = dist.PrefixStore(f"{name}/group/{number}", self._store)
+            timeout = timedelta(seconds=self.deadline_s)
+            group = dist.ProcessGroupGloo(store, self.index, self.world_size, timeout)
+        return TreeSum(group, trees)
+
+    def all_reduce_by(self, add_up: TreeSum, tensor: Tensor) -> None:
+        """As ``all_reduce``, along trees."""
+        with self.guarded("an all-reduce in trees"), self.clock.phase(EXCHANGE):
+            add_up(tensor)
 
     def begin_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
         """Start an ``all_reduce``; returns a function that waits for its end.
@@ -185,7 +205,10 @@ class Collective:
             time.sleep(ROLL_CALL_S)
             return [0]
         time.sleep(ROLL_CALL_S)
-        return [rank for rank in self.members if not self._gave_sign(rank)]
+        missing = [rank for rank in self.members if not self._gave_sign(rank)]
+        if self.rank == 0:  # it hosts the store, in which others are still looking
+            time.sleep(_MISSING_S * (1 + len(missing)))
+        return missing
 
     def _gave_sign(self, rank: int) -> bool:
         try:

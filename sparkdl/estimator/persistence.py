@@ -46,6 +46,7 @@ EXPECTED = {
             **classes_of(strategies, strategies.CenterUpdate),
             **classes_of(strategies, strategies.KFACPreconditioner),
             **classes_of(strategies, strategies.Hybrid),
+            **classes_of(strategies, strategies.ColorTrees),
         },
     ),
     "callbacks": Expected(

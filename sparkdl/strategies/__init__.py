@@ -17,6 +17,7 @@ from sparkdl.averager.values.wire_format import (
     SparseChanges,
     WireFormat,
 )
+from sparkdl.collective.trees import ColorTrees
 from sparkdl.strategies.all_reduce.adascale import AdaScale
 from sparkdl.strategies.all_reduce.gradient_all_reduce import GradientAllReduce
 from sparkdl.strategies.all_reduce.hybrid import Hybrid
@@ -52,6 +53,7 @@ __all__ = [
     "Barrier",
     "CenterUpdate",
     "Changes",
+    "ColorTrees",
     "Compression",
     "Compressor",
     "Contributions",

@@ -10,24 +10,28 @@ are fast enough, and those that were too slow for the round before.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from sparkdl.arguments import convert_numbers
 from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.averager.values.wire_format import WIRE_FORMATS, ParameterChanges, WireFormat
+from sparkdl.collective.trees import ColorTrees
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
+from sparkdl.replica import Replica
 from sparkdl.strategies.arguments import (
     Cutoff,
     cutoff_policy,
     require_bools,
     require_cutoff,
+    require_no_gpu,
     require_one_of,
     require_period,
     require_steps,
+    require_trees,
 )
 from sparkdl.strategies.base import Needs, Run, Strategy
 from sparkdl.strategies.worker_group import WorkerGroup
@@ -99,6 +103,8 @@ class ParameterAveraging(Strategy["Aggregation"]):
             length of an epoch all the same, as every row is trained on, and ends it with rounds of
             its own, which are what the center has seen last; nor is there much to gain with few
             workers, where each is a large part of a round.
+        reduction: with ``executors``, None for gloo's ring, or for what NCCL chooses;
+            ``ColorTrees()`` adds up along trees, on CPUs.
 
     Raises:
         ConfigError: an argument is out of range, or some do not go together.
@@ -110,6 +116,7 @@ class ParameterAveraging(Strategy["Aggregation"]):
     aggregation: Literal["driver", "executors", "hierarchical"] = "driver"
     commit_every: int | None = None
     cutoff: Cutoff = "none"
+    reduction: ColorTrees | None = None
 
     def __post_init__(self) -> None:
         convert_numbers(self)
@@ -126,6 +133,11 @@ class ParameterAveraging(Strategy["Aggregation"]):
             raise ConfigError(
                 f"wire_dtype={self.wire_dtype!r} is for aggregation='driver'; among executors "
                 "values travel in the replica's own precision"
+            )
+        require_trees(self.reduction)
+        if self.aggregation != "executors" and self.reduction is not None:
+            raise ConfigError(
+                f"reduction is for aggregation='executors', not {self.aggregation!r}: drop it"
             )
         require_cutoff(
             self.cutoff,
@@ -157,8 +169,18 @@ class ParameterAveraging(Strategy["Aggregation"]):
             resumes_alone=not among_workers,
         )
 
+    @property
+    def lasting(self) -> Strategy[Any]:
+        """How sums are formed changes rounding only."""
+        return self if self.reduction is None else replace(self, reduction=None)
+
+    def require_fits(self, replica: Replica) -> None:
+        """Check that trees are for this device."""
+        require_no_gpu(self.reduction, replica)
+
     def start(self, run: Run) -> Aggregation:
         """Set up the place where the mean is formed."""
+        self.require_fits(run.replica)
         return AGGREGATIONS[self.aggregation](run, self)
 
     def rows_changed(self, run: Run, state: Aggregation) -> None:
@@ -230,7 +252,7 @@ class AmongExecutors(Aggregation):
     """The workers form the mean, including those that have used up their rows in an epoch."""
 
     def __init__(self, run: Run, strategy: ParameterAveraging) -> None:
-        self._group = WorkerGroup(run, run.batch_size)
+        self._group = WorkerGroup(run, run.batch_size, trees=strategy.reduction)
         self._period = strategy.period
         self._commit_every = strategy.commit_every
 

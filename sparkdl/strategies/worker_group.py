@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from sparkdl.averager.values.finite import looks_finite, require_finite
 from sparkdl.collective import Collective
+from sparkdl.collective.trees import ColorTrees
 from sparkdl.errors import TrainingError
 from sparkdl.events import WindowReport
 from sparkdl.protocols import SpreadValues
@@ -29,6 +31,7 @@ class WorkerGroup:
         run: this worker's, with its group; every worker must make one at the same time.
         rows_a_step: rows of one worker in an optimizer step, except its last of an epoch.
         within_host: whether the others are only those of the same host.
+        trees: along which means are formed; None for the collective's own way.
 
     Attributes:
         collective: the group.
@@ -38,10 +41,22 @@ class WorkerGroup:
             resume in the middle of one.
     """
 
-    def __init__(self, run: Run, rows_a_step: int, *, within_host: bool = False) -> None:
+    def __init__(
+        self,
+        run: Run,
+        rows_a_step: int,
+        *,
+        within_host: bool = False,
+        trees: ColorTrees | None = None,
+    ) -> None:
         assert run.collective is not None
         everyone = run.collective
         self.collective: Collective = everyone.within_host() if within_host else everyone
+        self._add_up: Callable[[Tensor], object] = self.collective.all_reduce
+        if trees is not None:
+            add_up = self.collective.in_trees(trees)
+            run.cleanup.callback(add_up.close)
+            self._add_up = partial(self.collective.all_reduce_by, add_up)
         self.rows_a_step = rows_a_step
         self.agree(run)
         self._calls = 0
@@ -114,7 +129,7 @@ class WorkerGroup:
                 wide.zero_()  # multiplying by 0 would keep NaN
             elif weight != 1.0:
                 wide.mul_(weight)
-            self.collective.all_reduce(wide)
+            self._add_up(wide)
             if total != 1.0:
                 wide.div_(total)
             if wide is not values:

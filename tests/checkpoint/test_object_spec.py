@@ -26,6 +26,7 @@ ANYTHING = Expected(
         **classes_of(strategies, strategies.Strategy),
         **classes_of(strategies, strategies.KFACPreconditioner),
         **classes_of(strategies, strategies.Hybrid),
+        **classes_of(strategies, strategies.ColorTrees),
     },
 )
 
@@ -71,6 +72,7 @@ def test_a_strategy_comes_back_equal(tmp_path: Path, subtests: pytest.Subtests) 
             strategies.AdaScale(decay=0.5),
             strategies.GradientAllReduce(preconditioner=strategies.KFACPreconditioner(0.1)),
             strategies.GradientAllReduce(hybrid=strategies.Hybrid("classifier.*", 2)),
+            strategies.GradientAllReduce(reduction=strategies.ColorTrees(2, 64)),
             strategies.ThresholdGradientSharing(0.02, sparsity=(0.001, 0.1), clip=None),
         ]
     ):

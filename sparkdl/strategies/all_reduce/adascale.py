@@ -64,7 +64,7 @@ class AdaScale(GradientAllReduce):
 
     Args:
         bucket_mb, compression, shard_optimizer, commit_every: as in ``GradientAllReduce``.
-        find_unused_parameters, sync_batch_norm, preconditioner: likewise.
+        find_unused_parameters, sync_batch_norm, preconditioner, reduction: likewise.
         accumulate: minibatches in each worker's step, to which the gain is relative; 1 in the
             paper.
         measure_noise: always on.

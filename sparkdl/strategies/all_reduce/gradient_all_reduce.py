@@ -18,13 +18,19 @@ from torch import Tensor
 from sparkdl.arguments import convert_numbers, require_whole
 from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
 from sparkdl.collective import release_model
+from sparkdl.collective.trees import ColorTrees
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, OptimizerBuilder
 from sparkdl.replica import Replica
 from sparkdl.replica.optimizer_state import NamedParameters, takes_names
 from sparkdl.replica.shards import ShardedSegment
 from sparkdl.strategies.all_reduce.gradient_noise import DECAY, NoiseMeter
-from sparkdl.strategies.all_reduce.gradients import ROUNDED, FiniteGradients, reduce_by
+from sparkdl.strategies.all_reduce.gradients import (
+    ROUNDED,
+    FiniteGradients,
+    InTrees,
+    reduce_by,
+)
 from sparkdl.strategies.all_reduce.hybrid import Hybrid
 from sparkdl.strategies.all_reduce.model_and_loss import (
     ForwardPass,
@@ -39,7 +45,9 @@ from sparkdl.strategies.all_reduce.split_layers import SplitLayers
 from sparkdl.strategies.arguments import (
     is_number,
     require_bools,
+    require_no_gpu,
     require_steps,
+    require_trees,
 )
 from sparkdl.strategies.base import Needs, Run, Strategy
 from sparkdl.strategies.compression.base import Compression
@@ -71,6 +79,11 @@ NOT_WITH_HYBRID = {
     "find_unused_parameters": "lets some rows leave out layers which others of their group need",
 }
 """What cannot be combined with hybrid, and why."""
+NOT_WITH_TREES = {
+    "hybrid": "adds up the gradients of its layers among workers of different groups",
+    "shard_parameters": "gives each worker its share of the sum only",
+}
+"""What cannot be combined with reduction, and why."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +153,8 @@ class GradientAllReduce(Strategy["Reducer"]):
         hybrid: which fully connected layers groups of workers compute together, so that rows are
             exchanged in the place of most gradients; None for none. A training may go on from a
             checkpoint with other groups.
+        reduction: None for gloo's ring, or for what NCCL chooses; ``ColorTrees()`` adds up along
+            trees, on CPUs.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -156,6 +171,7 @@ class GradientAllReduce(Strategy["Reducer"]):
     preconditioner: KFACPreconditioner | None = None
     shard_parameters: bool = False
     hybrid: Hybrid | None = None
+    reduction: ColorTrees | None = None
 
     def __post_init__(self) -> None:
         convert_numbers(self)
@@ -180,6 +196,10 @@ class GradientAllReduce(Strategy["Reducer"]):
         for name, why in NOT_WITH_HYBRID.items():
             if self.hybrid is not None and getattr(self, name):
                 raise ConfigError(f"{name} {why}: drop it, or hybrid")
+        require_trees(self.reduction)
+        for name, why in NOT_WITH_TREES.items():
+            if self.reduction is not None and getattr(self, name):
+                raise ConfigError(f"{name} {why}: drop it, or reduction")
         if isinstance(self.compression, Compression):
             self._require_compressible(self.compression)
         for name, why in NOT_WITH_SHARDS.items():
@@ -188,6 +208,11 @@ class GradientAllReduce(Strategy["Reducer"]):
 
     def _require_compressible(self, given: Compression) -> None:
         compression = type(given).__name__
+        if self.reduction is not None:
+            raise ConfigError(
+                f"compression={compression}(...) has messages of its own, too small for trees: "
+                "drop it, or reduction"
+            )
         if self.shard_optimizer and given.reads_optimizer:
             raise ConfigError(
                 f"compression={compression}(...) needs the whole optimizer state on every "
@@ -226,7 +251,9 @@ class GradientAllReduce(Strategy["Reducer"]):
     @property
     def lasting(self) -> Strategy[Any]:
         """Who computes what changes no result."""
-        return self if self.hybrid is None else replace(self, hybrid=None)
+        if (self.hybrid, self.reduction) == (None, None):
+            return self
+        return replace(self, hybrid=None, reduction=None)
 
     def require_fits(self, replica: Replica) -> None:
         """Check what compression, preconditioner, synchronized BatchNorm and hybrid need."""
@@ -245,6 +272,7 @@ class GradientAllReduce(Strategy["Reducer"]):
             require_shardable(replica)
         if self.hybrid is not None:
             self.hybrid.require_fits(replica)
+        require_no_gpu(self.reduction, replica)
 
     def require_workers(self, num_workers: int) -> None:
         """Check that the groups divide them."""
@@ -276,7 +304,11 @@ class GradientAllReduce(Strategy["Reducer"]):
             compressor = self.compression.compressor(group.collective, run.replica)
         else:
             rounding = self.compression
-        finite = reduce_by(rounding, compressor, model, run, split)
+        trees = None
+        if self.reduction is not None:
+            trees = InTrees(self.reduction, group.collective, rounding)
+            run.cleanup.callback(trees.close)
+        finite = reduce_by(rounding, compressor, model, run, split, trees)
         preconditioning = None
         if self.preconditioner is not None:
             preconditioning = self.preconditioner.start(run)

@@ -1,0 +1,201 @@
+"""Sums along coloured trees, in chunks, over the point-to-point messages of a gloo group.
+
+One thread runs all trees of a member. It takes the events of a sum, "add up chunk j and send it
+up", "receive chunk j and send it down", in the order of the steps in which they would come if every
+message took one step. A member at depth d of a tree of height H has
+
+    up    at step  j + H - d        after its children, at depth d + 1
+    down  at step  j + H + d        after its parent, at depth d - 1
+
+so waiting in this order never waits for what is itself waiting. Members without children have
+nothing to wait for on the way up, and offer their chunks before. gloo sends a message once the
+other end has said where to put it, which here is ``AHEAD`` chunks before it is needed.
+
+The sum of a chunk is own + first child's + second child's ..., up to the root, and the root's is
+what all receive: the same bits on all members, and the same in every run.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from sparkdl.collective.trees import ColorTrees, Place, height_of, place_of, usable_colors
+
+AHEAD = 4
+"""Chunks of each child for which there is room at a time."""
+CLOSE_S = 5.0
+"""Seconds to wait for the thread to end; one that waits for a dead member ends at the deadline."""
+_FIRST_TAG = 7000
+"""Tags from here on are used, two for each tree."""
+
+
+class TreeSum:
+    """Adds up the tensors of a group's members.
+
+    Args:
+        group: of gloo, for this alone; every member must make one.
+        trees: how many, and the size of chunks.
+
+    Attributes:
+        places: this member's, in each tree.
+    """
+
+    def __init__(self, group: dist.ProcessGroupGloo, trees: ColorTrees) -> None:
+        members, colors = group.size(), usable_colors(group.size(), trees.colors)
+        self.places = [
+            place_of(group.rank(), color, members=members, colors=colors) for color in range(colors)
+        ]
+        self._group: dist.ProcessGroupGloo | None = group
+        self._height = height_of(members, colors)
+        self._chunk_bytes = trees.chunk_bytes
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Overwrite a tensor with the sum of all members' tensors and return it.
+
+        Every member has to call it with the same number of values of the same dtype, and as often
+        and in the same order as the others.
+
+        Args:
+            tensor: on the CPU, of any shape and dtype; in half precision, partial sums are rounded.
+
+        Raises:
+            RuntimeError: gloo's, a member did not take part in time or is lost.
+        """
+        try:
+            self._add_up(tensor)
+        except BaseException as error:
+            # Those who wait for this member notice once nothing holds a connection.
+            traceback.clear_frames(error.__traceback__)
+            self.close()
+            raise
+        return tensor
+
+    def close(self) -> None:
+        """End the connections to the others."""
+        self._group = None
+
+    def _add_up(self, tensor: Tensor) -> None:
+        group = self._group
+        if group is None:
+            raise RuntimeError("gloo/: a sum in trees has failed before")
+        flat = tensor.detach().reshape(-1)
+        chunk = max(1, self._chunk_bytes // flat.element_size())
+        parts = [part.split(chunk) for part in flat.tensor_split(len(self.places)) if len(part)]
+        lanes = [
+            _Lane(group, _FIRST_TAG + 2 * color, place, part)
+            for color, (place, part) in enumerate(zip(self.places, parts, strict=False))
+        ]
+        events = []
+        for color, lane in enumerate(lanes):
+            place = lane.place
+            up = self._height - place.depth if place.children else -AHEAD
+            down = self._height + place.depth
+            for number in range(len(lane.chunks)):
+                events += [(number + up, 0, color, number), (number + down, 1, color, number)]
+        for _, goes_down, color, number in sorted(events):
+            (lanes[color].down if goes_down else lanes[color].up)(number)
+        for lane in lanes:
+            lane.finish()
+        if flat.data_ptr() != tensor.data_ptr():  # it was not contiguous
+            tensor.copy_(flat.view(tensor.shape))
+
+
+@dataclass
+class _Lane:
+    """One tree's part of a sum, as one member sees it."""
+
+    group: dist.ProcessGroupGloo
+    tag: int
+    place: Place
+    chunks: tuple[Tensor, ...]
+    sent: list[dist.Work] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._coming: deque[list[tuple[dist.Work, Tensor]]] = deque()
+        for chunk in self.chunks[:AHEAD] if self.place.children else ():
+            self._expect([torch.empty_like(chunk) for _ in self.place.children])
+        # What arrives in a chunk's place has its own in it, so that has been sent by then.
+        parent = self.place.parent
+        self._sums = [] if parent is None else [self._receive(c, parent, 1) for c in self.chunks]
+
+    def up(self, number: int) -> None:
+        """Add the children's sums of a chunk to this member's, and send them on."""
+        chunk = self.chunks[number]
+        if self.place.children:
+            arrived = self._coming.popleft()
+            for work, values in arrived:
+                work.wait()
+                chunk.add_(values)
+            if number + AHEAD < len(self.chunks):
+                size = len(self.chunks[number + AHEAD])
+                self._expect([values[:size] for _, values in arrived])
+        if self.place.parent is not None:
+            self._send(chunk, self.place.parent, 0)
+
+    def down(self, number: int) -> None:
+        """Receive the sum of a chunk, and send it on."""
+        if self.place.parent is not None:
+            self._sums[number].wait()
+        for child in self.place.children:
+            self._send(self.chunks[number], child, 1)
+
+    def finish(self) -> None:
+        """Wait until all has left."""
+        for work in self.sent:
+            work.wait()
+
+    def _expect(self, room: list[Tensor]) -> None:
+        from_all = zip(self.place.children, room, strict=True)
+        self._coming.append([(self._receive(each, child, 0), each) for child, each in from_all])
+
+    def _receive(self, values: Tensor, member: int, way: int) -> dist.Work:
+        return self.group.recv([values], member, self.tag + way)
+
+    def _send(self, values: Tensor, member: int, way: int) -> None:
+        self.sent.append(self.group.send([values], member, self.tag + way))
+
+
+class InBackground:
+    """Runs sums in a thread, one after the other in the order in which they were begun.
+
+    Args:
+        add_up: overwrites a tensor with the sum over all members.
+    """
+
+    def __init__(self, add_up: Callable[[Tensor], object]) -> None:
+        self._add_up = add_up
+        self._begun: queue.SimpleQueue[tuple[Tensor, Future[Tensor]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="sparkdl-trees", daemon=True)
+        self._thread.start()
+
+    def begin(self, tensor: Tensor) -> Future[Tensor]:
+        """Begin a sum; the future has the tensor, or the error."""
+        done: Future[Tensor] = Future()
+        self._begun.put((tensor, done))
+        # C++ code that waits sees an error only if a callback has raised it.
+        return done.then(lambda each: each.value())
+
+    def close(self) -> None:
+        """End the thread, after the sums that were begun."""
+        self._begun.put(None)
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        while (begun := self._begun.get()) is not None:
+            tensor, done = begun
+            try:
+                self._add_up(tensor)
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(tensor)
