@@ -59,7 +59,7 @@ ROOMS: dict[str, list[tuple[str, ...]]] = {
         ("all_reduce", "asynchronous", "elastic", "gossip", "outer", "threshold"),
         ("compression", "kfac", "parameter_averaging"),
         ("on_worker", "worker_group"),
-        ("arguments", "base"),
+        ("arguments", "base", "color_trees"),
     ],
     "volumes": [
         ("run",),

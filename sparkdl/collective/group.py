@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.collective.network import Gather, Meeting, Network, interface_settings, meet
 from sparkdl.collective.tree_sum import TreeSum
-from sparkdl.collective.trees import ColorTrees
 from sparkdl.errors import CollectiveError
 from sparkdl.phases import EXCHANGE, PhaseClock
 from sparkdl.user_code.tracebacks import text_of
@@ -99,10 +98,14 @@ class Collective:
             dist.all_reduce(tensor, group=self._group)
         return tensor
 
-    def in_trees(self, trees: ColorTrees) -> TreeSum:
+    def in_trees(self, colors: int, chunk_bytes: int) -> TreeSum:
         """What adds up tensors along trees, for ``all_reduce_by``; every member has to make it.
 
         It has connections of its own, so that the others notice at once when it has failed.
+
+        Args:
+            colors: as in ``TreeSum``.
+            chunk_bytes: likewise.
         """
         with self.guarded("forming groups"):
             name = f"trees/{self.members}"
@@ -110,7 +113,7 @@ class Collective:
             store = dist.PrefixStore(f"{name}/group/{number}", self._store)
             timeout = timedelta(seconds=self.deadline_s)
             group = dist.ProcessGroupGloo(store, self.index, self.world_size, timeout)
-        return TreeSum(group, trees)
+        return TreeSum(group, colors, chunk_bytes)
 
     def all_reduce_by(self, add_up: TreeSum, tensor: Tensor) -> None:
         """As ``all_reduce``, along trees."""

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from sparkdl.collective.trees import ColorTrees, Place, height_of, place_of, usable_colors
+from sparkdl.collective.trees import Place, height_of, place_of, usable_colors
 
 AHEAD = 4
 """Chunks of each child for which there is room at a time."""
@@ -44,20 +44,22 @@ class TreeSum:
 
     Args:
         group: of gloo, for this alone; every member must make one.
-        trees: how many, and the size of chunks.
+        colors: how many trees are asked for.
+        chunk_bytes: size of a message; at least a value of each tensor.
 
     Attributes:
         places: this member's, in each tree.
     """
 
-    def __init__(self, group: dist.ProcessGroupGloo, trees: ColorTrees) -> None:
-        members, colors = group.size(), usable_colors(group.size(), trees.colors)
+    def __init__(self, group: dist.ProcessGroupGloo, colors: int, chunk_bytes: int) -> None:
+        members = group.size()
+        colors = usable_colors(members, colors)
         self.places = [
             place_of(group.rank(), color, members=members, colors=colors) for color in range(colors)
         ]
         self._group: dist.ProcessGroupGloo | None = group
         self._height = height_of(members, colors)
-        self._chunk_bytes = trees.chunk_bytes
+        self._chunk_bytes = chunk_bytes
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """Overwrite a tensor with the sum of all members' tensors and return it.
@@ -89,7 +91,7 @@ class TreeSum:
         if group is None:
             raise RuntimeError("gloo/: a sum in trees has failed before")
         flat = tensor.detach().reshape(-1)
-        chunk = max(1, self._chunk_bytes // flat.element_size())
+        chunk = max(1, min(self._chunk_bytes // flat.element_size(), len(flat)))
         parts = [part.split(chunk) for part in flat.tensor_split(len(self.places)) if len(part)]
         lanes = [
             _Lane(group, _FIRST_TAG + 2 * color, place, part)

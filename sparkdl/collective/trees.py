@@ -22,44 +22,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparkdl.arguments import as_number, convert_numbers, require_whole
-from sparkdl.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class ColorTrees:
-    """Has workers add up values along several trees, in the place of gloo's ring.
-
-    For averaging among executors and ``GradientAllReduce``, on CPUs. Trees have fewer messages
-    that wait for each other than a ring, each of which takes the processors longer; the sum differs
-    by rounding.
-
-    Args:
-        colors: number of trees, each with its part of the values, and of a node's children, >= 1.
-            For N workers the largest k up to it is taken for which N mod k is 0 or 1, and no worker
-            then has children in two trees.
-        chunk_kb: KB that travel in one message, > 0; smaller ones keep all levels of a tree busy
-            earlier, larger ones take the processors less time.
-
-    Raises:
-        ConfigError: an argument is out of range.
-    """
-
-    colors: int = 4
-    chunk_kb: float = 256
-
-    def __post_init__(self) -> None:
-        convert_numbers(self)
-        require_whole("colors", self.colors, 1, "trees")
-        number = as_number(self.chunk_kb)
-        if number is None or number <= 0:
-            raise ConfigError(f"chunk_kb must be a number of KB > 0, got {self.chunk_kb!r}")
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of a message, 1 or more."""
-        return max(1, int(self.chunk_kb * 1024))
-
 
 @dataclass(frozen=True)
 class Place:

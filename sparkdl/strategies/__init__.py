@@ -17,7 +17,6 @@ from sparkdl.averager.values.wire_format import (
     SparseChanges,
     WireFormat,
 )
-from sparkdl.collective.trees import ColorTrees
 from sparkdl.strategies.all_reduce.adascale import AdaScale
 from sparkdl.strategies.all_reduce.gradient_all_reduce import GradientAllReduce
 from sparkdl.strategies.all_reduce.hybrid import Hybrid
@@ -28,6 +27,7 @@ from sparkdl.strategies.asynchronous.asynchronous_outer_optimizer import (
 from sparkdl.strategies.asynchronous.asynchronous_sgd import AsynchronousSGD
 from sparkdl.strategies.asynchronous.barriers import ASP, BSP, PBSP, PSSP, SSP, Barrier, Softsync
 from sparkdl.strategies.base import Needs, Run, Strategy
+from sparkdl.strategies.color_trees import ColorTrees
 from sparkdl.strategies.compression.base import Compression, Compressor
 from sparkdl.strategies.compression.one_bit_adam import OneBitAdam
 from sparkdl.strategies.compression.power_sgd import PowerSGD

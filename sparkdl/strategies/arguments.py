@@ -27,7 +27,6 @@ from typing import Literal, TypeGuard
 from sparkdl.arguments import require_whole
 from sparkdl.averager.policies.cutoff import BackupWorkers, PredictedCutoff
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
-from sparkdl.collective.trees import ColorTrees
 from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
 
@@ -74,22 +73,6 @@ def require_one_of(name: str, value: object, known: Iterable[str]) -> None:
     """Refuse an argument that is none of these."""
     if value not in (names := tuple(known)):
         raise ConfigError(f"{name} must be one of {', '.join(names)}, got {value!r}")
-
-
-def require_trees(reduction: object) -> None:
-    """Refuse a reduction that is neither None nor trees."""
-    if not isinstance(reduction, ColorTrees | None):
-        raise ConfigError(f"reduction must be None or a ColorTrees, got {reduction!r:.200}")
-
-
-def require_no_gpu(reduction: ColorTrees | None, replica: Replica) -> None:
-    """Refuse trees of ours on GPUs."""
-    if reduction is not None and replica.device.type != "cpu":
-        raise ConfigError(
-            f"reduction={reduction!r} is for CPUs, but the replica is on {replica.device}: NCCL "
-            "has double binary trees of its own, and chooses between them and rings by size. Drop "
-            "reduction"
-        )
 
 
 def require_cutoff(cutoff: object, others: dict[str, bool]) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor
 from sparkdl.arguments import convert_numbers
 from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.averager.values.wire_format import WIRE_FORMATS, ParameterChanges, WireFormat
-from sparkdl.collective.trees import ColorTrees
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
@@ -27,13 +26,12 @@ from sparkdl.strategies.arguments import (
     cutoff_policy,
     require_bools,
     require_cutoff,
-    require_no_gpu,
     require_one_of,
     require_period,
     require_steps,
-    require_trees,
 )
 from sparkdl.strategies.base import Needs, Run, Strategy
+from sparkdl.strategies.color_trees import ColorTrees, require_no_gpu, require_trees
 from sparkdl.strategies.worker_group import WorkerGroup
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from sparkdl.averager.values.finite import looks_finite, require_finite
 from sparkdl.collective import Collective
-from sparkdl.collective.trees import ColorTrees
 from sparkdl.errors import TrainingError
 from sparkdl.events import WindowReport
 from sparkdl.protocols import SpreadValues
 from sparkdl.strategies.base import Run
+from sparkdl.strategies.color_trees import ColorTrees
 
 HEARTBEAT_S = 5.0
 """Seconds between two heartbeats to the driver, which does not see the collective; a sixth of an
@@ -54,7 +54,7 @@ class WorkerGroup:
         self.collective: Collective = everyone.within_host() if within_host else everyone
         self._add_up: Callable[[Tensor], object] = self.collective.all_reduce
         if trees is not None:
-            add_up = self.collective.in_trees(trees)
+            add_up = trees.among(self.collective)
             run.cleanup.callback(add_up.close)
             self._add_up = partial(self.collective.all_reduce_by, add_up)
         self.rows_a_step = rows_a_step

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sparkdl.collective import Collective
 from sparkdl.collective.tree_sum import InBackground, TreeSum
-from sparkdl.collective.trees import ColorTrees, Place, height_of, place_of, usable_colors
+from sparkdl.collective.trees import Place, height_of, place_of, usable_colors
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -104,7 +104,9 @@ def random_values(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> 
 
 
 @pytest.mark.slow_variants(fast=5)
-@pytest.mark.parametrize("members", [2, 7, 8, 11, 16, *(n for n in range(1, 16) if n not in (2, 7, 8, 11))])
+@pytest.mark.parametrize(
+    "members", [2, 7, 8, 11, 16, *(n for n in range(1, 16) if n not in (2, 7, 8, 11))]
+)
 def test_it_is_the_serial_sum_with_the_same_bits_on_all_and_at_most_twice_the_bytes(
     members: int,
 ) -> None:
@@ -112,7 +114,7 @@ def test_it_is_the_serial_sum_with_the_same_bits_on_all_and_at_most_twice_the_by
         for numel in (0, 1, 5, 1009, 20011):
 
             def body(group: Any, colors: int = colors, numel: int = numel) -> Any:
-                add_up = TreeSum(group, ColorTrees(colors, 0.9))
+                add_up = TreeSum(group, colors, 921)
                 found = []
                 for dtype in (torch.float32, torch.float64, torch.int64):
                     values = random_values(group.rank(), numel, dtype)
@@ -136,7 +138,7 @@ def test_it_is_the_serial_sum_with_the_same_bits_on_all_and_at_most_twice_the_by
 
 def test_half_precision_views_and_numbers_are_added_up_as_well() -> None:
     def body(group: Any) -> Any:
-        add_up = TreeSum(group, ColorTrees(2, 0.01))
+        add_up = TreeSum(group, 2, 10)
         views = torch.arange(12.0).view(3, 4).t()  # not in memory order
         number = torch.tensor(3)
         halves = torch.full((9,), 0.5, dtype=torch.bfloat16)
@@ -148,7 +150,7 @@ def test_half_precision_views_and_numbers_are_added_up_as_well() -> None:
 
 def test_the_bits_do_not_depend_on_who_is_slow() -> None:
     def body(group: Any) -> Any:
-        add_up, drawn, found = TreeSum(group, ColorTrees(4, 1)), random.Random(group.rank()), []
+        add_up, drawn, found = TreeSum(group, 4, 1024), random.Random(group.rank()), []
         for _ in range(4):
             time.sleep(0.05 * drawn.random())
             found.append(add_up(random_values(group.rank(), 3001)))
@@ -160,7 +162,7 @@ def test_the_bits_do_not_depend_on_who_is_slow() -> None:
 
 def test_sums_in_the_background_come_in_the_order_in_which_they_were_begun() -> None:
     def body(group: Any) -> Any:
-        background = InBackground(TreeSum(group, ColorTrees(2, 1)))
+        background = InBackground(TreeSum(group, 2, 1024))
         begun = [background.begin(random_values(group.rank(), 100 * n)) for n in range(1, 8)]
         sums = [each.wait() for each in begun]
         background.close()
@@ -178,7 +180,7 @@ def test_a_member_that_is_killed_is_named_by_the_others(background: bool) -> Non
     """By those too that wait for others, in a chain: not all exchange messages with it."""
 
     def body(collective: Collective, _: Any) -> Any:
-        add_up = collective.in_trees(ColorTrees(1, 64))
+        add_up = collective.in_trees(1, 65536)
         in_thread = InBackground(add_up) if background else None
         for step in range(1000):
             if collective.rank == 1 and step == 20:

@@ -18,7 +18,6 @@ from torch import Tensor
 from sparkdl.arguments import convert_numbers, require_whole
 from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
 from sparkdl.collective import release_model
-from sparkdl.collective.trees import ColorTrees
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, OptimizerBuilder
 from sparkdl.replica import Replica
@@ -45,11 +44,10 @@ from sparkdl.strategies.all_reduce.split_layers import SplitLayers
 from sparkdl.strategies.arguments import (
     is_number,
     require_bools,
-    require_no_gpu,
     require_steps,
-    require_trees,
 )
 from sparkdl.strategies.base import Needs, Run, Strategy
+from sparkdl.strategies.color_trees import ColorTrees, require_no_gpu, require_trees
 from sparkdl.strategies.compression.base import Compression
 from sparkdl.strategies.kfac import KFACPreconditioner
 from sparkdl.strategies.worker_group import WorkerGroup

@@ -22,11 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 from sparkdl.averager.values.finite import ADVICE, count_non_finite
 from sparkdl.collective import Collective
 from sparkdl.collective.tree_sum import InBackground
-from sparkdl.collective.trees import ColorTrees
 from sparkdl.errors import ConfigError, NonFiniteError
 from sparkdl.protocols import Batch
 from sparkdl.strategies.all_reduce.split_layers import SplitLayers
 from sparkdl.strategies.base import Run
+from sparkdl.strategies.color_trees import ColorTrees
 from sparkdl.strategies.compression.base import Compressor
 
 ROUNDED = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -227,7 +227,7 @@ class InTrees:
     def __init__(self, trees: ColorTrees, collective: Collective, rounding: str | None) -> None:
         self._workers = collective.world_size
         self._dtype = None if rounding is None else ROUNDED[rounding]
-        self._add_up = collective.in_trees(trees)
+        self._add_up = trees.among(collective)
         self._thread = InBackground(self._average)
 
     def take_bucket(self, bucket: GradBucket) -> Future[Tensor]:

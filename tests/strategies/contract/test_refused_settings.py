@@ -41,6 +41,7 @@ from sparkdl.strategies import (
     AdaScale,
     AsynchronousOuterOptimizer,
     AsynchronousSGD,
+    ColorTrees,
     DelayedNesterov,
     ElasticAveraging,
     GossipAveraging,
@@ -114,6 +115,10 @@ BY_ARGUMENT: list[Refused] = [
     (GradientAllReduce, "sync_batch_norm", (1, None, "yes"), "sync_batch_norm"),
     (GradientAllReduce, "preconditioner", ("kfac",), "preconditioner must be"),
     (GradientAllReduce, "hybrid", ("classifier.*", 2, True), "hybrid must be None or a Hybrid"),
+    (GradientAllReduce, "reduction", ("trees", 4, ColorTrees), "reduction must be None or a Color"),
+    (ParameterAveraging, "reduction", ("trees",), "reduction must be None or a ColorTrees, got"),
+    (ColorTrees, "colors", (0, 1.5, True, None), "colors must be a whole number of trees >= 1"),
+    (ColorTrees, "chunk_kb", (0, -1, True, "1", NAN, INF), "chunk_kb must be a number of KB > 0"),
     (Hybrid, "layers", ("", 3, None), "layers must be a pattern of names .*, got"),
     (AdaScale, "measure_noise", (False,), "measure_noise"),
     (AdaScale, "decay", (1, -0.1, True, "0.9", NAN), "decay must be"),
@@ -235,6 +240,26 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
             ({"measure_noise": True}, "needs the whole gradients of each worker's own"),
             ({"find_unused_parameters": True}, "lets some rows leave out layers"),
         )
+    ),
+    *(
+        (
+            GradientAllReduce,
+            {"reduction": ColorTrees(), **other},
+            f"{words}.*: drop it, or reduction",
+        )
+        for other, words in (
+            ({"hybrid": Hybrid("*")}, "hybrid adds up the gradients of its layers among"),
+            ({"shard_parameters": True}, "shard_parameters gives each worker its share"),
+            ({"compression": PowerSGD()}, r"PowerSGD\(...\) has messages of its own"),
+        )
+    ),
+    *(
+        (
+            ParameterAveraging,
+            {"reduction": ColorTrees(), "aggregation": each},
+            f"reduction is for aggregation='executors', not '{each}': drop it",
+        )
+        for each in ("driver", "hierarchical")
     ),
     (AdaScale, {"hybrid": Hybrid("*")}, "^measure_noise needs the whole"),
     *(
