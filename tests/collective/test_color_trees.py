@@ -103,10 +103,8 @@ def random_values(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> 
     return (100 * values).to(dtype)
 
 
-@pytest.mark.slow_variants(fast=5)
-@pytest.mark.parametrize(
-    "members", [2, 7, 8, 11, 16, *(n for n in range(1, 16) if n not in (2, 7, 8, 11))]
-)
+@pytest.mark.slow_variants(fast=3)
+@pytest.mark.parametrize("members", [2, 7, 8, 1, 3, 4, 5, 6, 9, 10, 11, 12, 13, 14, 15, 16])
 def test_it_is_the_serial_sum_with_the_same_bits_on_all_and_at_most_twice_the_bytes(
     members: int,
 ) -> None:
