@@ -148,7 +148,7 @@ def main() -> None:
             ratio=seconds[workers][f"{size}, {TREE}"] / seconds[workers][f"{size}, {RING}"],
             target=target,
         )
-        for size, target in (("1 MB", 0.5), ("1 kB", 0.5), ("100 MB", 1.1))
+        for size, target in (("1 kB", 0.5), ("100 kB", 0.7), ("1 MB", 1.0), ("100 MB", 1.1))
         for workers in reversed(HOSTS)
     ]
     claims += [

@@ -133,6 +133,13 @@ def _changes(plan: Plan, workers: int) -> Iterator[tuple[str, Prediction]]:
             f"With aggregation={where!r}" + (f", faster from {first} workers on" if first else ""),
             plan.predict(workers, aggregation=where),
         )
+    from sparkdl.strategies import ColorTrees
+
+    traffic, now = plan.traffic, plan.predict(workers)
+    if traffic.through == "workers" and traffic.hidden != "steps" and not traffic.colors:
+        trees = plan.predict(workers, reduction=ColorTrees())
+        if trees.high < now.seconds:
+            yield "With reduction=ColorTrees(), which is for CPUs", trees
     if plan.traffic.hidden != "backward":
         period = 2 * plan.traffic.period
         yield f"With period={period}", plan.predict(workers, period=period)

@@ -16,10 +16,12 @@ from sparkdl.planner.advice import Suggestion, explained, suggested
 from sparkdl.planner.lemmas import require_efficiency
 from sparkdl.planner.links import Link
 from sparkdl.planner.profile import Profile, require_same
-from sparkdl.planner.traffic import Traffic
+from sparkdl.planner.traffic import Traffic, along
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from sparkdl.strategies import ColorTrees
 
 WORKERS = (1, 2, 4, 8, 16)
 MODEL_ERROR = 0.15
@@ -161,6 +163,7 @@ class Plan:
         aggregation: str | None = None,
         period: int | None = None,
         link: Link | None = None,
+        reduction: ColorTrees | None = None,
     ) -> Prediction:
         """What an epoch would take.
 
@@ -169,13 +172,14 @@ class Plan:
             aggregation: where means are formed, one of ``aggregations``; None for the first.
             period: steps between two exchanges; None for the fits'.
             link: what connects the hosts; None for the plan's.
+            reduction: trees along which workers add up; None for the fits' way.
 
         Raises:
             ConfigError: no fit formed its means there, or something cannot be planned for.
         """
         count = _count(workers)
         where = self.own if aggregation is None else aggregation
-        traffic = self._traffic(where, period)
+        traffic = replace(self._traffic(where, period), **along(reduction))
         fitted = self.costs[where] if link is None else self._fit(where, link)
 
         def epoch(model: costs.Costs, workers: int) -> costs.Parts:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import pytest
@@ -19,8 +20,9 @@ from models import RowIds, minibatches, task_rank
 from pyspark.sql import SparkSession
 from torch import nn
 
-from sparkdl import ParameterAveraging, TorchModel
+from sparkdl import ColorTrees, GradientAllReduce, ParameterAveraging, TorchModel
 from sparkdl.errors import ModelError
+from sparkdl.strategies import Strategy
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -92,6 +94,26 @@ def test_whole_shards_in_float32_equal_gradient_descent_to_float32_precision(
 
     oracle = sgd(mlp(), [list(range(60))] * EPOCHS, 4)
     assert relative_error(fitted.module, oracle) <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "of",
+    [GradientAllReduce, partial(ParameterAveraging, 3, aggregation="executors")],
+    ids=["all-reduce", "averaging"],
+)
+def test_sums_along_trees_train_on_executors_what_the_ring_trains(
+    spark: SparkSession, of: Callable[..., Strategy[Any]]
+) -> None:
+    settings = {"model": mlp().double(), "epochs": EPOCHS, "batchSize": 7, "numWorkers": 3}
+    rows = frame(spark, rows=62, partitions=3).cache()
+    ring, trees = (
+        estimator(strategy=of(**way), **settings).fit(rows)
+        for way in ({}, {"reduction": ColorTrees(2, 0.1)})
+    )
+    assert relative_error(ring.module, mlp().double()) > 1e-3
+    assert relative_error(trees.module, ring.module) <= 1e-6
+    assert [epoch.examples for epoch in trees.history] == [62] * EPOCHS
 
 
 @pytest.mark.parametrize("rows", [60, 47], ids=["equal-shards", "unequal-shards"])

@@ -11,6 +11,7 @@ from models import DiesOnce, Saboteur, lines
 from pyspark.sql import SparkSession
 
 from sparkdl import (
+    ColorTrees,
     GossipAveraging,
     GradientAllReduce,
     ParameterAveraging,
@@ -44,8 +45,13 @@ def fit_with_a_loss(
         pytest.param(
             ParameterAveraging(2, aggregation="executors"), marks=pytest.mark.slow, id="executors"
         ),
+        pytest.param(
+            GradientAllReduce(commit_every=2, reduction=ColorTrees(2, 0.1)),
+            marks=pytest.mark.slow,
+            id="trees",
+        ),
     ],
-    ids=["alone", None, None],
+    ids=["alone", None, None, None],
 )
 @pytest.mark.versions
 def test_a_worker_that_is_killed_is_started_again_and_no_row_is_lost(

@@ -392,6 +392,18 @@ def test_every_kind_of_plan_can_be_explained(sent: Traffic, place: str | None) -
         assert plan.best().num_workers >= 1
 
 
+def test_trees_are_named_where_their_messages_save_more_than_their_bytes_cost() -> None:
+    """Small gradients with late messages: 30 of a ring's, 10 of the trees'."""
+    for octets, pays in ((1e3, True), (1e8, False)):
+        sent = replace(GRADIENTS, up=octets)
+        fits = [profile(each, traffic=sent, aggregation=None) for each in (1, 2)]
+        told = Plan(fits, link=Link(1e9, 1e-3)).explain()
+        assert ("With reduction=ColorTrees(), which is for CPUs" in told) == pays
+    along = replace(AMONG, up=1e3, colors=4, chunk=2.0**18)
+    fits = [profile(each, traffic=along, aggregation="executors") for each in (1, 2)]
+    assert "ColorTrees" not in Plan(fits, link=Link(1e9, 1e-3)).explain()
+
+
 def test_a_plan_is_drawn_as_speed_up_parts_of_the_time_and_seconds_by_link() -> None:
     figure = of_both(link="1 Gbit/s", workers=[1, 4]).plot()
     titles = [each.get_title() for each in figure.axes]

@@ -20,6 +20,7 @@ from sparkdl.planner.traffic import TABLE, Traffic, table, traffic_of
 from sparkdl.protocols import Segment
 from sparkdl.strategies import (
     AsynchronousSGD,
+    ColorTrees,
     ElasticAveraging,
     GossipAveraging,
     GradientAllReduce,
@@ -96,6 +97,18 @@ def test_the_page_has_the_table() -> None:
 def test_one_worker_among_workers_exchanges_nothing() -> None:
     for strategy in (*EXAMPLES[0], *EXAMPLES[1], *EXAMPLES[4]):
         assert of(strategy).bytes_a_step(1) == 0.0
+
+
+@every("reduced", [GradientAllReduce, partial(ParameterAveraging, 1, aggregation="executors")])
+def test_along_trees_fewer_messages_wait_for_each_other_and_more_bytes(reduced: Any) -> None:
+    """Of k-ary trees with D levels, in m chunks: 2 (D + m - 1) steps with an m-th each."""
+    whole = P if reduced is GradientAllReduce else sum(each.numel * 4 for each in LAYOUT)
+    for workers, chunk_kb, levels, chunks in ((8, 256, 2, 1), (8, 10, 2, 10), (64, 50, 3, 2)):
+        sent = of(reduced(reduction=ColorTrees(4, chunk_kb)))
+        assert sent.hops(workers) == 2.5 * 2 * (levels + chunks - 1)
+        assert sent.passing(workers) == pytest.approx(2 * (levels + chunks - 1) / chunks * whole)
+        assert sent.bytes_a_step(workers) == 2 * whole
+        assert (sent.hops(1), sent.passing(1), sent.bytes_a_step(1)) == (0, 0, 0)
 
 
 def test_compressed_gradients_are_smaller_and_small_ones_are_sent_whole() -> None:
