@@ -23,6 +23,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,22 @@ _FIRST_TAG = 7000
 """Tags from here on are used, two for each tree."""
 
 
+class Messages(Protocol):
+    """What is needed of gloo's group, whose type hints leave half of it out."""
+
+    def rank(self) -> int:
+        """This member's number."""
+
+    def size(self) -> int:
+        """How many members there are."""
+
+    def send(self, tensors: list[Tensor], member: int, tag: int) -> dist.Work:
+        """Begin to send a tensor to a member."""
+
+    def recv(self, tensors: list[Tensor], member: int, tag: int) -> dist.Work:
+        """Begin to receive a tensor from a member."""
+
+
 class TreeSum:
     """Adds up the tensors of a group's members.
 
@@ -51,13 +68,13 @@ class TreeSum:
         places: this member's, in each tree.
     """
 
-    def __init__(self, group: dist.ProcessGroupGloo, colors: int, chunk_bytes: int) -> None:
+    def __init__(self, group: Messages, colors: int, chunk_bytes: int) -> None:
         members = group.size()
         colors = usable_colors(members, colors)
         self.places = [
             place_of(group.rank(), color, members=members, colors=colors) for color in range(colors)
         ]
-        self._group: dist.ProcessGroupGloo | None = group
+        self._group: Messages | None = group
         self._height = height_of(members, colors)
         self._chunk_bytes = chunk_bytes
 
@@ -92,7 +109,9 @@ class TreeSum:
             raise RuntimeError("gloo/: a sum in trees has failed before")
         flat = tensor.detach().reshape(-1)
         chunk = max(1, min(self._chunk_bytes // flat.element_size(), len(flat)))
-        parts = [part.split(chunk) for part in flat.tensor_split(len(self.places)) if len(part)]
+        parts = [
+            torch.split(part, chunk) for part in flat.tensor_split(len(self.places)) if len(part)
+        ]
         lanes = [
             _Lane(group, _FIRST_TAG + 2 * color, place, part)
             for color, (place, part) in enumerate(zip(self.places, parts, strict=False))
@@ -116,7 +135,7 @@ class TreeSum:
 class _Lane:
     """One tree's part of a sum, as one member sees it."""
 
-    group: dist.ProcessGroupGloo
+    group: Messages
     tag: int
     place: Place
     chunks: tuple[Tensor, ...]
@@ -198,6 +217,6 @@ class InBackground:
             try:
                 self._add_up(tensor)
             except Exception as error:
-                done.set_exception(error)
+                done.set_exception(error)  # type: ignore[arg-type]
             else:
                 done.set_result(tensor)

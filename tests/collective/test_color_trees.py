@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from every_row import every
 from ranks import run_ranks
 from torch import Tensor
 
@@ -40,11 +39,10 @@ def places(members: int, colors: int) -> list[list[Place]]:
 
 def test_each_colour_spans_all_members_and_nobody_has_children_twice() -> None:
     for members in range(1, 65):
-        for wanted in range(1, members + 2):
-            colors = usable_colors(members, wanted)
+        for colors in {usable_colors(members, wanted) for wanted in range(1, members + 2)}:
             trees = places(members, colors)
             inner = [member for tree in trees for member in range(members) if tree[member].children]
-            assert len(inner) == len(set(inner)), (members, wanted)
+            assert len(inner) == len(set(inner)), (members, colors)
             for tree in trees:
                 (root,) = [member for member in range(members) if tree[member].parent is None]
                 found, level, depth = [root], [root], 0
@@ -52,7 +50,7 @@ def test_each_colour_spans_all_members_and_nobody_has_children_twice() -> None:
                     depth += 1
                     assert all(tree[each].depth == depth for each in level)
                     found += level
-                assert sorted(found) == list(range(members)), (members, wanted)
+                assert sorted(found) == list(range(members)), (members, colors)
                 assert depth == height_of(members, colors)
                 assert all(len(each.children) <= colors for each in tree)
                 for member, each in enumerate(tree):
@@ -103,7 +101,7 @@ def random_values(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> 
     return (100 * values).to(dtype)
 
 
-@pytest.mark.slow_variants(fast=3)
+@pytest.mark.slow_variants(fast=2)
 @pytest.mark.parametrize("members", [2, 7, 8, 1, 3, 4, 5, 6, 9, 10, 11, 12, 13, 14, 15, 16])
 def test_it_is_the_serial_sum_with_the_same_bits_on_all_and_at_most_twice_the_bytes(
     members: int,
@@ -173,7 +171,8 @@ def test_sums_in_the_background_come_in_the_order_in_which_they_were_begun() -> 
         assert all(torch.equal(each, other[n - 1]) for other in others)
 
 
-@every("background", [False, True])
+@pytest.mark.slow_variants
+@pytest.mark.parametrize("background", [True, False])
 def test_a_member_that_is_killed_is_named_by_the_others(background: bool) -> None:
     """By those too that wait for others, in a chain: not all exchange messages with it."""
 
