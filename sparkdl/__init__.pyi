@@ -17,6 +17,7 @@ from sparkdl.estimator.probing import plan as plan
 from sparkdl.events import EpochSummary as EpochSummary
 from sparkdl.large_batches import LAMB as LAMB
 from sparkdl.large_batches import LARS as LARS
+from sparkdl.parallel.model import parallelize_3d as parallelize_3d
 from sparkdl.planner.step.layers import layer_balance as layer_balance
 from sparkdl.protocols import Batch as Batch
 from sparkdl.report.simulation import simulate as simulate

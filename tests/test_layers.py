@@ -21,7 +21,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("driver",),
     ("callbacks",),
     ("report",),
-    ("planner",),
+    ("parallel", "planner"),
     ("worker",),
     ("reshuffle",),
     ("strategies",),
@@ -75,6 +75,11 @@ ROOMS: dict[str, list[tuple[str, ...]]] = {
         ("order", "prefetch", "statistics", "store"),
         ("record_batches",),
         ("columns",),
+    ],
+    "parallel": [
+        ("model",),
+        ("attention", "layers"),
+        ("cube",),
     ],
     "averager": [
         ("client", "service"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from sparkdl.checkpoint.storage import CheckpointStore, OpenElsewhere
 from sparkdl.errors import CheckpointError, ConfigError
@@ -28,11 +29,14 @@ def save_state(store: CheckpointStore, state: Mapping[str, Any]) -> None:
             numbers, strings, and lists and dicts of these.
 
     Raises:
-        ConfigError: a value could only be read back by running code that the file names.
+        ConfigError: a value could only be read back by running code that the file names, or is a
+            part of a tensor.
         CheckpointError: the file system refuses.
     """
+    states = {name: _state_of(value) for name, value in state.items()}
+    _require_whole(states)
     octets = io.BytesIO()
-    torch.save({name: _state_of(value) for name, value in state.items()}, octets)
+    torch.save(states, octets)
     octets.seek(0)
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(octets)
     if unsafe:
@@ -89,3 +93,15 @@ def _state_of(value: Any) -> Any:
     if isinstance(value, DistributedDataParallel):
         value = value.module  # so that the names are those of the user's own module
     return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _require_whole(states: Mapping[str, Any]) -> None:
+    for name, state in states.items():
+        # DTensor's class would have to be imported to ask for it.
+        if any(hasattr(each, "full_tensor") for each in tree_leaves(state)):
+            raise ConfigError(
+                f"'{name}' holds DTensors, of which this worker has a part. Save the whole state: "
+                "get_model_state_dict and get_optimizer_state_dict of "
+                "torch.distributed.checkpoint.state_dict with "
+                "StateDictOptions(full_state_dict=True, cpu_offload=True)"
+            )

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.arguments import require_whole
@@ -125,14 +126,31 @@ class FunctionWorker:
             The model to train, and the optimizer with its state on the model's device.
         """
         device = torch.device(self.device)
-        if not dist.is_initialized():
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        self._join()
         wrapped = DistributedDataParallel(
             model.to(device), device_ids=[device] if device.type == "cuda" else None, **options
         )
         wrapped.register_comm_hook(None, lambda _, bucket: self._add_up(bucket.buffer()))
         optimizer.load_state_dict(optimizer.state_dict())  # moves it to the parameters
         return wrapped, optimizer
+
+    def mesh(self, q: int) -> DeviceMesh:
+        """Arrange all workers as a cube, for ``sparkdl.parallelize_3d``.
+
+        Joins the default process group if the function has not: NCCL on GPUs, gloo on CPUs.
+
+        Args:
+            q: workers along an edge, at least 2; there must be q^3.
+
+        Raises:
+            ConfigError: there are not.
+        """
+        # Of those who call wrap, nobody should pay for importing DTensor.
+        from sparkdl.parallel.cube import cube_mesh, require_edge
+
+        require_edge(q, self.world_size)
+        self._join()
+        return cube_mesh(q, self.device)
 
     def report(self, **metrics: float | Tensor) -> None:
         """Send the driver some numbers: it prints them after the rank, or calls ``on_report``.
@@ -181,6 +199,10 @@ class FunctionWorker:
     def close(self) -> None:
         """Release the directories where this worker saved checkpoints."""
         self._held.close()
+
+    def _join(self) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if torch.device(self.device).type == "cuda" else "gloo")
 
     def _store(self, path: str, keep_last: int) -> CheckpointStore:
         if path not in self._stores:

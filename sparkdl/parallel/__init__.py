@@ -1,0 +1,1 @@
+"""Layers that several ranks compute together."""
