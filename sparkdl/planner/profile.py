@@ -177,6 +177,8 @@ class Profile:
             if made.traffic is not None:
                 counts += [made.traffic.period, made.traffic.fragments, made.traffic.buckets]
                 seconds += [made.traffic.up, made.traffic.down, made.traffic.state]
+                if made.traffic.colors:
+                    counts += [made.traffic.colors, math.ceil(made.traffic.chunk)]
             if not all(math.isfinite(x) and x >= 0 for x in seconds) or not made.step_s:
                 raise ConfigError("its seconds or bytes are not numbers >= 0")
             if not all(isinstance(each, int) and each >= 1 for each in counts):

@@ -68,7 +68,7 @@ class Traffic:
         state: bytes that the driver is sent at the end of an epoch beside them.
         places: values of the strategy's ``aggregation`` that would exchange the same values.
         colors: how many trees the workers are asked to sum along; 0 for a ring.
-        chunk: bytes of a message along trees.
+        chunk: bytes of a message along trees, > 0; 0 around a ring.
     """
 
     through: Literal["driver", "hosts", "workers"]
@@ -82,7 +82,7 @@ class Traffic:
     state: float = 0.0
     places: tuple[str, ...] = ()
     colors: int = 0
-    chunk: float = math.inf
+    chunk: float = 0.0
 
     @property
     def every(self) -> float:

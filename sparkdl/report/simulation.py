@@ -121,8 +121,9 @@ def simulate(
     compared = STRATEGIES if strategies is None else strategies
     exchanges = [exchange_of(each, state, workers, topology) for each in compared]
     own = profile.strategy not in map(repr, compared)
-    if strategies is None and own and profile.traffic is not None:
-        exchanges.append(of_traffic(f"as fitted: {profile.strategy}", profile.traffic))
+    sent = profile.traffic
+    if strategies is None and own and sent is not None and not sent.colors:
+        exchanges.append(of_traffic(f"as fitted: {profile.strategy}", sent))
     if not exchanges:
         raise ConfigError("strategies is empty: name one or more, or None for the usual ones")
     steps = math.ceil(trained / (workers * profile.batch_size))

@@ -200,7 +200,15 @@ def of_traffic(
         traffic: what it exchanges.
         strategy: that one; without it, everyone is waited for in each round.
         topology: how workers sum among themselves.
+
+    Raises:
+        ConfigError: they sum along trees.
     """
+    if traffic.colors:
+        raise ConfigError(
+            f"{name} sums along trees of several colours, which are not simulated: drop reduction, "
+            "or leave the strategy out of strategies"
+        )
     ways: dict[str, Any] = {"driver": "driver", "hosts": "hosts", "workers": "group"}
     hides = traffic.period if traffic.hidden == "steps" else 0
     return Exchange(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from sparkdl.planner.simulation.exchanges import (
 from sparkdl.strategies import (
     SSP,
     AsynchronousSGD,
+    ColorTrees,
     ElasticAveraging,
     GossipAveraging,
     GradientAllReduce,
@@ -83,6 +85,12 @@ def test_a_strategy_sends(strategy: Strategy[Any], expected: dict[str, object]) 
 def test_what_is_not_known_is_refused_in_words(strategy: Any) -> None:
     with pytest.raises(ConfigError, match=r"is not known: it depends on|is no strategy, such as"):
         exchange_of(strategy, STATE, WORKERS)
+
+
+@every("reduced", [GradientAllReduce, partial(ParameterAveraging, 5, aggregation="executors")])
+def test_sums_along_trees_are_refused_in_words(reduced: Any) -> None:
+    with pytest.raises(ConfigError, match=r"sums along trees .* not simulated: drop reduction"):
+        exchange_of(reduced(reduction=ColorTrees()), STATE, WORKERS)
 
 
 def test_an_exchange_stands_for_itself() -> None:
