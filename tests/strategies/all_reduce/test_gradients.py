@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from toys import Data, batches_by_hand, classification, make_job, mlp
 
 from sparkdl.errors import NonFiniteError
-from sparkdl.strategies import GradientAllReduce, Hybrid, PowerSGD
+from sparkdl.strategies import ColorTrees, GradientAllReduce, Hybrid, PowerSGD
 from sparkdl.testing import run_world
 
 for module in (sys.modules[__name__], trainings):
@@ -141,6 +141,7 @@ def test_sparse_gradients_are_looked_at_too() -> None:
         {"bucket_mb": 0.0001},
         {"accumulate": 2},
         {"compression": "bf16"},
+        {"bucket_mb": 0.0001, "reduction": ColorTrees(2, 0.1)},
         {"compression": PowerSGD(1, start_after=0)},
         {"shard_optimizer": True},
         {"shard_parameters": True},
