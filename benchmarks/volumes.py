@@ -48,6 +48,8 @@ BUDGET = 1 << 30
 """What a worker may take, in bytes."""
 NETWORKS = {"one layer": Thin, "U-Net": UNet}
 AT_ONCE = 4
+DEADLINE_S = 3000.0
+"""The U-Net over 2 GiB takes a quarter of an hour on two cores."""
 """Patches that the bare loop gives the network, as many as ours: one by one takes it longer."""
 KILLED = 0.2
 OURS, DYING, BARE = "sparkdl", "sparkdl, a fifth of the tasks killed", "bare loop"
@@ -129,6 +131,7 @@ def in_a_process(way: str, folder: Path) -> dict[str, Any]:
         child = harness.run_child(
             [sys.executable, harness.FOLDER / "volumes.py", "--measure", way, own],
             environment=harness.child_environment() | {"OMP_NUM_THREADS": "1"},
+            timeout=DEADLINE_S,
         )
     print(f"  {way}: {child}", flush=True)
     return child
