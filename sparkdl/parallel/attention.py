@@ -12,6 +12,8 @@ import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+from sparkdl.errors import ConfigError
+
 Rule = tuple[list[Placement], list[Placement | None]]
 
 
@@ -24,12 +26,18 @@ def register_attention() -> None:
 
 
 def _lying(tensors: int, where: Placement, mask: Any) -> list[Placement | None]:
-    """Placements of tensors along one dimension of a mesh, and of a mask that is broadcast."""
+    """Placements of tensors along one dimension of a mesh, and of a mask."""
     along: list[Placement | None] = [where] * tensors
-    if mask is not None:
-        split = isinstance(where, Shard) and mask.ndim == 4 and mask.shape[where.dim] > 1
-        along.append(where if split else Replicate())
-    return along
+    if mask is None:
+        return along
+    # DTensor keeps a rule for later calls whatever their masks, so one that splits them would be
+    # taken for others too. This one fails in the kernel then.
+    if any(size > 1 for size in mask.shape[:-2]):
+        raise ConfigError(
+            f"scaled_dot_product_attention: attn_mask of shape {tuple(mask.shape)} differs by row "
+            "or head, which DTensor cannot divide. Take one of shape (positions, positions)"
+        )
+    return [*along, Replicate()]
 
 
 def _forward(*arguments: Any, attn_mask: Any = None, **_: Any) -> list[Rule]:

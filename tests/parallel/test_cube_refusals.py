@@ -97,6 +97,13 @@ def test_rows_that_do_not_divide_are_refused_by_the_layer_that_gets_them(mesh: A
         words(torch.tensor([[0], [8], [1], [2]]))
 
 
+def test_a_mask_that_differs_by_row_or_head_is_refused(mesh: Any) -> None:
+    linear = parallelize_3d(nn.Sequential(nn.Linear(8, 8)), mesh)[0]
+    heads, mask = (linear.cube.replicated(torch.zeros(4, 2, 6, size)) for size in (8, 6))
+    with pytest.raises(RuntimeError, match=r"attn_mask of shape \(4, 2, 6, 6\) differs by row"):
+        nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+
+
 def test_parts_of_tensors_are_not_saved_as_if_they_were_all(mesh: Any) -> None:
     model = parallelize_3d(nn.Linear(8, 8), mesh)
     with pytest.raises(ConfigError, match=r"'model' holds DTensors.*full_state_dict=True"):
