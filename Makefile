@@ -2,7 +2,8 @@
 # make test         the tests, but for the long ones
 # make test-all     all of them
 # make test-nightly those that take minutes, and what hypothesis draws, with new examples
-# make test-versions  tests so marked with each Spark that is supported, which it installs; docs/versions.md tells
+# make test-sparks  tests so marked with the oldest Spark that is supported, which it installs, or with VERSIONS=
+# make test-versions  the same with each Spark, and what can be tried of each Python; writes docs/versions.md
 # make test-guests  programs written for Lightning, accelerate and Transformers, which it installs
 # make models-table write the tables of docs/models.md anew, by fitting every row
 # make notebooks    run the notebooks of examples/, and store what they show
@@ -22,10 +23,10 @@ PARALLEL ?= -n 2 --dist loadfile
 # What python runs the tests with; .ci/run has one that runs again what failed.
 PYTEST ?= -m pytest
 
-# Those that `make test-versions` tries.
-VERSIONS ?= 3.5 4.0 4.1 4.3
+# Sparks that `make test-sparks` tries.
+VERSIONS ?= 3.5
 
-.PHONY: quickstart test test-all test-nightly test-versions test-guests models-table notebooks bench-before storms lint docs dist wheel-test java clean
+.PHONY: quickstart test test-all test-nightly test-sparks test-versions test-guests models-table notebooks bench-before storms lint docs dist wheel-test java clean
 
 quickstart: java $(VENV)/installed-jobs
 	$(BIN)/python jobs/train.py --config conf/flights.yaml --session.master '$(MASTER)'
@@ -41,9 +42,12 @@ test-all: java $(VENV)/installed-test
 test-nightly: java $(VENV)/installed-test
 	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile=nightly -m "nightly or hypothesis" $(ARGS)
 
+test-sparks: java $(VENV)/installed-test
+	PYTEST="$(PYTEST)" $(BIN)/python .ci/versions.py spark $(VERSIONS) -- $(PARALLEL) $(ARGS)
+
 test-versions: java $(VENV)/installed-test
-	$(BIN)/python .ci/versions.py python 3.10 3.11 3.12 3.13
-	$(BIN)/python .ci/versions.py spark $(VERSIONS) -- $(ARGS)
+	$(BIN)/python .ci/versions.py --write python 3.10 3.11 3.12 3.13
+	$(BIN)/python .ci/versions.py --write spark 3.5 4.0 4.1 4.2 4.3 -- $(PARALLEL)
 
 test-guests: java $(VENV)/installed-guests
 	$(BIN)/python $(PYTEST) --timeout=600 tests/guests $(ARGS)

@@ -2,9 +2,11 @@
 
     python .ci/versions.py spark 3.5 4.3 -- -x      the tests marked ``versions``
     python .ci/versions.py python 3.10 3.12         types, syntax, and what needs no torch
+    python .ci/versions.py --write python 3.10      the same, and the page's row
 
 A Spark's environment has its own PySpark, pandas, pyarrow and numpy; everything else comes from the
-environment that runs this. Of Pythons, those that are installed are tried.
+environment that runs this. Of Pythons, those that are installed are tried. ``PYTEST`` is what runs
+a Spark's tests, as in the Makefile.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ PYTHONS = {
     ],
 }
 """What is installed to test a Python without torch, and the tests."""
+STUBS = ["numpy"]
+"""Packages whose types are written in the newest syntax that their own oldest Python has."""
 OF_PYTHONS = ("Python", "types", "syntax", "tests that need no torch", "on")
 HEAD = ("Spark", "Python", "Java", "torch", "pandas", "pyarrow", "numpy", "tests", "minutes", "on")
 ASK = """
@@ -64,9 +68,7 @@ def environment(version: str) -> Path:
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         install = [python, "-m", "pip", "install", "--quiet", *PACKAGES[version]]
         subprocess.run(install, check=True)
-        ours = sysconfig.get_paths()["purelib"]
-        (own,) = folder.glob("lib/python*/site-packages")
-        (own / "zz_others.pth").write_text(f"{ours}\n")
+        add_ours(folder)
         made.write_text(wanted)
     return python
 
@@ -81,12 +83,14 @@ def tested(version: str, arguments: list[str]) -> tuple[list[str], bool]:
         "JDK_JAVA_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     }
     settings.pop("SPARK_HOME", None)
+    report.unlink(missing_ok=True)
     asked = subprocess.run([python, "-c", ASK], capture_output=True, text=True, check=True)
     ours, spark, *packages = json.loads(asked.stdout)
     print(f"Spark {spark}", flush=True)
-    pytest = ["-m", "pytest", "-q", "-m", "versions", f"--junit-xml={report}", *arguments]
+    pytest = os.environ.get("PYTEST", "-m pytest").split()
+    marked = ["-q", "-m", "versions", f"--junit-xml={report}", *arguments]
     started = time.monotonic()
-    done = subprocess.run([python, *pytest], cwd=ROOT, env=settings, check=False)
+    done = subprocess.run([python, *pytest, *marked], cwd=ROOT, env=settings, check=False)
     minutes = (time.monotonic() - started) / 60
     told = [counted(report), f"{minutes:.1f}", time.strftime("%Y-%m-%d")]
     row = [spark, ours, java(), *packages, *told]
@@ -104,9 +108,11 @@ def java() -> str:
 
 def python_tried(version: str) -> tuple[list[str], bool]:
     """The row of a Python's table, and whether all that could be tried was right."""
-    checked = [sys.executable, "-m", "mypy", "--python-version", version]
-    types = subprocess.run(checked, cwd=ROOT, check=False).returncode == 0
     program = installed(version)
+    checked = [sys.executable, "-m", "mypy", "--python-version", version]
+    if program is not None:
+        checked += ["--python-executable", with_own_stubs(program, version)]
+    types = subprocess.run(checked, cwd=ROOT, check=False).returncode == 0
     row = [version, "checked" if types else "wrong"]
     if program is None:
         return [*row, "not installed", "not installed", time.strftime("%Y-%m-%d")], types
@@ -126,6 +132,23 @@ def python_tried(version: str) -> tuple[list[str], bool]:
     done = subprocess.run(command, cwd=ROOT, env=settings, check=False)
     row += ["compiled" if syntax else "wrong", counted(report)]
     return [*row, time.strftime("%Y-%m-%d")], types and syntax and done.returncode == 0
+
+
+def with_own_stubs(program: str, version: str) -> Path:
+    """A Python whose ``STUBS`` are those of its version; what else mypy reads is ours."""
+    folder = BUILD / f"types-{version}"
+    if not (folder / "bin" / "python").exists():
+        subprocess.run([program, "-m", "venv", folder], check=True)
+        install = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", *STUBS]
+        subprocess.run(install, check=True)
+        add_ours(folder)
+    return folder / "bin" / "python"
+
+
+def add_ours(folder: Path) -> None:
+    """Have an environment find in ours what it does not have itself."""
+    (own,) = folder.glob("lib/python*/site-packages")
+    (own / "zz_others.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n")
 
 
 def installed(version: str) -> str | None:
@@ -171,7 +194,8 @@ def numbers(version: str) -> list[int]:
 
 def main(arguments: list[str]) -> int:
     """Try the versions before ``--``, with what is behind it for pytest."""
-    kind, *rest = arguments
+    writes = arguments[0] == "--write"
+    kind, *rest = arguments[writes:]
     versions, _, chosen = " ".join(rest).partition("--")
     rows, failed = {}, []
     for version in versions.split():
@@ -181,7 +205,7 @@ def main(arguments: list[str]) -> int:
             rows[version], passed = python_tried(version)
         if not passed:
             failed.append(version)
-    if not chosen.split():
+    if writes:
         right = {version: row for version, row in rows.items() if version not in failed}
         write(kind, HEAD if kind == "spark" else OF_PYTHONS, right)
     for row in rows.values():

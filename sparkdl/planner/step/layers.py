@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from sparkdl.arguments import require_positive, require_whole
 from sparkdl.errors import ModelError
 from sparkdl.planner.links import Link
-from sparkdl.planner.step.balance import Layer, LayerBalance
+from sparkdl.planner.step.balance import Layer
+from sparkdl.planner.step.layer_report import LayerBalance
 from sparkdl.planner.step.memory import Example, as_batch, in_words, probe, rows_of
 from sparkdl.protocols import Batch, LossFunction
 from sparkdl.replica.replica import Replica
@@ -105,6 +106,7 @@ class _Seen:
     factor: int
     """Operations of the backward pass for each of the forward pass."""
     input_bytes: int
+    output_bytes: int = 0
     forward: float = 0.0
     backward: float = 0.0
 
@@ -131,14 +133,14 @@ class _Count:
             given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
             trained = any(p.requires_grad and p.dim() > 1 for p in layer.parameters(recurse=False))
             factor = any(each.requires_grad for each in given) + trained
-            size = given[0].numel() * given[0].element_size() if given else 0
-            self.seen.setdefault(name, _Seen(layer, factor, size))
+            self.seen.setdefault(name, _Seen(layer, factor, _first_bytes(given)))
 
         return before
 
-    def _after(self, *_: Any) -> None:
+    def _after(self, layer: nn.Module, given: Any, output: Any) -> None:
         self.attribute()
         self._last = self._stack.pop()
+        self.seen[self._last].output_bytes = _first_bytes(output)
 
     def attribute(self) -> None:
         """Give away the operations since the last call."""
@@ -156,6 +158,13 @@ class _Count:
         for handle in self._handles:
             handle.remove()
         return [(name or type(seen.module).__name__, seen) for name, seen in self.seen.items()]
+
+
+def _first_bytes(values: Any) -> int:
+    """Of the first tensor in some values."""
+    found = (each for each in tree_leaves(values) if isinstance(each, Tensor))
+    first = next(found, None)
+    return 0 if first is None else first.numel() * first.element_size()
 
 
 def _count(replica: Replica, batch: Batch) -> tuple[tuple[Layer, ...], tuple[str, ...]]:
@@ -176,7 +185,8 @@ def _count(replica: Replica, batch: Batch) -> tuple[tuple[Layer, ...], tuple[str
         work = (seen.forward + seen.backward) / batch.examples, seen.backward / batch.examples
         gradient = sum(each.numel() * each.element_size() for each in own)
         kind, inputs = type(seen.module).__name__, seen.input_bytes / batch.examples
-        layers.append(Layer(name, kind, *work, gradient, inputs, splits))
+        outputs = seen.output_bytes / batch.examples
+        layers.append(Layer(name, kind, *work, gradient, inputs, splits, outputs))
         if not seen.forward and kind not in _LOOKUPS and any(e.dim() > 1 for e in parameters):
             uncounted.append(name)
     note = f"torch does not count the operations of {', '.join(uncounted)}: bubbles are too large."

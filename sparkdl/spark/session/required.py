@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from weakref import WeakSet
 
 import pyarrow as pa
 import pyspark
 import torch
 from pyspark.sql import DataFrame, Row, SparkSession
 
-from sparkdl.errors import ConfigError, DataError
+from sparkdl.errors import ConfigError, DataError, SetupError
 from sparkdl.spark.catalyst.core import RDD, Py4JError
 from sparkdl.spark.catalyst.jvm import (
     end_of_jvm,
@@ -29,6 +30,11 @@ _PACKAGES = ("numpy", "pandas", "pyarrow", "polars", "torch")
 _IN_CODE = (
     "write its rows to files that Spark reads, or use it in a function of your own: sparkdl.run"
 )
+
+_SPARKS = range(10)
+"""First numbers of versions that are Spark's own: some vendors count their clients otherwise."""
+_asked: WeakSet[SparkSession] = WeakSet()
+"""Sessions of Spark Connect whose server is known to be new enough."""
 
 
 @contextmanager
@@ -63,6 +69,7 @@ def require_frame(
         ConfigError: it is no DataFrame, its session has been stopped, or is Spark Connect's where
             that will not do.
         DataError: it is a stream, but must not be.
+        SetupError: its server is older than this client.
     """
     if is_of_connect(value) and not (connect and isinstance(value, DataFrame)):
         raise _of_connect("the DataFrame belongs to")  # before Spark 4 it is of another class
@@ -78,6 +85,7 @@ def require_frame(
             f"the Spark session has been stopped that {name} belongs to: {first}read the rows "
             f"again in {'the one that runs now' if other else 'it'}"
         )
+    _require_server(value.sparkSession)
     if to_end is not None and value.isStreaming:
         raise DataError(
             "the DataFrame is a stream, which has no last row, so this would never end. "
@@ -96,6 +104,7 @@ def require_session(spark: SparkSession | None = None, *, connect: bool = False)
     Raises:
         ConfigError: there is none, it has been stopped, or is Spark Connect's where that will not
             do.
+        SetupError: its server is older than this client.
     """
     if spark is None:
         with jvm_named():
@@ -108,12 +117,38 @@ def require_session(spark: SparkSession | None = None, *, connect: bool = False)
         )
     if spark is None or _is_stopped(spark):
         raise ConfigError(f"the Spark session has been stopped: {_ANOTHER}")
+    _require_server(spark)
     return spark
 
 
 def _is_stopped(spark: SparkSession) -> bool:
     with jvm_named():
         return is_stopped(spark)
+
+
+def _require_server(spark: SparkSession) -> None:
+    """Refuse a server of Spark Connect that is older than this client, which Spark itself lets be.
+
+    A newer one has all that a client asks for.
+
+    Raises:
+        SetupError: it is older.
+    """
+    if not is_of_connect(spark) or spark in _asked:
+        return
+    there, here = spark.version, pyspark.__version__
+    if _series(here)[0] in _SPARKS and _series(there) < _series(here):
+        raise SetupError(
+            f"the Spark Connect server runs Spark {there}, and this client is PySpark {here}, "
+            f"which asks for what older servers do not have: install pyspark-client=={there} here, "
+            "or connect to a newer server"
+        )
+    _asked.add(spark)
+
+
+def _series(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(map(int, version.split(".")[:2]))
 
 
 def _of_connect(what: str) -> ConfigError:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 import sparkdl
 from sparkdl import NearDuplicates, TorchClassifier, TorchEstimator, TorchModel
-from sparkdl.errors import ConfigError, DataError
+from sparkdl.errors import ConfigError, DataError, SetupError
 from sparkdl.jobs.sources import Rows, Source
 from sparkdl.spark.session.required import require_frame, require_session
 
@@ -170,6 +170,39 @@ def test_spark_connect_before_4_0_is_refused_by_its_version(
     monkeypatch.setattr("pyspark.__version__", "3.5.9")
     with pytest.raises(ConfigError, match=r"Spark Connect session.* Spark 3\.5\.9 .*from 4\.0 on"):
         require_frame(frame_of(None, connect=True))
+
+
+def test_a_spark_connect_server_older_than_the_client_is_named_with_both_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Session:
+        """In place of Spark Connect's, whose modules need grpc."""
+
+        is_stopped = False
+
+        def __init__(self, version: str) -> None:
+            self.versions = [version]
+
+        @property
+        def version(self) -> str:
+            return self.versions.pop()  # asks the server, which happens once
+
+    Session.__module__ = "pyspark.sql.connect.session"
+    monkeypatch.setattr("pyspark.__version__", "4.3.0")
+    told = r"server runs Spark 4\.2\.1, and this client is PySpark 4\.3\.0.*client==4\.2\.1 here"
+    for check in (require_session, require_frame):
+        for version in ("4.3.0", "4.3.2", "4.10.0", "5.0.0.dev1"):
+            session: Any = Session(version)
+            of_session = frame_of(None, connect=True)
+            type(of_session).sparkSession = session
+            for _ in range(2):
+                check(session if check is require_session else of_session, connect=True)
+        session = Session("4.2.1")
+        type(of_session).sparkSession = session
+        with pytest.raises(SetupError, match=told):
+            check(session if check is require_session else of_session, connect=True)
+    monkeypatch.setattr("pyspark.__version__", "16.4.0")  # of a vendor
+    require_session(Session("4.2.1"), connect=True)  # type: ignore[arg-type]
 
 
 def test_a_session_that_was_stopped_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
