@@ -125,7 +125,9 @@ def python_tried(version: str) -> tuple[list[str], bool]:
         subprocess.run([program, "-m", "venv", folder], check=True)
         install = [python, "-m", "pip", "install", "--quiet", *PYTHONS["tests"]]
         subprocess.run(install, check=True)
+    # hypothesis' profile "ci" has no deadlines
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull]
+    pytest.append("--hypothesis-profile=ci")
     files = [str(ROOT / "tests" / each) for each in PYTHONS["files"]]
     settings = elsewhere | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     command = [python, *pytest, f"--rootdir={ROOT}", f"--junit-xml={report}", *files]
