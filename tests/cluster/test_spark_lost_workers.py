@@ -22,6 +22,8 @@ from sparkdl.callbacks import Callback, Training
 from sparkdl.errors import ConfigError, TrainingError, WorkerLostError
 from sparkdl.strategies import Strategy
 
+TREES = GradientAllReduce(commit_every=2, reduction=ColorTrees(2, 0.1))
+
 
 def fit_with_a_loss(
     spark: SparkSession, folder: Path, executor: bool, **changes: Any
@@ -36,24 +38,24 @@ def fit_with_a_loss(
 
 
 @pytest.mark.slow_variants
-@pytest.mark.parametrize("executor", [False, True], ids=["process", "executor"])
 @pytest.mark.parametrize(
-    "strategy",
+    ("strategy", "executor"),
     [
-        ParameterAveraging(),
-        pytest.param(GradientAllReduce(commit_every=2), marks=pytest.mark.slow, id="all-reduce"),
+        pytest.param(ParameterAveraging(), False, marks=pytest.mark.versions, id="alone-process"),
+        pytest.param(ParameterAveraging(), True, id="alone-executor"),
+        pytest.param(GradientAllReduce(commit_every=2), False, id="all-reduce-process"),
         pytest.param(
-            ParameterAveraging(2, aggregation="executors"), marks=pytest.mark.slow, id="executors"
+            GradientAllReduce(commit_every=2),
+            True,
+            marks=pytest.mark.versions,
+            id="all-reduce-executor",
         ),
-        pytest.param(
-            GradientAllReduce(commit_every=2, reduction=ColorTrees(2, 0.1)),
-            marks=pytest.mark.slow,
-            id="trees",
-        ),
+        pytest.param(ParameterAveraging(2, aggregation="executors"), False, id="executors-process"),
+        pytest.param(ParameterAveraging(2, aggregation="executors"), True, id="executors-executor"),
+        pytest.param(TREES, False, id="trees-process"),
+        pytest.param(TREES, True, id="trees-executor"),
     ],
-    ids=["alone", None, None, None],
 )
-@pytest.mark.versions
 def test_a_worker_that_is_killed_is_started_again_and_no_row_is_lost(
     spark: SparkSession, tmp_path: Path, strategy: Strategy, executor: bool
 ) -> None:

@@ -17,7 +17,6 @@ import pytest
 import torch
 from frames import configured, estimator, frame
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F
 from subprocesses import printed_by
 from torch import Tensor, nn
 
@@ -117,9 +116,9 @@ def test_nulls_nan_and_large_integers_are_told_apart_in_transform(spark: SparkSe
     assert whole[0] == 5.5
     assert np.isnan(whole[1:3]).all()
     assert whole[3] == 1.0 + LARGE % 1000
-    for number in (4, 7):
-        with pytest.raises(Exception, match="null"):
-            summing().transform(rows.where(F.col("id") == number)).collect()
+    # One kind of null: a task that fails is tried four times, in new processes.
+    with pytest.raises(Exception, match="null"):
+        summing().transform(rows.where("id = 4")).collect()
     skipped = sums_of(summing(handleInvalid="skip").transform(rows))
     assert [skipped[0], skipped[3]] == [5.5, 1.0 + LARGE % 1000]
     assert skipped[4:] == [None] * 4
@@ -160,6 +159,5 @@ def test_one_gpu_of_each_executor_goes_to_one_worker(tmp_path: Path) -> None:
     )
     assert json.loads(printed.splitlines()[-1]) == {
         "gpus": ["0", "0"],
-        "ParameterAveraging": 70,
-        "GradientAllReduce": 70,
+        "rows": 70,
     }

@@ -144,8 +144,13 @@ def test_rows_of_any_number_are_all_predicted_in_order(
 
 
 @pytest.mark.slow_variants
-@pytest.mark.parametrize("kind", ["array<float>", "vector", "sparse", "files"])
-@pytest.mark.versions
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("array<float>", "vector", "sparse"),
+        pytest.param("files", marks=pytest.mark.versions),
+    ],
+)
 def test_arrays_of_floats_and_vectors_predict_what_doubles_do(
     spark: SparkSession, classifier: TorchModel, rows: DataFrame, kind: str, tmp_path: Path
 ) -> None:
