@@ -48,8 +48,6 @@ PYTHONS = {
     ],
 }
 """What is installed to test a Python without torch, and the tests."""
-STUBS = ["numpy"]
-"""Packages whose types are written in the newest syntax that their own oldest Python has."""
 OF_PYTHONS = ("Python", "types", "syntax", "tests that need no torch", "on")
 HEAD = ("Spark", "Python", "Java", "torch", "pandas", "pyarrow", "numpy", "tests", "minutes", "on")
 ASK = """
@@ -68,7 +66,9 @@ def environment(version: str) -> Path:
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         install = [python, "-m", "pip", "install", "--quiet", *PACKAGES[version]]
         subprocess.run(install, check=True)
-        add_ours(folder)
+        ours = sysconfig.get_paths()["purelib"]
+        (own,) = folder.glob("lib/python*/site-packages")
+        (own / "zz_others.pth").write_text(f"{ours}\n")
         made.write_text(wanted)
     return python
 
@@ -110,8 +110,6 @@ def python_tried(version: str) -> tuple[list[str], bool]:
     """The row of a Python's table, and whether all that could be tried was right."""
     program = installed(version)
     checked = [sys.executable, "-m", "mypy", "--python-version", version]
-    if program is not None:
-        checked += ["--python-executable", with_own_stubs(program, version)]
     types = subprocess.run(checked, cwd=ROOT, check=False).returncode == 0
     row = [version, "checked" if types else "wrong"]
     if program is None:
@@ -134,23 +132,6 @@ def python_tried(version: str) -> tuple[list[str], bool]:
     done = subprocess.run(command, cwd=ROOT, env=settings, check=False)
     row += ["compiled" if syntax else "wrong", counted(report)]
     return [*row, time.strftime("%Y-%m-%d")], types and syntax and done.returncode == 0
-
-
-def with_own_stubs(program: str, version: str) -> Path:
-    """A Python whose ``STUBS`` are those of its version; what else mypy reads is ours."""
-    folder = BUILD / f"types-{version}"
-    if not (folder / "bin" / "python").exists():
-        subprocess.run([program, "-m", "venv", folder], check=True)
-        install = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", *STUBS]
-        subprocess.run(install, check=True)
-        add_ours(folder)
-    return folder / "bin" / "python"
-
-
-def add_ours(folder: Path) -> None:
-    """Have an environment find in ours what it does not have itself."""
-    (own,) = folder.glob("lib/python*/site-packages")
-    (own / "zz_others.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n")
 
 
 def installed(version: str) -> str | None:
