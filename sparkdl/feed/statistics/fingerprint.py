@@ -142,4 +142,5 @@ def odd_factors(column: int, words: int) -> np.ndarray:
     """Factors for ``weighted_sums``: the same in every process, others for each column."""
     # Raw draws of this generator are the same in every version of numpy.
     draws = np.random.Philox(key=[SEED, column]).random_raw(words)
-    return np.bitwise_or(np.asarray(draws, np.uint64), np.uint64(1))
+    factors: np.ndarray = np.asarray(draws, np.uint64) | np.uint64(1)
+    return factors

@@ -118,14 +118,16 @@ def _sparks_hash(numbers: np.ndarray) -> np.ndarray:
     """What SQL's ``hash`` makes of ints: MurmurHash3 (x86, 32 bits) with the seed 42."""
 
     def rotated(words: np.ndarray, bits: int) -> np.ndarray:
-        return np.bitwise_or(words << np.uint32(bits), words >> np.uint32(32 - bits))
+        found: np.ndarray = (words << np.uint32(bits)) | (words >> np.uint32(32 - bits))
+        return found
 
     words = rotated(numbers.view(np.uint32) * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
     words = rotated(words ^ np.uint32(42), 13) * np.uint32(5) + np.uint32(0xE6546B64)
     words ^= np.uint32(4)  # bytes
     for bits, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         words = (words ^ (words >> np.uint32(bits))) * np.uint32(factor)
-    return np.bitwise_xor(words, words >> np.uint32(16)).view(np.int32)
+    words ^= words >> np.uint32(16)
+    return words.view(np.int32)
 
 
 def _moved(frame: DataFrame, groups: int) -> Grouped:
