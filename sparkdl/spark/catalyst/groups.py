@@ -126,8 +126,8 @@ def _sparks_hash(numbers: np.ndarray) -> np.ndarray:
     words ^= np.uint32(4)  # bytes
     for bits, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         words = (words ^ (words >> np.uint32(bits))) * np.uint32(factor)
-    words ^= words >> np.uint32(16)
-    return words.view(np.int32)
+    hashed: np.ndarray = words ^ (words >> np.uint32(16))
+    return hashed.view(np.int32)
 
 
 def _moved(frame: DataFrame, groups: int) -> Grouped:
