@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -52,11 +51,9 @@ class WorkerGroup:
         assert run.collective is not None
         everyone = run.collective
         self.collective: Collective = everyone.within_host() if within_host else everyone
-        self._add_up: Callable[[Tensor], object] = self.collective.all_reduce
-        if trees is not None:
-            add_up = trees.among(self.collective)
-            run.cleanup.callback(add_up.close)
-            self._add_up = partial(self.collective.all_reduce_by, add_up)
+        self._trees = None if trees is None else trees.among(self.collective)
+        if self._trees is not None:
+            run.cleanup.callback(self._trees.close)
         self.rows_a_step = rows_a_step
         self.agree(run)
         self._calls = 0
@@ -129,7 +126,10 @@ class WorkerGroup:
                 wide.zero_()  # multiplying by 0 would keep NaN
             elif weight != 1.0:
                 wide.mul_(weight)
-            self._add_up(wide)
+            if self._trees is None:
+                self.collective.all_reduce(wide)
+            else:
+                self.collective.all_reduce_by(self._trees, wide)
             if total != 1.0:
                 wide.div_(total)
             if wide is not values:
