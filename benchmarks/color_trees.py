@@ -33,8 +33,7 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parent / "studies"))
 from linked_hosts import LinkedHosts
 
-from sparkdl.collective.tree_sum import TreeSum
-from sparkdl.collective.trees import height_of, usable_colors
+from sparkdl.collective.tree_sum import TreeSum, height_of, usable_colors
 from sparkdl.strategies import ColorTrees
 
 SIZES = {"1 kB": 10**3, "10 kB": 10**4, "100 kB": 10**5, "1 MB": 10**6, "10 MB": 10**7}

@@ -11,8 +11,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from sparkdl.dedup.hashes import IMAGE_HASHES, hashed, reduced
-from sparkdl.dedup.pictures import grey_images
+from sparkdl.dedup.image_hashes import IMAGE_HASHES, grey_images, hashed, reduced
 from sparkdl.dedup.texts import simhash
 from sparkdl.spark.rows.columns import quoted
 

@@ -16,8 +16,7 @@ from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from sparkdl.dedup.hashes import IMAGE_HASHES
-from sparkdl.dedup.pictures import grey_images
+from sparkdl.dedup.image_hashes import IMAGE_HASHES, grey_images
 from sparkdl.report.html import text
 from sparkdl.spark.rows.columns import quoted
 

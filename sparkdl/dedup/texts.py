@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sparkdl.dedup.hashes import as_words
+from sparkdl.dedup.image_hashes import as_words
 from sparkdl.encodings.encoding import binary_bytes
 
 PIECE = 4

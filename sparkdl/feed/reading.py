@@ -36,8 +36,7 @@ from sparkdl.feed.statistics.column import (
     scan_least,
 )
 from sparkdl.feed.statistics.fingerprint import MODULUS, fingerprint, row_hashes
-from sparkdl.feed.statistics.shards import ShardStatistics
-from sparkdl.feed.statistics.skipped import unusable
+from sparkdl.feed.statistics.shards import ShardStatistics, unusable
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import ColumnSpec
 

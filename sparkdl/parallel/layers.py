@@ -1,21 +1,26 @@
 """The layers that a cube of ranks computes together; see ``sparkdl.parallel.cube``.
 
 Each is torch's own class with another ``forward``. It takes a DTensor of any placements, or a
-plain tensor that all ranks have, and returns a DTensor.
+plain tensor that all ranks have, and returns a DTensor. Attention stays torch's own function, for
+which DTensor lacks a rule.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import cast
+from functools import cache
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
 
 from sparkdl.errors import ConfigError
 from sparkdl.parallel.cube import AXES, Axis, Cube, other, padded
+
+Rule = tuple[list[Placement], list[Placement | None]]
 
 
 class CubeLayer(nn.Module):
@@ -162,3 +167,50 @@ class Dropout3D(nn.Dropout, CubeLayer):
         kept = torch.rand(part.shape, generator=generator, device=part.device) >= self.p
         outputs = part * kept / (1 - self.p) if self.p < 1 else part * 0
         return DTensor.from_local(outputs, input.device_mesh, input.placements)
+
+
+@cache
+def register_attention() -> None:
+    """Tell DTensor that attention keeps rows and heads apart: its rule for torch's kernel on CPUs.
+
+    torch has such rules for its kernels on GPUs. Inputs have shape (rows, heads, positions,
+    features).
+    """
+    aten = torch.ops.aten
+    register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)(_attention_forward)
+    register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)(
+        _attention_backward
+    )
+
+
+def _lying(tensors: int, where: Placement, mask: Any) -> list[Placement | None]:
+    """Placements of tensors along one dimension of a mesh, and of a mask."""
+    along: list[Placement | None] = [where] * tensors
+    if mask is None:
+        return along
+    # DTensor keeps a rule for later calls whatever their masks, so one that splits them would be
+    # taken for others too. This one fails in the kernel then.
+    if any(size > 1 for size in mask.shape[:-2]):
+        raise ConfigError(
+            f"scaled_dot_product_attention: attn_mask of shape {tuple(mask.shape)} differs by row "
+            "or head, which DTensor cannot divide. Take one of shape (positions, positions)"
+        )
+    return [*along, Replicate()]
+
+
+def _attention_forward(*arguments: Any, attn_mask: Any = None, **_: Any) -> list[Rule]:
+    numbers: list[Placement | None] = [None] * (len(arguments) - 3)
+    rules: list[Rule] = []
+    for where in (Replicate(), Shard(0), Shard(1)):
+        query, key, value, *mask = _lying(3, where, attn_mask)
+        rules.append(([where, where], [query, key, value, *numbers, *mask]))
+    return rules
+
+
+def _attention_backward(*arguments: Any, attn_mask: Any = None, **_: Any) -> list[Rule]:
+    numbers: list[Placement | None] = [None] * (len(arguments) - 6)
+    rules: list[Rule] = []
+    for where in (Replicate(), Shard(0), Shard(1)):
+        given = _lying(6, where, attn_mask)
+        rules.append(([where] * 3, [*given[:6], *numbers, *given[6:]]))
+    return rules

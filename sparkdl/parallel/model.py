@@ -16,9 +16,15 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map_only
 
 from sparkdl.errors import ConfigError
-from sparkdl.parallel.attention import register_attention
 from sparkdl.parallel.cube import Axis, Cube, other, padded, require_cube
-from sparkdl.parallel.layers import CubeLayer, Dropout3D, Embedding3D, LayerNorm3D, Linear3D
+from sparkdl.parallel.layers import (
+    CubeLayer,
+    Dropout3D,
+    Embedding3D,
+    LayerNorm3D,
+    Linear3D,
+    register_attention,
+)
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from sparkdl.collective.trees import height_of, usable_colors
+from sparkdl.collective.tree_sum import height_of, usable_colors
 
 if TYPE_CHECKING:
     from torch import Tensor

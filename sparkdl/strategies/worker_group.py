@@ -1,10 +1,11 @@
-"""For strategies whose workers exchange among themselves: shares, means, heartbeats."""
+"""For strategies whose workers exchange among themselves: shares, means, heartbeats, and grids."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -226,3 +227,40 @@ class WorkerGroup:
             run.averager.commit(segments, window)
         for values in segments:
             self.collective.broadcast(values, first)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The workers, each a rank, in rows that divide work and columns over which they add up.
+
+    Attributes:
+        world_size: how many there are.
+        width: how many are in a row, a divisor of ``world_size``.
+    """
+
+    world_size: int
+    width: int
+
+    @classmethod
+    def of(cls, world_size: int, fraction: float) -> Grid:
+        """The grid whose rows have about this fraction of all workers.
+
+        Args:
+            world_size: workers.
+            fraction: in (0, 1]; the width is the divisor of the number of workers that comes
+                closest, the larger of two.
+        """
+        widths = [width for width in range(world_size, 0, -1) if world_size % width == 0]
+        return cls(world_size, min(widths, key=lambda width: abs(width - fraction * world_size)))
+
+    @property
+    def rows(self) -> list[tuple[int, ...]]:
+        """The ranks of each row."""
+        starts = range(0, self.world_size, self.width)
+        return [tuple(range(start, start + self.width)) for start in starts]
+
+    @property
+    def columns(self) -> list[tuple[int, ...]]:
+        """The ranks of each column."""
+        starts = range(self.width)
+        return [tuple(range(start, self.world_size, self.width)) for start in starts]

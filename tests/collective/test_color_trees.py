@@ -23,8 +23,14 @@ from ranks import run_ranks
 from torch import Tensor
 
 from sparkdl.collective import Collective
-from sparkdl.collective.tree_sum import InBackground, TreeSum
-from sparkdl.collective.trees import Place, height_of, place_of, usable_colors
+from sparkdl.collective.tree_sum import (
+    InBackground,
+    Place,
+    TreeSum,
+    height_of,
+    place_of,
+    usable_colors,
+)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

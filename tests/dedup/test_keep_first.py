@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from near_rows import bits_apart, kept_of_all_pairs
 
-from sparkdl.dedup.keep import dropped
+from sparkdl.dedup.pairs import dropped
 
 
 def kept(words: np.ndarray, threshold: int) -> list[list[int]]:

@@ -21,9 +21,9 @@ from sparkdl.feed.record_batches.parquet_rows import (
     IN_FILES,
     WHOLE,
     FileReader,
+    WholeFiles,
     columns_of_name,
 )
-from sparkdl.feed.record_batches.whole_files import WholeFiles
 
 ELEMENTS: dict[str, np.dtype[Any]] = {
     "tinyint": np.dtype(np.int8),

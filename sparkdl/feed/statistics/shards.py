@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from sparkdl.errors import DataError, TrainingError
-from sparkdl.feed.record_batches.decode import FILL_ELEMENTS, instead_of_nulls
-from sparkdl.feed.statistics.column import ColumnStatistics, limits
+from sparkdl.feed.record_batches.decode import FILL_ELEMENTS, Decoded, instead_of_nulls, usable
+from sparkdl.feed.statistics.column import ColumnStatistics, RowLocation, limits
 from sparkdl.feed.statistics.fingerprint import MODULUS
 from sparkdl.protocols import ColumnSpec
 
@@ -122,6 +124,35 @@ class DataStatistics:
 
 
 NO_ROWS = "the DataFrame is empty: there is nothing to train on"
+
+
+def unusable(
+    features: Sequence[Decoded], specs: Sequence[ColumnSpec], rows: int, at: RowLocation
+) -> tuple[np.ndarray, list[ColumnStatistics]]:
+    """Look for rows of one record batch that are to be left out.
+
+    Args:
+        features: the decoded columns.
+        specs: what they become.
+        rows: of the record batch.
+        at: the place of the first.
+
+    Returns:
+        Which rows are kept, shape (rows,), bool; and by column how many are not.
+    """
+    sound = [usable(*pair, rows) for pair in zip(features, specs, strict=True)]
+    found = [_skipped(*pair, at) for pair in zip(features, sound, strict=True)]
+    return np.logical_and.reduce(sound), found
+
+
+def _skipped(column: Decoded, sound: np.ndarray, at: RowLocation) -> ColumnStatistics:
+    if sound.all():
+        return ColumnStatistics()
+    rows, broken = np.flatnonzero(~sound), column.broken
+    reason = "holds a null, NaN or infinity" if broken is None else broken.reason
+    first = int(rows[0] if broken is None else broken.rows[0])
+    places = {"skipped": (at[0], at[1] + first)}
+    return ColumnStatistics(skipped=len(rows), skip_reason=reason, places=places)
 
 
 def left_out(statistics: DataStatistics, columns: Sequence[ColumnSpec]) -> str:

@@ -26,9 +26,9 @@ from typing import Literal
 from torch import nn
 
 from sparkdl.arguments import convert_numbers, require_whole
-from sparkdl.collective.grid import Grid
 from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
+from sparkdl.strategies.worker_group import Grid
 
 
 @dataclass(frozen=True)

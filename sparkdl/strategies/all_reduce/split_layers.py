@@ -30,10 +30,10 @@ from torch.nn import functional
 
 from sparkdl.averager.values.finite import count_non_finite
 from sparkdl.collective import Collective
-from sparkdl.collective.grid import Grid
 from sparkdl.errors import ConfigError
 from sparkdl.replica.strips import Rows, Strips
 from sparkdl.strategies.base import Run
+from sparkdl.strategies.worker_group import Grid
 
 NO_ROWS, END = -1, -2
 """What is told in the place of a layer: this worker has no rows; or it has its loss."""

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sparkdl.collective.grid import Grid
+from sparkdl.strategies.worker_group import Grid
 
 
 class FactoredLayer:

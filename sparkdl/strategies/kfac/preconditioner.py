@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from sparkdl.arguments import convert_numbers, require_whole
 from sparkdl.collective import Collective
-from sparkdl.collective.grid import Grid
 from sparkdl.errors import ConfigError, ModelError
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Run
 from sparkdl.strategies.kfac.layers import FactoredLayer, assign, factored_layers
+from sparkdl.strategies.worker_group import Grid
 
 EARLY_STEPS = 100
 """First steps of a training, in which factors and decompositions are computed more often."""

@@ -12,13 +12,13 @@ from every_row import every
 from published import convolution, full
 from torch import nn
 
-from sparkdl.collective.grid import Grid
 from sparkdl.planner.links import Link
 from sparkdl.planner.step.balance import Layer, by_data, step
 from sparkdl.planner.step.layers import layer_balance
 from sparkdl.planner.step.split import fastest_split, split_exchange
 from sparkdl.strategies import Hybrid
 from sparkdl.strategies.all_reduce.hybrid import sent_bytes
+from sparkdl.strategies.worker_group import Grid
 
 PAGE = Path(__file__).parents[3] / "docs" / "parallel.md"
 FLOP_S = 5e12

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from toys import classification, make_job, mlp, schema
 
-from sparkdl.collective.grid import Grid
 from sparkdl.errors import ConfigError, WorkerError
 from sparkdl.planner.step.balance import Layer, best_groups, exchange
 from sparkdl.replica import Replica
 from sparkdl.strategies import GradientAllReduce, Hybrid, Run
 from sparkdl.strategies.all_reduce.hybrid import sent_bytes
+from sparkdl.strategies.worker_group import Grid
 from sparkdl.testing import run_world
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

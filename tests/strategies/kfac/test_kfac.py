@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from toys import Data, batches_by_hand, classification, cnn, make_job, mlp, relative_error, schema
 
 from sparkdl.checkpoint.policy import CheckpointPolicy
-from sparkdl.collective.grid import Grid
 from sparkdl.driver import Outcome
 from sparkdl.events import WindowReport
 from sparkdl.strategies import GradientAllReduce, KFACPreconditioner
 from sparkdl.strategies.kfac.layers import assign, factored_layers
+from sparkdl.strategies.worker_group import Grid
 from sparkdl.testing import run_world
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

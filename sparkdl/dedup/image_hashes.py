@@ -1,4 +1,4 @@
-"""Perceptual hashes of grey images, 64 bits each, equal to those of the ``imagehash`` package.
+"""Rows of images as grey ones, and their hashes of 64 bits, equal to those of ``imagehash``.
 
 A hash is an int64 whose most significant bit is the first of the 8 x 8, row by row, so that it is
 ``int(str(imagehash.dhash(image)), 16)`` as a signed number.
@@ -7,17 +7,53 @@ A hash is an int64 whose most significant bit is the first of the 8 x 8, row by 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
+from sparkdl.encodings.any_size import announced, of_struct, upright
+from sparkdl.encodings.images import pillow
 from sparkdl.errors import SetupError
+from sparkdl.user_code.tracebacks import message_of
+
+MOST_PIXELS = 10**8
+"""Of an image that is decoded; a file of a few bytes may announce any number."""
+
 
 IMAGE_HASHES = ("dhash", "ahash", "phash", "whash")
 _SIZES = {"ahash": (8, 8), "dhash": (9, 8), "phash": (32, 32)}
 """Width and height to which an image is reduced."""
 _ROOT = 0.7071067811865476
 """Of one half, as PyWavelets rounds it: bits that hang on a tie come out as its do."""
+
+
+def grey_images(rows: pa.Array) -> Iterator[Any]:
+    """Each row as an image of Pillow's mode ``L``, upright as its EXIF says.
+
+    Args:
+        rows: binary rows with a BMP, GIF, JPEG, PNG or WebP each, or Spark's image structs.
+
+    Yields:
+        The image; a text that says what is wrong with a row; None for null.
+
+    Raises:
+        SetupError: Pillow is not installed.
+    """
+    library = pillow()
+    for row in rows:
+        try:
+            found = _grey(library, row) if row.is_valid else None
+        except Exception as error:  # Pillow raises almost anything for bytes that are no image
+            found = message_of(error)
+        yield found
+
+
+def _grey(library: Any, row: Any) -> Any:
+    if pa.types.is_struct(row.type):
+        return upright(library, of_struct(library, row), "L")
+    return upright(library, announced(library, row.as_buffer(), MOST_PIXELS), "L")
 
 
 def reduced(image: Any, kind: str) -> np.ndarray:
