@@ -20,8 +20,6 @@ from sparkdl.user_code.tracebacks import message_of
 
 MOST_PIXELS = 10**8
 """Of an image that is decoded; a file of a few bytes may announce any number."""
-
-
 IMAGE_HASHES = ("dhash", "ahash", "phash", "whash")
 _SIZES = {"ahash": (8, 8), "dhash": (9, 8), "phash": (32, 32)}
 """Width and height to which an image is reduced."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sparkdl.arguments import require_whole
 from sparkdl.errors import ConfigError
 from sparkdl.planner import costs
-from sparkdl.planner.advice import Suggestion, explained, suggested
+from sparkdl.planner.advice import Suggestion, draw, explained, suggested
 from sparkdl.planner.lemmas import require_efficiency
 from sparkdl.planner.links import Link
 from sparkdl.planner.profile import Profile, require_same
@@ -278,8 +278,6 @@ class Plan:
         Raises:
             SetupError: matplotlib is not installed.
         """
-        from sparkdl.planner.drawing import draw
-
         return draw(self)
 
     def __repr__(self) -> str:

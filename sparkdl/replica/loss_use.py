@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,8 @@ from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.protocols import Batch, LossFunction, Targets
 from sparkdl.replica.losses import ClassIndexLoss, LossUse, MinibatchLoss, ModelLoss, unwrapped
-from sparkdl.replica.targets import ROWS, chosen_dims, crosses_rows, shaped, widths
+from sparkdl.replica.replica import Replica
+from sparkdl.replica.targets import ROWS, chosen_dims, crosses_rows, distinct_rows, shaped, widths
 
 
 def use_for(
@@ -56,6 +58,37 @@ def use_for(
             "compare each row of the outputs with its own target"
         )
     return use
+
+
+def use_in(replica: Replica, batch_of: Callable[[int], Batch], *, scores: bool) -> LossUse:
+    """The same for a replica's loss, on made-up rows.
+
+    Args:
+        replica: one that is thrown away afterwards.
+        batch_of: a made-up minibatch of so many rows.
+        scores: whether rows will be scored with the loss.
+
+    Raises:
+        ModelError: a row's loss, where one is wanted, depends on other rows.
+    """
+    if isinstance(replica.loss, ModelLoss):
+        return LossUse()
+    batches: dict[int, Batch] = {}
+
+    def outputs_of(rows: int) -> Any:
+        batches[rows] = batch_of(rows)
+        return replica.outputs(batches[rows])
+
+    replica.module.train()
+    with torch.no_grad():
+        try:
+            rows, outputs = distinct_rows(outputs_of)
+        except Exception:  # the user's forward may raise anything; it is called again, and reported
+            return LossUse()
+        batch = batches[rows]
+        return use_for(
+            replica.loss, outputs, batch.targets, rows, weights=batch.weights, by_row=scores
+        )
 
 
 def use_for_some(loss: LossFunction, outputs: Any, targets: Targets, rows: int) -> LossUse:

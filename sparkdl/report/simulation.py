@@ -17,9 +17,10 @@ from sparkdl.errors import ConfigError
 from sparkdl.phases import COMPUTE, EXCHANGE, PHASES, WAIT
 from sparkdl.planner.links import Link
 from sparkdl.planner.profile import Profile
-from sparkdl.planner.simulation.cluster import Cluster, Epoch
+from sparkdl.planner.simulation.array_rounds import array_rounds
+from sparkdl.planner.simulation.cluster import Cluster, Epoch, Note
+from sparkdl.planner.simulation.driver_run import DriverRun
 from sparkdl.planner.simulation.exchanges import Exchange, exchange_of, of_traffic
-from sparkdl.planner.simulation.simulated import simulate_epoch
 from sparkdl.planner.simulation.step_times import LogNormal, StepTimes, fitted
 from sparkdl.report.html import duration, text
 from sparkdl.report.page import STYLE
@@ -53,6 +54,10 @@ STRATEGIES: tuple[Strategy[Any], ...] = (
 """What is compared unless others are named."""
 FEW = 20
 """With fewer measured windows than this, nothing is said about how much steps vary."""
+MOST_DECISIONS = 200_000
+"""The most contributions that the averager decides on, each of which takes some 70 microseconds."""
+MOST_ROUNDS, MOST_DRAWN = 20_000, 200_000_000
+"""The most rounds that are computed for all workers at once, and the most windows in them."""
 
 
 def simulate(
@@ -130,6 +135,28 @@ def simulate(
     epochs = [(simulate_epoch(each, cluster, steps), each) for each in exchanges]
     epochs.sort(key=lambda each: each[0].seconds)
     return Simulation(profile, cluster, steps, tuple(epochs))
+
+
+def simulate_epoch(
+    exchange: Exchange, cluster: Cluster, steps: int, note: Note | None = None
+) -> Epoch:
+    """Simulate an epoch; one with too many windows is as long as its first ones let expect.
+
+    Args:
+        exchange: what is exchanged.
+        cluster: who trains.
+        steps: optimizer steps of each worker.
+        note: told what workers do.
+    """
+    in_driver = exchange.way == "driver"
+    if in_driver and (cluster.losses is not None or not exchange.policy().in_step):
+        windows = exchange.windows(steps, max(1, MOST_DECISIONS // cluster.workers))
+        epoch = DriverRun(exchange, cluster, windows, note).train()
+    else:
+        windows = exchange.windows(steps, max(1, min(MOST_ROUNDS, MOST_DRAWN // cluster.workers)))
+        epoch = array_rounds(exchange, cluster, windows, note)
+    epoch.part, epoch.rounds = sum(windows) / steps, exchange.rounds(steps)
+    return epoch
 
 
 def _times(

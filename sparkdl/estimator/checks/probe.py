@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from sparkdl.errors import DataError, ModelError
 from sparkdl.estimator.checks.hints import fail, how_called, what_padding_adds, which_param_helps
-from sparkdl.estimator.checks.loss_use import loss_use
 from sparkdl.estimator.head import Head
 from sparkdl.feed.columns.ragged import Column, equal_rows, picked
 from sparkdl.feed.columns.schema import FeedSchema
@@ -30,6 +29,7 @@ from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import Batch, ColumnSpec, Features, LossFunction, Targets
 from sparkdl.replica import Replica
 from sparkdl.replica.flat import persistent_buffers
+from sparkdl.replica.loss_use import use_in
 from sparkdl.replica.losses import LossUse, ModelLoss
 from sparkdl.replica.targets import shaped
 
@@ -75,7 +75,7 @@ def probe(
     built = _shapes_of(replica.module)
     with borrowed_random_numbers():
         if use is None:
-            use = loss_use(replica, partial(_rows_of, schema, columns), scores=scores)
+            use = use_in(replica, partial(_rows_of, schema, columns), scores=scores)
         replica.use_loss(use)
         with torch.set_grad_enabled(steps):
             outputs, loss = _try_out(replica, batch, schema, statistics, head)

@@ -33,10 +33,8 @@ PIECE_BYTES = 2 << 20
 """What is read at a time is still in the processor's cache when it is used; see
 ``spark.rows.packing``."""
 MAX_PIECE_ROWS = 1 << 13
-
 MAX_BYTES = 2**31 - 1
 """Of a whole file: no array of Java's, and so no row of Spark's, has more."""
-
 
 _KINDS: Mapping[str, pa.DataType] = {
     "boolean": pa.bool_(),

@@ -17,8 +17,7 @@ from torch import nn
 
 from sparkdl.arguments import require_whole
 from sparkdl.errors import ConfigError
-from sparkdl.planner.step.block_costs import called_once, measured, peaks_of
-from sparkdl.planner.step.block_ways import blocks_of, run_as
+from sparkdl.planner.step.block_costs import blocks_of, called_once, measured, peaks_of, run_as
 from sparkdl.planner.step.knapsack import Option, fastest, memory_of
 from sparkdl.planner.step.memory import (
     Example,

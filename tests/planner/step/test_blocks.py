@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sparkdl.errors import ConfigError
 from sparkdl.planner.step import layers
-from sparkdl.planner.step.block_ways import blocks_of, run_as
+from sparkdl.planner.step.block_costs import blocks_of, run_as
 from sparkdl.planner.step.blocks import BlockPlan, plan_blocks
 from sparkdl.planner.step.memory import as_batch, mean_of_outputs, rows_of, step_memory
 from sparkdl.replica import Replica

@@ -13,12 +13,12 @@ from every_row import every
 
 from sparkdl.averager.policies.cutoff import best_cutoff
 from sparkdl.planner.links import Link
-from sparkdl.planner.simulation import simulated
 from sparkdl.planner.simulation.cluster import Cluster
 from sparkdl.planner.simulation.exchanges import Exchange, Topology, exchange_of
-from sparkdl.planner.simulation.simulated import simulate_epoch
 from sparkdl.planner.simulation.step_times import LogNormal, ShiftedGamma
+from sparkdl.report import simulation
 from sparkdl.report.simulation import STRATEGIES as USUAL
+from sparkdl.report.simulation import simulate_epoch
 from sparkdl.strategies import (
     ASP,
     SSP,
@@ -233,7 +233,7 @@ def test_what_is_too_much_to_decide_on_is_taken_to_go_on_as_it_began(
     of = cluster(workers=30, link=Link(1.25e8), times=LogNormal(0.1, 0.3))
     exchange = exchange_of(AsynchronousSGD(1, barrier=SSP(3)), STATE, 30)
     whole = simulate_epoch(exchange, of, 600)
-    monkeypatch.setattr(simulated, "MOST_DECISIONS", 30 * 200)
+    monkeypatch.setattr(simulation, "MOST_DECISIONS", 30 * 200)
     some = simulate_epoch(exchange, of, 600)
     assert (whole.part, some.part) == (1.0, pytest.approx(1 / 3))
     assert some.seconds == pytest.approx(whole.seconds, rel=0.05)
