@@ -76,9 +76,6 @@ def describe_model(module: nn.Module) -> dict[str, Any]:
 
     Initial values are described only by norm and direction, each to four digits, because the random
     numbers of different processors and versions of torch differ in their last bits.
-
-    Args:
-        module: the model.
     """
     state = [*module.parameters(), *module.buffers()]
     fractions = [tensor for tensor in state if tensor.is_floating_point()]

@@ -70,10 +70,6 @@ class Peers:
         reach: connects to a rank at its current address, with a limit on its silence in seconds;
             raises ``PeerAwayError`` if it is not there.
         visitors: those who call on this worker.
-
-    Attributes:
-        rank: as given.
-        visitors: as given.
     """
 
     def __init__(

@@ -54,9 +54,6 @@ def parts_of(metric: Any) -> list[tuple[str, Any]]:
 def pack_states(metrics: Mapping[str, Any]) -> bytes:
     """The states of some metrics, for ``read_states``.
 
-    Args:
-        metrics: by name.
-
     Raises:
         ModelError: one keeps something that is not a tensor.
     """

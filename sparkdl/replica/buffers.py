@@ -113,9 +113,6 @@ class ModuleState:
     It holds references, not copies: what a buffer held before it was written to in place is asked
     for when it has to be restored. It looks no deeper than into a list, dict, set or deque that is
     itself an attribute, and does not see writes through ``tensor.data``.
-
-    Args:
-        module: the module.
     """
 
     def __init__(self, module: nn.Module) -> None:

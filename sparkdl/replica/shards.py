@@ -52,12 +52,7 @@ class Part:
     written: Callable[[], None] = lambda: None
 
     def own(self, rank: int, count: int) -> tuple[int, int]:
-        """Where the values that a worker has begin and end in the whole tensor.
-
-        Args:
-            rank: the worker's.
-            count: number of workers.
-        """
+        """Where the values that a worker has begin and end in the whole tensor."""
         if not self.cut:
             return 0, self.shape.numel()
         rows = self.shape[0]

@@ -14,9 +14,6 @@ from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 class Shards:
     """Every rank's rows, as far as they are known.
 
-    Args:
-        world_size: number of ranks.
-
     Attributes:
         row_servers: where others fetch each rank's rows, as it reported; None if they do not.
         loss_use: what the driver has made of the rows for the loss, for workers to interpret.
@@ -102,9 +99,6 @@ def _require_same(rank: int, before: ShardStatistics, now: ShardStatistics) -> N
 
 class Gathers:
     """The values given in the gather under way; one gather after another.
-
-    Args:
-        world_size: number of ranks.
 
     Attributes:
         waiting: the workers that have given and wait for the others, by rank.

@@ -87,11 +87,7 @@ class Packing(Protocol):
 
 @dataclass(frozen=True)
 class AsDtype:
-    """Each value separately, rounded to a dtype.
-
-    Attributes:
-        dtype: the dtype.
-    """
+    """Each value separately, rounded to a dtype."""
 
     dtype: torch.dtype
     varies: ClassVar[bool] = False

@@ -90,11 +90,7 @@ def _require_nothing_to_train(loss: LossFunction) -> None:
 
 
 class LazyModelError(ModelError):
-    """A model has lazy layers that have not seen a batch.
-
-    Attributes:
-        module: the model.
-    """
+    """A model has lazy layers that have not seen a batch."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(

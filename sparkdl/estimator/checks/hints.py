@@ -25,11 +25,7 @@ _OF_MASK = re.compile("bool", re.IGNORECASE)
 
 
 def how_to_build(error: Exception) -> str:
-    """What to pass as model or optimizer if these cannot be built; empty for most errors.
-
-    Args:
-        error: what building them raised.
-    """
+    """What to pass as model or optimizer if these cannot be built; empty for most errors."""
     text = text_of(error)
     # Raised for an instance, since torch cannot copy every one.
     if "uninitialized parameter" in text:

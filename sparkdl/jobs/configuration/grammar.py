@@ -99,11 +99,7 @@ class TableFormat:
 
 
 def build_parser(job: JobName) -> JobParser:
-    """The parser of a job's command line and configuration.
-
-    Args:
-        job: the job.
-    """
+    """The parser of a job's command line and configuration."""
     used = SECTIONS[job]
     parser = JobParser(
         prog=f"{job}.py",
@@ -311,11 +307,7 @@ class HelpFormatter(DefaultHelpFormatter):  # type: ignore[misc]
 
 
 def describe(job: JobName) -> str:
-    """What a job is for, shown above its options.
-
-    Args:
-        job: the job.
-    """
+    """What a job is for, shown above its options."""
     lines = [
         _DOES[job],
         "",

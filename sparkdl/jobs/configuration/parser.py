@@ -43,11 +43,7 @@ _NOT_SUBCLASS = re.compile(r"Import path ([\w.]+) does not correspond to a subcl
 
 
 class Refused(SystemExit):
-    """The parser has reported what is wrong, and ends the process.
-
-    Args:
-        message: what it reported.
-    """
+    """The parser has reported what is wrong, and ends the process."""
 
     def __init__(self, message: str) -> None:
         super().__init__(2)

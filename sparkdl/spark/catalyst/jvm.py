@@ -31,9 +31,6 @@ END_S = 5.0
 def end_of_jvm(error: BaseException) -> str | None:
     """Say that Spark's JVM has ended, if that is why a call into it failed.
 
-    Args:
-        error: what the call raised.
-
     Returns:
         What happened, and what to do; None if the JVM still answers.
     """
@@ -83,12 +80,7 @@ def is_of_connect(value: object) -> bool:
 
 
 def setting(spark: SparkSession, name: str) -> str | None:
-    """A setting of a session's application; None if it has none.
-
-    Args:
-        spark: the session.
-        name: the setting's name.
-    """
+    """A setting of a session's application; None if it has none."""
     if is_of_connect(spark):
         return spark.conf.get(name, None)  # Spark copies the application's into each session's
     return spark.sparkContext.getConf().get(name)

@@ -81,10 +81,6 @@ MAX_DEPTH = 8
 def require_picklable(name: str, value: Any) -> None:
     """Check that a Param's value can be sent to executors.
 
-    Args:
-        name: the Param.
-        value: what it holds.
-
     Raises:
         ModelError: it cannot be sent; the message names the attribute at fault.
     """

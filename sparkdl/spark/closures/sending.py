@@ -19,22 +19,14 @@ MOST_IN_A_TASK = 8 << 20
 
 @dataclass(frozen=True)
 class InTask:
-    """Bytes that travel with the function that uses them.
-
-    Attributes:
-        value: the bytes.
-    """
+    """Bytes that travel with the function that uses them."""
 
     value: bytes = field(repr=False)
 
 
 @dataclass(frozen=True)
 class InArtifact:
-    """Bytes in a file that the session has sent to its server, which gives it to executors.
-
-    Attributes:
-        name: the file's.
-    """
+    """Bytes in a file that the session has sent to its server, which gives it to executors."""
 
     name: str
 
@@ -54,12 +46,7 @@ def home_of(spark: SparkSession) -> Any:
 
 
 def send(spark: SparkSession, content: bytes) -> SentBytes:
-    """Send bytes to the executors of a session.
-
-    Args:
-        spark: the session.
-        content: the bytes.
-    """
+    """Send bytes to the executors of a session."""
     if not is_of_connect(spark):
         return spark.sparkContext.broadcast(content)
     if len(content) <= MOST_IN_A_TASK:

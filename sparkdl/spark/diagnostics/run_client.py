@@ -36,9 +36,6 @@ class RunClient:
         rank: this worker's rank.
         patience_s: how long to try to reach the service, in seconds.
 
-    Attributes:
-        address: as given.
-
     Raises:
         DisconnectedError: the service cannot be reached.
         StoppedError: the service belongs to another run.

@@ -114,12 +114,7 @@ def with_sparks_reason(
 
 
 def host_of_last_failure(spark: SparkSession, group: str) -> str | None:
-    """Where the last failed task of a job group ran; None if Spark does not say so within 2 s.
-
-    Args:
-        spark: the session.
-        group: the job group.
-    """
+    """Where the last failed task of a job group ran; None if Spark does not say so within 2 s."""
     due = time.monotonic() + REPORTED_S
     try:
         while True:

@@ -68,10 +68,6 @@ def readable(dataset: DataFrame, column: InputColumn) -> DataFrame:
     Spark 4.3 cannot pass columns of user-defined types, like pyspark.ml's vectors, from a columnar
     file to a Python function (UNSUPPORTED_DATATYPE), nor anything without a limit of rows. A filter
     turns them into rows first.
-
-    Args:
-        dataset: any DataFrame.
-        column: one of its columns.
     """
     if never_ends(dataset.sparkSession):
         return dataset.where(F.spark_partition_id() >= 0)

@@ -141,9 +141,6 @@ outputs = _by_column(
 def require_distinct(specs: Sequence[ColumnSpec]) -> None:
     """Check that a model that takes its features by name is given each name once.
 
-    Args:
-        specs: the features' specs.
-
     Raises:
         ConfigError: a mask or a length has the same name as a column.
     """

@@ -108,9 +108,6 @@ class InputColumn:
     def as_trained(self, known: ColumnSpec) -> ColumnSpec:
         """The tensor that the column becomes for a model that was trained with one like it.
 
-        Args:
-            known: that tensor.
-
         Raises:
             ConfigError: as ``spec``.
         """

@@ -148,9 +148,6 @@ def small_record_batches(spark: SparkSession) -> Iterator[None]:
     overrides: nobody else's jobs change, and users who have set it get what they set.
 
     A client of Spark Connect cannot set one.
-
-    Args:
-        spark: the session.
     """
     if is_of_connect(spark):
         yield

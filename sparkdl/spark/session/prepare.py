@@ -33,9 +33,6 @@ DEADLINE_S = 300.0
 def main(arguments: list[str] | None = None) -> None:
     """Write the archive where ``create_session`` looks for it, and print its other uses.
 
-    Args:
-        arguments: of the command line.
-
     Raises:
         SetupError: there is no Java, or it writes no archive in time.
     """

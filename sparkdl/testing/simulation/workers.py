@@ -33,11 +33,7 @@ class _Killed(BaseException):
 
 
 class _Process:
-    """A thread that runs only while the simulation waits for it, so only one ever does.
-
-    Args:
-        live: what it does.
-    """
+    """A thread that runs only while the simulation waits for it, so only one ever does."""
 
     def __init__(self, live: Callable[[], None]) -> None:
         self.over = False
