@@ -3,8 +3,16 @@
 Knows nothing of Spark: whoever starts the workers is passed in as ``launch``.
 """
 
-from sparkdl.driver.center import as_builder, build_replica, first_replica, initial_center
-from sparkdl.driver.lifecycle import Launch, Outcome, RunOptions, run
+from sparkdl.driver.lifecycle import (
+    Launch,
+    Outcome,
+    RunOptions,
+    as_builder,
+    build_replica,
+    first_replica,
+    initial_center,
+    run,
+)
 from sparkdl.driver.serving import Observers
 
 __all__ = [
