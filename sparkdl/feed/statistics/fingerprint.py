@@ -33,17 +33,16 @@ highest bit, of which a product keeps nothing else: two signs in a row would can
 word, where the next number has its sign."""
 
 
-def fingerprint(columns: Sequence[Column], *, may_hold_nan: bool = True) -> int:
+def fingerprint(columns: Sequence[Column]) -> int:
     """The sum of the hashes of some rows.
 
     Args:
         columns: as ``row_hashes`` takes them.
-        may_hold_nan: as there.
 
     Returns:
         0 <= sum < 2^64; those of several calls are to be added modulo 2^64.
     """
-    return int(row_hashes(columns, may_hold_nan=may_hold_nan).sum(dtype=np.uint64))
+    return int(row_hashes(columns).sum(dtype=np.uint64))
 
 
 def row_hashes(columns: Sequence[Column], *, may_hold_nan: bool = True) -> np.ndarray:
