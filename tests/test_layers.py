@@ -72,13 +72,13 @@ ROOMS: dict[str, list[tuple[str, ...]]] = {
     "feed": [
         ("feed",),
         ("minibatches", "reading"),
-        ("order", "prefetch", "statistics", "store"),
+        ("order", "statistics", "store"),
         ("record_batches",),
         ("columns",),
     ],
     "parallel": [
         ("model",),
-        ("attention", "layers"),
+        ("layers",),
         ("cube",),
     ],
     "averager": [

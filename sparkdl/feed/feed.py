@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparkdl.feed.columns.ragged import Column, joined, picked
 from sparkdl.feed.columns.schema import BatchTransform, FeedSchema, bytes_of_rows, lengths_in
-from sparkdl.feed.minibatches import Chunk, Minibatches
+from sparkdl.feed.minibatches import Chunk, Minibatches, prefetched
 from sparkdl.feed.order import (
     HELD_OUT,
     EpochOrder,
@@ -21,7 +21,6 @@ from sparkdl.feed.order import (
     even_sizes,
     full_sizes,
 )
-from sparkdl.feed.prefetch import prefetched
 from sparkdl.feed.reading import Look, OnRows, Reading
 from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.feed.store.partition_store import PartitionStore

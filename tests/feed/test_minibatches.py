@@ -1,4 +1,4 @@
-"""The way to a GPU, as far as a machine without one can follow it."""
+"""The way to a GPU, as far as a machine without one can follow it, and what is made ahead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparkdl.feed import minibatches
 from sparkdl.feed.feed import Feed
-from sparkdl.feed.prefetch import DeviceChunk
+from sparkdl.feed.minibatches import DeviceChunk, prefetched
 from sparkdl.feed.store.partition_store import PartitionStore
 
 PREFETCHER = "sparkdl-prefetch"
@@ -107,3 +107,36 @@ def test_a_gpu_gets_the_same_rows_from_pinned_memory(tmp_path: Path) -> None:
             found.append([b.targets for b in feed.epoch(2)])
     assert all(t.is_cuda for t in found[1])
     assert torch.equal(torch.cat(found[0]), torch.cat(found[1]).cpu())
+
+
+def test_items_come_in_order_and_an_error_in_its_place() -> None:
+    def source() -> Any:
+        yield from range(20)
+        raise ZeroDivisionError("at 20")
+
+    items = prefetched(source())
+    assert [next(items) for _ in range(20)] == list(range(20))
+    with pytest.raises(ZeroDivisionError, match="at 20"):
+        next(items)
+
+
+def test_no_more_than_a_few_items_are_made_ahead() -> None:
+    made: list[int] = []
+
+    def source() -> Any:
+        for item in range(1000):
+            made.append(item)
+            yield item
+
+    items = prefetched(source())
+    for _ in range(5):
+        next(items)
+    items.close()
+    assert len(made) <= 5 + 4
+
+
+def test_closing_early_ends_the_thread_and_the_source() -> None:
+    items = prefetched(iter(range(10**9)))
+    next(items)
+    items.close()
+    assert not [t for t in threading.enumerate() if t.name == "sparkdl-prefetch"]
