@@ -16,10 +16,11 @@ from pyspark.sql import functions as F
 from typing_extensions import Self
 
 from sparkdl.dedup.bands import Keys
+from sparkdl.dedup.columns import DISTANCE, DUPLICATE_OF, require_columns
 from sparkdl.dedup.curve import TradeOff, evaluator_for, measured, require_held_out
 from sparkdl.dedup.hashing import hashes
 from sparkdl.dedup.pairs import near
-from sparkdl.dedup.params import DISTANCE, DUPLICATE_OF, DedupParams, require_columns
+from sparkdl.dedup.params import DedupParams
 from sparkdl.dedup.persistence import COLUMNS, ModelReader, ModelWriter
 from sparkdl.dedup.report import SHOWN, DuplicateReport, examples, values_of
 from sparkdl.errors import ConfigError, DataError

@@ -14,11 +14,12 @@ from pyspark.sql import functions as F
 from typing_extensions import Self
 
 from sparkdl.dedup.bands import Keys, keys_for
+from sparkdl.dedup.columns import require_columns
 from sparkdl.dedup.hashing import hashes
 from sparkdl.dedup.image_hashes import cosine_transform
 from sparkdl.dedup.model import Found, NearDuplicatesModel
 from sparkdl.dedup.pairs import decided
-from sparkdl.dedup.params import DedupParams, require_columns
+from sparkdl.dedup.params import DedupParams
 from sparkdl.dedup.persistence import PlainReader, PlainWriter
 from sparkdl.encodings.images import pillow
 from sparkdl.errors import DataError
