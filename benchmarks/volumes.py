@@ -48,9 +48,9 @@ BUDGET = 1 << 30
 """What a worker may take, in bytes."""
 NETWORKS = {"one layer": Thin, "U-Net": UNet}
 AT_ONCE = 4
+"""Patches that the bare loop gives the network, as many as ours: one by one takes it longer."""
 DEADLINE_S = 3000.0
 """The U-Net over 2 GiB takes a quarter of an hour on two cores."""
-"""Patches that the bare loop gives the network, as many as ours: one by one takes it longer."""
 KILLED = 0.2
 OURS, DYING, BARE = "sparkdl", "sparkdl, a fifth of the tasks killed", "bare loop"
 
