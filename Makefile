@@ -36,7 +36,7 @@ test test-all test-guests: export JDK_JAVA_OPTIONS ?= -XX:TieredStopAtLevel=1 -X
 test: java $(VENV)/installed-test
 	$(BIN)/python $(PYTEST) $(PARALLEL) -m "not slow and not guests" $(ARGS)
 
-test-all: java $(VENV)/installed-test
+test-all: java $(VENV)/installed-test $(VENV)/installed-guests
 	$(BIN)/python $(PYTEST) $(PARALLEL) $(ARGS)
 
 test-nightly: java $(VENV)/installed-test
