@@ -3,7 +3,7 @@
 # make test-all     all of them
 # make test-nightly those that take minutes, and what hypothesis draws, with new examples
 # make test-sparks  tests so marked with the oldest Spark that is supported, which it installs, or with VERSIONS=
-# make test-versions  the same with each Spark, and what can be tried of each Python; writes docs/versions.md
+# make test-versions  the same with each Spark, clients of each, and what can be tried of each Python; writes docs/versions.md
 # make test-guests  programs written for Lightning, accelerate and Transformers, which it installs
 # make models-table write the tables of docs/models.md anew, by fitting every row
 # make notebooks    run the notebooks of examples/, and store what they show
@@ -48,6 +48,7 @@ test-sparks: java $(VENV)/installed-test
 test-versions: java $(VENV)/installed-test
 	$(BIN)/python .ci/versions.py --write python 3.10 3.11 3.12 3.13
 	$(BIN)/python .ci/versions.py --write spark 3.5 4.0 4.1 4.2 4.3 -- $(PARALLEL)
+	$(BIN)/python .ci/versions.py --write client 4.0 4.1 4.2 4.3 -- $(PARALLEL)
 
 test-guests: java $(VENV)/installed-guests
 	$(BIN)/python $(PYTEST) --timeout=600 tests/guests $(ARGS)

@@ -1,12 +1,15 @@
 """Tries versions of Spark and Python, and writes the tables of docs/versions.md.
 
     python .ci/versions.py spark 3.5 4.3 -- -x      the tests marked ``versions``
+    python .ci/versions.py client 4.2 -- -x         those of clients, of pyspark-client alone
     python .ci/versions.py python 3.10 3.12         types, syntax, and what needs no torch
     python .ci/versions.py --write python 3.10      the same, and the page's row
 
 A Spark's environment has its own PySpark, pandas, pyarrow and numpy; everything else comes from the
-environment that runs this. Of Pythons, those that are installed are tried. ``PYTEST`` is what runs
-a Spark's tests, as in the Makefile.
+environment that runs this. A client's has ``pyspark-client`` in place of PySpark, so that there are
+neither py4j nor jars: its server, and the fits of a session in the driver that it is compared with,
+are in the environment of a Spark. Of Pythons, those that are installed are tried. ``PYTEST`` is
+what runs a Spark's tests, as in the Makefile.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ import sys
 import sysconfig
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +37,9 @@ PACKAGES = {
     "4.2": ["pyspark==4.2.1", "pandas==2.3.3", "pyarrow==26.0.1", "numpy==2.4.6"],
     "4.3": ["pyspark==4.3.0", "pandas==2.3.3", "pyarrow==26.0.1", "numpy==2.4.6"],
 }
+CLIENTS = {"4.0": "4.0.4", "4.1": "4.1.3", "4.2": "4.2.0", "4.3": "4.2.0"}
+"""By the server's Spark: the newest ``pyspark-client`` on PyPI that is not newer."""
+OF_CLIENTS = ["tests/estimator/test_in_stage.py", "tests/spark/functions/test_calls_of_clients.py"]
 PYTHONS = {
     "tests": [
         *("numpy", "pyarrow", "cryptography", "fsspec", "typing_extensions"),
@@ -48,53 +53,113 @@ PYTHONS = {
     ],
 }
 """What is installed to test a Python without torch, and the tests."""
-OF_PYTHONS = ("Python", "types", "syntax", "tests that need no torch", "on")
-HEAD = ("Spark", "Python", "Java", "torch", "pandas", "pyarrow", "numpy", "tests", "minutes", "on")
+HEADS = {
+    "spark": (
+        *("Spark", "Python", "Java", "torch", "pandas", "pyarrow", "numpy"),
+        *("tests", "minutes", "on"),
+    ),
+    "client": ("server", "pyspark-client", "Python", "Java", "torch", "tests", "minutes", "on"),
+    "python": ("Python", "types", "syntax", "tests that need no torch", "on"),
+}
 ASK = """
 import json, sys, numpy, pandas, pyarrow, pyspark, torch
 found = [pyspark, torch, pandas, pyarrow, numpy]
 print(json.dumps([sys.version.split()[0], *(each.__version__ for each in found)]))
 """
+ASK_CLIENT = f"""
+import importlib.util
+import pyspark.util
+assert pyspark.util.is_remote_only() and importlib.util.find_spec("py4j") is None
+{ASK}
+"""
 
 
-def environment(version: str) -> Path:
-    """The Python of a version's environment, made unless it is there."""
-    folder = BUILD / f"spark-{version}"
+def environment(name: str, packages: list[str], *, without_java: bool = False) -> Path:
+    """The Python of an environment with packages, made unless it is there.
+
+    What it lacks comes from the environment that runs this.
+
+    Args:
+        name: of its folder.
+        packages: what is installed, as pip names them.
+        without_java: whether PySpark and py4j are hidden that the environment that runs this has.
+    """
+    folder = BUILD / name
     python, made = folder / "bin" / "python", folder / "packages"
-    wanted = "\n".join(PACKAGES[version])
+    wanted = "\n".join(packages)
+    others = Path(sysconfig.get_paths()["purelib"])
     if not made.exists() or made.read_text() != wanted:
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        install = [python, "-m", "pip", "install", "--quiet", *PACKAGES[version]]
-        subprocess.run(install, check=True)
-        ours = sysconfig.get_paths()["purelib"]
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+        if without_java:
+            (folder / "others").mkdir()
+            for each in others.iterdir():
+                if not each.name.startswith(("pyspark", "py4j")):
+                    (folder / "others" / each.name).symlink_to(each)
+            others = folder / "others"
         (own,) = folder.glob("lib/python*/site-packages")
-        (own / "zz_others.pth").write_text(f"{ours}\n")
+        (own / "zz_others.pth").write_text(f"{others}\n")
         made.write_text(wanted)
     return python
 
 
-def tested(version: str, arguments: list[str]) -> tuple[list[str], bool]:
-    """The row of a version's table, and whether all tests have passed."""
-    python, report = environment(version), BUILD / f"{version}.xml"
+def asked(python: Path, program: str) -> list[str]:
+    """What a program prints as JSON in an environment."""
+    done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True)
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+def spark_tried(version: str, arguments: list[str]) -> tuple[list[str], bool]:
+    """The row of a Spark's table, and whether all tests have passed."""
+    python = environment(f"spark-{version}", PACKAGES[version])
+    ours, spark, *packages = asked(python, ASK)
+    print(f"Spark {spark}", flush=True)
+    told, passed = tested(python, f"spark-{version}", ["-m", "versions", *arguments])
+    return [spark, ours, java(), *packages, *told], passed
+
+
+def client_tried(version: str, arguments: list[str]) -> tuple[list[str], bool]:
+    """The row of a server's table with a client of its own, and whether all tests have passed."""
+    python = environment(f"spark-{version}", PACKAGES[version])
+    packages = [f"pyspark-client=={CLIENTS[version]}", *PACKAGES[version][1:]]
+    client = environment(f"client-{version}", packages, without_java=True)
+    (_, server, *_), (ours, here, torch, *_) = asked(python, ASK), asked(client, ASK_CLIENT)
+    print(f"pyspark-client {here} at Spark {server}", flush=True)
+    told, passed = tested(
+        python, f"client-{version}", [*OF_CLIENTS, *arguments], CLIENT_PYTHON=str(client)
+    )
+    return [server, here, ours, java(), torch, *told], passed
+
+
+def tested(
+    python: Path, name: str, arguments: list[str], **variables: str
+) -> tuple[list[str], bool]:
+    """What a table tells of tests in an environment, and whether all have passed.
+
+    Args:
+        python: the environment's.
+        name: of pytest's report.
+        arguments: for pytest.
+        **variables: of the tests' environment.
+    """
+    report = BUILD / f"{name}.xml"
     settings = os.environ | {
         "PYTHONPATH": str(ROOT),
         "PYSPARK_PYTHON": str(python),
         # Spark's JVMs live for minutes here, too short for the optimizing compiler to pay.
         "JDK_JAVA_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+        **variables,
     }
     settings.pop("SPARK_HOME", None)
     report.unlink(missing_ok=True)
-    asked = subprocess.run([python, "-c", ASK], capture_output=True, text=True, check=True)
-    ours, spark, *packages = json.loads(asked.stdout)
-    print(f"Spark {spark}", flush=True)
     pytest = os.environ.get("PYTEST", "-m pytest").split()
-    marked = ["-q", "-m", "versions", f"--junit-xml={report}", *arguments]
+    command = [python, *pytest, "-q", f"--junit-xml={report}", *arguments]
     started = time.monotonic()
-    done = subprocess.run([python, *pytest, *marked], cwd=ROOT, env=settings, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=settings, check=False)
     minutes = (time.monotonic() - started) / 60
     told = [counted(report), f"{minutes:.1f}", time.strftime("%Y-%m-%d")]
-    row = [spark, ours, java(), *packages, *told]
-    return row, done.returncode == 0
+    return told, done.returncode == 0
 
 
 def java() -> str:
@@ -152,7 +217,7 @@ def counted(report: Path) -> str:
     return told + "".join(f", {number} {name}" for name, number in others.items() if number)
 
 
-def write(kind: str, head: Sequence[str], rows: dict[str, list[str]]) -> None:
+def write(kind: str, rows: dict[str, list[str]]) -> None:
     """Put rows into a table of the page, in place of those of the same versions."""
     begin = f"<!-- written by .ci/versions.py {kind} -->"
     before, _, rest = PAGE.read_text().partition(begin)
@@ -160,6 +225,7 @@ def write(kind: str, head: Sequence[str], rows: dict[str, list[str]]) -> None:
     for line in table.strip().splitlines()[2:]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         rows.setdefault(series(cells[0]), cells)
+    head = HEADS[kind]
     lines = [head, ["---"] * len(head), *(rows[each] for each in sorted(rows, key=numbers))]
     written = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     PAGE.write_text(f"{before}{begin}\n\n{written}\n\n{END}{after}")
@@ -182,15 +248,16 @@ def main(arguments: list[str]) -> int:
     versions, _, chosen = " ".join(rest).partition("--")
     rows, failed = {}, []
     for version in versions.split():
-        if kind == "spark":
-            rows[version], passed = tested(version, chosen.split())
-        else:
+        if kind == "python":
             rows[version], passed = python_tried(version)
+        else:
+            tried = spark_tried if kind == "spark" else client_tried
+            rows[version], passed = tried(version, chosen.split())
         if not passed:
             failed.append(version)
     if writes:
         right = {version: row for version, row in rows.items() if version not in failed}
-        write(kind, HEAD if kind == "spark" else OF_PYTHONS, right)
+        write(kind, right)
     for row in rows.values():
         print(f"{kind} {' | '.join(row)}")
     return 1 if failed else 0

@@ -1,8 +1,14 @@
-"""A Spark Connect server in the tests' session, and clients in a Python without a JVM."""
+"""A Spark Connect server in the tests' session, and clients in a Python without a JVM.
+
+The clients' Python is the tests' own, with py4j hidden, or the one that ``CLIENT_PYTHON`` names:
+``.ci/versions.py client`` has it name one with ``pyspark-client`` alone.
+"""
 
 from __future__ import annotations
 
+import os
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +18,10 @@ from pyspark.sql import SparkSession
 from subprocesses import printed_by
 
 TOKEN = "of the tests"
+CLIENT_PYTHON = os.environ.get("CLIENT_PYTHON", sys.executable)
 
 _PROGRAM = """
-import importlib.abc, logging, os, pickle, sys
+import importlib.abc, importlib.util, logging, os, pickle, sys
 
 class Hidden(importlib.abc.MetaPathFinder):
     # What the package pyspark-client lacks; the JVM is found by py4j alone.
@@ -22,7 +29,8 @@ class Hidden(importlib.abc.MetaPathFinder):
         if name.split(".")[0] == "py4j" or name.split(".")[:2] == ["pyspark", "core"]:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-sys.meta_path.insert(0, Hidden())
+if importlib.util.find_spec("py4j"):
+    sys.meta_path.insert(0, Hidden())
 logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout)
 address, file, function, found = sys.argv[1:]
 folder, module = os.path.split(file)
@@ -62,7 +70,7 @@ def asked_of_client(
         function: one of a module.
         tmp_path: where the answer is put.
     """
-    printed = printed_by(*client(address, function, tmp_path))
+    printed = printed_by(*client(address, function, tmp_path), python=CLIENT_PYTHON)
     return pickle.loads((tmp_path / "found").read_bytes()), printed
 
 

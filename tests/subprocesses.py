@@ -9,10 +9,10 @@ from typing import Any
 
 
 def run_python(
-    *arguments: str | Path, timeout: float = 300.0, **options: Any
+    *arguments: str | Path, timeout: float = 300.0, python: str = sys.executable, **options: Any
 ) -> subprocess.CompletedProcess[str]:
     """How a Python with these arguments ends, and what it prints; ``options`` are of ``run``."""
-    command = [sys.executable, *map(str, arguments)]
+    command = [python, *map(str, arguments)]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, check=False, **options
     )

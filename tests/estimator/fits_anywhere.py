@@ -29,6 +29,7 @@ from sparkdl import (
     OuterOptimizer,
     ParameterAveraging,
     ThresholdGradientSharing,
+    TorchClassificationModel,
     TorchClassifier,
     TorchEstimator,
     TorchModel,
@@ -134,6 +135,8 @@ def _classified(spark: SparkSession) -> dict[str, Any]:
         shuffleRows="spark",
         progress=False,
     ).fit(frame)
+    model.save(path := tempfile.mkdtemp() + "/model")
+    model = TorchClassificationModel.load(path)
     predicted = model.transform(frame).select("prediction", "probability").collect()
     return {
         "values": {name: each.numpy() for name, each in model.module.state_dict().items()},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import fits_anywhere
 import numpy as np
 import pytest
-from connecting import asked_of_client, client, connect_address
+from connecting import CLIENT_PYTHON, asked_of_client, client, connect_address
 from pyspark.sql import SparkSession
 from waiting import eventually
 
@@ -104,7 +103,7 @@ def test_an_interrupt_of_the_client_ends_the_stage(
     spark: SparkSession, connect_address: str, tmp_path: Path
 ) -> None:
     begun = tmp_path / "begun"
-    command = [sys.executable, *client(connect_address, fits_anywhere.endless, tmp_path)]
+    command = [CLIENT_PYTHON, *client(connect_address, fits_anywhere.endless, tmp_path)]
     program = subprocess.Popen(
         command, env={**os.environ, "BEGUN": str(begun)}, stderr=subprocess.PIPE, text=True
     )

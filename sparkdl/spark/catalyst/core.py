@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from py4j.protocol import Py4JError, Py4JJavaError, Py4JNetworkError
     from pyspark import RDD, Broadcast, SparkContext, SparkFiles, SparkStageInfo
     from pyspark.core.broadcast import _broadcastRegistry, _from_id
+
+    CAN_START_SPARK = True
 else:
     try:
         from py4j.protocol import Py4JError, Py4JJavaError, Py4JNetworkError
@@ -21,7 +23,9 @@ else:
         # Spark 3.5 has its module elsewhere.
         _broadcasts = importlib.import_module(Broadcast.__module__)
         _broadcastRegistry, _from_id = _broadcasts._broadcastRegistry, _broadcasts._from_id
+        CAN_START_SPARK = True
     except ImportError:
+        CAN_START_SPARK = False
 
         class Py4JError(Exception):
             """Never raised."""
@@ -61,6 +65,7 @@ else:
 
 
 __all__ = [
+    "CAN_START_SPARK",
     "RDD",
     "Broadcast",
     "Py4JError",

@@ -138,10 +138,12 @@ def _require_server(spark: SparkSession) -> None:
         return
     there, here = spark.version, pyspark.__version__
     if _series(here)[0] in _SPARKS and _series(there) < _series(here):
+        # Not every release of Spark has a pyspark-client, but every series has.
+        client = ".".join(map(str, _series(there)))
         raise SetupError(
             f"the Spark Connect server runs Spark {there}, and this client is PySpark {here}, "
-            f"which asks for what older servers do not have: install pyspark-client=={there} here, "
-            "or connect to a newer server"
+            "which asks for what older servers do not have: pip install 'pyspark-client=="
+            f"{client}.*' here, or connect to a newer server"
         )
     _asked.add(spark)
 

@@ -23,7 +23,7 @@ from pyspark.errors import PySparkRuntimeError
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ConfigError, SetupError
-from sparkdl.spark.catalyst.core import Py4JJavaError
+from sparkdl.spark.catalyst.core import CAN_START_SPARK, Py4JJavaError
 from sparkdl.spark.catalyst.jvm import directory_of_spark, running_context
 
 # A training job may last seconds; on two cores a sixth of its first Spark job's time goes into
@@ -76,11 +76,18 @@ def create_session(
 
     Raises:
         ConfigError: both a master and a server are given.
-        SetupError: there is no Java, or a file that a setting tells Spark to send is not there; or
-            a package is missing that Spark Connect needs.
+        SetupError: there is no Java, or no Spark but a client of Spark Connect; or a file that a
+            setting tells Spark to send is not there; or a package is missing that Spark Connect
+            needs.
     """
     if remote is not None:
         return _connected(remote, master, conf or {})
+    if not CAN_START_SPARK:
+        raise SetupError(
+            "this Python has pyspark-client, which connects to a Spark that runs elsewhere and "
+            "cannot start one: give the address of a Spark Connect server, "
+            "remote='sc://host:15002', or install pyspark in place of pyspark-client"
+        )
     java = find_java()
     # Otherwise executors start whatever `python3` is on their PATH.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 import signal
 import tempfile
 from collections.abc import Callable
@@ -116,6 +118,16 @@ def _predicted(spark: SparkSession) -> list[list[float]]:
     ]
 
 
+def modules(_: SparkSession) -> list[str]:
+    """Every module of the package, once imported, and the public names."""
+    for name in sparkdl.__all__:
+        getattr(sparkdl, name)
+    found = [each.name for each in pkgutil.walk_packages(sparkdl.__path__, "sparkdl.")]
+    for module in found:
+        importlib.import_module(module)
+    return found + sparkdl.__all__
+
+
 def refusals(spark: SparkSession) -> dict[str, str]:
     """How calls end that cannot end well."""
     tried: dict[str, Callable[[], object]] = {
@@ -126,6 +138,7 @@ def refusals(spark: SparkSession) -> dict[str, str]:
         "empty": lambda: sparkdl.run(fed, num_workers=2, df=spark.range(0)),
         "partitions": lambda: sparkdl.run(fed, df=spark.range(9), shuffleRows="none"),
         "checkpoint": lambda: sparkdl.run(_save, num_workers=1),
+        "start": lambda: sparkdl.create_session(master="local[2]"),
     }
     return {name: _words(each) for name, each in tried.items()}
 

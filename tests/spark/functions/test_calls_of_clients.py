@@ -27,6 +27,12 @@ def test_calls_return_in_a_client_what_they_return_in_the_driver(
 
 
 @pytest.mark.slow
+def test_a_client_can_import_all_there_is(connect_address: str, tmp_path: Path) -> None:
+    found, _ = asked_of_client(connect_address, calls_anywhere.modules, tmp_path)
+    assert {"sparkdl.spark.session.prepare", "TorchEstimator"} <= set(found)
+
+
+@pytest.mark.slow
 def test_calls_that_fail_say_why_in_a_client(connect_address: str, tmp_path: Path) -> None:
     found, _ = asked_of_client(connect_address, calls_anywhere.refusals, tmp_path)
     for name, words in {
@@ -37,6 +43,7 @@ def test_calls_that_fail_say_why_in_a_client(connect_address: str, tmp_path: Pat
         "empty": ["DataError: ", "is empty"],
         "partitions": ["ConfigError: shuffleRows='none'", "does not say how many partitions"],
         "checkpoint": ["WorkerError: rank 0 ", "over Spark Connect there is no Hadoop"],
+        "start": ["SetupError: this Python has pyspark-client, which connects to a Spark that"],
     }.items():
         for each in words:
             assert each in found[name], found[name]
