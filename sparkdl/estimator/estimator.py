@@ -21,7 +21,7 @@ from sparkdl.checkpoint.policy import OtherTrainingError
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.driver import Observers, Outcome, RunOptions, run
 from sparkdl.errors import CallbackError, ConfigError
-from sparkdl.estimator.checks.preflight import FitPlan, plan_fit
+from sparkdl.estimator.checks.preflight import FitPlan, plan_fit, served_in_stage
 from sparkdl.estimator.checks.row_checks import Checked, RowChecks
 from sparkdl.estimator.checks.values import UnbalancedError
 from sparkdl.estimator.fitted import FittedModel
@@ -36,7 +36,6 @@ from sparkdl.estimator.progress import ProgressBar
 from sparkdl.process.lazy_compiler import compiler_deferred
 from sparkdl.report import TrainingSummary
 from sparkdl.spark.catalyst.accumulators import uncounted
-from sparkdl.spark.catalyst.jvm import is_of_connect
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.slots import queued
 from sparkdl.spark.diagnostics.console import driver_hosts
@@ -180,7 +179,7 @@ class BaseEstimator(
         with uncounted():
             plan, replica = plan_fit(self, dataset, start)
         spark, workers, settings = dataset.sparkSession, plan.workers, plan.settings
-        if is_of_connect(spark):
+        if served_in_stage(settings, spark):
             module = replica.release()
             del replica
             with queued(spark, workers.num_tasks, gpu_profile(spark, workers.device)):

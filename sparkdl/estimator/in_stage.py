@@ -1,4 +1,4 @@
-"""A fit of Spark Connect: its run is served in the first task of the workers' own stage.
+"""A fit whose run is served in the first task of the workers' own stage.
 
 What comes back are bytes: a header, then the parameters and buffers of the trained module.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,19 +21,39 @@ from sparkdl.averager.service.loop import EdgeOptions
 from sparkdl.averager.service.server import Averager
 from sparkdl.callbacks import EarlyStopping, ModelCheckpoint, TimeBudget
 from sparkdl.driver import Observers, Outcome, RunOptions, run
-from sparkdl.errors import CallbackError, ConfigError, DataError, TrainingError, WorkerLostError
+from sparkdl.errors import (
+    CallbackError,
+    ConfigError,
+    DataError,
+    ModelError,
+    TrainingError,
+    WorkerLostError,
+)
 from sparkdl.estimator.checks.building import build
-from sparkdl.estimator.checks.preflight import FitPlan
+from sparkdl.estimator.checks.preflight import FitPlan, served_in_stage
 from sparkdl.estimator.checks.row_checks import Checked, RowChecks
 from sparkdl.estimator.outputs import SharedParams
 from sparkdl.feed.statistics.shards import NO_ROWS
 from sparkdl.process.lazy_compiler import compiler_deferred
-from sparkdl.spark.catalyst.jvm import setting
+from sparkdl.spark.catalyst.accumulators import uncounted
+from sparkdl.spark.catalyst.jvm import is_of_connect, setting
 from sparkdl.spark.closures.pickling import References, pickled
+from sparkdl.spark.cluster.gpus import gpu_profile
+from sparkdl.spark.cluster.run_jobs import RunJobs
+from sparkdl.spark.cluster.slots import require_free_slots
 from sparkdl.spark.diagnostics.console import Console
-from sparkdl.spark.launch.answers import Told, described, header_of, pieces, restored, show_told
+from sparkdl.spark.launch.answers import (
+    Told,
+    described,
+    error_with,
+    header_of,
+    pieces,
+    restored,
+    show_told,
+)
 from sparkdl.spark.launch.beside import FirstTask, RunInStage
 from sparkdl.spark.launch.launcher import LEAVE_S
+from sparkdl.spark.launch.worker_rows import Workers, names_others, with_original_places
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.spark.session.encryption import keeps_rows_in_memory
 
@@ -60,12 +81,15 @@ def fit_in_stage(plan: FitPlan, params: SharedParams, module: nn.Module) -> tupl
     workers, allowed, losses = plan.workers, plan.job.max_failures, 0
     # Spark ends all workers with one.
     job = replace(plan.job, max_failures=0, min_workers=1)
-    away = replace(plan, job=job, workers=replace(workers, frame=None))  # type: ignore[arg-type]
+    at_home = {"frame": None, "replanned": None}
+    away = replace(plan, job=job, workers=replace(workers, **at_home))  # type: ignore[arg-type]
     application = setting(workers.frame.sparkSession, "spark.app.id")
+    to_driver = not is_of_connect(workers.frame)
     while True:
-        served = Served(away, params, application, again=losses > 0)
+        served = Served(away, params, application, again=losses > 0, to_driver=to_driver)
         try:
-            return _received(_pieces_of(plan, served), module)
+            with _places_as_read(workers, job.seed):
+                return _received(_pieces_of(plan, served), module)
         except WorkerLostError as error:
             losses += 1
             if losses > allowed:
@@ -86,14 +110,29 @@ def require_in_stage(plan: FitPlan) -> None:
     Raises:
         ConfigError: there is such a thing.
     """
+    reason = served_in_stage(plan.settings, plan.workers.frame.sparkSession)
+    instead = "averagerHost='driver'"
+    if is_of_connect(plan.workers.frame):
+        instead = "a session in the driver (spark-submit)"
     for each in plan.settings.driver_callbacks:
         if type(each) not in _BESIDE:
             raise ConfigError(
-                f"{type(each).__name__} runs in the driver between rounds, but over Spark Connect "
+                f"{type(each).__name__} runs in the driver between rounds, but with {reason} "
                 "those are out of this program's reach. Use EarlyStopping, ModelCheckpoint or "
-                "TimeBudget, which run beside rank 0, a WorkerCallback, or a session in the driver "
-                "(spark-submit)"
+                f"TimeBudget, which run beside rank 0, a WorkerCallback, or {instead}"
             )
+
+
+@contextmanager
+def _places_as_read(workers: Workers, seed: int) -> Iterator[None]:
+    """Have errors about rows name the partitions that Spark has read, as the workers cannot."""
+    try:
+        yield
+    except (DataError, ModelError) as error:
+        if names_others(str(error), workers):
+            jobs = RunJobs(workers.frame.sparkSession.sparkContext, workers.description)
+            error.args = (with_original_places(str(error), workers, seed, jobs),)
+        raise
 
 
 @dataclass(frozen=True)
@@ -105,15 +144,17 @@ class Served:
         params: the estimator.
         application: the one that trains.
         again: whether all workers are started again, because one was lost.
+        to_driver: whether a driver listens, to which a failure is the task's own.
     """
 
     plan: FitPlan
     params: SharedParams
     application: str | None
     again: bool
+    to_driver: bool
 
     def __call__(self, first: FirstTask) -> Iterator[bytes]:
-        """Serve it; yields the header and the values."""
+        """Serve it; yields the header and the values, or raises what has the header."""
         told = Told()
         header: dict[str, Any] = {}
         values: Sequence[Tensor] = ()
@@ -121,7 +162,7 @@ class Served:
         outcome: Outcome | None = None
         with told.noted(), torch.inference_mode(False), compiler_deferred():
             try:
-                checks = self._checks()
+                checks = uncounted()(self._checks)()
                 outcome = self._run(checks, first, told)
             except Exception as error:
                 header["error"] = described(error)
@@ -137,6 +178,9 @@ class Served:
                 checks.result(),
                 _layout(_state_of(outcome.module)),
             )
+        if self.to_driver and "outcome" not in header:
+            time.sleep(LEAVE_S)  # others leave by themselves, which keeps their processes
+            raise error_with(header | told.header)
         yield from pieces(header | told.header, map(_bytes_of, values))
 
     def _checks(self) -> RowChecks:
@@ -176,7 +220,10 @@ class Served:
                 warm_start=plan.warm_start,
                 edge=EdgeOptions(host=first.host, advertised_host=first.host),
             ),
-            Observers(check=partial(checks.check, plan), callbacks=settings.driver_callbacks),
+            Observers(
+                check=uncounted()(partial(checks.check, plan)),
+                callbacks=settings.driver_callbacks,
+            ),
         )
 
 
@@ -185,6 +232,9 @@ def _pieces_of(plan: FitPlan, served: Served) -> Iterator[bytes]:
     workers, job = plan.workers, served.plan.job
     spark, used = workers.frame.sparkSession, References()
     in_memory = keeps_rows_in_memory(spark, workers.store_in)
+    if not is_of_connect(spark):  # a client is not told who holds slots
+        profile = gpu_profile(spark, workers.device)
+        require_free_slots(spark, workers.num_tasks, profile, workers.ranks_a_task)
     payload = pickled((job, workers.network, in_memory, served), used)
     return RunInStage(
         spark=spark,
@@ -196,6 +246,8 @@ def _pieces_of(plan: FitPlan, served: Served) -> Iterator[bytes]:
         device=workers.device,
         shipment=ship(used.names, spark) if workers.ship_modules else None,
         rows=(workers, job.seed),
+        broadcasts=used.broadcasts,
+        description=workers.description,
     ).answered(LEAVE_S)
 
 
@@ -248,7 +300,7 @@ def _layout(state: Sequence[tuple[str, Tensor]]) -> list[tuple[str, str, list[in
 
 def _fill(pieces: Iterator[bytes], values: Sequence[Tensor]) -> None:
     for each in values:
-        whole = torch.empty_like(each, memory_format=torch.contiguous_format)
+        whole = each.detach().contiguous()  # its own memory, if it is contiguous
         view, at = _bytes_of(whole), 0
         while at < len(view):
             piece = next(pieces)

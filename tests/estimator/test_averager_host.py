@@ -1,0 +1,149 @@
+"""``averagerHost="executor"``: fits whose averager runs beside rank 0, and in the driver."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import fits_anywhere
+import pytest
+from fits_anywhere import OTHERS, STRATEGIES, Begun, parameters_of
+from frames import all_jobs_end, estimator, frame, in_files
+from pyspark import InheritableThread
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from torch import nn
+from waiting import eventually
+
+from sparkdl import GradientAllReduce, ParameterAveraging
+from sparkdl.callbacks import TrainingReport, WorkerCallback, WorkerStep
+from sparkdl.errors import ConfigError, SparkDLError, TrainingError
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+BESIDE = {"averagerHost": "executor"}
+
+
+def refused(*_: object) -> None:
+    raise AssertionError("a fit that is served beside rank 0 opened a port of the driver")
+
+
+@pytest.mark.versions
+def test_the_driver_opens_no_port_and_gets_the_bits_of_its_own_averager(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = frame(spark, 90, 5)
+    for wish in ("spark", "exchange"):
+        wanted = estimator(shuffleRows=wish).fit(rows)
+        with monkeypatch.context() as patch:
+            patch.setattr(socket.socket, "listen", refused)
+            found = estimator(shuffleRows=wish, **BESIDE).fit(rows)
+        assert parameters_of(found) == parameters_of(wanted)
+        assert [each.loss for each in found.history] == [each.loss for each in wanted.history]
+        assert (found.summary.rows, found.summary.num_workers) == (90, 2)
+
+
+@pytest.mark.slow
+def test_each_strategy_has_the_bits_that_it_has_in_the_driver(spark: SparkSession) -> None:
+    rows = fits_anywhere.rows(spark)
+    linear = {"model": nn.Linear(3, 1)}
+    for name, strategy in {**STRATEGIES, **OTHERS}.items():
+        wanted, found = (
+            parameters_of(fits_anywhere.estimator(strategy=strategy, **linear, **where).fit(rows))
+            for where in ({}, BESIDE)
+        )
+        assert found == wanted, name
+
+
+def test_what_needs_the_driver_between_rounds_or_executors_on_demand_is_refused(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = frame(spark)
+    with pytest.raises(ConfigError, match=r"TrainingReport runs in the driver .*'driver'"):
+        estimator(callbacks=[TrainingReport("/tmp/report.html")], **BESIDE).fit(rows)
+    conf = spark.sparkContext.getConf().set("spark.dynamicAllocation.enabled", "true")
+    monkeypatch.setattr(spark.sparkContext, "getConf", lambda: conf)
+    wanted = r"averagerHost='executor' needs .* \(spark.executor.instances\)$"
+    with pytest.raises(ConfigError, match=wanted):
+        estimator(strategy=ParameterAveraging(), **BESIDE).fit(rows)
+
+
+@pytest.mark.slow
+def test_errors_are_told_as_the_driver_tells_them(spark: SparkSession, tmp_path: Path) -> None:
+    """Also in which of the partitions that Spark has read a bad row is."""
+    bad = frame(spark, 90, 5).withColumn(
+        "features", F.expr("transform(features, x -> IF(id = 77, double('nan'), x))")
+    )
+    tried: dict[str, tuple[DataFrame, dict[str, Any]]] = {
+        "a bad row in files": (in_files(bad, tmp_path / "bad"), {}),
+        "no rows": (frame(spark).where("id < 0"), {}),
+        "too few rows": (frame(spark, 15), {"dropLast": True}),
+    }
+    for name, (rows, changes) in tried.items():
+        told = []
+        for where in ({}, BESIDE):
+            with pytest.raises(SparkDLError) as caught:
+                # Whose rows take the same way, wherever the averager runs.
+                estimator(strategy=GradientAllReduce(), **changes, **where).fit(rows)
+            told.append(f"{type(caught.value).__name__}: {caught.value}")
+        assert told[0] == told[1], name
+
+
+@pytest.mark.slow
+def test_all_start_again_when_a_worker_or_the_averager_is_lost(spark: SparkSession) -> None:
+    found = fits_anywhere.survived_without_a_checkpoint(spark, **BESIDE)
+    values, steps = found["nothing"]
+    assert found == dict.fromkeys(found, (values, 2 * steps)) | {"nothing": (values, steps)}
+    found = fits_anywhere.survived_with_a_checkpoint(spark, **BESIDE)
+    assert found == dict.fromkeys(found, found["nothing"])
+
+
+class Stuck(WorkerCallback):
+    """Rank 1 holds Python's lock, so that not even its heartbeats go on."""
+
+    def after_step(self, step: WorkerStep) -> None:
+        if step.rank == 1:
+            ctypes.PyDLL(None).sleep(600)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stuck_is_named_and_its_task_ended(spark: SparkSession) -> None:
+    with pytest.raises(TrainingError, match="rank 1"):
+        estimator(callbacks=[Stuck()], timeout=20.0, maxFailures=0, **BESIDE).fit(frame(spark))
+    assert all_jobs_end(spark, 60)
+    assert parameters_of(estimator(**BESIDE).fit(frame(spark)))
+
+
+@pytest.mark.slow
+def test_an_interrupt_or_a_cancelled_job_group_ends_the_stage(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    context = spark.sparkContext
+
+    def end(begun: Path, by: str) -> None:
+        assert eventually(begun.exists, 120)
+        if by == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
+        else:
+            context.cancelJobGroup("a cell")
+
+    for by, raised in {"interrupt": KeyboardInterrupt, "group": TrainingError}.items():
+        begun = tmp_path / by
+        ending = InheritableThread(target=end, args=(begun, by))
+        context.setJobGroup("a cell", "what the user waits for")
+        try:
+            ending.start()
+            with pytest.raises(raised):
+                estimator(epochs=1_000_000, callbacks=[Begun(str(begun))], **BESIDE).fit(
+                    frame(spark)
+                )
+        finally:
+            context.setLocalProperty("spark.jobGroup.id", None)
+            ending.join()
+        assert all_jobs_end(spark, 60)
+    assert parameters_of(estimator(**BESIDE).fit(frame(spark)))
