@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
-from pyspark.errors import PySparkAttributeError
 from pyspark.sql import SparkSession
 from toys import sparkdl_threads
 from waiting import eventually
@@ -80,41 +79,22 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Has ``spark`` be a session of Spark Connect; see ``make test-connect``."""
-    parser.addoption("--connect", action="store_true", help="with a client of Spark Connect")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """A test that asks a client for the driver's JVM is not meant for it."""
-    try:
-        return (yield)
-    except PySparkAttributeError as error:
-        if not item.config.getoption("--connect"):
-            raise
-        pytest.skip(f"needs a session in the driver: {error}")
-
-
 @pytest.fixture(scope="session")
-def spark(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[SparkSession]:
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     """Three executors of one core each, in processes of their own."""
     directory = tmp_path_factory.mktemp("spark")
     os.environ["SPARK_LOCAL_DIRS"] = str(directory / "local")
-    master = "local-cluster[3,1,1024]"
-    conf = {
-        "spark.executor.memory": "1024m",
-        "spark.sql.shuffle.partitions": "3",
-        "spark.sql.warehouse.dir": str(directory / "warehouse"),
-        "spark.ui.enabled": "false",
-    }
-    if request.config.getoption("--connect"):
-        session = create_session(remote=master, conf=conf)  # PySpark starts its server here
-    else:
-        session = create_session("sparkdl tests", master=master, conf=conf)
-        session.sparkContext.setLogLevel("OFF")
+    session = create_session(
+        "sparkdl tests",
+        master="local-cluster[3,1,1024]",
+        conf={
+            "spark.executor.memory": "1024m",
+            "spark.sql.shuffle.partitions": "3",
+            "spark.sql.warehouse.dir": str(directory / "warehouse"),
+            "spark.ui.enabled": "false",
+        },
+    )
+    session.sparkContext.setLogLevel("OFF")
     yield session
     session.stop()
 

@@ -25,7 +25,7 @@ from sparkdl.estimator.checks.preflight import FitPlan, plan_fit, served_in_stag
 from sparkdl.estimator.checks.row_checks import Checked, RowChecks
 from sparkdl.estimator.checks.values import UnbalancedError
 from sparkdl.estimator.fitted import FittedModel
-from sparkdl.estimator.in_stage import fit_in_stage
+from sparkdl.estimator.in_stage import fit_in_stage, require_in_stage
 from sparkdl.estimator.model import TorchModel
 from sparkdl.estimator.outputs import ChosenOutputs, SharedParams
 from sparkdl.estimator.params.declaration import constructor
@@ -182,6 +182,7 @@ class BaseEstimator(
         if served_in_stage(settings, spark):
             module = replica.release()
             del replica
+            require_in_stage(plan, module)
             with queued(spark, workers.num_tasks, gpu_profile(spark, workers.device)):
                 return self._copyValues(self._trained_in_stage(plan, module))
         checks = RowChecks(replica, self)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,7 +35,7 @@ from sparkdl.estimator.outputs import SharedParams
 from sparkdl.feed.statistics.shards import NO_ROWS
 from sparkdl.process.lazy_compiler import compiler_deferred
 from sparkdl.spark.catalyst.accumulators import uncounted
-from sparkdl.spark.catalyst.jvm import is_of_connect, setting
+from sparkdl.spark.catalyst.jvm import is_of_connect, setting, size_setting
 from sparkdl.spark.closures.pickling import References, pickled
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import RunJobs
@@ -77,16 +76,14 @@ def fit_in_stage(plan: FitPlan, params: SharedParams, module: nn.Module) -> tupl
     Raises:
         SparkDLError: as ``driver.run``.
     """
-    require_in_stage(plan)
     workers, allowed, losses = plan.workers, plan.job.max_failures, 0
     # Spark ends all workers with one.
     job = replace(plan.job, max_failures=0, min_workers=1)
     at_home = {"frame": None, "replanned": None}
     away = replace(plan, job=job, workers=replace(workers, **at_home))  # type: ignore[arg-type]
     application = setting(workers.frame.sparkSession, "spark.app.id")
-    to_driver = not is_of_connect(workers.frame)
     while True:
-        served = Served(away, params, application, again=losses > 0, to_driver=to_driver)
+        served = Served(away, params, application, again=losses > 0)
         try:
             with _places_as_read(workers, job.seed):
                 return _received(_pieces_of(plan, served), module)
@@ -104,13 +101,18 @@ def fit_in_stage(plan: FitPlan, params: SharedParams, module: nn.Module) -> tupl
             )
 
 
-def require_in_stage(plan: FitPlan) -> None:
-    """Refuse what needs a driver that executors can reach.
+def require_in_stage(plan: FitPlan, module: nn.Module) -> None:
+    """Refuse what needs a driver that executors can reach, and tell of what has no effect.
+
+    Args:
+        plan: of the fit.
+        module: whose values are to come back.
 
     Raises:
-        ConfigError: there is such a thing.
+        ConfigError: there is such a thing, or Spark would not let the values pass.
     """
-    reason = served_in_stage(plan.settings, plan.workers.frame.sparkSession)
+    spark = plan.workers.frame.sparkSession
+    reason = served_in_stage(plan.settings, spark)
     instead = "averagerHost='driver'"
     if is_of_connect(plan.workers.frame):
         instead = "a session in the driver (spark-submit)"
@@ -121,6 +123,22 @@ def require_in_stage(plan: FitPlan) -> None:
                 "those are out of this program's reach. Use EarlyStopping, ModelCheckpoint or "
                 f"TimeBudget, which run beside rank 0, a WorkerCallback, or {instead}"
             )
+    wanted = sum(each.nbytes for _, each in _state_of(module))
+    most = size_setting(spark, "spark.driver.maxResultSize", "1g")
+    if 0 < most < wanted:
+        raise ConfigError(
+            f"the model has {wanted / 1e6:.0f} MB of parameters and buffers. With {reason} they "
+            "come back as the result of a Spark job, for which spark.driver.maxResultSize allows "
+            f"{most / 1e6:.0f} MB: set it to more, and spark.driver.memory to several times as "
+            f"much, or use {instead}"
+        )
+    if plan.settings.min_workers > 1:
+        logger.warning(
+            "minWorkers=%d has no effect with %s: Spark ends all workers if one is lost, and all "
+            "start again",
+            plan.settings.min_workers,
+            reason,
+        )
 
 
 @contextmanager
@@ -144,17 +162,20 @@ class Served:
         params: the estimator.
         application: the one that trains.
         again: whether all workers are started again, because one was lost.
-        to_driver: whether a driver listens, to which a failure is the task's own.
     """
 
     plan: FitPlan
     params: SharedParams
     application: str | None
     again: bool
-    to_driver: bool
 
     def __call__(self, first: FirstTask) -> Iterator[bytes]:
-        """Serve it; yields the header and the values, or raises what has the header."""
+        """Serve it; yields the header and the values.
+
+        Raises:
+            RuntimeError: the run has failed, and other tasks would not end by themselves; has the
+                header.
+        """
         told = Told()
         header: dict[str, Any] = {}
         values: Sequence[Tensor] = ()
@@ -178,9 +199,8 @@ class Served:
                 checks.result(),
                 _layout(_state_of(outcome.module)),
             )
-        if self.to_driver and "outcome" not in header:
-            time.sleep(LEAVE_S)  # others leave by themselves, which keeps their processes
-            raise error_with(header | told.header)
+        if not first.others_know() and "outcome" not in header:
+            raise error_with(header | told.header)  # Spark ends those that are stuck
         yield from pieces(header | told.header, map(_bytes_of, values))
 
     def _checks(self) -> RowChecks:

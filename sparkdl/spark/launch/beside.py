@@ -9,9 +9,14 @@ does what a driver does elsewhere, and the ranks of that task have processes of 
     rows with the result           rows with what the ranks return
 
 The rows go to a client once the first task has ended. It then ends the stage, whatever the other
-tasks do, unless it awaits what they return. A driver gets all rows at once, and would wait for a
-task that is stuck: there the first task fails if the run has, with the rows in its error, which has
-Spark end all tasks.
+tasks do, unless it awaits what they return. A driver gets all rows together, once the last task has
+ended. So there the tasks meet once more at the end of the run, and each ends those of its ranks
+that are still there some seconds later: they are in processes of their own.
+
+    allGather(seconds)  <--------> allGather("")
+
+A task that has not even come to the first meeting cannot be told. Then the first task fails with
+what it would have answered, which has Spark end all tasks.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from typing import Any
@@ -55,6 +61,9 @@ from sparkdl.user_code.tracebacks import message_of
 
 logger = logging.getLogger(__name__)
 
+MEET_S = 10.0
+"""Seconds for the other tasks to come to a meeting at the end of a run; Spark takes one or two."""
+
 Serve = Callable[["FirstTask"], Iterator[bytes]]
 """Serves a run in the first task; yields what the client is to receive. It raises nothing but an
 ``answers.error_with``: an error is a result."""
@@ -77,7 +86,7 @@ class RunInStage:
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         shipment: the user's own modules.
         apart: whether the only rank of a task gets a process of its own too; in the first task it
-            does.
+            does, and in a driver's session in all.
         rows: those that the workers read, and what determines their order; None for none.
         broadcasts: the broadcast variables that the payload refers to, by number.
         description: shown in the Spark UI.
@@ -134,13 +143,15 @@ class RunInStage:
                 stuck.cancel()
 
     def _rows(self) -> Iterator[Row]:
+        together = not is_of_connect(self.spark)
         arguments = (
             self.entry,
             send(self.spark, self.payload),
             self.further,
             self.tasks,
             self.ranks_a_task,
-            self.apart,
+            self.apart or together,
+            together,
             self.shipment and tuple(self.shipment),
             self.broadcasts,
             torch_version(),
@@ -154,8 +165,7 @@ class RunInStage:
             with small_record_batches(self.spark):
                 tasks = on_tasks(frame, task, OUTPUT_DDL, barrier=True, profile=profile)
                 # In a driver, ``toLocalIterator`` runs a job for each partition.
-                client = is_of_connect(self.spark)
-                rows = tasks.toLocalIterator() if client else iter(tasks.collect())
+                rows = iter(tasks.collect()) if together else tasks.toLocalIterator()
             first = list(itertools.islice(rows, 1))  # raises if barrier mode refuses the rows
             return itertools.chain(first, rows)
 
@@ -177,6 +187,7 @@ class FirstTask:
         broadcasts: the broadcast variables that the arguments refer to, by number.
         versions: the versions of the packages that a rank needs.
         batches: the task's rows, packed.
+        together: as in ``run_stage_task``.
 
     Attributes:
         host: the name of this host, by which the executors know it.
@@ -193,20 +204,32 @@ class FirstTask:
         broadcasts: dict[int, Broadcast[Any]],
         versions: dict[str, str],
         batches: Iterator[pa.RecordBatch],
+        together: bool,
     ) -> None:
         self.host = context.getTaskInfos()[0].address.rpartition(":")[0].strip("[]")
         self.yielded: list[pa.RecordBatch] = []
         self._context, self._assigned = context, assignments(context, ranks)
         self._entry, self._arguments, self._arrived = entry, arguments, arrived
         self._broadcasts, self._versions, self._batches = broadcasts, versions, batches
-        self._told = False
+        self._together = together
+        self._told: Future[None] | None = None
         self._lost: WorkerLostError | None = None
 
-    def tell(self, address: ServiceAddress | None) -> None:
-        """Tell the other tasks where the run is served, once; None if it is not."""
-        if not self._told:
-            self._told = True
-            self._context.allGather(json.dumps(None if address is None else astuple(address)))
+    def others_know(self) -> bool:
+        """Whether the other tasks know, now that the run has ended, what they are to do.
+
+        Not if one has been stuck since it was started, nor if ``spark.barrier.sync.timeout`` has
+        passed.
+        """
+        if self._told is None:  # the run failed before it was served
+            self._tell("null")
+        assert self._told is not None
+        try:
+            self._told.result(MEET_S)
+        except Exception as error:  # TimeoutError, or what Spark says
+            logger.info("the other tasks were not told of the end: %s", message_of(error))
+            return False
+        return True
 
     @contextmanager
     def workers(
@@ -227,8 +250,8 @@ class FirstTask:
         )
         patience_s = LEAVE_S
         thread.start()
+        self._tell(json.dumps(astuple(address)))
         try:
-            self.tell(address)  # up to a second, as Spark looks once a second who else has come
             yield
             patience_s = JOB_END_S
         except WorkerLostError as error:
@@ -238,10 +261,31 @@ class FirstTask:
             told = f"{self._lost}. {memory_advice(str(self._lost))}".rstrip()
             raise WorkerLostError(f"{error}: {told}", ranks=error.ranks) from error
         finally:
+            if self._together:
+                self._tell(str(patience_s))
             thread.join(patience_s)
             if thread.is_alive():  # they are stuck
                 fork_server([], {}).close()
                 thread.join(JOB_END_S)
+
+    def _tell(self, message: str) -> None:
+        """Tell the other tasks something once all have come, after what they are told before.
+
+        Spark looks once a second who has come, and would wait for a year.
+        """
+        before, told = self._told, Future[None]()
+
+        def gather() -> None:
+            try:
+                if before is not None:
+                    before.result(MEET_S)
+                self._context.allGather(message)
+                told.set_result(None)
+            except Exception as error:  # for ``others_know``
+                told.set_exception(error)
+
+        self._told = told
+        threading.Thread(target=gather, name="sparkdl-meeting", daemon=True).start()
 
     def _work(self, address: ServiceAddress, fail: Callable[[SparkDLError], None]) -> None:
         payload, further = self._arguments

@@ -11,10 +11,10 @@ from typing import Protocol
 from pyspark.sql import Row, SparkSession
 from typing_extensions import Self
 
-from sparkdl.errors import SparkDLError
+from sparkdl.errors import SparkDLError, WorkerLostError
 from sparkdl.spark.catalyst.jvm import is_of_connect
 from sparkdl.spark.cluster.run_jobs import RunJobs
-from sparkdl.spark.diagnostics.task_failures import host_of_last_failure
+from sparkdl.spark.diagnostics.task_failures import end_of_a_rank, host_of_last_failure
 from sparkdl.spark.launch.launcher import as_training_error
 
 
@@ -110,4 +110,6 @@ class InDriver:
 
     def explained(self, error: Exception) -> SparkDLError:
         """See ``StageRows``."""
+        if end := end_of_a_rank(str(error)):
+            return WorkerLostError(end)
         return as_training_error(error, lambda: host_of_last_failure(self._spark, self._jobs.group))
