@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import socket
 import sys
@@ -102,11 +103,11 @@ def test_what_an_executor_cannot_serve_is_refused_or_said_before_any_task(
             ("driver.maxResultSize", "200b", r"With averagerHost='executor' they .* allows 0 MB"),
         ):
             conf = spark.sparkContext.getConf().set(f"spark.{name}", value)
-            monkeypatch.setattr(spark.sparkContext, "getConf", lambda conf=conf: conf)
-            with pytest.raises(ConfigError, match=wanted):
-                estimator(strategy=ParameterAveraging(), **BESIDE).fit(rows)
+            with monkeypatch.context() as patch:
+                patch.setattr(spark.sparkContext, "getConf", lambda conf=conf: conf)
+                with pytest.raises(ConfigError, match=wanted):
+                    estimator(strategy=ParameterAveraging(), **BESIDE).fit(rows)
     assert "minWorkers=2 has no effect" not in caplog.text  # nothing was fitted
-    monkeypatch.undo()
     estimator(minWorkers=2, streamFirstEpoch=True, **BESIDE).fit(rows)
     assert "minWorkers=2 has no effect with averagerHost='executor'" in caplog.text
     assert "streamFirstEpoch: the rows are read before the first epoch: averager" in caplog.text
@@ -132,7 +133,10 @@ def test_errors_are_told_as_the_driver_tells_them(spark: SparkSession, tmp_path:
             with pytest.raises(SparkDLError) as caught:
                 # Whose rows take the same way, wherever the averager runs.
                 estimator(strategy=GradientAllReduce(), **changes, **where).fit(rows)
-            told.append(f"{type(caught.value).__name__}: {caught.value}")
+            message = str(caught.value)
+            if changes.get("shuffleRows") == "spark":  # the order in which its rows arrive varies
+                message = re.sub(r"row \d+ of", "row of", message)
+            told.append(f"{type(caught.value).__name__}: {message}")
         assert told[0] == told[1], name
 
 
