@@ -2,10 +2,15 @@
 
 The averager runs in this process; the workers, which are not counted, run in their own. The
 baseline is taken just before the averager is made, the peak (VmHWM) after the last round.
+
+With ``--connect`` a client of Spark Connect fits 100 M parameters instead, in a process of its own:
+its peak, and that of the process beside rank 0 which averages, over those of a small fit.
 """
 
 import ctypes
 import gc
+import os
+import sys
 from pathlib import Path
 
 import averager_rounds
@@ -16,11 +21,18 @@ PARAMETER_BYTES = 4 * PARAMETERS
 WORLD_SIZES = (2, 4, 8)
 FLAT = 0.25
 """How much the peak may grow from the fewest to the most workers, as a fraction of P."""
+WIDTH, LAYERS = 1448, 48
+"""Of a client's model, square layers of 8.4 MB: 100.6 M parameters."""
 
 
 def main() -> None:
     """Measures and reports."""
-    chosen = harness.arguments(__doc__, repeats=5, quick_repeats=2)
+    options = harness.parser(__doc__)
+    options.add_argument("--connect", action="store_true", help="Spark Connect, and nothing else")
+    chosen = harness.parse(options, repeats=5, quick_repeats=2)
+    if chosen.connect:
+        at_client(6 if chosen.quick else LAYERS)
+        return
     print(f"P = {PARAMETER_BYTES / 1e6:.0f} MB of parameters; {chosen.repeats} rounds each")
     peak_bytes(2, rounds=1, numel=1_000_000)  # the libraries' first use belongs to the baseline
     peaks = {}
@@ -61,12 +73,26 @@ def peak_bytes(workers: int, *, rounds: int, numel: int) -> int:
         return status_bytes("VmHWM") - baseline
 
 
-def status_bytes(field: str) -> int:
-    """Returns a memory figure of this process from /proc/self/status, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+def at_client(layers: int) -> None:
+    """Measures a client's fit and the process that averages for it, and reports."""
+    parameter_bytes = 4 * layers * WIDTH * (WIDTH + 1)
+    peaks = harness.run_child([sys.executable, harness.FOLDER / "fit_at_client.py", str(layers)])
+    print(f"P = {parameter_bytes / 1e6:.0f} MB: {peaks}")
+    claims = [
+        harness.Claim(name=f"peak of {name} / P", ratio=peaks[key] / parameter_bytes, target=3.0)
+        for name, key in (("the client", "client"), ("what serves beside rank 0", "serving"))
+    ]
+    detail = {"parameter_bytes": parameter_bytes, "peak_bytes_over_a_small_fit": peaks}
+    harness.report("averaging_memory", claims, detail)
+
+
+def status_bytes(field: str, process: int | None = None) -> int:
+    """Returns a memory figure of a process, this one by default, in bytes."""
+    status = Path(f"/proc/{process or os.getpid()}/status")
+    for line in status.read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}: this benchmark needs Linux")
+    raise RuntimeError(f"{status} has no {field}: this benchmark needs Linux")
 
 
 if __name__ == "__main__":

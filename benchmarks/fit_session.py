@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,10 +65,10 @@ def plain_session() -> SparkSession:
     return harness.session(MASTER, CONF)
 
 
-def connect_session() -> SparkSession:
+def connect_session(master: str = MASTER, conf: Mapping[str, str] = CONF) -> SparkSession:
     """Returns one of Spark Connect, with the same settings, whose server this process starts."""
-    builder = SparkSession.builder.remote(MASTER)
-    for key, value in CONF.items():
+    builder = SparkSession.builder.remote(master)
+    for key, value in conf.items():
         builder = builder.config(key, value)
     return builder.getOrCreate()
 

@@ -21,11 +21,11 @@ from sparkdl.checkpoint.policy import OtherTrainingError
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.driver import Observers, Outcome, RunOptions, run
 from sparkdl.errors import CallbackError, ConfigError
-from sparkdl.estimator.checks.preflight import FitPlan, plan_fit
+from sparkdl.estimator.checks.preflight import FitPlan, plan_fit, served_in_stage
 from sparkdl.estimator.checks.row_checks import Checked, RowChecks
 from sparkdl.estimator.checks.values import UnbalancedError
 from sparkdl.estimator.fitted import FittedModel
-from sparkdl.estimator.in_stage import fit_in_stage
+from sparkdl.estimator.in_stage import fit_in_stage, require_in_stage
 from sparkdl.estimator.model import TorchModel
 from sparkdl.estimator.outputs import ChosenOutputs, SharedParams
 from sparkdl.estimator.params.declaration import constructor
@@ -36,7 +36,6 @@ from sparkdl.estimator.progress import ProgressBar
 from sparkdl.process.lazy_compiler import compiler_deferred
 from sparkdl.report import TrainingSummary
 from sparkdl.spark.catalyst.accumulators import uncounted
-from sparkdl.spark.catalyst.jvm import is_of_connect
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.slots import queued
 from sparkdl.spark.diagnostics.console import driver_hosts
@@ -180,9 +179,10 @@ class BaseEstimator(
         with uncounted():
             plan, replica = plan_fit(self, dataset, start)
         spark, workers, settings = dataset.sparkSession, plan.workers, plan.settings
-        if is_of_connect(spark):
+        if served_in_stage(settings, spark):
             module = replica.release()
             del replica
+            require_in_stage(plan, module)
             with queued(spark, workers.num_tasks, gpu_profile(spark, workers.device)):
                 return self._copyValues(self._trained_in_stage(plan, module))
         checks = RowChecks(replica, self)

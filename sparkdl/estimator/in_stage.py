@@ -1,4 +1,4 @@
-"""A fit of Spark Connect: its run is served in the first task of the workers' own stage.
+"""A fit whose run is served in the first task of the workers' own stage.
 
 What comes back are bytes: a header, then the parameters and buffers of the trained module.
 """
@@ -20,19 +20,39 @@ from sparkdl.averager.service.loop import EdgeOptions
 from sparkdl.averager.service.server import Averager
 from sparkdl.callbacks import EarlyStopping, ModelCheckpoint, TimeBudget
 from sparkdl.driver import Observers, Outcome, RunOptions, run
-from sparkdl.errors import CallbackError, ConfigError, DataError, TrainingError, WorkerLostError
+from sparkdl.errors import (
+    CallbackError,
+    ConfigError,
+    DataError,
+    ModelError,
+    TrainingError,
+    WorkerLostError,
+)
 from sparkdl.estimator.checks.building import build
-from sparkdl.estimator.checks.preflight import FitPlan
+from sparkdl.estimator.checks.preflight import FitPlan, served_in_stage
 from sparkdl.estimator.checks.row_checks import Checked, RowChecks
 from sparkdl.estimator.outputs import SharedParams
 from sparkdl.feed.statistics.shards import NO_ROWS
 from sparkdl.process.lazy_compiler import compiler_deferred
-from sparkdl.spark.catalyst.jvm import setting
+from sparkdl.spark.catalyst.accumulators import uncounted
+from sparkdl.spark.catalyst.jvm import is_of_connect, setting, size_setting
 from sparkdl.spark.closures.pickling import References, pickled
+from sparkdl.spark.cluster.gpus import gpu_profile
+from sparkdl.spark.cluster.run_jobs import RunJobs
+from sparkdl.spark.cluster.slots import require_free_slots
 from sparkdl.spark.diagnostics.console import Console
-from sparkdl.spark.launch.answers import Told, described, header_of, pieces, restored, show_told
+from sparkdl.spark.launch.answers import (
+    Told,
+    described,
+    error_with,
+    header_of,
+    pieces,
+    restored,
+    show_told,
+)
 from sparkdl.spark.launch.beside import FirstTask, RunInStage
 from sparkdl.spark.launch.launcher import LEAVE_S
+from sparkdl.spark.launch.worker_rows import Workers, names_others, with_original_places
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.spark.session.encryption import keeps_rows_in_memory
 
@@ -56,16 +76,17 @@ def fit_in_stage(plan: FitPlan, params: SharedParams, module: nn.Module) -> tupl
     Raises:
         SparkDLError: as ``driver.run``.
     """
-    require_in_stage(plan)
     workers, allowed, losses = plan.workers, plan.job.max_failures, 0
     # Spark ends all workers with one.
     job = replace(plan.job, max_failures=0, min_workers=1)
-    away = replace(plan, job=job, workers=replace(workers, frame=None))  # type: ignore[arg-type]
+    at_home = {"frame": None, "replanned": None}
+    away = replace(plan, job=job, workers=replace(workers, **at_home))  # type: ignore[arg-type]
     application = setting(workers.frame.sparkSession, "spark.app.id")
     while True:
         served = Served(away, params, application, again=losses > 0)
         try:
-            return _received(_pieces_of(plan, served), module)
+            with _places_as_read(workers, job.seed):
+                return _received(_pieces_of(plan, served), module)
         except WorkerLostError as error:
             losses += 1
             if losses > allowed:
@@ -80,20 +101,56 @@ def fit_in_stage(plan: FitPlan, params: SharedParams, module: nn.Module) -> tupl
             )
 
 
-def require_in_stage(plan: FitPlan) -> None:
-    """Refuse what needs a driver that executors can reach.
+def require_in_stage(plan: FitPlan, module: nn.Module) -> None:
+    """Refuse what needs a driver that executors can reach, and tell of what has no effect.
+
+    Args:
+        plan: of the fit.
+        module: whose values are to come back.
 
     Raises:
-        ConfigError: there is such a thing.
+        ConfigError: there is such a thing, or Spark would not let the values pass.
     """
+    spark = plan.workers.frame.sparkSession
+    reason = served_in_stage(plan.settings, spark)
+    instead = "averagerHost='driver'"
+    if is_of_connect(plan.workers.frame):
+        instead = "a session in the driver (spark-submit)"
     for each in plan.settings.driver_callbacks:
         if type(each) not in _BESIDE:
             raise ConfigError(
-                f"{type(each).__name__} runs in the driver between rounds, but over Spark Connect "
+                f"{type(each).__name__} runs in the driver between rounds, but with {reason} "
                 "those are out of this program's reach. Use EarlyStopping, ModelCheckpoint or "
-                "TimeBudget, which run beside rank 0, a WorkerCallback, or a session in the driver "
-                "(spark-submit)"
+                f"TimeBudget, which run beside rank 0, a WorkerCallback, or {instead}"
             )
+    wanted = sum(each.nbytes for _, each in _state_of(module))
+    most = size_setting(spark, "spark.driver.maxResultSize", "1g")
+    if 0 < most < wanted:
+        raise ConfigError(
+            f"the model has {wanted / 1e6:.0f} MB of parameters and buffers. With {reason} they "
+            "come back as the result of a Spark job, for which spark.driver.maxResultSize allows "
+            f"{most / 1e6:.0f} MB: set it to more, and spark.driver.memory to several times as "
+            f"much, or use {instead}"
+        )
+    if plan.settings.min_workers > 1:
+        logger.warning(
+            "minWorkers=%d has no effect with %s: Spark ends all workers if one is lost, and all "
+            "start again",
+            plan.settings.min_workers,
+            reason,
+        )
+
+
+@contextmanager
+def _places_as_read(workers: Workers, seed: int) -> Iterator[None]:
+    """Have errors about rows name the partitions that Spark has read, as the workers cannot."""
+    try:
+        yield
+    except (DataError, ModelError) as error:
+        if names_others(str(error), workers):
+            jobs = RunJobs(workers.frame.sparkSession.sparkContext, workers.description)
+            error.args = (with_original_places(str(error), workers, seed, jobs),)
+        raise
 
 
 @dataclass(frozen=True)
@@ -113,7 +170,12 @@ class Served:
     again: bool
 
     def __call__(self, first: FirstTask) -> Iterator[bytes]:
-        """Serve it; yields the header and the values."""
+        """Serve it; yields the header and the values.
+
+        Raises:
+            RuntimeError: the run has failed, and other tasks would not end by themselves; has the
+                header.
+        """
         told = Told()
         header: dict[str, Any] = {}
         values: Sequence[Tensor] = ()
@@ -121,7 +183,7 @@ class Served:
         outcome: Outcome | None = None
         with told.noted(), torch.inference_mode(False), compiler_deferred():
             try:
-                checks = self._checks()
+                checks = uncounted()(self._checks)()
                 outcome = self._run(checks, first, told)
             except Exception as error:
                 header["error"] = described(error)
@@ -137,6 +199,8 @@ class Served:
                 checks.result(),
                 _layout(_state_of(outcome.module)),
             )
+        if not first.others_know() and "outcome" not in header:
+            raise error_with(header | told.header)  # Spark ends those that are stuck
         yield from pieces(header | told.header, map(_bytes_of, values))
 
     def _checks(self) -> RowChecks:
@@ -176,7 +240,10 @@ class Served:
                 warm_start=plan.warm_start,
                 edge=EdgeOptions(host=first.host, advertised_host=first.host),
             ),
-            Observers(check=partial(checks.check, plan), callbacks=settings.driver_callbacks),
+            Observers(
+                check=uncounted()(partial(checks.check, plan)),
+                callbacks=settings.driver_callbacks,
+            ),
         )
 
 
@@ -185,6 +252,9 @@ def _pieces_of(plan: FitPlan, served: Served) -> Iterator[bytes]:
     workers, job = plan.workers, served.plan.job
     spark, used = workers.frame.sparkSession, References()
     in_memory = keeps_rows_in_memory(spark, workers.store_in)
+    if not is_of_connect(spark):  # a client is not told who holds slots
+        profile = gpu_profile(spark, workers.device)
+        require_free_slots(spark, workers.num_tasks, profile, workers.ranks_a_task)
     payload = pickled((job, workers.network, in_memory, served), used)
     return RunInStage(
         spark=spark,
@@ -196,6 +266,8 @@ def _pieces_of(plan: FitPlan, served: Served) -> Iterator[bytes]:
         device=workers.device,
         shipment=ship(used.names, spark) if workers.ship_modules else None,
         rows=(workers, job.seed),
+        broadcasts=used.broadcasts,
+        description=workers.description,
     ).answered(LEAVE_S)
 
 
@@ -248,7 +320,7 @@ def _layout(state: Sequence[tuple[str, Tensor]]) -> list[tuple[str, str, list[in
 
 def _fill(pieces: Iterator[bytes], values: Sequence[Tensor]) -> None:
     for each in values:
-        whole = torch.empty_like(each, memory_format=torch.contiguous_format)
+        whole = each.detach().contiguous()  # its own memory, if it is contiguous
         view, at = _bytes_of(whole), 0
         while at < len(view):
             piece = next(pieces)

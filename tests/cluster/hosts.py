@@ -99,6 +99,21 @@ class Host:
         """Plug the host in again."""
         _ip("link", "set", self.link, "up")
 
+    def allow(self, address: str, *, to: Sequence[int], of: Sequence[int]) -> None:
+        """Let the host connect to some ports of an address alone.
+
+        Args:
+            address: the other's.
+            to: the ports.
+            of: ports of this host to which the other may connect.
+        """
+        rule = ["-n", self.namespace, "rule", "add", "to", address, "ipproto", "tcp"]
+        for port in to:
+            _ip(*rule, "dport", str(port), "lookup", "main", "prio", "10")
+        for port in of:
+            _ip(*rule, "sport", str(port), "lookup", "main", "prio", "10")
+        _ip(*rule, "prohibit", "prio", "20")
+
     def limit(self, mbit: float, burst_kb: int = 256) -> None:
         """Give the link a speed, in each direction.
 

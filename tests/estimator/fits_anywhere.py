@@ -205,18 +205,18 @@ def _parent_of(process: int) -> int:
     return int(status.partition("PPid:")[2].split()[0])
 
 
-def survived_without_a_checkpoint(spark: SparkSession) -> Survived:
+def survived_without_a_checkpoint(spark: SparkSession, **changed: Any) -> Survived:
     """Fits that lose a worker, or the averager, and one that loses nothing."""
-    return _survived(spark, checkpoints=False)
+    return _survived(spark, checkpoints=False, **changed)
 
 
-def survived_with_a_checkpoint(spark: SparkSession) -> Survived:
+def survived_with_a_checkpoint(spark: SparkSession, **changed: Any) -> Survived:
     """The same."""
-    sending.MOST_IN_A_TASK = 0  # all is sent as artifacts
-    return _survived(spark, checkpoints=True)
+    sending.MOST_IN_A_TASK = 0  # a client sends all as artifacts
+    return _survived(spark, checkpoints=True, **changed)
 
 
-def _survived(spark: SparkSession, *, checkpoints: bool) -> Survived:
+def _survived(spark: SparkSession, *, checkpoints: bool, **changed: Any) -> Survived:
     frame, found = rows(spark), {}
     for lost in ("nothing", "worker", "averager"):
         scratch = Path(tempfile.mkdtemp())
@@ -225,6 +225,7 @@ def _survived(spark: SparkSession, *, checkpoints: bool) -> Survived:
             callbacks=[Dying(lost, scratch, path)],
             maxFailures=1,
             checkpointPath=None if path is None else str(path),
+            **changed,
         ).fit(frame)
         found[lost] = parameters_of(model), (scratch / "steps").read_text().count("1")
     return found

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
 from sparkdl.checkpoint.portable import require_portable
@@ -145,6 +145,13 @@ def plan_fit(
     return (_streamed_if_ordered(plan) if settings.stream_first_epoch else plan), replica
 
 
+def served_in_stage(settings: FitSettings, spark: SparkSession) -> str | None:
+    """Why a fit is served beside rank 0; None if it is served in the driver."""
+    if is_of_connect(spark):
+        return "Spark Connect"
+    return "averagerHost='executor'" if settings.averager_host == "executor" else None
+
+
 def with_feed(job: Job, **changes: Any) -> Job:
     """The job with other feed options."""
     return replace(job, feed=replace(job.feed, **changes))
@@ -168,10 +175,12 @@ def _workers(
 ) -> Workers:
     """Where the workers run, and how they get which rows."""
     spark, strategy = frame.sparkSession, job.strategy
-    gang_start_for = None
-    if strategy.needs.gang_start or is_of_connect(spark):
+    gang_start_for = served_in_stage(settings, spark)
+    if gang_start_for is not None:
+        require_static_allocation(spark, gang_start_for)
+    elif strategy.needs.gang_start:
         require_static_allocation(spark)
-        gang_start_for = "Spark Connect" if is_of_connect(spark) else _name(strategy)
+        gang_start_for = _name(strategy)
     if strategy.needs.collective:
         require_trusted_network(spark, settings.tls, type(strategy).__name__)
     profile = gpu_profile(spark, settings.device)
@@ -258,7 +267,9 @@ def _streamed_if_ordered(plan: FitPlan) -> FitPlan:
     frame = workers.frame
     partitions = known_partitions(frame)
     reason = None
-    if plan.workers.ranks_a_task > 1:
+    if served := served_in_stage(plan.settings, frame.sparkSession):
+        reason = f"{served} needs a gang-scheduled start, before which Spark spreads them"
+    elif plan.workers.ranks_a_task > 1:
         reason = "the GPUs of a task share its rows and could end up waiting for each other"
     elif partitions is None or not has_stable_order(frame):
         reason = "they do not come straight from files. Write them to files first"

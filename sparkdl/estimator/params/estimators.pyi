@@ -113,6 +113,7 @@ class ParamValues:
     checkpoint_rounds: int | None
     keep_last: int
     resume: str
+    averager_host: str
     collective_interface: str | None
     collective_ports: str | None
     tls: bool
@@ -177,6 +178,7 @@ class TorchEstimatorParams(EstimatorParams, OutputParams):
         checkpointRounds: int | None = None,
         keepLast: int = 2,
         resume: str = "auto",
+        averagerHost: str = "driver",
         collectiveInterface: str | None = None,
         collectivePorts: str | None = None,
         tls: bool = False,
@@ -357,6 +359,10 @@ class TorchEstimatorParams(EstimatorParams, OutputParams):
                 refuses one made with other rows, code or settings.
 
         Network:
+            averagerHost: where the averager runs: in the 'driver', or on the 'executor' that has
+                rank 0. ``executor`` is for a driver that executors cannot connect to, as on a
+                laptop behind NAT. All workers start together then. Over Spark Connect it always
+                runs there.
             collectiveInterface: network interface (eth1), address or subnet (10.1.0.0/16) by which
                 workers reach each other; None for spark.sparkdl.collective.interface, or the route
                 to the driver. For strategies whose workers exchange among themselves; of a subnet,
@@ -431,6 +437,7 @@ class TorchClassifierParams(ClassParams, EstimatorParams):
         checkpointRounds: int | None = None,
         keepLast: int = 2,
         resume: str = "auto",
+        averagerHost: str = "driver",
         collectiveInterface: str | None = None,
         collectivePorts: str | None = None,
         tls: bool = False,
@@ -614,6 +621,10 @@ class TorchClassifierParams(ClassParams, EstimatorParams):
                 refuses one made with other rows, code or settings.
 
         Network:
+            averagerHost: where the averager runs: in the 'driver', or on the 'executor' that has
+                rank 0. ``executor`` is for a driver that executors cannot connect to, as on a
+                laptop behind NAT. All workers start together then. Over Spark Connect it always
+                runs there.
             collectiveInterface: network interface (eth1), address or subnet (10.1.0.0/16) by which
                 workers reach each other; None for spark.sparkdl.collective.interface, or the route
                 to the driver. For strategies whose workers exchange among themselves; of a subnet,
@@ -684,6 +695,7 @@ class TorchRegressorParams(EstimatorParams):
         checkpointRounds: int | None = None,
         keepLast: int = 2,
         resume: str = "auto",
+        averagerHost: str = "driver",
         collectiveInterface: str | None = None,
         collectivePorts: str | None = None,
         tls: bool = False,
@@ -856,6 +868,10 @@ class TorchRegressorParams(EstimatorParams):
                 refuses one made with other rows, code or settings.
 
         Network:
+            averagerHost: where the averager runs: in the 'driver', or on the 'executor' that has
+                rank 0. ``executor`` is for a driver that executors cannot connect to, as on a
+                laptop behind NAT. All workers start together then. Over Spark Connect it always
+                runs there.
             collectiveInterface: network interface (eth1), address or subnet (10.1.0.0/16) by which
                 workers reach each other; None for spark.sparkdl.collective.interface, or the route
                 to the driver. For strategies whose workers exchange among themselves; of a subnet,

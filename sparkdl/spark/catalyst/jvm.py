@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import re
 import signal
 import subprocess
 from collections.abc import Callable
@@ -84,6 +85,21 @@ def setting(spark: SparkSession, name: str) -> str | None:
     if is_of_connect(spark):
         return spark.conf.get(name, None)  # Spark copies the application's into each session's
     return spark.sparkContext.getConf().get(name)
+
+
+def size_setting(spark: SparkSession, name: str, default: str) -> int:
+    """A setting of a session's application that is a size, in bytes.
+
+    Args:
+        spark: the session.
+        name: the setting's name.
+        default: what Spark takes if it is not set.
+    """
+    text = (setting(spark, name) or default).strip().lower()
+    found = re.fullmatch(r"(\d+) ?([kmgtp]?)b?", text)
+    if found is None:  # Spark refuses it where it uses it
+        return 0
+    return int(found[1]) << 10 * " kmgtp".index(found[2] or " ")
 
 
 def is_true(spark: SparkSession, name: str) -> bool:

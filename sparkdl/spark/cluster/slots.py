@@ -131,17 +131,23 @@ def _seconds_since_last_executor(spark: SparkSession) -> float:
     return time.time() - max(times) if times else 0.0
 
 
-def require_static_allocation(spark: SparkSession) -> None:
+def require_static_allocation(spark: SparkSession, gang_start_for: str | None = None) -> None:
     """Check that Spark can gang-schedule the workers, which it does in barrier mode only.
+
+    Args:
+        spark: the session.
+        gang_start_for: what needs that; None for a strategy, instead of which there are others.
 
     Raises:
         ConfigError: dynamic allocation is on, which barrier mode does not support.
     """
     if is_true(spark, "spark.dynamicAllocation.enabled"):
         raise ConfigError(
-            "spark.dynamicAllocation.enabled is true, and this strategy needs Spark's barrier "
-            "mode, which does not support it. Set it to false with a fixed number of executors "
-            "(spark.executor.instances), or use ParameterAveraging(), which does not need it"
+            "spark.dynamicAllocation.enabled is true, and "
+            f"{gang_start_for or 'this strategy'} needs Spark's barrier mode, which does not "
+            "support it. Set it to false with a fixed number of executors "
+            "(spark.executor.instances)"
+            + ("" if gang_start_for else ", or use ParameterAveraging(), which does not need it")
         )
 
 

@@ -6,10 +6,13 @@ kinds.
 
 from __future__ import annotations
 
+import base64
 import io
 import logging
 import pickle
+import re
 import struct
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
@@ -31,6 +34,8 @@ PIECE_BYTES = 1 << 20
 MOST_LINES = 10_000
 """The most lines that come back of what workers print; their executors' logs have all."""
 _LENGTH = struct.Struct("<q")
+_ENDED = "what serves the workers has ended, and says to the driver: "
+_SAID = re.compile(rf"{_ENDED}([A-Za-z0-9+/=]+)")
 _PLAIN = {
     "builtins": {"frozenset", "set"},
     "collections": {"OrderedDict", "deque"},
@@ -106,6 +111,23 @@ def pieces(header: dict[str, Any], values: Iterable[memoryview] = ()) -> Iterato
             yield bytes(view[start : start + PIECE_BYTES])
 
 
+def error_with(header: dict[str, Any]) -> RuntimeError:
+    """A header as an error of the task, for ``told_at_end``."""
+    octets = pickle.dumps(header, protocol=5)
+    packed = zlib.compress(_LENGTH.pack(len(octets)) + octets)
+    return RuntimeError(f"{_ENDED}{base64.b64encode(packed).decode()}")
+
+
+def told_at_end(text: str) -> bytes | None:
+    """What a task has answered with its error, as one piece; None if it has not.
+
+    Args:
+        text: Spark's message for the failed job.
+    """
+    said = _SAID.search(text)
+    return None if said is None else zlib.decompress(base64.b64decode(said[1]))
+
+
 def header_of(pieces: Iterator[bytes]) -> dict[str, Any] | None:
     """Read a header; None if nothing came.
 
@@ -115,8 +137,8 @@ def header_of(pieces: Iterator[bytes]) -> dict[str, Any] | None:
     first = next(pieces, None)
     if first is None:
         return None
-    (length,) = _LENGTH.unpack(first)
-    octets = bytearray()
+    (length,) = _LENGTH.unpack_from(first)
+    octets = bytearray(first[_LENGTH.size :])
     while len(octets) < length:
         octets += next(pieces)
     header: dict[str, Any] = Plain(io.BytesIO(octets)).load()

@@ -26,7 +26,7 @@ from sparkdl.spark.catalyst.surroundings import Surroundings
 from sparkdl.spark.cluster.gpus import VISIBLE
 from sparkdl.spark.diagnostics.stacks import write_threads_on_signal
 from sparkdl.spark.launch.bootstrap import require
-from sparkdl.spark.launch.forked import fork_server
+from sparkdl.spark.launch.forked import ForkServer, fork_server
 from sparkdl.spark.launch.rank_host import RankCall, host_ranks
 from sparkdl.spark.modules.arrival import Arrived, Shipment, arrive, importable
 from sparkdl.user_code.tracebacks import message_of
@@ -173,8 +173,18 @@ def hosted(
             for each in assigned
         ],
         batches,
-        fork_server([__name__, entry.partition(":")[0]], versions),
+        started_for(entry, versions),
     )
+
+
+def started_for(entry: str, versions: dict[str, str]) -> ForkServer:
+    """The process from which ranks are forked, without waiting for what it imports first.
+
+    Args:
+        entry: as in ``run_ranks``.
+        versions: as in ``run_ranks``.
+    """
+    return fork_server([__name__, entry.partition(":")[0]], versions)
 
 
 def given_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

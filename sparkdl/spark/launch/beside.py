@@ -1,15 +1,22 @@
 """A run whose averager is beside rank 0: one gang-scheduled stage, for drivers out of reach.
 
-A client of Spark Connect cannot be reached by executors, so the process of the first task does what
-a driver does elsewhere, and the ranks of that task have processes of their own:
+Executors cannot reach a client of Spark Connect, nor some drivers, so the process of the first task
+does what a driver does elsewhere, and the ranks of that task have processes of their own:
 
     first task: serves the run     other tasks
     allGather(address)  <--------> allGather("")     who listens where, and the token
     rounds              <--------> train
     rows with the result           rows with what the ranks return
 
-The rows go to the client once the first task has ended. It then ends the stage, whatever the other
-tasks do, unless it awaits what they return.
+The rows go to a client once the first task has ended. It then ends the stage, whatever the other
+tasks do, unless it awaits what they return. A driver gets all rows together, once the last task has
+ended. So there the tasks meet once more at the end of the run, and each ends those of its ranks
+that are still there some seconds later: they are in processes of their own.
+
+    allGather(seconds)  <--------> allGather("")
+
+A task that has not even come to the first meeting cannot be told. Then the first task fails with
+what it would have answered, which has Spark end all tasks.
 """
 
 from __future__ import annotations
@@ -18,52 +25,48 @@ import itertools
 import json
 import logging
 import threading
-import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
-import cloudpickle
 import pyarrow as pa
 from pyspark import BarrierTaskContext
 from pyspark import cloudpickle as spark_cloudpickle
 from pyspark.sql import DataFrame, Row, SparkSession
 
 from sparkdl.errors import SparkDLError, TrainingError, WorkerLostError
-from sparkdl.process.lazy_compiler import defer_compiler
-from sparkdl.process.randomness import streams_put_back
+from sparkdl.spark.catalyst.core import Broadcast
+from sparkdl.spark.catalyst.jvm import is_of_connect
+from sparkdl.spark.catalyst.versions import on_tasks
 from sparkdl.spark.closures import sending
-from sparkdl.spark.closures.sending import SentBytes, send
+from sparkdl.spark.closures.sending import send
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import JOB_END_S
 from sparkdl.spark.diagnostics.task_failures import memory_advice
-from sparkdl.spark.launch import bootstrap
-from sparkdl.spark.launch.assignment import (
-    OUTPUT_DDL,
-    OUTPUT_SCHEMA,
-    assignments,
-    given_rows,
-    hosted,
-    run_ranks,
-)
+from sparkdl.spark.launch import bootstrap, stage_task
+from sparkdl.spark.launch.answers import told_at_end
+from sparkdl.spark.launch.assignment import OUTPUT_DDL, assignments, given_rows, hosted
 from sparkdl.spark.launch.environments import sparkdl_version, torch_version
 from sparkdl.spark.launch.forked import fork_server
-from sparkdl.spark.launch.launcher import LEAVE_S, as_training_error
+from sparkdl.spark.launch.launcher import LEAVE_S
+from sparkdl.spark.launch.stage_rows import stage_rows
+from sparkdl.spark.launch.stage_task import SERVED
 from sparkdl.spark.launch.worker_rows import Workers, on_rows
-from sparkdl.spark.modules.arrival import Arrived, Shipment, arrive, importable
+from sparkdl.spark.modules.arrival import Arrived, Shipment
+from sparkdl.spark.rows.packing import small_record_batches
 from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.user_code.tracebacks import message_of
 
 logger = logging.getLogger(__name__)
 
-Serve = Callable[["FirstTask"], Iterator[bytes]]
-"""Serves a run in the first task; yields what the client is to receive. It raises nothing: an error
-is a result."""
+MEET_S = 10.0
+"""Seconds for the other tasks to come to a meeting at the end of a run; Spark takes one or two."""
 
-_SERVED = -1
-"""In place of a rank, in the rows of what serves the ranks."""
-_ALL_SAID = b""
+Serve = Callable[["FirstTask"], Iterator[bytes]]
+"""Serves a run in the first task; yields what the client is to receive. It raises nothing but an
+``answers.error_with``: an error is a result."""
 
 spark_cloudpickle.register_pickle_by_value(sending)  # type: ignore[no-untyped-call]
 
@@ -73,7 +76,7 @@ class RunInStage:
     """One run in one stage of its own.
 
     Attributes:
-        spark: the session, of Spark Connect.
+        spark: the session.
         entry: what each rank runs; see ``assignment.run_ranks``.
         payload: its first argument, a pickled tuple whose last value is a ``Serve``. The second is
             the address of whatever that serves.
@@ -83,8 +86,10 @@ class RunInStage:
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         shipment: the user's own modules.
         apart: whether the only rank of a task gets a process of its own too; in the first task it
-            does.
+            does, and in a driver's session in all.
         rows: those that the workers read, and what determines their order; None for none.
+        broadcasts: the broadcast variables that the payload refers to, by number.
+        description: shown in the Spark UI.
         results: what ranks have returned, by rank, once all was answered.
     """
 
@@ -98,10 +103,12 @@ class RunInStage:
     shipment: Shipment | None
     apart: bool = False
     rows: tuple[Workers, int] | None
+    broadcasts: dict[int, Broadcast[Any]] = field(default_factory=dict)
+    description: str = ""
     results: dict[int, bytes | None] = field(default_factory=dict)
 
     def answered(self, patience_s: float) -> Iterator[bytes]:
-        """Run it, in the thread of the caller.
+        """Run it.
 
         Args:
             patience_s: seconds that the other tasks have once the first has answered.
@@ -114,45 +121,51 @@ class RunInStage:
             SetupError: the executors' Python lacks something.
             TrainingError: the stage failed in another way.
         """
-        spark = self.spark
-        tag = f"sparkdl-{uuid.uuid4().hex}"
-        # The others leave by themselves, which keeps their processes for the session's next job.
-        stuck = threading.Timer(patience_s, spark.interruptTag, [tag])
-        spark.addTag(tag)
-        try:
-            for row in self._rows():
-                if row.rank != _SERVED:
-                    self.results[row.rank] = None if row.result is None else bytes(row.result)
-                elif row.result:
-                    yield bytes(row.result)
-                else:
-                    stuck.start()
-        except Exception as error:
-            if stuck.ident is None:
-                raise as_training_error(error) from error
-            logger.info("the stage did not end by itself: %s", message_of(error))
-        finally:
-            stuck.cancel()
-            spark.removeTag(tag)
-            spark.interruptTag(tag)  # does nothing to a stage that has ended
+        with stage_rows(self.spark, self.description) as stage:
+            # The others leave by themselves, which keeps their processes for the session's next
+            # job.
+            stuck = threading.Timer(patience_s, stage.cancel)
+            try:
+                for row in stage.read(self._rows):
+                    if row.rank != SERVED:
+                        self.results[row.rank] = None if row.result is None else bytes(row.result)
+                    elif row.result:
+                        yield bytes(row.result)
+                    else:
+                        stuck.start()
+            except Exception as error:
+                if (told := told_at_end(str(error))) is not None:
+                    yield told
+                elif stuck.ident is None:
+                    raise stage.explained(error) from error
+                logger.info("the stage did not end by itself: %s", message_of(error))
+            finally:
+                stuck.cancel()
 
     def _rows(self) -> Iterator[Row]:
+        together = not is_of_connect(self.spark)
         arguments = (
             self.entry,
             send(self.spark, self.payload),
             self.further,
             self.tasks,
             self.ranks_a_task,
-            self.apart,
+            self.apart or together,
+            together,
             self.shipment and tuple(self.shipment),
+            self.broadcasts,
             torch_version(),
         )
-        task = bootstrap.make_task(f"{__name__}:run_stage_task", arguments, sparkdl_version())
+        task = bootstrap.make_task(
+            f"{stage_task.__name__}:run_stage_task", arguments, sparkdl_version()
+        )
         profile = gpu_profile(self.spark, self.device)
 
         def run_on(frame: DataFrame) -> Iterator[Row]:
-            tasks = frame.mapInArrow(task, OUTPUT_DDL, barrier=True, profile=profile)
-            rows = tasks.toLocalIterator()
+            with small_record_batches(self.spark):
+                tasks = on_tasks(frame, task, OUTPUT_DDL, barrier=True, profile=profile)
+                # In a driver, ``toLocalIterator`` runs a job for each partition.
+                rows = iter(tasks.collect()) if together else tasks.toLocalIterator()
             first = list(itertools.islice(rows, 1))  # raises if barrier mode refuses the rows
             return itertools.chain(first, rows)
 
@@ -160,66 +173,6 @@ class RunInStage:
             return run_on(self.spark.range(0, self.tasks, 1, self.tasks))
         workers, seed = self.rows
         return on_rows(workers, seed, run_on, barrier=True)
-
-
-def run_stage_task(
-    entry: str,
-    payload: SentBytes,
-    further: tuple[Any, ...],
-    tasks: int,
-    ranks: int,
-    apart: bool,
-    shipment: tuple[Any, ...] | None,
-    versions: dict[str, str],
-    batches: Iterator[pa.RecordBatch],
-) -> Iterator[pa.RecordBatch]:
-    """What each task of the stage runs.
-
-    Args:
-        entry: as in ``RunInStage``.
-        payload: as in ``RunInStage``.
-        further: as in ``RunInStage``.
-        tasks: how many there should be.
-        ranks: ranks per task.
-        apart: as in ``RunInStage``.
-        shipment: the fields of a ``Shipment``; None for none.
-        versions: the versions of the packages that a rank needs.
-        batches: the task's rows, packed.
-
-    Yields:
-        What the ranks yield and, in the first task, what ``Serve`` yields, a piece in a row.
-    """
-    context = BarrierTaskContext.get()
-    infos = context.getTaskInfos()
-    if len(infos) != tasks:
-        raise RuntimeError(f"Spark made {len(infos)} tasks where {tasks} were asked for")
-    if context.partitionId() == 0:
-        bootstrap.require(versions)
-        defer_compiler()
-        arrived = arrive(None if shipment is None else Shipment(*shipment))
-        with streams_put_back(), importable(arrived):
-            *_, serve = cloudpickle.loads(payload.value)
-            arguments = (payload.value, further)
-            first = FirstTask(context, ranks, entry, arguments, arrived, versions, batches)
-            try:
-                for piece in serve(first):
-                    yield _row_of(piece)
-            finally:
-                first.tell(None)
-            yield from first.yielded
-            yield _row_of(_ALL_SAID)
-    else:
-        (told,) = filter(None, context.allGather(""))
-        if (address := json.loads(told)) is not None:
-            arguments = (payload.value, tuple(address), *further)
-            yield from run_ranks(entry, arguments, ranks, apart, shipment, {}, versions, batches)
-    for _ in batches:  # or Spark does not use this process again
-        pass
-
-
-def _row_of(piece: bytes) -> pa.RecordBatch:
-    arrays = [pa.array([_SERVED]), pa.array([piece], pa.binary())]
-    return pa.record_batch(arrays, OUTPUT_SCHEMA)
 
 
 class FirstTask:
@@ -231,8 +184,10 @@ class FirstTask:
         entry: what each runs.
         arguments: the first of its arguments, and those after the address.
         arrived: the user's own modules.
+        broadcasts: the broadcast variables that the arguments refer to, by number.
         versions: the versions of the packages that a rank needs.
         batches: the task's rows, packed.
+        together: as in ``run_stage_task``.
 
     Attributes:
         host: the name of this host, by which the executors know it.
@@ -246,22 +201,35 @@ class FirstTask:
         entry: str,
         arguments: tuple[bytes, tuple[Any, ...]],
         arrived: Arrived,
+        broadcasts: dict[int, Broadcast[Any]],
         versions: dict[str, str],
         batches: Iterator[pa.RecordBatch],
+        together: bool,
     ) -> None:
         self.host = context.getTaskInfos()[0].address.rpartition(":")[0].strip("[]")
         self.yielded: list[pa.RecordBatch] = []
         self._context, self._assigned = context, assignments(context, ranks)
         self._entry, self._arguments, self._arrived = entry, arguments, arrived
-        self._versions, self._batches = versions, batches
-        self._told = False
+        self._broadcasts, self._versions, self._batches = broadcasts, versions, batches
+        self._together = together
+        self._told: Future[None] | None = None
         self._lost: WorkerLostError | None = None
 
-    def tell(self, address: ServiceAddress | None) -> None:
-        """Tell the other tasks where the run is served, once; None if it is not."""
-        if not self._told:
-            self._told = True
-            self._context.allGather(json.dumps(None if address is None else astuple(address)))
+    def others_know(self) -> bool:
+        """Whether the other tasks know, now that the run has ended, what they are to do.
+
+        Not if one has been stuck since it was started, nor if ``spark.barrier.sync.timeout`` has
+        passed.
+        """
+        if self._told is None:  # the run failed before it was served
+            self._tell("null")
+        assert self._told is not None
+        try:
+            self._told.result(MEET_S)
+        except Exception as error:  # TimeoutError, or what Spark says
+            logger.info("the other tasks were not told of the end: %s", message_of(error))
+            return False
+        return True
 
     @contextmanager
     def workers(
@@ -280,9 +248,9 @@ class FirstTask:
         thread = threading.Thread(
             target=self._work, args=(address, fail), name="sparkdl-ranks", daemon=True
         )
-        self.tell(address)
-        thread.start()
         patience_s = LEAVE_S
+        thread.start()
+        self._tell(json.dumps(astuple(address)))
         try:
             yield
             patience_s = JOB_END_S
@@ -293,10 +261,31 @@ class FirstTask:
             told = f"{self._lost}. {memory_advice(str(self._lost))}".rstrip()
             raise WorkerLostError(f"{error}: {told}", ranks=error.ranks) from error
         finally:
+            if self._together:
+                self._tell(str(patience_s))
             thread.join(patience_s)
             if thread.is_alive():  # they are stuck
                 fork_server([], {}).close()
                 thread.join(JOB_END_S)
+
+    def _tell(self, message: str) -> None:
+        """Tell the other tasks something once all have come, after what they are told before.
+
+        Spark looks once a second who has come, and would wait for a year.
+        """
+        before, told = self._told, Future[None]()
+
+        def gather() -> None:
+            try:
+                if before is not None:
+                    before.result(MEET_S)
+                self._context.allGather(message)
+                told.set_result(None)
+            except Exception as error:  # for ``others_know``
+                told.set_exception(error)
+
+        self._told = told
+        threading.Thread(target=gather, name="sparkdl-meeting", daemon=True).start()
 
     def _work(self, address: ServiceAddress, fail: Callable[[SparkDLError], None]) -> None:
         payload, further = self._arguments
@@ -306,7 +295,7 @@ class FirstTask:
                 (payload, astuple(address), *further),
                 self._assigned,
                 self._arrived,
-                {},
+                self._broadcasts,
                 self._versions,
                 given_rows(self._batches),
             )

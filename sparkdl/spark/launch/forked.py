@@ -33,10 +33,6 @@ class ForkServer:
     Args:
         preload: modules to import before the first fork.
         versions: the driver's versions of the packages that must match, by import name.
-
-    Raises:
-        RuntimeError: a package is missing or has another version.
-        TrainingError: the process ended at once.
     """
 
     def __init__(self, preload: Sequence[str], versions: Mapping[str, str]) -> None:
@@ -57,6 +53,17 @@ class ForkServer:
                 cwd=_first_directory(),
                 start_new_session=True,
             )
+        self._ready = False
+
+    def wait_until_ready(self) -> None:
+        """Wait until it has imported what is to be preloaded, which its start does not.
+
+        Raises:
+            RuntimeError: a package is missing or has another version.
+            TrainingError: the process ended at once.
+        """
+        if self._ready:
+            return
         with self._control.makefile("rb") as answers:
             answer = answers.readline()
         if not answer:
@@ -68,6 +75,7 @@ class ForkServer:
         if refusal := json.loads(answer):
             self.close()
             raise RuntimeError(refusal)
+        self._ready = True
 
     @property
     def is_there(self) -> bool:
@@ -81,8 +89,10 @@ class ForkServer:
             channel: the new process's end, which the caller may close afterwards.
 
         Raises:
+            RuntimeError: a package is missing or has another version.
             TrainingError: the system refuses, or the server has ended.
         """
+        self.wait_until_ready()
         lease, theirs = socket.socketpair()
         with theirs:
             try:

@@ -300,7 +300,8 @@ def as_training_error(
         return TrainingError(
             f"{unreachable[1].strip()}. Executors must reach the driver on a port that it "
             "chooses for each run: is spark.driver.host an address of this machine that they "
-            "can reach, and is there a firewall in between?"
+            "can reach, and is there a firewall in between? A fit with averagerHost='executor' "
+            "needs no such port"
         )
     message = f"the Spark job that runs the workers failed: {shortened(text, TRACEBACK_CHARACTERS)}"
     if is_loss(text):

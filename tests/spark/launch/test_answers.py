@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from sparkdl.errors import TrainingError, WorkerError, WorkerLostError
-from sparkdl.spark.launch.answers import Plain, described, header_of, pieces, restored
+from sparkdl.spark.launch.answers import (
+    Plain,
+    described,
+    error_with,
+    header_of,
+    pieces,
+    restored,
+    told_at_end,
+)
 
 
 def test_errors_come_back_as_what_they_were() -> None:
@@ -38,6 +46,17 @@ def test_what_comes_back_runs_no_code() -> None:
 
     with pytest.raises(TrainingError, match=r"names posix\.system"):
         Plain(io.BytesIO(pickle.dumps(Evil()))).load()
+
+
+def test_a_header_comes_back_with_the_error_of_a_task_too() -> None:
+    header = {
+        "error": described(WorkerLostError("no", ranks=(1,))),
+        "lines": [(0, ["a word"] * 1000, 0)],
+    }
+    told = told_at_end(f"Job aborted: Traceback ...\nRuntimeError: {error_with(header)}\n\tat java")
+    assert told is not None
+    assert header_of(iter([told])) == header
+    assert told_at_end("Job aborted: Traceback ...") is None
 
 
 def test_a_header_of_several_pieces_comes_back_before_the_values() -> None:

@@ -87,7 +87,7 @@ def test_the_environment_and_directory_are_those_with_which_this_process_began(
 
 
 def test_a_task_imports_no_torch_to_start_its_ranks() -> None:
-    look = "import sys, sparkdl.spark.launch.assignment; sys.exit('torch' in sys.modules)"
+    look = "import sys, sparkdl.spark.launch.stage_task; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", look], check=True, timeout=120)
 
 
@@ -97,15 +97,15 @@ def test_what_a_process_leaves_running_ends_with_it(server: ForkServer) -> None:
 
 def test_a_missing_package_and_another_version_are_refused_in_words() -> None:
     with pytest.raises(RuntimeError, match=r"'nothing_of_this_name' cannot be imported"):
-        ForkServer([], {"nothing_of_this_name": "1"})
+        ForkServer([], {"nothing_of_this_name": "1"}).wait_until_ready()
     with pytest.raises(RuntimeError, match=r"'pyarrow' is .* here but 0\.0\.1 on the driver"):
-        ForkServer([], {"pyarrow": "0.0.1"})
+        ForkServer([], {"pyarrow": "0.0.1"}).wait_until_ready()
 
 
 def test_a_server_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(TrainingError, match=r"exited at once on .*, with code 1"):
-        ForkServer([], {})
+        ForkServer([], {}).wait_until_ready()
 
 
 def test_a_server_that_was_killed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,146 @@
+"""What each task of a stage does that serves its own run; see ``launch.beside``.
+
+At the top it imports no torch: the processes of ranks begin to, before this one does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+import pyarrow as pa
+from pyspark import BarrierTaskContext
+
+from sparkdl.errors import SparkDLError
+from sparkdl.spark.catalyst.accumulators import counted
+from sparkdl.spark.catalyst.core import Broadcast
+from sparkdl.spark.closures.sending import SentBytes
+from sparkdl.spark.launch import bootstrap
+from sparkdl.spark.launch.assignment import OUTPUT_SCHEMA, run_ranks, started_for
+from sparkdl.spark.launch.forked import fork_server
+from sparkdl.spark.modules.arrival import Shipment, arrive, importable
+from sparkdl.user_code.tracebacks import message_of
+
+logger = logging.getLogger(__name__)
+
+SERVED = -1
+"""In place of a rank, in the rows of what serves the ranks."""
+ALL_SAID = b""
+"""The last of these rows."""
+
+
+def run_stage_task(
+    entry: str,
+    payload: SentBytes,
+    further: tuple[Any, ...],
+    tasks: int,
+    ranks: int,
+    apart: bool,
+    together: bool,
+    shipment: tuple[Any, ...] | None,
+    broadcasts: dict[int, Broadcast[Any]],
+    versions: dict[str, str],
+    batches: Iterator[pa.RecordBatch],
+) -> Iterator[pa.RecordBatch]:
+    """What each task of the stage runs.
+
+    Args:
+        entry: as in ``RunInStage``.
+        payload: as in ``RunInStage``.
+        further: as in ``RunInStage``.
+        tasks: how many there should be.
+        ranks: ranks per task.
+        apart: as in ``RunInStage``.
+        together: whether whoever awaits the tasks gets nothing before all have ended.
+        shipment: the fields of a ``Shipment``; None for none.
+        broadcasts: as in ``RunInStage``.
+        versions: the versions of the packages that a rank needs.
+        batches: the task's rows, packed.
+
+    Yields:
+        What the ranks yield and, in the first task, what ``Serve`` yields, a piece in a row.
+    """
+    context = BarrierTaskContext.get()
+    infos = context.getTaskInfos()
+    if len(infos) != tasks:
+        raise RuntimeError(f"Spark made {len(infos)} tasks where {tasks} were asked for")
+    serves = context.partitionId() == 0
+    if serves or apart or ranks > 1:
+        started_for(entry, versions)
+    if serves:
+        from sparkdl.process.lazy_compiler import defer_compiler
+        from sparkdl.process.randomness import streams_put_back
+        from sparkdl.spark.launch.beside import FirstTask
+
+        bootstrap.require(versions)
+        defer_compiler()
+        arrived = arrive(None if shipment is None else Shipment(*shipment))
+        with streams_put_back(), importable(arrived):
+            *_, serve = cloudpickle.loads(payload.value)
+            arguments = (payload.value, further)
+            first = FirstTask(
+                context, ranks, entry, arguments, arrived, broadcasts, versions, batches, together
+            )
+            for piece in serve(first):
+                yield _row_of(piece)
+            first.others_know()
+            yield from counted(iter(first.yielded))
+            yield _row_of(ALL_SAID)
+    else:
+        if not apart:
+            importlib.import_module(entry.partition(":")[0])  # the first task does so meanwhile
+        (told,) = filter(None, context.allGather(""))
+        if (address := json.loads(told)) is not None:
+            arguments = (payload.value, tuple(address), *further)
+            yielded = run_ranks(
+                entry, arguments, ranks, apart, shipment, broadcasts, versions, batches
+            )
+            yield from _ended_after(context, yielded) if together else yielded
+    for _ in batches:  # or Spark does not use this process again
+        pass
+
+
+def _ended_after(
+    context: BarrierTaskContext, yielded: Iterator[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    """What the ranks of a task yield, but nothing of those that do not leave after the run's end.
+
+    They have to be in processes of their own, which can be ended whatever they do.
+
+    Args:
+        context: the task's.
+        yielded: what they yield once all have left.
+    """
+    run_over, left = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        try:
+            (patience_s,) = filter(None, context.allGather(""))
+        except Exception as error:  # spark.barrier.sync.timeout has passed
+            logger.warning("nobody ends what is stuck after the run: %s", message_of(error))
+            return
+        run_over.set()
+        if not left.wait(float(patience_s)):
+            fork_server([], {}).close()
+
+    watching = threading.Thread(target=watch, name="sparkdl-watch", daemon=True)
+    watching.start()
+    try:
+        yield from yielded
+    except SparkDLError as error:
+        if not run_over.is_set():
+            raise
+        logger.warning("the run had ended before: %s", error)
+    finally:
+        left.set()
+    watching.join()  # Spark uses this process again
+
+
+def _row_of(piece: bytes) -> pa.RecordBatch:
+    arrays = [pa.array([SERVED]), pa.array([piece], pa.binary())]
+    return pa.record_batch(arrays, OUTPUT_SCHEMA)
