@@ -19,8 +19,19 @@ from typing import Any
 
 from frames import estimator, frame
 from models import Slow, announced
+from pyspark.sql import SparkSession
 
-from sparkdl import GradientAllReduce, create_session
+from sparkdl import GradientAllReduce, TorchModel, create_session
+
+
+def bits_of_a_fit(spark: SparkSession) -> list[list[float]]:
+    """The values of a model that two workers have trained on rows which Spark has shuffled."""
+    changes = {"strategy": GradientAllReduce(), "shuffleRows": "spark"}
+    return _bits(estimator(**changes).fit(frame(spark)))
+
+
+def _bits(model: TorchModel) -> list[list[float]]:
+    return [tensor.double().flatten().tolist() for tensor in model.module.state_dict().values()]
 
 
 def main(output: str, *arguments: str) -> None:
@@ -43,9 +54,7 @@ def main(output: str, *arguments: str) -> None:
         result["losses"] = [epoch.loss for epoch in model.history]
         result["examples"] = [epoch.examples for epoch in model.history]
         result["rounds"] = [epoch.rounds for epoch in model.history]
-        result["bits"] = [
-            tensor.double().flatten().tolist() for tensor in model.module.state_dict().values()
-        ]
+        result["bits"] = _bits(model)
     except Exception as error:  # the tests look at it
         result["error"] = f"{type(error).__name__}: {error}"
     Path(f"{output}.partial").write_text(json.dumps(result))

@@ -202,5 +202,8 @@ def test_a_member_that_is_killed_is_named_by_the_others(background: bool) -> Non
     assert results[1] == ("killed", -signal.SIGKILL)
     for rank in (0, 2, 3, 4):
         assert results[rank][0] == "error"
-        who = f"CollectiveError: .* among 5 workers failed on rank {rank}: rank 1 on [^,]* did not"
+        # On a busy machine those that notice late are named with it.
+        who = (
+            rf"CollectiveError: .* among 5 workers failed on rank {rank}: .*\brank 1 on .* did not"
+        )
         assert re.match(who, results[rank][1])

@@ -15,8 +15,6 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
 from torch.nn.utils import parameters_to_vector
-from torchmetrics import MeanSquaredError
-from torchmetrics.classification import MulticlassAccuracy
 from waiting import eventually
 
 import sparkdl
@@ -109,6 +107,8 @@ def told(spark: SparkSession) -> dict[str, Any]:
 
 
 def _told(spark: SparkSession, **changed: Any) -> dict[str, Any]:
+    from torchmetrics import MeanSquaredError  # not in every process of a rank
+
     frame = rows(spark)
     model = estimator(**changed, callbacks=[EarlyStopping(patience=5)]).fit(frame)
     predicted = model.transform(frame).select("prediction").collect()
@@ -124,6 +124,8 @@ def _told(spark: SparkSession, **changed: Any) -> dict[str, Any]:
 
 
 def _classified(spark: SparkSession) -> dict[str, Any]:
+    from torchmetrics.classification import MulticlassAccuracy
+
     frame = rows(spark).withColumn("label", F.expr("IF(label > 0, 'up', 'down')"))
     model = TorchClassifier(
         model=partial(nn.Linear, 3, 2),
