@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 COMPILER = "torch._dynamo"
-TESTED = ("2.13",)
+TESTED = ("2.13", "2.14")
 """Versions of torch with which this module has been tested."""
 
 

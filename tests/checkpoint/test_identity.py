@@ -305,7 +305,7 @@ def test_a_model_is_told_by_what_is_no_parameter_too() -> None:
     assert model_line(net(), evaluated) == []
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_model_that_was_compiled_is_told_too() -> None:
     scripted = [torch.jit.script(net()) for _ in range(2)]
     assert model_line(scripted[0], scripted[1]) == []

@@ -112,7 +112,7 @@ def test_nothing_stands_in_for_it_in_the_driver_outside_of_a_fit() -> None:
 
 @pytest.mark.parametrize(
     ("version", "stands_in"),
-    [("2.13.0", True), ("2.13.1+cpu", True), ("2.12.1", False), ("2.130.0", False), ("3.0", False)],
+    [("2.13.0", True), ("2.14.1+cpu", True), ("2.12.1", False), ("2.130.0", False), ("3.0", False)],
 )
 def test_it_is_stood_in_for_only_in_versions_of_torch_with_which_that_was_tested(
     version: str, stands_in: bool, monkeypatch: pytest.MonkeyPatch
