@@ -124,8 +124,12 @@ def told_at_end(text: str) -> bytes | None:
     Args:
         text: Spark's message for the failed job.
     """
-    said = _SAID.search(text)
-    return None if said is None else zlib.decompress(base64.b64decode(said[1]))
+    if (said := _SAID.search(text)) is None:
+        return None
+    try:
+        return zlib.decompress(base64.b64decode(said[1]))
+    except (ValueError, zlib.error):  # a user's error may quote anything
+        return None
 
 
 def header_of(pieces: Iterator[bytes]) -> dict[str, Any] | None:

@@ -57,6 +57,9 @@ def test_a_header_comes_back_with_the_error_of_a_task_too() -> None:
     assert told is not None
     assert header_of(iter([told])) == header
     assert told_at_end("Job aborted: Traceback ...") is None
+    marker = str(error_with({})).rpartition(" ")[0]
+    for quoted in ("nothing", "bm90aGluZw=="):  # by an error of the user's
+        assert told_at_end(f"ValueError: {marker} {quoted}") is None
 
 
 def test_a_header_of_several_pieces_comes_back_before_the_values() -> None:
