@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from sparkdl.estimator.checks.row_checks import Checked, RowChecks
 from sparkdl.estimator.outputs import SharedParams
 from sparkdl.feed.statistics.shards import NO_ROWS
 from sparkdl.process.lazy_compiler import compiler_deferred
+from sparkdl.report.recording import Recording
 from sparkdl.spark.catalyst.accumulators import uncounted
 from sparkdl.spark.catalyst.jvm import is_of_connect, setting, size_setting
 from sparkdl.spark.closures.pickling import References, pickled
@@ -44,11 +46,11 @@ from sparkdl.spark.diagnostics.console import Console
 from sparkdl.spark.launch.answers import (
     Told,
     described,
-    error_with,
     header_of,
     pieces,
     restored,
     show_told,
+    understood,
 )
 from sparkdl.spark.launch.beside import FirstTask, RunInStage
 from sparkdl.spark.launch.launcher import LEAVE_S
@@ -86,7 +88,7 @@ def fit_in_stage(plan: FitPlan, params: SharedParams, module: nn.Module) -> tupl
         served = Served(away, params, application, again=losses > 0)
         try:
             with _places_as_read(workers, job.seed):
-                return _received(_pieces_of(plan, served), module)
+                return _received(_pieces_of(plan, served), plan, module)
         except WorkerLostError as error:
             losses += 1
             if losses > allowed:
@@ -173,34 +175,34 @@ class Served:
         """Serve it; yields the header and the values.
 
         Raises:
-            RuntimeError: the run has failed, and other tasks would not end by themselves; has the
-                header.
+            Exception: the run's own error, if other tasks would not end by themselves and nothing
+                that is yielded would arrive before they do.
         """
         told = Told()
         header: dict[str, Any] = {}
         values: Sequence[Tensor] = ()
         checks: RowChecks | None = None
         outcome: Outcome | None = None
+        failure: Exception | None = None
         with told.noted(), torch.inference_mode(False), compiler_deferred():
             try:
                 checks = uncounted()(self._checks)()
                 outcome = self._run(checks, first, told)
             except Exception as error:
-                header["error"] = described(error)
+                header["error"], failure = described(error), error
                 if isinstance(error, CallbackError):
                     outcome = error.model
         if outcome is not None and checks is not None:
             values = [each for _, each in _state_of(outcome.module)]
-            outcome.recording.setup = replace(outcome.recording.setup, settings={})
-            header["outcome"] = (
-                outcome.history,
-                outcome.recording,
-                outcome.stopped,
-                checks.result(),
-                _layout(_state_of(outcome.module)),
-            )
-        if not first.others_know() and "outcome" not in header:
-            raise error_with(header | told.header)  # Spark ends those that are stuck
+            header["outcome"] = {
+                "recording": outcome.recording.as_json(),
+                "stopped": outcome.stopped,
+                "checked": checks.result().as_json(),
+                "layout": _layout(_state_of(outcome.module)),
+            }
+        others_know = first.others_know()
+        if first.together and not others_know and failure is not None and outcome is None:
+            raise failure
         yield from pieces(header | told.header, map(_bytes_of, values))
 
     def _checks(self) -> RowChecks:
@@ -281,7 +283,7 @@ def _bytes_of(values: Tensor) -> memoryview:
     return values.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _received(pieces: Iterator[bytes], module: nn.Module) -> tuple[Outcome, Checked]:
+def _received(pieces: Iterator[bytes], plan: FitPlan, module: nn.Module) -> tuple[Outcome, Checked]:
     """Read what ``Served`` has yielded; the values go into a module.
 
     Raises:
@@ -294,15 +296,16 @@ def _received(pieces: Iterator[bytes], module: nn.Module) -> tuple[Outcome, Chec
         show_told(header)
         result = None
         if "outcome" in header:
-            history, recording, stopped, checked, told = header["outcome"]
+            with understood():
+                recording, checked, stopped, layout = _outcome(header["outcome"], plan)
             state = _state_of(module)
-            if told != _layout(state):
+            if layout != _layout(state):
                 raise TrainingError(
                     "the model that came back has other parameters or buffers than the one that "
                     "was built here: does its builder depend on where it runs?"
                 )
             _fill(pieces, [each for _, each in state])
-            result = Outcome(module, history, recording, stopped), checked
+            result = Outcome(module, list(recording.history), recording, stopped), checked
         for _ in pieces:  # none: the other tasks end meanwhile
             pass
     if "error" in header:
@@ -314,8 +317,17 @@ def _received(pieces: Iterator[bytes], module: nn.Module) -> tuple[Outcome, Chec
     return result
 
 
-def _layout(state: Sequence[tuple[str, Tensor]]) -> list[tuple[str, str, list[int]]]:
-    return [(name, str(each.dtype), list(each.shape)) for name, each in state]
+def _outcome(told: dict[str, Any], plan: FitPlan) -> tuple[Recording, Checked, str | None, Any]:
+    """What a header says of the outcome; raises what ``understood`` takes."""
+    stopped = told["stopped"]
+    if not isinstance(stopped, (str, NoneType)):
+        raise TypeError(f"the reason to stop is {stopped!r:.100}")
+    checked = Checked.from_json(told["checked"], plan.job.schema)
+    return Recording.from_json(told["recording"]), checked, stopped, told["layout"]
+
+
+def _layout(state: Sequence[tuple[str, Tensor]]) -> list[list[Any]]:
+    return [[name, str(each.dtype), list(each.shape)] for name, each in state]
 
 
 def _fill(pieces: Iterator[bytes], values: Sequence[Tensor]) -> None:
@@ -323,7 +335,12 @@ def _fill(pieces: Iterator[bytes], values: Sequence[Tensor]) -> None:
         whole = each.detach().contiguous()  # its own memory, if it is contiguous
         view, at = _bytes_of(whole), 0
         while at < len(view):
-            piece = next(pieces)
+            piece = next(pieces, b"")
+            if not 0 < len(piece) <= len(view) - at:
+                raise TrainingError(
+                    f"the model came back in part: a parameter or buffer of {len(view)} bytes has "
+                    f"{at}, and the next piece {len(piece)}"
+                )
             view[at : at + len(piece)] = piece
             at += len(piece)
         each.data.copy_(whole)

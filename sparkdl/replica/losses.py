@@ -83,8 +83,15 @@ class LossUse:
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> LossUse:
-        """What ``as_json`` returned; nothing is known where there is nothing."""
-        return cls(tuple(told.get("target_dims", ())), told.get("divides_by"))
+        """Restore what ``as_json`` returned; nothing is known where there is nothing.
+
+        Raises:
+            AttributeError, TypeError, ValueError: it is something else.
+        """
+        dims, by = tuple(told.get("target_dims", ())), told.get("divides_by")
+        if not all(each in (1, 2, None) for each in dims) or by not in ("rows", "counts", None):
+            raise ValueError(f"a loss cannot be used as {told!r:.100} says")
+        return cls(dims, by)
 
 
 @dataclass(frozen=True)

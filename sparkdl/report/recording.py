@@ -9,11 +9,15 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
+from types import NoneType
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
+from sparkdl.averager.messages.headers import Types, checked, types_of
+from sparkdl.averager.messages.progress import read_epoch
 from sparkdl.averager.messages.run_events import (
     EpochValidated,
     RunEvent,
@@ -25,6 +29,7 @@ from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.phases import COMPUTE, DECODE, EXCHANGE, PHASES, WAIT
 from sparkdl.planner.traffic import Traffic
+from sparkdl.report.time_bins import TimeBins, array_of
 
 LANES = 32
 """The most lanes for workers' time; if there are more workers, several share a lane."""
@@ -245,6 +250,66 @@ class Recording:
         self.outcome, self.error = outcome, error
         self.history = list(history) or self.history
 
+    def as_json(self) -> dict[str, Any]:
+        """Return what was recorded in JSON's types, for ``from_json``; no ``settings``."""
+        first = self.first_epoch
+        return {
+            "setup": asdict(replace(self.setup, settings={})),
+            "history": list(map(asdict, self.history)),
+            "failures": list(map(astuple, self.failures)),
+            "window_times": list(self._window_times),
+            "first_epoch": first and [each.tolist() for each in first],
+            "duration_s": self.duration_s,
+            "lanes": self.lanes.as_json(),
+            "trained": self.trained.as_json(),
+            "rows": self.rows.tolist(),
+            "windows": self.windows.tolist(),
+            **{name: getattr(self, name) for name in _PLAIN},
+            **{name: getattr(self, name).tolist() for name in _ARRAYS},
+        }
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Recording:
+        """Restore what ``as_json`` has returned.
+
+        Raises:
+            ArithmeticError, AttributeError, LookupError, TypeError, ValueError: it is something
+                else.
+            TrainingError: the same.
+        """
+        workers = len(told["hosts"])
+        setup = checked(told["setup"], _SETUP_TYPES, None)
+        if (traffic := setup["traffic"]) is not None:
+            traffic = Traffic(**checked(traffic, _TRAFFIC_TYPES, None))
+        recording = cls(workers, Setup(**{**setup, "traffic": traffic}))
+        recording.history = list(map(read_epoch, told["history"]))
+        for name, value in checked({n: told[n] for n in _PLAIN}, _PLAIN, None).items():
+            setattr(recording, name, value)
+        if not all(isinstance(each, str) for each in recording.hosts):
+            raise TypeError(f"hosts are {recording.hosts!r:.100}")
+        recording.shard_rows = tuple(map(int, recording.shard_rows))
+        for name, dtype in _ARRAYS.items():
+            shape = getattr(recording, name).shape
+            setattr(recording, name, array_of(told[name], shape, dtype))
+        if (first := told["first_epoch"]) is not None:
+            seconds, rows = first
+            recording.first_epoch = (
+                array_of(seconds, recording.seconds.shape),
+                array_of(rows, (workers,), np.int64),
+            )
+        lanes = recording.lanes.sums.shape[1:]
+        recording.lanes = TimeBins.from_json(told["lanes"], *lanes)
+        recording._trained = TimeBins.from_json(told["trained"], 5)
+        recording._rows = array_of(told["rows"], (workers,), np.int64)
+        recording._windows = array_of(told["windows"], (workers,), np.int64)
+        for rank, rows, busy in told["window_times"]:
+            recording._window_times.append((range(workers)[rank], int(rows), float(busy)))
+        for at, rank, why in told["failures"]:
+            lost = None if rank is None else range(workers)[rank]
+            recording.failures.append(Failure(float(at), lost, str(why)))
+        recording.lasted(float(told["duration_s"]))
+        return recording
+
     def _note_times(self, event: WorkerTimes) -> None:
         times, rank = event.times, event.rank
         now = time.monotonic() - self._began
@@ -302,77 +367,25 @@ class Recording:
             self.failures.append(Failure(time.monotonic() - self._began, rank, why))
 
 
-BINS = 256
-"""An even number; once widened, between half and all of the bins are in use."""
-FIRST_WIDTH_S = 1 / 64
-
-
-class TimeBins:
-    """Sums values by time, in constant memory however long it takes.
-
-    When all bins are full, every two neighbours become one.
-
-    Args:
-        *shape: of what is added at a time; () for a number.
-
-    Attributes:
-        sums: shape (BINS, *shape), float64.
-        width_s: seconds per bin.
-        ended: the latest time for which anything was added, in seconds from the beginning.
-    """
-
-    def __init__(self, *shape: int) -> None:
-        self.sums: NDArray[np.float64] = np.zeros((BINS, *shape))
-        self.width_s = FIRST_WIDTH_S
-        self.ended = 0.0
-
-    @property
-    def used(self) -> int:
-        """How many bins there are until the latest time for which anything was added."""
-        return min(BINS, int(np.ceil(self.ended / self.width_s)))
-
-    def add(
-        self, began: float, ended: float, values: NDArray[np.float64] | float, at: int | None = None
-    ) -> None:
-        """Spread values evenly over a stretch of time.
-
-        Args:
-            began: seconds from the beginning, >= 0.
-            ended: the same, >= ``began``.
-            values: their total over that stretch.
-            at: the index in the shape to add them at; None for all of it.
-        """
-        self._reach(ended)
-        first, last = int(began / self.width_s), int(ended / self.width_s)
-        sums = self.sums if at is None else self.sums[:, at]
-        if first == last:
-            sums[first] += values
-            return
-        edges = np.arange(first, last + 2) * self.width_s
-        edges[0], edges[-1] = began, ended
-        shares = np.diff(edges) / (ended - began)
-        sums[first : last + 1] += np.multiply.outer(shares, values)
-
-    def add_moments(self, times: NDArray[np.float64], values: NDArray[np.float64]) -> None:
-        """Add values, each at a moment of its own.
-
-        Args:
-            times: shape (n,), seconds from the beginning, >= 0.
-            values: shape (n, *shape), what is added at each of them.
-        """
-        if len(times):
-            self._reach(float(times.max()))
-            np.add.at(self.sums, (times / self.width_s).astype(np.intp), values)
-
-    def _reach(self, ended: float) -> None:
-        # The end itself belongs to the bin that begins there: into the last one of now, it would
-        # be in the wrong one of those that are twice as wide.
-        while ended >= BINS * self.width_s:
-            self._widen()
-        self.ended = max(self.ended, ended)
-
-    def _widen(self) -> None:
-        pairs = self.sums.reshape(BINS // 2, 2, *self.sums.shape[1:]).sum(axis=1)
-        self.sums[: BINS // 2] = pairs
-        self.sums[BINS // 2 :] = 0
-        self.width_s *= 2
+_SETUP_TYPES = types_of(Setup)
+_TRAFFIC_TYPES = types_of(Traffic)
+_PLAIN: Types = {
+    "epochs_before": (int,),
+    "started_at": (float, int),
+    "hosts": (list,),
+    "shard_rows": (tuple, list),
+    "held_out_rows": (int,),
+    "uncertainty_s": (float, int),
+    "num_failures": (int,),
+    "launched_s": (float, int, NoneType),
+    "outcome": (str, NoneType),
+    "error": (str, NoneType),
+}
+"""Attributes that travel as they are."""
+_ARRAYS: dict[str, DTypeLike] = {
+    "seconds": np.float64,
+    "before_training": np.float64,
+    "sent": np.int64,
+    "received": np.int64,
+}
+"""Attributes whose shapes the number of workers gives."""

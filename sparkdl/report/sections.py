@@ -14,7 +14,8 @@ from sparkdl.redaction import without_credentials
 from sparkdl.report.findings import name_of
 from sparkdl.report.history import series_of
 from sparkdl.report.html import Curve, axis, chart, count, duration, octets, short, text, time_unit
-from sparkdl.report.recording import AGREEING, BUSY, Recording, TimeBins
+from sparkdl.report.recording import AGREEING, BUSY, Recording
+from sparkdl.report.time_bins import TimeBins
 
 PHASE_WORDS = {
     "read": "rows arrive, from Spark or from other workers",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import json
 
 import numpy as np
 import pytest
@@ -18,7 +18,9 @@ from sparkdl.averager.messages.run_events import (
 )
 from sparkdl.events import EpochSummary
 from sparkdl.phases import PHASES, PhaseTimes
-from sparkdl.report.recording import BINS, FAILURES, LANES, WINDOWS, TimeBins
+from sparkdl.report.page import render
+from sparkdl.report.recording import FAILURES, LANES, WINDOWS, Recording
+from sparkdl.report.time_bins import BINS, TimeBins
 
 
 @given(
@@ -89,7 +91,18 @@ def test_a_hundred_times_as_many_workers_and_rounds_take_no_more_room(play: Play
     assert large.recording.lanes.sums.shape[1] <= LANES
     assert len(large.recording.failures) == FAILURES
     assert large.recording.num_failures == 2000
-    assert len(pickle.dumps(large.recording)) < 2_000_000
+    assert len(json.dumps(large.recording.as_json())) < 2_000_000
+
+
+def test_a_recording_comes_back_from_json_with_the_same_page(play: Play) -> None:
+    played = busy_world(play, 3, windows=10)
+    played.epoch(1)
+    played.recording.note(WorkerLost(1, "gone <b>"))
+    played.recording.end("finished")
+    told = json.loads(json.dumps(played.recording.as_json()))
+    back = Recording.from_json(told)
+    assert render(back) == render(played.recording)
+    assert back.as_json() == played.recording.as_json()
 
 
 def test_a_worker_that_lies_about_its_clock_breaks_nothing(play: Play) -> None:

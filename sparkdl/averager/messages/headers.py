@@ -8,7 +8,7 @@ import math
 import reprlib
 import socket
 from types import UnionType
-from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from sparkdl.errors import CollectiveError, DataError, NonFiniteError, TrainingError, WorkerError
 from sparkdl.events import ValidationReport, WindowReport, are_measured
@@ -28,21 +28,26 @@ def _json_types(hint: Any) -> tuple[type, ...]:
         return tuple(kind for each in get_args(hint) for kind in _json_types(each))
     if get_origin(hint) is tuple:
         return (list,)
+    if get_origin(hint) is Literal:
+        return (str,)
+    if dataclasses.is_dataclass(hint):
+        return (dict,)
     if get_origin(hint) is not None:
         return (dict,)
     return (float, int) if hint is float else (hint,)
 
 
-def _types_of(kind: type, *left_out: str) -> Types:
+def types_of(kind: type, *left_out: str) -> Types:
+    """The fields of a dataclass with the types that they have in JSON."""
     hints = get_type_hints(kind)
     return {name: _json_types(hint) for name, hint in hints.items() if name not in left_out}
 
 
-_WINDOW_TYPES = _types_of(WindowReport, "staleness")
-_VALIDATION_TYPES = _types_of(ValidationReport)
-_SHARD_TYPES = _types_of(ShardStatistics)
-_PHASES_TYPES = _types_of(PhaseTimes)
-_COLUMN_TYPES = _types_of(ColumnStatistics)
+_WINDOW_TYPES = types_of(WindowReport, "staleness")
+_VALIDATION_TYPES = types_of(ValidationReport)
+_SHARD_TYPES = types_of(ShardStatistics)
+_PHASES_TYPES = types_of(PhaseTimes)
+_COLUMN_TYPES = types_of(ColumnStatistics)
 _PLACE_TYPES = [int, int]
 _INTEGERS = range(-(1 << 63), 1 << 64)
 """Integers that fit in 64 bits. JSON may hold ones too large for a float, so sums would fail."""

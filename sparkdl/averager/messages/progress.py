@@ -83,8 +83,17 @@ class Progress:
             **numbers,
             positions=tuple(_read(Position, each) for each in fields["positions"]),
             reports=tuple(_read(WindowReport, each) for each in fields["reports"]),
-            history=tuple(_read(EpochSummary, each) for each in fields["history"]),
+            history=tuple(map(read_epoch, fields["history"])),
         )
+
+
+def read_epoch(fields: Mapping[str, Any]) -> EpochSummary:
+    """Restore an epoch's summary from its fields.
+
+    Raises:
+        AttributeError, KeyError, TypeError: they are not such.
+    """
+    return _read(EpochSummary, fields)
 
 
 def _read(kind: type[T], fields: Mapping[str, Any]) -> T:

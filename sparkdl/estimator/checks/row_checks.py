@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sparkdl.errors import DataError
 from sparkdl.estimator.checks.preflight import FitPlan
@@ -26,7 +28,7 @@ from sparkdl.estimator.checks.values import (
 from sparkdl.estimator.outputs import SharedParams, require_any_length
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.statistics.shards import DataStatistics, left_out
-from sparkdl.outputs import Widths, pick, widths_of
+from sparkdl.outputs import OutputKey, Widths, names_output, pick, widths_of
 from sparkdl.protocols import ColumnSpec
 from sparkdl.replica import Replica
 from sparkdl.replica.loss_use import divides_by
@@ -36,6 +38,9 @@ from sparkdl.spark.rows.delivery import Way
 from sparkdl.worker import Job
 
 logger = logging.getLogger(__name__)
+
+_COUNTS = range(1 << 31)
+"""Numbers that a row may have; an index of it is itself."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,37 @@ class Checked:
     widths: Widths
     labels: tuple[ColumnSpec, ...]
     loss_use: LossUse
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it in JSON's types, for ``from_json``."""
+        return {
+            "elements": [each.elements for each in (*self.features, *self.labels)],
+            "widths": list(map(list, self.widths.items())),
+            "loss_use": self.loss_use.as_json(),
+        }
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any], schema: FeedSchema) -> Checked:
+        """Restore what ``as_json`` has returned.
+
+        Args:
+            told: that.
+            schema: of the columns, before their rows were read.
+
+        Raises:
+            AttributeError, LookupError, TypeError, ValueError: it is something else.
+        """
+        planned = (*schema.features, *schema.labels)
+        counts = [None if each is None else _COUNTS[each] for each in told["elements"]]
+        known = tuple(spec.of_length(count) for spec, count in zip(planned, counts, strict=True))
+        widths: dict[OutputKey | None, int | None] = {}
+        for key, width in told["widths"]:
+            if key is not None and not names_output(key):
+                raise TypeError(f"{key!r:.100} does not name an output")
+            widths[key] = None if width is None else _COUNTS[width]
+        features = len(schema.features)
+        use = LossUse.from_json(told["loss_use"])
+        return cls(known[:features], widths, known[features:], use)
 
 
 class RowChecks:

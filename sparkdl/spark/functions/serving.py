@@ -15,7 +15,15 @@ from sparkdl.errors import DataError, DeadlineError
 from sparkdl.feed.statistics.shards import NO_ROWS
 from sparkdl.spark.diagnostics.run_client import JOIN_S
 from sparkdl.spark.diagnostics.run_service import OnReport, RunService, named
-from sparkdl.spark.launch.answers import Told, described, header_of, pieces, restored, show_told
+from sparkdl.spark.launch.answers import (
+    Told,
+    described,
+    header_of,
+    pieces,
+    restored,
+    show_told,
+    understood,
+)
 from sparkdl.spark.launch.beside import FirstTask, RunInStage
 from sparkdl.spark.launch.launcher import WorkerJob
 from sparkdl.transport.service import Service
@@ -94,8 +102,10 @@ def results_of(run: RunInStage, num_workers: int, on_report: OnReport | None) ->
         if header is None:  # Spark starts no task for what turns out empty while it plans
             raise DataError(NO_ROWS)
         show_told(header)
+        with understood():
+            reports = [(int(rank), dict(metrics)) for rank, metrics in header["reports"]]
         if on_report is not None:
-            for rank, metrics in header["reports"]:
+            for rank, metrics in reports:
                 on_report(rank, metrics)
         if "error" in header:
             raise restored(header["error"])

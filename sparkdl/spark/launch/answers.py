@@ -1,57 +1,36 @@
 """What the first task of a stage answers: a header, then bytes.
 
-Nothing in them runs code at the client: the header's pickle may only name classes of a few plain
-kinds.
+They travel as rows of the stage's own output, and nowhere else: the text of an error may quote what
+a stranger has written. The header is JSON whose every field is checked, so nothing in it runs code.
 """
 
 from __future__ import annotations
 
-import base64
-import io
+import json
 import logging
-import pickle
-import re
 import struct
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass
-from enum import Enum
 from typing import Any
-
-import torch
 
 from sparkdl import errors
 from sparkdl.checkpoint.policy import OtherTrainingError
-from sparkdl.encodings import Encoding
 from sparkdl.errors import SparkDLError, TrainingError
-from sparkdl.report.recording import Recording, TimeBins
 from sparkdl.spark.diagnostics.console import Display
-from sparkdl.user_code.tracebacks import add_note, traceback_of
+from sparkdl.user_code.tracebacks import add_note, message_of, traceback_of
 
 PIECE_BYTES = 1 << 20
 """The most bytes in a row."""
 MOST_LINES = 10_000
 """The most lines that come back of what workers print; their executors' logs have all."""
+MAX_HEADER_BYTES = 256 << 20
+"""The largest header: lines, history and recorded times take a few MB."""
 _LENGTH = struct.Struct("<q")
-_ENDED = "what serves the workers has ended, and says to the driver: "
-_SAID = re.compile(rf"{_ENDED}([A-Za-z0-9+/=]+)")
-_PLAIN = {
-    "builtins": {"frozenset", "set"},
-    "collections": {"OrderedDict", "deque"},
-    "numpy": {"dtype", "ndarray"},
-    "numpy._core.multiarray": {"_reconstruct", "scalar"},
-    "numpy._core.numeric": {"_frombuffer"},
-    "numpy.core.multiarray": {"_reconstruct", "scalar"},
-    "numpy.core.numeric": {"_frombuffer"},
-}
-"""What a header may name besides our own classes and torch's dtypes."""
 _ERRORS = {
     each.__name__: each
     for each in (*vars(errors).values(), OtherTrainingError)
     if isinstance(each, type) and issubclass(each, SparkDLError)
 }
-_FIELDS = ("rank", "epoch", "step", "worker_traceback", "ranks", "holder")
 
 
 class Told(logging.Handler):
@@ -94,76 +73,82 @@ class Told(logging.Handler):
 
 
 def show_told(header: dict[str, Any]) -> None:
-    """Show in the client what a ``Told`` has kept."""
+    """Show in the client what a ``Told`` has kept.
+
+    Raises:
+        TrainingError: the header does not hold it.
+    """
+    with understood():
+        lines = [(int(rank), _texts(shown), int(left)) for rank, shown, left in header["lines"]]
+        logged = [(_texts([name, text]), int(level)) for name, level, text in header["logged"]]
     display = Display("the executor's log")
-    for rank, lines, left_out in header["lines"]:
-        display(rank, lines, left_out)
-    for name, level, message in header["logged"]:
-        logging.getLogger(name).log(level, "%s", message)
+    for rank, shown, left_out in lines:
+        display(rank, shown, left_out)
+    for (name, text), level in logged:
+        logging.getLogger(name).log(level, "%s", text)
 
 
 def pieces(header: dict[str, Any], values: Iterable[memoryview] = ()) -> Iterator[bytes]:
     """A header with its length before it, then the values, cut small."""
-    octets = pickle.dumps(header, protocol=5)
+    octets = json.dumps(header).encode()
     yield _LENGTH.pack(len(octets))
     for view in (memoryview(octets), *values):
         for start in range(0, len(view), PIECE_BYTES):
             yield bytes(view[start : start + PIECE_BYTES])
 
 
-def error_with(header: dict[str, Any]) -> RuntimeError:
-    """A header as an error of the task, for ``told_at_end``."""
-    octets = pickle.dumps(header, protocol=5)
-    packed = zlib.compress(_LENGTH.pack(len(octets)) + octets)
-    return RuntimeError(f"{_ENDED}{base64.b64encode(packed).decode()}")
-
-
-def told_at_end(text: str) -> bytes | None:
-    """What a task has answered with its error, as one piece; None if it has not.
-
-    Args:
-        text: Spark's message for the failed job.
-    """
-    if (said := _SAID.search(text)) is None:
-        return None
-    try:
-        return zlib.decompress(base64.b64decode(said[1]))
-    except (ValueError, zlib.error):  # a user's error may quote anything
-        return None
-
-
 def header_of(pieces: Iterator[bytes]) -> dict[str, Any] | None:
     """Read a header; None if nothing came.
 
     Raises:
-        TrainingError: it names what is not plain.
+        TrainingError: it is not one.
     """
-    first = next(pieces, None)
+    first, octets = next(pieces, None), bytearray()
     if first is None:
         return None
-    (length,) = _LENGTH.unpack_from(first)
-    octets = bytearray(first[_LENGTH.size :])
-    while len(octets) < length:
-        octets += next(pieces)
-    header: dict[str, Any] = Plain(io.BytesIO(octets)).load()
+    with understood():
+        (length,) = _LENGTH.unpack(first)
+        if not 0 <= length <= MAX_HEADER_BYTES:
+            raise ValueError(f"its header would have {length} bytes")
+    while len(octets) < length and (piece := next(pieces, None)):
+        octets += piece
+    with understood():
+        if len(octets) != length:
+            raise ValueError(f"its header has {len(octets)} of {length} bytes")
+        header = json.loads(octets)
+        if not isinstance(header, dict):
+            raise ValueError(f"its header is {header!r:.100}")
     return header
 
 
-class Plain(pickle.Unpickler):
-    """Takes values that are plain, from a server that need not be trusted with more."""
+@contextmanager
+def understood() -> Iterator[None]:
+    """Read fields of a header, and say of one that is not as the first task sends it whose it is.
 
-    def find_class(self, module: str, name: str) -> Any:
-        """Called for every class or function that a pickle names."""
-        if name in _PLAIN.get(module, ()):
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if module.startswith("sparkdl."):
-            found = super().find_class(module, name)
-            plain = is_dataclass(found) or found in (Recording, TimeBins)
-            if isinstance(found, type) and (plain or issubclass(found, (Encoding, Enum))):
-                return found
-        raise TrainingError(f"what came back from the executors names {module}.{name}")
+    Raises:
+        TrainingError: there is such a field.
+    """
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        struct.error,
+    ) as error:
+        raise TrainingError(
+            "the first task, which serves the workers, sent an answer that cannot be read: "
+            f"{message_of(error)}. Do the executors have this version of sparkdl-torch?"
+        ) from error
+
+
+def _texts(value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise TypeError(f"{value!r:.100} is no list of texts")
+    return value
 
 
 def described(error: Exception) -> dict[str, Any]:
@@ -179,11 +164,32 @@ def described(error: Exception) -> dict[str, Any]:
 
 
 def restored(told: dict[str, Any]) -> SparkDLError:
-    """The error that was described."""
-    kind = _ERRORS[told["kind"]]
-    error = kind.__new__(kind, told["message"])
-    for name, value in told["fields"].items():
-        setattr(error, name, value)
-    for note in told["notes"]:
+    """The error that was described.
+
+    Raises:
+        TrainingError: nothing describes one.
+    """
+    with understood():
+        kind, fields = _ERRORS[told["kind"]], told["fields"]
+        message, *notes = _texts([told["message"], *told["notes"]])
+        error = kind.__new__(kind, message)
+        for name, value in fields.items():
+            setattr(error, name, _FIELDS[name](value))
+    for note in notes:
         add_note(error, note)
     return error
+
+
+def _ranks(value: Any) -> tuple[int, ...]:
+    return tuple(map(int, value))
+
+
+_FIELDS: dict[str, Callable[[Any], Any]] = {
+    "rank": int,
+    "epoch": int,
+    "step": int,
+    "worker_traceback": str,
+    "ranks": _ranks,
+    "holder": str,
+}
+"""How the fields of errors are read."""

@@ -15,8 +15,8 @@ that are still there some seconds later: they are in processes of their own.
 
     allGather(seconds)  <--------> allGather("")
 
-A task that has not even come to the first meeting cannot be told. Then the first task fails with
-what it would have answered, which has Spark end all tasks.
+A task that has not even come to the first meeting cannot be told. A client ends it with the stage;
+in a driver the first task fails with the run's error, which has Spark end all tasks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import JOB_END_S
 from sparkdl.spark.diagnostics.task_failures import memory_advice
 from sparkdl.spark.launch import bootstrap, stage_task
-from sparkdl.spark.launch.answers import told_at_end
 from sparkdl.spark.launch.assignment import OUTPUT_DDL, assignments, given_rows, hosted
 from sparkdl.spark.launch.environments import sparkdl_version, torch_version
 from sparkdl.spark.launch.forked import fork_server
@@ -65,8 +64,8 @@ MEET_S = 10.0
 """Seconds for the other tasks to come to a meeting at the end of a run; Spark takes one or two."""
 
 Serve = Callable[["FirstTask"], Iterator[bytes]]
-"""Serves a run in the first task; yields what the client is to receive. It raises nothing but an
-``answers.error_with``: an error is a result."""
+"""Serves a run in the first task; yields what the client is to receive. An error of the run is such
+a result too; it is raised only where that would not arrive."""
 
 spark_cloudpickle.register_pickle_by_value(sending)  # type: ignore[no-untyped-call]
 
@@ -134,9 +133,7 @@ class RunInStage:
                     else:
                         stuck.start()
             except Exception as error:
-                if (told := told_at_end(str(error))) is not None:
-                    yield told
-                elif stuck.ident is None:
+                if stuck.ident is None:
                     raise stage.explained(error) from error
                 logger.info("the stage did not end by itself: %s", message_of(error))
             finally:
@@ -191,6 +188,7 @@ class FirstTask:
 
     Attributes:
         host: the name of this host, by which the executors know it.
+        together: whether rows arrive only once all tasks have ended, as in a driver.
         yielded: what the ranks have yielded.
     """
 
@@ -211,7 +209,7 @@ class FirstTask:
         self._context, self._assigned = context, assignments(context, ranks)
         self._entry, self._arguments, self._arrived = entry, arguments, arrived
         self._broadcasts, self._versions, self._batches = broadcasts, versions, batches
-        self._together = together
+        self.together = together
         self._told: Future[None] | None = None
         self._lost: WorkerLostError | None = None
 
@@ -261,7 +259,7 @@ class FirstTask:
             told = f"{self._lost}. {memory_advice(str(self._lost))}".rstrip()
             raise WorkerLostError(f"{error}: {told}", ranks=error.ranks) from error
         finally:
-            if self._together:
+            if self.together:
                 self._tell(str(patience_s))
             thread.join(patience_s)
             if thread.is_alive():  # they are stuck
