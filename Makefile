@@ -4,6 +4,7 @@
 # make test-nightly those that take minutes, and what hypothesis draws, with new examples
 # make test-sparks  tests so marked with the oldest Spark that is supported, which it installs, or with VERSIONS=
 # make test-versions  the same with each Spark, clients of each, and what can be tried of each Python; writes docs/versions.md
+# make test-times   seconds and lines of tests by folder, by the report of a run of CI (or TIMES=)
 # make test-guests  programs written for Lightning, accelerate and Transformers, which it installs
 # make models-table write the tables of docs/models.md anew, by fitting every row
 # make notebooks    run the notebooks of examples/, and store what they show
@@ -26,7 +27,9 @@ PYTEST ?= -m pytest
 # Sparks that `make test-sparks` tries.
 VERSIONS ?= 3.5
 
-.PHONY: quickstart test test-all test-nightly test-sparks test-versions test-guests models-table notebooks bench-before storms lint docs dist wheel-test java clean
+TIMES ?= build/ci/tests.xml
+
+.PHONY: quickstart test test-all test-times test-nightly test-sparks test-versions test-guests models-table notebooks bench-before storms lint docs dist wheel-test java clean
 
 quickstart: java $(VENV)/installed-jobs
 	$(BIN)/python jobs/train.py --config conf/flights.yaml --session.master '$(MASTER)'
@@ -49,6 +52,9 @@ test-versions: java $(VENV)/installed-test
 	$(BIN)/python .ci/versions.py --write python 3.10 3.11 3.12 3.13
 	$(BIN)/python .ci/versions.py --write spark 3.5 4.0 4.1 4.2 4.3 -- $(PARALLEL)
 	$(BIN)/python .ci/versions.py --write client 4.0 4.1 4.2 4.3 -- $(PARALLEL)
+
+test-times:
+	$(BIN)/python .ci/test_times.py $(TIMES)
 
 test-guests: java $(VENV)/installed-guests
 	$(BIN)/python $(PYTEST) --timeout=600 tests/guests $(ARGS)
