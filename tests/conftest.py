@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from hypothesis.internal.conjecture import providers
 from pyspark.sql import SparkSession
 from toys import sparkdl_threads
 from waiting import eventually
@@ -29,17 +28,6 @@ patient = settings(
 settings.register_profile("sparkdl", patient, derandomize=True)
 settings.register_profile("nightly", patient, derandomize=False)
 settings.load_profile("sparkdl")
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_configure() -> None:
-    """Has hypothesis draw the same examples whatever modules of ours are loaded.
-
-    It also tries numbers that it finds in them, so that a test's examples would depend on the tests
-    that ran before it in the same process.
-    """
-    if settings.default.derandomize:
-        providers._get_local_constants = lambda: providers._local_constants
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -1,15 +1,12 @@
-"""What is around the package: workflows, hooks, manifests, the version; none needs a network."""
+"""What is around the package: workflows, hooks, the version."""
 
 from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import yaml
 
 import sparkdl
@@ -34,19 +31,6 @@ def targets() -> set[str]:
     return set(declared.split())
 
 
-def test_workflows_have_the_form_that_github_takes() -> None:
-    actions = sorted((ROOT / ".github/actions").glob("*/action.yml"))
-    for schema, files in (
-        ("vendor.github-workflows", WORKFLOWS),
-        ("custom.github-workflows-require-timeout", WORKFLOWS),
-        ("vendor.github-actions", actions),
-    ):
-        assert files
-        command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, *files]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_workflows_hooks_and_pages_call_targets_that_the_makefile_has() -> None:
     called = [command for workflow in WORKFLOWS for command in commands(workflow)]
     (hooks,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
@@ -67,15 +51,6 @@ def test_the_workflow_of_a_change_has_a_job_for_each_step_of_ci_run() -> None:
     steps = re.findall(r"step .*? \d+ make ([a-z-]+)", (ROOT / ".ci/run").read_text())
     jobs = [each.split()[1] for each in commands(ROOT / ".github/workflows/ci.yml")]
     assert steps == jobs
-
-
-def test_manifests_are_valid_for_the_oldest_and_the_newest_kubernetes_that_are_known() -> None:
-    manifests = sorted((ROOT / "deploy").glob("*.yaml"))
-    assert manifests
-    for manifest in manifests:
-        for described in yaml.safe_load_all(manifest.read_text()):
-            for version in ("1.28", kubernetes_validate.latest_version()):
-                kubernetes_validate.validate(described, version, strict=True)
 
 
 def test_the_version_is_the_newest_of_the_changelog() -> None:

@@ -41,19 +41,6 @@ def test_every_link_leads_to_a_file_and_a_heading() -> None:
     assert [each for page in TEXTS for each in dead_links(page)] == []
 
 
-def test_a_dead_link_would_be_noticed(tmp_path: Path) -> None:
-    page = ROOT / "README.md"
-    copy = tmp_path / "page.md"
-    copy.write_text("# A title\n\n[a](#a-title) [b](#no) [c](gone.md) `[d](code.md)`\n")
-    assert LINK.findall(without_code(copy.read_text())) == [
-        ("", "a-title"),
-        ("", "no"),
-        ("gone.md", ""),
-    ]
-    assert anchors(copy) == {"a-title"}
-    assert "in-a-notebook" in anchors(page)
-
-
 def test_every_file_that_a_page_names_is_there() -> None:
     """By its path in the repository or in the package; notes tell of what is gone, too."""
     places = [ROOT, ROOT / "benchmarks", ROOT / "sparkdl"]
@@ -64,15 +51,3 @@ def test_every_file_that_a_page_names_is_there() -> None:
         for name in re.findall(r"`([\w/]+/\w+\.py)`", page.read_text())
         if not any((place / name).exists() for place in places)
     ] == []
-
-
-def test_every_page_is_in_the_menu() -> None:
-    """Of the site."""
-    pages = [*ROOT.glob("docs/*.md"), ROOT / "docs/reference/index.md"]
-    blocks = re.findall(
-        r"^```\{toctree\}\n(.*?)^```",
-        "\n".join(page.read_text() for page in pages),
-        re.MULTILINE | re.DOTALL,
-    )
-    listed = set(re.findall(r"([\w-]+)>?$", "".join(blocks), re.MULTILINE))
-    assert {page.stem for page in pages} - {"index"} - listed == set()
