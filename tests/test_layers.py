@@ -74,7 +74,7 @@ ROOMS: dict[str, list[tuple[str, ...]]] = {
         ("minibatches", "reading"),
         ("order", "statistics", "store"),
         ("record_batches",),
-        ("columns",),
+        ("columns", "conversion"),
     ],
     "parallel": [
         ("model",),

@@ -50,7 +50,7 @@ def check_label(label: InputColumn, loss: LossFunction, statistics: ColumnStatis
 
 
 def require_holdable(spec: ColumnSpec, statistics: ColumnStatistics) -> None:
-    """Refuse NaN and infinity in a column that becomes integers, which have neither.
+    """Refuse NaN, infinity and fractions in a column that becomes integers, which have none.
 
     Args:
         spec: what the column becomes.
@@ -59,13 +59,21 @@ def require_holdable(spec: ColumnSpec, statistics: ColumnStatistics) -> None:
     Raises:
         DataError: there are some.
     """
-    if statistics.not_finite and not spec.dtype.is_floating_point:
-        dtype = str(spec.dtype).removeprefix("torch.")
+    if spec.dtype.is_floating_point:
+        return
+    dtype = str(spec.dtype).removeprefix("torch.")
+    if statistics.not_finite:
         raise DataError(
             f"column '{spec.name}' holds NaN or infinity in {statistics.not_finite} rows (the "
             f"first is {statistics.where('not_finite')}), which {dtype} cannot hold. "
             f"{without_infinity(spec.name, is_array=spec.is_array)}, or ask for a floating-point "
             "dtype with columnDtypes"
+        )
+    if statistics.fractions:
+        raise DataError(
+            f"column '{spec.name}' holds numbers that are not whole in {statistics.fractions} rows "
+            f"(the first is {statistics.where('fractions')}), which {dtype} cannot hold. Round "
+            "them first with F.round, or ask for a floating-point dtype with columnDtypes"
         )
 
 

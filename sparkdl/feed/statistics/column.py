@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ import pyarrow.compute as pc
 import torch
 
 from sparkdl.encodings.encoding import numpy_of
+from sparkdl.feed.conversion import all_within, beyond, fractions, holds_all
 from sparkdl.feed.record_batches.decode import Decoded
 from sparkdl.protocols import ColumnSpec
 
@@ -193,10 +193,10 @@ def adds_nothing(column: Decoded, spec: ColumnSpec, known: ColumnStatistics) -> 
     numbers = numpy_of(values)
     if not len(numbers):
         return False
-    if known.smallest is None or known.largest is None:
-        return spec.is_array and numbers.dtype.kind == "f" and _all_fit(numbers, spec.dtype)
     if numbers.dtype.kind == "f" and not spec.dtype.is_floating_point:
         return False  # there may be fractions
+    if known.smallest is None or known.largest is None:
+        return spec.is_array and numbers.dtype.kind == "f" and _all_fit(numbers, spec.dtype)
     # Comparisons with NaN are false; of an extreme that is out of range there may be more.
     return bool(
         all_within(known.smallest, known.largest, spec.dtype)
@@ -255,7 +255,7 @@ def _scan_numbers(numbers: np.ndarray, spec: ColumnSpec, found: _Finder) -> None
     ):
         found.count("not_finite", np.flatnonzero(~np.isfinite(numbers)))
     if not spec.dtype.is_floating_point:
-        found.count("fractions", np.flatnonzero(numbers != np.floor(numbers)))
+        found.count("fractions", np.flatnonzero(fractions(numbers)))
 
 
 def _scan_arrays(values: pa.Array, spec: ColumnSpec, found: _Finder) -> None:
@@ -288,12 +288,15 @@ def _scan_elements(
             found.statistics["smallest"], found.statistics["largest"], spec.dtype
         )
     else:
-        suspicious = not _all_fit(numbers, spec.dtype)
+        suspicious = not spec.dtype.is_floating_point or not _all_fit(numbers, spec.dtype)
     if suspicious:
-        for name, wrong in (
-            ("not_finite", ~np.isfinite(numbers)),
-            ("out_of_range", beyond(numbers, spec.dtype)),
-        ):
+        wrongs = {
+            "not_finite": ~np.isfinite(numbers),
+            "out_of_range": beyond(numbers, spec.dtype),
+        }
+        if not spec.dtype.is_floating_point:
+            wrongs["fractions"] = fractions(numbers)
+        for name, wrong in wrongs.items():
             if wrong.any():
                 found.count(name, np.unique(parents_of.rows()[wrong]))
 
@@ -316,37 +319,3 @@ class _Parents:
             ends = np.cumsum(numpy_of(self._values.value_lengths()))
             return int(np.searchsorted(ends, element, side="right"))
         return int(self.rows()[element])
-
-
-@functools.cache
-def limits(dtype: torch.dtype) -> tuple[float, float]:
-    """The smallest and the largest number of a dtype; infinite for booleans: any can be one."""
-    if dtype == torch.bool:
-        return -math.inf, math.inf
-    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    return info.min, info.max
-
-
-def holds_all(dtype: torch.dtype, source: np.dtype[Any]) -> bool:
-    """Whether a dtype's range contains that of a floating-point type."""
-    return dtype == torch.bool or limits(dtype)[1] >= float(np.finfo(source).max)
-
-
-def all_within(smallest: float, largest: float, dtype: torch.dtype) -> bool:
-    """Whether numbers with these extremes are surely held; not if there is NaN among them."""
-    low, high = limits(dtype)
-    return smallest >= low and largest <= high
-
-
-def beyond(numbers: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Which numbers are finite but become infinite, or wrap around, in a tensor of ``dtype``."""
-    outside: np.ndarray
-    if dtype.is_floating_point:
-        # Numbers a little above the largest are rounded down to it.
-        outside = ~torch.tensor(numbers).to(dtype).isfinite().numpy()
-    else:
-        low, high = limits(dtype)
-        # One more than the largest integer is a power of two, which floats have exactly.
-        outside = (numbers < low) | (numbers >= high + 1)
-    outside &= np.isfinite(numbers)
-    return outside

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from sparkdl.errors import DataError, TrainingError
+from sparkdl.feed.conversion import limits
 from sparkdl.feed.record_batches.decode import FILL_ELEMENTS, Decoded, instead_of_nulls, usable
-from sparkdl.feed.statistics.column import ColumnStatistics, RowLocation, limits
+from sparkdl.feed.statistics.column import ColumnStatistics, RowLocation
 from sparkdl.feed.statistics.fingerprint import MODULUS
 from sparkdl.protocols import ColumnSpec
 

@@ -12,8 +12,8 @@ from pyspark.sql import types as T
 
 from sparkdl.encodings import NUMBERS, Encoding
 from sparkdl.errors import ConfigError, DataError
+from sparkdl.feed.conversion import limits
 from sparkdl.feed.record_batches.decode import in_sql
-from sparkdl.feed.statistics.column import limits
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 from sparkdl.spark.rows.column_types import recognized, without_decimals
 

@@ -43,8 +43,9 @@ def test_the_advice_about_infinity_leaves_what_is_finite(
     )
 
 
-def test_integers_cannot_hold_infinity() -> None:
-    found = ColumnStatistics(not_finite=3, places=FIRST)
+@every("count", ["not_finite", "fractions"])
+def test_integers_hold_no_infinity_and_no_fractions(count: str) -> None:
+    found = ColumnStatistics(**{count: 3}, places={count: (2, 7)})
     with pytest.raises(DataError, match=r"'x' .* 3 rows \(the first is row 7 .* int32 cannot hold"):
         require_holdable(ColumnSpec("x", torch.int32), found)
     require_holdable(ColumnSpec("x", torch.float16), found)

@@ -11,7 +11,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sparkdl.feed.statistics.column import beyond, scan
+from sparkdl.feed.conversion import beyond
+from sparkdl.feed.statistics.column import scan
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -67,8 +68,10 @@ def test_what_is_out_of_range_is_counted_by_rows_with_its_place() -> None:
     assert (found.out_of_range, found.where("out_of_range")) == (1, "row 1 of partition 0")
 
 
-def test_every_number_can_become_a_boolean() -> None:
-    numbers = pa.array([[0.0, 1e300], [math.nan, -3.0]])
-    found = scan(numbers, ColumnSpec("x", torch.bool, (UNKNOWN,)))
-    assert (found.out_of_range, found.not_finite) == (0, 1)
-    assert scan(pa.array([0, 700]), ColumnSpec("x", torch.bool)).out_of_range == 0
+def test_only_zero_and_one_can_become_booleans_and_only_whole_numbers_integers() -> None:
+    numbers = pa.array([[0.0, 1.0], [0.5, 1.0], [math.nan, -3.0], [1e300, 1.5]])
+    for dtype, out_of_range in ((torch.bool, 2), (torch.int64, 1)):
+        found = scan(numbers, ColumnSpec("x", dtype, (UNKNOWN,)), (0, 5))
+        assert (found.out_of_range, found.not_finite, found.fractions) == (out_of_range, 1, 3)
+        assert found.where("fractions") == "row 6 of partition 0"
+    assert scan(pa.array([0, 700]), ColumnSpec("x", torch.bool)).out_of_range == 1
