@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 HIDDEN = "***"
-_SECRET = (
-    r"secret|token|passw|pwd|passphrase|credential|signature|authorization|"
-    r"(?:access|account|api|private|shared|encryption|sas)[._-]?key|\bsig\b|\bkey\b"
+_SURELY_SECRET = (
+    r"secret|passw|pwd|passphrase|credential|signature|authorization|[._-]token|"
+    r"(?:access|account|api|private|shared|encryption|sas)[._-]?key"
 )
+_SECRET = rf"{_SURELY_SECRET}|token|\bsig\b|\bkey\b|\bheaders\b"
 _SECRET_KEY = re.compile(_SECRET, re.IGNORECASE)
 # The user's part of a URI. A password may hold what it should not, a slash or an @, but then there
 # is a colon before it that is not that of a port.
@@ -26,6 +29,15 @@ _OPTION = re.compile(
     rf"""(?P<name>[?&;,]\s*[\w.%-]*(?:{_SECRET})[\w.%-]*=)[^\s&;,'"<>\#)\]}}]+""",
     re.IGNORECASE | re.VERBOSE,
 )
+# Of JSON and of Python, where a column of rows may be called "key" or "token".
+_QUOTED = re.compile(
+    rf"""(?P<name>(?P<quote>["'])[^"'\\]{{0,64}}(?:{_SURELY_SECRET})[^"'\\]{{0,64}}(?P=quote)\s*:\s*)
+    (?P<mark>["'])(?:(?!(?P=mark))[^\\]|\\.)*(?P=mark)""",
+    re.IGNORECASE | re.VERBOSE | re.DOTALL,
+)
+_HEADER = re.compile(
+    r"""(?P<name>\bauthorization:\s*)(?:(?:basic|bearer|token)\s+)?[^\s"',;]+""", re.IGNORECASE
+)
 _SHORTEST = 4
 """Shorter values are found in texts that have nothing to do with them."""
 
@@ -37,8 +49,22 @@ def without_credentials(text: str) -> str:
         text: any, for example ``s3://KEY:SECRET@bucket/path``, which becomes
             ``s3://***@bucket/path``.
     """
-    shown = _USER.sub(lambda found: f"{found['scheme'] or found['oracle']}{HIDDEN}@", text)
-    return _OPTION.sub(rf"\g<name>{HIDDEN}", shown)
+    told = _USER.sub(lambda found: f"{found['scheme'] or found['oracle']}{HIDDEN}@", text)
+    told = _QUOTED.sub(rf"\g<name>\g<mark>{HIDDEN}\g<mark>", told)
+    for each in (_OPTION, _HEADER):
+        told = each.sub(rf"\g<name>{HIDDEN}", told)
+    return told
+
+
+def shown(place: str | os.PathLike[str] | Mapping[str, Any]) -> str:
+    """Return a place as messages may name it.
+
+    Args:
+        place: a path, a URI, or what tensorstore takes for one.
+    """
+    if isinstance(place, Mapping):
+        return without_credentials(json.dumps(_without_values(place), default=str))
+    return without_credentials(os.fspath(place))
 
 
 def without_secrets(text: str, configuration: Any) -> str:
@@ -52,6 +78,17 @@ def without_secrets(text: str, configuration: Any) -> str:
     for value in sorted({*_secrets(configuration)}, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     return without_credentials(text)
+
+
+def _without_values(value: Any, *, is_secret: bool = False) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            name: _without_values(each, is_secret=is_secret or bool(_SECRET_KEY.search(str(name))))
+            for name, each in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_without_values(each, is_secret=is_secret) for each in value]
+    return HIDDEN if is_secret and value is not None else value
 
 
 def _secrets(configuration: Any, *, is_secret: bool = False) -> Iterator[str]:

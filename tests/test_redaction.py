@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import pkgutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +19,12 @@ from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.estimator import TorchEstimator
 from sparkdl.estimator.params.settings import LONGEST, described
-from sparkdl.redaction import without_credentials, without_secrets
+from sparkdl.redaction import shown, without_credentials, without_secrets
 from sparkdl.spark.launch.rank_host import RankCall
 
 
 def test_uris_lose_users_passwords_keys_and_signatures() -> None:
-    for shown, given in {
+    for wanted, given in {
         "s3://***@bucket/ck": "s3://KEY:SECRET@bucket/ck",
         "s3://***@bucket/a?region=x": "s3://KEY:SEC/R+ET@bucket/a?region=x",
         "https://***@host:80/x": "https://user:p@ss@host:80/x",
@@ -33,9 +35,12 @@ def test_uris_lose_users_passwords_keys_and_signatures() -> None:
         "jdbc:sqlserver://h;password=***;z=1": "jdbc:sqlserver://h;password=yyy;z=1",
         "jdbc:oracle:thin:***@//h:1521/x": "jdbc:oracle:thin:scott/tiger@//h:1521/x",
         "['s3://***@a', 's3a://***@b']": "['s3://K:S@a', 's3a://K:S@b']",
+        '{"sas_token": "***", "b": "c"}': '{"sas_token": "x\\"y", "b": "c"}',
+        "{'password': '***', 'b': 1}": "{'password': 'x,y', 'b': 1}",
+        "Authorization: ***, a: b": "Authorization: Bearer x.y.z, a: b",
     }.items():
-        assert without_credentials(given) == shown
-        assert without_credentials(shown) == shown
+        assert without_credentials(given) == wanted
+        assert without_credentials(wanted) == wanted
 
 
 @pytest.mark.parametrize(
@@ -47,10 +52,26 @@ def test_uris_lose_users_passwords_keys_and_signatures() -> None:
         "/local/a@b:c",
         "mail me@home.org, 3:4",
         "hdfs://nn:8020/x?y=1",
+        "columnDtypes {'token': 'int64', 'key': 'int8'}",
     ],
 )
 def test_what_holds_none_stays(text: str) -> None:
     assert without_credentials(text) == text
+
+
+def test_a_place_is_shown_without_what_its_secret_keys_hold() -> None:
+    place = {
+        "driver": "http",
+        "base_url": "https://u:SECRET@h/x?sig=SECRET",
+        "headers": ["Authorization: Bearer SECRET"],
+        "context": {"credentials": {"type": "plain", "value": ["SECRET"]}, "token": None},
+    }
+    told = shown(place)
+    assert "SECRET" not in told
+    assert json.loads(told)["driver"] == "http"
+    assert json.loads(told)["context"]["token"] is None
+    assert shown(Path("/a/b")) == "/a/b"
+    assert shown("s3://K:SECRET@b/x?token=SECRET") == "s3://***@b/x?token=***"
 
 
 def test_the_values_of_secret_keys_are_found_wherever_they_are() -> None:
@@ -102,7 +123,7 @@ def test_no_dataclass_shows_a_secret_in_its_repr() -> None:
         if field.name in SECRETS
     }
     assert {"ServiceAddress"} <= {name for name, _ in secret}
-    assert [name for name, shown in secret.items() if shown] == []
+    assert [name for name, told in secret.items() if told] == []
 
 
 def test_a_call_for_a_process_of_its_own_does_not_show_what_it_hands_over() -> None:
