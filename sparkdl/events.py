@@ -90,6 +90,49 @@ class WindowReport:
         return max(self.divisor, NOTHING * self.examples)
 
 
+@dataclass(kw_only=True, slots=True)
+class WindowSums:
+    """What one worker's windows of an epoch add up to; as large after a million of them."""
+
+    rank: int
+    """The worker's rank."""
+    examples: int = 0
+    """Rows trained on."""
+    longest: int = 0
+    """The most rows in one window."""
+    loss_sum: float = 0.0
+    """Sum of the windows' ``loss_sum``."""
+    divisor: float = 0
+    """Sum of the windows' divisors."""
+    weight: float = 0
+    """Sum of the windows' weights."""
+    contributions: int = 0
+    """How many of the windows have a weight."""
+    staleness: int = 0
+    """Sum of the staleness of those."""
+    max_staleness: int = 0
+    """The largest staleness among them."""
+    last: bool = False
+    """Whether the worker's last window of the epoch is among them."""
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """What the worker's strategy has measured last, by name."""
+
+    def add(self, window: WindowReport) -> None:
+        """Add the worker's next window."""
+        self.examples += window.examples
+        self.longest = max(self.longest, window.examples)
+        self.loss_sum += window.loss_sum
+        self.divisor += window.divisor
+        self.last |= window.last
+        if window.measured:
+            self.measured = {**self.measured, **window.measured}
+        if weight := window.weight:
+            self.weight += weight
+            self.contributions += 1
+            self.staleness += window.staleness
+            self.max_staleness = max(self.max_staleness, window.staleness)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationReport:
     """What one worker found on its held-out rows at the end of an epoch."""
@@ -142,41 +185,35 @@ class EpochSummary:
 
 
 def summarize_epoch(
-    epoch: int, windows: Iterable[WindowReport], rounds: int, seconds: float
+    epoch: int, workers: Iterable[WindowSums], rounds: int, seconds: float
 ) -> EpochSummary:
     """Add up what the workers reported about one epoch.
 
     Args:
         epoch: epoch counted from 1.
-        windows: every report of that epoch, in any order.
+        workers: each worker's sums, in any order.
         rounds: averaging rounds in the epoch.
         seconds: wall-clock duration of the epoch.
     """
     # Sorted, because floating-point sums would otherwise depend on the order of arrival.
-    ordered = sorted(windows, key=lambda window: (window.rank, window.step))
-    examples = sum(window.examples for window in ordered)
-    divisor = sum(window.divisor for window in ordered)
-    loss_sum = sum(window.loss_sum for window in ordered)
-    staleness = [window.staleness for window in ordered if window.weight]
+    ordered = sorted(workers, key=lambda sums: sums.rank)
+    divisor = sum(sums.divisor for sums in ordered)
+    loss_sum = sum(sums.loss_sum for sums in ordered)
+    contributions = sum(sums.contributions for sums in ordered)
+    measured: dict[str, list[float]] = {}
+    for sums in ordered:
+        for name, value in sums.measured.items():
+            measured.setdefault(name, []).append(value)
     return EpochSummary(
         epoch=epoch,
         loss=loss_sum / divisor if divisor else float("nan"),
-        examples=examples,
+        examples=sum(sums.examples for sums in ordered),
         rounds=rounds,
         seconds=seconds,
-        mean_staleness=sum(staleness) / len(staleness) if staleness else 0.0,
-        max_staleness=max(staleness, default=0),
-        measured=_means_of_last(ordered),
+        mean_staleness=sum(sums.staleness for sums in ordered) / max(contributions, 1),
+        max_staleness=max((sums.max_staleness for sums in ordered), default=0),
+        measured={name: sum(each) / len(each) for name, each in measured.items()},
     )
-
-
-def _means_of_last(windows: Iterable[WindowReport]) -> dict[str, float]:
-    """The mean over the ranks of what each measured last, by name."""
-    last: dict[str, dict[int, float]] = {}
-    for window in windows:
-        for name, value in window.measured.items():
-            last.setdefault(name, {})[window.rank] = value
-    return {name: sum(each.values()) / len(each) for name, each in last.items()}
 
 
 def with_validation(summary: EpochSummary, reports: Iterable[ValidationReport]) -> EpochSummary:

@@ -26,7 +26,7 @@ from sparkdl.checkpoint.tensor_file import write_tensors
 from sparkdl.driver import build_replica, initial_center
 from sparkdl.driver.resuming import identity, require_progress, require_same_rows
 from sparkdl.durable.manifest import MANIFEST
-from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.events import EpochSummary, WindowSums
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.statistics.column import ColumnStatistics
 from sparkdl.feed.statistics.shards import DataStatistics
@@ -43,14 +43,14 @@ MANIFEST_ODD = [
         {"bytes": 1 << 62},
     ),
 ]
-REPORT = WindowReport(
+SUMS = WindowSums(
     rank=0,
-    epoch=2,
-    step=5,
     examples=2,
+    longest=2,
     loss_sum=0.5,
-    last=False,
-    step_of_epoch=1,
+    divisor=2,
+    weight=2,
+    contributions=1,
     measured={"noise": 2.5},
 )
 SUMMARY = EpochSummary(
@@ -66,7 +66,7 @@ PROGRESS = Progress(
     epoch=2,
     rounds=1,
     positions=(Position(epoch=2, step=5, step_of_epoch=1), Position(epoch=2, step=4)),
-    reports=(REPORT,),
+    sums=(SUMS,),
     history=(SUMMARY,),
 )
 _NUMBERS = (int, float, bool)
@@ -136,13 +136,14 @@ class _Stored(Target):
         statistics = OPENINGS if streamed else FACTS
         require_same_rows(resumed, {**FACTS.lasting(), **statistics.lasting()}, COLUMNS)
         told = resumed.progress
-        for each in (*told.positions, *told.reports, *told.history):
+        parts: list[Any] = [*told.positions, *told.sums, *told.history]
+        for each in parts:
             for field in dataclasses.fields(each):
                 value = getattr(each, field.name)
                 if not isinstance(value, _KINDS[str(field.type)]):
                     raise Fault(f"{field.name} of a {type(each).__name__} is {type(value)}")
         named = [each.metrics for each in told.history]
-        named += [each.measured for each in (*told.reports, *told.history)]
+        named += [each.measured for each in parts[len(told.positions) :]]
         if not all(map(_holds_numbers, named)):
             raise Fault("what was measured has come to something else than numbers")
 

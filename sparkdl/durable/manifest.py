@@ -19,7 +19,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 """Version of the files' format; a reader refuses a newer one."""
 MAX_MANIFEST_BYTES = 256 << 20
-"""Enough for the reports of a million windows in an epoch; more is neither written nor read."""
+"""Enough for a hundred thousand workers and a million epochs; more is neither written nor read."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -67,7 +67,7 @@ def manifest_text(path: str, files: dict[str, Any], description: dict[str, Any])
     if len(text) > MAX_MANIFEST_BYTES:
         raise CheckpointError(
             f"{path} would have {len(text)} bytes, over the limit of {MAX_MANIFEST_BYTES}: it "
-            "describes each window of the epoch. Make windows longer"
+            "holds the values of all metrics in every epoch. Let metrics return fewer numbers"
         )
     return text
 

@@ -23,6 +23,7 @@ from sparkdl.events import (
     MetricValue,
     ValidationReport,
     WindowReport,
+    WindowSums,
     summarize_epoch,
     with_validation,
 )
@@ -48,25 +49,27 @@ class CommittedProgress:
     def __init__(self, progress: Progress, kept: Mapping[int, WorkerState], now: float) -> None:
         self.round = 0
         self.epoch = progress.epoch
-        # Up to date once the windows of ``_reports`` from ``_placed`` on are taken into account.
-        self._positions, self._placed = list(progress.positions), len(progress.reports)
+        # Up to date once the ranks' newest windows, in ``_moved``, are taken into account.
+        self._positions = list(progress.positions)
+        self._moved: dict[int, WindowReport] = {}
         self._history = list(progress.history)
         self.kept = dict(kept)
         self.commit_wanted = False
-        self._reports = list(progress.reports)
+        # By rank, of the epoch under way.
+        self._sums = {each.rank: replace(each) for each in progress.sums}
         self._first_round = -progress.rounds
-        # By epoch and rank, for epochs whose summaries do not include them yet.
-        self._validations: dict[int, dict[int, ValidationReport]] = {}
-        self._not_counted: set[int] = set()
+        # By rank, of the last epoch that ended; and whether its summary includes them all.
+        self._validations: dict[int, ValidationReport] = {}
+        self._counted = True
         self._states: dict[int, WorkerState] = {}
         self.start_epoch(now)
 
     @property
     def positions(self) -> Sequence[Position]:
         """Where each rank continues, by rank."""
-        for report in self._reports[self._placed :]:
-            self._positions[report.rank] = Position.after(report)
-        self._placed = len(self._reports)
+        for rank, report in self._moved.items():
+            self._positions[rank] = Position.after(report)
+        self._moved.clear()
         return self._positions
 
     @property
@@ -81,7 +84,7 @@ class CommittedProgress:
     @property
     def has_windows(self) -> bool:
         """Whether any window of the epoch under way was committed."""
-        return bool(self._reports)
+        return bool(self._sums)
 
     @property
     def at_end_of_epoch(self) -> bool:
@@ -98,32 +101,37 @@ class CommittedProgress:
         self.round += 1
         self.commit_wanted = False
         self.kept |= kept
-        self._reports += windows
+        for window in windows:
+            self._moved[window.rank] = window
+            if window.rank not in self._sums:
+                self._sums[window.rank] = WindowSums(rank=window.rank)
+            self._sums[window.rank].add(window)
 
     def end_epoch(self, now: float) -> EpochSummary:
         """Go on to the next epoch; returns the summary of the one that ended."""
         seconds = now - self._epoch_started
         rounds = self.round - self._first_round
-        summary = summarize_epoch(self.epoch, self._reports, rounds, seconds)
-        self._history.append(summary)
+        summary = summarize_epoch(self.epoch, self._sums.values(), rounds, seconds)
+        self._history = [*self.history, summary]
         self.epoch += 1
         self._positions = [position.next_epoch() for position in self.positions]
         self._first_round = self.round
-        self._reports, self._placed = [], 0
-        self._states = {}
+        self._sums, self._validations, self._states = {}, {}, {}
         self.start_epoch(now)
         return summary
 
     def validated(self, report: ValidationReport, states: WorkerState | None = None) -> None:
-        """Add to an epoch's summary what a rank found on its held-out rows.
+        """Add to the last epoch's summary what a rank found on its held-out rows.
 
         Args:
             report: the loss.
             states: what its metrics counted.
         """
-        self._validations.setdefault(report.epoch, {})[report.rank] = report
-        self._not_counted.add(report.epoch)
-        if states is not None and report.epoch == self.epoch - 1:
+        if report.epoch != self.epoch - 1:
+            return  # an epoch ends only once everyone has validated the one before
+        self._validations[report.rank] = report
+        self._counted = False
+        if states is not None:
             self._states[report.rank] = states
 
     def take_states(self) -> tuple[WorkerState | None, ...]:
@@ -140,7 +148,7 @@ class CommittedProgress:
     @property
     def validated_by(self) -> Set[int]:
         """The ranks that have reported their validation after the last epoch."""
-        return self._validations.get(self.epoch - 1, {}).keys()
+        return self._validations.keys()
 
     def epochs_with_known_loss(self, *, validates: bool) -> int:
         """The number of epochs whose loss is final.
@@ -170,11 +178,9 @@ class CommittedProgress:
     @property
     def history(self) -> tuple[EpochSummary, ...]:
         """The epochs that have ended."""
-        for index, summary in enumerate(self._history):
-            if summary.epoch in self._not_counted:
-                self._not_counted.discard(summary.epoch)
-                found = self._validations[summary.epoch].values()
-                self._history[index] = with_validation(summary, found)
+        if self._history and not self._counted:
+            self._history[-1] = with_validation(self._history[-1], self._validations.values())
+            self._counted = True
         return tuple(self._history)
 
     def progress(self) -> Progress:
@@ -183,7 +189,7 @@ class CommittedProgress:
             epoch=self.epoch,
             rounds=self.round - self._first_round,
             positions=tuple(self.positions),
-            reports=tuple(self._reports),
+            sums=tuple(replace(self._sums[rank]) for rank in sorted(self._sums)),
             history=self.history,
         )
 

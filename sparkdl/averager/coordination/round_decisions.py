@@ -37,7 +37,7 @@ from sparkdl.averager.coordination.round import Loss
 from sparkdl.averager.coordination.run_state import RunState
 from sparkdl.averager.messages.run_events import RoundCommitted
 from sparkdl.averager.values.center_update import Contributions
-from sparkdl.events import WindowReport
+from sparkdl.events import WindowReport, WindowSums
 
 
 class RoundDecisions:
@@ -51,7 +51,7 @@ class RoundDecisions:
         self._checkpoints = run.checkpoints
         # How often the center has been updated, in all and before each rank was sent it.
         self._updates = 0
-        self._full_round = FullRound(run.spec.world_size, run.committed.progress().reports)
+        self._full_round = FullRound(run.spec.world_size, run.committed.progress().sums)
         self._sent: dict[int, int] = {}
 
     # Contributing.
@@ -235,10 +235,10 @@ class FullRound:
 
     Args:
         world_size: number of ranks.
-        reports: the windows committed in the epoch under way.
+        sums: what the windows committed in the epoch under way add up to.
     """
 
-    def __init__(self, world_size: int, reports: Iterable[WindowReport] = ()) -> None:
+    def __init__(self, world_size: int, sums: Iterable[WindowSums] = ()) -> None:
         # By rank: rows committed in the epoch under way, and in a whole epoch if that is known.
         self._done = [0] * world_size
         self._rows: list[float] = [math.inf] * world_size
@@ -249,8 +249,8 @@ class FullRound:
         # The most rows in a window, in the epoch before and in the one under way.
         self._longest_before = self._longest = 0
         self._examples, self._weight = 0, 0.0
-        for report in reports:
-            self._note(report)
+        for each in sums:
+            self._note(each, each.longest)
 
     def share(self, windows: Sequence[WindowReport]) -> float:
         """Take note of a round's windows; returns what part of a full round's weight they have.
@@ -263,7 +263,7 @@ class FullRound:
         """
         begun = [self._done[window.rank] for window in windows]
         for window in windows:
-            self._note(window)
+            self._note(window, window.examples)
         present = sum(window.examples for window in windows)
         weight = sum(window.weight for window in windows)
         if not present or not weight:
@@ -284,10 +284,10 @@ class FullRound:
         self._done = [0] * len(self._done)
         self._longest_before, self._longest = self._longest, 0
 
-    def _note(self, window: WindowReport) -> None:
+    def _note(self, window: WindowReport | WindowSums, longest: int) -> None:
         rank = window.rank
         self._done[rank] += window.examples
-        self._longest = max(self._longest, window.examples)
+        self._longest = max(self._longest, longest)
         self._examples += window.examples
         self._weight += window.weight
         done = self._done[rank]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, get_type_hints
 
 from sparkdl.errors import TrainingError
-from sparkdl.events import EpochSummary, WindowReport, are_measured, are_metrics
+from sparkdl.events import EpochSummary, WindowReport, WindowSums, are_measured, are_metrics
 
 T = TypeVar("T")
 _COUNTS = range(1 << 63)
@@ -52,8 +52,8 @@ class Progress:
     """Rounds committed in that epoch."""
     positions: tuple[Position, ...]
     """The workers' positions, by rank."""
-    reports: tuple[WindowReport, ...] = ()
-    """The windows committed in that epoch."""
+    sums: tuple[WindowSums, ...] = ()
+    """What the windows committed in that epoch add up to, of the ranks that have any."""
     history: tuple[EpochSummary, ...] = ()
     """The previous epochs."""
 
@@ -79,10 +79,13 @@ class Progress:
             AttributeError, KeyError, TypeError: it is something else.
         """
         numbers = {name: _checked(int, name, fields[name]) for name in ("epoch", "rounds")}
+        sums = tuple(_read(WindowSums, each) for each in fields["sums"])
+        if any(each.rank >= len(fields["positions"]) for each in sums):
+            raise TypeError(f"sums is {sums!r}")
         return cls(
             **numbers,
             positions=tuple(_read(Position, each) for each in fields["positions"]),
-            reports=tuple(_read(WindowReport, each) for each in fields["reports"]),
+            sums=sums,
             history=tuple(map(read_epoch, fields["history"])),
         )
 

@@ -263,7 +263,9 @@ class ResumedCheckpoint:
             return cls(saved=saved, progress=Progress.from_json(progress))
         except (AttributeError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{saved.directory} does not say how far its training had progressed: {error!r}"
+                f"{saved.directory} does not say how far its training had progressed: {error!r}. "
+                "If another version of sparkdl-torch wrote it, use another checkpointPath, or set "
+                "resume='never'"
             ) from error
 
     def read_center(

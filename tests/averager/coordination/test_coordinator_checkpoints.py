@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import pickle
+from dataclasses import replace
+
+import numpy as np
 import pytest
-from decisions import Every, Run, only, shard, started
+from decisions import Every, Run, only, report, shard, started
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
 from sparkdl.errors import DeadlineError, PreemptedError, TrainingError
+from sparkdl.events import EpochSummary
 
 
 def asked(decisions: list[do.Decision]) -> list[int]:
@@ -41,6 +47,26 @@ def test_it_asks_all_who_have_contributed_to_its_commit() -> None:
     assert [position.step for position in begun.progress.positions] == [2, 2]
     assert begun.progress.rounds == 2
     assert begun.data == run.coordinator.shards.statistics
+
+
+def test_the_middle_of_an_epoch_is_as_large_after_two_thousand_windows_as_after_twenty() -> None:
+    run, draw, sizes = started(2), np.random.default_rng(0), []
+    examples, losses = draw.integers(0, 9, (1000, 2)), draw.normal(size=(1000, 2))
+    for step, (rows, sums) in enumerate(zip(examples.tolist(), losses.tolist(), strict=True), 1):
+        for rank in run.ranks:
+            given = report(rank, examples=rows[rank], step=step, last=step == 1000)
+            window = replace(given, loss_sum=sums[rank], measured={"noise": float(step)})
+            decisions = run.tell(on.WindowClosed(run.members[rank], window))
+            decisions += run.add(rank) if rows[rank] else []
+        run.take()
+        if step in (10, 990):
+            sizes.append(len(pickle.dumps(run.coordinator.committed)))
+            sizes.append(len(json.dumps(run.coordinator.committed.progress().as_json())))
+    assert sizes[2:] == pytest.approx(sizes[:2], abs=200)
+    (summary,) = (d.event for d in only(do.Report, decisions) if isinstance(d.event, EpochSummary))
+    assert summary.loss == pytest.approx(losses.sum() / examples.sum(), rel=1e-12)
+    assert (summary.examples, summary.rounds) == (examples.sum(), 1000)
+    assert summary.measured == {"noise": 1000.0}
 
 
 def test_the_center_is_copied_after_the_commit_and_before_anybody_goes_on() -> None:

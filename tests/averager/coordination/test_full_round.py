@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from every_row import every
+from summed import sums_of
 
 from sparkdl.averager.coordination.round_decisions import FullRound
 from sparkdl.events import WindowReport
@@ -104,9 +105,8 @@ def test_windows_without_any_weight_change_nothing_and_are_rows_that_were_there(
 def test_it_goes_on_with_the_windows_of_an_epoch_that_was_interrupted() -> None:
     rows = [40, 20]
     before = in_step(rows)[:2]
-    resumed = FullRound(2, [window for windows in before for window in windows])
-    assert resumed.share([windows_of(0, 40)[2]]) == 1.0
-    assert FullRound(2, before[0]).share([windows_of(0, 40)[1]]) == pytest.approx(1 / 2)
+    assert FullRound(2, sums_of(before[0] + before[1])).share([windows_of(0, 40)[2]]) == 1.0
+    assert FullRound(2, sums_of(before[0])).share([windows_of(0, 40)[1]]) == pytest.approx(1 / 2)
 
 
 def test_a_rank_that_has_other_rows_than_in_the_epoch_before_is_believed() -> None:

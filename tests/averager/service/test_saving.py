@@ -15,10 +15,10 @@ from sparkdl.averager.service.saving import ResumedCheckpoint
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.checkpoint.tensor_file import write_tensors
 from sparkdl.errors import CheckpointError
-from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.events import EpochSummary, WindowSums
 from sparkdl.protocols import Segment
 
-REPORT = WindowReport(rank=0, epoch=1, step=1, examples=2, loss_sum=0.5, last=False)
+SUMS = WindowSums(rank=0, examples=2, loss_sum=0.5)
 SUMMARY = EpochSummary(epoch=1, loss=0.5, examples=2, rounds=1, seconds=1.0)
 
 
@@ -30,13 +30,14 @@ SUMMARY = EpochSummary(epoch=1, loss=0.5, examples=2, rounds=1, seconds=1.0)
         {"epoch": 1, "positions": 7},
         {"positions": [{"epoch": []}]},
         {"positions": [[]]},
-        {"reports": [{}]},
+        {"sums": [{}]},
+        {"sums": [{**asdict(SUMS), "rank": 1}]},
         {"epoch": -1},
         {"epoch": 1 << 63},
         {"rounds": 1.5},
         {"positions": [{"epoch": None}]},
         {"positions": [{"step": 2.0}]},
-        {"reports": [{**asdict(REPORT), "last": 1}]},
+        {"sums": [{**asdict(SUMS), "last": 1}]},
         {"history": [{**asdict(SUMMARY), "loss": None}]},
     ],
 )

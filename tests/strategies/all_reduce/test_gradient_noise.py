@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 from every_row import every
+from summed import sums_of
 from torch import nn
 from toys import batches_by_hand, classification, make_job, mlp
 
 from sparkdl.averager.messages.headers import read_window, window_header
-from sparkdl.averager.messages.progress import Progress
+from sparkdl.averager.messages.progress import Position, Progress
 from sparkdl.errors import TrainingError
 from sparkdl.events import WindowReport, summarize_epoch
 from sparkdl.report.history import metrics_of
@@ -169,13 +170,13 @@ def test_an_epoch_has_the_mean_of_what_each_worker_measured_last() -> None:
             rank=rank, epoch=1, step=step, examples=1, loss_sum=0.0, last=False, measured=measured
         )
         for rank, step, measured in [
-            (0, 2, {"a": 3.0}),
             (0, 1, {"a": 9.0, "b": 1.0}),
+            (0, 2, {"a": 3.0}),
             (1, 1, {"a": 5.0}),
             (1, 2, {}),
         ]
     ]
-    assert summarize_epoch(1, windows, 1, 1.0).measured == {"a": 4.0, "b": 1.0}
+    assert summarize_epoch(1, sums_of(windows), 1, 1.0).measured == {"a": 4.0, "b": 1.0}
 
 
 @every(
@@ -188,7 +189,7 @@ def test_what_no_strategy_measures_is_refused(measured: Any) -> None:
     with pytest.raises(TrainingError, match="rank 0 sent"):
         read_window(header, 0)
     progress = copy.deepcopy(Progress.start(1).as_json())
-    progress["reports"] = [header["window"] | {"staleness": 0}]
+    progress["sums"] = [{"rank": 0, "measured": measured}]
     with pytest.raises(TypeError, match="measured is"):
         Progress.from_json(progress)
 
@@ -196,7 +197,7 @@ def test_what_no_strategy_measures_is_refused(measured: Any) -> None:
 def test_what_was_measured_travels_and_is_saved() -> None:
     report = WindowReport(**{**header_fields(), "measured": {"noise": 1.5}})
     assert read_window(json.loads(json.dumps(window_header(report))), 0) == report
-    progress = Progress(epoch=1, rounds=0, positions=(), reports=(report,))
+    progress = Progress(epoch=1, rounds=0, positions=(Position(),), sums=tuple(sums_of([report])))
     assert Progress.from_json(json.loads(json.dumps(progress.as_json()))) == progress
 
 
