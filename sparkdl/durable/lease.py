@@ -219,16 +219,16 @@ def _lock(files: LocalFiles, root: str, locks: contextlib.ExitStack) -> bool | N
                 locks.callback(_unlock, files, path, descriptor)
                 return True
             os.close(descriptor)
-        except BlockingIOError:
-            os.close(descriptor)  # type: ignore[arg-type]
+        except OSError as error:
+            # Opening it blocks too, where a file server has leased the file to another client.
+            if descriptor is not None:
+                os.close(descriptor)
+            if not isinstance(error, BlockingIOError):
+                logger.info("%s cannot be locked (%s)", root, error)
+                return False
             if time.monotonic() > deadline:
                 return None
             time.sleep(GRACE_S / 50)
-        except OSError as error:
-            logger.info("%s cannot be locked (%s)", root, error)
-            if descriptor is not None:
-                os.close(descriptor)
-            return False
 
 
 def _unlock(files: LocalFiles, path: str, descriptor: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import multiprocessing
@@ -132,6 +133,22 @@ def test_a_process_that_is_about_to_end_is_waited_for(
         threading.Timer(0.3, first.pop_all().close).start()
         with store_at(tmp_path).held():
             pass
+
+
+def test_a_lock_that_cannot_even_be_opened_now_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a file server has leased it to another client."""
+    monkeypatch.setattr(lease, "GRACE_S", 30.0)
+    leased = os.open(tmp_path / lease.LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel asks for the lease back
+    try:
+        fcntl.fcntl(leased, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        threading.Timer(0.3, os.close, [leased]).start()
+        with store_at(tmp_path).held():
+            pass
+    finally:
+        signal.signal(signal.SIGIO, before)
 
 
 def test_a_second_training_of_this_process_is_refused(tmp_path: Path) -> None:
