@@ -21,8 +21,8 @@ class FlatGroup:
     """Tensors of one kind and dtype, all views into one flat tensor.
 
     A tensor's values keep their memory order, so a channels_last model stays one; every replica has
-    to be built the same way. Complex numbers, except in buffers, become two real ones each, which
-    can be averaged like all others.
+    to be built the same way. Complex numbers become two real ones each, which can be averaged like
+    all others.
 
     Args:
         kind: ``parameters``, ``buffers`` or ``optimizer``.
@@ -50,7 +50,7 @@ class FlatGroup:
             # its forward pass after autograd has saved another.
             self.views.append(self.flat.as_strided(tensor.shape, strides, start).data)
             start += tensor.numel()
-        if self.flat.is_complex() and kind != "buffers":
+        if self.flat.is_complex():
             self.flat = torch.view_as_real(self.flat).view(-1)
 
     @property

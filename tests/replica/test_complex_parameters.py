@@ -1,4 +1,4 @@
-"""Models with complex parameters are trained as others are."""
+"""Models with complex parameters and buffers are trained as others are."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from sparkdl.strategies import (
     OuterSGD,
     ParameterAveraging,
     PowerSGD,
+    Strategy,
     ThresholdGradientSharing,
 )
 from sparkdl.strategies.all_reduce.gradient_noise import norms_of
@@ -39,7 +41,7 @@ class Wave(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.map = nn.Linear(6, 3, dtype=torch.complex128)
-        self.register_buffer("phase", torch.polar(torch.ones(1), torch.ones(1)))
+        self.register_buffer("phase", torch.polar(*torch.ones(2, 1).double()))
 
     def forward(self, features: Tensor) -> Tensor:
         return (self.map(features.to(torch.complex128)) * self.phase).abs()
@@ -77,6 +79,44 @@ def test_in_every_step_they_agree_on_what_one_process_would_have_come_to(
     for mine, other in zip(found.module.parameters(), oracle.parameters(), strict=True):
         assert mine.dtype is torch.complex128
         torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
+
+
+class Seen(nn.Linear):
+    """Keeps the mean of the rows that it saw last, times 1 + 2i, and how many they were."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3, dtype=torch.float64)
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.complex128))
+        self.register_buffer("rows", torch.zeros((), dtype=torch.int32))
+        self.register_buffer("many", torch.zeros(3, dtype=torch.bool))
+
+    def forward(self, features: Tensor) -> Tensor:
+        if self.training:
+            self.mean = features.mean(0) * (1 + 2j)
+            self.rows.fill_(len(features))
+            self.many.fill_(len(features) > 15)
+        return super().forward(features)
+
+
+@pytest.mark.parametrize("among", ["threads", pytest.param("processes", marks=pytest.mark.slow)])
+def test_complex_buffers_become_the_mean_over_rows_and_integers_those_of_the_first(
+    among: Any,
+) -> None:
+    strategies: list[Strategy[Any]] = [
+        ParameterAveraging(period=1),
+        OuterOptimizer(period=1, outer=OuterSGD(1.0, 0.0)),
+        AsynchronousSGD(period=1, barrier=BSP()),
+        ThresholdGradientSharing(threshold=0),
+    ]
+    if among == "processes":
+        strategies = [GradientAllReduce(), ParameterAveraging(1, aggregation="executors")]
+    rows = np.concatenate([DATA.shard(rank)[0] for rank in range(2)])
+    for strategy in strategies:
+        job = make_job(Seen(), strategy=strategy, epochs=1, batch_size=20, deadline_s=90.0)
+        found = run_world(job, DATA.shards(), ranks_as=among).module
+        expected = torch.from_numpy(rows.mean(0) * (1 + 2j))
+        torch.testing.assert_close(found.mean, expected)
+        assert (int(found.rows), found.many.tolist()) == (20, [True] * 3)
 
 
 def test_their_noise_is_that_of_real_and_imaginary_parts() -> None:
