@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
+import re
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -27,6 +31,47 @@ from sparkdl.replica.replica import Replica
 SPLIT = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers whose outputs can be computed in parts, each from all inputs."""
 _LOOKUPS = ("Embedding", "EmbeddingBag")
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Operations of two products: of queries and keys, and of that and the values."""
+    return int(2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
+
+
+def _recurrent(inputs: Any, *given: Any, **_: Any) -> int:
+    """Operations of a recurrent layer, which applies each weight to each step of each row."""
+    weights = given[0] if isinstance(given[0], list) else given[:2]
+    return int(2 * math.prod(inputs[:-1]) * sum(math.prod(w) for w in weights if len(w) == 2))
+
+
+_RULES = {
+    getattr(torch.ops.aten, name): rule
+    for rule, names in (
+        (
+            _attention,
+            (
+                "_scaled_dot_product_flash_attention_for_cpu",
+                "_scaled_dot_product_fused_attention_overrideable",
+            ),
+        ),
+        (_recurrent, ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")),
+    )
+    for name in names
+    if hasattr(torch.ops.aten, name)
+}
+"""What torch has no rules for."""
+_MORE = re.compile(
+    r"attention|rnn|convol|conv\d|_fft_[rc]2[rc]|cdist|pdist|trilinear|cholesky|triangular"
+    r"|linalg_(?!vector_norm|cross|diagonal|check_errors)"
+)
+"""torch's operators that do more for each number than to go through it, beside those that take
+several tensors."""
+_NO_MORE = re.compile(
+    r"copy|index|scatter|masked|put|loss|entropy|kl_div|norm|complex|polar|relu|grid_sampler|_cell"
+    r"|cross|^dist$|set_|backward"
+)
+"""Those that take several tensors and only go through them, beside pointwise ones."""
+_NO_WORK = ("prim", "prims", "profiler", "c10d", "_c10d_functional")
 
 
 def layer_balance(
@@ -111,10 +156,24 @@ class _Seen:
     backward: float = 0.0
 
 
-class _Count:
-    """Attributes the operations of a forward pass to the layer that runs, or ran last."""
+class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Attributes the operations of a forward pass to the layer that runs, or ran last.
+
+    Args:
+        module: the module.
+        counter: counts while it runs; inside this mode, so that operators arrive here as the
+            counter has taken them apart.
+
+    Attributes:
+        seen: layers by name.
+        not_counted: by operator that the counter has no rule for, the layers that use it.
+    """
+
+    supports_higher_order_operators = True
 
     def __init__(self, module: nn.Module, counter: FlopCounterMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.not_counted: dict[str, dict[str, None]] = {}
         self._counter = counter
         self._stack: list[str] = []
         self._last = ""
@@ -125,6 +184,15 @@ class _Count:
             if next(layer.parameters(recurse=False), None) is not None:
                 before = layer.register_forward_pre_hook(self._before(name), with_kwargs=True)
                 self._handles += [before, layer.register_forward_hook(self._after)]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        counted = getattr(func, "_overloadpacket", func) in self._counter.flop_registry
+        if not counted and _works(func, args):
+            layer = self._stack[-1] if self._stack else self._last
+            self.not_counted.setdefault(func.name(), {})[layer] = None
+        if not isinstance(func, OpOverload):
+            return NotImplemented
+        return func(*args, **(kwargs or {}))
 
     def _before(self, name: str) -> Any:
         def before(layer: nn.Module, args: Any, kwargs: Any) -> None:
@@ -160,6 +228,21 @@ class _Count:
         return [(name or type(seen.module).__name__, seen) for name, seen in self.seen.items()]
 
 
+def _works(func: Any, args: Any) -> bool:
+    """Whether an operator may do more for each of its numbers than to go through it."""
+    if not isinstance(func, OpOverload):
+        return True
+    name = func._opname
+    if func.namespace != "aten":
+        return func.namespace not in _NO_WORK
+    if _MORE.search(name):
+        return "backward" not in name
+    if torch.Tag.pointwise in func.tags or _NO_MORE.search(name):
+        return False
+    given = [each for each in args if isinstance(each, Tensor) and each.dim() > 1]
+    return sum(each.is_floating_point() or each.is_complex() for each in given) > 1
+
+
 def _first_bytes(values: Any) -> int:
     """Of the first tensor in some values."""
     found = (each for each in tree_leaves(values) if isinstance(each, Tensor))
@@ -168,15 +251,19 @@ def _first_bytes(values: Any) -> int:
 
 
 def _count(replica: Replica, batch: Batch) -> tuple[tuple[Layer, ...], tuple[str, ...]]:
-    with FlopCounterMode(display=False) as counter:
-        count = _Count(replica.module, counter)
+    counter = FlopCounterMode(display=False, custom_mapping=_RULES)
+    count = _Count(replica.module, counter)
+    with count, counter:
         replica.forward(batch)
         found = count.end()
     if not found:
         raise ModelError("no layer with parameters takes part in the forward pass")
     called = {id(seen.module) for _, seen in found}
     sent: set[int] = set()
-    layers, uncounted = [], []
+    whole = type(replica.module).__name__
+    told = {op: [name or whole for name in names] for op, names in count.not_counted.items()}
+    silent = {name for name, _ in found}.difference(*told.values())
+    layers, uncounted = [], [f"{op} in {_few(names)}" for op, names in told.items()]
     for name, seen in found:
         parameters = [p for each in _own(seen.module, called) for p in each.parameters(False)]
         own = [each for each in parameters if each.requires_grad and id(each) not in sent]
@@ -187,10 +274,19 @@ def _count(replica: Replica, batch: Batch) -> tuple[tuple[Layer, ...], tuple[str
         kind, inputs = type(seen.module).__name__, seen.input_bytes / batch.examples
         outputs = seen.output_bytes / batch.examples
         layers.append(Layer(name, kind, *work, gradient, inputs, splits, outputs))
-        if not seen.forward and kind not in _LOOKUPS and any(e.dim() > 1 for e in parameters):
+        works = kind not in _LOOKUPS and any(each.dim() > 1 for each in parameters)
+        if works and not seen.forward and name in silent:
             uncounted.append(name)
-    note = f"torch does not count the operations of {', '.join(uncounted)}: bubbles are too large."
+    note = (
+        f"torch does not count the operations of {', '.join(uncounted)}: they pass for none, and "
+        "bubbles and efficiency are wrong by as much."
+    )
     return tuple(layers), (note,) * bool(uncounted)
+
+
+def _few(names: list[str]) -> str:
+    more = len(names) - 3
+    return " and ".join([", ".join(names[:3]), f"{more} more"] if more > 0 else [", ".join(names)])
 
 
 def _own(module: nn.Module, called: set[int]) -> Iterator[nn.Module]:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from step_networks import CLASSES, KINDS, Convolutions, Transformer
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import sparkdl
@@ -196,10 +197,101 @@ def test_frozen_and_tied_parameters_are_sent_never_and_once() -> None:
     assert sent["layers.layers.0.linear1"] == 0
 
 
-def test_what_torch_does_not_count_is_said() -> None:
-    found = balance(nn.LSTM(4, 4, batch_first=True), torch.randn(2, 3, 4))
-    assert found.layers[0].name == "LSTM"
-    assert found.layers[0].flop > 0 or "torch does not count the operations of LSTM" in str(found)
+class After(nn.Module):
+    """What comes after a layer."""
+
+    def __init__(self, function: Any, layer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layer = layer or nn.Linear(16, 16)
+        self.function = function
+
+    def forward(self, rows: Tensor) -> Tensor:
+        found: Tensor = self.function(self.layer(rows))
+        return found
+
+
+def attention(rows: Tensor) -> Tensor:
+    heads = rows.unflatten(2, (4, 4)).transpose(1, 2)
+    return nn.functional.scaled_dot_product_attention(heads, heads, heads)
+
+
+def written_out(rows: Tensor) -> Tensor:
+    heads = rows.unflatten(2, (4, 4)).transpose(1, 2)
+    return (heads @ heads.mT / 2).softmax(3) @ heads
+
+
+def few_keys(rows: Tensor) -> Tensor:
+    heads = rows.unflatten(2, (4, 4)).transpose(1, 2)
+    keys = heads[:, :2, :5]
+    return nn.functional.scaled_dot_product_attention(heads, keys, keys, enable_gqa=True)
+
+
+ENCODER = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+
+
+@every(
+    "model",
+    [
+        After(attention),
+        After(few_keys),
+        After(lambda rows: rows, ENCODER),
+        After(lambda rows: rows[0], nn.LSTM(16, 5, 2, bidirectional=True, batch_first=True)),
+    ],
+)
+def test_fused_operators_count_as_what_they_are_made_of(model: After) -> None:
+    rows = torch.randn(6, 32, 16)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        copy.deepcopy(model).double()(rows.double())  # no LSTM of float64 is fused
+    found = balance(model, rows)
+    assert (
+        6 * sum(each.flop - each.backward_flop for each in found.layers)
+        == counter.get_total_flops()
+    )
+    assert found.notes == ()
+
+
+def test_efficiency_is_that_of_the_same_model_written_out() -> None:
+    rows, slow = torch.randn(2, 512, 16), {"link": "20 Mbit/s", "step_s": 0.001}
+    fused, other = (balance(After(each), rows, **slow) for each in (attention, written_out))
+    assert fused.efficiency == pytest.approx(other.efficiency)
+    assert fused.efficiency < 0.99
+
+
+@torch.library.custom_op("sparkdl_tests::double", mutates_args=())
+def double(rows: Tensor) -> Tensor:
+    return rows * 2
+
+
+def frozen(rows: Tensor) -> Tensor:
+    with torch.no_grad():
+        return ENCODER.eval()(rows)
+
+
+@every(
+    "function, operator",
+    [
+        (lambda rows: torch.fft.rfft(rows).abs(), "aten::_fft_r2c"),
+        (lambda rows: torch.linalg.inv(rows.mT @ rows + torch.eye(16)), "aten::linalg_inv"),
+        (lambda rows: torch.cdist(rows, rows), "aten::_cdist_forward"),
+        (lambda rows: rows + double(rows.detach()), "sparkdl_tests::double"),
+        (lambda rows: rows + frozen(rows), "aten::_transformer_encoder_layer_fwd"),
+    ],
+)
+def test_what_torch_does_not_count_is_said(function: Any, operator: str) -> None:
+    found = balance(After(function), torch.randn(2, 8, 16))
+    assert f"torch does not count the operations of {operator}" in str(found)
+    assert "in layer: they pass for none" in str(found)
+
+
+def test_of_what_only_goes_through_the_numbers_nothing_is_said() -> None:
+    def function(rows: Tensor) -> Tensor:
+        twos = nn.functional.normalize(torch.where(rows > 0, rows, torch.full_like(rows, 2.0)))
+        normed = nn.functional.layer_norm(rows, (8, 16), rows[0], rows[1]) + rows.softmax(2)
+        moved = torch.index_add(rows, 1, torch.arange(8), twos).sort(2).values.cumsum(1)
+        spun = torch.view_as_real(torch.polar(rows, twos) * torch.complex(rows, normed)).sum(3)
+        return nn.functional.mse_loss(moved, spun) + nn.functional.huber_loss(rows, spun)
+
+    assert balance(After(function), torch.randn(2, 8, 16)).notes == ()
 
 
 def test_the_table_says_what_is_best_and_the_words_who_is_waited_for() -> None:
