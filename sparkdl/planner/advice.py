@@ -85,12 +85,21 @@ def explained(plan: Plan) -> str:
     most, costs, traffic = plan.workers[-1], plan.costs[plan.own].costs, plan.traffic
     now, step = plan.predict(most), costs.step_s(plan.batch_size)
     by_bytes, rest = costs.exchange(traffic, most, plan.per_host)
+    parts = {
+        "computing": now.parts.computing,
+        "waiting for the slowest worker": now.parts.uneven,
+        **now.sent,
+        "what rounds take whatever they send": now.parts.fixed,
+    }
+    ordered = sorted(parts, key=parts.__getitem__, reverse=True)
     lines = [
         f"Measured with {plan.measured_with} {plan.profiles[0].machine}.",
         f"A step of {plan.batch_size} rows takes {_time(step)}; an exchange of {most} workers "
         f"takes {_time(by_bytes + rest)}, of which {_time(rest)} whatever is sent.",
         f"With {most} workers an epoch takes {_range(now)} at an efficiency of "
-        f"{now.efficiency:.0%}. Most of that is {now.bound}.",
+        f"{now.efficiency:.0%}: "
+        + ", ".join(f"{each} {_time(parts[each])}" for each in ordered if parts[each])
+        + ".",
         *_lemmas(plan, most, step),
         *(f"{change}: {_time(each.seconds)}." for change, each in _changes(plan, most)),
         *(
@@ -113,7 +122,7 @@ def _lemmas(plan: Plan, workers: int, step: float) -> Iterator[str]:
         yield (
             f"What more workers do not divide is {overhead:.2g} times what they do: any number "
             f"of them is at most {1 + 1 / overhead:.3g} times as fast as one, and {GOOD:.0%} "
-            f"efficient up to {most_workers(overhead, GOOD):g} (lemma 1)."
+            f"efficient up to {most_workers(overhead, GOOD):g}."
         )
     period = least_period_for(GOOD, step, sum(many), alone + rest, costs.slowest)
     if math.isfinite(period):
@@ -122,7 +131,7 @@ def _lemmas(plan: Plan, workers: int, step: float) -> Iterator[str]:
         least = least_period(traffic.up, workers, plan.network.bandwidth, step)
         yield (
             "The driver's link carries their rounds in the time in which they compute from period "
-            f"{least} on (lemma 2)."
+            f"{least} on."
         )
 
 

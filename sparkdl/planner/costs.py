@@ -43,14 +43,16 @@ class Parts:
     Attributes:
         computing: forward, backward, optimizer steps, minibatches.
         uneven: waiting for the slowest worker.
-        passing: bytes on the busiest link, beyond what steps hide.
+        passing: bytes on the busiest link, the processors' part included, beyond what steps hide.
         fixed: what rounds take whatever is sent, latency included.
+        link: of ``passing``, what the link itself takes; None if its speed is not known.
     """
 
     computing: float
     uneven: float
     passing: float
     fixed: float
+    link: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -69,6 +71,7 @@ class Costs:
         fixed: seconds of an exchange that do not depend on what is sent.
         per_byte: seconds for each byte that passes the busiest link, the processors' included.
         message: seconds of each message that others wait for, beside its bytes.
+        wire: of ``per_byte``, what the link itself takes; None if its speed is not known.
     """
 
     step_fixed: float
@@ -77,6 +80,7 @@ class Costs:
     fixed: float
     per_byte: float
     message: float = 0.0
+    wire: float | None = None
 
     def step_s(self, batch_size: int) -> float:
         """Seconds of a step of a worker that is as fast as the mean."""
@@ -119,8 +123,9 @@ class Costs:
         elif sums := by_bytes + rest - self.fixed:
             shown = traffic.shown(sums, step * slowest) / sums
             by_bytes, rest = by_bytes * shown, self.fixed + (rest - self.fixed) * shown
-        copy = self.per_byte * traffic.state
-        return Parts(computing, uneven, rounds * by_bytes + copy, rounds * rest)
+        passing = rounds * by_bytes + self.per_byte * traffic.state
+        link = None if self.wire is None else passing * self.wire / self.per_byte
+        return Parts(computing, uneven, passing, rounds * rest, link)
 
 
 @dataclass(frozen=True)
@@ -192,10 +197,12 @@ def fit(
         low_extra = (per_byte - low_per_byte) * passed[0]
 
     def filled(extra: float, per_byte: float, message: float) -> Costs:
-        if target is not None:  # what the bytes took beyond the wire, they take there too
-            per_byte = max(per_byte - wire, 0.0) + 1 / target.bandwidth
-            message += target.latency
-        return replace(costs, fixed=sent.alone + extra, per_byte=per_byte, message=message)
+        found = replace(costs, fixed=sent.alone + extra, per_byte=per_byte, message=message)
+        if target is None:
+            return found
+        # What the bytes took beyond the wire, they take there too.
+        own, there = max(per_byte - wire, 0.0), 1 / target.bandwidth
+        return replace(found, per_byte=own + there, message=message + target.latency, wire=there)
 
     return Fitted(filled(extra, per_byte, message), filled(low_extra, low_per_byte, low_message))
 

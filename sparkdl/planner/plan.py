@@ -70,12 +70,22 @@ class Prediction:
     @property
     def obstacle(self) -> str:
         """What takes most of the time beside computing, in words."""
-        parts = {
-            "waiting for the slowest worker": self.parts.uneven,
-            f"{self.whose} link{'s' if 'workers' in self.whose else ''}": self.parts.passing,
-            "what rounds take whatever they send": self.parts.fixed,
+        parts, sent = self.parts, self.sent
+        named = {
+            "waiting for the slowest worker": parts.uneven,
+            max(sent, key=sent.__getitem__): parts.passing,
+            "what rounds take whatever they send": parts.fixed,
         }
-        return max(parts, key=parts.__getitem__)
+        return max(named, key=named.__getitem__)
+
+    @property
+    def sent(self) -> dict[str, float]:
+        """What takes the seconds of what is sent, in words, and how many."""
+        parts, link = self.parts, f"{self.whose} link{'s' if 'workers' in self.whose else ''}"
+        if parts.link is None:
+            return {f"{link} and the processors": parts.passing}
+        of_processors = "the processors' work on what is sent"
+        return {link: parts.link, of_processors: parts.passing - parts.link}
 
 
 class Plan:
