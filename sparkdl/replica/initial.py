@@ -21,6 +21,7 @@ from sparkdl.feed.columns.ragged import equal_rows
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import ModelBuilder
 from sparkdl.replica import forward
+from sparkdl.replica.buffers import left_as_it_was
 from sparkdl.replica.flat import persistent_buffers
 
 
@@ -49,11 +50,10 @@ class Initialized:
         """Build the model; the caller seeds the random numbers."""
         module = self.model()
         rows = [equal_rows(each, torch.zeros(2), self.items) for each in self.schema.stored]
-        training = module.training
-        with torch.no_grad():
+        with left_as_it_was(module, values=False), torch.no_grad():
             features = self.schema.batch(rows, last=True).features
             forward(module.eval(), features, as_kwargs=self.features_as_kwargs)
-        return module.train(training)
+        return module
 
 
 class WarmStart:

@@ -25,7 +25,7 @@ from sparkdl.protocols import (
     SchedulerBuilder,
     Targets,
 )
-from sparkdl.replica.buffers import Buffers
+from sparkdl.replica.buffers import Buffers, left_as_it_was
 from sparkdl.replica.flat import apart_from, flatten
 from sparkdl.replica.frozen import FrozenParameters
 from sparkdl.replica.losses import LossUse, MinibatchLoss, ModelLoss
@@ -306,9 +306,9 @@ class Replica:
             weights, which are 1 per row if there are none, or what the minibatches were divided by.
         """
         total = weight = torch.zeros((), dtype=torch.float64, device=self.device)
-        training = self.module.training
-        self.module.eval()
-        with torch.no_grad():  # as in transform
+        # Layers that the user keeps in evaluation mode stay in it afterwards.
+        with left_as_it_was(self.module, values=False), torch.no_grad():  # as in transform
+            self.module.eval()
             for batch, counts in self._in_step(batches):
                 batch = batch.to(self.device)
                 with self._autocast():
@@ -326,7 +326,6 @@ class Replica:
                 total = total + loss.double() * batch.examples
                 rows = batch.examples if batch.weights is None else batch.weights.double().sum()
                 weight = weight + rows
-        self.module.train(training)
         return float(total), float(weight)
 
     def _in_step(self, batches: Iterable[Batch]) -> Iterable[tuple[Batch, bool]]:

@@ -63,6 +63,8 @@ def test_lazy_layers_learn_their_shapes_and_nothing_else_from_a_batch_of_zeros()
     torch.manual_seed(5)
     again = initial.Initialized(lazy, FLOATS)()
     assert all(map(torch.equal, module.parameters(), again.parameters()))
+    kept = initial.Initialized(lambda: nn.Sequential(lazy(), nn.Dropout().eval()), FLOATS)()
+    assert [each.training for each in kept] == [True, False]
 
 
 INSTANCE = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.Linear(8, 3))

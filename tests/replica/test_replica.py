@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -34,6 +35,23 @@ def test_training_equals_plain_torch(name: str, flatten_first: bool) -> None:
     torch.testing.assert_close(
         replica.module.state_dict(), oracle.state_dict(), rtol=1e-9, atol=1e-12
     )
+
+
+@every("fails", [False, True])
+def test_layers_kept_in_evaluation_mode_stay_in_it_and_others_train_on_after_evaluating(
+    fails: bool,
+) -> None:
+    replica = replica_of(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), mlp()).double())
+    replica.module[1].eval()  # type: ignore[index]
+    before = [each.training for each in replica.module.modules()]
+
+    def watch(*_: object) -> None:
+        if fails:
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError) if fails else nullcontext():
+        replica.evaluate([batch()], watch)
+    assert [each.training for each in replica.module.modules()] == before
 
 
 def test_a_loss_with_weights_of_its_own_works() -> None:

@@ -300,14 +300,16 @@ def _undone(module: nn.Module, device: torch.device) -> Iterator[None]:
         if each
     ]
     drawn = random_state(device)
-    yield
-    set_random_state(drawn, device)
-    for owner, buffers, values in held:
-        owner._buffers.update(buffers)
-        for buffer, before in zip(buffers.values(), values, strict=True):
-            if buffer is not None and before is not None:
-                # By ``data``, as the backward pass may still need the buffer.
-                buffer.data.copy_(before)
+    try:
+        yield
+    finally:
+        set_random_state(drawn, device)
+        for owner, buffers, values in held:
+            owner._buffers.update(buffers)
+            for buffer, before in zip(buffers.values(), values, strict=True):
+                if buffer is not None and before is not None:
+                    # By ``data``, as the backward pass may still need the buffer.
+                    buffer.data.copy_(before)
 
 
 class _NoRows(torch.autograd.Function):
