@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError
@@ -139,7 +140,9 @@ class ShardedModel(nn.Module):
         mesh = DeviceMesh.from_group(everyone, replica.device.type)
         frozen = {each for each in replica.module.parameters() if not each.requires_grad}
         self._units = [*units_of(replica.module, unit_bytes), replica.module]
+        self._running = False
         for unit in self._units:
+            unit.register_forward_hook(self._watch)  # first, so that it is called first
             fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=frozen)
             assert isinstance(unit, FSDPModule)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
@@ -175,10 +178,12 @@ class ShardedModel(nn.Module):
         """The mean loss, as in ``ModelAndLoss``.
 
         Raises:
-            ConfigError: the model reads a parameter of a module without calling the module.
+            ConfigError: the model reads a parameter of a module without calling the module, or
+                takes gradients.
         """
         if batch is not None:
             self._shards.example = batch
+        self._running = True
         try:
             loss: Tensor = self.module(batch)
         except RuntimeError as error:
@@ -189,12 +194,27 @@ class ShardedModel(nn.Module):
                 "model reads some elsewhere. Call the module instead of reading its weight, or "
                 f"drop shard_parameters ({error})"
             ) from error
+        finally:
+            self._running = False
         if not self._bound:
             # fully_shard has moved those that are shorter than the other workers'.
             for part, place in self._places:
                 part.data = place.detach().to_local()
             self._bound = True
         return loss
+
+    def _watch(self, unit: nn.Module, given: Any, outputs: Any) -> None:
+        for each in tree_leaves(outputs):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(self._require_backward)  # type: ignore[no-untyped-call]
+
+    def _require_backward(self, _: Tensor) -> None:
+        """Called before gradients pass a unit, whose parameters torch gathers for that once."""
+        if self._running:
+            raise ConfigError(
+                "shard_parameters: the model or its loss takes gradients itself, through a module "
+                "whose parameters are gathered for one backward pass only. Drop shard_parameters"
+            )
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Each minibatch's gradients are summed at once: no worker has room for whole ones."""

@@ -133,9 +133,29 @@ class Peeking(nn.Module):
         return features @ self.layer.weight.t()
 
 
-def test_a_model_that_reads_the_weight_of_another_module_is_told_so() -> None:
-    job = make_job(Peeking(), strategy=SHARDED)
-    with pytest.raises(WorkerError, match="Call the module instead of reading its weight"):
+class Penalized(nn.Module):
+    """Adds the square of its own slope to its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+
+    def forward(self, features: Tensor) -> Tensor:
+        outputs: Tensor = self.layers(features.requires_grad_())
+        slope = torch.autograd.grad(outputs.sum(), features, create_graph=True)[0]
+        return outputs + slope.square().mean()
+
+
+@every(
+    ("model", "words"),
+    [
+        (Peeking, "Call the module instead of reading its weight"),
+        (Penalized, "takes gradients itself, through a module whose parameters are gathered"),
+    ],
+)
+def test_a_model_that_does_more_than_call_its_modules_is_told_so(model: Any, words: str) -> None:
+    job = make_job(model(), strategy=SHARDED)
+    with pytest.raises(WorkerError, match=words):
         run_world(job, classification([8, 8]).shards(), ranks_as="processes")
 
 
