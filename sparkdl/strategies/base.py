@@ -183,6 +183,8 @@ class Needs:
     equal_steps: bool = False
     """Whether the workers agree on the number of steps before an epoch's first, so that all rows
     must be read before that."""
+    joint_batch_norm: bool = False
+    """Whether BatchNorm layers normalize over all workers' minibatches together."""
     resumes_alone: bool = True
     """Whether a lost worker may come back by itself; otherwise all are restarted."""
     checkpointable: bool = True

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from sparkdl.errors import ModelError
+from sparkdl.strategies import GradientAllReduce
 
 
 @pytest.fixture(scope="module")
@@ -168,9 +169,18 @@ def test_a_loss_an_optimizer_or_a_schedule_that_cannot_work_is_refused_with_why(
 def test_a_model_that_cannot_train_on_the_one_row_that_is_left_is_refused(
     spark: SparkSession, refuse: Refuse
 ) -> None:
-    """Two workers have 31 rows each, and minibatches of 10."""
+    """Two workers have 31 rows each, and minibatches of 10; together two are left, or one of 61."""
     rows = frame(spark, rows=62, partitions=2)
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     refuse(rows, ModelError, "of one row, which a worker with 31 rows has", "dropLast", model=model)
     estimator(model=model, dropLast=True).fit(rows)
     estimator(model=model, batchSize=9).fit(rows)
+    together = GradientAllReduce(sync_batch_norm=True)
+    estimator(model=model, strategy=together, epochs=1).fit(rows)
+    refuse(
+        frame(spark, rows=61, partitions=2),
+        ModelError,
+        "of one row, which a worker with 31 rows has",
+        model=model,
+        strategy=together,
+    )

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparkdl.errors import DataError, ModelError
 from sparkdl.estimator.checks.hints import fail, how_called, what_padding_adds, which_param_helps
@@ -28,6 +29,7 @@ from sparkdl.outputs import Widths, described, pick, widths_of
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import Batch, ColumnSpec, Features, LossFunction, Targets
 from sparkdl.replica import Replica
+from sparkdl.replica.buffers import left_as_it_was
 from sparkdl.replica.flat import persistent_buffers
 from sparkdl.replica.loss_use import use_in
 from sparkdl.replica.losses import LossUse, ModelLoss
@@ -139,7 +141,12 @@ def _shorter(statistics: ColumnStatistics, spec: ColumnSpec) -> ColumnStatistics
 
 
 def require_single_row(
-    replica: Replica, schema: FeedSchema, statistics: Sequence[ColumnStatistics], rows: int
+    replica: Replica,
+    schema: FeedSchema,
+    statistics: Sequence[ColumnStatistics],
+    rows: int,
+    *,
+    joint_batch_norm: bool = False,
 ) -> None:
     """Check that a model trains on a single row, which a worker's last minibatch may have.
 
@@ -148,6 +155,7 @@ def require_single_row(
         schema: the tensors that it will be fed.
         statistics: what is known of each of its columns.
         rows: how many the worker with such a minibatch has.
+        joint_batch_norm: whether BatchNorm layers have others' rows besides, and so are left out.
 
     Raises:
         ModelError: the model or the loss fails on it.
@@ -155,7 +163,10 @@ def require_single_row(
     columns = [row[:1] for row in map(_extremes, statistics, schema.stored)]
     batch = schema.batch(columns, last=True)
     try:
-        with borrowed_random_numbers(), torch.no_grad():
+        with borrowed_random_numbers(), left_as_it_was(replica.module), torch.no_grad():
+            for layer in replica.module.modules() if joint_batch_norm else ():
+                if isinstance(layer, _BatchNorm):
+                    layer.forward = _as_it_is  # type: ignore[assignment, method-assign]
             replica.forward(batch)
     except Exception as error:  # the user's forward may raise anything
         fail(
@@ -163,6 +174,10 @@ def require_single_row(
             error,
             ". Set dropLast=True to leave such minibatches out, or another batchSize",
         )
+
+
+def _as_it_is(features: Tensor) -> Tensor:
+    return features
 
 
 def _try_out(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -244,23 +244,32 @@ def _task_rows(plan: FitPlan, statistics: DataStatistics) -> list[int]:
     return [sum(rows[first : first + ranks]) for first in range(0, len(rows), ranks)]
 
 
-def _shard_rows(plan: FitPlan, statistics: DataStatistics) -> set[int]:
-    """The numbers of rows that a worker may have in an epoch."""
+def _shard_rows(plan: FitPlan, statistics: DataStatistics) -> list[list[int]]:
+    """The workers' rows in an epoch, in each of the ways in which they may be shared."""
     feed, epochs = plan.job.feed, range(1, plan.job.epochs + 1)
     exchanged = any(map(feed.reshuffles, epochs))
     share, left_over = divmod(statistics.rows, len(statistics.shard_rows))
-    even = {share, share + 1} if left_over else {share}
-    as_read = set(statistics.shard_rows) if feed.epochs_as_read else set()
-    return as_read | even if exchanged else set(statistics.shard_rows)
+    as_read = list(statistics.shard_rows)
+    even = [share + (rank < left_over) for rank in range(len(as_read))]
+    return [even, *([as_read] if feed.epochs_as_read else [])] if exchanged else [as_read]
 
 
 def _check_last_minibatch(
     replica: Replica, plan: FitPlan, schema: FeedSchema, statistics: DataStatistics
 ) -> None:
-    batch_size = plan.job.batch_size
-    lonely = [rows for rows in _shard_rows(plan, statistics) if rows % batch_size == 1]
+    batch_size, shares = plan.job.batch_size, _shard_rows(plan, statistics)
+    lonely = [rows for share in shares for rows in share if rows % batch_size == 1]
     if lonely and batch_size > 1 and not plan.job.feed.drop_last:
-        require_single_row(replica, schema, statistics.columns, lonely[0])
+        joint = plan.job.strategy.needs.joint_batch_norm and all(
+            _in_last_step(share, batch_size) != 1 for share in shares
+        )
+        require_single_row(replica, schema, statistics.columns, lonely[0], joint_batch_norm=joint)
+
+
+def _in_last_step(share: Sequence[int], batch_size: int) -> int:
+    """Rows of all workers in the last minibatches of an epoch; before these there are more."""
+    before = (max(share) - 1) // batch_size * batch_size
+    return sum(max(0, rows - before) for rows in share)
 
 
 def _check_schedule(replica: Replica, job: Job, statistics: DataStatistics) -> None:

@@ -240,6 +240,7 @@ class GradientAllReduce(Strategy["Reducer"]):
             collective=True,
             gang_start=True,
             equal_steps=True,
+            joint_batch_norm=self.sync_batch_norm,
             resumes_alone=False,
             checkpointable=not self.shard_optimizer,
             shards_replica=self.shard_parameters,
