@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sparkdl.checkpoint.storage import OpenElsewhere
@@ -30,18 +31,21 @@ class CheckpointPolicy:
         every_epochs: epochs between two checkpoints.
         every_rounds: rounds between two, besides those at the ends of epochs; None for no others.
         keep_last: how many to keep.
-        resume: ``auto`` resumes from the newest checkpoint if there is one; ``never`` starts over.
+        resume: ``auto`` resumes from the newest checkpoint if there is one; ``never`` starts over;
+            ``own`` resumes from the newest one if this very training has written it.
         open_elsewhere: see ``storage.CheckpointStore``.
         application: what the driver belongs to, shown to whoever is refused the directory.
+        training: identifies the training in its checkpoints, unless it resumes another.
     """
 
     path: str
     every_epochs: int = 1
     every_rounds: int | None = None
     keep_last: int = 2
-    resume: Literal["auto", "never"] = "auto"
+    resume: Literal["auto", "never", "own"] = "auto"
     open_elsewhere: OpenElsewhere | None = None
     application: str | None = None
+    training: str = field(default_factory=lambda: uuid.uuid4().hex, repr=False, compare=False)
 
 
 def require_same(directory: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:

@@ -204,6 +204,8 @@ def run(
             plan = plan_of(checkpoints, job.epochs, config)
             held.enter_context(plan.store.held(checkpoints.application))
             resumed = newest_checkpoint(checkpoints, plan, job.epochs, world_size)
+            if resumed is not None:
+                plan = replace(plan, training=resumed.saved.description.get("training"))
         update, memory, kept_model = job.strategy.center_update, None, None
         if resumed is not None:
             center, memory = resumed.read_center(layout, update)

@@ -262,6 +262,7 @@ def plan_of(policy: CheckpointPolicy, epochs: int, config: Mapping[str, Any]) ->
         every_rounds=policy.every_rounds,
         last_epoch=epochs,
         config=config,
+        training=policy.training,
     )
 
 
@@ -269,8 +270,10 @@ def newest_checkpoint(
     policy: CheckpointPolicy, plan: CheckpointPlan, epochs: int, world_size: int
 ) -> ResumedCheckpoint | None:
     """The newest checkpoint, if it is to be used and fits; its rows are not checked here."""
-    saved = plan.store.newest() if policy.resume == "auto" else None
+    saved = None if policy.resume == "never" else plan.store.newest()
     if saved is None:
+        return None
+    if policy.resume == "own" and saved.description.get("training") != policy.training:
         return None
     resumed = ResumedCheckpoint.of(saved)
     require_same(saved.directory, saved.description["config"], plan.config)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from sparkdl.estimator.checks.row_checks import Checked, RowChecks
 from sparkdl.estimator.outputs import SharedParams
 from sparkdl.feed.statistics.shards import NO_ROWS
 from sparkdl.process.lazy_compiler import compiler_deferred
+from sparkdl.redaction import shown
 from sparkdl.report.recording import Recording
 from sparkdl.spark.catalyst.accumulators import uncounted
 from sparkdl.spark.catalyst.jvm import is_of_connect, setting, size_setting
@@ -79,13 +81,14 @@ def fit_in_stage(plan: FitPlan, params: SharedParams, module: nn.Module) -> tupl
         SparkDLError: as ``driver.run``.
     """
     workers, allowed, losses = plan.workers, plan.job.max_failures, 0
+    training = uuid.uuid4().hex
     # Spark ends all workers with one.
     job = replace(plan.job, max_failures=0, min_workers=1)
     at_home = {"frame": None, "replanned": None}
     away = replace(plan, job=job, workers=replace(workers, **at_home))  # type: ignore[arg-type]
     application = setting(workers.frame.sparkSession, "spark.app.id")
     while True:
-        served = Served(away, params, application, again=losses > 0)
+        served = Served(away, params, application, training, again=losses > 0)
         try:
             with _places_as_read(workers, job.seed):
                 return _received(_pieces_of(plan, served), plan, module)
@@ -99,7 +102,7 @@ def fit_in_stage(plan: FitPlan, params: SharedParams, module: nn.Module) -> tupl
                 error,
                 "from the beginning, as there is no checkpointPath"
                 if kept is None
-                else f"from the last checkpoint in {kept}, if there is one",
+                else f"from the last checkpoint in {shown(kept)}, if there is one",
             )
 
 
@@ -163,12 +166,14 @@ class Served:
         plan: of the fit, without the DataFrame.
         params: the estimator.
         application: the one that trains.
+        training: identifies this fit in its checkpoints.
         again: whether all workers are started again, because one was lost.
     """
 
     plan: FitPlan
     params: SharedParams
     application: str | None
+    training: str
     again: bool
 
     def __call__(self, first: FirstTask) -> Iterator[bytes]:
@@ -231,8 +236,9 @@ class Served:
         checkpoints = settings.checkpoint_policy(self.application)
         if checkpoints is not None:
             # There is no JVM here; what pyarrow cannot open is refused by name.
-            resume = "auto" if self.again else checkpoints.resume
-            checkpoints = replace(checkpoints, open_elsewhere=None, resume=resume)
+            checkpoints = replace(checkpoints, open_elsewhere=None, training=self.training)
+            if self.again and checkpoints.resume == "never":
+                checkpoints = replace(checkpoints, resume="own")
         return run(
             plan.job,
             plan.workers.num_workers,

@@ -273,6 +273,17 @@ def test_never_resuming_starts_anew_and_later_runs_go_on_from_that(tmp_path: Pat
     assert again.history == anew.history
 
 
+def test_of_its_own_a_training_resumes_only_what_it_has_written(tmp_path: Path) -> None:
+    data, path = classification([12, 8]), tmp_path / "c"
+    run_world(make_job(mlp(), epochs=2), data.shards(), checkpoints=policy(path))
+    own = policy(path, resume="own", training="mine")
+    other = make_job(mlp(), epochs=2, optimizer=OPTIMIZERS["Adam"])
+    anew = run_world(other, data.shards(), checkpoints=own)
+    assert same_bits(anew, run_world(other, data.shards()))
+    again = run_world(other, data.shards(), checkpoints=own)
+    assert again.history == anew.history
+
+
 @pytest.mark.slow_variants(fast=2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize(

@@ -180,21 +180,21 @@ def _words(call: Callable[[], object]) -> str:
 
 
 class Dying(WorkerCallback):
-    """Kills the process of rank 1, or the one of the averager, in the second epoch, once.
+    """Kills the process of rank 1, or the one of the averager, in an epoch, once.
 
     Rank 2 writes down its steps. If there are checkpoints, the first is waited for.
     """
 
-    def __init__(self, lost: str, scratch: Path, checkpoints: Path | None) -> None:
+    def __init__(self, lost: str, scratch: Path, checkpoints: Path | None, epoch: int = 2) -> None:
         self.steps, self.flag = scratch / "steps", scratch / "killed"
         self.victim = {"worker": 1, "averager": 0}.get(lost)
-        self.checkpoints = checkpoints
+        self.checkpoints, self.epoch = checkpoints, epoch
 
     def after_step(self, step: WorkerStep) -> None:
         if step.rank == 2:
             with self.steps.open("a") as file:
                 file.write(f"{step.epoch}")
-        if step.rank == self.victim and step.epoch == 2 and not self.flag.exists():
+        if step.rank == self.victim and step.epoch == self.epoch and not self.flag.exists():
             published = self.checkpoints
             assert published is None or eventually(lambda: list(published.glob("*/manifest.json")))
             self.flag.touch()

@@ -16,6 +16,7 @@ from typing import Any
 import cloudpickle
 import fits_anywhere
 import pytest
+import torch
 from fits_anywhere import OTHERS, STRATEGIES, Begun, parameters_of
 from frames import CLASSES, WIDTH, all_jobs_end, estimator, frame, in_files, no_jobs, same_bits
 from pyspark import InheritableThread
@@ -156,6 +157,20 @@ def test_all_start_again_when_a_worker_or_the_averager_is_lost(spark: SparkSessi
     found = fits_anywhere.survived_without_a_checkpoint(spark, **BESIDE)
     values, steps = found["nothing"]
     assert found == dict.fromkeys(found, (values, 2 * steps)) | {"nothing": (values, steps)}
+
+
+@pytest.mark.slow
+def test_resume_never_continues_no_older_fit_after_a_loss(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    rows, kept = fits_anywhere.rows(spark), {"checkpointPath": str(tmp_path / "checkpoints")}
+    fits_anywhere.estimator(**kept).fit(rows)
+    dying = fits_anywhere.Dying("worker", tmp_path, None, epoch=1)
+    now = {"optimizer": partial(torch.optim.SGD, lr=0.01)}
+    never = {**kept, "resume": "never", "maxFailures": 1, "callbacks": [dying]}
+    found = fits_anywhere.estimator(**now, **never, **BESIDE).fit(rows)
+    assert dying.flag.exists()
+    assert parameters_of(found) == parameters_of(fits_anywhere.estimator(**now).fit(rows))
 
 
 class Stuck(WorkerCallback):

@@ -45,6 +45,8 @@ class CheckpointPlan:
         every_rounds: rounds between two checkpoints; None for only the ends of epochs.
         last_epoch: the epoch after which there is one in any case.
         config: what defines the training, for whoever resumes it; JSON.
+        training: identifies it, with those that it resumes: another of the same definition may have
+            left checkpoints there.
     """
 
     store: CheckpointStore
@@ -52,6 +54,7 @@ class CheckpointPlan:
     every_rounds: int | None
     last_epoch: int
     config: Mapping[str, Any]
+    training: str | None = None
 
     def due(self, epoch: int) -> bool:
         """Whether the end of an epoch is a checkpoint."""
@@ -112,7 +115,7 @@ class Saving:
         """Take the workers' states from the newest checkpoint, if it belongs to the same commit."""
         with self.giving_up():
             newest = self._plan.store.newest()
-            if newest is None:
+            if newest is None or newest.description.get("training") != self._plan.training:
                 return
             before = ResumedCheckpoint.of(newest).progress
             if (before.rounds, before.positions) != (
@@ -137,6 +140,7 @@ class Saving:
             self._open().publish(
                 {
                     "config": dict(self._plan.config),
+                    "training": self._plan.training,
                     "data": self._data,
                     "progress": self._progress.as_json(),
                 }
