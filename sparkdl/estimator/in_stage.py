@@ -267,6 +267,7 @@ def _pieces_of(plan: FitPlan, served: Served) -> Iterator[bytes]:
     return RunInStage(
         spark=spark,
         entry="sparkdl.spark.launch.task:run_worker_task",
+        begin_s=job.deadline_s,
         payload=payload,
         further=(workers.device, True),
         tasks=workers.num_tasks,

@@ -1,14 +1,20 @@
-"""SIGINT in a worker's process: somebody ends the process, and no code of the user's has failed."""
+"""Signals that interrupt a process of an executor: SIGINT, from whoever ends it, and its own alarm.
+
+No code of the user's has failed then.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
+
+from sparkdl.user_code.tracebacks import add_note
 
 
 class Interrupted(KeyboardInterrupt):
@@ -35,6 +41,34 @@ def interrupted_by_signals_alone() -> Iterator[None]:
     finally:
         if signal.getsignal(signal.SIGINT) is _interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def raise_after(seconds: float, error: Exception) -> Callable[[], None]:
+    """Raise an error in this thread later, wherever it is then, if it is the main thread.
+
+    Native code that never returns is not interrupted.
+
+    Args:
+        seconds: until then.
+        error: the error; a note says where the thread was.
+
+    Returns:
+        Calls it off.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+
+    def on_alarm(number: int, frame: FrameType | None) -> NoReturn:
+        add_note(error, f"It was here:\n{''.join(traceback.format_stack(frame))}")
+        raise error
+
+    def call_off() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    return call_off
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from fits_anywhere import OTHERS, STRATEGIES, Begun, parameters_of
 from frames import CLASSES, WIDTH, all_jobs_end, estimator, frame, in_files, no_jobs, same_bits
-from pyspark import InheritableThread
+from pyspark import InheritableThread, TaskContext
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
@@ -28,7 +28,13 @@ from waiting import eventually
 import sparkdl
 from sparkdl import GradientAllReduce, ParameterAveraging
 from sparkdl.callbacks import TrainingReport, WorkerCallback, WorkerStep
-from sparkdl.errors import ConfigError, SparkDLError, TrainingError, WorkerLostError
+from sparkdl.errors import (
+    ConfigError,
+    ModelError,
+    SparkDLError,
+    TrainingError,
+    WorkerLostError,
+)
 from sparkdl.spark.launch import assignment
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -187,6 +193,22 @@ def test_a_worker_that_is_stuck_is_named_and_its_task_ended(spark: SparkSession)
         estimator(callbacks=[Stuck()], timeout=20.0, maxFailures=0, **BESIDE).fit(frame(spark))
     assert all_jobs_end(spark, 60)
     assert parameters_of(estimator(**BESIDE).fit(frame(spark)))
+
+
+def builder_that_hangs() -> nn.Module:
+    if TaskContext.get() is not None:
+        time.sleep(600)
+    return nn.Linear(WIDTH, CLASSES)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_never_built_on_the_first_executor_ends_the_fit(
+    spark: SparkSession,
+) -> None:
+    with pytest.raises(ModelError, match=r"first task, on .* within 20 s: .*'timeout'") as found:
+        estimator(model=builder_that_hangs, timeout=20.0, **BESIDE).fit(frame(spark))
+    assert "in builder_that_hangs" in str(found.value)
+    assert all_jobs_end(spark, 60)
 
 
 class Staying(WorkerCallback):

@@ -28,6 +28,7 @@ from sparkdl.spark.cluster.slots import (
     require_static_allocation,
 )
 from sparkdl.spark.diagnostics.console import display, driver_hosts, echoes
+from sparkdl.spark.diagnostics.run_client import JOIN_S
 from sparkdl.spark.diagnostics.run_service import OnReport, RunService
 from sparkdl.spark.diagnostics.watchdog import stacks_on_signal
 from sparkdl.spark.functions.program import Directory, Script, function_of
@@ -228,6 +229,7 @@ def run_call(
         in_stage = RunInStage(
             spark=spark,
             entry=entry,
+            begin_s=JOIN_S,
             payload=cloudpickle.dumps((*parts, served)),
             tasks=tasks,
             ranks_a_task=ranks,

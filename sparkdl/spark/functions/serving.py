@@ -143,7 +143,7 @@ def watch(service: RunService, job: WorkerJob | None) -> None:
     results_due: float | None = None
     tell_of_returned = True
     while True:
-        if service.show_next(0.2):
+        if service.show_next(0.2) and not service.missing:
             continue
         if tell_of_returned and (behind := _left_behind(service)):
             logger.warning("%s", behind)

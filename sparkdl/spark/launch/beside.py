@@ -51,7 +51,7 @@ from sparkdl.spark.launch.environments import sparkdl_version, torch_version
 from sparkdl.spark.launch.forked import fork_server
 from sparkdl.spark.launch.launcher import LEAVE_S
 from sparkdl.spark.launch.stage_rows import stage_rows
-from sparkdl.spark.launch.stage_task import SERVED
+from sparkdl.spark.launch.stage_task import MEET_S, SERVED, gathered
 from sparkdl.spark.launch.worker_rows import Workers, on_rows
 from sparkdl.spark.modules.arrival import Arrived, Shipment
 from sparkdl.spark.rows.packing import small_record_batches
@@ -59,9 +59,6 @@ from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.user_code.tracebacks import message_of
 
 logger = logging.getLogger(__name__)
-
-MEET_S = 10.0
-"""Seconds for the other tasks to come to a meeting at the end of a run; Spark takes one or two."""
 
 Serve = Callable[["FirstTask"], Iterator[bytes]]
 """Serves a run in the first task; yields what the client is to receive. An error of the run is such
@@ -77,6 +74,7 @@ class RunInStage:
     Attributes:
         spark: the session.
         entry: what each rank runs; see ``assignment.run_ranks``.
+        begin_s: seconds for the first task to begin to serve, which may have to build a model.
         payload: its first argument, a pickled tuple whose last value is a ``Serve``. The second is
             the address of whatever that serves.
         further: its further arguments.
@@ -94,6 +92,7 @@ class RunInStage:
 
     spark: SparkSession
     entry: str
+    begin_s: float
     payload: bytes = field(repr=False)
     further: tuple[Any, ...] = ()
     tasks: int
@@ -149,6 +148,7 @@ class RunInStage:
             self.ranks_a_task,
             self.apart or together,
             together,
+            self.begin_s,
             self.shipment and tuple(self.shipment),
             self.broadcasts,
             torch_version(),
@@ -185,6 +185,7 @@ class FirstTask:
         versions: the versions of the packages that a rank needs.
         batches: the task's rows, packed.
         together: as in ``run_stage_task``.
+        begun: called once it serves.
 
     Attributes:
         host: the name of this host, by which the executors know it.
@@ -203,14 +204,15 @@ class FirstTask:
         versions: dict[str, str],
         batches: Iterator[pa.RecordBatch],
         together: bool,
+        begun: Callable[[], None],
     ) -> None:
         self.host = context.getTaskInfos()[0].address.rpartition(":")[0].strip("[]")
         self.yielded: list[pa.RecordBatch] = []
         self._context, self._assigned = context, assignments(context, ranks)
         self._entry, self._arguments, self._arrived = entry, arguments, arrived
         self._broadcasts, self._versions, self._batches = broadcasts, versions, batches
-        self.together = together
-        self._told: Future[None] | None = None
+        self.together, self._begun = together, begun
+        self._told: Future[list[str]] | None = None
         self._lost: WorkerLostError | None = None
 
     def others_know(self) -> bool:
@@ -267,23 +269,10 @@ class FirstTask:
                 thread.join(JOB_END_S)
 
     def _tell(self, message: str) -> None:
-        """Tell the other tasks something once all have come, after what they are told before.
-
-        Spark looks once a second who has come, and would wait for a year.
-        """
-        before, told = self._told, Future[None]()
-
-        def gather() -> None:
-            try:
-                if before is not None:
-                    before.result(MEET_S)
-                self._context.allGather(message)
-                told.set_result(None)
-            except Exception as error:  # for ``others_know``
-                told.set_exception(error)
-
-        self._told = told
-        threading.Thread(target=gather, name="sparkdl-meeting", daemon=True).start()
+        """Tell the other tasks something once all have come, after what they are told before."""
+        if self._told is None:
+            self._begun()
+        self._told = gathered(self._context, message, self._told)
 
     def _work(self, address: ServiceAddress, fail: Callable[[SparkDLError], None]) -> None:
         payload, further = self._arguments

@@ -38,7 +38,7 @@ from sparkdl.spark.diagnostics.task_failures import (
     memory_advice,
     with_sparks_reason,
 )
-from sparkdl.spark.diagnostics.watchdog import watched
+from sparkdl.spark.diagnostics.watchdog import computes_upstream, watched
 from sparkdl.spark.launch import bootstrap
 from sparkdl.spark.launch.assignment import OUTPUT_DDL
 from sparkdl.spark.launch.environments import setup_error, sparkdl_version, torch_version
@@ -189,7 +189,8 @@ class WorkerJob:
         except (Py4JError, OSError) as error:
             logger.debug("Spark no longer answers: %s", error)
             return False
-        return not stages or any(stage.numActiveTasks for stage in stages)
+        context = self._spark.sparkContext
+        return not stages or computes_upstream(context, stages, self._tasks)
 
     def yielded(self) -> list[Row]:
         """What the tasks have yielded, by rank, once the job has ended.

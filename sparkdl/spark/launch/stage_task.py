@@ -10,13 +10,15 @@ import json
 import logging
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, TimeoutError  # not yet Python's own in 3.10
 from typing import Any
 
 import cloudpickle
 import pyarrow as pa
 from pyspark import BarrierTaskContext
 
-from sparkdl.errors import SparkDLError
+from sparkdl.errors import DeadlineError, SparkDLError
+from sparkdl.process.interrupts import raise_after
 from sparkdl.spark.catalyst.accumulators import counted
 from sparkdl.spark.catalyst.core import Broadcast
 from sparkdl.spark.closures.sending import SentBytes
@@ -28,6 +30,8 @@ from sparkdl.user_code.tracebacks import message_of
 
 logger = logging.getLogger(__name__)
 
+MEET_S = 10.0
+"""Seconds for all tasks to come to a meeting for which they are ready; Spark takes one or two."""
 SERVED = -1
 """In place of a rank, in the rows of what serves the ranks."""
 ALL_SAID = b""
@@ -42,6 +46,7 @@ def run_stage_task(
     ranks: int,
     apart: bool,
     together: bool,
+    begin_s: float,
     shipment: tuple[Any, ...] | None,
     broadcasts: dict[int, Broadcast[Any]],
     versions: dict[str, str],
@@ -57,6 +62,7 @@ def run_stage_task(
         ranks: ranks per task.
         apart: as in ``RunInStage``.
         together: whether whoever awaits the tasks gets nothing before all have ended.
+        begin_s: as in ``RunInStage``.
         shipment: the fields of a ``Shipment``; None for none.
         broadcasts: as in ``RunInStage``.
         versions: the versions of the packages that a rank needs.
@@ -70,9 +76,15 @@ def run_stage_task(
     if len(infos) != tasks:
         raise RuntimeError(f"Spark made {len(infos)} tasks where {tasks} were asked for")
     serves = context.partitionId() == 0
+    late = DeadlineError(
+        f"the first task, on {infos[0].address}, has not begun to serve the workers within "
+        f"{begin_s:g} s: does the function that builds the model hang there, or something that it "
+        "imports? If it takes longer here, raise the estimator's 'timeout'"
+    )
     if serves or apart or ranks > 1:
         started_for(entry, versions)
     if serves:
+        begun = raise_after(begin_s, late)
         from sparkdl.process.lazy_compiler import defer_compiler
         from sparkdl.process.randomness import streams_put_back
         from sparkdl.spark.launch.beside import FirstTask
@@ -84,7 +96,16 @@ def run_stage_task(
             *_, serve = cloudpickle.loads(payload.value)
             arguments = (payload.value, further)
             first = FirstTask(
-                context, ranks, entry, arguments, arrived, broadcasts, versions, batches, together
+                context,
+                ranks,
+                entry,
+                arguments,
+                arrived,
+                broadcasts,
+                versions,
+                batches,
+                together,
+                begun,
             )
             for piece in serve(first):
                 yield _row_of(piece)
@@ -94,7 +115,10 @@ def run_stage_task(
     else:
         if not apart:
             importlib.import_module(entry.partition(":")[0])  # the first task does so meanwhile
-        (told,) = filter(None, context.allGather(""))
+        try:
+            (told,) = filter(None, gathered(context, "").result(begin_s + MEET_S))
+        except TimeoutError:
+            raise late from None
         if (address := json.loads(told)) is not None:
             arguments = (payload.value, tuple(address), *further)
             yielded = run_ranks(
@@ -103,6 +127,33 @@ def run_stage_task(
             yield from _ended_after(context, yielded) if together else yielded
     for _ in batches:  # or Spark does not use this process again
         pass
+
+
+def gathered(
+    context: BarrierTaskContext, message: str, before: Future[list[str]] | None = None
+) -> Future[list[str]]:
+    """Meet all other tasks without waiting for them, as Spark would for a year.
+
+    Args:
+        context: the task's.
+        message: what the others are told.
+        before: the meeting before this one.
+
+    Returns:
+        What all tell.
+    """
+    told = Future[list[str]]()
+
+    def gather() -> None:
+        try:
+            if before is not None:
+                before.result(MEET_S)
+            told.set_result(context.allGather(message))
+        except Exception as error:  # for whoever waits
+            told.set_exception(error)
+
+    threading.Thread(target=gather, name="sparkdl-meeting", daemon=True).start()
+    return told
 
 
 def _ended_after(

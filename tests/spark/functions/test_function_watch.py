@@ -6,12 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 import pytest
+from pyspark import SparkStageInfo
 
 from sparkdl.errors import DeadlineError, TrainingError
+from sparkdl.spark.diagnostics import watchdog
 from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.functions import serving
 from sparkdl.spark.functions.serving import watch
@@ -81,3 +83,42 @@ def test_results_that_are_lost_after_all_have_finished_are_an_error(service: Run
     watch(service, job)
     with pytest.raises(TrainingError, match="results is bigger than"):
         job.yielded()
+
+
+@pytest.fixture
+def joining(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunService]:
+    """None of its ranks has joined, and time is up."""
+    monkeypatch.setattr(serving, "JOIN_S", 0.0)
+    with Service("127.0.0.1") as connections, RunService(connections, 2, lambda *_: None) as opened:
+        yield opened
+
+
+def test_rows_are_waited_for_but_not_the_tasks_in_which_ranks_hang_before_they_join(
+    joining: RunService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends, asked = threading.Event(), []
+    job = job_that(lambda: ends.wait(300), joining)
+    job._input = cast(Any, "rows")
+
+    def stages() -> list[SparkStageInfo]:
+        """First of five tasks, then of two whose rows are shuffled, then the workers' own."""
+        asked.append(len(asked))
+        assert len(asked) < 20
+        tasks = 5 if len(asked) <= 2 else 2
+        return [SparkStageInfo(len(asked), 0, "", tasks, tasks, 0, 0)]
+
+    monkeypatch.setattr(job.jobs, "stages", stages)
+    monkeypatch.setattr(watchdog, "feeds_a_shuffle", lambda _, stage: stage <= 4)
+    with pytest.raises(DeadlineError, match=r"rank 0, 1 of 2 workers did not start within 0 s"):
+        watch(joining, job)
+    assert len(asked) == 5
+    ends.set()
+
+
+def test_a_rank_that_prints_all_the_time_delays_no_deadline_for_another(
+    joining: RunService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(range(5))
+    monkeypatch.setattr(joining, "show_next", lambda _: next(lines) >= 0)
+    with pytest.raises(DeadlineError, match="rank 0, 1 of 2 workers did not start"):
+        watch(joining, None)

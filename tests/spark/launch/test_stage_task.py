@@ -7,16 +7,18 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pyarrow as pa
 import pytest
 from pyspark import BarrierTaskContext
 
-from sparkdl.errors import WorkerLostError
+from sparkdl.errors import DeadlineError, WorkerLostError
+from sparkdl.spark.launch import stage_task
 from sparkdl.spark.launch.forked import fork_server
 from sparkdl.spark.launch.rank_host import RankCall, host_ranks
-from sparkdl.spark.launch.stage_task import _ended_after
+from sparkdl.spark.launch.stage_task import _ended_after, run_stage_task
 
 
 class Meeting:
@@ -82,3 +84,22 @@ def test_a_rank_that_is_lost_before_the_run_ends_fails_its_task() -> None:
     with pytest.raises(WorkerLostError, match=r"rank 1 on .* was ended by SIGKILL"):
         ended_after(meeting, "dies")
     meeting.run_over.set()
+
+
+def test_a_first_task_that_never_comes_to_the_first_meeting_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = threading.Event()
+    context = SimpleNamespace(
+        getTaskInfos=lambda: [SimpleNamespace(address=f"host-{task}:1") for task in range(2)],
+        partitionId=lambda: 1,
+        allGather=lambda _: ended.wait(600),
+    )
+    monkeypatch.setattr(BarrierTaskContext, "get", lambda: context)
+    monkeypatch.setattr(stage_task, "MEET_S", 0.0)
+    arguments: dict[str, Any] = {"payload": None, "further": (), "tasks": 2, "ranks": 1}
+    arguments |= {"apart": False, "together": False, "begin_s": 0.0, "shipment": None}
+    task = run_stage_task("os:path", **arguments, broadcasts={}, versions={}, batches=iter(()))
+    with pytest.raises(DeadlineError, match=r"the first task, on host-0:1, has not begun to serve"):
+        list(task)
+    ended.set()
