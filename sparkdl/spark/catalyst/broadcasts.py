@@ -1,17 +1,68 @@
-"""PySpark's broadcast variables: how they are told apart, and how a process gets their values."""
+"""PySpark's broadcast variables: how they are told apart, end, and reach a process."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
-from typing import Any
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from sparkdl.spark.catalyst.core import Broadcast, SparkContext, _broadcastRegistry
+from sparkdl.spark.catalyst.core import (
+    Broadcast,
+    Py4JError,
+    SparkContext,
+    _broadcastRegistry,
+)
 from sparkdl.user_code.stand_ins import ValueOf, stands_in
 
 stands_in(Broadcast, lambda each: ValueOf(each.value))
 # PySpark's class can only be pickled in the driver, so a model that holds one could not be copied.
 Broadcast.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
+
+
+class _Kept(NamedTuple):
+    """A file of the driver's that PySpark deletes only if its broadcast variable is destroyed."""
+
+    context: SparkContext
+    reference: Any
+    """Java's weak reference to the variable."""
+    path: Path
+
+
+_kept: list[_Kept] = []
+_lock = threading.Lock()
+
+
+def broadcast(context: SparkContext, content: bytes) -> Broadcast[bytes]:
+    """Broadcast bytes until nothing in the JVM refers to them: no function, no plan of a DataFrame.
+
+    Spark then cleans up after itself. The driver's file is deleted at the next call.
+    """
+    sent = context.broadcast(content)
+    assert context._jvm is not None
+    weak = context._jvm.java.lang.ref.WeakReference(sent._jbroadcast)
+    with _lock:
+        unused = [each for each in _kept if not _is_used(each)]
+        _kept[:] = [
+            *(each for each in _kept if each not in unused),
+            _Kept(context, weak, Path(sent._path)),
+        ]
+    for each in unused:
+        each.path.unlink(missing_ok=True)
+    return sent
+
+
+def _is_used(kept: _Kept) -> bool:
+    running = kept.context is SparkContext._active_spark_context
+    return running and kept.reference.get() is not None
+
+
+def destroy(sent: Broadcast[Any]) -> None:
+    """Delete a broadcast variable everywhere, unless its session was stopped before."""
+    with contextlib.suppress(Py4JError, OSError):
+        sent.destroy()
 
 
 def number_of(value: Broadcast[Any]) -> int:

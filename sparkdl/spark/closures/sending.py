@@ -3,41 +3,58 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from pyspark import cloudpickle as spark_cloudpickle
 from pyspark.sql import SparkSession
 
+from sparkdl.spark.catalyst.broadcasts import broadcast, destroy
 from sparkdl.spark.catalyst.core import Broadcast, SparkFiles
 from sparkdl.spark.catalyst.jvm import is_of_connect
 
+PIECE_BYTES = 8 << 20
+"""The size of the files in which more travels: what has changed changes few of them."""
 MOST_IN_A_TASK = 8 << 20
 """The most bytes that travel with the function itself; a Connect server takes 128 MiB at once."""
+MOST_IN_A_COMMAND = 1 << 20
+"""The same in a driver, where PySpark broadcasts larger functions and leaves their files behind."""
+
+_arrived: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+"""The files that each Connect session has sent to its server, which keeps them as long as it."""
 
 
 @dataclass(frozen=True)
-class InTask:
-    """Bytes that travel with the function that uses them."""
+class InPieces:
+    """Bytes that travel with the function that uses them.
 
-    value: bytes = field(repr=False)
+    Attributes:
+        files: names of files with the first of them, which the session has sent to its server,
+            which gives them to executors.
+        rest: the others.
+    """
 
-
-@dataclass(frozen=True)
-class InArtifact:
-    """Bytes in a file that the session has sent to its server, which gives it to executors."""
-
-    name: str
+    files: tuple[str, ...]
+    rest: bytes = field(repr=False)
 
     @property
     def value(self) -> bytes:
         """The bytes, in a task."""
-        return Path(SparkFiles.get(self.name)).read_bytes()
+        found = (Path(SparkFiles.get(name)).read_bytes() for name in self.files)
+        return b"".join((*found, self.rest))
 
 
-SentBytes = Broadcast[bytes] | InTask | InArtifact
+SentBytes = Broadcast[bytes] | InPieces
 """Has the bytes as ``value`` in a task."""
+
+# A task says which package an executor lacks, and needs this before.
+spark_cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]
 
 
 def home_of(spark: SparkSession) -> Any:
@@ -46,15 +63,37 @@ def home_of(spark: SparkSession) -> Any:
 
 
 def send(spark: SparkSession, content: bytes) -> SentBytes:
-    """Send bytes to the executors of a session."""
-    if not is_of_connect(spark):
-        return spark.sparkContext.broadcast(content)
-    if len(content) <= MOST_IN_A_TASK:
-        return InTask(content)
-    # Named after what it holds: an artifact cannot be replaced.
-    name = f"sparkdl-{hashlib.sha256(content).hexdigest()[:32]}"
-    with tempfile.TemporaryDirectory(prefix="sparkdl-") as scratch:
-        path = Path(scratch) / name
-        path.write_bytes(content)
-        spark.addArtifacts(str(path), file=True)
-    return InArtifact(name)
+    """Send bytes to the executors of a session, for as long as anything there refers to them."""
+    if is_of_connect(spark):
+        return _in_pieces(spark, content)
+    return broadcast(spark.sparkContext, content)
+
+
+@contextmanager
+def lent(spark: SparkSession, content: bytes) -> Iterator[SentBytes]:
+    """Send bytes to the executors of a session, for jobs that end within a ``with`` block."""
+    if not is_of_connect(spark) and len(content) <= MOST_IN_A_COMMAND:
+        yield InPieces((), content)
+        return
+    sent = send(spark, content)
+    try:
+        yield sent
+    finally:
+        if isinstance(sent, Broadcast):
+            destroy(sent)
+
+
+def _in_pieces(spark: SparkSession, content: bytes) -> InPieces:
+    pieces = [content[start : start + PIECE_BYTES] for start in range(0, len(content), PIECE_BYTES)]
+    rest = pieces.pop() if pieces and len(pieces[-1]) <= MOST_IN_A_TASK else b""
+    # Named after what they hold: an artifact cannot be replaced.
+    names = [f"sparkdl-{hashlib.sha256(piece).hexdigest()[:32]}" for piece in pieces]
+    known = _arrived.setdefault(spark, set())
+    new = {name: piece for name, piece in zip(names, pieces, strict=True) if name not in known}
+    if new:
+        with tempfile.TemporaryDirectory(prefix="sparkdl-") as scratch:
+            for name, piece in new.items():
+                Path(scratch, name).write_bytes(piece)
+            spark.addArtifacts(*(str(Path(scratch, name)) for name in new), file=True)
+        known.update(new)
+    return InPieces(tuple(names), rest)

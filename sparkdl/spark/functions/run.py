@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import astuple
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -247,10 +248,12 @@ def run_call(
         RunService(connections, num_workers, display(spark), on_report) as service,
     ):
         require_free_slots(spark, tasks, profile, ranks)
-        arguments = (cloudpickle.dumps(parts), astuple(service.address))
         job = WorkerJob(
             spark,
-            rank_task(entry, arguments, ranks, shipment, used, apart=True),
+            cloudpickle.dumps(parts),
+            partial(
+                rank_task, entry, (astuple(service.address),), ranks, shipment, used, apart=True
+            ),
             service.fail,
             description=f"sparkdl: run {called} on {num_workers} workers",
             device=placement.device,

@@ -23,6 +23,7 @@ from sparkdl.spark.catalyst.accumulators import added_here, counted, discard_add
 from sparkdl.spark.catalyst.broadcasts import put_broadcasts
 from sparkdl.spark.catalyst.core import Broadcast
 from sparkdl.spark.catalyst.surroundings import Surroundings
+from sparkdl.spark.closures.sending import SentBytes
 from sparkdl.spark.cluster.gpus import VISIBLE
 from sparkdl.spark.diagnostics.stacks import write_threads_on_signal
 from sparkdl.spark.launch.bootstrap import require
@@ -97,6 +98,7 @@ def first_gpu(context: TaskContext) -> str | None:
 
 def run_ranks(
     entry: str,
+    payload: SentBytes,
     arguments: tuple[Any, ...],
     ranks: int,
     apart: bool,
@@ -108,8 +110,10 @@ def run_ranks(
     """Run a worker's function for every rank of this task.
 
     Args:
-        entry: ``module:function``, called with ``*arguments``, an ``Assignment`` and the rank's
-            rows; returns bytes, or None if it has failed, of which others know.
+        entry: ``module:function``, called with the payload's bytes, ``*arguments``, an
+            ``Assignment`` and the rank's rows; returns bytes, or None if it has failed, of which
+            others know.
+        payload: its first argument.
         arguments: plain values.
         ranks: ranks per task.
         apart: whether the only rank of a task gets a process of its own too.
@@ -121,6 +125,7 @@ def run_ranks(
     Yields:
         What the function yields for all ranks.
     """
+    arguments = (payload.value, *arguments)
     batches = given_rows(batches)
     context = TaskContext.get()
     assert context is not None

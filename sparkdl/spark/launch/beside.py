@@ -29,19 +29,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 from pyspark import BarrierTaskContext
-from pyspark import cloudpickle as spark_cloudpickle
 from pyspark.sql import DataFrame, Row, SparkSession
 
 from sparkdl.errors import SparkDLError, TrainingError, WorkerLostError
 from sparkdl.spark.catalyst.core import Broadcast
 from sparkdl.spark.catalyst.jvm import is_of_connect
 from sparkdl.spark.catalyst.versions import on_tasks
-from sparkdl.spark.closures import sending
-from sparkdl.spark.closures.sending import send
+from sparkdl.spark.closures.sending import SentBytes, lent
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import JOB_END_S
 from sparkdl.spark.diagnostics.task_failures import memory_advice
@@ -63,8 +62,6 @@ logger = logging.getLogger(__name__)
 Serve = Callable[["FirstTask"], Iterator[bytes]]
 """Serves a run in the first task; yields what the client is to receive. An error of the run is such
 a result too; it is raised only where that would not arrive."""
-
-spark_cloudpickle.register_pickle_by_value(sending)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,12 +116,15 @@ class RunInStage:
             SetupError: the executors' Python lacks something.
             TrainingError: the stage failed in another way.
         """
-        with stage_rows(self.spark, self.description) as stage:
+        with (
+            lent(self.spark, self.payload) as payload,
+            stage_rows(self.spark, self.description) as stage,
+        ):
             # The others leave by themselves, which keeps their processes for the session's next
             # job.
             stuck = threading.Timer(patience_s, stage.cancel)
             try:
-                for row in stage.read(self._rows):
+                for row in stage.read(partial(self._rows, payload)):
                     if row.rank != SERVED:
                         self.results[row.rank] = None if row.result is None else bytes(row.result)
                     elif row.result:
@@ -138,11 +138,11 @@ class RunInStage:
             finally:
                 stuck.cancel()
 
-    def _rows(self) -> Iterator[Row]:
+    def _rows(self, payload: SentBytes) -> Iterator[Row]:
         together = not is_of_connect(self.spark)
         arguments = (
             self.entry,
-            send(self.spark, self.payload),
+            payload,
             self.further,
             self.tasks,
             self.ranks_a_task,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 from pyspark.sql import Row, SparkSession
@@ -27,6 +28,7 @@ from sparkdl.spark.catalyst.core import Py4JError
 from sparkdl.spark.catalyst.jvm import end_of_jvm
 from sparkdl.spark.catalyst.versions import on_tasks
 from sparkdl.spark.closures.pickling import References, pickled
+from sparkdl.spark.closures.sending import SentBytes, lent
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import JOB_END_S, RunJobs
 from sparkdl.spark.cluster.slots import require_free_slots
@@ -78,12 +80,12 @@ def launch(workers: Workers, job: Job) -> Launch:
 
     @contextmanager
     def start(averager: Averager) -> Iterator[None]:
-        arguments = (payload, astuple(averager.address), workers.device, echoes(spark))
+        arguments = (astuple(averager.address), workers.device, echoes(spark))
         entry = "sparkdl.spark.launch.task:run_worker_task"
-        task = rank_task(entry, arguments, workers.ranks_a_task, shipment, used)
         running = WorkerJob(
             spark,
-            task,
+            payload,
+            partial(rank_task, entry, arguments, workers.ranks_a_task, shipment, used),
             averager.fail,
             description=workers.description,
             device=workers.device,
@@ -115,7 +117,8 @@ class WorkerJob:
 
     Args:
         spark: the session.
-        task: what each task runs; see ``rank_task``.
+        payload: for the tasks.
+        task: makes of it what each task runs; see ``rank_task``.
         fail: ends the run. It is told of whatever ends the job; what comes after the run's own end
             is dropped there.
         description: shown in the Spark UI.
@@ -134,7 +137,8 @@ class WorkerJob:
     def __init__(
         self,
         spark: SparkSession,
-        task: Task,
+        payload: bytes,
+        task: Callable[[SentBytes], Task],
         fail: Callable[[SparkDLError], None],
         *,
         description: str,
@@ -147,7 +151,7 @@ class WorkerJob:
         unexplained: str = "",
     ) -> None:
         self.jobs = RunJobs(spark.sparkContext, description)
-        self._spark, self._task, self._fail = spark, task, fail
+        self._spark, self._payload, self._make_task, self._fail = spark, payload, task, fail
         self._profile = gpu_profile(spark, device)
         self._tasks, self._ranks_a_task, self._barrier = tasks, ranks_a_task, barrier
         self._input = rows
@@ -156,11 +160,11 @@ class WorkerJob:
         self._error: SparkDLError | None = None
 
     def __enter__(self) -> Self:
-        try:
-            self.jobs.start(self._run, self._failed)
-        except BaseException:  # an interrupt, for example
-            self.jobs.end()
-            raise
+        with ExitStack() as held:
+            task = self._make_task(held.enter_context(lent(self._spark, self._payload)))
+            held.callback(self.jobs.end)
+            self.jobs.start(partial(self._run, task), self._failed)
+            self._held = held.pop_all()  # unless there was an interrupt, for example
         return self
 
     def __exit__(
@@ -177,7 +181,7 @@ class WorkerJob:
             elif error is None:
                 self.jobs.wait(JOB_END_S)
         finally:
-            self.jobs.end()
+            self._held.close()
 
     @property
     def makes_rows(self) -> bool:
@@ -202,17 +206,15 @@ class WorkerJob:
             raise self._error
         return sorted(self._yielded, key=lambda row: row.rank)
 
-    def _run(self) -> None:
+    def _run(self, task: Task) -> None:
         if self._input is None:
             tasks = self._spark.range(0, self._tasks, 1, self._tasks)
             self._yielded = on_tasks(
-                tasks, self._task, OUTPUT_DDL, barrier=self._barrier, profile=self._profile
+                tasks, task, OUTPUT_DDL, barrier=self._barrier, profile=self._profile
             ).collect()
         else:
             workers, seed = self._input
-            self._yielded = run_on_rows(
-                workers, seed, self._task, OUTPUT_DDL, barrier=self._barrier
-            )
+            self._yielded = run_on_rows(workers, seed, task, OUTPUT_DDL, barrier=self._barrier)
             if not self._yielded:
                 # Spark starts no task for what turns out empty while it plans or shuffles.
                 self._fail(DataError(NO_ROWS))
@@ -253,6 +255,7 @@ def rank_task(
     ranks_a_task: int,
     shipment: Shipment | None,
     used: References,
+    payload: SentBytes,
     *,
     apart: bool = False,
 ) -> Task:
@@ -263,13 +266,15 @@ def rank_task(
         arguments: plain values.
         ranks_a_task: ranks per task.
         shipment: the user's own modules that the function needs.
-        used: what the pickles among the arguments refer to.
+        used: what the pickles in the payload refer to.
+        payload: the function's first argument.
         apart: whether the only rank of a task gets a process of its own too.
     """
     return bootstrap.make_task(
         "sparkdl.spark.launch.assignment:run_ranks",
         (
             entry,
+            payload,
             arguments,
             ranks_a_task,
             apart,

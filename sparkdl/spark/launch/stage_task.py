@@ -120,9 +120,9 @@ def run_stage_task(
         except TimeoutError:
             raise late from None
         if (address := json.loads(told)) is not None:
-            arguments = (payload.value, tuple(address), *further)
+            arguments = (tuple(address), *further)
             yielded = run_ranks(
-                entry, arguments, ranks, apart, shipment, broadcasts, versions, batches
+                entry, payload, arguments, ranks, apart, shipment, broadcasts, versions, batches
             )
             yield from _ended_after(context, yielded) if together else yielded
     for _ in batches:  # or Spark does not use this process again

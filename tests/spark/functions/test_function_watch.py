@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import cloudpickle
 import pytest
@@ -29,7 +29,9 @@ def service() -> Iterator[RunService]:
         yield opened
 
 
-def job_that(rows: Callable[[], Any], service: RunService) -> WorkerJob:
+def job_that(
+    rows: Callable[[], Any], service: RunService, reads: tuple[Any, int] | None = None
+) -> WorkerJob:
     """Spark's job of two tasks, of which ``rows`` gives what they have yielded."""
     frame = SimpleNamespace(mapInArrow=lambda *_, **__: SimpleNamespace(collect=rows))
     names = ("getLocalProperty", "setJobGroup", "addJobTag", "cancelJobsWithTag")
@@ -38,17 +40,18 @@ def job_that(rows: Callable[[], Any], service: RunService) -> WorkerJob:
     spark: Any = SimpleNamespace(range=lambda *_: frame, sparkContext=context)
     job = WorkerJob(
         spark,
-        lambda batches: batches,
+        b"",
+        lambda payload: lambda batches: batches,
         service.fail,
         description="a test",
         device="cpu",
         tasks=2,
         ranks_a_task=1,
         barrier=True,
-        rows=None,
+        rows=reads,
         ended_early="",
     )
-    return job.__enter__()
+    return job if reads else job.__enter__()
 
 
 def test_a_spark_job_that_outlives_its_ranks_ends_the_run(
@@ -96,9 +99,8 @@ def joining(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunService]:
 def test_rows_are_waited_for_but_not_the_tasks_in_which_ranks_hang_before_they_join(
     joining: RunService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ends, asked = threading.Event(), []
-    job = job_that(lambda: ends.wait(300), joining)
-    job._input = cast(Any, "rows")
+    asked: list[int] = []
+    job = job_that(lambda: None, joining, reads=(None, 0))
 
     def stages() -> list[SparkStageInfo]:
         """First of five tasks, then of two whose rows are shuffled, then the workers' own."""
@@ -112,7 +114,6 @@ def test_rows_are_waited_for_but_not_the_tasks_in_which_ranks_hang_before_they_j
     with pytest.raises(DeadlineError, match=r"rank 0, 1 of 2 workers did not start within 0 s"):
         watch(joining, job)
     assert len(asked) == 5
-    ends.set()
 
 
 def test_a_rank_that_prints_all_the_time_delays_no_deadline_for_another(
