@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import logging
 import os
 import shutil
 import sys
@@ -19,12 +20,14 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from pyspark import SparkConf
-from pyspark.errors import PySparkRuntimeError
+from pyspark.errors import PySparkException, PySparkRuntimeError
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ConfigError, SetupError
 from sparkdl.spark.catalyst.core import CAN_START_SPARK, Py4JJavaError
-from sparkdl.spark.catalyst.jvm import directory_of_spark, running_context
+from sparkdl.spark.catalyst.jvm import directory_of_spark, is_stopped, running_context
+
+logger = logging.getLogger(__name__)
 
 # A training job may last seconds; on two cores a sixth of its first Spark job's time goes into
 # optimizing code that ran a few thousand times. Ten times as many runs are soon enough.
@@ -62,9 +65,10 @@ def create_session(
     conf: Mapping[str, str] | None = None,
     remote: str | None = None,
 ) -> SparkSession:
-    """Create (or get) a Spark session whose executors run this Python, or one of Spark Connect.
+    """Create a Spark session whose executors run this Python, or one of Spark Connect.
 
-    Where ``sparkdl-prepare`` was run on this machine, the session starts in half the time.
+    If there is a session already, as in a notebook of a platform, it is returned as it is, but for
+    ``conf``. Where ``sparkdl-prepare`` was run on this machine, a session starts in half the time.
 
     Args:
         app_name: shown in the Spark UI.
@@ -82,6 +86,10 @@ def create_session(
     """
     if remote is not None:
         return _connected(remote, master, conf or {})
+    there = current_session()
+    if there is not None and not is_stopped(there):
+        _configure(there, conf or {})
+        return there
     if not CAN_START_SPARK:
         raise SetupError(
             "this Python has pyspark-client, which connects to a Spark that runs elsewhere and "
@@ -109,6 +117,21 @@ def create_session(
         if missing := _unreadable_file(message, dict(SparkConf().getAll()) | settings):
             raise SetupError(missing) from error
         raise
+
+
+def _configure(spark: SparkSession, conf: Mapping[str, str]) -> None:
+    """Change settings of a session that runs, and say which it would have to be started with."""
+    for key, value in conf.items():
+        if spark.conf.get(key, None) == value:
+            continue
+        try:
+            spark.conf.set(key, value)
+        except PySparkException:
+            logger.warning(
+                "%s has no effect: there is a Spark session already, which keeps the value that it "
+                "was started with. Stop it first (spark.stop()), or set it where that is created",
+                key,
+            )
 
 
 def _connected(remote: str, master: str | None, conf: Mapping[str, str]) -> SparkSession:

@@ -82,6 +82,25 @@ def test_a_second_session_is_the_first_and_executors_run_the_drivers_python(
     assert spark.sparkContext.pythonExec == sys.executable
 
 
+def test_a_session_that_is_there_keeps_its_settings_but_for_those_given(
+    spark: SparkSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, timezone = "spark.sql.execution.arrow.pyspark.enabled", "spark.sql.session.timeZone"
+    key = "spark.executor.memory"
+    kept = {each: spark.conf.get(each) for each in (name, timezone, "spark.app.name")}
+    spark.conf.set(name, "false")
+    try:
+        create_session("another")
+        assert spark.conf.get(name) == "false"
+        create_session("another", conf={timezone: "Asia/Tokyo", key: "7g"})
+        assert (spark.conf.get(timezone), spark.conf.get(name)) == ("Asia/Tokyo", "false")
+        assert spark.conf.get("spark.app.name") == kept["spark.app.name"]
+        assert f"{key} has no effect" in caplog.text
+    finally:
+        for each in (name, timezone):
+            spark.conf.set(each, kept[each])
+
+
 def test_the_driver_and_the_executors_compile_hot_code_later(spark: SparkSession) -> None:
     option = "-XX:Tier4CompileThreshold=150000"
     driver = spark._jvm.java.lang.ProcessHandle.current()
