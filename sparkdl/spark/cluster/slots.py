@@ -34,6 +34,7 @@ EXECUTORS_START_S = 60.0
 LAST_EXECUTOR_S = 5.0
 """Seconds after which no further executor is expected, where the configuration does not say how
 many there will be."""
+_ON_DEMAND = "spark.dynamicAllocation.enabled"
 OTHERS_END_S = 10.0
 """Seconds to wait for other jobs to give slots back, where workers need a gang-scheduled start."""
 
@@ -78,13 +79,19 @@ def choose_num_workers(
             f"{name} is {wanted}, but {GPUS_A_TASK} is {ranks_a_task}, and each task runs one "
             f"worker per GPU. Set {name} to a multiple of {ranks_a_task}, or {GPUS_A_TASK}=1"
         )
-    tasks = None if wanted is None else wanted // ranks_a_task
+    tasks, began = None if wanted is None else wanted // ranks_a_task, time.monotonic()
     slots = _wait_for_executors(spark, tasks, profile)
     if wanted is None:
+        if slots < 1 and is_true(spark, _ON_DEMAND) and not _promised_slots(spark):
+            raise ConfigError(
+                "no executor is running, and dynamic allocation starts none before tasks wait for "
+                f"it, so there are no slots to count: set {name}, or "
+                "spark.dynamicAllocation.minExecutors"
+            )
         if slots < 1:
             raise ConfigError(
-                f"the cluster has no free executor after {EXECUTORS_START_S:.0f} s, so no worker "
-                "can start. Check the cluster's resources in the Spark UI"
+                f"the cluster has no free executor after {time.monotonic() - began:.0f} s, so no "
+                "worker can start. Check the cluster's resources in the Spark UI"
                 f"{_gpus_asked_for(spark)}"
             )
         return slots * ranks_a_task
@@ -111,6 +118,8 @@ def _wait_for_executors(
 ) -> int:
     """The number of slots, once there are as many as wanted or no more are expected."""
     promised = _promised_slots(spark, gpus=profile is not None)
+    if wanted is not None and is_true(spark, _ON_DEMAND):
+        promised = 0  # more come once tasks wait
     most = float(setting(spark, "spark.cores.max") or "inf")
     needed = min(wanted or math.inf, most if promised is None else promised)
     # A client of Spark Connect is not told when executors registered.
@@ -141,9 +150,9 @@ def require_static_allocation(spark: SparkSession, gang_start_for: str | None = 
     Raises:
         ConfigError: dynamic allocation is on, which barrier mode does not support.
     """
-    if is_true(spark, "spark.dynamicAllocation.enabled"):
+    if is_true(spark, _ON_DEMAND):
         raise ConfigError(
-            "spark.dynamicAllocation.enabled is true, and "
+            f"{_ON_DEMAND} is true, and "
             f"{gang_start_for or 'this strategy'} needs Spark's barrier mode, which does not "
             "support it. Set it to false with a fixed number of executors "
             "(spark.executor.instances)"
@@ -207,14 +216,26 @@ def _refuse_speculation(spark: SparkSession) -> None:
 
 def _slots_on_demand(spark: SparkSession) -> float:
     """Slots that dynamic allocation would add for waiting tasks."""
-    if not is_true(spark, "spark.dynamicAllocation.enabled"):
+    if not is_true(spark, _ON_DEMAND):
         return 0
-    cpus = int(setting(spark, "spark.task.cpus") or 1)
-    per_executor = min(
-        int(setting(spark, "spark.executor.cores") or 1) // cpus,
-        _tasks_by_gpus(spark, one_each=False),
-    )
-    return float(setting(spark, "spark.dynamicAllocation.maxExecutors") or "inf") * per_executor
+    most = float(setting(spark, "spark.dynamicAllocation.maxExecutors") or "inf")
+    per_executor = _slots_an_executor(spark, one_gpu_each=False)
+    return most * per_executor if most and per_executor else 0
+
+
+def _slots_an_executor(spark: SparkSession, *, one_gpu_each: bool) -> float:
+    """Slots of each executor, as far as the configuration says: infinite if it does not."""
+    cores = setting(spark, "spark.executor.cores")
+    if cores is None and _master(spark).startswith("spark:"):  # all of the host
+        by_cores = math.inf
+    else:
+        by_cores = int(cores or 1) // int(setting(spark, "spark.task.cpus") or 1)
+    return min(by_cores, _tasks_by_gpus(spark, one_each=one_gpu_each))
+
+
+def _master(spark: SparkSession) -> str:
+    own = None if is_of_connect(spark) else spark.sparkContext.master
+    return own or setting(spark, "spark.master") or ""
 
 
 def _tasks_by_gpus(spark: SparkSession, *, one_each: bool) -> float:
@@ -235,11 +256,15 @@ def _gpus_asked_for(spark: SparkSession) -> str:
 def _promised_slots(spark: SparkSession, *, gpus: bool = False) -> int | None:
     """Slots that the configuration says there will be once every executor has registered.
 
-    None where it does not say. Executors that come and go on demand are not promised.
+    None where it does not say. Of executors that come and go on demand, the fewest are promised.
     """
-    cpus = int(setting(spark, "spark.task.cpus") or 1)
-    own = None if is_of_connect(spark) else spark.sparkContext.master
-    master = own or setting(spark, "spark.master") or ""
+    cpus, master = int(setting(spark, "spark.task.cpus") or 1), _master(spark)
+    if is_true(spark, _ON_DEMAND):
+        fewest = int(setting(spark, "spark.dynamicAllocation.minExecutors") or 0)
+        each = _slots_an_executor(spark, one_gpu_each=gpus)
+        if not fewest:
+            return 0
+        return None if math.isinf(each) else int(fewest * each)
     at_most = _tasks_by_gpus(spark, one_each=gpus)
 
     def slots_with(cores: int) -> int:
@@ -254,12 +279,12 @@ def _promised_slots(spark: SparkSession, *, gpus: bool = False) -> int | None:
     if local_cluster:
         executors, cores = int(local_cluster[1]), int(local_cluster[2])
         # Spark gives the executors one more core each in turn, until there are none left to give.
-        each, over = divmod(int(min(most, executors * cores)), executors)
-        return over * slots_with(each + 1) + (executors - over) * slots_with(each)
+        fewer, over = divmod(int(min(most, executors * cores)), executors)
+        return over * slots_with(fewer + 1) + (executors - over) * slots_with(fewer)
     if instances and (cores_set or not master.startswith("spark:")):
         executors = int(min(int(instances), most // int(cores_set or 1)))
         return executors * slots_with(int(cores_set or 1))
-    return 0 if master.startswith("local") or _slots_on_demand(spark) else None
+    return 0 if master.startswith("local") else None
 
 
 logger = logging.getLogger(__name__)

@@ -30,6 +30,8 @@ from sparkdl.spark.cluster.slots import (
 
 EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
 TASK_GPUS = "spark.task.resource.gpu.amount"
+ON_DEMAND = "spark.dynamicAllocation.enabled"
+FEWEST = "spark.dynamicAllocation.minExecutors"
 
 
 def test_no_wish_means_every_slot(spark: SparkSession) -> None:
@@ -83,7 +85,12 @@ PROMISES: list[tuple[str, dict[str, str], int | None]] = [
     ("spark://h:7077", {"spark.executor.instances": "4"}, None),
     ("yarn", {"spark.executor.instances": "4"}, 4),
     ("yarn", {}, None),
-    ("yarn", {"spark.dynamicAllocation.enabled": "true"}, 0),
+    ("yarn", {ON_DEMAND: "true"}, 0),
+    ("yarn", {ON_DEMAND: "true", "spark.executor.instances": "4"}, 0),
+    ("yarn", {ON_DEMAND: "true", FEWEST: "2", "spark.executor.cores": "3"}, 6),
+    ("spark://h:7077", {ON_DEMAND: "true", FEWEST: "2", "spark.executor.cores": "3"}, 6),
+    ("spark://h:7077", {ON_DEMAND: "true", FEWEST: "2"}, None),
+    ("local-cluster[3,2,1024]", {ON_DEMAND: "true"}, 0),
     ("local[4]", {}, 0),
 ]
 
@@ -91,11 +98,46 @@ PROMISES: list[tuple[str, dict[str, str], int | None]] = [
 def test_what_the_configuration_promises_is_never_more_than_cores_max() -> None:
     wrong = []
     for master, conf, promised in PROMISES:
-        context = SimpleNamespace(master=master, getConf=lambda conf=conf: conf)
-        session: Any = SimpleNamespace(sparkContext=context)
-        if (found := _promised_slots(session)) != promised:
+        if (found := _promised_slots(session_with(master, conf))) != promised:
             wrong.append((master, conf, promised, found))
     assert wrong == []
+
+
+def session_with(master: str, conf: dict[str, str]) -> Any:
+    context = SimpleNamespace(master=master, getConf=lambda: conf)
+    return SimpleNamespace(sparkContext=context)
+
+
+def test_without_an_executor_dynamic_allocation_is_named_or_the_fewest_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passed = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal passed
+        passed += seconds
+
+    monkeypatch.setattr(slots, "time", SimpleNamespace(monotonic=lambda: passed, sleep=sleep))
+    monkeypatch.setattr(slots, "count_slots", lambda *_: 4 if passed > 40 else 0)
+    on_demand = {ON_DEMAND: "true"}
+    with pytest.raises(ConfigError, match=r"starts none before tasks wait .* set numWorkers, or"):
+        choose_num_workers(session_with("yarn", on_demand), None)
+    assert passed == 0
+    assert choose_num_workers(session_with("yarn", on_demand), 3) == 3
+    assert passed == 0
+    assert choose_num_workers(session_with("yarn", {**on_demand, FEWEST: "4"}), None) == 4
+    assert passed > 40
+    monkeypatch.setattr(slots, "count_slots", lambda *_: 0)
+    with pytest.raises(ConfigError, match="no free executor after 60 s"):
+        choose_num_workers(session_with("yarn", {**on_demand, FEWEST: "4"}), None)
+
+
+def test_where_executors_have_all_cores_of_a_host_dynamic_allocation_may_give_any_number() -> None:
+    conf = {ON_DEMAND: "true", "spark.dynamicAllocation.maxExecutors": "2"}
+    found = {}
+    for master in ("spark://h:7077", "yarn"):
+        found[master] = slots._slots_on_demand(session_with(master, conf))
+    assert found == {"spark://h:7077": float("inf"), "yarn": 2}
 
 
 @pytest.mark.parametrize(("wanted", "waited"), [(None, 3), (2, 2), (9, 3)])
