@@ -70,9 +70,13 @@ def executor_start_times(spark: SparkSession) -> list[float]:
     return [one.addTime().getTime() / 1000 for one in executors if one.id() != "driver"]
 
 
-@with_fallback(lambda context, tag: [])
-def jobs_with_tag(context: SparkContext, tag: str) -> list[int]:
-    """The numbers of the jobs that have a tag; none where Spark does not say, and the jobs run."""
+def _jobs_in_group(context: SparkContext, tag: str, group: str) -> list[int]:
+    return list(context.statusTracker().getJobIdsForGroup(group))
+
+
+@with_fallback(_jobs_in_group)
+def jobs_with_tag(context: SparkContext, tag: str, group: str) -> list[int]:
+    """The numbers of the jobs that have a tag, or of all in their group where Spark has no tags."""
     return list(context._jsc.sc().statusTracker().getJobIdsForTag(tag))
 
 

@@ -133,13 +133,15 @@ def is_stopped(spark: SparkSession) -> bool:
 def with_fallback(plain: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Have a function do the same in plain PySpark where a private name that it uses is missing.
 
-    So it does for Spark Connect, whose JVM is elsewhere.
+    A warning says so once. So it does for Spark Connect, whose JVM is elsewhere, without one.
 
     Args:
         plain: takes the same arguments, and gives the same answer, if more slowly.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        warn_once = functools.cache(logger.warning)
+
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if args and is_of_connect(args[0]):
@@ -147,16 +149,33 @@ def with_fallback(plain: Callable[..., Any]) -> Callable[[Callable[P, R]], Calla
                 return found
             try:
                 return function(*args, **kwargs)
-            except (Py4JJavaError, Py4JNetworkError):  # the name is there: something else is wrong
-                raise
             except (AttributeError, TypeError, Py4JError) as error:
                 context = SparkContext._active_spark_context
-                if context is None or context._jsc is None:  # it was stopped meanwhile
+                stopped = context is None or context._jsc is None
+                if stopped or not _is_missing_name(error):
                     raise
-                logger.info("%s: this Spark lacks a private name: %s", function.__name__, error)
+                warn_once(
+                    "%s does without a private name that this Spark lacks or denies: %s",
+                    function.__name__,
+                    str(error).splitlines()[0],
+                )
             answer: R = plain(*args, **kwargs)
             return answer
 
         return call
 
     return decorate
+
+
+def _is_missing_name(error: Exception) -> bool:
+    """Whether an error is how PySpark or py4j say that they, or the JVM, have no such name.
+
+    Some platforms deny names of the JVM that are not on a list of theirs.
+    """
+    if isinstance(error, AttributeError):
+        return type(error.obj).__module__.partition(".")[0] in ("pyspark", "py4j")
+    if isinstance(error, TypeError):
+        return "'JavaPackage' object is not callable" in str(error)
+    if isinstance(error, (Py4JJavaError, Py4JNetworkError)):
+        return False
+    return "does not exist" in str(error) or "Py4JSecurityException" in str(error)

@@ -134,7 +134,8 @@ class RunJobs:
     def stages(self) -> list[SparkStageInfo]:
         """The stages of the run's jobs that Spark knows of."""
         tracker = self._context.statusTracker()
-        jobs = [tracker.getJobInfo(job) for job in jobs_with_tag(self._context, self.tag)]
+        numbers = jobs_with_tag(self._context, self.tag, self.group)
+        jobs = [tracker.getJobInfo(job) for job in numbers]
         numbers = sorted({stage for job in jobs if job is not None for stage in job.stageIds})
         stages = [tracker.getStageInfo(number) for number in numbers]
         return [stage for stage in stages if stage is not None]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from frames import frame, in_files
 from missing_names import lacking
 from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
@@ -76,9 +79,9 @@ def test_this_version_of_spark_has_all_private_names(
         assert cluster.count_slots(spark) == 3
         assert cluster.count_running_tasks(spark) == 0
         assert cluster.failed_tasks(context, 0) == []
-        assert cluster.jobs_with_tag(context, "x") == []
+        assert cluster.jobs_with_tag(context, "x", "y") == []
         assert not cluster.feeds_a_shuffle(context, 0)
-    assert [line for line in caplog.messages if "this Spark" in line] == []
+    assert [line for line in caplog.messages if "this Spark lacks" in line] == []
 
 
 def test_a_scheduler_that_is_not_asked_is_counted_by_cores_and_stages(spark: SparkSession) -> None:
@@ -90,16 +93,52 @@ def test_a_scheduler_that_is_not_asked_is_counted_by_cores_and_stages(spark: Spa
         assert [cluster.count_slots(spark), cluster.count_running_tasks(spark)] == asked
         assert cluster.executor_start_times(spark) == []
         assert cluster.failed_tasks(context, 0) == []
-        assert cluster.jobs_with_tag(context, "x") == []
+        assert cluster.jobs_with_tag(context, "x", "y") == []
         assert not cluster.feeds_a_shuffle(context, 0)
 
 
-def test_only_a_name_that_is_missing_is_done_without(spark: SparkSession) -> None:
-    @with_fallback(lambda column: "plain")
-    def private(column: object) -> str:
-        spark.range(1).select(column).collect()  # type: ignore[call-overload]
-        raise Py4JError("name does not exist in the JVM")
+def test_jobs_are_found_by_their_group_where_there_are_no_tags(spark: SparkSession) -> None:
+    context = spark.sparkContext
+    context.setJobGroup("of the test", "")
+    try:
+        spark.range(1).collect()
+    finally:
+        context.setLocalProperty("spark.jobGroup.id", None)
+    with lacking("getJobIdsForTag"):
+        assert len(cluster.jobs_with_tag(context, "none", "of the test")) == 1
 
-    assert private("id") == "plain"
-    with pytest.raises(Exception, match="mine"):
-        private(F.raise_error(F.lit("mine")))
+
+def test_only_a_name_that_is_missing_is_done_without(
+    spark: SparkSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    jvm: Any = spark._jvm
+
+    @with_fallback(lambda use: "plain")
+    def private(use: Callable[[], object]) -> object:
+        return use()
+
+    for missing in (
+        lambda: spark._no_such_name,  # type: ignore[attr-defined]
+        lambda: spark._jsparkSession.noSuchMethod(),
+        lambda: jvm.org.apache.spark.NoSuchClass(),
+        lambda: raised(
+            Py4JError("py4j.security.Py4JSecurityException: Method x is not whitelisted")
+        ),
+    ):
+        assert private(missing) == "plain"
+    said = [line for line in caplog.messages if line.startswith("private does without")]
+    assert len(said) == len(set(said)) == 4
+    private(lambda: spark._no_such_name)  # type: ignore[attr-defined]
+    assert len(caplog.messages) == 4
+    for wrong in (
+        lambda: spark.range(1).select(F.raise_error(F.lit("mine"))).collect(),
+        lambda: ROOT.no_such_name,  # type: ignore[attr-defined]
+        lambda: len(1),  # type: ignore[arg-type]
+        lambda: raised(Py4JError("Answer from Java side is empty")),
+    ):
+        with pytest.raises((AttributeError, TypeError, Py4JError, PySparkException)):
+            private(wrong)
+
+
+def raised(error: Exception) -> None:
+    raise error
