@@ -2,6 +2,7 @@
 
 module.json           how to build the module, what its inputs and outputs are, its history
 module.safetensors    parameters and buffers
+buffers.safetensors   buffers that are no part of the module's state, if there are any
 model.pkl             only if the architecture could not be described; see ``object_spec``
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from sparkdl.arguments import as_number
 from sparkdl.checkpoint.object_spec import LOSS, MODEL, load_object, save_object
+from sparkdl.checkpoint.portable import other_buffers, put_state
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.durable.publishing import whole_directory
 from sparkdl.encodings import named
@@ -34,16 +36,11 @@ from sparkdl.user_code.tracebacks import message_of, text_of
 
 DESCRIPTION = "module.json"
 WEIGHTS = "module.safetensors"
+OTHER_BUFFERS = "buffers.safetensors"
 FORMAT = 4
 """Version of the files' format; a reader refuses any other."""
 MAX_JSON_BYTES = 64 << 20
 """Largest file; a thousand columns and ten thousand epochs take 3 MB."""
-_CASTS = {
-    torch.float64: nn.Module.double,
-    torch.float32: nn.Module.float,
-    torch.float16: nn.Module.half,
-    torch.bfloat16: nn.Module.bfloat16,
-}
 _EPOCH_TYPES = get_type_hints(EpochSummary)
 
 
@@ -76,12 +73,9 @@ class SavedModule:
 
 def write_module(saved: SavedModule, directory: Path) -> None:
     """Write the files into an existing directory."""
-    # Tied parameters share memory, which safetensors refuses; each name gets its own copy.
-    state = {
-        name: _as_saved(tensor.detach().clone().contiguous())
-        for name, tensor in saved.module.state_dict().items()
-    }
-    save_file(state, directory / WEIGHTS)
+    _save_tensors(saved.module.state_dict(), directory / WEIGHTS)
+    if others := other_buffers(saved.module):
+        _save_tensors(others, directory / OTHER_BUFFERS)
     description = {
         "format": FORMAT,
         "model": save_object(saved.builder, directory, "model"),
@@ -121,7 +115,7 @@ def read_module(directory: Path, *, trust: TrustArgument) -> SavedModule:
     if spec is not None:
         loss = load_object(spec, directory, "loss", expected=LOSS, trust=trust)
     module = _build_module(builder)
-    _put_weights(module, directory / WEIGHTS)
+    _put_weights(module, directory)
     return SavedModule(
         module=module.eval(),
         builder=builder,
@@ -156,23 +150,19 @@ def _build_module(builder: Any) -> nn.Module:
     return module
 
 
-def _put_weights(module: nn.Module, path: Path) -> None:
+def _put_weights(module: nn.Module, directory: Path) -> None:
+    path, others = directory / WEIGHTS, directory / OTHER_BUFFERS
     if not path.is_file():
         raise ConfigError(f"the weights in {path} are missing, or it is not a plain file")
+    state = _load_tensors(path)
+    cached = _load_tensors(others) if others.is_file() else {}
     try:
-        state = load_file(path)
-    except Exception as error:  # safetensors, torch and the file system raise errors of any kind
-        raise ConfigError(f"the weights in {path} are damaged: {text_of(error)}") from error
-    try:
-        for name, tensor in module.state_dict().items():
-            if name in state and tensor.dtype.is_complex and not state[name].is_complex():
-                # A copy, because torch crashes on complex128 not aligned to 16 bytes.
-                state[name] = torch.view_as_complex(state[name].clone())
-        dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
-        if len(dtypes) == 1:
-            # Not by Module.to, which turns complex numbers into real ones.
-            _CASTS[dtypes.pop()](module)
-        module.load_state_dict(state)
+        put_state(module, _as_built(state, module.state_dict()))
+        built = other_buffers(module)
+        for name, values in _as_built(cached, built).items():
+            # What the module would only make later, it makes again.
+            if name in built and values.shape == built[name].shape:
+                built[name].data = values
     except Exception as error:  # modules may load their state in their own ways
         raise ConfigError(
             f"the weights in {path} belong to a different architecture from the one the model "
@@ -180,9 +170,32 @@ def _put_weights(module: nn.Module, path: Path) -> None:
         ) from error
 
 
-def _as_saved(tensor: Tensor) -> Tensor:
-    """The tensor; complex128, unknown to safetensors, as its real and imaginary parts."""
-    return torch.view_as_real(tensor) if tensor.dtype == torch.complex128 else tensor
+def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    # Tied parameters share memory, which safetensors refuses; each name gets its own copy.
+    copies = {name: each.detach().clone().contiguous() for name, each in tensors.items()}
+    # complex128, unknown to safetensors, as its real and imaginary parts.
+    wide = {n: torch.view_as_real(t) for n, t in copies.items() if t.dtype == torch.complex128}
+    save_file({**copies, **wide}, path)
+
+
+def _load_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return dict(load_file(path))
+    except Exception as error:  # safetensors, torch and the file system raise errors of any kind
+        raise ConfigError(f"the weights in {path} are damaged: {text_of(error)}") from error
+
+
+def _as_built(saved: Mapping[str, Tensor], built: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file; complex ones from their real and imaginary parts."""
+
+    def of_parts(name: str, values: Tensor) -> bool:
+        return name in built and built[name].is_complex() and not values.is_complex()
+
+    # A copy, because torch crashes on complex128 not aligned to 16 bytes.
+    return {
+        name: torch.view_as_complex(each.clone()) if of_parts(name, each) else each
+        for name, each in saved.items()
+    }
 
 
 def _read_description(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
+import torch
 from torch import Tensor, nn
 
 from sparkdl.errors import ModelError
@@ -79,9 +80,7 @@ class _Built:
     """Unpickles as the module itself."""
 
     def __init__(self, module: nn.Module, builder: Any) -> None:
-        state = module.state_dict()
-        others = {name: each for name, each in module.named_buffers() if name not in state}
-        self._parts = builder, state, others
+        self._parts = builder, module.state_dict(), other_buffers(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _build_again, self._parts
@@ -90,7 +89,7 @@ class _Built:
 def _build_again(builder: Any, state: dict[str, Any], others: dict[str, Tensor]) -> nn.Module:
     with borrowed_random_numbers():
         module: nn.Module = builder if isinstance(builder, nn.Module) else builder()
-    module.load_state_dict(state, assign=True)  # keeps the state's dtypes
+    put_state(module, state)
     for name, values in others.items():
         path, _, own_name = name.rpartition(".")
         owner = module.get_submodule(path)
@@ -100,3 +99,25 @@ def _build_again(builder: Any, state: dict[str, Any], others: dict[str, Tensor])
         else:
             setattr(owner, own_name, values)
     return module
+
+
+def other_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that are no part of a module's state, by name."""
+    state = module.state_dict()
+    return {name: each for name, each in module.named_buffers() if name not in state}
+
+
+def put_state(module: nn.Module, state: dict[str, Any]) -> None:
+    """Put a state into a module that was built again, in the dtypes that its values have.
+
+    Its tensors stay the same objects, unlike with ``assign=True``: they may have several names, and
+    the module may hold them elsewhere too. Buffers that are no part of the state stay as they are.
+
+    Raises:
+        RuntimeError: the state is another architecture's.
+    """
+    for name, own in module.state_dict(keep_vars=True).items():
+        values = state.get(name)
+        if isinstance(own, Tensor) and isinstance(values, Tensor) and own.dtype != values.dtype:
+            own.data = torch.empty_like(own.data, dtype=values.dtype)
+    module.load_state_dict(state)

@@ -97,6 +97,36 @@ def test_a_module_of_two_dtypes_comes_back_with_both(tmp_path: Path) -> None:
     assert same_state(load_module(tmp_path, trust=[__name__]), module)
 
 
+class WithCaches(nn.Module):
+    """Has buffers that are no part of its state, each of another dtype than the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+        self.register_buffer("table", torch.linspace(0.001, 3, 8).sin(), persistent=False)
+        self.register_buffer("drawn", torch.randn(8, dtype=torch.float64), persistent=False)
+        turns = torch.polar(torch.ones(8), torch.linspace(0, 3, 8))
+        self.register_buffer("turns", turns, persistent=False)
+        self.register_buffer("wide_turns", turns.to(torch.complex128), persistent=False)
+        self.register_buffer("made_later", None, persistent=False)
+
+
+def test_buffers_that_are_no_part_of_the_state_come_back_as_they_were(tmp_path: Path) -> None:
+    module = WithCaches()
+    module.made_later = torch.ones(3)
+    write(module, WithCaches, tmp_path)
+    loaded = load_module(tmp_path, trust=[__name__])
+    assert same_state(loaded, module)
+    for name in ("table", "drawn", "turns", "wide_turns"):
+        mine, other = module.get_buffer(name), loaded.get_buffer(name)
+        assert mine.dtype == other.dtype, name
+        assert torch.equal(mine, other), name
+    assert loaded.made_later is None
+    (tmp_path / "buffers.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ConfigError, match="are damaged"):
+        read_module(tmp_path, trust=True)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -63,6 +63,26 @@ def test_a_module_that_cannot_be_pickled_is_built_again_with_its_values(
             assert torch.equal(arrived(features), module(features))
 
 
+class HoldsInAList(nn.Module):
+    """Holds a parameter in a list of its own, and one under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+        self.scale = self.same = nn.Parameter(torch.rand(6))
+        self.scales = [self.scale]
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.layer(features) * self.scales[0]
+
+
+def test_a_module_that_is_built_again_still_holds_its_own_parameters() -> None:
+    module, features = HoldsInAList().double(), torch.randn(4, 6, dtype=torch.float64)
+    arrived = cloudpickle.loads(pickled_module(module, HoldsInAList))
+    assert torch.equal(arrived(features), module(features))
+    assert arrived.same is arrived.scale
+
+
 class DrawsOnce(nn.Module):
     """Draws a cache in its first forward pass."""
 
