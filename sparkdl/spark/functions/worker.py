@@ -8,7 +8,7 @@ rows needs, and every worker spreads its own rows over them. Nothing is repeated
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -78,7 +78,7 @@ class FunctionWorker:
         self._driver = driver
         self._rows = rows
         self._epochs = itertools.count(1)
-        self._share = 1 / met.world_size
+        self._shares: dict[object, float] = {}
         self._stores: dict[str, CheckpointStore] = {}
         self._held = ExitStack()
 
@@ -102,7 +102,7 @@ class FunctionWorker:
         if self._rows is None:
             raise ConfigError("there are no rows: pass sparkdl.run a DataFrame, df=...")
         size = require_whole("batch_size", batch_size, 1)
-        return Batches(self._rows, size, self.rank, self._epochs, self._set_share)
+        return Batches(self._rows, size, self.rank, self._epochs, self._shares)
 
     def wrap(
         self, model: nn.Module, optimizer: O, **options: Any
@@ -113,7 +113,7 @@ class FunctionWorker:
         rows of all workers' current minibatches, however many each has: with a loss that is a mean
         over the minibatch, training is single-process training on all of them. Where several
         backward passes make one step (``no_sync``), the last minibatches say how workers are
-        weighted.
+        weighted. Outside of loops over ``batches``, all workers count alike.
 
         Joins the default process group if the function has not: NCCL on GPUs, gloo on CPUs.
 
@@ -213,13 +213,11 @@ class FunctionWorker:
         self._stores[path].keep_last = keep_last
         return self._stores[path]
 
-    def _set_share(self, share: float) -> None:
-        self._share = share
-
     def _add_up(self, gradients: Tensor) -> torch.futures.Future[Tensor]:
         """DDP's communication hook: sum_r share_r * gradient_r, shares adding up to 1."""
-        if self._share:
-            gradients.mul_(self._share)
+        share = next(reversed(self._shares.values()), 1 / self.world_size)
+        if share:
+            gradients.mul_(share)
         else:
             gradients.zero_()  # the mean over no rows is NaN
         future = dist.all_reduce(gradients, async_op=True).get_future()
@@ -235,25 +233,30 @@ class Batches:
         batch_size: int,
         rank: int,
         epochs: Iterator[int],
-        on_share: Callable[[float], None],
+        shares: dict[object, float],
     ) -> None:
         self._feed = rows.feed
         self._shard_rows = np.array(rows.shard_rows, dtype=np.int64)
         self._steps = -(-max(rows.shard_rows) // batch_size)
         self._rank = rank
         self._epochs = epochs
-        self._on_share = on_share
+        self._shares = shares
 
     def __len__(self) -> int:
         return self._steps
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        with closing(self._feed.even_epoch(next(self._epochs), self._steps)) as batches:
-            for step, batch in enumerate(batches):
-                sizes = even_sizes(self._shard_rows, step, self._steps)
-                self._on_share(float(sizes[self._rank] / sizes.sum()))
-                yield cast("dict[str, Tensor]", batch.features)
-            self._on_share(1 / len(self._shard_rows))
+        loop = object()
+        try:
+            with closing(self._feed.even_epoch(next(self._epochs), self._steps)) as batches:
+                for step, batch in enumerate(batches):
+                    sizes = even_sizes(self._shard_rows, step, self._steps)
+                    # The last one counts: of loops within each other, the one that goes on.
+                    self._shares.pop(loop, None)
+                    self._shares[loop] = float(sizes[self._rank] / sizes.sum())
+                    yield cast("dict[str, Tensor]", batch.features)
+        finally:
+            self._shares.pop(loop, None)
 
 
 _current: FunctionWorker | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import sys
@@ -97,6 +98,64 @@ def test_a_ddp_loop_on_unequal_partitions_is_single_process_training_on_every_ro
         assert sorted(i for ids in seen for step in ids[epoch] for i in step) == list(range(60))
     assert results[0][1] == results[1][1] == results[2][1]
     np.testing.assert_allclose(results[0][1], train_alone(seen), rtol=1e-4, atol=1e-6)
+
+
+def gradients_after_loops() -> dict[str, float]:
+    """The mean over workers of 1.0 on rank 0 and 2.0 on rank 1, after loops of several kinds."""
+    worker = sparkdl.current_worker()
+    linear = nn.Linear(1, 1, bias=False)
+    model, optimizer = worker.wrap(linear, torch.optim.SGD(linear.parameters(), lr=0.1))
+
+    def gradient() -> float:
+        optimizer.zero_grad()
+        model(torch.full((4, 1), float(worker.rank + 1))).mean().backward()
+        assert linear.weight.grad is not None
+        return float(linear.weight.grad.item())
+
+    def first_batch() -> None:
+        for _ in worker.batches(10):
+            raise ValueError
+
+    found = {}
+    for _ in worker.batches(10):
+        break
+    found["broken off"] = gradient()
+    with contextlib.suppress(ValueError):
+        first_batch()
+    found["failed"] = gradient()
+    next(iter(worker.batches(10)))
+    found["taken from"] = gradient()
+    for _ in worker.batches(10):
+        found["within"] = gradient()
+        for _ in worker.batches(10):
+            break
+        found["after one within another"] = gradient()
+    found["run to the end"] = gradient()
+    left = iter(worker.batches(10))
+    next(left)
+    for _ in worker.batches(10):
+        del left
+        found["while an older one is given up"] = gradient()
+        break
+    return found
+
+
+def test_shares_of_a_minibatch_count_within_its_loop_only(spark: SparkSession) -> None:
+    rows = frame_of_sizes(spark, [2, 100])
+    found = sparkdl.run(gradients_after_loops, num_workers=2, df=rows, shuffleRows="none")
+    # Of ten steps, the first has no row of rank 0; the last has one, and ten of rank 1.
+    first, last, alike = 2.0, (1 + 2 * 10) / 11, 1.5
+    assert found[0] == pytest.approx(
+        {
+            "broken off": alike,
+            "failed": alike,
+            "taken from": alike,
+            "within": last,
+            "after one within another": last,
+            "run to the end": alike,
+            "while an older one is given up": first,
+        }
+    )
 
 
 def test_it_is_said_which_way_the_rows_go(
