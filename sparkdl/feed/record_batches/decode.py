@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +21,7 @@ from sparkdl.encodings import NUMBERS
 from sparkdl.encodings.encoding import Broken, numpy_of
 from sparkdl.errors import DataError
 from sparkdl.feed.columns.ragged import Column, Ragged
+from sparkdl.feed.conversion import first_lost, limits
 from sparkdl.protocols import ColumnSpec
 
 
@@ -254,24 +256,44 @@ def _tensors(columns: Iterable[tuple[Decoded, ColumnSpec]]) -> list[Column]:
                 f"{broken + len(decoded.values)} that cannot be decoded: row {row} "
                 f"{decoded.broken.reason}"
             )
-        _require_holdable(decoded.values, spec)
         converted.append(to_column(decoded.values, spec))
+        if spec.encoding.numeric:
+            _require_holdable(decoded, spec)
     return converted
 
 
-def _require_holdable(values: pa.Array, spec: ColumnSpec) -> None:
-    """Refuse NaN and infinity where they would become some integer."""
-    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+def _require_holdable(column: Decoded, spec: ColumnSpec) -> None:
+    """Refuse numbers that the tensor's dtype cannot hold, as a fit does; none is null."""
+    values = column.values
+    numbers = numpy_of(values.flatten() if spec.is_array else values)
+    place = first_lost(numbers, spec.dtype) if len(numbers) else None
+    if place is None:
         return
-    numbers = values.flatten() if spec.is_array and hasattr(values, "flatten") else values
-    if not pa.types.is_floating(numbers.type):
-        return
-    if not np.isfinite(numpy_of(numbers.drop_null())).all():
-        dtype = str(spec.dtype).removeprefix("torch.")
-        raise DataError(
-            f"column '{spec.name}' holds NaN or infinity, which {dtype} cannot hold. "
-            f"{without_infinity(spec.name, is_array=spec.is_array)}"
-        )
+    row = pc.list_parent_indices(values)[place].as_py() if spec.is_array else place
+    row = row if column.rows is None else column.rows[row]
+    where = f"in row {row} of a batch of {len(values)}"
+    refuse_lost(numbers[place], spec, where)
+
+
+def refuse_lost(number: np.number[Any], spec: ColumnSpec, where: str) -> NoReturn:
+    """Raise the error for a number that a tensor's dtype cannot hold.
+
+    Args:
+        number: what is lost.
+        spec: what its column becomes.
+        where: its place, in words.
+    """
+    dtype = str(spec.dtype).removeprefix("torch.")
+    low, high = limits(spec.dtype)
+    remedy = f"Bring the numbers into its range first, {low:g} to {high:g}"
+    if not np.isfinite(number):
+        remedy = without_infinity(spec.name, is_array=spec.is_array)
+    elif low < float(number) < high:
+        remedy = "Round the numbers first with F.round"
+    raise DataError(
+        f"column '{spec.name}' holds {number} ({number.dtype}) {where}, which {dtype}, the dtype "
+        f"of its tensor, cannot hold. {remedy}"
+    )
 
 
 FILL_ELEMENTS = (

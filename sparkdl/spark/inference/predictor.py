@@ -14,9 +14,16 @@ import torch
 from pyspark import TaskContext
 from torch import Tensor, nn
 
+from sparkdl.errors import DataError
 from sparkdl.feed.columns.ragged import Column, Ragged, cut, picked
 from sparkdl.feed.columns.schema import inputs_described, model_inputs, order_by_length
-from sparkdl.feed.record_batches.decode import small_parts, tensors_of, valid_tensors
+from sparkdl.feed.conversion import first_lost
+from sparkdl.feed.record_batches.decode import (
+    refuse_lost,
+    small_parts,
+    tensors_of,
+    valid_tensors,
+)
 from sparkdl.outputs import OutputKey, pick
 from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.protocols import ColumnSpec
@@ -153,7 +160,7 @@ class Predictor:
                 piece.append(score(outputs, targets, rows).cpu())
             pieces.append(piece)
         predicted = [
-            self._to_arrow([piece[index] for piece in pieces], each.wide, order)
+            self._to_arrow([piece[index] for piece in pieces], each, order)
             for index, each in enumerate(self.outputs)
         ]
         if valid is None:
@@ -191,7 +198,6 @@ class Predictor:
         """Keep the model ready in a Spark task, on the task's device."""
         context = TaskContext.get()
         assert context is not None
-        torch.set_num_threads(context.cpus())
         device = choose_device(self.prediction.device, first_gpu(context), context.partitionId())
         model = loaded(
             self.model,
@@ -201,7 +207,7 @@ class Predictor:
             compiled=self.prediction.compiled,
         )
         # Not in inference mode, where a model cannot differentiate even within enable_grad.
-        with model as module, self.settings.hold(), torch.no_grad():
+        with self.settings.hold(context.cpus()), model as module, torch.no_grad():
             yield Running(self, module, device)
 
     def _columns(self, returned: Any, rows: int) -> list[Tensor]:
@@ -212,13 +218,23 @@ class Predictor:
             picked = [each.float() for each in picked]
         return [each.function(output).cpu() for each, output in zip(predicted, picked, strict=True)]
 
-    def _to_arrow(self, outputs: Sequence[Tensor], wide: bool, order: Tensor | None) -> pa.Array:
+    def _to_arrow(
+        self, outputs: Sequence[Tensor], column: OutputColumn, order: Tensor | None
+    ) -> pa.Array:
         whole = torch.cat(list(outputs)) if outputs else torch.empty(0)
         if order is not None:
             whole = torch.empty_like(whole).index_copy_(0, order, whole)
         predictions = whole.to(torch.float64 if self.prediction.double else torch.float32)
+        # Of all dtypes, float64 alone has numbers that float32 does not hold.
+        if whole.dtype == torch.float64 and not self.prediction.double:
+            lost = first_lost(whole.numpy(), torch.float32)
+            if lost is not None:
+                raise DataError(
+                    f"column '{column.name}' would hold {whole.reshape(-1)[lost]:g} (float64), "
+                    "which float32 cannot hold. Set predictionDtype='float64'"
+                )
         flat = pa.array(predictions.reshape(-1).numpy())
-        if not wide:
+        if not column.wide:
             return flat
         rows = len(predictions)
         width = predictions.shape[1] if predictions.dim() == 2 else 1
@@ -265,7 +281,7 @@ class Running:
         sizes = [min(predictor.prediction.batch_rows, rows - start) for start in starts]
         pieces = zip(*(cut(column, sizes) for column in features), strict=True)
         for start, piece in zip(starts, pieces, strict=True):
-            moved = [self._moved(column) for column in piece]
+            moved = list(map(self._moved, piece, specs))
             given = model_inputs(moved, taken, by_name=predictor.names is not None)
             try:
                 returned = forward(self.module, given, as_kwargs=predictor.as_kwargs)
@@ -277,8 +293,14 @@ class Running:
                 ) from None
             yield start, returned
 
-    def _moved(self, column: Column) -> Column:
+    def _moved(self, column: Column, spec: ColumnSpec) -> Column:
         values = column.values if isinstance(column, Ragged) else column
         dtype = self.predictor.prediction.dtype if values.is_floating_point() else None
+        if dtype is not None:
+            numbers = (values if values.element_size() > 2 else values.float()).numpy()
+            if (lost := first_lost(numbers, dtype)) is not None:
+                refuse_lost(
+                    numbers.reshape(-1)[lost], replace(spec, dtype=dtype), "(predictPrecision)"
+                )
         moved = values.to(self.device, dtype)
         return Ragged(moved, column.lengths) if isinstance(column, Ragged) else moved

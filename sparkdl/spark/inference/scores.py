@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 import torch
 from torch import Tensor
 
-from sparkdl.errors import DataError, ModelError
+from sparkdl.errors import ModelError
 from sparkdl.feed.columns.ragged import dense
 from sparkdl.feed.record_batches.decode import tensors_of
 from sparkdl.outputs import described
@@ -36,27 +36,11 @@ class Labels:
         """Decode the label columns of some rows.
 
         Raises:
-            DataError: one cannot become part of a tensor, or is not an index although it must be.
+            DataError: one cannot become part of a tensor, or be an index although it must be.
         """
-        # Class indices are checked before they become whole numbers.
-        indices = [spec.dtype is torch.int64 and not spec.is_array for spec in self.specs]
-        wide = [
-            replace(spec, dtype=torch.float64) if index else spec
-            for spec, index in zip(self.specs, indices, strict=True)
-        ]
         # Padded ones have been refused before.
-        found = [each for each in tensors_of(columns, wide) if isinstance(each, Tensor)]
-        for spec, label, index in zip(self.specs, found, indices, strict=True):
-            whole = (label == label.round()) & label.isfinite() if index else None
-            if whole is not None and not bool(whole.all()):
-                raise DataError(
-                    f"label column '{spec.name}' holds {label[~whole][0]:g}, "
-                    "but the model has classes 0, 1, ...: index the labels like those it was "
-                    "trained on"
-                )
-        return [
-            dense(label.to(spec.dtype), spec) for spec, label in zip(self.specs, found, strict=True)
-        ]
+        found = [each for each in tensors_of(columns, self.specs) if isinstance(each, Tensor)]
+        return [dense(label, spec) for spec, label in zip(self.specs, found, strict=True)]
 
     def targets(self, labels: Sequence[Tensor], start: int, rows: int, device: str) -> Targets:
         """Some of the labels, in the form that the loss takes."""

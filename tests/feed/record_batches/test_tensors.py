@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from sparkdl.encodings import IMAGE, NUMBERS, VECTOR, Encoding
 from sparkdl.errors import DataError
-from sparkdl.feed.record_batches.decode import instead_of_nulls, to_column, to_tensor
+from sparkdl.feed.record_batches.decode import (
+    instead_of_nulls,
+    tensors_of,
+    to_column,
+    to_tensor,
+    valid_tensors,
+)
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 
 NUMERIC = [
@@ -154,3 +160,47 @@ def test_what_to_do_about_nulls_works_for_the_type_of_the_column(
     assert advice.startswith('Drop these rows first with df.where("`a.b` IS NOT NULL")')
     assert advice.endswith(value)
     assert ("coalesce" in advice) == bool(value)
+
+
+@every(
+    ("number", "kind", "dtype"),
+    [
+        (300, pa.int64(), torch.uint8),
+        (-1, pa.int8(), torch.uint8),
+        (2**40, pa.int64(), torch.int32),
+        (1e30, pa.float64(), torch.int64),
+        (1e6, pa.float32(), torch.float16),
+        (1e39, pa.float64(), torch.float32),
+        (1.5, pa.float64(), torch.int32),
+        (float("nan"), pa.float32(), torch.int64),
+        (2, pa.int8(), torch.bool),
+    ],
+)
+def test_a_number_that_the_tensor_cannot_hold_is_refused_with_its_row(
+    number: float, kind: pa.DataType, dtype: torch.dtype
+) -> None:
+    told = rf"'x' holds {number} \(.*\) in row 2 of a batch of 3, which {str(dtype)[6:]}, .*hold"
+    told = told.replace("+", r"\+")
+    padded = ColumnSpec("x", dtype, (UNKNOWN,), padding=Padding(0, None))
+    for spec, rows in (
+        (ColumnSpec("x", dtype), [1, 0, number]),
+        (ColumnSpec("x", dtype, (2,)), [[1, 0], [0, 1], [0, number]]),
+        (padded, [[], [1, 0], [number]]),
+    ):
+        values = pa.array(rows, pa.list_(kind) if spec.is_array else kind)
+        with pytest.raises(DataError, match=told):
+            tensors_of([values], [spec])
+        with pytest.raises(DataError, match=told):
+            tensors_of([pa.concat_arrays([values[:1], values])[1:]], [spec])
+        if number == number:  # noqa: PLR0124 - is it no NaN?
+            with pytest.raises(DataError, match=r" in row 3 of a batch"):
+                valid_tensors([pa.concat_arrays([pa.nulls(1, values.type), values])], [spec])
+
+
+@every(
+    ("number", "dtype"),
+    [(255, torch.uint8), (1, torch.bool), (0.1, torch.float32), (65519, torch.float16)],
+)
+def test_a_number_that_is_rounded_at_most_is_held(number: float, dtype: torch.dtype) -> None:
+    (tensor,) = tensors_of([pa.array([0, number])], [ColumnSpec("x", dtype)])
+    assert torch.equal(tensor, torch.tensor([0, number]).to(dtype))  # type: ignore[arg-type]

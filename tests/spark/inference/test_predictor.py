@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -47,12 +48,12 @@ def predictions_of(
     """What a predictor makes of one record batch, without Spark."""
     settings: dict[str, Any] = {"names": None, "as_kwargs": False, "score": None, **changes}
     common = {"device": "cpu", "dtype": None, "compiled": False, "double": True}
+    common["batch_rows"] = settings.pop("batch_rows")
     predictor = Predictor(
         model=None,  # type: ignore[arg-type] # it is loaded here
         outputs=[OutputColumn("prediction", None, lambda output: output, wide=True)] * outputs,
-        prediction=PredictionSettings(batch_rows=settings.pop("batch_rows"), **common),  # type: ignore[arg-type]
         settings=TorchSettings.here(),
-        **settings,
+        **{"prediction": PredictionSettings(**common), **settings},  # type: ignore[arg-type]
     )
 
     @contextmanager
@@ -180,3 +181,33 @@ def test_predictions_come_in_the_order_of_the_rows_whatever_their_lengths(
     lengths = sorted(len(row) for row in rows)
     longest = [max(1, *lengths[k : k + 4]) for k in range(0, ROWS, 4)]
     assert sorted(set(widths)) == sorted(set(longest))
+
+
+class AsItIs(nn.Module):
+    def forward(self, given: Tensor) -> Tensor:
+        return given
+
+
+def test_results_and_features_that_become_infinite_on_their_way_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    columns = [(ColumnSpec("x", torch.float64, (2,)), pa.array([[1.0, 2.0], [0.5, 1e39]]))]
+    settings = partial(PredictionSettings, batch_rows=8, device="cpu", compiled=False)
+    for dtype, double, told in (
+        (None, False, r"'prediction' would hold 1e\+39 .*float32 cannot hold.*predictionDtype"),
+        (torch.float16, True, r"'x' holds 1e\+39 \(float64\) .*predictPrecision.*float16"),
+    ):
+        prediction = settings(dtype=dtype, double=double)
+        with pytest.raises(DataError, match=told):
+            predictions_of(AsItIs(), columns, monkeypatch, batch_rows=8, prediction=prediction)
+    ((found,),) = predictions_of(AsItIs(), columns, monkeypatch, batch_rows=8)
+    assert found.to_pylist() == [[1.0, 2.0], [0.5, 1e39]]
+
+
+def test_a_label_that_is_no_class_index_is_refused() -> None:
+    labels = Labels([ColumnSpec("label", torch.int64)], as_one=True)
+    for number in (0.5, float("nan"), 1e30):
+        with pytest.raises(DataError, match=r"'label' holds .* in row 1 .* int64, .* cannot hold"):
+            labels.tensors([pa.array([1.0, number])])
+    large = 2**60 + 1
+    assert labels.tensors([pa.array([large])])[0].tolist() == [large]
