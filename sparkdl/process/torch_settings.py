@@ -33,15 +33,27 @@ class TorchSettings:
         )
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Compute with these settings, and with gradients, within the context."""
+    def hold(self, threads: int | None = None) -> Iterator[None]:
+        """Compute with these settings, and with gradients, within the context.
+
+        Afterwards the process has its own again, and its threads and its default device, whatever
+        the user's code has set.
+
+        Args:
+            threads: torch's threads within the context; None for as many as there are.
+        """
         before = TorchSettings.here()
+        device, threads_before = torch.get_default_device(), torch.get_num_threads()
         self._set()
+        torch.set_num_threads(threads or threads_before)
         try:
             with torch.inference_mode(False), torch.enable_grad():
                 yield
         finally:
             before._set()
+            torch.set_num_threads(threads_before)
+            if torch.get_default_device() != device:
+                torch.set_default_device(None if device.type == "cpu" else device)
 
     def _set(self) -> None:
         if self == TorchSettings.here():

@@ -74,9 +74,8 @@ def train(
             should restart it, or report the error.
         RowsLostError: as ``batches`` raises it; the averager sees the worker leave.
     """
-    torch.set_num_threads(placement.threads)
     sparing = large_blocks_given_back() if job.strategy.needs.shards_replica else nullcontext()
-    with job.settings.hold(), sparing:
+    with job.settings.hold(placement.threads), sparing:
         try:
             replica = _build_replica(job, placement)
         except Interrupted:

@@ -53,3 +53,23 @@ def test_settings_hold_for_a_while_with_gradients_and_are_put_back(
     with pytest.raises(ZeroDivisionError), here.hold():
         raise ZeroDivisionError
     assert look() == left
+
+
+def test_threads_and_the_default_device_are_put_back_whoever_set_them() -> None:
+    def seen() -> tuple[int, torch.device]:
+        return torch.get_num_threads(), torch.get_default_device()
+
+    before = seen()
+    with TorchSettings.here().hold():
+        assert seen() == before
+
+    def change() -> None:
+        with TorchSettings.here().hold(before[0] + 2):
+            assert torch.get_num_threads() == before[0] + 2
+            torch.set_num_threads(before[0] + 1)
+            torch.set_default_device("meta")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        change()
+    assert seen() == before
