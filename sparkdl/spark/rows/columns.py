@@ -224,8 +224,8 @@ def _input_column(
     )
     raise DataError(
         f"column '{name}' ({param}) has type {kind.simpleString()}, which cannot become a tensor: "
-        f"{fix}. Numbers, booleans, (nested) arrays of them, pyspark.ml vectors and matrices, "
-        "binary columns and Spark's images can"
+        f"{fix}. A tensor can be made of numbers, booleans, (nested) arrays of them, pyspark.ml "
+        "vectors and matrices, binary columns and Spark's images"
     )
 
 
