@@ -31,7 +31,7 @@ from sparkdl.estimator.outputs import ChosenOutputs, SharedParams
 from sparkdl.estimator.params.declaration import constructor
 from sparkdl.estimator.params.estimators import TorchEstimatorParams
 from sparkdl.estimator.params.settings import settings_of
-from sparkdl.estimator.persistence import EstimatorReader, EstimatorWriter
+from sparkdl.estimator.persistence import EstimatorReader, EstimatorWriter, require_savable_grid
 from sparkdl.estimator.progress import ProgressBar
 from sparkdl.process.lazy_compiler import compiler_deferred
 from sparkdl.report import TrainingSummary
@@ -96,24 +96,34 @@ class BaseEstimator(
                 strategy that there is: ``{"numWorkers": 8, "strategy": {"period": 10}}``.
 
         Raises:
-            ConfigError: there is no such Param, or the strategy has no such argument.
+            ConfigError: there is no such Param, the strategy has no such argument, or this is for a
+                search whose grid has a value that cannot be saved.
         """
+        require_savable_grid(self)
         given = {}
         for each, value in (extra or {}).items():
             name = each if isinstance(each, str) else each.name
             if isinstance(each, str) and not self.hasParam(each):
                 raise ConfigError(f"{type(self).__name__} has no parameter '{each}'")
             if name == "strategy" and isinstance(value, Mapping):
-                strategy: Any = self.getOrDefault("strategy")
-                try:
-                    value = replace(strategy, **value)
-                except TypeError as error:
-                    raise ConfigError(
-                        f"the strategy {strategy!r:.200} does not take {dict(value)}: {error}"
-                    ) from error
+                value = self._changed_strategy(value)
             given[self.getParam(name) if isinstance(each, str) else each] = value
         copied: Self = super().copy(given)
         return copied
+
+    def _set(self, **values: Any) -> Self:
+        if isinstance(values.get("strategy"), Mapping):
+            values["strategy"] = self._changed_strategy(values["strategy"])
+        return super()._set(**values)
+
+    def _changed_strategy(self, changes: Mapping[str, Any]) -> Any:
+        strategy: Any = self.getOrDefault("strategy")
+        try:
+            return replace(strategy, **changes)
+        except TypeError as error:
+            raise ConfigError(
+                f"the strategy {strategy!r:.200} does not take {dict(changes)}: {error}"
+            ) from error
 
     @overload
     def fit(

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import partial
+from typing import Any
+
 from sparkdl.callbacks import Callback, WorkerCallback
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError
+from sparkdl.estimator.params.converters import optimizer_builder
 from sparkdl.estimator.params.estimators import ParamValues
+from sparkdl.estimator.params.settings import described
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.protocols import LossFunction
+from sparkdl.protocols import LossFunction, OptimizerBuilder
 from sparkdl.replica.losses import ModelLoss
 from sparkdl.spark.rows.column_overrides import ColumnOverrides
 from sparkdl.spark.rows.converters import in_bytes
@@ -82,6 +88,24 @@ class FitSettings(ParamValues):
                 "and as a label (loss='model'). Remove it from featuresCols"
             )
         return ModelLoss(keywords)
+
+    def optimizer_builder(self) -> OptimizerBuilder:
+        """The optimizer to train with, at the learning rate that is set.
+
+        Raises:
+            ConfigError: it takes no learning rate.
+        """
+        build: Any = optimizer_builder(self.optimizer)
+        if self.learning_rate is None:
+            return build  # type: ignore[no-any-return]
+        taken = inspect.signature(build).parameters
+        if "lr" not in taken and all(each.kind is not each.VAR_KEYWORD for each in taken.values()):
+            raise ConfigError(
+                f"learningRate={self.learning_rate:g} is passed to the optimizer as lr, but "
+                f"{described(build)} takes only ({', '.join(taken)}). Give it an argument lr, or "
+                "leave out learningRate"
+            )
+        return partial(build, lr=self.learning_rate)
 
     def held_out_by(self) -> str | float | None:
         """The column that marks held-out rows, or the fraction to hold out; None for neither.

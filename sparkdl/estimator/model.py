@@ -21,7 +21,7 @@ from sparkdl.spark.rows.column_overrides import (
     paddings,
     require_distinct,
 )
-from sparkdl.spark.rows.converters import one_of
+from sparkdl.spark.rows.converters import function, one_of, optional
 from sparkdl.spark.rows.image_columns import ImageColumns, ImageScale, image_scale, image_size
 from sparkdl.spark.session.required import jvm_named, require_session
 from sparkdl.user_code.exported import as_module
@@ -89,6 +89,7 @@ class TorchModel(FittedModel, ChosenOutputs):
             ModelError: the module fails on the example.
         """
         module = as_module(module)
+        loss = optional(function("loss", "a function of (outputs, targets)"))(loss)
         taking = cls(
             module, (), builder=module, head=head_of(loss), widths={}, history=[], loss=loss
         )

@@ -24,6 +24,8 @@ from sparkdl.checkpoint.module_files import SavedModule, read_json_object, read_
 from sparkdl.checkpoint.object_spec import LOSS, MODEL, Expected, load_object, save_object
 from sparkdl.checkpoint.trust import TrustArgument, classes_of
 from sparkdl.errors import ConfigError, SparkDLError
+from sparkdl.estimator.params.settings import described
+from sparkdl.spark.catalyst.tuning import searched_grid
 from sparkdl.spark.storage.files import fetch, publish
 
 OBJECTS = "objects.json"
@@ -64,6 +66,34 @@ EXPECTED = {
 
 _DEFAULTS: tuple[list[str], ...] = ([], ["strategy"], ["loss"], ["loss", "strategy"])
 """Those of them that may have been left at their default."""
+
+
+_OTHERWISE = {
+    "optimizer": "Search over learningRate, or over names such as 'Adam'",
+    "strategy": "Give what is to differ in the strategy, for example {'period': 10}",
+}
+
+
+def require_savable_grid(estimator: Params) -> None:
+    """Check that the search which an estimator is fitted for can be saved once it is over.
+
+    Raises:
+        ConfigError: a value in its grid is not JSON, as which pyspark.ml saves it.
+    """
+    for param, value in (item for values in searched_grid() for item in values.items()):
+        if param.parent != estimator.uid:
+            continue
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            others = "Leave it out" if param.name in EXPECTED else "ParamGridBuilder converts it"
+            way = _OTHERWISE.get(param.name, others)
+            raise ConfigError(
+                f"the grid has {described(value)!s:.100} for {param.name}, with which pyspark.ml "
+                "could not save the search once it is over: only numbers, texts, lists and dicts "
+                f"of them can be saved there. {way}; or fit each of its settings without a search: "
+                "estimator.fit(df, grid) returns a list of models"
+            ) from error
 
 
 class DirectoryWriter(MLWriter):
@@ -118,7 +148,7 @@ class EstimatorWriter(DirectoryWriter):
 
     def _objects(self) -> dict[str, Any]:
         values = {name: self.instance.getOrDefault(name) for name in EXPECTED}
-        # The only text among them is loss="model".
+        # A text is loss="model", or the name of an optimizer.
         return {n: v for n, v in values.items() if v is not None and not isinstance(v, str)}
 
 
@@ -146,7 +176,7 @@ class EstimatorReader(MLReader[Any]):
         with fetch(path) as directory:
             metadata = read_metadata(directory)
             saved = read_json_object(directory / OBJECTS)
-            saved_plainly = {"loss"} & metadata["paramMap"].keys()
+            saved_plainly = {"loss", "optimizer"} & metadata["paramMap"].keys()
             if not {"model", "loss", "optimizer"} <= {*saved, *saved_plainly} <= EXPECTED.keys():
                 raise ConfigError(
                     f"{directory / OBJECTS} is damaged: it contains {[*saved]!r:.200}"

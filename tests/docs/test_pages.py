@@ -1,4 +1,4 @@
-"""The programs of the README, the quick start and the page of functions run as they stand there."""
+"""The programs of the README, the quick start, of functions and of search run as they stand."""
 
 from __future__ import annotations
 
@@ -64,3 +64,22 @@ def test_the_quick_start_works_from_top_to_bottom(
     assert accuracy({**space, "model": space["again"]}) == accuracy(space)
     assert 1 < len(space["model"].history) < 20  # stopped in time
     assert "What each worker did when" in (tmp_path / "spirals.html").read_text()
+
+
+@pytest.mark.usefixtures("spark")
+@pytest.mark.slow
+def test_the_page_about_search_finds_saves_and_loads_the_better_learning_rate(
+    tmp_path: Path,
+) -> None:
+    blocks = [each.replace('"output/', f'"{tmp_path}/') for each in programs("docs/search.md")]
+    space = run(blocks, "search")
+    found, again = space["found"], space["again"]
+    rates = [setting[space["estimator"].learningRate] for setting in space["grid"]]
+    assert rates[found.validationMetrics.index(max(found.validationMetrics))] == 0.03
+    assert accuracy({**space, "model": found.bestModel}) > 0.9
+    assert space["scores"][32] > space["scores"][2]
+    assert again.avgMetrics == space["validated"].avgMetrics
+    (first, second) = again.getEstimatorParamMaps()
+    assert [list(each.values()) for each in (first, second)] == [[0.0001], [0.03]]
+    assert again.getEstimator().getOptimizer() == "Adam"
+    assert accuracy({**space, "model": again.bestModel}) > 0.9

@@ -8,12 +8,20 @@ from typing import Any
 import pytest
 import torch
 from every_row import every
+from frames import estimator
 from torch import nn
 from torch.optim import lr_scheduler
 
-from sparkdl.errors import ModelError
+from sparkdl import LARS
+from sparkdl.errors import ConfigError, ModelError
 from sparkdl.estimator.checks.building import LazyModelError, build
-from sparkdl.estimator.checks.rehearsal import require_steady_state, require_steps
+from sparkdl.estimator.checks.rehearsal import (
+    require_rate_counts,
+    require_steady_state,
+    require_steps,
+)
+from sparkdl.estimator.fit_settings import FitSettings
+from sparkdl.replica import Replica
 
 
 class GrowsAt(torch.optim.SGD):
@@ -28,6 +36,11 @@ class GrowsAt(torch.optim.SGD):
         self.left -= 1
         for parameter in self.param_groups[0]["params"] if self.left <= 0 else ():
             self.state[parameter]["slow"] = parameter.detach().clone()
+
+
+def in_groups(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
+    weight, bias = parameters
+    return torch.optim.SGD([{"params": [weight], **settings}, {"params": [bias], "lr": 0.5}])
 
 
 class TurnsMomentumOn(lr_scheduler.LambdaLR):
@@ -99,3 +112,65 @@ def test_lazy_layers_are_told_from_other_models() -> None:
 
     with pytest.raises(LazyModelError, match="calls it on a batch of zeros"):
         build(model, partial(torch.optim.SGD, lr=0.1), nn.MSELoss(), 0)
+
+
+def rates(optimizer: Any, **others: Any) -> list[float]:
+    """Of a network of one layer, for learningRate=0.25, once all is checked."""
+    settings = FitSettings(estimator(optimizer=optimizer, learningRate=0.25, **others))
+    replica = Replica(nn.Linear(2, 2), settings.optimizer_builder(), nn.MSELoss())
+    require_rate_counts(settings, replica, 0.25)
+    return [group["lr"] for group in replica.optimizer.param_groups]
+
+
+@every(
+    ("optimizer", "expected"),
+    [
+        (torch.optim.Adam, [0.25]),
+        ("Adam", [0.25]),
+        ("torch.optim.SGD", [0.25]),
+        ("sparkdl.LARS", [0.25]),
+        (partial(torch.optim.SGD, lr=3.0, momentum=0.9), [0.25]),
+        (in_groups, [0.25, 0.5]),
+    ],
+)
+def test_the_learning_rate_wins_over_the_optimizers_own(optimizer: Any, expected: Any) -> None:
+    assert rates(optimizer) == expected
+    warm_up = partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: step / 10)
+    assert rates(optimizer, scheduler=warm_up) == expected
+
+
+def takes_none(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def ignores_it(parameters: Any, **_: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@every(
+    ("settings", "words"),
+    [
+        (
+            {"optimizer": takes_none},
+            r"takes_none takes only \(parameters\). Give it an",
+        ),
+        ({"optimizer": ignores_it}, "ignores_it sets lr in each of its parameter groups"),
+        (
+            {
+                "optimizer": "SGD",
+                "scheduler": partial(lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=9),
+            },
+            r"OneCycleLR\(max_lr=1.0, total_steps=9\) sets lr by itself",
+        ),
+    ],
+)
+def test_a_learning_rate_that_changes_nothing_is_refused(
+    settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"learningRate=0.25 .*{words}"):
+        rates(**settings)
+
+
+def test_an_optimizer_without_a_rate_is_answered_with_the_param_that_gives_one() -> None:
+    with pytest.raises(ModelError, match=r"'lr'\. Give the optimizer .* learningRate"):
+        build(lambda: nn.Linear(2, 2), LARS, nn.MSELoss(), 0)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
+import numpy as np
 import pytest
-from frames import estimator, frame, same_bits
+import torch
+from every_row import every
+from frames import estimator, frame, no_jobs, same_bits
 from pyspark.ml import Pipeline, Transformer
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator
 from pyspark.ml.feature import VectorAssembler
-from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
 from pyspark.sql import DataFrame, SparkSession
+from torch import nn
 
 from sparkdl import ParameterAveraging, TorchModel
+from sparkdl.errors import ConfigError
 
 NAMES = ["x0", "x1", "x2", "x3"]
 
@@ -66,7 +74,7 @@ def test_a_cross_validator_tries_batch_sizes_and_strategies_two_at_once(rows: Da
     grid = (
         ParamGridBuilder()
         .addGrid(stage.batchSize, [5, 20])
-        .addGrid(stage.strategy, [ParameterAveraging(period=1)])
+        .addGrid(stage.strategy, [{"period": 1}])
         .build()
     )
     validator = CrossValidator(
@@ -82,4 +90,37 @@ def test_a_cross_validator_tries_batch_sizes_and_strategies_two_at_once(rows: Da
     assert all(0 <= accuracy <= 1 for accuracy in best.avgMetrics)
     stages: list[Transformer] = best.bestModel.stages
     assert isinstance(stages[-1], TorchModel)
+    assert "period=1" in str(stages[-1].summary.recording.setup.settings["strategy"])
     assert best.transform(rows).count() == 60
+
+
+@every(
+    ("name", "value", "words"),
+    [
+        (
+            "optimizer",
+            partial(torch.optim.SGD, lr=0.1),
+            r"has SGD\(lr=0.1\).*learningRate",
+        ),
+        ("optimizer", torch.optim.Adam, "has Adam for optimizer.*names such as 'Adam'"),
+        ("strategy", ParameterAveraging(), r"has ParameterAveraging\(.*\{'period': 10\}"),
+        ("model", nn.Linear(4, 3), "has Linear for model.*Leave it out"),
+        ("loss", lambda outputs, targets: outputs.mean(), "for loss"),
+        ("learningRate", np.float32(0.1), "for learningRate.*ParamGridBuilder converts it"),
+    ],
+)
+def test_a_search_that_could_not_be_saved_is_refused_before_its_first_fit(
+    rows: DataFrame, name: str, value: Any, words: str
+) -> None:
+    stage = estimator(numWorkers=1)
+    param = stage.getParam(name)
+    grid = [{stage.batchSize: 5}, {param: value}]
+    search: Any
+    for tried in (stage, Pipeline(stages=[assembler(), stage])):
+        for search in (CrossValidator(numFolds=2), TrainValidationSplit()):
+            search.setEstimator(tried).setEstimatorParamMaps(grid)
+            search.setEvaluator(MulticlassClassificationEvaluator())
+            with no_jobs(rows.sparkSession), pytest.raises(ConfigError, match=words):
+                search.fit(rows)
+        tried.fitMultiple(rows, grid)
+        assert tried.copy(grid[1]) is not tried

@@ -215,6 +215,7 @@ def test_a_loaded_estimator_keeps_every_param(tmp_path: Path) -> None:
         model=partial(Net, outputs=5),
         loss=nn.CrossEntropyLoss(label_smoothing=0.1),
         optimizer=partial(decayed, lr=0.5),
+        learningRate=0.02,
         scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=3),
         schedulerEvery="step",
         strategy=ParameterAveraging(period=4, average_optimizer_state=False, wire_dtype="bfloat16"),
@@ -267,9 +268,10 @@ def test_a_loaded_estimator_keeps_every_param(tmp_path: Path) -> None:
     }
     assert isinstance(loaded.getLoss(), nn.CrossEntropyLoss)
     assert loaded.getLoss().label_smoothing == 0.1
-    own_loss = str(tmp_path / "own loss")
-    estimator(model=Net, loss="model").save(own_loss)
-    assert TorchEstimator.load(own_loss, trust=["models"]).getLoss() == "model"
+    named = str(tmp_path / "named")
+    estimator(model=Net, loss="model", optimizer="Adam").save(named)
+    by_name = TorchEstimator.load(named, trust=["models"])
+    assert (by_name.getLoss(), by_name.getOptimizer()) == ("model", "Adam")
     for name in ("model", "optimizer", "scheduler"):
         mine, other = loaded.getOrDefault(name), original.getOrDefault(name)
         assert (mine.func, mine.args, mine.keywords) == (other.func, other.args, other.keywords)

@@ -118,7 +118,7 @@ def build_whole(
     def built(model: ModelBuilder) -> Replica:
         return build(
             model,
-            settings.optimizer,
+            settings.optimizer_builder(),
             loss,
             settings.seed,
             clip_norm=settings.clip_norm,

@@ -21,6 +21,7 @@ SHOW_ZEROS = "Give a function as model that builds it and calls it on a batch of
 
 _OF_SHAPE = re.compile(r"\b[2-5]D\b|channels")
 _OF_BYTES = re.compile(r"unsigned char|\bByte\b|uint8")
+_OF_RATE = re.compile(r"(?:missing|required).*\blr\b")
 _OF_MASK = re.compile("bool", re.IGNORECASE)
 
 
@@ -32,6 +33,8 @@ def how_to_build(error: Exception) -> str:
         return f". {SHOW_ZEROS}"
     if "deepcopy protocol" in text:
         return ". Give a function as model that builds it, instead of an instance"
+    if _OF_RATE.search(text):
+        return ". Give the optimizer its learning rate with learningRate"
     if "process group" in text:
         return (
             ". The strategy synchronizes the replicas: remove DistributedDataParallel and similar "

@@ -14,7 +14,11 @@ from sparkdl.checkpoint.portable import require_portable
 from sparkdl.driver import as_builder
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.checks.building import build_whole, parameter_dtype
-from sparkdl.estimator.checks.rehearsal import require_schedule, require_steady_state
+from sparkdl.estimator.checks.rehearsal import (
+    require_rate_counts,
+    require_schedule,
+    require_steady_state,
+)
 from sparkdl.estimator.fit_settings import FitSettings
 from sparkdl.estimator.head import Head, head_of
 from sparkdl.estimator.metric_inputs import MetricInputs
@@ -115,7 +119,7 @@ def plan_fit(
     job = Job(
         model=builder,
         loss=loss,
-        optimizer=settings.optimizer,
+        optimizer=settings.optimizer_builder(),
         scheduler=settings.scheduler,
         scheduler_every=settings.scheduler_every,
         strategy=strategy,
@@ -160,10 +164,12 @@ def with_feed(job: Job, **changes: Any) -> Job:
 def _check_schedule(settings: FitSettings, replica: Replica) -> None:
     scheduler = settings.scheduler
     schedule = require_schedule(replica.optimizer, scheduler, settings.scheduler_every)
+    if settings.learning_rate is not None:
+        require_rate_counts(settings, replica, settings.learning_rate)
     if settings.strategy.needs.exchanges_optimizer_state:
         # A scheduler that follows losses changes only the learning rate.
         steps = None if schedule.follows_epoch_losses else scheduler
-        require_steady_state(settings.optimizer, steps)
+        require_steady_state(settings.optimizer_builder(), steps)
 
 
 def _workers(

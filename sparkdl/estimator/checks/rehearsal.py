@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from sparkdl.errors import ConfigError, ModelError, TrainingError
+from sparkdl.estimator.fit_settings import FitSettings
+from sparkdl.estimator.params.settings import described
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import OptimizerBuilder, SchedulerBuilder
 from sparkdl.replica import Replica
+from sparkdl.replica.optimizer_state import build_optimizer
 from sparkdl.replica.schedule import Schedule, Unit
 from sparkdl.user_code.tracebacks import message_of, text_of
 
@@ -34,6 +39,41 @@ def require_schedule(
         own = isinstance(error, ConfigError)
         told = text_of(error) if own else f"the scheduler cannot be built: {message_of(error)}"
         raise ModelError(told) from error
+
+
+def require_rate_counts(settings: FitSettings, replica: Replica, rate: float) -> None:
+    """Check that another ``learningRate`` would be another training.
+
+    Args:
+        settings: the estimator's.
+        replica: from ``build``.
+        rate: theirs.
+
+    Raises:
+        ConfigError: the optimizer's parameter groups, or the schedule, set the rates by themselves.
+    """
+    build: Any = settings.optimizer_builder()
+
+    def rates(rate: float, scheduler: SchedulerBuilder | None) -> list[Any]:
+        optimizer = build_optimizer(partial(build, lr=rate), replica.named_trainable())
+        Schedule(optimizer, scheduler, settings.scheduler_every)
+        # A warm-up from 0 has one rate at first, whatever it is to become.
+        return [(group["lr"], group.get("initial_lr")) for group in optimizer.param_groups]
+
+    scheduler, other = settings.scheduler, rate / 2
+    try:
+        with borrowed_random_numbers():
+            if rates(rate, scheduler) != rates(other, scheduler):
+                return
+            fixed = rates(rate, None) == rates(other, None)
+    except Exception as error:  # the user's functions may take no other rate
+        logger.debug("another learning rate was not tried: %s", error)
+        return
+    who = described(settings.optimizer if fixed else scheduler)
+    how = "in each of its parameter groups" if fixed else "by itself"
+    raise ConfigError(
+        f"learningRate={rate:g} changes nothing: {who} sets lr {how}. Leave one of the two out"
+    )
 
 
 def require_steps(

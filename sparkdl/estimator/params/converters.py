@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import datetime
+import difflib
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from sparkdl import large_batches
 from sparkdl.arguments import as_list, as_number, plain
 from sparkdl.callbacks import Callback, Hooks, WorkerCallback
+from sparkdl.checkpoint.trust import classes_of
 from sparkdl.errors import ConfigError
 from sparkdl.metrics import Metrics
+from sparkdl.protocols import OptimizerBuilder
 from sparkdl.spark.cluster.network import parse_ports
-from sparkdl.spark.rows.converters import function
+from sparkdl.spark.rows.converters import function, got
 from sparkdl.strategies import Strategy
 
 AnyCallback = Callback | WorkerCallback
@@ -19,6 +26,10 @@ Label = str | int | float | bool
 SEVERAL_OPTIMIZERS = (
     "A training with several optimizers, such as a GAN's, needs a loop of its own: write it as a "
     "function and run it on the workers with sparkdl.run(function)"
+)
+OPTIMIZER = (
+    "a function of the model's parameters, for example partial(torch.optim.SGD, lr=0.1), or the "
+    "name of one of torch's, such as 'Adam'"
 )
 INSTANTS = (
     "their text depends on the session's time zone. Use a date or a string of your own as the "
@@ -36,19 +47,47 @@ def loss(value: Any) -> Any:
 
 
 def optimizer(value: Any) -> Any:
-    """A function that builds one."""
+    """A function that builds one, or a name, which stays one: a search can then be saved."""
     if isinstance(value, (dict, list, tuple)):
         raise ConfigError(f"optimizer must be a single one, got {len(value)}. {SEVERAL_OPTIMIZERS}")
-    example = "for example partial(torch.optim.SGD, lr=0.1)"
-    return function("optimizer", f"a function of the model's parameters, {example}")(value)
+    if isinstance(value, str):
+        optimizer_builder(value)
+        return value
+    return function("optimizer", OPTIMIZER, builds=True)(value)
 
 
-def strategy(value: Any) -> Strategy[Any]:
-    """An instance of one."""
+def optimizer_builder(value: OptimizerBuilder | str) -> OptimizerBuilder:
+    """What builds an optimizer, also if it is given by name.
+
+    Names are looked up, never imported: they may come from a saved estimator.
+
+    Raises:
+        ConfigError: no optimizer has that name.
+    """
+    if not isinstance(value, str):
+        return value
+    known: dict[str, OptimizerBuilder] = {
+        name: each
+        for package, module in (("torch.optim", torch.optim), ("sparkdl", large_batches))
+        for each in classes_of(module, torch.optim.Optimizer).values()
+        if each is not torch.optim.Optimizer
+        for name in (each.__name__, f"{package}.{each.__name__}")
+    }
+    if value not in known:
+        near = [each for each in known if each.lower() == value.lower()]
+        near = near or difflib.get_close_matches(value, known, n=1)
+        hint = f". Did you mean '{near[0]}'?" if near else ""
+        raise ConfigError(f"optimizer must be {OPTIMIZER}, got {value!r:.100}{hint}")
+    return known[value]
+
+
+def strategy(value: Any) -> Strategy[Any] | dict[str, Any]:
+    """An instance of one, or what is to differ in the one that there is."""
+    if isinstance(value, Mapping):
+        return dict(value)
     if not isinstance(value, Strategy):
-        got = f"the class {value.__name__} itself" if isinstance(value, type) else repr(value)
         raise ConfigError(
-            f"strategy must be a strategy such as ParameterAveraging(period=5), got {got}"
+            f"strategy must be a strategy such as ParameterAveraging(period=5), got {got(value)}"
         )
     return value
 

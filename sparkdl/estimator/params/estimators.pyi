@@ -61,7 +61,8 @@ class ParamValues:
     def __init__(self, params: DeclaredParams) -> None: ...
     model: nn.Module | ModelBuilder
     loss: LossFunction | Literal["model"]
-    optimizer: OptimizerBuilder
+    optimizer: OptimizerBuilder | str
+    learning_rate: float | None
     scheduler: SchedulerBuilder | None
     scheduler_every: Unit
     scheduler_metric: str | None
@@ -124,7 +125,8 @@ class TorchEstimatorParams(EstimatorParams, OutputParams):
         *,
         model: nn.Module | ModelBuilder,
         loss: LossFunction | Literal["model"],
-        optimizer: OptimizerBuilder,
+        optimizer: OptimizerBuilder | str,
+        learningRate: float | None = None,
         scheduler: SchedulerBuilder | None = None,
         schedulerEvery: str = "epoch",
         schedulerMetric: str | None = None,
@@ -200,10 +202,15 @@ class TorchEstimatorParams(EstimatorParams, OutputParams):
                 A model with ``loss="model"`` is called with ``labelCol`` as ``labels=``, or with
                 each of ``labelCols`` by name, and returns the loss as output ``loss``, first in a
                 tuple, or alone.
-            optimizer: parameters -> Optimizer, for example partial(torch.optim.SGD, lr=0.1); or
-                named_parameters -> Optimizer, of pairs (name, parameter). It is given the pairs,
-                from which it can make parameter groups, if its first argument is called
+            optimizer: parameters -> Optimizer, for example torch.optim.Adam or
+                partial(torch.optim.SGD, momentum=0.9); or named_parameters -> Optimizer, of pairs
+                (name, parameter); or the name of one of torch's, such as 'Adam'. It is given the
+                pairs, from which it can make parameter groups, if its first argument is called
                 ``named_parameters``.
+            learningRate: the learning rate (> 0), passed to the optimizer as lr, in place of the
+                one it has; None for the optimizer's own. Parameter groups that say their own ``lr``
+                keep it, as in torch. It is refused where it would change nothing, as with
+                ``OneCycleLR``, which sets the rates itself.
             scheduler: optimizer -> LRScheduler, for example partial(CosineAnnealingLR, T_max=10);
                 None for none. It must depend on the number of its steps alone, except for
                 ``ReduceLROnPlateau``, which follows the loss of each epoch: on the held-out rows,
@@ -222,7 +229,8 @@ class TorchEstimatorParams(EstimatorParams, OutputParams):
                 numbers.
 
         Workers:
-            strategy: how the replicas agree. ``ParameterAveraging(period=5)`` by default.
+            strategy: how the replicas agree. ``ParameterAveraging(period=5)`` by default. A dict
+                has what is to differ in the one that there is: ``{'period': 10}``.
             numWorkers: replicas to train (>= 1); None for as many as the cluster has slots. Where
                 each Spark task has several GPUs, every GPU gets one, so it must be a multiple of
                 them.
@@ -381,7 +389,8 @@ class TorchClassifierParams(ClassParams, EstimatorParams):
         *,
         model: nn.Module | ModelBuilder,
         loss: LossFunction | Literal["model"] = ...,
-        optimizer: OptimizerBuilder,
+        optimizer: OptimizerBuilder | str,
+        learningRate: float | None = None,
         scheduler: SchedulerBuilder | None = None,
         schedulerEvery: str = "epoch",
         schedulerMetric: str | None = None,
@@ -459,10 +468,15 @@ class TorchClassifierParams(ClassParams, EstimatorParams):
                 A model with ``loss="model"`` is called with ``labelCol`` as ``labels=``, or with
                 each of ``labelCols`` by name, and returns the loss as output ``loss``, first in a
                 tuple, or alone.
-            optimizer: parameters -> Optimizer, for example partial(torch.optim.SGD, lr=0.1); or
-                named_parameters -> Optimizer, of pairs (name, parameter). It is given the pairs,
-                from which it can make parameter groups, if its first argument is called
+            optimizer: parameters -> Optimizer, for example torch.optim.Adam or
+                partial(torch.optim.SGD, momentum=0.9); or named_parameters -> Optimizer, of pairs
+                (name, parameter); or the name of one of torch's, such as 'Adam'. It is given the
+                pairs, from which it can make parameter groups, if its first argument is called
                 ``named_parameters``.
+            learningRate: the learning rate (> 0), passed to the optimizer as lr, in place of the
+                one it has; None for the optimizer's own. Parameter groups that say their own ``lr``
+                keep it, as in torch. It is refused where it would change nothing, as with
+                ``OneCycleLR``, which sets the rates itself.
             scheduler: optimizer -> LRScheduler, for example partial(CosineAnnealingLR, T_max=10);
                 None for none. It must depend on the number of its steps alone, except for
                 ``ReduceLROnPlateau``, which follows the loss of each epoch: on the held-out rows,
@@ -481,7 +495,8 @@ class TorchClassifierParams(ClassParams, EstimatorParams):
                 numbers.
 
         Workers:
-            strategy: how the replicas agree. ``ParameterAveraging(period=5)`` by default.
+            strategy: how the replicas agree. ``ParameterAveraging(period=5)`` by default. A dict
+                has what is to differ in the one that there is: ``{'period': 10}``.
             numWorkers: replicas to train (>= 1); None for as many as the cluster has slots. Where
                 each Spark task has several GPUs, every GPU gets one, so it must be a multiple of
                 them.
@@ -643,7 +658,8 @@ class TorchRegressorParams(EstimatorParams):
         *,
         model: nn.Module | ModelBuilder,
         loss: LossFunction | Literal["model"] = ...,
-        optimizer: OptimizerBuilder,
+        optimizer: OptimizerBuilder | str,
+        learningRate: float | None = None,
         scheduler: SchedulerBuilder | None = None,
         schedulerEvery: str = "epoch",
         schedulerMetric: str | None = None,
@@ -717,10 +733,15 @@ class TorchRegressorParams(EstimatorParams):
                 A model with ``loss="model"`` is called with ``labelCol`` as ``labels=``, or with
                 each of ``labelCols`` by name, and returns the loss as output ``loss``, first in a
                 tuple, or alone.
-            optimizer: parameters -> Optimizer, for example partial(torch.optim.SGD, lr=0.1); or
-                named_parameters -> Optimizer, of pairs (name, parameter). It is given the pairs,
-                from which it can make parameter groups, if its first argument is called
+            optimizer: parameters -> Optimizer, for example torch.optim.Adam or
+                partial(torch.optim.SGD, momentum=0.9); or named_parameters -> Optimizer, of pairs
+                (name, parameter); or the name of one of torch's, such as 'Adam'. It is given the
+                pairs, from which it can make parameter groups, if its first argument is called
                 ``named_parameters``.
+            learningRate: the learning rate (> 0), passed to the optimizer as lr, in place of the
+                one it has; None for the optimizer's own. Parameter groups that say their own ``lr``
+                keep it, as in torch. It is refused where it would change nothing, as with
+                ``OneCycleLR``, which sets the rates itself.
             scheduler: optimizer -> LRScheduler, for example partial(CosineAnnealingLR, T_max=10);
                 None for none. It must depend on the number of its steps alone, except for
                 ``ReduceLROnPlateau``, which follows the loss of each epoch: on the held-out rows,
@@ -739,7 +760,8 @@ class TorchRegressorParams(EstimatorParams):
                 numbers.
 
         Workers:
-            strategy: how the replicas agree. ``ParameterAveraging(period=5)`` by default.
+            strategy: how the replicas agree. ``ParameterAveraging(period=5)`` by default. A dict
+                has what is to differ in the one that there is: ``{'period': 10}``.
             numWorkers: replicas to train (>= 1); None for as many as the cluster has slots. Where
                 each Spark task has several GPUs, every GPU gets one, so it must be a multiple of
                 them.

@@ -46,7 +46,7 @@ class TrainingParams(HasSeed, DeclaredParams, group="Training"):
 
     model = Declaration(
         nn.Module | ModelBuilder,
-        function("model", "an nn.Module or a function that builds one"),
+        function("model", "an nn.Module or a function that builds one", builds=True),
         Default.REQUIRED,
         "an nn.Module, or a function or class without arguments that builds one",
         "A class or function that executors can import also makes saved models loadable without "
@@ -71,18 +71,28 @@ class TrainingParams(HasSeed, DeclaredParams, group="Training"):
         held=Any,
     )
     optimizer = Declaration(
-        OptimizerBuilder,
+        OptimizerBuilder | str,
         convert.optimizer,
         Default.REQUIRED,
-        "parameters -> Optimizer, for example partial(torch.optim.SGD, lr=0.1); or "
-        "named_parameters -> Optimizer, of pairs (name, parameter)",
+        "parameters -> Optimizer, for example torch.optim.Adam or partial(torch.optim.SGD, "
+        "momentum=0.9); or named_parameters -> Optimizer, of pairs (name, parameter); or the name "
+        "of one of torch's, such as 'Adam'",
         "It is given the pairs, from which it can make parameter groups, if its first argument is "
         "called ``named_parameters``.",
         held=Any,
     )
+    learningRate = Declaration(
+        float | None,
+        optional(positive("learningRate")),
+        None,
+        "the learning rate (> 0), passed to the optimizer as lr, in place of the one it has; None "
+        "for the optimizer's own",
+        "Parameter groups that say their own ``lr`` keep it, as in torch. It is refused where it "
+        "would change nothing, as with ``OneCycleLR``, which sets the rates itself.",
+    )
     scheduler = Declaration(
         SchedulerBuilder | None,
-        optional(function("scheduler", "a function optimizer -> LRScheduler")),
+        optional(function("scheduler", "a function optimizer -> LRScheduler", builds=True)),
         None,
         "optimizer -> LRScheduler, for example partial(CosineAnnealingLR, T_max=10); None for none",
         "It must depend on the number of its steps alone, except for ``ReduceLROnPlateau``, which "
@@ -135,7 +145,8 @@ class WorkerParams(DeclaredParams, group="Workers"):
         convert.strategy,
         Default.UNSET,
         "how the replicas agree",
-        "``ParameterAveraging(period=5)`` by default.",
+        "``ParameterAveraging(period=5)`` by default. A dict has what is to differ in the one that "
+        "there is: ``{'period': 10}``.",
     )
     numWorkers = number(
         1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from sparkdl.arguments import as_number, plain, require_seed, require_whole
@@ -76,16 +77,31 @@ def one_of(name: str, allowed: tuple[str, ...]) -> Any:
     return convert
 
 
-def function(name: str, what: str) -> Any:
-    """Something that can be called; ``what`` says what it should be."""
+def function(name: str, what: str, *, builds: bool = False) -> Any:
+    """Something that can be called.
+
+    Args:
+        name: the setting.
+        what: what it should be.
+        builds: whether it is called to build something, and so may be a class.
+    """
 
     def convert(value: Any) -> Any:
-        if not callable(value):
-            got = repr(value) if isinstance(value, str) else f"one of type {type(value).__name__}"
-            raise ConfigError(f"{name} must be {what}, got {got}")
+        called = value
+        while isinstance(called, partial):
+            called = called.func
+        if not callable(called) or (isinstance(called, type) and not builds):
+            raise ConfigError(f"{name} must be {what}, got {got(called)}")
         return value
 
     return convert
+
+
+def got(value: Any) -> str:
+    """What was given in place of something else."""
+    if isinstance(value, type):
+        return f"the class {value.__name__} itself: call it, {value.__name__}(...)"
+    return repr(value) if isinstance(value, str) else f"one of type {type(value).__name__}"
 
 
 def nonempty_text(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -60,9 +61,16 @@ WRONG: list[tuple[str, Any, str]] = [
     ("schedulerMetric", 3, "a name"),
     ("model", 3, "an nn.Module or a function that builds one"),
     ("loss", "mse", "a function of (outputs, targets), or 'model'"),
+    *(
+        ("loss", value, "got the class CrossEntropyLoss itself: call it, CrossEntropyLoss(...)")
+        for value in (nn.CrossEntropyLoss, partial(nn.CrossEntropyLoss, label_smoothing=0.1))
+    ),
     ("optimizer", 0.1, "a function of the model's parameters"),
-    ("optimizer", SGD, "partial(torch.optim.SGD, lr=0.1), got one of type SGD"),
-    ("optimizer", "adam", "partial(torch.optim.SGD, lr=0.1), got 'adam'"),
+    ("optimizer", SGD, "such as 'Adam', got one of type SGD"),
+    ("optimizer", "adam", "such as 'Adam', got 'adam'. Did you mean 'Adam'?"),
+    ("optimizer", "os.system", "such as 'Adam', got 'os.system'"),
+    *(("learningRate", value, A_NUMBER) for value in (0, -1.0, "0.1", True, float("inf"))),
+    ("batchTransform", nn.Identity, "got the class Identity itself: call it"),
     ("strategy", "average", "ParameterAveraging(period=5)"),
     ("strategy", GradientAllReduce, "got the class GradientAllReduce itself"),
     ("callbacks", EarlyStopping(), "a list"),

@@ -84,6 +84,7 @@ CHANGES: dict[str, Any] = {
     "handleInvalid": "keep",
     "keepLast": 5,
     "labelCol": "second",
+    "learningRate": 0.25,
     "labelCols": ["label", "second"],
     "loss": nn.NLLLoss(),
     "maxFailures": 1,
