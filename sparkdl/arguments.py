@@ -108,6 +108,13 @@ def require_seed(name: str, value: Any) -> int:
     return seed
 
 
+def counted(number: int, noun: str) -> str:
+    """So many of something, for a message: "1 row", "2 classes"."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
+
+
 def convert_numbers(owner: Any) -> None:
     """Convert the numbers and bools in the fields of a dataclass, before they are checked.
 

@@ -182,7 +182,7 @@ class RowExaminer:
     ) -> None:
         self._job = job
         self._epochs = job.epochs
-        self._columns = job.schema.columns
+        self._columns, self._features = job.schema.columns, len(job.schema.features)
         self._check = check
         self._resumed = resumed
         self._first: DataStatistics | None = None
@@ -198,12 +198,12 @@ class RowExaminer:
         if not statistics.complete:
             if self._first is not None:
                 return False  # all rows were checked before the workers were restarted
-            check_statistics(statistics, self._columns)
+            check_statistics(statistics, self._columns, self._features)
             self._find_use(self._check(statistics), statistics)
             is_news, self._begun = not self._begun, True
             return is_news
         if self._first is None:
-            check_statistics(statistics, self._columns)
+            check_statistics(statistics, self._columns, self._features)
             self._find_use(self._check(statistics), statistics)
             if self._resumed is not None:
                 require_same_rows(self._resumed, statistics.lasting(), self._columns)

@@ -13,6 +13,7 @@ from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 from typing_extensions import Self
 
+from sparkdl.arguments import counted
 from sparkdl.checkpoint.module_files import SavedModule
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.errors import ConfigError, DataError
@@ -274,8 +275,8 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
         names = self.feature_columns()
         if len(names) != len(self._features):
             raise ConfigError(
-                f"the model takes {len(self._features)} feature columns, but {len(names)} are "
-                f"named: {', '.join(names)}"
+                f"the model takes {counted(len(self._features), 'feature column')}, not "
+                f"{len(names)}: {', '.join(names)}"
             )
         columns = input_columns(dataset, names, "featuresCol")
         # Named as in training: a model that takes a dict expects those names.

@@ -16,6 +16,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
+from sparkdl.arguments import counted
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.head import Head
 from sparkdl.estimator.params.converters import INSTANTS, Label
@@ -23,6 +24,7 @@ from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.spark.rows.columns import InputColumn, quoted
 
 _TEXT, _INDEX = "sparkdl: text of the label", "sparkdl: index of the label"
+_INDEXED = " (index into the labels)"
 MAX_CLASSES = 10_000
 """The most in a column of texts whose labels nobody has named: more are not classes."""
 
@@ -84,7 +86,7 @@ def indexed(
         )
     if not texts and isinstance(classes[0], str):
         return dataset, column  # StringIndexer's own numbers
-    name = f"{column} (index into the labels)"  # errors about the column's values quote it
+    name = f"{column}{_INDEXED}"  # errors about the column's values quote it
     wanted = quoted(column) if texts else quoted(column).cast("double")
     names = [str(each) for each in classes]
     if not texts:  # written as Spark does, not as Python does
@@ -100,6 +102,11 @@ def indexed(
         told = F.concat(F.lit(_holds(column)), text, F.lit(_not_among(classes)))
         index = F.when(index < len(classes), index).otherwise(F.raise_error(told).cast("double"))
     return found.withColumn(name, index).drop(_TEXT, _INDEX), name
+
+
+def labelled_by(column: str) -> str:
+    """The column with the labels of one that ``indexed`` has returned."""
+    return column.removesuffix(_INDEXED)
 
 
 def require_known(
@@ -128,8 +135,8 @@ def require_known(
     value = row[1].isoformat() if isinstance(row[1], datetime.date) else row[1]
     shown = "null" if value is None else repr(value)
     raise DataError(
-        f"{_holds(column)}{shown}{_not_among(classes)}. {row[0]} rows hold no known label: drop "
-        "them first, or give labels and the model one class more"
+        f"{_holds(column)}{shown}{_not_among(classes)}. {counted(row[0], 'row')} had no known "
+        "label: drop them first, or give labels and the model one class more"
     ) from cause
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparkdl.arguments import counted
 from sparkdl.encodings import IMAGE
 from sparkdl.encodings.any_size import FITS
 from sparkdl.errors import ConfigError, ModelError
@@ -55,8 +56,9 @@ def named_features(example: Example, names: Sequence[str]) -> dict[str, Tensor]:
         tensors = [example] if isinstance(example, Tensor) else list(example)
         if len(tensors) != len(names):
             raise ConfigError(
-                f"the example has {len(tensors)} tensors, but {len(names)} feature columns are "
-                f"named: {', '.join(names)}. Name one per tensor: featuresCols=[...]"
+                f"the example has {counted(len(tensors), 'tensor')} for "
+                f"{counted(len(names), 'feature column')}: {', '.join(names)}. Name one per "
+                "tensor: featuresCols=[...]"
             )
         found = dict(zip(names, tensors, strict=True))
     rows = {

@@ -120,5 +120,5 @@ def test_who_may_have_been_killed_for_memory_is_told_with_the_setting_to_raise(
 
 
 def test_more_min_workers_than_workers_are_refused(spark: SparkSession) -> None:
-    with pytest.raises(ConfigError, match="minWorkers is 3, but there are 2 workers"):
+    with pytest.raises(ConfigError, match="minWorkers is 3, but this fit has 2 workers"):
         estimator(minWorkers=3, numWorkers=2).fit(frame(spark))

@@ -85,7 +85,7 @@ LABELS: list[Case] = [
     (
         "label",
         "label + if(id < 5, 0.25D, 0D)",
-        ["double", "5 numbers that are not whole", "CrossEntropyLoss"],
+        ["double", "not whole in 5 rows, the first", "CrossEntropyLoss"],
         {},
     ),
     *(

@@ -140,7 +140,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"padInputs": {"label": "lengths"}}, ConfigError, "which padCols does not: only padded"),
     ({"padCols": None, "groupByLength": True}, ConfigError, "padCols names no column"),
     ({"padInputs": {}}, ModelError, "its forward takes (tokens, padding_mask)"),
-    ({"model": nn.Linear(2, 3)}, ModelError, "padding_mask, say where rows are padded: padInputs"),
+    ({"model": nn.Linear(2, 3)}, ModelError, "padding_mask, says where rows are padded"),
     ({"padInputs": {"tokens": "lengths"}}, ModelError, "int64 (2, 12), int64 (2,)"),
     ({"model": EachItem, "loss": mean_of}, ModelError, "return a mean over the items"),
     ({"padCols": {"tokens": WORDS}}, ModelError, "index out of range"),

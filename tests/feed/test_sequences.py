@@ -214,7 +214,7 @@ NO_PADDING = FeedSchema((ColumnSpec("tokens", torch.int64, (UNKNOWN,)),), SCHEMA
 @every(
     ("schema", "tokens", "words"),
     [
-        (SCHEMA, [[1], None, [2]], "1 null values in 3 rows .*row 1 of partition 0.*F.coalesce"),
+        (SCHEMA, [[1], None, [2]], "1 null value in 3 rows .*row 1 of partition 0.*F.coalesce"),
         (SCHEMA, [[1], [None], [2]], "null elements inside its arrays in 1 of 3 rows"),
         (SCHEMA, [[], [], []], "only empty arrays"),
         (NO_PADDING, [[1], [1, 2], [1]], r"padCols=\{'tokens': 0\}"),

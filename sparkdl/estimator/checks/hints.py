@@ -11,6 +11,7 @@ import torch
 
 from sparkdl.errors import ModelError
 from sparkdl.feed.columns.ragged import sequence_names
+from sparkdl.feed.record_batches.decode import in_sql
 from sparkdl.feed.statistics.column import ColumnStatistics
 from sparkdl.protocols import Batch, ColumnSpec
 from sparkdl.replica import Replica
@@ -21,6 +22,7 @@ SHOW_ZEROS = "Give a function as model that builds it and calls it on a batch of
 
 _OF_SHAPE = re.compile(r"\b[2-5]D\b|channels")
 _OF_BYTES = re.compile(r"unsigned char|\bByte\b|uint8")
+_OF_EMPTY = re.compile(r"greater than 0|<= 0|empty|zero")
 _OF_RATE = re.compile(r"(?:missing|required).*\blr\b")
 _OF_MASK = re.compile("bool", re.IGNORECASE)
 
@@ -112,19 +114,39 @@ def which_param_helps(
     return ""
 
 
-def what_padding_adds(error: Exception, features: Sequence[ColumnSpec]) -> str:
-    """The inputs added for padded features, which a model may not take; else empty.
+def what_padding_adds(
+    error: Exception, features: Sequence[ColumnSpec], statistics: Sequence[ColumnStatistics]
+) -> str:
+    """What padded features may be to blame for: inputs that are added, or rows without an item.
 
     Args:
         error: what the model raised.
         features: what it was given.
+        statistics: what is known about each, and perhaps about further columns.
     """
+    padded = [
+        (spec.name, spec.padding, found)
+        for spec, found in zip(features, statistics, strict=False)
+        if spec.padding is not None
+    ]
+    empty = [(name, found.where("shortest")) for name, _, found in padded if found.shortest == 0]
+    if empty and _OF_EMPTY.search(text_of(error)):
+        name, where = empty[0]
+        return (
+            f". '{name}' is empty in {where}. Leave such rows out: "
+            f"df.where(F.size('{in_sql(name)}') > 0)"
+        )
     added = sequence_names(features)
-    if not added or not isinstance(error, (TypeError, AttributeError)):
+    masks = any(padding.input == "padding_mask" for _, padding, _ in padded)
+    if not added or "index out of range" in text_of(error):  # of an embedding
         return ""
+    if not masks and not isinstance(error, (TypeError, AttributeError)):
+        return ""
+    last, say = ("input", "says") if len(added) == 1 else ("inputs", "say")
     return (
-        f". The last of them, {', '.join(added)}, say where rows are padded: padInputs chooses "
-        "them, padInputs={} drops them"
+        f". The last {last}, {', '.join(added)}, {say} where rows are padded because of padCols"
+        f"{' (a mask, True there)' if masks else ''}: padInputs={{'{padded[0][0]}': 'lengths'}} "
+        "gives their lengths, 'attention_mask' the opposite mask, and padInputs={} nothing"
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
+from sparkdl.arguments import counted
 from sparkdl.checkpoint.portable import require_portable
 from sparkdl.driver import as_builder
 from sparkdl.errors import ConfigError
@@ -194,8 +195,8 @@ def _workers(
     num_workers = choose_num_workers(spark, settings.num_workers, profile, ranks)
     if settings.min_workers > num_workers:
         raise ConfigError(
-            f"minWorkers is {settings.min_workers}, but there are {num_workers} workers. Set "
-            f"it to at most {num_workers}"
+            f"minWorkers is {settings.min_workers}, but this fit has "
+            f"{counted(num_workers, 'worker')}. Set it to at most {num_workers}"
         )
     strategy.require_workers(num_workers)
     if num_workers > 1 and replica.adds_losses:
@@ -283,8 +284,8 @@ def _streamed_if_ordered(plan: FitPlan) -> FitPlan:
         reason = workers.delivery.reason
     elif partitions < tasks:
         reason = (
-            f"the DataFrame has {partitions} partitions for {tasks} workers, so some would "
-            "start with none. Lower spark.sql.files.maxPartitionBytes, or write more files"
+            f"the DataFrame has {counted(partitions, 'partition')} for {tasks} workers, so some "
+            "would start with none. Lower spark.sql.files.maxPartitionBytes, or write more files"
         )
     if reason is not None:
         logger.warning("streamFirstEpoch: the rows are read before the first epoch: %s", reason)
@@ -298,7 +299,7 @@ def _streamed_if_ordered(plan: FitPlan) -> FitPlan:
 def _describe(settings: FitSettings, num_workers: int) -> str:
     model = _name(settings.model)
     strategy = re.sub(r"\s+", " ", repr(settings.strategy))
-    return f"sparkdl: train {model} on {num_workers} workers, {strategy}"
+    return f"sparkdl: train {model} on {counted(num_workers, 'worker')}, {strategy}"
 
 
 def _name(value: Any) -> str:

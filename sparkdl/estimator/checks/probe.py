@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from sparkdl.arguments import counted
 from sparkdl.errors import DataError, ModelError
 from sparkdl.estimator.checks.hints import fail, how_called, what_padding_adds, which_param_helps
 from sparkdl.estimator.head import Head
@@ -170,7 +171,8 @@ def require_single_row(
             replica.forward(batch)
     except Exception as error:  # the user's forward may raise anything
         fail(
-            f"the model fails on a minibatch of one row, which a worker with {rows} rows has last",
+            "the model fails on a minibatch of one row, which a worker with "
+            f"{counted(rows, 'row')} has last",
             error,
             ". Set dropLast=True to leave such minibatches out, or another batchSize",
         )
@@ -261,7 +263,7 @@ def _outputs(
                 which_param_helps(error, schema.features, statistics)
                 or how_called(replica, batch, error, with_labels=with_labels)
             )
-            + what_padding_adds(error, schema.features),
+            + what_padding_adds(error, schema.features, statistics),
         )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sparkdl.arguments import counted
 from sparkdl.errors import DataError
 from sparkdl.estimator.checks.preflight import FitPlan
 from sparkdl.estimator.checks.probe import (
@@ -27,7 +28,7 @@ from sparkdl.estimator.checks.values import (
 )
 from sparkdl.estimator.outputs import SharedParams, require_any_length
 from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.statistics.shards import DataStatistics, left_out
+from sparkdl.feed.statistics.shards import OR_SKIP, DataStatistics, left_out
 from sparkdl.outputs import OutputKey, Widths, names_output, pick, widths_of
 from sparkdl.protocols import ColumnSpec
 from sparkdl.replica import Replica
@@ -177,12 +178,13 @@ class RowChecks:
             if found.not_finite and plan.settings.handle_invalid == "error":
                 raise DataError(
                     f"column '{spec.name}' holds NaN or infinity in {found.not_finite} of "
-                    f"{statistics.rows + statistics.held_out} rows (the first is "
+                    f"{counted(statistics.rows + statistics.held_out, 'row')} (the first is "
                     f"{found.where('not_finite')}). Replace them first (NaN with F.nanvl(col, "
                     "F.lit(0.0)), in arrays with F.transform(col, lambda x: F.nanvl(x, "
-                    "F.lit(0.0)))), or feed them as they are with handleInvalid='keep'"
+                    "F.lit(0.0)))), feed them as they are with handleInvalid='keep', or leave "
+                    "those rows out with handleInvalid='skip'"
                 )
-            require_holdable(spec, found)
+            require_holdable(spec, found, OR_SKIP)
         for column, found in zip(
             plan.workers.columns[labels], statistics.columns[labels], strict=True
         ):
@@ -201,8 +203,8 @@ class RowChecks:
             most = math.ceil(statistics.rows / len(statistics.shard_rows))
         if feed.drop_last and most < batch_size:
             raise DataError(
-                f"dropLast leaves nothing: the workers have at most {most} rows, but a minibatch "
-                f"has {batch_size}"
+                f"dropLast leaves nothing: the workers have at most {counted(most, 'row')}, but a "
+                f"minibatch has {batch_size}"
             )
 
     def _check_balance(self, plan: FitPlan, statistics: DataStatistics) -> None:
@@ -215,7 +217,7 @@ class RowChecks:
         if not known or balanced(read if statistics.complete else [min(known), max(read)]):
             return
         more = "" if statistics.complete else "more than "
-        found = f"one task has {min(known)} rows, another {more}{max(read)}"
+        found = f"one task has {counted(min(known), 'row')}, another {more}{max(read)}"
         stay = plan.settings.shuffle_rows == "none"
         if self._loss_use is None and not stay:
             raise UnbalancedError(found)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from sparkdl.arguments import counted
 from sparkdl.errors import DataError
 from sparkdl.feed.record_batches.decode import without_infinity
 from sparkdl.feed.statistics.column import ColumnStatistics
@@ -42,19 +43,21 @@ def check_label(label: InputColumn, loss: LossFunction, statistics: ColumnStatis
         )
     if statistics.fractions:
         raise DataError(
-            f"label column '{label.name}' ({label.type_name}) holds {statistics.fractions} "
-            f"numbers that are not whole, the first in {statistics.where('fractions')}, but "
+            f"label column '{label.name}' ({label.type_name}) holds numbers that are "
+            f"not whole in {counted(statistics.fractions, 'row')}, the first in "
+            f"{statistics.where('fractions')}, but "
             f"{getattr(loss, '__name__', type(loss).__name__)} takes class indices 0, 1, .... "
             "Index the classes with pyspark.ml.feature.StringIndexer, or use a regression loss"
         )
 
 
-def require_holdable(spec: ColumnSpec, statistics: ColumnStatistics) -> None:
+def require_holdable(spec: ColumnSpec, statistics: ColumnStatistics, or_skip: str = "") -> None:
     """Refuse NaN, infinity and fractions in a column that becomes integers, which have none.
 
     Args:
         spec: what the column becomes.
         statistics: of what the workers read.
+        or_skip: how else such rows can be left out, for the message.
 
     Raises:
         DataError: there are some.
@@ -64,16 +67,18 @@ def require_holdable(spec: ColumnSpec, statistics: ColumnStatistics) -> None:
     dtype = str(spec.dtype).removeprefix("torch.")
     if statistics.not_finite:
         raise DataError(
-            f"column '{spec.name}' holds NaN or infinity in {statistics.not_finite} rows (the "
-            f"first is {statistics.where('not_finite')}), which {dtype} cannot hold. "
+            f"column '{spec.name}' holds NaN or infinity in "
+            f"{counted(statistics.not_finite, 'row')} (the first is "
+            f"{statistics.where('not_finite')}), which {dtype} cannot hold. "
             f"{without_infinity(spec.name, is_array=spec.is_array)}, or ask for a floating-point "
-            "dtype with columnDtypes"
+            f"dtype with columnDtypes{or_skip}"
         )
     if statistics.fractions:
         raise DataError(
-            f"column '{spec.name}' holds numbers that are not whole in {statistics.fractions} rows "
-            f"(the first is {statistics.where('fractions')}), which {dtype} cannot hold. Round "
-            "them first with F.round, or ask for a floating-point dtype with columnDtypes"
+            f"column '{spec.name}' holds numbers that are not whole in "
+            f"{counted(statistics.fractions, 'row')} (the first is "
+            f"{statistics.where('fractions')}), which {dtype} cannot hold. Round them first with "
+            f"F.round, or ask for a floating-point dtype with columnDtypes{or_skip}"
         )
 
 
@@ -90,12 +95,12 @@ def check_weight(name: str, statistics: ColumnStatistics, total: float, rows: in
         DataError: it does not.
     """
     low, high = statistics.smallest or 0.0, statistics.largest or 0.0
-    if statistics.not_finite or low < 0:
-        what = "not_finite" if statistics.not_finite else "smallest"
-        raise DataError(
-            f"weight column '{name}' holds {low:g} in {statistics.where(what)}; weights are "
-            "numbers >= 0"
-        )
+    for value, what in ((low, "smallest"), (high, "largest")):
+        if not 0 <= value < math.inf:
+            raise DataError(
+                f"weight column '{name}' holds {value:g} in {statistics.where(what)}; weights are "
+                "finite numbers >= 0"
+            )
     if total == 0:
         where = "every row" if high == 0 else "every row to train on"
         raise DataError(f"weight column '{name}' is 0 in {where}: there is nothing to train on")
@@ -103,9 +108,9 @@ def check_weight(name: str, statistics: ColumnStatistics, total: float, rows: in
     if not 0 < mean < math.inf:
         largest = f"up to {high:g} ({statistics.where('largest')})"
         raise DataError(
-            f"weight column '{name}' holds numbers {largest}, and the mean of {rows} rows is "
-            f"{'0' if mean == 0 else 'infinite'} in float64. Scale the weights first; only their "
-            "ratios count"
+            f"weight column '{name}' holds numbers {largest}, and the mean of "
+            f"{counted(rows, 'row')} is {'0' if mean == 0 else 'infinite'} in float64. Scale the "
+            "weights first; only their ratios count"
         )
     least = statistics.least
     if least is not None and not torch.tensor(least / mean, dtype=torch.float32):
@@ -130,15 +135,15 @@ def check_held_out(by: str | float | None, held_out: int, trained: int) -> None:
     rows = trained + held_out
     if isinstance(by, str) and not held_out:
         raise DataError(
-            f"column '{by}' (validationIndicatorCol) is false in all {rows} rows: there is nothing "
-            "to validate with"
+            f"column '{by}' (validationIndicatorCol) is false in all of "
+            f"{counted(rows, 'row')}: there is nothing to validate with"
         )
     if not isinstance(by, float):
         return
     if not held_out:
         raise DataError(
-            f"validationFraction={by:g} holds out none of {rows} rows: there is nothing to "
-            "validate with. Raise it, or choose another seed"
+            f"validationFraction={by:g} holds out none of {counted(rows, 'row')}: there is nothing "
+            "to validate with. Raise it, or choose another seed"
         )
     # Were all rows different, the odds of so few, or so many, would be below one in a million.
     if abs(held_out - by * rows) > 5 * math.sqrt(rows * by * (1 - by)) + 1:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from sparkdl.arguments import counted
 from sparkdl.encodings import NUMBERS
 from sparkdl.encodings.encoding import Broken, numpy_of
 from sparkdl.errors import DataError
@@ -252,7 +253,7 @@ def _tensors(columns: Iterable[tuple[Decoded, ColumnSpec]]) -> list[Column]:
         if decoded.broken is not None:
             row, broken = decoded.broken.rows[0], len(decoded.broken.rows)
             raise DataError(
-                f"column '{spec.name}' has {broken} rows in a batch of "
+                f"column '{spec.name}' has {counted(broken, 'row')} in a batch of "
                 f"{broken + len(decoded.values)} that cannot be decoded: row {row} "
                 f"{decoded.broken.reason}"
             )
@@ -305,12 +306,13 @@ def _require_no_nulls(values: pa.Array, spec: ColumnSpec) -> None:
     """Refuse rows that are null, and arrays that hold a null."""
     if values.null_count:
         raise DataError(
-            f"column '{spec.name}' has {values.null_count} null values in a batch of "
-            f"{len(values)} rows. {instead_of_nulls(spec)}"
+            f"column '{spec.name}' has {counted(values.null_count, 'null value')} in a batch of "
+            f"{counted(len(values), 'row')}. {instead_of_nulls(spec)}"
         )
     if spec.is_array and (nulls := values.flatten().null_count):
         raise DataError(
-            f"column '{spec.name}' has {nulls} null elements inside its arrays. {FILL_ELEMENTS}"
+            f"column '{spec.name}' has {counted(nulls, 'null element')} inside its arrays. "
+            f"{FILL_ELEMENTS}"
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from sparkdl.arguments import counted
 from sparkdl.errors import DataError, TrainingError
 from sparkdl.feed.conversion import limits
 from sparkdl.feed.record_batches.decode import FILL_ELEMENTS, Decoded, instead_of_nulls, usable
@@ -124,6 +125,7 @@ class DataStatistics:
         )
 
 
+OR_SKIP = ", or leave out what cannot be used with handleInvalid='skip'"
 NO_ROWS = "the DataFrame is empty: there is nothing to train on"
 
 
@@ -173,17 +175,20 @@ def left_out(statistics: DataStatistics, columns: Sequence[ColumnSpec]) -> str:
         if found.skipped
     ]
     return (
-        f"handleInvalid='skip' left out {statistics.skipped} of {total} rows: "
+        f"handleInvalid='skip' left out {statistics.skipped} of {counted(total, 'row')}: "
         f"{'; '.join(by_column)}"
     )
 
 
-def check_statistics(statistics: DataStatistics, columns: Sequence[ColumnSpec]) -> None:
+def check_statistics(
+    statistics: DataStatistics, columns: Sequence[ColumnSpec], features: int = 0
+) -> None:
     """Refuse data that cannot be trained on.
 
     Args:
         statistics: what the workers found.
         columns: the columns that were looked at.
+        features: how many of them, the first ones, ``handleInvalid`` is about.
 
     Raises:
         DataError: nulls, or arrays of unequal length; where all rows have arrived also none, or
@@ -198,19 +203,22 @@ def check_statistics(statistics: DataStatistics, columns: Sequence[ColumnSpec]) 
             f"the workers reported {len(statistics.columns)} columns, but the training has "
             f"{len(columns)}; all must run the same version of sparkdl"
         )
-    for found, spec in zip(statistics.columns, columns, strict=True):
-        _check_column(found, spec, statistics)
-        _check_range(found, spec, statistics.rows)
+    rows = statistics.rows + statistics.held_out
+    for at, (found, spec) in enumerate(zip(statistics.columns, columns, strict=True)):
+        _check_column(found, spec, rows, statistics.complete, OR_SKIP if at < features else "")
+        _check_range(found, spec, rows)
     workers = len(statistics.shard_rows)
     if statistics.rows < workers and statistics.complete:
         raise DataError(
-            f"the DataFrame has {statistics.rows} rows, fewer than the {workers} workers. "
-            f"Set numWorkers to at most {statistics.rows}"
+            f"the DataFrame has {counted(statistics.rows, 'row')}, fewer than the {workers} "
+            f"workers. Set numWorkers to at most {statistics.rows}"
         )
 
 
-def _check_column(found: ColumnStatistics, spec: ColumnSpec, statistics: DataStatistics) -> None:
-    name, rows, padded = spec.name, statistics.rows, spec.padding is not None
+def _check_column(
+    found: ColumnStatistics, spec: ColumnSpec, rows: int, complete: bool, or_skip: str
+) -> None:
+    name, padded = spec.name, spec.padding is not None
 
     def first(count: str) -> str:
         where = found.where(count)
@@ -218,19 +226,21 @@ def _check_column(found: ColumnStatistics, spec: ColumnSpec, statistics: DataSta
 
     if found.nulls:
         raise DataError(
-            f"column '{name}' has {found.nulls} null values in {rows} rows{first('nulls')}. "
-            f"{instead_of_nulls(spec)}"
+            f"column '{name}' has {counted(found.nulls, 'null value')} in "
+            f"{counted(rows, 'row')}{first('nulls')}. {instead_of_nulls(spec)}{or_skip}"
         )
     if found.null_elements:
         raise DataError(
             f"column '{name}' has null elements inside its arrays in {found.null_elements} "
-            f"of {rows} rows{first('null_elements')}. {FILL_ELEMENTS}"
+            f"of {counted(rows, 'row')}{first('null_elements')}. {FILL_ELEMENTS}{or_skip}"
         )
     if found.broken:
+        # Of images of any size, say, all has been declared.
+        declare = ", or declare their type with columnShapes and columnDtypes"
         raise DataError(
-            f"column '{name}' has {found.broken} rows of {rows} that cannot become tensors: "
-            f"{found.where('broken') or 'the first'} {found.reason}. Filter them out first, or "
-            "declare their type with columnShapes and columnDtypes"
+            f"column '{name}' has {counted(found.broken, 'row')} of {rows} that cannot become "
+            f"tensors: {found.where('broken') or 'the first'} {found.reason}. Filter them out first"
+            f"{'' if spec.encoding.chosen else declare}{or_skip}"
         )
     if found.shortest != found.longest and not padded:
         places = found.where("shortest"), found.where("longest")
@@ -241,7 +251,7 @@ def _check_column(found: ColumnStatistics, spec: ColumnSpec, statistics: DataSta
             f"{{'{name}': 0}}, cut them to one length first, or find the odd rows with "
             f"df.groupBy(F.size('{name}')).count()"
         )
-    if found.longest == 0 and (statistics.complete or not padded):
+    if found.longest == 0 and (complete or not padded):
         raise DataError(f"column '{name}' holds only empty arrays: there is nothing to feed")
 
 
@@ -250,8 +260,8 @@ def _check_range(found: ColumnStatistics, spec: ColumnSpec, rows: int) -> None:
         low, high = limits(spec.dtype)
         where = found.where("out_of_range")
         raise DataError(
-            f"column '{spec.name}' has {found.out_of_range} rows of {rows} with numbers out of the "
-            f"range of {str(spec.dtype).removeprefix('torch.')}, {low:g} to {high:g}"
+            f"column '{spec.name}' has {counted(found.out_of_range, 'row')} of {rows} with numbers "
+            f"out of the range of {str(spec.dtype).removeprefix('torch.')}, {low:g} to {high:g}"
             f"{f' (the first is {where})' if where else ''}. Scale them first, or ask for a wider "
             "dtype with columnDtypes"
         )

@@ -186,7 +186,8 @@ def _rows(
         options=feeding.options,
     ) as feed:
         statistics = driver.gather_statistics(feed.fill(batches))
-        check_statistics(statistics, feeding.schema.columns)
+        schema = feeding.schema
+        check_statistics(statistics, schema.columns, len(schema.features))
         feed.settle([column.longest for column in statistics.columns])
         if not feeding.options.exchange_rows:
             yield FedRows(feed, statistics.shard_rows)

@@ -51,6 +51,22 @@ def test_integers_hold_no_infinity_and_no_fractions(count: str) -> None:
     require_holdable(ColumnSpec("x", torch.float16), found)
 
 
+@every(
+    ("low", "high", "told"),
+    [
+        (0.0, math.inf, "holds inf in row 1 of partition 1"),
+        (-math.inf, 3.0, "holds -inf in row 2 of partition 2"),
+        (math.nan, math.nan, "holds nan in row 2 of partition 2"),
+        (-1.0, math.inf, "holds -1 in row 2 of partition 2"),
+    ],
+)
+def test_a_weight_that_is_none_is_named_with_its_place(low: float, high: float, told: str) -> None:
+    places = {"smallest": (2, 2), "largest": (1, 1), "not_finite": (0, 0)}
+    found = ColumnStatistics(smallest=low, largest=high, not_finite=1, places=places)
+    with pytest.raises(DataError, match=told):
+        check_weight("w", found, 1.0, 4)
+
+
 def weights(least: float, high: float) -> ColumnStatistics:
     return ColumnStatistics(smallest=0.0, largest=high, least=least, places=FIRST)
 

@@ -331,7 +331,7 @@ BAD: dict[str, tuple[Callable[[DataFrame], DataFrame], dict[str, Any], str]] = {
     "null": (
         lambda rows: rows.withColumn("label", F.when(F.col("id") != 33, F.col("label"))),
         {},
-        r"'label' has 1 null values in 60 rows \(the first is row 3 of partition 1\)",
+        r"'label' has 1 null value in 60 rows \(the first is row 3 of partition 1\)",
     ),
     "ragged": (
         lambda rows: rows.withColumn("features", F.expr("slice(features, 1, if(id = 33, 3, 4))")),
@@ -340,7 +340,7 @@ BAD: dict[str, tuple[Callable[[DataFrame], DataFrame], dict[str, Any], str]] = {
     ),
     "text": (lambda rows: rows.withColumn("name", F.lit("a")), {}, "'name'.*string.*StringIndexer"),
     "empty": (lambda rows: rows.where("id < 0"), {}, "the DataFrame is empty"),
-    "fewer rows than workers": (lambda rows: rows.where("id = 3"), {}, "1 rows, fewer than the 2"),
+    "fewer rows than workers": (lambda rows: rows.where("id = 3"), {}, "1 row, fewer than the 2"),
     "range": (
         lambda rows: rows.withColumn("id", F.col("id") * 2000),
         {"columnDtypes": {"id": "float16"}},

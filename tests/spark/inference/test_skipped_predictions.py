@@ -66,9 +66,9 @@ def test_a_row_that_cannot_be_used_is_null_and_the_others_are_not(
 
 
 def test_without_skip_such_a_row_ends_the_job_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match=r"'photo' has 1 rows in a batch of 5 .*: row 2 is not a"):
+    with pytest.raises(DataError, match=r"'photo' has 1 row in a batch of 5 .*: row 2 is not a"):
         predicted(monkeypatch, [*GOOD[:2], b"no", *GOOD[3:]], [0.0] * 5, skip_invalid=False)
-    with pytest.raises(DataError, match="'photo' has 1 null values"):
+    with pytest.raises(DataError, match="'photo' has 1 null value "):
         predicted(monkeypatch, [*GOOD[:4], None], [0.0] * 5, skip_invalid=False)
 
 
