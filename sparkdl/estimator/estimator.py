@@ -63,6 +63,10 @@ class BaseEstimator(
     def _model(self, *args: Any, **kwargs: Any) -> M:
         raise NotImplementedError
 
+    def _as_given(self) -> Self:
+        """This estimator with the columns that the user named, not those added for a fit."""
+        return self
+
     def write(self) -> EstimatorWriter:
         """A writer: ``estimator.write().overwrite().save(path)``."""
         return EstimatorWriter(self)
@@ -194,7 +198,7 @@ class BaseEstimator(
             del replica
             require_in_stage(plan, module)
             with queued(spark, workers.num_tasks, gpu_profile(spark, workers.device)):
-                return self._copyValues(self._trained_in_stage(plan, module))
+                return self._as_given()._copyValues(self._trained_in_stage(plan, module))
         checks = RowChecks(replica, self)
         del replica  # only the checks hold it, until they need it no more
         with (
@@ -202,7 +206,7 @@ class BaseEstimator(
             ProgressBar(settings.epochs, visible=settings.progress) as progress,
         ):
             model = self._train_or_read_first(plan, checks, progress)
-        return self._copyValues(model)
+        return self._as_given()._copyValues(model)
 
     def _train_or_read_first(self, plan: FitPlan, checks: RowChecks, progress: ProgressBar) -> M:
         """Train; if the first epoch cannot be streamed after all, read all rows before it."""
@@ -239,12 +243,13 @@ class BaseEstimator(
                     check=uncounted()(partial(checks.check, plan)),
                     on_event=progress,
                     callbacks=settings.driver_callbacks,
-                    settings=settings_of(self),
+                    settings=settings_of(self._as_given()),
                 ),
             )
         except CallbackError as error:
             if isinstance(error.model, Outcome):
-                error.model = self._copyValues(self._fitted(plan, checks.result(), error.model))
+                fitted = self._fitted(plan, checks.result(), error.model)
+                error.model = self._as_given()._copyValues(fitted)
             raise
         return self._fitted(plan, checks.result(), outcome)
 
@@ -254,9 +259,12 @@ class BaseEstimator(
         except CallbackError as error:
             if error.model is not None:
                 outcome, checked = error.model
-                error.model = self._copyValues(self._fitted(plan, checked, outcome))
+                fitted = self._fitted(plan, checked, outcome)
+                error.model = self._as_given()._copyValues(fitted)
             raise
-        outcome.recording.setup = replace(outcome.recording.setup, settings=settings_of(self))
+        outcome.recording.setup = replace(
+            outcome.recording.setup, settings=settings_of(self._as_given())
+        )
         return self._fitted(plan, checked, outcome)
 
     def _fitted(self, plan: FitPlan, checked: Checked, outcome: Outcome) -> M:

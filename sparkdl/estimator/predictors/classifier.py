@@ -7,11 +7,12 @@ from typing import Any
 
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
+from typing_extensions import Self
 
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.estimator import BaseEstimator
 from sparkdl.estimator.fitted import FittedModel
-from sparkdl.estimator.labels import indexed, labels_of, require_known, with_names
+from sparkdl.estimator.labels import indexed, labelled_by, labels_of, require_known, with_names
 from sparkdl.estimator.outputs import ClassOutputs
 from sparkdl.estimator.params.declaration import constructor
 from sparkdl.estimator.params.estimators import TorchClassifierParams, TorchEstimatorParams
@@ -95,11 +96,13 @@ class TorchClassifier(TorchClassifierParams, ClassOutputs, BaseEstimator[TorchCl
         rows, index = indexed(dataset, column, labels)
         indexing = self.copy({self.labelCol: index, self.labels: labels})
         try:
-            model = indexing._fit_rows(rows, warm_start)
+            return indexing._fit_rows(rows, warm_start)
         except DataError as error:
             require_known(rows, index, column, labels, error)
             raise
-        return model.setLabelCol(column)
+
+    def _as_given(self) -> Self:
+        return self.copy({self.labelCol: labelled_by(self.getLabelCol())})
 
     def _fit_rows(
         self, dataset: DataFrame, warm_start: FittedModel | None

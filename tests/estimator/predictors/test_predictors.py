@@ -34,7 +34,8 @@ from sparkdl import (
     TorchRegressor,
     trusted_modules,
 )
-from sparkdl.errors import ConfigError, DataError
+from sparkdl.callbacks import Callback, Training
+from sparkdl.errors import CallbackError, ConfigError, DataError
 
 ROWS = 60
 IDS = np.arange(ROWS)
@@ -73,6 +74,7 @@ def test_texts_are_classes_and_the_columns_are_those_of_pyspark(
     rows = named(frame(spark, ROWS))
     model = TorchClassifier(model=network(), epochs=12, **SETTINGS).fit(rows)
     assert (model.getLabels(), model.numClasses, model.getLabelCol()) == (SORTED, 3, "label")
+    assert model.summary.recording.setup.settings["labelCol"] == "label"
     added = model.transform(rows)
     assert added.columns[-3:] == ["rawPrediction", "probability", "prediction"]
     found = added.orderBy("id").collect()
@@ -111,6 +113,21 @@ def test_texts_are_classes_and_the_columns_are_those_of_pyspark(
     taken = rows.withColumn("probability", F.lit(1))
     with pytest.raises(DataError, match=r"model\.setProbabilityCol"):
         loaded.transform(taken)
+
+
+class FailsInTheEnd(Callback):
+    def on_end(self, training: Training, error: BaseException | None) -> None:
+        raise KeyError("nobody has it")
+
+
+def test_a_model_that_comes_with_an_error_has_the_columns_that_were_named(
+    spark: SparkSession,
+) -> None:
+    broken = TorchClassifier(model=network(), callbacks=[FailsInTheEnd()], **SETTINGS)
+    with pytest.raises(CallbackError) as caught:
+        broken.fit(named(frame(spark, ROWS)))
+    model = caught.value.model
+    assert (model.getLabels(), model.getLabelCol()) == (SORTED, "label")
 
 
 @pytest.mark.slow
@@ -272,8 +289,7 @@ def test_what_is_no_label_column_of_classes_is_refused(spark: SparkSession) -> N
 def test_cross_validator_chooses_the_better_learning_rate(spark: SparkSession) -> None:
     rows = frame(spark, ROWS).withColumn("label", (F.col("features")[0] > 0).cast("double"))
     classifier = TorchClassifier(model=network(2), epochs=3, **SETTINGS)
-    nothing, something = partial(torch.optim.SGD, lr=0.0), partial(torch.optim.SGD, lr=0.5)
-    grid = ParamGridBuilder().addGrid(classifier.optimizer, [nothing, something]).build()
+    grid = ParamGridBuilder().addGrid(classifier.learningRate, [1e-9, 0.5]).build()
     evaluator = BinaryClassificationEvaluator(metricName="areaUnderROC")
     tuned = CrossValidator(
         estimator=classifier, estimatorParamMaps=grid, evaluator=evaluator, numFolds=2, seed=1
