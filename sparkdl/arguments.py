@@ -112,7 +112,7 @@ def counted(number: int, noun: str) -> str:
     """So many of something, for a message: "1 row", "2 classes"."""
     if number == 1:
         return f"1 {noun}"
-    return f"{number} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
+    return f"{number} {noun}{'es' if noun.endswith(('s', 'tch')) else 's'}"
 
 
 def convert_numbers(owner: Any) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 import sparkdl
 from sparkdl import strategies
-from sparkdl.arguments import as_number, as_whole, require_seed
+from sparkdl.arguments import as_number, as_whole, counted, require_seed
 from sparkdl.callbacks import EarlyStopping, TimeBudget
 from sparkdl.checkpoint.object_spec import save_object
 from sparkdl.errors import ConfigError
@@ -163,3 +163,12 @@ def test_strategies_callbacks_and_optimizers_refuse_bools_as_numbers() -> None:
             make()
     assert strategies.GradientAllReduce(sync_batch_norm=np.True_).sync_batch_norm is True
     assert LARS([torch.zeros(1)], lr=np.float32(0.5)).defaults["lr"] == 0.5
+
+
+def test_counts_agree_with_their_nouns() -> None:
+    assert [counted(number, "row") for number in (0, 1, 2)] == ["0 rows", "1 row", "2 rows"]
+    assert [counted(2, noun) for noun in ("class", "minibatch", "epoch")] == [
+        "2 classes",
+        "2 minibatches",
+        "2 epochs",
+    ]

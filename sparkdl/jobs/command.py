@@ -184,6 +184,6 @@ def _tell(job: str, code: Exit, error: BaseException, settings: Settings) -> Non
     trace = settings.shown("".join(traceback.format_exception(error)))
     if code is Exit.UNEXPECTED:
         logger.error("%s.py failed\n%s", job, trace)
-    else:
+    elif code is not Exit.TERMINATED:  # of which the fit has told
         logger.error("%s.py: %s", job, settings.shown(text_of(error, TRACEBACK_CHARACTERS)))
         logger.debug("where it was raised\n%s", trace)

@@ -7,11 +7,12 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Sequence
 from typing import Any
 
+from sparkdl.arguments import counted
 from sparkdl.callbacks import Callback, Training
 from sparkdl.events import EpochSummary
+from sparkdl.feed.statistics.shards import DataStatistics
 
 _steps = logging.getLogger("sparkdl.jobs.steps")
 
@@ -105,12 +106,27 @@ class _Words(logging.Formatter):
 
 
 class EpochLines(Callback):
-    """Logs each epoch's figures where no progress bar shows them."""
+    """Logs that a training resumes, and each epoch's figures where no progress bar shows them.
+
+    Args:
+        epochs: whether to log the epochs.
+    """
 
     observer = True
 
+    def __init__(self, epochs: bool = True) -> None:
+        self._epochs = epochs
+
+    def on_start(self, training: Training, statistics: DataStatistics) -> None:
+        """Called by the fit."""
+        if training.resumed:
+            done = f"{len(training.history)} of {counted(training.epochs, 'epoch')}"
+            _steps.info("resumed from a checkpoint: %s done, step %d", done, training.step)
+
     def on_epoch(self, training: Training, summary: EpochSummary) -> None:
         """Called by the fit."""
+        if not self._epochs:
+            return
         context = {
             "epoch": summary.epoch,
             "epochs": training.epochs,
@@ -118,11 +134,8 @@ class EpochLines(Callback):
             "examples": summary.examples,
             "seconds": round(summary.seconds, 3),
         }
+        words = f"epoch {summary.epoch} of {training.epochs}: loss {summary.loss:.4f}"
         if summary.validation_loss is not None:
             context["validation_loss"] = summary.validation_loss
-        _steps.info("epoch %d of %d", summary.epoch, training.epochs, extra={"context": context})
-
-
-def watched_by(callbacks: Sequence[Any] | None) -> list[Any]:
-    """The callbacks of an estimator, plus one that logs."""
-    return [*(callbacks or []), EpochLines()]
+            words += f", {summary.validation_loss:.4f} on held-out rows"
+        _steps.info(words, extra={"context": context})

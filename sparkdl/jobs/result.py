@@ -70,7 +70,11 @@ def failure(
         "exit_code": int(code),
         "error": {
             "type": type(error).__name__,
-            "message": shown(text_of(error, TRACEBACK_CHARACTERS)),
+            "message": (
+                code.meaning
+                if code is Exit.TERMINATED
+                else shown(text_of(error, TRACEBACK_CHARACTERS))
+            ),
             "meaning": code.meaning,
         },
     }

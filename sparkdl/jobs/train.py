@@ -46,15 +46,12 @@ def train(context: JobContext) -> JobOutput:
         evaluators = settings.named("evaluators")
         if evaluators:  # reported now, not after a training
             require_rows(test, settings.rows.test)
-        scores = [
-            _score(name, baseline, learn, test, evaluators)[1]
-            for name, baseline in settings.named("baselines").items()
-        ]
-        estimator = _estimator(context)
-        stages = settings.stages()
-        whole = Pipeline(stages=[*stages, estimator]) if stages else estimator
-        model, score = _score(NETWORK, whole, learn, test, evaluators)
-        scores.append(score)
+        stages, estimator = settings.stages(), _estimator(context)
+        scores = []
+        for name, last in [*settings.named("baselines").items(), (NETWORK, estimator)]:
+            whole = Pipeline(stages=[*stages, last]) if stages else last
+            model, score = _score(name, whole, learn, test, evaluators)
+            scores.append(score)
         model.write().save(context.target)
     finally:
         rows.unpersist()
@@ -99,8 +96,8 @@ def _estimator(context: JobContext) -> TorchEstimator:
         estimator.setCheckpointPath(context.checkpoints)
     if context.settings.log_format == "json":
         estimator.setProgress(False)
-        estimator.setCallbacks(logs.watched_by(estimator.getCallbacks()))
-    return estimator
+    lines = logs.EpochLines(epochs=not estimator.getProgress())
+    return estimator.setCallbacks([*(estimator.getCallbacks() or ()), lines])
 
 
 def _score(

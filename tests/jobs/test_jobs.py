@@ -18,14 +18,19 @@ from job_case import ROWS, configuration, make_table, write_configuration
 from pyspark.ml import PipelineModel
 from pyspark.sql import SparkSession
 
+from sparkdl.callbacks import Training
 from sparkdl.durable import lease
 from sparkdl.errors import ConfigError, DataError, ModelError, SetupError, WorkerLostError
-from sparkdl.jobs import command
+from sparkdl.events import EpochSummary
+from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.jobs import command, logs
+from sparkdl.jobs.configuration.grammar import read_settings
 from sparkdl.jobs.evaluate import main as evaluate
 from sparkdl.jobs.locations import locate
 from sparkdl.jobs.output import Location, Output, Run
 from sparkdl.jobs.predict import main as predict
 from sparkdl.jobs.result import Exit, exit_of
+from sparkdl.jobs.train import _estimator
 from sparkdl.jobs.train import main as train
 from sparkdl.planner.profile import Profile
 from sparkdl.spark.storage.files import open_hadoop
@@ -43,6 +48,7 @@ def case(tmp_path: Path) -> dict[str, Any]:
 def test_a_table_is_learnt_from_evaluated_and_predicted_by_one_configuration(
     tmp_path: Path, case: dict[str, Any], capfd: pytest.CaptureFixture[str], spark: SparkSession
 ) -> None:
+    case["said"]["baselines"] = {"logistic": "pyspark.ml.classification.LogisticRegression"}
     config = ["--config", write_configuration(tmp_path, case["said"])]
     run = [*config, "--run_id", "7", "--log_format", "json"]
     result_file = tmp_path / "xcom" / "return.json"
@@ -56,7 +62,7 @@ def test_a_table_is_learnt_from_evaluated_and_predicted_by_one_configuration(
     assert Profile.from_json(result_file.read_text()).workers == 2
     lines = [json.loads(line) for line in captured.err.splitlines() if line.startswith("{")]
     steps = [line for line in lines if line["logger"] == "sparkdl.jobs.steps"]
-    assert [line["context"].get("epoch") for line in steps] == [*"123456", None]
+    assert [line["context"].get("epoch") for line in steps] == [None, *"123456", None]
     assert all(line["context"]["run_id"] == "7" for line in lines)
 
     # Again, and whatever it says of the session: nothing is done.
@@ -77,7 +83,8 @@ def test_a_table_is_learnt_from_evaluated_and_predicted_by_one_configuration(
     accuracy = right[columns["part"] == "test"].mean()
     assert accuracy > 0.9
     assert evaluated["metrics"] == {"accuracy": pytest.approx(accuracy)}
-    assert trained["metrics"] == {"network": evaluated["metrics"]}
+    assert trained["metrics"]["network"] == evaluated["metrics"]
+    assert trained["metrics"]["logistic"]["accuracy"] > 0.9  # after the same stages
     made = {"model", "evaluation", "predictions", "table", "xcom", "job.yaml"}
     assert {path.name for path in tmp_path.iterdir()} == made
 
@@ -163,6 +170,41 @@ def test_a_failure_has_its_code_and_says_why_in_the_result_file(
 def test_each_kind_of_error_has_its_code(error: BaseException, code: int) -> None:
     assert exit_of(error) == code
     assert Exit(code).meaning
+
+
+def test_an_ended_job_leaves_its_meaning_and_no_second_message(
+    tmp_path: Path,
+    case: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ends(*_: object) -> None:
+        sys.exit(143)  # as the fit does, which has said why
+
+    monkeypatch.setattr(command, "_run", ends)
+    file = tmp_path / "result.json"
+    config = write_configuration(tmp_path, case["said"])
+    assert train(["--config", config, "--result_file", str(file)]) == 143
+    assert json.loads(file.read_text())["error"]["message"] == Exit.TERMINATED.meaning
+    assert caplog.text == ""
+
+
+def test_a_person_sees_that_a_training_resumes_and_each_epoch_without_a_progress_bar(
+    tmp_path: Path, case: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_configuration(tmp_path, case["said"])
+    for progress, shown in (("false", 1), ("true", 0)):
+        arguments = ["--config", config, "--estimator.progress", progress]
+        context = cast(Any, SimpleNamespace(settings=read_settings("train", arguments)))
+        context.checkpoints = None
+        (lines,) = cast(Any, _estimator(context).getCallbacks())
+        logs.configure("text", None, {})
+        ended = EpochSummary(epoch=2, loss=0.25, examples=400, rounds=3, seconds=1.5)
+        training = Training(6, history=[ended], resumed=True, step=20)
+        lines.on_start(training, DataStatistics((400,), ()))
+        lines.on_epoch(training, ended)
+        told = "resumed from a checkpoint: 1 of 6 epochs done, step 20\n"
+        assert capsys.readouterr().out == told + "[  1.5 s] epoch 2 of 6: loss 0.2500\n" * shown
 
 
 def test_what_is_no_number_is_null_in_json() -> None:

@@ -67,7 +67,7 @@ _MEANS: dict[str, str] = {
     "predictions": "directory of the table of predictions",
     "evaluators": "pyspark.ml evaluators by the names of their metrics, for example {AUC: "
     "{class_path: pyspark.ml.evaluation.BinaryClassificationEvaluator}}",
-    "stages": "pyspark.ml stages before the estimator, saved with the model",
+    "stages": "pyspark.ml stages before the estimator and each baseline, saved with the model",
     "baselines": "pyspark.ml estimators by name, which are fitted and evaluated on the same rows",
     "trust": "modules that the model's own classes come from, which may be imported to load it",
 }
