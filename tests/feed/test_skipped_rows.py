@@ -55,13 +55,22 @@ def filled(
             [0, 2],
             "null, NaN or infinity",
         ),
+        (
+            NUMBERS,  # as Parquet files that were written from fixed-size lists hold them
+            pa.array(
+                [[1.0, 2.0], None, [None, 1.0], [3.0, 4.0], None], pa.list_(pa.float32(), 2)
+            ).cast(pa.list_(pa.float32())),
+            [0, 3],
+            "null, NaN or infinity",
+        ),
         (TOKENS, [[1], [], [1, None], None, [1, 2, 3]], [0, 1, 4], "null, NaN or infinity"),
     ],
 )
 def test_nulls_and_numbers_that_are_none_are_left_out(
-    tmp_path: Path, spec: ColumnSpec, values: list[Any], left: list[int], reason: str
+    tmp_path: Path, spec: ColumnSpec, values: Any, left: list[int], reason: str
 ) -> None:
-    rows = {spec.name: pa.array(values), "y": pa.array(range(5))}
+    given = pa.array(values) if isinstance(values, list) else values
+    rows = {spec.name: given, "y": pa.array(range(5))}
     statistics, labels = filled(FeedSchema((spec,), LABEL), tmp_path, [rows])
     assert labels == left
     assert (statistics.rows, statistics.skipped) == (len(left), 5 - len(left))

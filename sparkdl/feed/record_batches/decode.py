@@ -111,14 +111,15 @@ def usable(column: Decoded, spec: ColumnSpec, rows: int) -> np.ndarray:
     values = column.values
     sound = numpy_of(values.is_valid()).astype(bool)
     if spec.encoding.numeric:
+        present = np.flatnonzero(sound)
+        values = values.drop_null()  # a null may have elements of its own
         elements = values.flatten() if spec.is_array else values
         wrong = numpy_of(elements.is_null()).astype(bool)
         if pa.types.is_floating(elements.type):
             wrong |= ~np.isfinite(elements.to_numpy(zero_copy_only=False))
-        if wrong.any() and spec.is_array:
-            sound[numpy_of(pc.list_parent_indices(values).filter(pa.array(wrong)))] = False
-        elif wrong.any():
-            sound &= ~wrong
+        if wrong.any():
+            parents = numpy_of(pc.list_parent_indices(values)) if spec.is_array else slice(None)
+            sound[present[parents][wrong]] = False
     everywhere = np.zeros(rows, dtype=bool)
     everywhere[slice(None) if column.rows is None else column.rows] = sound
     return everywhere
