@@ -29,6 +29,8 @@ from sparkdl.spark.catalyst.jvm import directory_of_spark, is_stopped, running_c
 
 logger = logging.getLogger(__name__)
 
+logger = logging.getLogger(__name__)
+
 # A training job may last seconds; on two cores a sixth of its first Spark job's time goes into
 # optimizing code that ran a few thousand times. Ten times as many runs are soon enough.
 _COMPILE_LATER = " ".join(
@@ -49,6 +51,8 @@ DEFAULTS = {
     "spark.locality.wait": "0s",
     "spark.sql.execution.arrow.pyspark.enabled": "true",
 }
+
+PYTHON = "spark.pyspark.python"
 
 SENT_FILES = {
     "spark.archives": "--archives",
@@ -74,7 +78,8 @@ def create_session(
         app_name: shown in the Spark UI.
         master: for example ``local[2]`` or ``local-cluster[2,1,2048]``; by default what
             spark-submit or spark-defaults.conf says, else ``local[*]``.
-        conf: further Spark settings; they win over the defaults made here.
+        conf: further Spark settings; they win over the defaults made here, and
+            ``spark.pyspark.python`` over the environment's PYSPARK_PYTHON.
         remote: the address of a Spark Connect server, ``sc://host:port``, whose settings and Python
             hold but for ``conf``; needs no Java here.
 
@@ -97,8 +102,6 @@ def create_session(
             "remote='sc://host:15002', or install pyspark in place of pyspark-client"
         )
     java = find_java()
-    # Otherwise executors start whatever `python3` is on their PATH.
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.appName(app_name)
     if master is not None:
         builder = builder.master(master)
@@ -109,7 +112,7 @@ def create_session(
     for key, value in settings.items():
         builder = builder.config(key, value)
     try:
-        with _compiler_imported_meanwhile():
+        with _compiler_imported_meanwhile(), _python_of_executors(settings.get(PYTHON)):
             return builder.getOrCreate()
     except Py4JJavaError as error:
         message = str(error.java_exception)
@@ -147,6 +150,33 @@ def _connected(remote: str, master: str | None, conf: Mapping[str, str]) -> Spar
         return builder.getOrCreate()
     except ImportError as error:
         raise SetupError(f"{error} pip install 'sparkdl-torch[connect]' has all of them") from error
+
+
+@contextmanager
+def _python_of_executors(wanted: str | None) -> Iterator[None]:
+    """Have executors run this Python, what PYSPARK_PYTHON names, or what a setting does.
+
+    PySpark only looks into the environment when it makes a context, and else starts whatever
+    ``python3`` is on their PATH.
+    """
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    if wanted is None:
+        yield
+        return
+    before, os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_PYTHON"], wanted
+    try:
+        yield
+    finally:
+        os.environ["PYSPARK_PYTHON"] = before
+    context = running_context()
+    if context is not None and context.pythonExec != wanted:
+        logger.warning(
+            "%s=%s has no effect: the session was there before, and its executors run %s. Stop it "
+            "first",
+            PYTHON,
+            wanted,
+            context.pythonExec,
+        )
 
 
 @contextmanager

@@ -101,6 +101,15 @@ def test_a_session_that_is_there_keeps_its_settings_but_for_those_given(
             spark.conf.set(each, kept[each])
 
 
+def test_another_python_than_that_of_a_session_that_is_there_has_no_effect_and_is_said(
+    spark: SparkSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = os.environ["PYSPARK_PYTHON"]
+    create_session("another", conf={"spark.pyspark.python": before + "3"})
+    assert "spark.pyspark.python has no effect" in caplog.text
+    assert os.environ["PYSPARK_PYTHON"] == before
+
+
 def test_the_driver_and_the_executors_compile_hot_code_later(spark: SparkSession) -> None:
     option = "-XX:Tier4CompileThreshold=150000"
     driver = spark._jvm.java.lang.ProcessHandle.current()
@@ -115,17 +124,21 @@ def test_the_driver_and_the_executors_compile_hot_code_later(spark: SparkSession
 
 @pytest.mark.slow
 def test_java_options_of_ones_own_come_beside_ours_and_the_compiler_beside_java() -> None:
-    settings = {"spark.driver.extraJavaOptions": "-Dmine=1", "spark.ui.enabled": "false"}
+    settings = {
+        "spark.driver.extraJavaOptions": "-Dmine=1",
+        "spark.ui.enabled": "false",
+        "spark.pyspark.python": "/opt/other/python",
+    }
     script = (
         f"import torch, sparkdl; spark = sparkdl.create_session('app', 'local[1]', {settings!r}); "
         "import sys; print('torch._dynamo.eval_frame' in sys.modules); "
         "java = spark._jvm.java.lang; print(java.System.getProperty('mine')); "
         "print(*java.management.ManagementFactory.getRuntimeMXBean().getInputArguments()); "
-        "spark.stop()"
+        "print(spark.sparkContext.pythonExec); spark.stop()"
     )
     printed = printed_by("-c", script)
-    compiler_is_there, mine, arguments = printed.splitlines()[-3:]
-    assert (compiler_is_there, mine) == ("True", "1")
+    compiler_is_there, mine, arguments, python = printed.splitlines()[-4:]
+    assert (compiler_is_there, mine, python) == ("True", "1", "/opt/other/python")
     assert "-XX:Tier4CompileThreshold=" in arguments
 
 
