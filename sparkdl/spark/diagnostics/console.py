@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from pyspark.sql import SparkSession
 from typing_extensions import Self
 
+from sparkdl.arguments import counted
 from sparkdl.averager.messages.headers import Types, checked
 from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.spark.catalyst.jvm import is_of_connect
@@ -76,7 +77,9 @@ class Display:
         """Show a rank's lines, and how many were left out after them."""
         shown = [f"[rank {rank}] {line}\n" for line in lines]
         if left_out:
-            shown.append(f"[rank {rank}] ({left_out} lines left out; {self._log} has them)\n")
+            shown.append(
+                f"[rank {rank}] ({counted(left_out, 'line')} left out; {self._log} has them)\n"
+            )
         try:
             encoding = sys.stdout.encoding or "utf-8"
             # A character that the driver cannot show, such as an accent under LANG=C, is no error.
