@@ -96,8 +96,10 @@ def _estimator(context: JobContext) -> TorchEstimator:
         estimator.setCheckpointPath(context.checkpoints)
     if context.settings.log_format == "json":
         estimator.setProgress(False)
-    lines = logs.EpochLines(epochs=not estimator.getProgress())
-    return estimator.setCallbacks([*(estimator.getCallbacks() or ()), lines])
+    if estimator.getAveragerHost() == "driver":  # elsewhere it would be out of our reach
+        lines = logs.EpochLines(epochs=not estimator.getProgress())
+        estimator.setCallbacks([*(estimator.getCallbacks() or ()), lines])
+    return estimator
 
 
 def _score(

@@ -189,15 +189,20 @@ def test_an_ended_job_leaves_its_meaning_and_no_second_message(
     assert caplog.text == ""
 
 
+def callbacks_of(arguments: list[str]) -> Any:
+    settings = read_settings("train", arguments)
+    context: Any = SimpleNamespace(settings=settings, checkpoints=None)
+    return _estimator(context).getCallbacks()
+
+
 def test_a_person_sees_that_a_training_resumes_and_each_epoch_without_a_progress_bar(
     tmp_path: Path, case: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_configuration(tmp_path, case["said"])
     for progress, shown in (("false", 1), ("true", 0)):
         arguments = ["--config", config, "--estimator.progress", progress]
-        context = cast(Any, SimpleNamespace(settings=read_settings("train", arguments)))
-        context.checkpoints = None
-        (lines,) = cast(Any, _estimator(context).getCallbacks())
+        (lines,) = callbacks_of(arguments)
+        assert not callbacks_of([*arguments, "--estimator.averagerHost", "executor"])
         logs.configure("text", None, {})
         ended = EpochSummary(epoch=2, loss=0.25, examples=400, rounds=3, seconds=1.5)
         training = Training(6, history=[ended], resumed=True, step=20)
