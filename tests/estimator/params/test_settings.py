@@ -51,13 +51,14 @@ def test_every_param_is_there_and_says_the_same_each_time() -> None:
                 model=nn.Linear(2, 1),
                 loss=nn.MSELoss(),
                 optimizer=partial(torch.optim.SGD, lr=0.5),
+                learningRate=0.25,
                 strategy=ParameterAveraging(period=3),
             )
         )
 
     settings = made()
     assert settings == made()
-    assert settings["batchSize"] == 32
+    assert (settings["batchSize"], settings["learningRate"]) == (32, 0.25)
     assert settings["loss"] == "MSELoss"
     assert "period=3" in str(settings["strategy"])
     assert set(settings) >= {"epochs", "seed", "featuresCol", "model", "optimizer"}
