@@ -153,7 +153,8 @@ def of_struct(library: Any, row: Any) -> Any:
         raise ValueError(f"Spark says that {row['origin']} has {height} x {width} pixels")
     data = row["data"].as_buffer()
     if data is None or data.size != height * width * channels:
-        raise ValueError(f"it has not the bytes of {height} x {width} x {channels}")
+        size = f"{height} x {width} x {channels}"
+        raise ValueError(f"{row['origin'].as_py() or 'it'} has not the bytes of {size}")
     octets = np.frombuffer(data, np.uint8).reshape(height, width, channels)
     ordered = np.ascontiguousarray(octets[..., CHANNEL_ORDER[channels]])
     return library.fromarray(ordered if channels > 1 else ordered[..., 0])
