@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 PATIENCE_S = 120.0
@@ -46,20 +47,27 @@ turn_of = functools.cache(Turn)
 """The ``Turn`` of this process, made once."""
 
 
+@dataclass(frozen=True)
+class Side:
+    """Some processes that train together.
+
+    Args:
+        ranks: how many they are.
+        train: runs all of them until they end; called in a thread.
+    """
+
+    ranks: int
+    train: Callable[[], Any]
+
+
 def measure(
-    address: str,
-    sides: Mapping[str, Callable[[], Any]],
-    *,
-    ranks: int,
-    warm_up: int,
-    epochs: int,
+    address: str, sides: Mapping[str, Side], *, warm_up: int, epochs: int
 ) -> dict[str, list[float]]:
     """Train every side and measure its epochs.
 
     Args:
         address: path of a socket to create.
-        sides: by name, functions that run a side's ranks until they end, each called in a thread.
-        ranks: processes of each side.
+        sides: by name.
         warm_up: epochs that are not measured.
         epochs: epochs that are measured.
 
@@ -72,9 +80,9 @@ def measure(
         server.listen()
         server.settimeout(PATIENCE_S)
         pool = stack.enter_context(ThreadPoolExecutor(len(sides)))
-        running = [pool.submit(train) for train in sides.values()]
+        running = [pool.submit(side.train) for side in sides.values()]
         members: dict[str, list[socket.socket]] = {side: [] for side in sides}
-        for _ in range(ranks * len(sides)):
+        for _ in range(sum(side.ranks for side in sides.values())):
             member = stack.enter_context(server.accept()[0])
             member.settimeout(PATIENCE_S)
             members[member.recv(100).decode()].append(member)

@@ -1,97 +1,184 @@
-"""Steady-state samples/s of the MLP on two processes, against DDP and against no exchange at all.
+"""Steady-state samples/s on two cores: ours, torchrun + DDP over gloo, no exchange, one process.
 
-Ours is the worker loop in two plain processes with the averager in this one, without Spark, at
-periods 1, 5 and 20 and with momentum averaged too (the default). The peers run under torchrun on
-in-memory tensors: DistributedDataParallel over gloo, and two processes that never exchange. All
-have one torch thread per process; the first epoch, in which things are set up, is left out.
+Ours is the worker loop in two plain processes with the averager in this one, without Spark, on rows
+from the partition store: ``ParameterAveraging`` at periods 5 and 20 on the MLP, and
+``GradientAllReduce`` on the MLP and a small CNN. The others have their tensors in memory: DDP, two
+processes that never exchange, and one process that trains on all rows with one thread and with two.
+All train the same 8,000 rows an epoch in minibatches of 64, and whatever has two processes has one
+thread in each. All sides of a network are alive at once and take turns epoch by epoch; the first
+epochs, in which things are set up, are left out. A ratio is the median over epochs that follow one
+another; a repeat restarts all processes. ``--device cuda`` compares ``GradientAllReduce`` with DDP
+over NCCL on two GPUs of this host, and nothing else.
 """
 
+import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import digits
+import epoch_turns
 import harness
+import networks
 import torch
+from epoch_turns import Side
 from torch import nn
 
-from sparkdl import ParameterAveraging
+from sparkdl import GradientAllReduce, ParameterAveraging
 from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.protocols import ColumnSpec
+from sparkdl.protocols import Batch, ColumnSpec
+from sparkdl.strategies import Run, Strategy
 from sparkdl.testing import batches_of, run_world
 from sparkdl.worker import Job
 
-PERIODS = (1, 5, 20)
+WARM_UP = 2
+EPOCHS = 24
 ROWS_A_RECORD_BATCH = 1_000
-EPOCHS = 20
+ALL_REDUCE, DDP, ALONE = "all-reduce", "DDP", "one process"
+PERIODS = {"period 5": 5, "period 20": 20}
+PEERS = {
+    DDP: ("ddp", digits.WORKERS, 1),
+    "no exchange": ("none", digits.WORKERS, 1),
+    ALONE: ("none", 1, 1),
+    f"{ALONE}, two threads": ("none", 1, 2),
+}
+"""What ranks of plain torch exchange, how many there are, and the threads of each."""
+CLAIMS = {
+    "mlp": [("period 5", DDP, 1.5), ("period 20", "no exchange", 0.85), (ALL_REDUCE, DDP, 0.95)],
+    "cnn": [(ALL_REDUCE, DDP, 0.95)],
+}
+Rates = dict[str, list[float]]
+"""Samples/s of each epoch, by side."""
 
 
 def main() -> None:
     """Measures and reports."""
-    chosen = harness.arguments(__doc__, repeats=5, quick_repeats=2)
-    epochs = 8 if chosen.quick else EPOCHS
+    options = harness.parser(__doc__)
+    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    chosen = harness.parse(options, repeats=5, quick_repeats=1)
+    epochs = 4 if chosen.quick else EPOCHS
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         digits.write(folder)
-        turns: dict[str, Callable[[], float]] = {
-            f"period {period}": partial(ours, folder, period, epochs) for period in PERIODS
+        turns = {
+            network: partial(compare, folder, network, chosen.device, epochs)
+            for network in networks.BUILDERS
         }
-        turns["DDP"] = partial(peer, folder, "ddp", epochs)
-        turns["no exchange"] = partial(peer, folder, "none", epochs)
         measured = harness.interleave(turns, repeats=chosen.repeats)
-    medians = {
-        name: harness.show(name, rates, unit="samples/s", digits=0)
-        for name, rates in measured.items()
-    }
-    claims = [
-        harness.Claim(
-            name="period 5 / DDP",
-            ratio=medians["period 5"] / medians["DDP"],
-            target=1.5,
-            at_least=True,
-        ),
-        harness.Claim(
-            name="period 20 / no exchange",
-            ratio=medians["period 20"] / medians["no exchange"],
-            target=0.85,
-            at_least=True,
-        ),
-    ]
-    detail = {"median_samples_per_second": medians, "samples_per_second": measured}
+    medians, claims, of_each_repeat = {}, [], {}
+    for network, repeats in measured.items():
+        rates = {side: [rate for each in repeats for rate in each[side]] for side in repeats[0]}
+        for side, all_ in rates.items():
+            name = f"{network}, {side}"
+            medians[name] = harness.show(name, all_, unit="samples/s", digits=0)
+        for ours, peer, target in CLAIMS[network]:
+            if ours in rates and peer in rates:
+                name = f"{ours} / {peer}, {network}"
+                ratio = harness.show(name, _ratios(rates, ours, peer), unit="", digits=3)
+                claims.append(harness.Claim(name=name, ratio=ratio, target=target, at_least=True))
+                of_each_repeat[name] = [
+                    round(statistics.median(_ratios(each, ours, peer)), 3) for each in repeats
+                ]
+        for side in rates:
+            if ALONE in rates and side != ALONE:
+                name = f"{side} / {ALONE}, {network}"
+                harness.show(name, _ratios(rates, side, ALONE), unit="", digits=3)
+    detail = {"median_samples_per_second": medians, "ratio_of_each_repeat": of_each_repeat}
     harness.report("throughput", claims, detail)
 
 
-def ours(folder: Path, period: int, epochs: int) -> float:
-    """Trains ``epochs`` epochs after a first one; returns samples/s of both workers together."""
+def _ratios(rates: Rates, ours: str, peer: str) -> list[float]:
+    return [a / b for a, b in zip(rates[ours], rates[peer], strict=True)]
+
+
+def compare(folder: Path, network: str, device: str, epochs: int) -> Rates:
+    """Trains all sides; returns samples/s of each epoch, for all ranks of a side together."""
+    with tempfile.TemporaryDirectory() as place:
+        address = str(Path(place) / "turns")
+        given = (folder, network, WARM_UP + epochs, device, address)
+        strategies: dict[str, Strategy[Any]] = {
+            ALL_REDUCE: AllReduceInTurns(address=address, side=ALL_REDUCE)
+        }
+        if network == "mlp" and device == "cpu":
+            strategies |= {
+                side: AveragingInTurns(period, address=address, side=side)
+                for side, period in PERIODS.items()
+            }
+        sides = {
+            side: Side(digits.WORKERS, partial(ours, strategy, *given[:-1]))
+            for side, strategy in strategies.items()
+        }
+        sides |= {
+            side: Side(ranks, partial(peer, side, ranks, threads, exchange, *given))
+            for side, (exchange, ranks, threads) in PEERS.items()
+            if device == "cpu" or side == DDP
+        }
+        seconds = epoch_turns.measure(address, sides, warm_up=WARM_UP, epochs=epochs)
+    return {side: [digits.TRAIN_ROWS / each for each in all_] for side, all_ in seconds.items()}
+
+
+class _InTurns:
+    """A strategy of which each epoch waits for its turn."""
+
+    address: str
+    side: str
+
+    def train_epoch(self, run: Run, state: Any, batches: Iterable[Batch]) -> None:
+        """Train an epoch as usual, once it may begin."""
+        turn = epoch_turns.turn_of(self.address, self.side)
+        turn.wait()
+        super().train_epoch(run, state, batches)  # type: ignore[misc]
+        turn.done()
+
+
+@dataclass(frozen=True)
+class AllReduceInTurns(_InTurns, GradientAllReduce):
+    """``GradientAllReduce`` in turns."""
+
+    address: str = ""
+    side: str = ""
+
+
+@dataclass(frozen=True)
+class AveragingInTurns(_InTurns, ParameterAveraging):
+    """``ParameterAveraging`` in turns."""
+
+    address: str = ""
+    side: str = ""
+
+
+def ours(strategy: Strategy[Any], folder: Path, network: str, epochs: int, device: str) -> None:
+    """Trains ``epochs`` epochs on two workers."""
     job = Job(
-        model=digits.build_mlp,
+        model=networks.BUILDERS[network],
         loss=nn.CrossEntropyLoss(),
         optimizer=digits.make_optimizer,
-        strategy=ParameterAveraging(period=period),
+        strategy=strategy,
         schema=FeedSchema(
             (ColumnSpec("features", torch.float32, (digits.PIXELS,)),),
             ColumnSpec("label", torch.int64),
         ),
-        epochs=1 + epochs,
+        epochs=epochs,
         batch_size=digits.BATCH_SIZE,
         seed=7,
-        deadline_s=120.0,
+        deadline_s=epoch_turns.PATIENCE_S,
     )
     rows = [digits.read_rows(digits.shard_path(folder, rank)) for rank in range(digits.WORKERS)]
     shards = [
         batches_of(ROWS_A_RECORD_BATCH, features=features.numpy(), label=labels.numpy())
         for features, labels in rows
     ]
-    steady = run_world(job, shards, ranks_as="processes").history[1:]
-    return sum(epoch.examples for epoch in steady) / sum(epoch.seconds for epoch in steady)
+    devices = [device if device == "cpu" else f"{device}:{rank}" for rank in range(digits.WORKERS)]
+    run_world(job, shards, ranks_as="processes", devices=devices)
 
 
-def peer(folder: Path, exchange: str, epochs: int) -> float:
-    """Trains under torchrun; returns samples/s of both processes together."""
-    script = harness.FOLDER / "peers" / "ddp.py"
-    result = harness.torchrun(script, str(folder), str(epochs), exchange, processes=digits.WORKERS)
-    return float(result["samples_per_second"])
+def peer(side: str, ranks: int, threads: int, exchange: str, *given: Any) -> None:
+    """Trains as many epochs under torchrun."""
+    script = harness.FOLDER / "peers" / "torchrun_ddp.py"
+    harness.torchrun(script, *map(str, (side, threads, exchange, *given)), processes=ranks)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,5 @@
-"""DistributedDataParallel over gloo, both with TorchDistributor and bare under torchrun.
+"""DistributedDataParallel over gloo with TorchDistributor."""
 
-Run by torchrun, rank 0 prints the steady-state samples/s of all ranks together:
-``torchrun --nproc_per_node=2 ddp.py FOLDER EPOCHS {ddp,none}``; ``none`` never exchanges.
-"""
-
-import json
-import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +36,7 @@ def train(
     dist.init_process_group("gloo")
     features, labels = digits.read_rows(digits.shard_path(folder, dist.get_rank()))
     torch.manual_seed(seed)
-    model = nn.parallel.DistributedDataParallel(digits.build_mlp())
+    model = nn.parallel.DistributedDataParallel(digits.build_mlp(), gradient_as_bucket_view=True)
     optimizer = digits.make_optimizer(model.parameters(), lr=learning_rate)
     first_step = None
     for _ in range(epochs):
@@ -55,43 +48,3 @@ def train(
     state = {name: value.numpy() for name, value in model.module.state_dict().items()}
     dist.destroy_process_group()
     return {"first_step": first_step, "state": state}
-
-
-def measure(folder: Path, epochs: int, exchange: bool) -> dict[str, float] | None:
-    """Measures samples/s of all ranks together on in-memory tensors, without the first epoch.
-
-    Args:
-        folder: data set written by ``digits.write``.
-        epochs: measured passes over the data.
-        exchange: whether to reduce gradients with DDP; otherwise the ranks train on their own.
-
-    Returns:
-        On rank 0 an object with ``samples_per_second``; None elsewhere.
-    """
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    features, labels = digits.read_rows(digits.shard_path(folder, dist.get_rank()))
-    model: nn.Module = digits.build_mlp()
-    if exchange:
-        model = nn.parallel.DistributedDataParallel(model)
-    optimizer = digits.make_optimizer(model.parameters())
-    for epoch in range(epochs + 1):
-        if epoch == 1:  # everything before is warm-up
-            dist.barrier()
-            start = time.perf_counter()
-        for batch in torch.split(torch.randperm(len(features)), digits.BATCH_SIZE):
-            digits.train_step(model, optimizer, features[batch], labels[batch])
-    rate = torch.tensor(epochs * len(features) / (time.perf_counter() - start))
-    dist.all_reduce(rate)
-    rank = dist.get_rank()
-    dist.destroy_process_group()
-    return {"samples_per_second": float(rate)} if rank == 0 else None
-
-
-if __name__ == "__main__":
-    measured = measure(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "ddp")
-    if measured is not None:
-        print(json.dumps(measured), flush=True)
-    # torch 2.13 now and then aborts on exit with "terminate called without an active exception";
-    # everything is measured by then.
-    os._exit(0)
