@@ -69,7 +69,7 @@ notebooks: java $(VENV)/installed-test
 bench-before: java $(VENV)/installed-test
 	@test -n "$(BEFORE)" || { echo "say which commit: make bench-before BEFORE=<commit>"; exit 1; }
 	rm -rf build/before && git worktree prune && git worktree add --detach build/before $(BEFORE)
-	for each in averaging_round averager_scale throughput feed_overhead startup; do \
+	for each in averaging_round averager_scale throughput feed_overhead whole_job; do \
 	  $(BIN)/python benchmarks/side_by_side.py $(ARGS) --source build/before $$each || failed=1; \
 	done; test -z "$$failed"
 

@@ -1,12 +1,13 @@
 """Child process of time_to_accuracy.py: some fits in one fresh Spark session.
 
 ``accuracy_session.py CONTENDER DATA PLAN`` prints, as its last line, ``{"fits": [...]}`` as
-accuracy_curves.py describes them. Starting the session is not part of any figure, and no Spark job
-runs in it before the first fit.
+accuracy_curves.py describes them, and the seconds that the session took to start. No Spark job runs
+in it before the first fit.
 """
 
 import argparse
 import json
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,10 @@ from typing import Any
 
 import accuracy_curves
 import digits
+import prepared
 import torch
 from accuracy_curves import Fit, take_module
-from fit_session import plain_session, sparkdl_session
+from fit_session import start_session
 from peers import averaging_frame, averaging_loop, ddp
 from pyspark.sql import DataFrame, SparkSession
 from torch import nn
@@ -43,6 +45,7 @@ def fit_ours(
     import sparkdl
     from sparkdl import TorchEstimator
     from sparkdl.callbacks import WorkerCallback, WorkerStep
+    from sparkdl.errors import NonFiniteError
 
     class Snapshots(WorkerCallback):
         def before_step(self, step: WorkerStep) -> None:
@@ -63,7 +66,11 @@ def fit_ours(
         progress=False,
         callbacks=[Snapshots()],
     )
-    take_module(snapshots, estimator.fit(read(spark, data)).module)
+    try:
+        take_module(snapshots, estimator.fit(read(spark, data)).module)
+    except NonFiniteError:  # ends the fit; others train on, and are right by chance from then on
+        for _ in range(epochs - len(list(snapshots.iterdir()))):
+            take_module(snapshots, digits.build_mlp())
 
 
 def fit_torch_distributor(
@@ -113,14 +120,13 @@ def fit_one_process(
         take_module(snapshots, model)
 
 
-CONTENDERS: dict[str, tuple[Callable[[], SparkSession], Callable[..., None]]] = {
-    "sparkdl": (sparkdl_session, partial(fit_ours, "ParameterAveraging")),
-    "sparkdl_plain_session": (plain_session, partial(fit_ours, "ParameterAveraging")),
-    "sparkdl_all_reduce": (sparkdl_session, partial(fit_ours, "GradientAllReduce")),
-    "torch_distributor": (plain_session, fit_torch_distributor),
-    "averaging_loop": (plain_session, fit_averaging_loop),
-    "averaging_frame": (plain_session, fit_averaging_frame),
-    "one_process": (plain_session, fit_one_process),
+CONTENDERS: dict[str, Callable[..., None]] = {
+    "sparkdl": partial(fit_ours, "ParameterAveraging"),
+    "sparkdl_all_reduce": partial(fit_ours, "GradientAllReduce"),
+    "torch_distributor": fit_torch_distributor,
+    "averaging_loop": fit_averaging_loop,
+    "averaging_frame": fit_averaging_frame,
+    "one_process": fit_one_process,
 }
 
 
@@ -130,13 +136,15 @@ def main() -> None:
     options.add_argument("contender", choices=CONTENDERS)
     options.add_argument("data", type=Path)
     options.add_argument("plan", type=json.loads)
+    options.add_argument("--session", choices=prepared.KINDS, default="plain")
     chosen = options.parse_args()
-    make_session, fit_in = CONTENDERS[chosen.contender]
-    spark = make_session()
-    fit: Fit = partial(fit_in, spark)
+    started = time.time()
+    spark = start_session(chosen.session)
+    session = round(time.time() - started, 3)
+    fit: Fit = partial(CONTENDERS[chosen.contender], spark)
     measured = accuracy_curves.fits(fit, chosen.data, chosen.plan)
     spark.stop()
-    print(json.dumps({"fits": measured}), flush=True)
+    print(json.dumps({"session": session, "fits": measured}), flush=True)
 
 
 if __name__ == "__main__":

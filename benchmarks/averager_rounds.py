@@ -4,7 +4,6 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from round_processes import RoundProcesses
@@ -23,6 +22,32 @@ from sparkdl.transport.connecting import ServiceAddress
 
 
 @contextmanager
+def averager(workers: int, numel: int, edge: EdgeOptions) -> Iterator[ServiceAddress]:
+    """Opens an averager here, which lets the workers start as a driver does; yields its address."""
+    layout = (Segment("parameters", torch.float32, numel),)
+    with Averager(
+        AveragerSpec(
+            run=RunSpec(world_size=workers),
+            center=CenterSpec(layout=layout, wire_format=FullPrecision()),
+        ),
+        Snapshot(center=[torch.zeros(numel)]),
+        edge,
+    ) as opened:
+        let_start(opened)
+        yield opened.address
+
+
+def let_start(averager: Averager) -> None:
+    """Has an averager start its workers as a driver does, once they have joined."""
+
+    def start() -> None:
+        next(averager.events())  # all have said what their rows are
+        averager.start()
+
+    threading.Thread(target=start, daemon=True).start()
+
+
+@contextmanager
 def rounds(workers: int, numel: int, *, tls: bool = False) -> Iterator[RoundProcesses]:
     """Opens an averager here and starts the workers, each in a process of its own.
 
@@ -34,44 +59,17 @@ def rounds(workers: int, numel: int, *, tls: bool = False) -> Iterator[RoundProc
     Yields:
         The worker processes; each ``round()`` is one round of the averager.
     """
-    layout = (Segment("parameters", torch.float32, numel),)
     with (
-        Averager(
-            AveragerSpec(
-                run=RunSpec(world_size=workers),
-                center=CenterSpec(layout=layout, wire_format=FullPrecision()),
-            ),
-            Snapshot(center=[torch.zeros(numel)]),
-            EdgeOptions(tls=tls),
-        ) as averager,
-        members(averager, _member, workers, numel) as processes,
+        averager(workers, numel, EdgeOptions(tls=tls)) as address,
+        RoundProcesses(member, workers, (numel, address), expected=(workers - 1) / 2) as processes,
     ):
         yield processes
 
 
-def members(
-    averager: Averager, member: Callable[..., Any], workers: int, given: int
-) -> RoundProcesses:
-    """Starts workers of an averager, which it lets start as a driver does.
-
-    Args:
-        averager: of the rounds.
-        member: (rank, given, address) -> as ``RoundProcesses`` takes it.
-        workers: how many contribute; each its rank.
-        given: what each is given.
-    """
-
-    def start() -> None:
-        next(averager.events())  # all have said what their rows are
-        averager.start()
-
-    threading.Thread(target=start, daemon=True).start()
-    return RoundProcesses(member, workers, (given, averager.address), expected=(workers - 1) / 2)
-
-
-def _member(
+def member(
     rank: int, numel: int, address: ServiceAddress
 ) -> tuple[Callable[[], None], torch.Tensor]:
+    """Returns what a worker does in a round, and what it contributes."""
     vector = torch.empty(numel)
     client = AveragerClient(address, rank, FullPrecision())
     layout = (Segment("parameters", torch.float32, numel),)

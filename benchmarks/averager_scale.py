@@ -22,7 +22,10 @@ SIZES = {
     1_000_000: (2, 8, 32, 128),
 }
 SHARE_GROWTH = 1.3
-SMALL_S, LARGE_S = 0.080, 0.55
+SMALL_S, LARGE_S, THEN = 0.076, 0.49, "dff983c5"
+"""What the two largest took at a commit on this kind of machine, whose speed varies by a quarter:
+not a claim, but a regression if it is exceeded by more than that."""
+REGRESSION = 1.25
 TIMEOUT_S = 300.0
 
 
@@ -74,14 +77,14 @@ def claims(found: dict[str, dict[str, float]]) -> list[Any]:
             target=SHARE_GROWTH,
         ),
         harness.Claim(
-            name=f"256 workers x 10,000 parameters / {1e3 * SMALL_S:.0f} ms",
+            name=f"256 workers x 10,000 parameters / {1e3 * SMALL_S:.0f} ms at {THEN}",
             ratio=small["round_s"] / SMALL_S,
-            target=1.0,
+            target=REGRESSION,
         ),
         harness.Claim(
-            name=f"128 workers x 1,000,000 parameters / {LARGE_S} s",
+            name=f"128 workers x 1,000,000 parameters / {LARGE_S} s at {THEN}",
             ratio=large["round_s"] / LARGE_S,
-            target=1.0,
+            target=REGRESSION,
         ),
         harness.Claim(
             name="driver's memory beyond the sums, 256 workers less 8, in MB / 32",

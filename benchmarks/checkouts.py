@@ -1,4 +1,4 @@
-"""Compares small fits of this checkout and another in one run, for startup.py and whole_job.py."""
+"""Compares small fits of this checkout and another in one run, for whole_job.py."""
 
 import sys
 import tempfile
@@ -9,36 +9,33 @@ from typing import Any
 import digits
 import harness
 
-CASES = ("sparkdl_plain_session", "sparkdl_five_files", "sparkdl_all_reduce_five_files")
+CASES = ("sparkdl", "sparkdl_five_files", "sparkdl_all_reduce_five_files")
 """Of fit_session.py: one file per worker, and more files than workers, also with a gang start."""
 FITS = ("first fit", "second fit")
 SLOWER_BY_S = 0.3
 """Seconds by which a second fit of a session may be slower than the other checkout's."""
 
 
-def compare(benchmark: str, source: Path, figure: str, *, repeats: int, epochs: int) -> None:
+def compare(source: Path, *, repeats: int) -> None:
     """Measures both in turns, two fits in each fresh session, and reports.
 
     Args:
-        benchmark: its name, for the report.
         source: the other checkout.
-        figure: what is compared, as fit_session.py names it: ``first_step`` or ``seconds``.
         repeats: sessions of each kind.
-        epochs: epochs of each fit.
     """
     checkouts = {"ours": harness.FOLDER.parent, str(source): source}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         digits.write(folder)
         turns = {
-            f"{case} of {checkout}": partial(fits, case, path, folder, figure, epochs)
+            f"{case} of {checkout}": partial(fits, case, path, folder)
             for case in CASES
             for checkout, path in checkouts.items()
         }
         measured = harness.interleave(turns, repeats=repeats)
     medians = {
         who: [
-            harness.show(f"{who}, {fit}, {figure}", [run[index] for run in runs], digits=2)
+            harness.show(f"{who}, {fit}", [run[index] for run in runs], digits=2)
             for index, fit in enumerate(FITS)
         ]
         for who, runs in measured.items()
@@ -51,19 +48,14 @@ def compare(benchmark: str, source: Path, figure: str, *, repeats: int, epochs: 
         )
         for case in CASES
     ]
-    harness.report(benchmark, claims, {"median_seconds": medians, "seconds": measured})
+    harness.report("whole_job", claims, {"median_seconds": medians, "seconds": measured})
 
 
-def fits(case: str, source: Path, folder: Path, figure: str, epochs: int) -> list[float]:
-    """Fits twice in a fresh session, with the code of a checkout; returns a figure of each."""
-    command = [
-        sys.executable,
-        harness.FOLDER / "fit_session.py",
-        case,
-        folder,
-        f"--epochs={epochs}",
-    ]
-    environment = harness.child_environment(source=source)
-    child: dict[str, Any] = harness.run_child(command, environment=environment)
+def fits(case: str, source: Path, folder: Path) -> list[float]:
+    """Fits twice in a fresh session, with the code of a checkout; returns the seconds of each."""
+    child: dict[str, Any] = harness.run_child(
+        [sys.executable, harness.FOLDER / "fit_session.py", case, folder],
+        environment=harness.child_environment(source=source),
+    )
     print(f"  {case} of {source}: {child['fits']}", flush=True)
-    return [fit[figure] for fit in child["fits"]]
+    return [fit["seconds"] for fit in child["fits"]]

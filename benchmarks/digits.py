@@ -20,6 +20,8 @@ WORKERS = 2
 PIXELS = 784
 TRAIN_ROWS = 8_000
 TEST_ROWS = 2_000
+STEPS = -(-TRAIN_ROWS // WORKERS // BATCH_SIZE)
+"""Minibatches of a worker in an epoch."""
 
 LEARNING_RATE = 0.1
 MOMENTUM = 0.9
@@ -38,7 +40,7 @@ def build_mlp() -> nn.Sequential:
     )
 
 
-def write(folder: Path, *, seed: int = 7) -> None:
+def write(folder: Path, *, seed: int = 7, validation: bool = False) -> None:
     """Writes the data set: ``train/part-<rank>.parquet`` for each worker and ``test.parquet``.
 
     The training rows are written a second time, in five other files: ``train-in-five``.
@@ -46,6 +48,8 @@ def write(folder: Path, *, seed: int = 7) -> None:
     Args:
         folder: an existing folder.
         seed: determines the shifts, the noise and the order.
+        validation: whether all rows come from the training images alone, a fifth of which takes the
+            place of the test images: to choose settings by.
     """
     from sklearn.datasets import load_digits
 
@@ -54,6 +58,9 @@ def write(folder: Path, *, seed: int = 7) -> None:
     images = torch.from_numpy(originals.images).float() / 16.0
     labels = torch.from_numpy(originals.target).long()
     held_out = torch.randperm(len(images), generator=generator) < len(images) // 5
+    if validation:
+        images, labels = images[~held_out], labels[~held_out]
+        held_out = torch.randperm(len(images), generator=generator) < len(images) // 5
     train = _augment(images[~held_out], labels[~held_out], TRAIN_ROWS, generator)
     test = _augment(images[held_out], labels[held_out], TEST_ROWS, generator)
     for name, files in (("train", WORKERS), ("train-in-five", 5)):

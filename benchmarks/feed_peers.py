@@ -2,8 +2,9 @@
 
 The tables are those of feed_epochs.py. petastorm's Spark converter (0.13.1, in an environment of
 its own, 1.7 GB, made on first use) gets a part of the rows, enough to measure its rate; it writes a
-copy as Parquet and reads it with two threads; its first epoch is the writing and one pass, later
-epochs are passes shuffled in a queue of 8,192 rows. pyspark's private partition loader is what
+copy as Parquet and reads it with two threads. Its first epoch is the writing and one pass of its
+``BatchedDataLoader``; later epochs are shuffled passes of its ``InMemBatchedDataLoader``, which has
+read all rows before the clock starts. pyspark's private partition loader is what
 functions under TorchDistributor get: it reads an Arrow file that the task has spilled, by default
 in a process of its own, and cannot shuffle. First epochs are whole Spark jobs of two tasks, later
 ones are passes in a single process, both in turns with ours. The loader is measured with its
@@ -11,8 +12,6 @@ defaults, and without a process of its own, which is faster.
 """
 
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,16 +46,9 @@ Rates = dict[str, tuple[float, float]]
 
 def main() -> None:
     """Measures and reports."""
-    options = harness.parser(__doc__)
-    options.add_argument(
-        "--petastorm-environment",
-        type=Path,
-        default=Path.home() / ".cache" / "sparkdl-benchmarks" / "petastorm",
-        help="folder of the environment for petastorm (default: %(default)s)",
-    )
-    chosen = harness.parse(options, repeats=3)
+    chosen = harness.arguments(__doc__, repeats=3)
     torch.set_num_threads(1)
-    python = petastorm_python(chosen.petastorm_environment)
+    python = harness.peer_python("petastorm")
     rates: dict[str, Rates] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -99,7 +91,7 @@ def petastorm(python: Path, folder: Path, rows: int, repeats: int) -> tuple[floa
     """Rows/s of first and later epochs."""
     script = harness.FOLDER / "peers" / "petastorm_job.py"
     seconds = harness.run_child(
-        [python, script, str(folder), str(feed_epochs.BATCH_SIZE), str(repeats)],
+        [python, script, *map(str, (folder, rows, feed_epochs.BATCH_SIZE, repeats))],
         environment=harness.child_environment(python=python) | {"OMP_NUM_THREADS": "1"},
     )
     first, later = (
@@ -107,18 +99,6 @@ def petastorm(python: Path, folder: Path, rows: int, repeats: int) -> tuple[floa
         for epochs in ("first", "later")
     )
     return first, later
-
-
-def petastorm_python(folder: Path) -> Path:
-    """Returns the Python of petastorm's environment, which is installed if it is not there."""
-    made = subprocess.run(
-        [harness.FOLDER / "peers" / "environment.sh", "petastorm", folder],
-        env=harness.child_environment() | {"PYTHON": sys.executable},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return Path(made.stdout.strip())
 
 
 def loader_job(processes: int, frame: DataFrame) -> float:

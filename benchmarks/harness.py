@@ -255,6 +255,22 @@ def _failure(command: Sequence[str | Path], what: str, output: str, errors: str)
     return f"{' '.join(map(str, command))}: {what}. Its last lines:\n{tail}"
 
 
+def peer_python(peer: str) -> Path:
+    """Returns the Python of a peer's own environment, which is installed if it is not there.
+
+    Args:
+        peer: ``elephas`` or ``petastorm``.
+    """
+    made = subprocess.run(
+        [FOLDER / "peers" / "environment.sh", peer],
+        env=child_environment() | {"PYTHON": sys.executable},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return Path(made.stdout.strip())
+
+
 def session(master: str, conf: Mapping[str, str]) -> SparkSession:
     """Starts a Spark session as users build it; ``child_environment`` must be in force."""
     builder = SparkSession.builder.master(master).appName("benchmark")

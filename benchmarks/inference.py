@@ -2,12 +2,15 @@
 
 200,000 rows for an MLP on 784 floats, 90,000 for a small CNN on encoded images and 60,000 for a
 transformer encoder on tokens, so that calls take seconds; in eight files, on
-local-cluster[2,1,2048]. Every measurement is a process of its own with a fresh session, which
-predicts for all rows several times: the first call is timed from the DataFrame to the last row,
-later ones in rows per second. The bare loop is two processes that read half of the files each with
-pyarrow, without Spark; its first call is not compared. All compute in float32 with one torch
-thread, give ten numbers per row, and write none of them. The ratios are shown together with where
-the processor time of a later call goes.
+local-cluster[2,1,2048]. Every measurement is a process of its own with a fresh session, of the same
+kinds for ours and the peer (``prepared.py``), which predicts for all rows several times: the first
+call is timed from the DataFrame to the last row, later ones in rows per second. Where
+``create_session`` starts it, the first call counts from the start of the session. Ours has the
+columns read from ``file:`` by pyarrow, around the JVM; ``sparkdl, rows through the JVM`` has them
+read by Spark, as from HDFS or after a join, and as the peer always has. The bare loop is two
+processes that read half of the files each with pyarrow, without Spark; its first call is not
+compared. All compute in float32 with one torch thread, give ten numbers per row, and write none of
+them. The ratios are shown together with where the processor time of a later call goes.
 """
 
 import argparse
@@ -18,11 +21,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fit_session
 import harness
 import numpy as np
 import prepared
@@ -33,20 +37,22 @@ import torch
 from inference_models import CASES, Case
 from PIL import Image
 from pyspark.ml.functions import predict_batch_udf
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, FloatType
 
 FILES, WORKERS, CALLS = 8, 2, 4
-MASTER = f"local-cluster[{WORKERS},1,2048]"
 CONF = {
     "spark.executor.memory": "2048m",
     "spark.ui.enabled": "false",
     "spark.log.level": "ERROR",
 }
-OURS, PEER, BARE = "sparkdl", "predict_batch_udf", "bare loop"
+OURS, THROUGH_JVM = "sparkdl", "sparkdl, rows through the JVM"
+PEER, BARE = "predict_batch_udf", "bare loop"
 AGAINST_PEER, AGAINST_BARE, FIRST_CALL = 1.3, 0.85, 1.0
-Measured = dict[str, list[Any]]
-"""``calls``: the seconds of each; ``processor``: processor seconds of each by kind of process."""
+Measured = dict[str, Any]
+"""``calls``: the seconds of each; ``processor``: processor seconds of each by kind of process;
+``session``: the seconds that it took to start."""
 Runs = dict[str, list[Measured]]
 
 
@@ -55,12 +61,14 @@ def main() -> None:
     options = harness.parser(__doc__)
     options.add_argument("--case", choices=CASES, action="append", help="by default all")
     options.add_argument("--part", type=float, default=1.0, help="of the rows, for development")
-    options.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
+    options.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
+    prepared.add_option(options, default="plain and prepared")
     chosen = harness.parse(options, repeats=3)
     if chosen.measure:
-        way, name, folder = chosen.measure
-        print(json.dumps(WAYS[way](CASES[name], Path(folder))), flush=True)
+        way, kind, name, folder = chosen.measure
+        print(json.dumps(WAYS[way](CASES[name], Path(folder), kind)), flush=True)
         return
+    kinds = chosen.session or ["plain", "prepared"]
     claims: list[harness.Claim] = []
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -70,14 +78,19 @@ def main() -> None:
             folder = Path(directory) / name
             rows = int(CASES[name].rows * chosen.part * (0.1 if chosen.quick else 1.0))
             write(folder, CASES[name], rows)
-            turns = {way: partial(in_a_process, way, name, folder, cache) for way in WAYS}
+            turns = {
+                f"{way}, {kind}": partial(in_a_process, way, kind, name, folder, cache)
+                for kind in kinds
+                for way in WAYS
+                if kind == kinds[0] or way in (OURS, PEER)
+            }
             runs: Runs = harness.interleave(turns, repeats=chosen.repeats)
             found[name] = {"rows": rows, "seconds": runs}
-            claims += compared(name, rows, runs)
+            claims += compared(name, rows, runs, kinds)
     harness.report("inference", claims, {"runs": found})
 
 
-def compared(name: str, rows: int, runs: Runs) -> list[harness.Claim]:
+def compared(name: str, rows: int, runs: Runs, kinds: Sequence[str]) -> list[harness.Claim]:
     """Shows the medians and returns the claims about them."""
     first = {
         way: harness.show(f"{name}, {way}, first call", [run["calls"][0] for run in each])
@@ -100,23 +113,25 @@ def compared(name: str, rows: int, runs: Runs) -> list[harness.Claim]:
                 [call[kind] for call in later],
                 digits=2,
             )
+    kind = kinds[0]
     return [
-        harness.Claim(
-            name=f"{name}: rows/s / {PEER}",
-            ratio=speed[OURS] / speed[PEER],
-            target=AGAINST_PEER,
-            at_least=True,
+        *(
+            harness.Claim(
+                name=f"{name}: {ours}, rows/s / {other}",
+                ratio=speed[f"{ours}, {kind}"] / speed[f"{other}, {kind}"],
+                target=target,
+                at_least=True,
+            )
+            for ours in (OURS, THROUGH_JVM)
+            for other, target in ((PEER, AGAINST_PEER), (BARE, AGAINST_BARE))
         ),
-        harness.Claim(
-            name=f"{name}: rows/s / {BARE}",
-            ratio=speed[OURS] / speed[BARE],
-            target=AGAINST_BARE,
-            at_least=True,
-        ),
-        harness.Claim(
-            name=f"{name}: first call / {PEER}",
-            ratio=first[OURS] / first[PEER],
-            target=FIRST_CALL,
+        *(
+            harness.Claim(
+                name=f"{name}: first call / {PEER}, {kind}",
+                ratio=first[f"{OURS}, {kind}"] / first[f"{PEER}, {kind}"],
+                target=FIRST_CALL,
+            )
+            for kind in kinds
         ),
     ]
 
@@ -145,14 +160,16 @@ def _image(draws: np.random.Generator, shape: tuple[int, ...]) -> bytes:
     return file.getvalue()
 
 
-def in_a_process(way: str, name: str, folder: Path, cache: Path) -> Measured:
+def in_a_process(way: str, kind: str, name: str, folder: Path, cache: Path) -> Measured:
     """Returns what each call in a fresh session took."""
-    environment = prepared.environment_of(way, cache) | {"OMP_NUM_THREADS": "1"}
+    environment = prepared.environment_of(kind, cache) | {"OMP_NUM_THREADS": "1"}
     script = harness.FOLDER / "inference.py"
     child = harness.run_child(
-        [sys.executable, script, "--measure", way, name, folder], environment=environment
+        [sys.executable, script, "--measure", way, kind, name, folder], environment=environment
     )
-    print(f"  {name}, {way}: {child['calls']}", flush=True)
+    if kind != "plain":
+        child["calls"][0] += child.get("session", 0.0)
+    print(f"  {name}, {way}, {kind}: {child['calls']}", flush=True)
     return child
 
 
@@ -172,12 +189,19 @@ def to_the_last_row(frame_of: Callable[[], DataFrame]) -> Callable[[], object]:
     return lambda: frame_of().write.format("noop").mode("overwrite").save()
 
 
-def ours(case: Case, folder: Path) -> Measured:
-    """Predicts with ``TorchModel.transform``."""
-    from sparkdl import TorchModel, create_session
-
-    spark = create_session("inference", master=MASTER, conf=CONF)
+def session(kind: str) -> tuple[SparkSession, float]:
+    """Returns a session whose executors are there, and the seconds that it took."""
+    began = time.perf_counter()
+    spark = fit_session.start_session(kind, CONF)
     spark.range(2).repartition(2).count()  # waits for the executors
+    return spark, time.perf_counter() - began
+
+
+def ours(case: Case, folder: Path, kind: str, *, through_jvm: bool = False) -> Measured:
+    """Predicts with ``TorchModel.transform``."""
+    from sparkdl import TorchModel
+
+    spark, seconds = session(kind)
     model = TorchModel.from_module(
         case.build(),
         case.example(),
@@ -185,17 +209,19 @@ def ours(case: Case, folder: Path) -> Measured:
         imageCols=["x"] if case.image else [],
         predictionDtype="float32",
     )
-    return calls_of(
-        to_the_last_row(
-            lambda: model.transform(spark.read.parquet(str(folder))).select("prediction")
-        )
-    )
+
+    def frame() -> DataFrame:
+        rows = spark.read.parquet(str(folder))
+        # A computed column is not one of a file.
+        return rows.select(F.coalesce("x", F.lit(None)).alias("x")) if through_jvm else rows
+
+    predicted = to_the_last_row(lambda: model.transform(frame()).select("prediction"))
+    return calls_of(predicted) | {"session": seconds}
 
 
-def peer(case: Case, folder: Path) -> Measured:
+def peer(case: Case, folder: Path, kind: str) -> Measured:
     """Predicts with pyspark's ``predict_batch_udf``."""
-    spark = harness.session(MASTER, CONF)
-    spark.range(2).repartition(2).count()
+    spark, seconds = session(kind)
     module = spark.sparkContext.broadcast(case.build())
 
     def make() -> Callable[[np.ndarray], np.ndarray]:
@@ -217,10 +243,11 @@ def peer(case: Case, folder: Path) -> Measured:
         batch_size=1024,
         input_tensor_shapes=shapes,
     )
-    return calls_of(to_the_last_row(lambda: spark.read.parquet(str(folder)).select(predict("x"))))
+    predicted = to_the_last_row(lambda: spark.read.parquet(str(folder)).select(predict("x")))
+    return calls_of(predicted) | {"session": seconds}
 
 
-def bare(case: Case, folder: Path) -> Measured:
+def bare(case: Case, folder: Path, kind: str) -> Measured:
     """Predicts in two processes without Spark; times reading and predicting, not the start."""
     context = multiprocessing.get_context("spawn")
     files = sorted(folder.glob("*.parquet"))
@@ -268,8 +295,9 @@ def _numpy_of(column: pa.Array, case: Case) -> np.ndarray:
     return column.flatten().to_numpy().reshape(len(column), *case.shape)
 
 
-WAYS: Mapping[str, Callable[[Case, Path], Measured]] = {
+WAYS: Mapping[str, Callable[[Case, Path, str], Measured]] = {
     OURS: ours,
+    THROUGH_JVM: partial(ours, through_jvm=True),
     PEER: peer,
     BARE: bare,
 }

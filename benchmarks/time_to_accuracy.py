@@ -1,10 +1,10 @@
 """Seconds from ``fit()`` to 95 % test accuracy on the digits, first and later fits of a session.
 
 Ours, with ParameterAveraging and with GradientAllReduce, against TorchDistributor with DDP, elephas
-7.3 (in an environment of its own, made on first use, 3.7 GB) and two hand-written loops: one as
-most people write it, on the DataFrame's rows with a Spark job per epoch, and the best case of it,
-whose workers keep everything between rounds and read files bypassing Spark. For honesty, also one
-process of plain torch in the driver, which first collects the rows.
+7.3 on TensorFlow (in an environment of its own, made on first use, 3.7 GB) and two hand-written
+loops: one as most people write it, on the DataFrame's rows with a Spark job per epoch, and the best
+case of it, whose workers keep everything between rounds and read files bypassing Spark. Beside them
+one process of plain torch in the driver, which first collects the rows.
 
 All train the MLP of digits.py on its 8,000 rows in minibatches of 64 with SGD with momentum, with
 two workers on local-cluster[2,1,2048]. Every contender saves its parameters after each epoch, on
@@ -12,10 +12,15 @@ its own time; the snapshots are evaluated when the fit is over, so that nobody's
 test rows. What counts is the time of the first snapshot that reaches the accuracy: the time to
 return the model and to end is not counted (which favours contenders that end slowly).
 
-A turn is a fresh session of each contender, with a first fit and some later ones, each with other
-initial values and another order of rows; all contenders get the same seeds. Learning rate, period
-and the like are the best for each: ``--search`` tries all of ``GRIDS`` in later fits of one
-session, in turns, and prints the ``SETTINGS`` to put down here.
+A turn is a fresh session of each contender, of the same kind (``prepared.py``), with a first fit
+and some later ones, each with other initial values and another order of rows; all contenders get
+the same seeds. Where ``create_session`` starts it, a first fit counts from the session's start.
+
+``--search`` first finds each contender's best settings, by later fits of plain sessions, and then
+measures with these; they are printed to be put down in ``SETTINGS``. It judges by validation rows,
+which share no image with the test rows, and uses seeds that no turn uses. Each contender tries as
+many settings as the others: the neighbours of the best so far, learning rates by steps of half as
+much again, until every contender's best has been compared with all of its neighbours.
 """
 
 import itertools
@@ -25,14 +30,14 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import digits
 import harness
 import prepared
-import whole_job
 from accuracy_curves import crossing
 
 WANTED = 0.95
@@ -40,24 +45,25 @@ TARGET = 0.35
 EPOCHS = 10
 """Epochs of every fit; most reach the accuracy after five to eight."""
 LATER_FITS = 2
-OURS = ("sparkdl", "sparkdl_plain_session", "sparkdl_all_reduce")
+OURS = ("sparkdl", "sparkdl_all_reduce")
 SPARK_PEERS = ("torch_distributor", "elephas", "averaging_loop", "averaging_frame")
 ALONE = "one_process"
 CONTENDERS = (*OURS, *SPARK_PEERS, ALONE)
 SESSION_TIMEOUT_SECONDS = 3_600.0
 
-RATES, RATES_OF_MEAN_GRADIENTS = [0.03, 0.06, 0.1], [0.06, 0.1, 0.15]
-"""With 0.2, minibatches of 64 no longer train; a mean gradient is over 128 rows."""
-GRIDS: dict[str, dict[str, list[Any]]] = {
-    # An epoch has 63 minibatches.
-    "sparkdl": {"learning_rate": RATES, "period": [5, 21, 63], "stream": [False, True]},
-    "sparkdl_all_reduce": {"learning_rate": RATES_OF_MEAN_GRADIENTS, "stream": [False]},
-    "torch_distributor": {"learning_rate": RATES_OF_MEAN_GRADIENTS},
-    "elephas": {"learning_rate": RATES},
-    "averaging_loop": {"learning_rate": RATES, "period": [21, 63]},
-    "averaging_frame": {"learning_rate": RATES},
-    "one_process": {"learning_rate": RATES, "threads": [1, 2]},
+RATE, RATE_STEP = 0.1, 1.5
+POINTS, ROUNDS = 4, 8
+"""Settings that each contender tries in a round of the search, and rounds at most."""
+SEARCH_SEEDS = 1_000
+"""The first seed of the search."""
+PERIODS = [1, 2, 5, 10, 21, digits.STEPS]
+OPTIONS: dict[str, dict[str, list[Any]]] = {
+    "sparkdl": {"period": PERIODS, "stream": [False, True]},
+    "sparkdl_all_reduce": {"stream": [False, True]},
+    "averaging_loop": {"period": PERIODS},
+    ALONE: {"threads": [1, 2]},
 }
+"""Settings beside the learning rate, in order and from end to end; nothing lies beyond."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "sparkdl": {"learning_rate": 0.1, "period": 63, "stream": True},
     "sparkdl_all_reduce": {"learning_rate": 0.1, "stream": False},
@@ -67,74 +73,86 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "averaging_frame": {"learning_rate": 0.06},
     "one_process": {"learning_rate": 0.1, "threads": 1},
 }
-SETTINGS["sparkdl_plain_session"] = SETTINGS["sparkdl"]
 
 Fits = list[dict[str, Any]]
 """``seconds`` and ``curve`` of the fits of one session; see accuracy_curves.py."""
 Session = Callable[[Sequence[dict[str, Any]]], Fits]
+Point = tuple[int, ...]
+"""Settings as steps: of the learning rate from ``RATE``, and places in the lists of options."""
 
 
 def main() -> None:
-    """Measures and reports, or searches."""
+    """Searches if that is asked for, measures and reports."""
     options = harness.parser(__doc__)
     options.add_argument(
         "--contender", action="append", choices=CONTENDERS, help="one of them; all if left out"
     )
     options.add_argument("--search", action="store_true", help="find each one's best settings")
     options.add_argument("--plot", type=Path, help="where to draw the curves, an SVG or PNG file")
-    options.add_argument(
-        "--elephas-environment",
-        type=Path,
-        default=Path.home() / ".cache" / "sparkdl-benchmarks" / "elephas",
-        help="folder of the environment for elephas (default: %(default)s)",
-    )
+    prepared.add_option(options, default="plain")
     chosen = harness.parse(options, repeats=3)
     contenders = chosen.contender or [*CONTENDERS]
-    if not chosen.search and not all(set(contenders) & {*side} for side in (OURS, SPARK_PEERS)):
+    kinds = chosen.session or ["plain"]
+    if not all(set(contenders) & {*side} for side in (OURS, SPARK_PEERS)):
         options.error("--contender: one of ours and one Spark peer are needed to compare")
-    with tempfile.TemporaryDirectory() as folder:
-        digits.write(Path(folder))
-        prepared.prepare(Path(folder) / "cache")
-        sessions = {
-            name: session_of(name, Path(folder), chosen.elephas_environment) for name in contenders
-        }
+    settings = dict(SETTINGS)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        digits.write(folder)
+        if "prepared" in kinds:
+            prepared.prepare(folder / "cache")
         if chosen.search:
-            search(sessions, chosen.repeats)
-            return
-        turns = {name: turn(name, session) for name, session in sessions.items()}
-        runs = harness.interleave(turns, repeats=chosen.repeats)
+            (folder / "validation").mkdir()
+            digits.write(folder / "validation", validation=True)
+            sessions = {
+                each: session_of(each, "plain", folder / "validation") for each in contenders
+            }
+            settings |= search(sessions, chosen.repeats)
+        runs = {}
+        for kind in kinds:
+            turns = {
+                each: turn(each, session_of(each, kind, folder), settings[each])
+                for each in contenders
+                if each != "elephas" or kind == "plain"  # it has a Spark of its own
+            }
+            runs[kind] = harness.interleave(turns, repeats=chosen.repeats)
     if chosen.plot is not None:
         import accuracy_plot
 
-        accuracy_plot.draw(runs, WANTED, chosen.plot)
-    report(runs)
+        accuracy_plot.draw(runs[kinds[0]], WANTED, chosen.plot)
+    report(runs, settings)
 
 
-def session_of(name: str, folder: Path, elephas_environment: Path) -> Session:
+def session_of(name: str, kind: str, folder: Path) -> Session:
     """Returns a function that runs the fits of a plan in a fresh session of a contender."""
     if name == "elephas":
-        python = whole_job.elephas_python(elephas_environment)
-        command = [python, harness.FOLDER / "peers" / "elephas_curves.py"]
+        command = [harness.peer_python("elephas"), harness.FOLDER / "peers" / "elephas_curves.py"]
+        given: list[Any] = [folder]
     else:
-        command = [Path(sys.executable), harness.FOLDER / "accuracy_session.py", name]
+        command = [Path(sys.executable), harness.FOLDER / "accuracy_session.py"]
+        given = [f"--session={kind}", name, folder]
 
     def session(plan: Sequence[dict[str, Any]]) -> Fits:
         child = harness.run_child(
-            [*command, folder, json.dumps(plan)],
-            environment=prepared.environment_of(name, folder / "cache", Path(command[0])),
+            [*command, *given, json.dumps(plan)],
+            environment=prepared.environment_of(kind, folder / "cache", Path(command[0])),
             timeout=SESSION_TIMEOUT_SECONDS,
         )
-        return list(child["fits"])
+        fits: Fits = child["fits"]
+        if kind in ("created", "prepared"):
+            first = fits[0]["curve"]
+            fits[0]["curve"] = [(child["session"] + at, accuracy) for at, accuracy in first]
+        return fits
 
     return session
 
 
-def turn(name: str, session: Session) -> Callable[[], Fits]:
+def turn(name: str, session: Session, settings: Mapping[str, Any]) -> Callable[[], Fits]:
     """Returns a function that runs a contender's next session: a first fit and the later ones."""
     seeds = itertools.count()
 
     def fits() -> Fits:
-        common = {**SETTINGS[name], "epochs": EPOCHS}
+        common = {**settings, "epochs": EPOCHS}
         done = session([{**common, "seed": next(seeds)} for _ in range(1 + LATER_FITS)])
         there = ", ".join(f"{seconds_to(fit):.2f}" for fit in done)
         print(f"  {name}: {WANTED:.0%} after {there} s", flush=True)
@@ -143,49 +161,137 @@ def turn(name: str, session: Session) -> Callable[[], Fits]:
     return fits
 
 
-def seconds_to(fit: dict[str, Any]) -> float:
+def seconds_to(fit: Mapping[str, Any]) -> float:
     """Returns the seconds that a fit took to reach the accuracy; infinity if it never did."""
     seconds = crossing(fit["curve"], WANTED)
     return math.inf if seconds is None else seconds
 
 
-def search(sessions: dict[str, Session], repeats: int) -> None:
-    """Prints how every point of the contenders' grids does in later fits, and each one's best."""
-    for name, session in sessions.items():
-        if name not in GRIDS:
-            continue
-        grid = [
-            dict(zip(GRIDS[name], values, strict=True))
-            for values in itertools.product(*GRIDS[name].values())
+@dataclass
+class Trials:
+    """What a contender has tried.
+
+    Args:
+        options: of ``OPTIONS``.
+        start: where the search begins.
+    """
+
+    options: Mapping[str, list[Any]]
+    start: Point
+    scores: dict[Point, tuple[float, float]] = field(default_factory=dict)
+    """Less is better: the median of the seconds, then of the accuracy that lacks in the end."""
+
+    @property
+    def best(self) -> Point:
+        """The best so far."""
+        return min(self.scores, key=self.scores.__getitem__)
+
+    def neighbours(self, point: Point) -> list[Point]:
+        """Settings one step away in one of them."""
+        ends = [math.inf, *(len(values) - 1 for values in self.options.values())]
+        return [
+            (*point[:at], value + step, *point[at + 1 :])
+            for at, value in enumerate(point)
+            for step in (-1, 1)
+            if at == 0 or 0 <= value + step <= ends[at]
         ]
-        shuffled = random.Random(7)
-        fits = [
-            (point, seed) for seed in range(repeats) for point in shuffled.sample(grid, len(grid))
-        ]
-        plan = [{**point, "epochs": EPOCHS, "seed": seed} for point, seed in [(grid[0], 0), *fits]]
-        done = [seconds_to(fit) for fit in session(plan)[1:]]  # the first fit is not a later one
-        found = []
-        for point in grid:
-            taken = [
-                seconds for (tried, _), seconds in zip(fits, done, strict=True) if tried == point
-            ]
-            found.append((statistics.median(taken), statistics.mean(taken), point))
-            harness.show(f"  {name} {point}", taken, digits=2)
-        print(f'"{name}": {min(found, key=lambda each: each[:2])[2]},', flush=True)
+
+    def next(self) -> list[Point]:
+        """As many as a round tries: the neighbours of the best, of the second best, and so on."""
+        ranked = sorted(self.scores, key=self.scores.__getitem__)
+        proposed = itertools.chain([self.start], self._around(ranked or [self.start]))
+        new = dict.fromkeys(each for each in proposed if each not in self.scores)
+        return [*itertools.islice(new, POINTS)]
+
+    def _around(self, points: list[Point]) -> Iterator[Point]:
+        seen = [*points]
+        for point in seen:  # grows while it is read
+            found = self.neighbours(point)
+            yield from found
+            seen += [each for each in found if each not in seen]
+            if len(seen) > 100 * POINTS:
+                return
+
+    def settings(self, point: Point) -> dict[str, Any]:
+        """The settings that a contender takes."""
+        values = zip(self.options.items(), point[1:], strict=True)
+        rate = float(f"{RATE * RATE_STEP ** point[0]:.2g}")
+        return {"learning_rate": rate, **{name: each[at] for (name, each), at in values}}
 
 
-def report(runs: dict[str, list[Fits]]) -> None:
-    """Prints medians and claims, and the JSON line."""
+def search(sessions: Mapping[str, Session], repeats: int) -> dict[str, dict[str, Any]]:
+    """Returns each contender's best settings; prints how all that were tried did."""
+    trials = {
+        name: Trials(options, (0, *(len(values) - 1 for values in options.values())))
+        for name, options in ((each, OPTIONS.get(each, {})) for each in sessions)
+    }
+    for _ in range(ROUNDS):
+        for name, session in sessions.items():
+            try_next(name, trials[name], session, repeats)
+        on_an_edge = [
+            name
+            for name, each in trials.items()
+            if not {*each.neighbours(each.best)} <= {*each.scores}
+        ]
+        if not on_an_edge:
+            break
+    print(f"on an edge of what was tried: {on_an_edge or 'nobody'}", flush=True)
+    found = {name: each.settings(each.best) for name, each in trials.items()}
+    for name, settings in found.items():
+        print(f'"{name}": {settings},  # of {len(trials[name].scores)}', flush=True)
+    return found
+
+
+def try_next(name: str, trials: Trials, session: Session, repeats: int) -> None:
+    """Tries a round's settings, in a random order for each seed."""
+    points = trials.next()
+    shuffled = random.Random(7)
+    order = [
+        (point, SEARCH_SEEDS + seed)
+        for seed in range(repeats)
+        for point in shuffled.sample(points, len(points))
+    ]
+    first = (points[0], SEARCH_SEEDS)  # the first fit of a session is not a later one
+    plan = [
+        {**trials.settings(point), "epochs": EPOCHS, "seed": seed}
+        for point, seed in (first, *order)
+    ]
+    done = session(plan)[1:]
+    for point in points:
+        fits = [fit for (tried, _), fit in zip(order, done, strict=True) if tried == point]
+        label = f"  {name} {trials.settings(point)}"
+        seconds = harness.show(label, [seconds_to(fit) for fit in fits], digits=2)
+        missing = 1 - statistics.median(last_accuracy(fit) for fit in fits)
+        trials.scores[point] = seconds, missing
+
+
+def last_accuracy(fit: Mapping[str, Any]) -> float:
+    """Returns the accuracy at the end of a fit; none if it broke off."""
+    return float(fit["curve"][-1][1]) if fit["curve"] else 0.0
+
+
+def report(runs: Mapping[str, dict[str, list[Fits]]], settings: Mapping[str, Any]) -> None:
+    """Prints medians and claims, and the JSON line.
+
+    Args:
+        runs: by kind of session and contender.
+        settings: by contender.
+    """
     medians: dict[str, dict[str, float]] = {}
-    for which, part in {"later fits": slice(1, None), "first fit": slice(1)}.items():
-        medians[which] = {
-            name: harness.show(
-                f"{name}, {which}",
-                [seconds_to(fit) for fits in sessions for fit in fits[part]],
-                digits=2,
-            )
-            for name, sessions in runs.items()
-        }
+    for kind, sessions_of in runs.items():
+        for which, part in {"later fits": slice(1, None), "first fit": slice(1)}.items():
+            medians[f"{which}, {kind}"] = {
+                name: harness.show(
+                    f"{name}, {which}, {kind}",
+                    [seconds_to(fit) for fits in sessions for fit in fits[part]],
+                    digits=2,
+                )
+                for name, sessions in sessions_of.items()
+            }
+        for name, sessions in sessions_of.items():
+            ends = [last_accuracy(fit) for fits in sessions for fit in fits]
+            label = f"{name}, test accuracy after {EPOCHS} epochs, {kind}"
+            harness.show(label, ends, unit="", digits=3)
     for which, seconds in medians.items():
         if ALONE in seconds:
             ours = min(seconds[name] for name in OURS if name in seconds)
@@ -197,8 +303,8 @@ def report(runs: dict[str, list[Fits]]) -> None:
             which: {name: each if math.isfinite(each) else None for name, each in seconds.items()}
             for which, seconds in medians.items()
         },
-        "settings": {name: SETTINGS[name] for name in runs},
-        "fits": runs,
+        "settings": settings,
+        "fits": next(iter(runs.values())),
     }
     harness.report("time_to_accuracy", claims, measured)
 

@@ -114,10 +114,9 @@ def fit(
     center = torch.cat([parameters, torch.zeros_like(parameters)]).numpy()
     context = spark.sparkContext
     slots = context.parallelize(range(digits.WORKERS), digits.WORKERS)
-    steps = -(-digits.TRAIN_ROWS // digits.WORKERS // digits.BATCH_SIZE)
     fit_id = uuid.uuid4().hex
     for epoch in range(epochs):
-        for first in range(0, steps, period):
+        for first in range(0, digits.STEPS, period):
             broadcast = context.broadcast(center)
             window = partial(
                 _window,

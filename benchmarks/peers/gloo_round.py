@@ -32,10 +32,11 @@ def _member(
         "gloo", init_method=f"file://{folder / 'gloo'}", rank=rank, world_size=workers + 1
     )
     vector = torch.empty(numel)
-    return partial(_take_part, rank, workers, vector), vector
+    return partial(take_part, rank, workers, vector), vector
 
 
-def _take_part(rank: int, workers: int, vector: torch.Tensor) -> None:
+def take_part(rank: int, workers: int, vector: torch.Tensor) -> None:
+    """Takes part in a round."""
     dist.reduce(vector, dst=0)
     if rank == 0:
         vector.div_(workers)

@@ -1,16 +1,22 @@
 """Minibatches of a Parquet table from petastorm's Spark converter; runs in its own environment.
 
-``petastorm_job.py FOLDER BATCH_SIZE REPEATS`` prints the seconds of first epochs (the converter
-writes its copy, then one pass) and of later ones (a shuffled pass over the copy), each a list.
+``petastorm_job.py FOLDER ROWS BATCH_SIZE REPEATS`` prints the seconds of first epochs (it writes
+its copy, then one pass of ``BatchedDataLoader``) and of later ones (a shuffled pass of
+``InMemBatchedDataLoader``, once it has all rows in memory), each a list.
 """
 
 import json
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from petastorm.pytorch import (  # type: ignore[import-not-found]
+    BatchedDataLoader,
+    InMemBatchedDataLoader,
+)
 from petastorm.spark import (  # type: ignore[import-not-found]
     SparkDatasetConverter,
     make_spark_converter,
@@ -19,7 +25,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 
-def main(folder: Path, batch_size: int, repeats: int) -> None:
+def main(folder: Path, rows: int, batch_size: int, repeats: int) -> None:
     """Measures and prints."""
     spark = (
         SparkSession.builder.master("local-cluster[2,1,2048]")
@@ -37,28 +43,32 @@ def main(folder: Path, batch_size: int, repeats: int) -> None:
             started = time.perf_counter()
             # The extra column keeps the converter from finding its copy of the turn before.
             converter = make_spark_converter(frame.withColumn("turn", F.lit(turn)))
-            passes(converter, batch_size, shuffle=False)
-            first.append(time.perf_counter() - started)
-            started = time.perf_counter()
-            passes(converter, batch_size, shuffle=True)
-            later.append(time.perf_counter() - started)
+            batches_of = partial(
+                converter.make_torch_dataloader, batch_size, num_epochs=1, workers_count=2
+            )
+            with batches_of(data_loader_fn=BatchedDataLoader) as batches:
+                first.append(seconds_of(batches, rows, started))
+            with batches_of(data_loader_fn=partial(in_memory, rows)) as batches:
+                later.append(seconds_of(batches, rows, time.perf_counter()))
             converter.delete()
     spark.stop()
     print(json.dumps({"first": first[1:], "later": later[1:]}), flush=True)
 
 
-def passes(converter: Any, batch_size: int, *, shuffle: bool) -> None:
-    """Takes every minibatch once."""
-    capacity = 8192 if shuffle else 0
-    with converter.make_torch_dataloader(
-        batch_size=batch_size,
-        num_epochs=1,
-        workers_count=2,
-        shuffling_queue_capacity=capacity,
-    ) as batches:
-        for _ in batches:
-            pass
+def in_memory(
+    rows: int, *, reader: Any, batch_size: int, shuffling_queue_capacity: int
+) -> InMemBatchedDataLoader:
+    """Returns a loader that has read all rows."""
+    return InMemBatchedDataLoader(reader, batch_size, rows_capacity=rows, shuffle=True)
+
+
+def seconds_of(batches: Any, rows: int, started: float) -> float:
+    """Takes every minibatch once; returns the seconds since ``started``."""
+    taken = sum(len(batch["label"]) for batch in batches)
+    if taken != rows:
+        raise RuntimeError(f"{taken} rows came, not {rows}")
+    return time.perf_counter() - started
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

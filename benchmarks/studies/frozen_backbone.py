@@ -14,7 +14,7 @@ from functools import partial
 
 import harness
 import torch
-from averager_rounds import members
+from averager_rounds import let_start
 from round_processes import RoundProcesses
 from torch import nn
 
@@ -78,17 +78,15 @@ def _rounds(layers: int) -> Iterator[RoundProcesses]:
     replica = _replica(layers)
     layout, center = initial_center(replica, with_optimizer=False)
     frozen = replica.frozen.fingerprint
-    with (
-        Averager(
-            AveragerSpec(
-                run=RunSpec(world_size=WORKERS, frozen=frozen),
-                center=CenterSpec(layout=layout, wire_format=FullPrecision()),
-            ),
-            Snapshot(center=center),
-        ) as averager,
-        members(averager, _member, WORKERS, layers) as processes,
-    ):
-        yield processes
+    spec = AveragerSpec(
+        run=RunSpec(world_size=WORKERS, frozen=frozen),
+        center=CenterSpec(layout=layout, wire_format=FullPrecision()),
+    )
+    with Averager(spec, Snapshot(center=center)) as averager:
+        let_start(averager)
+        given = layers, averager.address
+        with RoundProcesses(_member, WORKERS, given, expected=(WORKERS - 1) / 2) as processes:
+            yield processes
 
 
 def _member(
