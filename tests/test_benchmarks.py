@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +29,7 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks" / "studies"))
 import accuracy_curves
 import digits
 import strategy_report as report
+import time_to_accuracy
 from accuracy_curves import crossing, fits, judged, take, take_module
 from side_by_side import compare
 from strategy_report import Run
@@ -99,6 +103,31 @@ def test_the_plot_is_drawn_with_a_contender_that_never_gets_there(tmp_path: Path
     }
     accuracy_plot.draw(runs, 0.95, tmp_path / "curves.svg")
     assert ElementTree.parse(tmp_path / "curves.svg").getroot().tag.endswith("svg")
+
+
+def test_a_search_ends_at_settings_whose_neighbours_were_tried_as_many_by_each_contender(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The best rates lie four steps above where the search begins, and three below it."""
+    best = {"averaging_frame": 0.1 * 1.5**4, "one_process": 0.1 / 1.5**3}
+    tried: dict[str, list[tuple[float, int]]] = {name: [] for name in best}
+
+    def session(name: str, plan: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        tried[name] += [(each["learning_rate"], each.get("threads", 0)) for each in plan]
+        assert all(each["seed"] >= time_to_accuracy.SEARCH_SEEDS for each in plan)
+        far = (math.log(each["learning_rate"] / best[name]) ** 2 for each in plan)
+        threads = (each.get("threads", 0) for each in plan)
+        return [{"curve": [(1 + a + b, 0.96)]} for a, b in zip(far, threads, strict=True)]
+
+    found = time_to_accuracy.search({name: partial(session, name) for name in best}, 1)
+    for name, rate in best.items():
+        assert found[name]["learning_rate"] == pytest.approx(rate, rel=0.02)
+    assert found["one_process"]["threads"] == 1
+    frame, alone = ({*each} for each in tried.values())
+    assert len(frame) == len(alone)
+    for name, rates in (("averaging_frame", frame), ("one_process", alone)):
+        assert min(rates)[0] < found[name]["learning_rate"] < max(rates)[0]
+    assert "on an edge of what was tried: nobody" in capsys.readouterr().out
 
 
 def run(**ratios: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``sparkdl-prepare``: lets Spark sessions on this machine start in half the time."""
+"""``sparkdl-prepare``: lets Spark sessions on this machine start faster."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def create_session(
     """Create a Spark session whose executors run this Python, or one of Spark Connect.
 
     If there is a session already, as in a notebook of a platform, it is returned as it is, but for
-    ``conf``. Where ``sparkdl-prepare`` was run on this machine, a session starts in half the time.
+    ``conf``. Where ``sparkdl-prepare`` was run on this machine, a session starts faster.
 
     Args:
         app_name: shown in the Spark UI.
