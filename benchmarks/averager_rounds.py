@@ -33,18 +33,13 @@ def averager(workers: int, numel: int, edge: EdgeOptions) -> Iterator[ServiceAdd
         Snapshot(center=[torch.zeros(numel)]),
         edge,
     ) as opened:
-        let_start(opened)
+
+        def start() -> None:
+            next(opened.events())  # all have said what their rows are
+            opened.start()
+
+        threading.Thread(target=start, daemon=True).start()
         yield opened.address
-
-
-def let_start(averager: Averager) -> None:
-    """Has an averager start its workers as a driver does, once they have joined."""
-
-    def start() -> None:
-        next(averager.events())  # all have said what their rows are
-        averager.start()
-
-    threading.Thread(target=start, daemon=True).start()
 
 
 @contextmanager

@@ -11,7 +11,6 @@ all columns of the second table as one tensor; the feed hands them out separatel
 """
 
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +29,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed, FeedOptions
 from sparkdl.feed.record_batches.packed import unpacked_rows
-from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.launch.worker_rows import Workers, worker_frame
@@ -99,7 +97,6 @@ def main() -> None:
                     for loader in ("DataLoader", "DataLoader with BatchSampler")
                 ),
             ]
-        detail["store_gigabytes_per_second"] = store_formats(folder, chosen.repeats)
     harness.report("feed_epochs", claims, detail)
 
 
@@ -291,37 +288,5 @@ def timed(batches: Any) -> float:
     return time.perf_counter() - started
 
 
-def store_formats(folder: Path, repeats: int) -> dict[str, float]:
-    """GB/s of a shuffled pass over the store, and by Arrow's take over record batches."""
-    rows, width = 20_000, 784
-    values = torch.rand(rows, width, generator=torch.Generator().manual_seed(SEED))
-    spec = ColumnSpec("x", torch.float32, (width,))
-    store = PartitionStore(folder)
-    store.append([spec], [values])
-    path = folder / "rows.arrow"
-    table = arrow_table(values.numpy()).select(["x"])
-    with pa.ipc.new_file(path, table.schema) as writer:
-        writer.write_table(table, max_chunksize=2_000)
-    chunked = pa.ipc.open_file(pa.memory_map(str(path))).read_all()["x"]
-
-    def ours() -> float:
-        return timed(store.take(chosen) for chosen in torch.randperm(rows).split(BATCH_SIZE))
-
-    def arrow() -> float:
-        chosen = np.random.default_rng(SEED).permutation(rows)
-        pieces = np.split(chosen, range(BATCH_SIZE, rows, BATCH_SIZE))
-        return timed(
-            torch.from_numpy(chunked.take(pa.array(piece)).combine_chunks().flatten().to_numpy())
-            for piece in pieces
-        )
-
-    seconds = harness.interleave({"store": ours, "take": arrow}, repeats=repeats, warmups=1)
-    store.close()
-    return {
-        name: values.nbytes / 1e9 / harness.show(f"shuffled pass, {name}", taken, digits=3)
-        for name, taken in seconds.items()
-    }
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -35,7 +35,7 @@ from sparkdl.testing import batches_of, run_world
 from sparkdl.worker import Job
 
 WARM_UP = 2
-EPOCHS = 24
+EPOCHS = {"mlp": 24, "cnn": 12}
 ROWS_A_RECORD_BATCH = 1_000
 ALL_REDUCE, DDP, ALONE = "all-reduce", "DDP", "one process"
 PERIODS = {"period 5": 5, "period 20": 20}
@@ -59,13 +59,12 @@ def main() -> None:
     options = harness.parser(__doc__)
     options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     chosen = harness.parse(options, repeats=5, quick_repeats=1)
-    epochs = 4 if chosen.quick else EPOCHS
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         digits.write(folder)
         turns = {
-            network: partial(compare, folder, network, chosen.device, epochs)
-            for network in networks.BUILDERS
+            network: partial(compare, folder, network, chosen.device, 4 if chosen.quick else epochs)
+            for network, epochs in EPOCHS.items()
         }
         measured = harness.interleave(turns, repeats=chosen.repeats)
     medians, claims, of_each_repeat = {}, [], {}
