@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from sparkdl.user_code.tracebacks import add_note
-
 
 class Interrupted(KeyboardInterrupt):
     """SIGINT has arrived; any other KeyboardInterrupt was raised by the user's own code."""
@@ -43,14 +41,14 @@ def interrupted_by_signals_alone() -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def raise_after(seconds: float, error: Exception) -> Callable[[], None]:
+def raise_after(seconds: float, error: Callable[[str], Exception]) -> Callable[[], None]:
     """Raise an error in this thread later, wherever it is then, if it is the main thread.
 
     Native code that never returns is not interrupted.
 
     Args:
         seconds: until then.
-        error: the error; a note says where the thread was.
+        error: returns the error, given the stack of the thread.
 
     Returns:
         Calls it off.
@@ -59,8 +57,7 @@ def raise_after(seconds: float, error: Exception) -> Callable[[], None]:
         return lambda: None
 
     def on_alarm(number: int, frame: FrameType | None) -> NoReturn:
-        add_note(error, f"It was here:\n{''.join(traceback.format_stack(frame))}")
-        raise error
+        raise error("".join(traceback.format_stack(frame)))
 
     def call_off() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.0)

@@ -26,7 +26,7 @@ from sparkdl.spark.launch import bootstrap
 from sparkdl.spark.launch.assignment import OUTPUT_SCHEMA, run_ranks, started_for
 from sparkdl.spark.launch.forked import fork_server
 from sparkdl.spark.modules.arrival import Shipment, arrive, importable
-from sparkdl.user_code.tracebacks import message_of
+from sparkdl.user_code.tracebacks import add_note, message_of
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,12 @@ def run_stage_task(
     if serves or apart or ranks > 1:
         started_for(entry, versions)
     if serves:
-        begun = raise_after(begin_s, late)
+
+        def hangs_in(stack: str) -> DeadlineError:
+            add_note(late, f"It was here:\n{stack}")
+            return late
+
+        begun = raise_after(begin_s, hangs_in)
         from sparkdl.process.lazy_compiler import defer_compiler
         from sparkdl.process.randomness import streams_put_back
         from sparkdl.spark.launch.beside import FirstTask
