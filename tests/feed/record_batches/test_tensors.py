@@ -112,10 +112,10 @@ LISTS = pa.list_(pa.float64())
             (),
             r"2 null values in .* 4 rows\. Drop .*IS NOT",
         ),
-        (pa.array([[1.0], None], LISTS), (1,), "1 null values in a batch of 2 rows"),
+        (pa.array([[1.0], None], LISTS), (1,), "1 null value in a batch of 2 rows"),
         (pa.array([[1.0, None], [None, None]], LISTS), (2,), "3 null elements inside its arrays"),
-        (pa.array([[1], None]), None, "1 null values .* an empty array"),
-        (pa.array([[1, None], [2]]), None, "1 null elements inside its arrays"),
+        (pa.array([[1], None]), None, "1 null value .* an empty array"),
+        (pa.array([[1, None], [2]]), None, "1 null element inside its arrays"),
         *(
             (pa.array(rows), (2,), f" {found} elements .* must have 2")
             for rows, found in (
