@@ -53,24 +53,36 @@ def axis_weights(starts: Sequence[int], length: int) -> np.ndarray:
     return np.stack([each / total[place] for place, each in zip(places, weights, strict=True)])
 
 
-def weights_within(patches: Patches, axis: int, bounds: tuple[int, int]) -> Tensor:
+AxisWeights = tuple[int, Tensor]
+"""How many voxels at a patch's beginning have no weight along an axis, and the weights after."""
+
+
+def weights_within(
+    patches: Patches, axis: int, bounds: tuple[int, int], device: str
+) -> list[AxisWeights]:
     """The weights of the patches that reach into an interval of an axis.
 
     Args:
         patches: of the array.
         axis: counted without channels.
         bounds: the interval.
+        device: where they are to be.
 
     Returns:
-        Shape (patches, size of what is kept of one), float32; the same for a patch whatever the
-        interval.
+        Of each patch those above 0, float32; the same whatever the interval.
     """
     numbers = patches.reaching(axis, bounds)
     starts, length = patches.starts[axis], patches.kept[axis]
     around = patches.reaching(axis, (starts[numbers[0]], starts[numbers[-1]] + length))
     weights = axis_weights(starts[around.start : around.stop], length)
-    first = numbers.start - around.start
-    return torch.from_numpy(weights[first : first + len(numbers)].astype(np.float32))
+    first, found = numbers.start - around.start, []
+    for each in weights[first : first + len(numbers)].astype(np.float32):
+        # The logarithms of two bumps differ by ever more from one voxel to the next, so that the
+        # weights above 0 are neighbors.
+        positive = np.flatnonzero(each)
+        low, high = (positive[0], positive[-1] + 1) if len(positive) else (0, 0)
+        found.append((int(low), torch.from_numpy(each[low:high]).to(device)))
+    return found
 
 
 class MovingSum:
@@ -97,21 +109,25 @@ class MovingSum:
         """The position of the first row that has not been taken out."""
         return self._first
 
-    def add(self, values: Tensor, start: Sizes, weights: Sequence[Tensor]) -> None:
+    def add(self, values: Tensor, start: Sizes, weights: Sequence[AxisWeights]) -> None:
         """Add a patch.
 
         Args:
-            values: shape (channels, ...), float32; what is outside of the chunk is left out.
+            values: shape (channels, ...), float32; what is outside of the chunk is left out, and so
+                is what has no weight: it may be infinite.
             start: where it begins.
             weights: along each axis.
         """
         bounds = ((self._first, self._bounds[0][1]), *self._bounds[1:])
         inside, here, product = [slice(None)], [slice(None)], torch.ones((), device=values.device)
-        for axis, ((lower, upper), begin) in enumerate(zip(bounds, start, strict=True)):
-            low, high = max(lower, begin), min(upper, begin + values.shape[axis + 1])
+        for (lower, upper), begin, (skipped, own) in zip(bounds, start, weights, strict=True):
+            first = begin + skipped
+            low, high = max(lower, first), min(upper, first + len(own))
+            if low >= high:
+                return
             inside.append(slice(low - begin, high - begin))
             here.append(slice(low - lower, high - lower))
-            product = product[..., None] * weights[axis][low - begin : high - begin]
+            product = product[..., None] * own[low - first : high - first]
         self._sums[tuple(here)].addcmul_(values[tuple(inside)], product)
 
     def take(self, upto: int) -> Tensor:

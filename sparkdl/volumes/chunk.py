@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from sparkdl.errors import ModelError
 from sparkdl.volumes.blend import MovingSum, weights_within
 from sparkdl.volumes.grid import Bounds, Patches, Sizes, summed_rows, written_rows
 
@@ -74,12 +75,11 @@ def predict_chunk(
         device: where it leaves them.
     """
     patches, upper = recipe.patches, bounds[0][1]
-    numbers = [patches.reaching(axis, each) for axis, each in enumerate(bounds)]
-    weights = [weights_within(patches, axis, each).to(device) for axis, each in enumerate(bounds)]
+    numbers, layers = _layers(patches, bounds)
+    weights = [weights_within(patches, axis, each, device) for axis, each in enumerate(bounds)]
     rows = summed_rows(patches, recipe.blocks, upper - bounds[0][0])
     sums = MovingSum(recipe.outputs, bounds, rows, device)
     rows = written_rows(patches, recipe.blocks)
-    layers = [(range(layer, layer + 1), *numbers[1:]) for layer in numbers[0]]
     computed = 0
     written: Future[None] | None = None
     with ThreadPoolExecutor(2) as pool:  # one reads, one writes
@@ -102,16 +102,42 @@ def predict_chunk(
                     written.result()  # before the next rows take as much memory
                 upto = min(ready, sums.first + rows)
                 part = ((sums.first, upto), *bounds[1:])
-                written = pool.submit(target.write, part, _taken(recipe, sums, upto))
+                written = pool.submit(target.write, part, _taken(recipe, sums, part))
     if written is not None:
         written.result()
     return computed
 
 
-def _taken(recipe: Recipe, sums: MovingSum, upto: int) -> Tensor:
-    """What is to be written of the rows before a position."""
-    values = sums.take(upto)
-    return (values.argmax(0, keepdim=True) if recipe.labels else values).cpu()
+def read_chunk(patches: Patches, bounds: Bounds, source: Source) -> None:
+    """Read what a chunk is predicted from, in the same parts and order."""
+    for layer in _layers(patches, bounds)[1]:
+        source.read(_inside(patches.shape, patches.reads(layer)))
+
+
+def _layers(patches: Patches, bounds: Bounds) -> tuple[list[range], list[tuple[range, ...]]]:
+    """The numbers of the patches that reach into a chunk, all and by place along the first axis."""
+    numbers = [patches.reaching(axis, each) for axis, each in enumerate(bounds)]
+    return numbers, [(range(layer, layer + 1), *numbers[1:]) for layer in numbers[0]]
+
+
+def _taken(recipe: Recipe, sums: MovingSum, part: Bounds) -> Tensor:
+    """What is to be written of a part, whose rows are next.
+
+    Raises:
+        ModelError: of NaN and other numbers, none is the largest.
+    """
+    values = sums.take(part[0][1])
+    if not recipe.labels:
+        return values.cpu()
+    if (unknown := values.amax(0).isnan()).any():
+        voxel = [int(each) for each in unknown.nonzero()[0]]
+        place = tuple(low + each for (low, _), each in zip(part, voxel, strict=True))
+        raise ModelError(
+            f"the model returns NaN in voxel {place}, so that reduce='argmax' cannot say which "
+            "channel is the largest. Fill NaN in the input first, or have the model replace it in "
+            "its scores with torch.nan_to_num"
+        )
+    return values.argmax(0, keepdim=True).cpu()
 
 
 def mirrored(source: Source, shape: Sizes, wanted: Bounds) -> np.ndarray:
@@ -125,16 +151,21 @@ def mirrored(source: Source, shape: Sizes, wanted: Bounds) -> np.ndarray:
     Returns:
         Shape (channels, *sizes).
     """
-    inside = tuple(
-        (max(0, lower), min(size, upper))
-        for (lower, upper), size in zip(wanted, shape, strict=True)
-    )
+    inside = _inside(shape, wanted)
     beyond = [
         (there[0] - asked[0], asked[1] - there[1])
         for asked, there in zip(wanted, inside, strict=True)
     ]
     values = source.read(inside)
     return np.pad(values, [(0, 0), *beyond], mode="reflect") if np.any(beyond) else values
+
+
+def _inside(shape: Sizes, wanted: Bounds) -> Bounds:
+    """What of a part is inside of an array."""
+    return tuple(
+        (max(0, lower), min(size, upper))
+        for (lower, upper), size in zip(wanted, shape, strict=True)
+    )
 
 
 def _outputs(

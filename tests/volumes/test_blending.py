@@ -59,13 +59,15 @@ def test_a_patch_has_the_same_weights_whatever_the_interval(
     patches = Patches((100, 1), (20, 1), (overlap, 0), (0, 0))
     bounds = (lower, min(100, lower + length))
     numbers = patches.reaching(0, bounds)
-    everywhere = weights_within(patches, 0, (0, 100))
-    assert torch.equal(weights_within(patches, 0, bounds), everywhere[numbers.start : numbers.stop])
+    everywhere = weights_within(patches, 0, (0, 100), "cpu")[numbers.start : numbers.stop]
+    for found, wanted in zip(weights_within(patches, 0, bounds, "cpu"), everywhere, strict=True):
+        assert found[0] == wanted[0]
+        assert torch.equal(found[1], wanted[1])
 
 
 def test_a_moving_sum_gives_out_rows_once_and_forgets_them() -> None:
     sums = MovingSum(1, ((0, 6), (0, 2)), 4, "cpu")
-    ones = [torch.ones(3), torch.ones(2)]
+    ones = [(0, torch.ones(3)), (0, torch.ones(2))]
     sums.add(torch.full((1, 3, 2), 1.0), (0, 0), ones)
     sums.add(torch.full((1, 3, 2), 2.0), (1, 0), ones)
     assert sums.take(2)[0, :, 0].tolist() == [1.0, 3.0]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from volume_case import InMemory, middle, predict, sliding_window
 
+from sparkdl.errors import ModelError
 from sparkdl.volumes.chunk import Recipe, predict_chunk
 from sparkdl.volumes.grid import Patches, Sizes
 
@@ -38,6 +39,29 @@ def test_the_identity_gives_the_array_back(case: Any) -> None:
     array, patches, chunk, blocks = case
     found = predict(array, patches, chunk, blocks)
     assert np.abs(found - array).max() < 1e-5
+
+
+def test_what_has_no_weight_adds_nothing_even_if_it_is_infinite() -> None:
+    patches = Patches((448, 448), (256, 256), (64, 64), (0, 0))
+
+    def infinite_edges(given: np.ndarray) -> torch.Tensor:
+        found = torch.full(given.shape, -torch.inf)
+        found[..., 1:-1, 1:-1] = 1
+        return found
+
+    ones = np.ones((1, 448, 448), "float32")
+    found = predict(ones, patches, (448, 448), (64, 64), infinite_edges)[0]
+    assert np.abs(found[1:-1, 1:-1] - 1).max() < 1e-5
+    assert np.isinf(found[[0, -1]]).all()
+
+
+def test_an_argmax_of_nan_is_refused_with_the_voxel() -> None:
+    array = np.random.default_rng(0).normal(size=(2, 20, 20)).astype("float32")
+    patches = Patches((20, 20), (8, 8), (4, 4), (0, 0))
+    assert predict(array, patches, (8, 20), (4, 20), outputs=2, labels=True).max() == 1
+    array[1, 13, 5] = np.nan
+    with pytest.raises(ModelError, match=r"NaN in voxel \(13, 5\), so that reduce='argmax'"):
+        predict(array, patches, (8, 20), (4, 20), outputs=2, labels=True)
 
 
 def network() -> nn.Module:
