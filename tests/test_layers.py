@@ -63,8 +63,10 @@ ROOMS: dict[str, list[tuple[str, ...]]] = {
     ],
     "volumes": [
         ("run",),
-        ("network", "records"),
+        ("task",),
+        ("leases", "network", "records"),
         ("options", "store"),
+        ("numbers", "places"),
         ("chunk",),
         ("blend",),
         ("grid",),

@@ -27,8 +27,8 @@ from sparkdl.spark.session.required import jvm_named, require_session
 from sparkdl.user_code.exported import as_module
 
 if TYPE_CHECKING:
+    from sparkdl.volumes.places import Place
     from sparkdl.volumes.run import VolumeSummary
-    from sparkdl.volumes.store import Place
 
 
 class TorchModel(FittedModel, ChosenOutputs):
@@ -148,13 +148,14 @@ class TorchModel(FittedModel, ChosenOutputs):
         The array, (z, y, x) or (channels, z, y, x), is covered with overlapping patches. Each goes
         through the module as shape ``(1, channels, *patch)``, or several at once, and where they
         overlap their outputs are blended. What the chunks are makes no difference to the result.
-        Called again after a crash, it computes what is missing. Needs
+        Called again, it computes what is missing and what has changed in the input. Needs
         ``pip install 'sparkdl-torch[volumes]'`` on the driver and the executors.
 
         Args:
             source: a path that all hosts have, a URL (``s3://``, ``gs://``), or a specification of
                 tensorstore, of an array in Zarr 2 or 3, N5 or Neuroglancer's precomputed format.
-                Values are converted to the dtype of the module's example, and not scaled.
+                Values are converted to the dtype of the module's example, which must hold them,
+                and not scaled, unless the model has an ``imageScale``.
             target: likewise, of the output, (channels, z, y, x), float32; with ``reduce="argmax"``
                 (z, y, x), an unsigned integer. It must not exist, or be of such a call.
             patch: what the module takes at a time, in voxels by axis, without channels.
@@ -176,8 +177,10 @@ class TorchModel(FittedModel, ChosenOutputs):
         Raises:
             ConfigError: an argument does not fit, or the target is of another call; before any
                 task starts, as far as that can be.
-            DataError: an array cannot be read or written.
-            ModelError: the module fails on a patch, tried first in the driver.
+            DataError: an array cannot be read or written, or a number cannot be converted.
+            InUseError: another call is writing to the target.
+            ModelError: the module fails on a patch, tried first in the driver, or returns what
+                cannot be averaged.
             SetupError: tensorstore is not installed.
 
         Source: Wu et al. 2021, "Chunkflow", Nature Methods.

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from sparkdl.checkpoint.identity import describe
 from sparkdl.errors import ConfigError, ModelError
+from sparkdl.feed.conversion import first_lost, limits
 from sparkdl.outputs import OutputKey, described, pick
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import ColumnSpec
@@ -46,17 +47,18 @@ class Network:
         """What it returns for patches, shape (n, channels, *sizes), float32, on its device.
 
         Args:
-            patches: shape (n, channels, *patch), converted to the dtype that the model takes.
+            patches: shape (n, channels, *patch), converted to the dtype that the model takes,
+                which holds them.
 
         Raises:
-            ModelError: it fails, or returns something else.
+            ModelError: it fails, or returns something else, or what cannot be averaged.
         """
         # numpy has no bfloat16 of its own.
         own = torch.float32 if self.spec.dtype == torch.bfloat16 else self.spec.dtype
         values = patches.astype(torch.empty(0, dtype=own).numpy().dtype)
         given = torch.from_numpy(values).to(self.spec.dtype)
         ((_, returned),) = self.run.outputs([given], [self.spec])
-        found = pick(returned, self.key, len(given)).float()
+        found = _averageable(pick(returned, self.key, len(given)))
         if found.dim() == given.dim() - 1:
             found = found[:, None]
         if found.dim() != given.dim() or not found.shape[1]:
@@ -67,6 +69,30 @@ class Network:
         for axis, kept in enumerate(self.kept or (), 2):
             found = found.narrow(axis, (found.shape[axis] - kept) // 2, kept)
         return found
+
+
+def _averageable(found: Tensor) -> Tensor:
+    """The model's output in float32, in which patches are averaged.
+
+    Raises:
+        ModelError: it holds what has no mean, or more than float32 does.
+    """
+    if not found.is_floating_point():
+        dtype = str(found.dtype).removeprefix("torch.")
+        raise ModelError(
+            f"the model returns {dtype}, and patches are averaged where they overlap, but numbers "
+            "of classes, ids and truth values have no mean. Have it return the scores, one channel "
+            "for each class, before its argmax or comparison, and use reduce='argmax' or compare "
+            "the output with a threshold. If they are quantities, have it return them .float()"
+        )
+    if found.dtype == torch.float64:
+        lost = first_lost(values := found.detach().cpu().numpy(), torch.float32)
+        if lost is not None:
+            raise ModelError(
+                f"the model returns {values.flat[lost]} (float64), which float32, in which patches "
+                "are averaged, cannot hold. Have it return smaller numbers"
+            )
+    return found.float()
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch has no types for it
@@ -121,6 +147,14 @@ class PatchModel:
         prediction = self.predictor.prediction
         prediction = replace(prediction, batch_rows=max(1, min(prediction.batch_rows, patches)))
         return replace(self, predictor=replace(self.predictor, prediction=prediction))
+
+    @property
+    def taken(self) -> torch.dtype:
+        """The dtype that has to hold a voxel: the narrowest of those that it is converted to."""
+        own, chosen = self.spec.dtype, self.predictor.prediction.dtype
+        if chosen is None or not own.is_floating_point:
+            return own
+        return min(own, chosen, key=lambda each: limits(each)[1])
 
     def require_input(self, volume: Volume) -> None:
         """Check that the model takes patches of an array.

@@ -1,7 +1,9 @@
 """What an output is the output of, and which of its chunks are done; both are beside its blocks.
 
     .sparkdl/job.json          the model, the input, the sizes: whatever decides what is written
+    .sparkdl/input             the input's files, as they were when all that is marked was read
     .sparkdl/chunks/<number>   a chunk is done; written once its blocks are durable
+    .sparkdl/in-use.*          a call is running; see ``leases``
 
 tensorstore writes an object whole or not at all; whatever else stands there counts as nothing.
 """
@@ -11,19 +13,42 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.volumes.store import OPENING_S, Place, said, shown, specification, tensorstore
+from sparkdl.redaction import shown
+from sparkdl.volumes.places import (
+    DATA_S,
+    FOLDER,
+    Place,
+    answered,
+    root_of,
+    said,
+    specification,
+    tensorstore,
+)
 
 Job = Mapping[str, Any]
 """JSON: what decides the output, by the argument or thing that it comes from."""
 
-FOLDER = ".sparkdl/"
 METADATA = (".zarray", ".zgroup", "zarr.json", "attributes.json", "info")
 """What says that there is an array, or a group of arrays."""
 READ_AT_ONCE = 1000
 """Markers that are read at a time."""
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What is noted of a chunk that is done.
+
+    Attributes:
+        patches: that went through the network for it.
+        read: the digest of what was read for it.
+    """
+
+    patches: int
+    read: str
 
 
 class Records:
@@ -34,20 +59,12 @@ class Records:
     """
 
     def __init__(self, place: Place) -> None:
-        self._place, library = place, tensorstore()
-        with said("opened", place):
-            spec = specification(place)
-            store = library.Spec(spec).kvstore
-            if store.path and not store.path.endswith("/"):  # a URL, whose format is not known yet
-                store.path += "/"
-            self._root = library.KvStore.open(store).result(timeout=OPENING_S)
+        self._place, self._root = place, root_of(place)
         self._folder = self._root / FOLDER
-        self._metadata = (*METADATA, spec.get("metadata_key", METADATA[0]))
+        self._metadata = (*METADATA, specification(place).get("metadata_key", METADATA[0]))
 
     def claim(self, job: Job) -> Job:
-        """Find out whether the output may be of a job, before anything is written.
-
-        What is marked of an array that has been deleted since is forgotten.
+        """Find out whether the output may be of a job; nothing is written.
 
         Args:
             job: with a ``chunk`` of None if any will do.
@@ -60,16 +77,15 @@ class Records:
             DataError: the store cannot be read or written.
         """
         with said("read", self._place):
-            found = self._folder.read("job.json").result(timeout=OPENING_S)
-            there = [name for name in self._metadata if self._has(name)]
-        if not there:
+            found = answered(self._folder.read("job.json"))
+        there = self._array()
+        if there is None:
             if found.state != "value":
                 self._require_no_others()
-            self.forget()
             return job
         if found.state != "value":
             raise ConfigError(
-                f"{shown(self._place)} is there already ({there[0]}), and transform_volume has "
+                f"{shown(self._place)} is there already ({there}), and transform_volume has "
                 "not made it. Choose another place for the output, or delete it first"
             )
         known = _parsed(found.value)
@@ -92,44 +108,60 @@ class Records:
         return known
 
     def note(self, job: Job) -> None:
-        """Write what the output is to be of."""
-        with said("written", self._place):
-            text = json.dumps(job, indent=1, sort_keys=True)
-            self._folder.write("job.json", text.encode()).result(timeout=OPENING_S)
+        """Write what the output is to be of, and forget what is marked of an array that is gone."""
+        if self._array() is None:
+            self.forget()
+        self._write("job.json", json.dumps(job, indent=1, sort_keys=True))
 
     def forget(self) -> None:
         """Forget which chunks are done."""
         with said("written", self._place):
             markers = tensorstore().KvStore.KeyRange("chunks/", "chunks0")
-            self._folder.delete_range(markers).result()
+            answered(self._folder.delete_range(markers), DATA_S)
 
-    def done(self, job: Job) -> dict[int, int]:
-        """The patches that were computed for each chunk that is done, by its number."""
+    def has_seen(self, files: str | None) -> bool:
+        """Whether all that is marked was read from these files of the input."""
+        with said("read", self._place):
+            found = answered(self._folder.read("input"))
+        return files is not None and bytes(found.value) == files.encode()
+
+    def saw(self, files: str | None) -> None:
+        """Note that all that is marked was read from these files of the input."""
+        self._write("input", files or "")
+
+    def done(self, job: Job) -> dict[int, Marker]:
+        """What is noted of each chunk that is done, by its number."""
         digest, found = digest_of(job), {}
         with said("read", self._place):
-            names = self._folder.list().result()
+            names = answered(self._folder.list(), DATA_S)
             marked = [name for name in map(bytes.decode, names) if name.startswith("chunks/")]
             for start in range(0, len(marked), READ_AT_ONCE):
                 some = marked[start : start + READ_AT_ONCE]
                 reads = [self._folder.read(name) for name in some]
                 for name, read in zip(some, reads, strict=True):
-                    patches = _patches(read.result().value, digest, name)
-                    if patches is not None:
-                        found[int(name.removeprefix("chunks/"))] = patches
+                    marker = _marker(answered(read).value, digest, name)
+                    if marker is not None:
+                        found[int(name.removeprefix("chunks/"))] = marker
         return found
 
-    def mark(self, number: int, patches: int, digest: str) -> None:
+    def mark(self, number: int, marker: Marker, digest: str) -> None:
         """Note that a chunk is done, and durable.
 
         Args:
             number: of the chunk.
-            patches: that went through the network for it.
+            marker: what to note.
             digest: of the job.
         """
+        name = f"chunks/{number}"
+        self._write(name, json.dumps([digest, name, marker.patches, marker.read]))
+
+    def unmark(self, number: int) -> None:
+        """Forget that a chunk is done."""
+        self._write(f"chunks/{number}", "")
+
+    def _write(self, name: str, text: str) -> None:
         with said("written", self._place):
-            name = f"chunks/{number}"
-            text = json.dumps([digest, name, patches])
-            self._folder.write(name, text.encode()).result(timeout=OPENING_S)
+            answered(self._folder.write(name, text.encode()))
 
     def _require_no_others(self) -> None:
         """Check that nothing of others lies where nothing of ours does.
@@ -140,7 +172,7 @@ class Records:
             ConfigError: something does.
         """
         with said("read", self._place):
-            names = map(bytes.decode, self._root.list().result(timeout=OPENING_S))
+            names = map(bytes.decode, answered(self._root.list(), DATA_S))
             other = min((name for name in names if not name.startswith(".")), default=None)
         if other is not None:
             raise ConfigError(
@@ -149,9 +181,13 @@ class Records:
                 "nothing is yet"
             )
 
-    def _has(self, name: str) -> bool:
-        found = self._root.read(name).result(timeout=OPENING_S)
-        return bool(found.state == "value")
+    def _array(self) -> str | None:
+        """What says that there is an array, if there is one."""
+        with said("read", self._place):
+            for name in self._metadata:
+                if answered(self._root.read(name)).state == "value":
+                    return str(name)
+        return None
 
 
 def digest_of(job: Job) -> str:
@@ -174,9 +210,9 @@ def _is_job(known: Any, axes: int) -> TypeGuard[Job]:
     return False
 
 
-def _patches(text: bytes, digest: str, name: str) -> int | None:
-    """The patches that a marker tells; None if it is not whole, or of another job."""
+def _marker(text: bytes, digest: str, name: str) -> Marker | None:
+    """What a marker tells; None if it is not whole, or of another job."""
     match _parsed(text):
-        case [str() as job, str() as chunk, int() as patches] if (job, chunk) == (digest, name):
-            return patches
+        case [job, chunk, int() as patches, str() as read] if (job, chunk) == (digest, name):
+            return Marker(patches, read)
     return None

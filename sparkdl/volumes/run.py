@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import pyarrow as pa
-from pyspark import Accumulator
 from pyspark.sql import SparkSession
 from torch import nn
 from tqdm.auto import tqdm
 
-from sparkdl.errors import ConfigError
-from sparkdl.process.allocator import share_freed_memory
+from sparkdl.errors import ConfigError, DataError
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.cluster.slots import most_slots
 from sparkdl.spark.inference.failures import told_in_driver
 from sparkdl.spark.launch.environments import checked
 from sparkdl.user_code.tracebacks import message_of
-from sparkdl.volumes.chunk import Recipe, mirrored, predict_chunk
+from sparkdl.volumes.chunk import Recipe, mirrored
 from sparkdl.volumes.grid import (
     Chunks,
     Patches,
@@ -36,10 +32,14 @@ from sparkdl.volumes.grid import (
     default_blocks,
     require_chunk,
 )
-from sparkdl.volumes.network import Network, PatchModel, identity_of
+from sparkdl.volumes.leases import alone
+from sparkdl.volumes.network import PatchModel, identity_of
+from sparkdl.volumes.numbers import Reading
 from sparkdl.volumes.options import VolumeOptions
-from sparkdl.volumes.records import Records, digest_of
-from sparkdl.volumes.store import Place, Volume, created, require_apart
+from sparkdl.volumes.places import Place
+from sparkdl.volumes.records import Marker, Records, digest_of
+from sparkdl.volumes.store import Volume, created, require_apart
+from sparkdl.volumes.task import ChunkTask
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +53,10 @@ MOST_TASKS = 50_000
 """If there are more chunks, a task computes several."""
 MOST_SLOTS = 1000
 """More are not counted on, where executors come on demand."""
+COLUMNS = "chunk bigint, patches bigint, computed boolean"
+"""Of the Spark job's rows."""
 LOOK_S = 0.2
 """Seconds between two looks at how many chunks are done."""
-
-_SCHEMA = pa.schema([("chunk", pa.int64()), ("patches", pa.int64())])
 
 
 @dataclass(frozen=True)
@@ -87,57 +87,6 @@ class VolumeSummary:
         return self.voxels / self.seconds if self.voxels else 0.0
 
 
-@dataclass(frozen=True)
-class ChunkTask:
-    """Computes chunks in a Spark task; sent to the executors.
-
-    Attributes:
-        model: which predicts the patches.
-        recipe: how chunks are predicted.
-        chunk: the size of a chunk.
-        source: what to open and read.
-        target: what to open and write.
-        digest: of the job, for the markers.
-        numbers: of the chunks to compute.
-        done: counts them.
-    """
-
-    model: PatchModel
-    recipe: Recipe
-    chunk: Sizes
-    source: dict[str, Any]
-    target: dict[str, Any]
-    digest: str
-    numbers: Sequence[int]
-    done: Accumulator[int]
-
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Called by Spark; yields a row for each chunk.
-
-        Raises:
-            DataError: an array cannot be read or written.
-            ModelError: the network fails.
-        """
-        share_freed_memory()  # before tensorstore starts its threads
-        axes = len(self.chunk)
-        source, target = Volume.opened(self.source, axes), Volume.opened(self.target, axes)
-        records, chunks = Records(self.target), Chunks(source.shape, self.chunk)
-        model, kept = self.model, self.recipe.patches.kept
-        with model.predictor.running() as run:
-            network = Network(run, model.spec, model.key, kept)
-            for batch in batches:
-                for place in batch.column(0).to_pylist():
-                    number = self.numbers[place]
-                    patches = predict_chunk(
-                        self.recipe, chunks[number], source, target, network, run.device
-                    )
-                    records.mark(number, patches, self.digest)
-                    self.done.add(1)
-                    yield pa.RecordBatch.from_arrays(
-                        [pa.array([number]), pa.array([patches])], schema=_SCHEMA
-                    )
-
-
 def transform_volume(
     spark: SparkSession,
     module: nn.Module,
@@ -164,7 +113,7 @@ def transform_volume(
     model = model.at_once(VOXELS_AT_ONCE // math.prod(options.patch))
     middle = [max(0, (n - p) // 2) for n, p in zip(read.shape, options.patch, strict=True)]
     wanted = tuple((low, low + p) for low, p in zip(middle, options.patch, strict=True))
-    sample = mirrored(read, read.shape, wanted)
+    sample = mirrored(Reading(read, read.url, model.taken), read.shape, wanted)
     outputs, cut, network_bytes = model.try_patch(module, sample)
     crop = options.crop or cut
     if any(asked < least for asked, least in zip(crop, cut, strict=True)):
@@ -187,7 +136,6 @@ def transform_volume(
             "precision": str(model.predictor.prediction.dtype),
             "patches at once": batch,
             "input": read.identity,
-            "middle of the input": hashlib.sha256(sample.tobytes()).hexdigest()[:16],
             "patch": list(options.patch),
             "overlap": list(options.overlap),
             "crop": list(crop),
@@ -203,23 +151,37 @@ def transform_volume(
     require_apart(read, trial)
     chunk = known or _chosen(spark, patches, trial.blocks, read, outputs, network_bytes)
     require_chunk(chunk, trial.blocks, patches)
-    job = {**job, "chunk": list(chunk)}
-    records.note(job)
-    write, done = making(), records.done(job)
-    if any(done.values()) and write.holds_nothing:  # its blocks have been deleted
-        records.forget()
-        done = {}
-    task = ChunkTask(
-        model,
-        Recipe(patches, write.blocks, outputs, batch, options.labels, options.skip_zeros),
-        chunk,
-        read.specification,
-        write.specification,
-        digest_of(job),
-        (),
-        spark.sparkContext.accumulator(0),
-    )
-    return _computed(spark, task, done, progress)
+    with alone(target, spark.sparkContext.applicationId) as lease:
+        job = records.claim({**job, "chunk": list(chunk)})
+        records.note(job)
+        write, done, files = making(), records.done(job), read.files
+        if any(each.patches for each in done.values()) and write.holds_nothing:
+            records.forget()  # its blocks have been deleted
+            done = {}
+        same = records.has_seen(files)
+        if not done:
+            records.saw(files)
+        task = ChunkTask(
+            model,
+            Recipe(patches, write.blocks, outputs, batch, options.labels, options.skip_zeros),
+            chunk,
+            read.specification,
+            write.specification,
+            digest_of(job),
+            (),
+            {} if same else done,
+            spark.sparkContext.accumulator(0),
+        )
+        summary = _computed(spark, task, done, progress)
+        lease.check()
+        if read.files != files:
+            raise DataError(
+                f"the input, {read.url}, was written to while it was predicted, so that the output "
+                "may be of both. Call this again once nobody writes to it: what has changed is "
+                "computed again"
+            )
+        records.saw(files)
+        return summary
 
 
 def _chosen(
@@ -266,14 +228,14 @@ def worker_bytes(spark: SparkSession) -> int | None:
 
 
 def _computed(
-    spark: SparkSession, task: ChunkTask, done: dict[int, int], progress: bool
+    spark: SparkSession, task: ChunkTask, done: dict[int, Marker], progress: bool
 ) -> VolumeSummary:
-    """Compute what is missing by a Spark job.
+    """Compute what is missing, or was read from an input that has changed, by a Spark job.
 
     Args:
         spark: the session.
         task: with any numbers.
-        done: the patches of each chunk that is done, by number.
+        done: what is noted of each chunk that is done, by number.
         progress: whether to show a bar.
 
     Raises:
@@ -281,15 +243,19 @@ def _computed(
         ModelError: the network fails.
     """
     chunks = Chunks(task.recipe.patches.shape, task.chunk)
-    missing = [number for number in range(len(chunks)) if number not in done]
-    logger.info("%d of %d chunks of %s are missing", len(missing), len(chunks), task.chunk)
+    numbers = [n for n in range(len(chunks)) if n not in done or n in task.known]
+    logger.info(
+        "of %d chunks of %s, %d are missing, and the input of %d others is compared",
+        *(len(chunks), task.chunk, len(chunks) - len(done), len(task.known)),
+    )
     began, found = time.perf_counter(), dict[int, int]()
-    if missing:
-        found = _run(spark, replace(task, numbers=missing), len(done), progress)
+    if numbers:
+        found = _run(spark, replace(task, numbers=numbers), len(chunks) - len(numbers), progress)
+    before = {number: marker.patches for number, marker in done.items()}
     return VolumeSummary(
         chunks=len(chunks),
         computed=len(found),
-        skipped=sum(not patches for patches in {**done, **found}.values()),
+        skipped=sum(not patches for patches in {**before, **found}.values()),
         patches=sum(found.values()),
         chunk=task.chunk,
         voxels=sum(math.prod(upper - lower for lower, upper in chunks[n]) for n in found),
@@ -298,14 +264,14 @@ def _computed(
 
 
 def _run(spark: SparkSession, task: ChunkTask, before: int, progress: bool) -> dict[int, int]:
-    """The patches of each chunk that a Spark job computes, by number."""
+    """The patches of each chunk that a Spark job has computed, by number."""
     count = len(task.numbers)
     rows = spark.range(0, count, 1, min(count, MOST_TASKS))
     results: list[Any] = []
     failures: list[Exception] = []
 
     def body() -> None:
-        results.extend(rows.mapInArrow(checked(task), "chunk bigint, patches bigint").collect())
+        results.extend(rows.mapInArrow(checked(task), COLUMNS).collect())
 
     jobs = RunJobs(spark.sparkContext, f"predicts {count} chunks of a volume")
     with _bar(before, before + count, progress) as show:
@@ -319,7 +285,7 @@ def _run(spark: SparkSession, task: ChunkTask, before: int, progress: bool) -> d
             with told_in_driver():
                 raise failure
         show(before + count)
-    return {row.chunk: row.patches for row in results}
+    return {row.chunk: row.patches for row in results if row.computed}
 
 
 @contextlib.contextmanager

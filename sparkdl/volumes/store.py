@@ -7,27 +7,23 @@ round, so that everybody here sees (channels, z, y, x), from position 0.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import re
-import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from sparkdl.errors import ConfigError, DataError, SetupError, SparkDLError
-from sparkdl.redaction import without_credentials
+from sparkdl.errors import ConfigError
+from sparkdl.redaction import shown, without_credentials
 from sparkdl.volumes.grid import Bounds, Sizes
+from sparkdl.volumes.numbers import require_held
+from sparkdl.volumes.places import DATA_S, Place, answered, said, specification, tensorstore
 
-Place = str | os.PathLike[str] | Mapping[str, Any]
-"""A path, a URL as tensorstore takes it, or its JSON specification."""
-
-OPENING_S = 120.0
-"""How long to wait for a store until an array is opened."""
 LABELS = {"uint8": 2**8, "uint16": 2**16, "uint32": 2**32, "uint64": 2**64}
 """The dtypes of labels, with how many they tell apart."""
 VALUES = ("float16", "bfloat16", "float32", "float64")
@@ -42,65 +38,6 @@ _COMPRESSED = [
     {"name": "bytes", "configuration": {"endian": "little"}},
     {"name": "zstd", "configuration": {"level": 1}},
 ]
-
-
-def tensorstore() -> Any:
-    """The package.
-
-    Raises:
-        SetupError: it is not installed.
-    """
-    try:
-        import tensorstore
-    except ImportError as error:
-        raise SetupError(
-            "transform_volume reads and writes arrays by tensorstore, which is not installed here: "
-            "pip install 'sparkdl-torch[volumes]', on the driver and on all executors"
-        ) from error
-    return tensorstore
-
-
-@contextmanager
-def said(what: str, place: Place) -> Iterator[None]:
-    """Say in words what tensorstore could not do.
-
-    Raises:
-        DataError: it could not.
-    """
-    try:
-        yield
-    except (ValueError, OSError, TimeoutError, NotImplementedError, OverflowError) as error:
-        if isinstance(error, SparkDLError):
-            raise
-        told = re.split(r" \[(?:tensorstore_spec|source locations)=", str(error))[0]
-        told = without_credentials(told) or f"no answer in {OPENING_S:.0f} s"
-        raise DataError(
-            f"{shown(place)} cannot be {what} (on {socket.gethostname()}): {told}"
-        ) from error
-
-
-def shown(place: Place) -> str:
-    """Where an array is, for messages."""
-    if isinstance(place, Mapping):
-        return without_credentials(json.dumps(dict(place), default=str))
-    return without_credentials(os.fspath(place))
-
-
-def specification(place: Place) -> dict[str, Any]:
-    """What tensorstore opens.
-
-    Raises:
-        DataError: it cannot be understood.
-    """
-    if isinstance(place, Mapping):
-        return dict(place)
-    path = re.sub("^s3[an]://", "s3://", os.fspath(place))
-    if "://" not in path:
-        path = os.path.join(os.path.abspath(path), "")
-        return {"driver": "auto", "kvstore": {"driver": "file", "path": path}}
-    with said("understood", place):
-        found: dict[str, Any] = tensorstore().Spec(path).to_json()
-    return found
 
 
 class Volume:
@@ -154,7 +91,7 @@ class Volume:
         """
         spec, library = specification(place), tensorstore()
         with said("created" if options.get("create") else "opened", place):
-            opened = library.open(spec, **options).result(timeout=OPENING_S)
+            opened = answered(library.open(spec, **options))
             return cls(opened, axes)
 
     @property
@@ -190,12 +127,24 @@ class Volume:
         return {name: store[name] for name in _STORES if name in store}, path
 
     @property
+    def files(self) -> str | None:
+        """A digest of the files that it is in: their names, sizes and times.
+
+        None if it is in no local files, or a link among them leads elsewhere.
+        """
+        (store, path), digest = self.location, hashlib.sha256()
+        if store["driver"] != "file":
+            return None
+        with said("read", self.url):
+            return digest.hexdigest() if _add_files(path, digest) else None
+
+    @property
     def holds_nothing(self) -> bool:
         """Whether not a single block is stored; false where that cannot be known."""
         if self.driver == "neuroglancer_precomputed":  # tensorstore 0.1.86 looks for other names
             return False
         with said("read", self.url):
-            found = self._opened.storage_statistics(query_not_stored=True).result()
+            found = answered(self._opened.storage_statistics(query_not_stored=True), DATA_S)
         return bool(found.not_stored)
 
     @property
@@ -239,7 +188,7 @@ class Volume:
         cuts = [first, *range(first + depth - (first - origin) % depth, stop, depth), stop]
         with said("read", self.url):
             for lower, upper in pairwise(cuts):
-                part = self._part(((lower, upper), *bounds[1:])).read().result()
+                part = answered(self._part(((lower, upper), *bounds[1:])).read(), DATA_S)
                 values[:, lower - first : upper - first] = part
         return values
 
@@ -247,17 +196,43 @@ class Volume:
         """Write, shape (channels, *sizes); the values are durable when it returns.
 
         Raises:
-            DataError: it cannot be written.
+            DataError: it cannot be written, or its dtype cannot hold a value.
         """
-        array = (values if self.channels else values[0]).numpy().astype(self.dtype, copy=False)
+        computed = values.numpy()
+        require_held(
+            computed,
+            getattr(torch, self.dtype.name),
+            bounds,
+            f"what is to be written to {self.url}",
+            "Choose a wider dtype in the output's specification, or have the model scale it",
+        )
+        array = (computed if self.channels else computed[0]).astype(self.dtype, copy=False)
         with said("written", self.url):
             # Not by reference: tensorstore 0.1.86 then takes some blocks for ones of fill values.
-            self._part(bounds).write(array).result()
+            answered(self._part(bounds).write(array), DATA_S)
 
     def _part(self, bounds: Bounds) -> Any:
         place = tuple(slice(*each) for each in bounds)
         part = self._view[(slice(None), *place) if self.channels else place]
         return part[tensorstore().d[:].translate_to[0]]
+
+
+def _add_files(folder: str, digest: Any) -> bool:
+    """Add the files in a folder to a digest; returns whether there are some, and no links."""
+    with os.scandir(folder) as found:
+        entries = sorted(found, key=lambda entry: entry.name)
+    for entry in entries:
+        if entry.is_symlink():
+            return False
+        if entry.is_dir():
+            digest.update(f"{entry.name}/".encode(errors="surrogateescape"))
+            if not _add_files(entry.path, digest):
+                return False
+            continue
+        status = entry.stat()
+        told = (entry.name, status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+        digest.update(repr(told).encode())
+    return True
 
 
 def created(

@@ -41,6 +41,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
+    def do_DELETE(self) -> None:
+        self.objects.pop(self._key(), None)
+        self._answer(204, b"")
+
     def _key(self) -> str:
         return unquote(urlsplit(self.path).path).removeprefix(_BUCKET)
 

@@ -22,11 +22,19 @@ from torch import Tensor, nn
 from volume_case import sliding_window
 from volume_models import Edges, Fails, Named, Shape
 
-import sparkdl.volumes.store
 from sparkdl import TorchModel
-from sparkdl.errors import ConfigError, DataError, ModelError, SetupError, SparkDLError
+from sparkdl.durable import lease
+from sparkdl.errors import (
+    ConfigError,
+    DataError,
+    InUseError,
+    ModelError,
+    SetupError,
+    SparkDLError,
+)
 from sparkdl.volumes import run
 from sparkdl.volumes.grid import Patches
+from sparkdl.volumes.leases import alone
 
 SHAPE = (20, 24, 28)
 SIZES = {"patch": (6, 8, 8), "overlap": (2, 4, 4)}
@@ -155,11 +163,56 @@ def test_another_job_for_the_same_output_is_refused(tmp_path: Path, source: str)
     ]:
         with pytest.raises(ConfigError, match=text):
             model.transform_volume(source, target, **{**SIZES, **change})
-    changed = image()
-    changed[10, 12, 14] += 1
-    zarr.open_array(source, mode="r+")[:] = changed
-    with pytest.raises(ConfigError, match="middle of the input was"):
-        model.transform_volume(source, target, **SIZES)
+
+
+@pytest.mark.usefixtures("spark")
+def test_chunks_whose_input_has_changed_are_computed_again(tmp_path: Path, source: str) -> None:
+    module, target = Edges(), tmp_path / "out.zarr"
+    model, changed = model_of(module), image()
+    model.transform_volume(source, target, chunk=CHUNK, **SIZES)
+    for change, missing, computed in (
+        ([(0, 0, 0), (19, 23, 27)], [2], 4),  # between a crash and the next call
+        ([(10, 12, 14)], [], 2),  # which patches of two chunks read
+        ([], [], 0),  # the files are other ones, with the same numbers
+    ):
+        for voxel in change:
+            changed[voxel] += 1
+        zarr.open_array(source, mode="r+")[:] = changed
+        for number in missing:
+            (target / f".sparkdl/chunks/{number}").unlink()
+        again = model.transform_volume(source, target, **SIZES)
+        assert (again.computed, again.chunks) == (computed, 6)
+        assert np.abs(read(target) - expected(changed[None], module)).max() < 1e-3
+
+
+@pytest.mark.usefixtures("spark")
+def test_an_input_that_changes_during_the_call_is_told(
+    tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = run._computed
+
+    def and_change(*args: Any) -> Any:
+        done = compute(*args)
+        zarr.open_array(source, mode="r+")[0, 0, 0] = 0
+        return done
+
+    model, target = model_of(Edges()), tmp_path / "out.zarr"
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "_computed", and_change)
+        with pytest.raises(DataError, match="was written to while"):
+            model.transform_volume(source, target, chunk=CHUNK, **SIZES)
+    assert model.transform_volume(source, target, **SIZES).computed == 1
+
+
+@pytest.mark.usefixtures("spark")
+def test_an_output_that_another_call_is_writing_is_refused(
+    tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "GRACE_S", 0.0)
+    target, model = tmp_path / "out.zarr", model_of(Edges())
+    with alone(target, "another"), pytest.raises(InUseError, match=r"written by .*\(another\)"):
+        model.transform_volume(source, target, chunk=CHUNK, **SIZES)
+    model.transform_volume(source, target, chunk=CHUNK, **SIZES)
 
 
 @pytest.mark.usefixtures("spark")
@@ -222,6 +275,11 @@ def test_what_the_model_raises_on_an_executor_is_told_and_the_rest_need_not_be_d
         (lambda patch: patch.mean((2, 3, 4)), "with as many axes"),
         (lambda patch: patch[:, :0], "with as many axes"),
         (lambda patch: patch / 0 if patch.shape[0] > 1 else [][0], "list index out of range"),
+        (lambda patch: patch.argmax(1, keepdim=True), r"returns int64, .* reduce='argmax'"),
+        (lambda patch: patch > 0, "returns bool, .* have no mean"),
+        (lambda patch: patch.byte(), "returns uint8, .* have no mean"),
+        (lambda patch: patch.to(torch.complex64), "returns complex64"),
+        (lambda patch: patch.double() + 1e39, r"returns 1e\+39 \(float64\), which float32"),
     ],
 )
 def test_a_model_whose_output_is_no_part_of_the_array_is_refused_before_any_task(
@@ -416,5 +474,4 @@ def test_nothing_is_left_in_the_output_but_the_array_and_its_records(
     record = json.loads((target / ".sparkdl/job.json").read_text())
     assert record["chunk"] == [*CHUNK]
     assert record["model"].startswith("Edges ")
-    assert os.listdir(target / ".sparkdl") == ["chunks", "job.json"]
-    assert sparkdl.volumes.store.shown(target) == str(target)
+    assert sorted(os.listdir(target / ".sparkdl")) == ["chunks", "input", "job.json"]

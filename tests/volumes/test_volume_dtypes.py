@@ -16,10 +16,12 @@ from test_volume_stores import stored
 from torch import Tensor
 from volume_models import Edges
 
+from sparkdl.errors import DataError
 from sparkdl.protocols import ColumnSpec
 from sparkdl.volumes.chunk import Recipe, predict_chunk
 from sparkdl.volumes.grid import Chunks, Patches
 from sparkdl.volumes.network import Network
+from sparkdl.volumes.numbers import Reading
 from sparkdl.volumes.store import Volume, created
 
 BFLOAT16 = bfloat16.numpy_dtype
@@ -40,15 +42,19 @@ def of_all_sizes(dtype: Any) -> np.ndarray:
     return found
 
 
-def predicted(path: Path, array: np.ndarray, driver: str, spec: ColumnSpec) -> np.ndarray:
+def predicted(
+    path: Path, array: np.ndarray, driver: str, spec: ColumnSpec, output: str = "float32"
+) -> np.ndarray:
     """What comes of an array, as numpy reads it, by a module that returns what it is given."""
-    source = Volume.opened(stored(path / "in", array, driver), 3)
-    target = created(path / "out.zarr", source, 2, labels=False, blocks=(5, 6, 7))
+    volume = Volume.opened(stored(path / "in", array, driver), 3)
+    source = Reading(volume, volume.url, spec.dtype)
+    place = {"driver": "zarr3", "kvstore": f"file://{path}/out.zarr", "dtype": output}
+    target = created(place, volume, 2, labels=False, blocks=(5, 6, 7))
     taken: list[Tensor] = []
 
     def outputs(given: list[Tensor], _: Any) -> list[tuple[int, Tensor]]:
         taken.extend(given)
-        return [(0, given[0])]
+        return [(0, given[0] if given[0].is_floating_point() else given[0].float())]
 
     run: Any = SimpleNamespace(outputs=outputs)
     recipe = Recipe(PATCHES, target.blocks, 2, 4, labels=False, skip_zeros=True)
@@ -85,6 +91,42 @@ def test_a_module_is_given_the_dtype_of_its_example(tmp_path: Path, dtype: torch
     array = of_all_sizes("int8")
     found = predicted(tmp_path, array, "zarr3", ColumnSpec("x", dtype, (2,)))
     np.testing.assert_allclose(found, array, rtol=1e-5)  # which each of them holds exactly
+
+
+@every(
+    ("dtype", "value", "into", "output"),
+    [
+        ("uint16", 850, torch.uint8, "float32"),
+        ("int16", -24, torch.uint8, "float32"),
+        ("uint32", 2**31, torch.int32, "float32"),
+        ("uint64", 2**63, torch.int64, "float32"),
+        ("float32", 2.5, torch.uint8, "float32"),
+        ("float32", np.nan, torch.int32, "float32"),
+        ("float32", np.inf, torch.int32, "float32"),
+        ("float32", 65526.0, torch.float16, "float32"),
+        ("float64", 1e39, torch.float32, "float32"),
+        ("uint8", 2, torch.bool, "float32"),
+        ("float32", 100000.0, torch.float32, "float16"),
+    ],
+)
+def test_a_number_that_a_dtype_cannot_hold_is_named_with_its_place(
+    tmp_path: Path, dtype: str, value: Any, into: torch.dtype, output: str
+) -> None:
+    array = np.ones((2, *SHAPE), dtype)
+    spec = ColumnSpec("x", into, (2,))
+    np.testing.assert_allclose(predicted(tmp_path / "held", array, "zarr", spec), array, rtol=1e-5)
+    array[1, 6:, 4, 5] = value
+    narrow = output if output == "float16" else str(into).removeprefix("torch.")
+    place = r"voxel \(6, 4, 5\) of channel 1"
+    text = rf"holds {str(value).partition('e')[0]}.* \({dtype}\) in {place}, which {narrow} cannot"
+    with pytest.raises(DataError, match=text):
+        predicted(tmp_path, array, "zarr", spec, output)
+
+
+def test_an_infinite_number_stays_one(tmp_path: Path) -> None:
+    array = np.full((2, *SHAPE), np.inf, "float32")
+    found = predicted(tmp_path, array, "zarr", ColumnSpec("x", torch.float16, (2,)), "float16")
+    assert np.isinf(found).all()
 
 
 @pytest.mark.usefixtures("spark")

@@ -10,10 +10,11 @@ import pytest
 from every_row import every
 
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.volumes.records import Records, digest_of
+from sparkdl.volumes.records import Marker, Records, digest_of
 
 JOB: dict[str, Any] = {"model": "UNet 0f", "patch": [8, 8], "chunk": None}
 PLANNED = {**JOB, "chunk": [16, 16]}
+MARKER = Marker(7, "0f")
 
 
 def marked(path: Path, *numbers: int) -> Records:
@@ -22,7 +23,7 @@ def marked(path: Path, *numbers: int) -> Records:
     records.note(PLANNED)
     (path / "zarr.json").write_text("{}")
     for number in numbers:
-        records.mark(number, 7, digest_of(PLANNED))
+        records.mark(number, MARKER, digest_of(PLANNED))
     return records
 
 
@@ -114,16 +115,19 @@ def test_what_was_marked_of_an_array_that_has_been_deleted_is_forgotten(
     marked(tmp_path, 0, 5)
     records = Records(place.format(tmp_path))
     assert records.claim(PLANNED) == PLANNED
-    assert records.done(PLANNED) == {0: 7, 5: 7}
+    assert records.done(PLANNED) == {0: MARKER, 5: MARKER}
     (tmp_path / "zarr.json").unlink()
     another = {**JOB, "model": "UNet 1e"}
     assert records.claim(another) == another
+    records.note(another)
     assert records.done(PLANNED) == {}
 
 
 def test_chunks_are_done_once_they_are_marked(tmp_path: Path) -> None:
     records = marked(tmp_path / "out", 0, 5, 1234)
-    assert records.done(PLANNED) == {0: 7, 5: 7, 1234: 7}
+    assert records.done(PLANNED) == dict.fromkeys((0, 5, 1234), MARKER)
+    records.unmark(5)
+    assert records.done(PLANNED) == dict.fromkeys((0, 1234), MARKER)
     assert Records(tmp_path / "out").done({**PLANNED, "chunk": [8, 8]}) == {}
 
 
@@ -139,7 +143,7 @@ def test_a_torn_marker_never_counts(tmp_path: Path) -> None:
         marker.write_bytes(octets)
         assert records.done(PLANNED) == {}, octets
     marker.write_bytes(whole)
-    assert records.done(PLANNED) == {3: 7}
+    assert records.done(PLANNED) == {3: MARKER}
 
 
 def test_a_marker_of_another_chunk_or_under_another_name_never_counts(tmp_path: Path) -> None:
@@ -149,7 +153,7 @@ def test_a_marker_of_another_chunk_or_under_another_name_never_counts(tmp_path: 
     (folder / "4").write_bytes(whole)
     (folder / "five").write_bytes(whole)
     (folder / "3.part").write_bytes(whole)
-    assert records.done(PLANNED) == {3: 7}
+    assert records.done(PLANNED) == {3: MARKER}
 
 
 def test_a_damaged_record_is_an_error_in_words(tmp_path: Path) -> None:

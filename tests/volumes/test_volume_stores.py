@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkdl.errors import ConfigError, DataError, SparkDLError
-from sparkdl.volumes.store import Volume, created, require_apart, specification
+from sparkdl.volumes.places import answered, said, specification
+from sparkdl.volumes.store import Volume, created, require_apart
 
 SHAPE = (10, 12, 14)
 FORMATS = ("zarr", "zarr3", "n5", "neuroglancer_precomputed")
@@ -341,3 +342,20 @@ def test_urls_of_stores_and_paths_of_files_are_understood(
     given: str, understood: dict[str, str]
 ) -> None:
     assert specification(given)["kvstore"] == understood
+
+
+def test_a_store_that_does_not_answer_is_told_with_the_seconds() -> None:
+    _, never = ts.Promise.new()
+    with (
+        pytest.raises(DataError, match=r"in\.zarr cannot be read .*has not answered in 0 s"),
+        said("read", "in.zarr"),
+    ):
+        answered(never, 0.01)
+
+
+def test_headers_and_keys_of_a_store_are_not_told() -> None:
+    store = {"driver": "http", "base_url": "http://127.0.0.1", "path": "in/"}
+    store |= {"headers": ["Authorization: Bearer hush"], "secret_key": "hush"}
+    with pytest.raises(DataError, match=r"127\.0\.0\.1.* cannot be opened") as refused:
+        Volume.opened({"driver": "zarr", "kvstore": store}, 3)
+    assert "hush" not in str(refused.value)

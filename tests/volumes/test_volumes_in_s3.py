@@ -11,12 +11,16 @@ from s3_server import object_store
 from test_transform_volume import CHUNK, SIZES, expected, image, model_of
 from volume_models import Edges
 
-from sparkdl.errors import ConfigError, DataError
+from sparkdl.durable import lease
+from sparkdl.errors import ConfigError, DataError, InUseError
+from sparkdl.volumes.leases import alone
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("spark")
-def test_a_volume_in_s3_at_an_endpoint_is_predicted_and_what_is_done_is_not_done_again() -> None:
+def test_a_volume_in_s3_at_an_endpoint_is_predicted_and_what_is_done_is_not_done_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with object_store() as (endpoint, objects):
 
         def place(path: str) -> dict[str, Any]:
@@ -34,6 +38,10 @@ def test_a_volume_in_s3_at_an_endpoint_is_predicted_and_what_is_done_is_not_done
         del objects["out.zarr/.sparkdl/chunks/3"]
         again = model.transform_volume(source, target, **SIZES)
         assert (again.computed, again.chunk) == (1, CHUNK)
+        monkeypatch.setattr(lease, "RENEWED_EVERY_S", 0.5)
+        with alone(target, "another"), pytest.raises(InUseError, match=r"out\.zarr.*written by"):
+            model.transform_volume(source, target, **SIZES)
+        assert not [name for name in objects if "in-use" in name]
         found = tensorstore.open(target).result().read().result()
         assert np.abs(found - wanted).max() < 1e-3
         with pytest.raises(ConfigError, match=r"in\.zarr.*transform_volume has not made it"):
