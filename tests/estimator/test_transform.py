@@ -27,6 +27,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from subprocesses import printed_by
 from torch import Tensor, nn
+from torchmetrics import MeanSquaredError
 
 from sparkdl import TorchModel
 from sparkdl.errors import ConfigError, DataError
@@ -246,6 +247,18 @@ def test_arrays_of_another_length_are_refused_with_both_lengths(
     given = rows.withColumn("features", F.slice("features", 1, 3))
     with pytest.raises(Exception, match="arrays of 3 elements where every row must have 4"):
         classifier.transform(given).collect()
+
+
+def test_numbers_that_a_fit_would_refuse_are_refused_in_one_sentence(spark: SparkSession) -> None:
+    model = TorchModel.from_module(nn.Identity(), torch.zeros(1, 2, dtype=torch.uint8))
+    given = spark.createDataFrame([([1, 300], 0.0)], "features array<int>, label float")
+    told = r"'features' holds 300 \(int32\) in row 0 .* uint8, the dtype of its tensor, cannot hold"
+    for predicted in (model.transform(given), given.select(model.udf()("features"))):
+        with pytest.raises(Exception, match=told) as caught:
+            predicted.collect()
+        assert str(caught.value).count('File "') <= 2
+    with pytest.raises(DataError, match=f"^column {told}"):
+        model.evaluate(given, {"error": MeanSquaredError})
 
 
 @pytest.mark.slow

@@ -423,9 +423,9 @@ def test_a_worker_stopped_by_the_averager_returns_without_raising() -> None:
 def test_a_worker_that_comes_after_the_run_was_closed_says_so_at_once() -> None:
     with open_averager((), [], 1, make_job(mlp()).strategy.wire_format, deadline_s=60) as averager:
         address: ServiceAddress = averager.address
-    started = time.monotonic()
+    started, threads = time.monotonic(), torch.get_num_threads()
+    place = Placement(rank=0, directory=Path("/tmp"), threads=threads + 1)
     with pytest.raises(DisconnectedError, match=r"rank 0 cannot reach the averager at tcp://"):
-        train(
-            make_job(mlp(), deadline_s=60), Placement(rank=0, directory=Path("/tmp")), address, []
-        )
+        train(make_job(mlp(), deadline_s=60), place, address, [])
     assert time.monotonic() - started < 30
+    assert torch.get_num_threads() == threads

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 from typing import Any, get_type_hints
 
@@ -13,7 +14,7 @@ import torch
 from pyspark import cloudpickle as spark_cloudpickle
 from pyspark.serializers import CloudPickleSerializer
 
-from sparkdl.errors import SetupError
+from sparkdl.errors import SetupError, SparkDLError
 from sparkdl.spark.launch import bootstrap
 from sparkdl.version import __version__
 
@@ -75,12 +76,22 @@ class _Held:
     function: Callable[[Iterator[Any]], Iterator[Any]]
 
     def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
-        return self.function(batches)
+        return _told_shortly(self.function, batches)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Within Spark's own pickling, which notes the broadcast variables of both.
-        octets = CloudPickleSerializer().dumps(self.function)  # type: ignore[no-untyped-call]
+        function = partial(_told_shortly, self.function)
+        octets = CloudPickleSerializer().dumps(function)  # type: ignore[no-untyped-call]
         return bootstrap.opened, (octets, sparkdl_version() | torch_version())
+
+
+def _told_shortly(
+    function: Callable[[Iterator[Any]], Iterator[Any]], batches: Iterator[Any]
+) -> Iterator[Any]:
+    try:
+        yield from function(batches)
+    except SparkDLError as error:  # its text says all; Spark would show our frames above it
+        raise error.with_traceback(None) from None
 
 
 def setup_error(text: str, host: Callable[[], str | None] = lambda: None) -> SetupError | None:
