@@ -89,6 +89,12 @@ MODELS: list[tuple[Any, dict[str, Any], list[str]]] = [
     # Two rows of two outputs would broadcast against two targets, with no more than a warning.
     (nn.Linear(4, 2), {"loss": nn.MSELoss()}, ["outputs float32 (2, 2) and targets float32 (2,)"]),
     (nn.Linear(4, 3), {"loss": nn.MSELoss()}, ["outputs float32 (2, 3) and targets float32 (2,)"]),
+    # The labels go up to 2; it is not they that are wrong.
+    (
+        nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (2, 3))),
+        {"loss": nn.CrossEntropyLoss()},
+        ["The model returns shape (2, 3) for each row", "(rows, classes)"],
+    ),
 ]
 
 

@@ -279,16 +279,20 @@ def _loss(replica: Replica, outputs: Any, batch: Batch, labels: Sequence[ColumnS
     except ModelError:
         raise
     except Exception as error:  # the user's loss may raise anything
-        several = not isinstance(outputs, Tensor)
-        advice = (
-            ". The loss is given all that the model returns; to use one output of several, give a "
-            "function, for example loss=lambda outputs, targets: mse_loss(outputs[0], targets)"
-        )
-        fail(
-            f"the loss fails{mode} on {both} (label column '{labels[0].name}')",
-            error,
-            advice if several else "",
-        )
+        whose, advice = f" (label column '{labels[0].name}')", ""
+        if not isinstance(outputs, Tensor):
+            advice = (
+                ". The loss is given all that the model returns; to use one output of several, "
+                "give a function, for example loss=lambda outputs, targets: "
+                "mse_loss(outputs[0], targets)"
+            )
+        elif outputs.dim() > 2 and not labels[0].is_array:
+            whose = ""
+            advice = (
+                f". The model returns shape {tuple(outputs.shape[1:])} for each row, and the "
+                "label is one number: have forward return shape (rows,), or (rows, classes)"
+            )
+        fail(f"the loss fails{mode} on {both}{whose}", error, advice)
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ModelError(f"the loss of {both} must be a scalar tensor (the mean), not {shape}")
@@ -319,7 +323,7 @@ def _check_label_range(
     name, low, high = label.name, statistics.smallest, statistics.largest
     if low is None or high is None or label.is_array:
         return
-    if head.takes_class_index and isinstance(outputs, Tensor) and outputs.dim() >= 2:
+    if head.takes_class_index and isinstance(outputs, Tensor) and outputs.dim() == 2:
         classes = outputs.shape[1]
         if (low < 0 and low != ignored) or (high >= classes and high != ignored):
             raise DataError(
