@@ -159,24 +159,12 @@ def _python_of_executors(wanted: str | None) -> Iterator[None]:
     PySpark only looks into the environment when it makes a context, and else starts whatever
     ``python3`` is on their PATH.
     """
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    if wanted is None:
-        yield
-        return
-    before, os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_PYTHON"], wanted
+    before = os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ["PYSPARK_PYTHON"] = wanted or before
     try:
         yield
     finally:
         os.environ["PYSPARK_PYTHON"] = before
-    context = running_context()
-    if context is not None and context.pythonExec != wanted:
-        logger.warning(
-            "%s=%s has no effect: the session was there before, and its executors run %s. Stop it "
-            "first",
-            PYTHON,
-            wanted,
-            context.pythonExec,
-        )
 
 
 @contextmanager

@@ -16,12 +16,10 @@ from models import Net
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.classification import OneVsRest
 from pyspark.ml.evaluation import (
-    BinaryClassificationEvaluator,
     MulticlassClassificationEvaluator,
     RegressionEvaluator,
 )
 from pyspark.ml.feature import IndexToString, StringIndexer
-from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
@@ -283,21 +281,6 @@ def test_what_is_no_label_column_of_classes_is_refused(spark: SparkSession) -> N
         classifier.copy().setLabelCol("nowhere").fit(frame(spark))
     with pytest.raises(ConfigError, match="distinguishes 3 classes, but there are 2 labels"):
         classifier.fit(named(frame(spark)).where("label != 'cat'"))
-
-
-@pytest.mark.slow
-def test_cross_validator_chooses_the_better_learning_rate(spark: SparkSession) -> None:
-    rows = frame(spark, ROWS).withColumn("label", (F.col("features")[0] > 0).cast("double"))
-    classifier = TorchClassifier(model=network(2), epochs=3, **SETTINGS)
-    grid = ParamGridBuilder().addGrid(classifier.learningRate, [1e-9, 0.5]).build()
-    evaluator = BinaryClassificationEvaluator(metricName="areaUnderROC")
-    tuned = CrossValidator(
-        estimator=classifier, estimatorParamMaps=grid, evaluator=evaluator, numFolds=2, seed=1
-    ).fit(rows)
-    assert tuned.avgMetrics[1] > tuned.avgMetrics[0]
-    best, labels = tuned.bestModel, features_of(IDS)[:, 0] > 0
-    found = evaluator.evaluate(best.transform(rows))
-    assert found == pytest.approx(sk.roc_auc_score(labels, scores(best.module)[:, 1]), abs=1e-9)
 
 
 @pytest.mark.slow

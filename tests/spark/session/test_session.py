@@ -123,7 +123,7 @@ def test_the_driver_and_the_executors_compile_hot_code_later(spark: SparkSession
 
 
 @pytest.mark.slow
-def test_java_options_of_ones_own_come_beside_ours_and_the_compiler_beside_java() -> None:
+def test_java_options_and_a_python_of_ones_own_count_and_the_compiler_comes_beside_java() -> None:
     settings = {
         "spark.driver.extraJavaOptions": "-Dmine=1",
         "spark.ui.enabled": "false",
@@ -134,11 +134,13 @@ def test_java_options_of_ones_own_come_beside_ours_and_the_compiler_beside_java(
         "import sys; print('torch._dynamo.eval_frame' in sys.modules); "
         "java = spark._jvm.java.lang; print(java.System.getProperty('mine')); "
         "print(*java.management.ManagementFactory.getRuntimeMXBean().getInputArguments()); "
-        "print(spark.sparkContext.pythonExec); spark.stop()"
+        "import os; print(spark.sparkContext.pythonExec, os.environ['PYSPARK_PYTHON']); "
+        "spark.stop()"
     )
     printed = printed_by("-c", script)
-    compiler_is_there, mine, arguments, python = printed.splitlines()[-4:]
-    assert (compiler_is_there, mine, python) == ("True", "1", "/opt/other/python")
+    compiler_is_there, mine, arguments, pythons = printed.splitlines()[-4:]
+    assert (compiler_is_there, mine) == ("True", "1")
+    assert pythons == f"/opt/other/python {os.environ.get('PYSPARK_PYTHON', sys.executable)}"
     assert "-XX:Tier4CompileThreshold=" in arguments
 
 
