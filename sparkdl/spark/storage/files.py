@@ -11,6 +11,7 @@ import base64
 import io
 import itertools
 import logging
+import posixpath
 import tempfile
 import threading
 import uuid
@@ -26,7 +27,7 @@ from pyarrow import fs
 from sparkdl.checkpoint.storage import OpenElsewhere
 from sparkdl.durable.publishing import ASIDE, put_directory, whole_directory
 from sparkdl.errors import CheckpointError, ConfigError
-from sparkdl.redaction import without_credentials
+from sparkdl.redaction import shown, without_credentials
 from sparkdl.spark.catalyst.cluster import hadoop_files
 from sparkdl.spark.catalyst.core import Py4JError
 from sparkdl.spark.catalyst.jvm import running_context
@@ -79,53 +80,73 @@ def fetch(path: str) -> Iterator[Path]:
         yield whole_directory(local)
         return
     with tempfile.TemporaryDirectory(prefix="sparkdl-") as scratch:
-        fs, paths = hadoop_files(target)
-        if not fs.exists(paths(target)):
-            target = target.rstrip("/") + ASIDE
-            if not fs.exists(paths(target)):
-                raise ConfigError(f"there is nothing at {without_credentials(path)}")
-            logger.warning(
-                "a save to %s was interrupted; reading what was there before",
-                without_credentials(path),
-            )
         copied = Path(scratch) / "fetched"
-        fs.copyToLocalFile(False, paths(target), paths(copied.as_uri()), True)
+        try:
+            with java_errors():
+                _fetch_from_hadoop(target, copied)
+        except OSError as error:
+            raise CheckpointError(f"{shown(path)} could not be read: {error}") from error
         yield copied
+
+
+def _fetch_from_hadoop(target: str, copied: Path) -> None:
+    fs, path = hadoop_files(target)
+    if not fs.exists(path(target)):
+        told, target = shown(target), target.rstrip("/") + ASIDE
+        if not fs.exists(path(target)):
+            raise ConfigError(f"there is nothing at {told}")
+        logger.warning("a save to %s was interrupted; reading what was there before", told)
+    fs.copyToLocalFile(False, path(target), path(_hadoop_path(copied)), True)
 
 
 def _publish_to_hadoop(directory: Path, target: str, overwrite: bool) -> None:
     """Like ``put_directory``, with Hadoop's operations."""
-    fs, path = hadoop_files(target)
-    here, old, new = path(target), path(target + ASIDE), path(f"{target}.{uuid.uuid4().hex[:8]}")
-    if not overwrite and (fs.exists(here) or fs.exists(old)):
-        raise _exists(target)
+    old, new = target + ASIDE, f"{target}.{uuid.uuid4().hex[:8]}"
     with java_errors():
+        fs, path = hadoop_files(target)
+        if not overwrite and (fs.exists(path(target)) or fs.exists(path(old))):
+            raise _exists(target)
         try:
-            fs.copyFromLocalFile(path(directory.as_uri()), new)
-            if fs.exists(here):
-                fs.delete(old, True)
-                _rename(fs, here, old)
-            _rename(fs, new, here)
+            fs.copyFromLocalFile(path(_hadoop_path(directory)), path(new))
+            if fs.exists(path(target)):
+                fs.delete(path(old), True)
+                _rename(fs, path, target, old)
+            _rename(fs, path, new, target)
         except BaseException:
-            if fs.exists(old) and not fs.exists(here):
-                fs.rename(old, here)
-            fs.delete(new, True)
+            if fs.exists(path(old)) and not fs.exists(path(target)):
+                fs.rename(path(old), path(target))
+            fs.delete(path(new), True)
             raise
     try:
-        fs.delete(old, True)
-    except Py4JError as error:
-        logger.warning("%s could not be deleted: %s", old.toString(), error)
+        with java_errors():
+            fs.delete(path(old), True)
+    except OSError as error:
+        logger.warning("%s could not be deleted: %s", shown(old), error)
 
 
-def _rename(fs: Any, source: Any, target: Any) -> None:
-    if not fs.rename(source, target):
-        raise OSError(f"{source.toString()} could not be renamed to {target.toString()}")
+def _rename(fs: Any, path: Any, source: str, target: str) -> None:
+    """Rename a file or directory, but never into a directory that has come there meanwhile.
+
+    Raises:
+        OSError: it was not renamed.
+    """
+    name = posixpath.basename(source)
+    own = fs.exists(path(f"{source}/{name}"))
+    if not fs.rename(path(source), path(target)):
+        raise OSError(f"{shown(source)} could not be renamed to {shown(target)}")
+    inside = path(f"{target}/{name}")
+    if not own and fs.exists(inside):  # which Hadoop does then, and answers that all is well
+        fs.rename(inside, path(source))
+        raise OSError(f"somebody else has written {shown(target)} meanwhile")
+
+
+def _hadoop_path(local: Path) -> str:
+    """A path of this machine as Hadoop reads it, which takes a URI's ``%20`` literally."""
+    return f"file://{local.absolute()}"
 
 
 def _exists(path: str) -> ConfigError:
-    return ConfigError(
-        f"{without_credentials(path)} already exists. Save with .write().overwrite().save(path)"
-    )
+    return ConfigError(f"{shown(path)} already exists. Save with .write().overwrite().save(path)")
 
 
 def _qualify(path: str) -> str:
@@ -133,12 +154,16 @@ def _qualify(path: str) -> str:
     if running_context() is None:  # a Python thread has no active session
         if urlparse(path).scheme not in ("", "file"):
             raise ConfigError(
-                f"{path} is not a local path, and Hadoop is only there in the driver of a Spark "
-                "session: create one first, or use a path of this machine"
+                f"{shown(path)} is not a local path, and Hadoop is only there in the driver of a "
+                "Spark session: create one first, or use a path of this machine"
             )
         return path
-    fs, paths = hadoop_files(path)
-    return str(fs.makeQualified(paths(path)).toString())
+    try:
+        with java_errors():
+            fs, paths = hadoop_files(path)
+            return str(fs.makeQualified(paths(path)).toString())
+    except OSError as error:
+        raise ConfigError(f"{shown(path)} cannot be reached: {error}") from error
 
 
 def _local_path(target: str) -> Path | None:
@@ -160,7 +185,8 @@ def java_errors() -> Iterator[None]:
         yield
     except Py4JError as error:
         java = getattr(error, "java_exception", None)
-        raise OSError(str(error) if java is None else str(java)) from error
+        text = without_credentials(str(error) if java is None else str(java))
+        raise OSError(text) from error
 
 
 def open_hadoop(uri: str) -> tuple[fs.FileSystem, str]:
@@ -288,7 +314,8 @@ class _HadoopFiles(_FileHandler):
         self._require(path, lambda: self._files.delete(self._path(path), False))
 
     def move(self, src: str, dest: str) -> None:
-        self._require(dest, lambda: self._files.rename(self._path(src), self._path(dest)))
+        with java_errors():
+            _rename(self._files, self._path, src, dest)
 
     def open_input_stream(self, path: str) -> pa.NativeFile:
         with java_errors():
@@ -320,7 +347,7 @@ class _HadoopFiles(_FileHandler):
     @java_errors()
     def _require(path: str, deed: Callable[[], bool]) -> None:
         if not deed():
-            raise OSError(f"the file system refuses to change {path}")
+            raise OSError(f"the file system refuses to change {shown(path)}")
 
 
 def _info(path: str, status: Any) -> fs.FileInfo:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import stat
+import tempfile
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +25,8 @@ from pyspark.sql import SparkSession
 from torch import nn
 
 from sparkdl import TorchEstimator
-from sparkdl.errors import CheckpointError, ConfigError
+from sparkdl.errors import CheckpointError, ConfigError, SparkDLError
+from sparkdl.spark.storage import files
 from sparkdl.spark.storage.files import fetch, publish
 
 
@@ -95,6 +99,70 @@ def test_a_save_that_fails_leaves_what_was_there_and_no_fragment(
     with pytest.raises(CheckpointError, match=r"model could not be written: .*is unchanged"):
         publish(made, f"{remote}/model", overwrite=True)
     assert files_in(tmp_path / "remote") == {f"model/{n}": b for n, b in before.items()}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_of_two_saves_at_once_one_is_refused_and_the_other_whole(
+    remote: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    """Hadoop would rename a directory into one that is there already."""
+    (other := tmp_path / "other").mkdir()
+    (other / "weights").write_bytes(b"of the other")
+    (other / "made").mkdir()
+    if overwrite:
+        publish(made, f"{remote}/model", overwrite=False)
+    rename = files._rename
+
+    def after_the_other(fs: Any, path: Any, source: str, target: str) -> None:
+        if target.endswith("/model"):
+            shutil.copytree(other, tmp_path / "remote" / "model")
+        rename(fs, path, source, target)
+
+    monkeypatch.setattr(files, "_rename", after_the_other)
+    with pytest.raises(CheckpointError, match=r"somebody else has written .*/model meanwhile"):
+        publish(made, f"{remote}/model", overwrite=overwrite)
+    assert files_in(tmp_path / "remote" / "model") == {"weights": b"of the other"}
+    left = {path.name for path in (tmp_path / "remote").iterdir()}
+    assert left <= {"model", "model.sparkdl-replaced"}
+    monkeypatch.undo()
+    publish(made, f"{remote}/model", overwrite=True)
+    assert [path.name for path in (tmp_path / "remote").iterdir()] == ["model"]
+
+
+def test_a_directory_may_hold_one_of_its_own_name(remote: str, made: Path) -> None:
+    (made / "model").mkdir()
+    (made / "model" / "more").write_text("x")
+    for overwrite in (False, True):
+        publish(made, f"{remote}/model", overwrite=overwrite)
+    with fetch(f"{remote}/model") as fetched:
+        assert files_in(fetched) == files_in(made)
+
+
+def test_temporary_directories_may_have_any_name(
+    remote: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strange = made.rename(tmp_path / "a %41 b#c?d:e")
+    monkeypatch.setattr(tempfile, "tempdir", str(strange.parent / "x %41 y"))
+    Path(tempfile.gettempdir()).mkdir()
+    publish(strange, f"{remote}/model", overwrite=False)
+    with fetch(f"{remote}/model") as fetched:
+        assert files_in(fetched) == files_in(strange)
+
+
+def test_errors_about_places_show_no_credentials(
+    spark: SparkSession, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+    for place in ("nosuch://user:SECRET@host/model?sig=SECRET", "s3a://KEY:SECRET@bucket/model"):
+        for session in (spark.sparkContext, None):
+            monkeypatch.setattr(SparkContext, "_active_spark_context", session)
+            with pytest.raises(SparkDLError) as caught:
+                publish(made, place, overwrite=False)
+            told.append(str(caught.value))
+            with pytest.raises(SparkDLError) as caught, fetch(place):
+                pass
+            told.append(str(caught.value))
+    assert not [each for each in told if "SECRET" in each or "://***@" not in each]
 
 
 @contextmanager
