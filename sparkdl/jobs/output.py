@@ -7,6 +7,7 @@
     <output>.sparkdl-job/              while a run is at work, or was interrupted
         in-use.json                    the lease: of two attempts at once, one is refused
         run.json                       whose the rest is
+        moving.json                    while files are moved to the output, which is lost by then
         checkpoints/                   of the training
 
     claim      hold the lease; publish or clear what an attempt that was killed has left
@@ -46,6 +47,7 @@ MARKER = "_result.json"
 STAGED = ".sparkdl-staged-"
 WORK = ".sparkdl-job"
 RUN = "run.json"
+MOVING = "moving.json"
 CHECKPOINTS = "checkpoints"
 MAX_MARKER_BYTES = 64 << 20
 """Enough for the names of half a million files; larger markers are not read."""
@@ -148,7 +150,7 @@ class Output:
                     yield done
                 except BaseException as error:
                     failed = error
-                self._clear(keep_work=failed is not None and self._run.run_id is not None)
+                self._clear(failed=failed is not None)
             self._remove_work()
         except _STORAGE_ERRORS as error:
             raise CheckpointError(f"{self._path} could not be written: {error}") from error
@@ -187,10 +189,12 @@ class Output:
         decided = {path: found for path in self._staged() if (found := self._decided(path))}
         mine = [path for path, found in decided.items() if self._is_this_run(found)]
         if mine and self._completed() is None:
+            if not self._is_moving():  # somebody may have put something else there meanwhile
+                self._require_replaceable()
             self._publish(mine[0], decided[mine[0]])
         elif exists(files, aside) and not exists(files, self._path):
             files.move(aside, self._path)
-        elif decided and not self._renames and self._result_at(self._path) is None:
+        elif decided and self._is_moving() and self._result_at(self._path) is None:
             delete(files, self._path)  # another run was killed while it moved its files there
         for path in self._staged():
             self._discard(path)
@@ -255,7 +259,12 @@ class Output:
         else:
             self._move_files(staged, result)
 
+    def _is_moving(self) -> bool:
+        """Whether an attempt has begun to move files to the output, and not ended."""
+        return exists(self._files, posixpath.join(self._work, MOVING))
+
     def _move_files(self, staged: str, result: Result) -> None:
+        self._put(self._work, MOVING, {"staged": staged})
         marker = posixpath.join(self._path, MARKER)
         if exists(self._files, marker):
             self._files.delete_file(marker)
@@ -327,11 +336,11 @@ class Output:
         self._clear_work()
         self._put(self._work, RUN, self._run.identity)
 
-    def _clear(self, *, keep_work: bool) -> None:
+    def _clear(self, *, failed: bool) -> None:
         """Delete what is no longer needed; failing at that does not fail the job."""
         try:
             self._discard(self.staged, unless_decided=True)
-            if not keep_work:
+            if not failed or (self._run.run_id is None and not self._is_moving()):
                 self._clear_work()
         except _STORAGE_ERRORS as error:
             logger.warning("leftovers beside %s could not be deleted: %s", self._path, error)

@@ -24,7 +24,7 @@ from power_loss import cuts, recorded
 from sparkdl.durable import lease
 from sparkdl.durable.local_files import LocalFiles
 from sparkdl.errors import CheckpointError, ConfigError, InUseError
-from sparkdl.jobs.output import MARKER, Location, Output, Run
+from sparkdl.jobs.output import MARKER, MOVING, Location, Output, Run
 
 NAMES = ("module.json", "metadata/part-00000", "part-1")
 
@@ -175,6 +175,53 @@ def test_a_decided_run_is_published_and_not_made_again() -> None:
             made.append((decided, attempt(stored(store), run_of("a"))[1]))
     assert (True, False) in made
     assert (True, True) not in made
+
+
+@pytest.mark.parametrize("run_id", ["a", "b"])
+def test_what_came_to_the_outputs_place_after_an_attempt_was_killed_is_not_replaced(
+    run_id: str,
+) -> None:
+    """It may have been killed at any moment before it began to move its files there."""
+    refused = 0
+    for dies_after in range(40):
+        store = ObjectStore(dies_after)
+        with contextlib.suppress(Killed):
+            attempt(stored(store), run_of("a"))
+        store.dies_after = None
+        if any(name.startswith("bucket/out/") for name in store.objects):
+            break
+        with store.open_output_stream("bucket/out/precious") as file:
+            file.write(b"of somebody else")
+        if not any(name.endswith(MOVING) for name in store.objects):
+            for _ in range(2):
+                with pytest.raises(ConfigError, match="was not written by a job"):
+                    attempt(stored(store), run_of(run_id))
+            refused += 1
+            assert store.objects["bucket/out/precious"] == b"of somebody else"
+            store.delete_file("bucket/out/precious")
+            attempt(stored(store), run_of(run_id))
+        assert found(store, "bucket/out") in (None, run_id)
+    assert refused > 5
+
+
+def test_a_decided_run_waits_for_whoever_took_its_place_to_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise Killed
+
+    place = local(tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "_publish", killed)
+        with pytest.raises(Killed):
+            attempt(place, run_of("a"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").touch()
+    with pytest.raises(ConfigError, match="was not written by a job"):
+        attempt(place, run_of("a"))
+    (tmp_path / "out" / "precious").unlink()
+    assert attempt(place, run_of("a"))[1] is False
+    assert found(LocalFiles(), str(tmp_path / "out")) == "a"
 
 
 def fail(place: Location, run: Run) -> None:
