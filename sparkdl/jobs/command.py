@@ -154,7 +154,7 @@ def _run(
             common = {"status": "complete", "exit_code": 0, "output": shown}
             common |= circumstances(began, application[0])
             result = output.commit(finite(common | made.result))
-    return result, f"{made.summary}; {result['seconds']:.0f} s in all."
+    return result, without_credentials(f"{made.summary}; {result['seconds']:.0f} s in all.")
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from sparkdl.arguments import counted
 from sparkdl.callbacks import Callback, Training
 from sparkdl.events import EpochSummary
 from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.redaction import without_credentials
 
 _steps = logging.getLogger("sparkdl.jobs.steps")
 
@@ -47,6 +48,7 @@ def configure(log_format: str, log_level: str | None, context: dict[str, Any]) -
     if log_format == "json":
         lines = logging.StreamHandler(sys.stderr)
         lines.setFormatter(_Lines(context))
+        lines.addFilter(_hide_credentials)
         root.handlers = [lines]
         _steps.handlers, _steps.propagate = [], True
         root.setLevel(log_level or "INFO")
@@ -58,8 +60,15 @@ def configure(log_format: str, log_level: str | None, context: dict[str, Any]) -
     logging.basicConfig(level=log_level or "WARNING", format="%(levelname)s %(name)s: %(message)s")
     words = logging.StreamHandler(sys.stdout)
     words.setFormatter(_Words())
+    for each in (words, *root.handlers):
+        each.addFilter(_hide_credentials)
     _steps.handlers = [words]
     _steps.propagate = False
+
+
+def _hide_credentials(record: logging.LogRecord) -> bool:
+    record.msg, record.args = without_credentials(record.getMessage()), ()
+    return True
 
 
 class _Lines(logging.Formatter):
@@ -81,7 +90,7 @@ class _Lines(logging.Formatter):
             kind, error, trace = record.exc_info
             line["exception"] = {
                 "class": kind.__name__,
-                "msg": str(error),
+                "msg": without_credentials(str(error)),
                 "stacktrace": [
                     {
                         "class": None,
@@ -98,11 +107,8 @@ class _Lines(logging.Formatter):
 class _Words(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         seconds = record.__dict__.get("context", {}).get("seconds")
-        return (
-            record.getMessage()
-            if seconds is None
-            else f"[{seconds:5.1f} s] " + (record.getMessage())
-        )
+        message = record.getMessage()
+        return message if seconds is None else f"[{seconds:5.1f} s] {message}"
 
 
 class EpochLines(Callback):

@@ -29,6 +29,7 @@ from sparkdl.errors import (
     SetupError,
     SparkDLError,
 )
+from sparkdl.redaction import without_credentials
 from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, text_of
 from sparkdl.version import __version__
 
@@ -81,9 +82,11 @@ def failure(
 
 
 def finite(value: Any) -> Any:
-    """The same value for JSON: NaN and infinity become null."""
+    """The same value for JSON and others' eyes: NaN and infinity become null, URIs lose secrets."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return without_credentials(value)
     if isinstance(value, dict):
         return {str(name): finite(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

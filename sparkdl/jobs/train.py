@@ -18,7 +18,6 @@ from sparkdl.jobs import logs
 from sparkdl.jobs.command import JobContext, JobOutput, run_command
 from sparkdl.jobs.evaluate import Score, format_history, format_scores, measure, require_rows
 from sparkdl.jobs.locations import torch_model
-from sparkdl.redaction import without_credentials
 
 NETWORK = "network"
 """The network's name among the baselines."""
@@ -84,7 +83,7 @@ def _profile(fitted: FittedModel) -> dict[str, Any] | None:
 def _reports(estimator: TorchEstimator) -> str:
     """Where the training's reports are, one per line."""
     return "".join(
-        f"Training report in {without_credentials(each.path)}\n"
+        f"Training report in {each.path}\n"
         for each in estimator.getCallbacks() or ()
         if isinstance(each, TrainingReport)
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from pyspark.sql import SparkSession
 
 from sparkdl.callbacks import Training
 from sparkdl.durable import lease
+from sparkdl.durable.local_files import LocalFiles
 from sparkdl.errors import ConfigError, DataError, ModelError, SetupError, WorkerLostError
 from sparkdl.events import EpochSummary
 from sparkdl.feed.statistics.shards import DataStatistics
@@ -27,7 +30,7 @@ from sparkdl.jobs import command, logs
 from sparkdl.jobs.configuration.grammar import read_settings
 from sparkdl.jobs.evaluate import main as evaluate
 from sparkdl.jobs.locations import locate
-from sparkdl.jobs.output import Location, Output, Run
+from sparkdl.jobs.output import MARKER, Location, Output, Run
 from sparkdl.jobs.predict import main as predict
 from sparkdl.jobs.result import Exit, exit_of
 from sparkdl.jobs.train import _estimator
@@ -217,6 +220,41 @@ def test_what_is_no_number_is_null_in_json() -> None:
     assert command.finite(said) == {"loss": None, "all": [1.5, None, {"n": None}]}
 
 
+def test_nothing_that_a_job_says_or_writes_shows_credentials(
+    tmp_path: Path,
+    case: dict[str, Any],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = "s3a://KEY:SECRET@bucket/out"
+    session = SimpleNamespace(sparkContext=SimpleNamespace(applicationId="app"))
+    monkeypatch.setattr(command, "_session", lambda _: contextlib.nullcontext(session))
+    config = write_configuration(tmp_path, {**case["said"], "model": place})
+
+    def work(context: command.JobContext) -> command.JobOutput:
+        logs.say(f"evaluated {place}", rows=3)
+        logging.getLogger("sparkdl.jobs.output").warning("%s was left by another run", place)
+        saved = f"Predictions saved in {context.settings.output}"
+        return command.JobOutput({"model": place, "all": [{"uri": f"{place}?sig=SECRET"}]}, saved)
+
+    for form in ("text", "json"):
+        location = Location(files=LocalFiles(), path=str(tmp_path / form), renames=True)
+        monkeypatch.setattr(command, "locate", lambda _, location=location: location)
+        result = tmp_path / f"{form}.json"
+        options = ["--result_file", str(result), "--log_format", form, "--log_level", "INFO"]
+        assert command.run_command("train", work, ["--config", config, *options]) == 0
+        said = capfd.readouterr()
+        for text in (
+            said.out,
+            said.err,
+            result.read_text(),
+            (tmp_path / form / MARKER).read_text(),
+        ):
+            assert "SECRET" not in text
+        assert "saved in s3a://***@bucket/out;" in said.out or form == "json"
+        assert json.loads(result.read_text())["model"] == "s3a://***@bucket/out"
+
+
 def test_a_session_that_cannot_be_stopped_changes_nothing_about_what_was_done(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -229,7 +267,7 @@ def test_a_session_that_cannot_be_stopped_changes_nothing_about_what_was_done(
 
 DONE_ALREADY = """
 import sys
-from sparkdl.jobs import command
+from sparkdl.jobs import command, logs
 
 command._run = lambda *_: ({"status": "complete"}, "done")
 for form in ("text", "json"):
