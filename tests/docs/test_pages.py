@@ -78,8 +78,8 @@ def test_the_page_about_search_finds_saves_and_loads_the_better_learning_rate(
     assert rates[found.validationMetrics.index(max(found.validationMetrics))] == 0.03
     assert accuracy({**space, "model": found.bestModel}) > 0.9
     assert space["scores"][32] > space["scores"][2]
-    assert again.avgMetrics == space["validated"].avgMetrics
-    (first, second) = again.getEstimatorParamMaps()
-    assert [list(each.values()) for each in (first, second)] == [[0.0001], [0.03]]
+    assert again.validationMetrics == found.validationMetrics
+    tried = [list(each.values()) for each in again.getEstimatorParamMaps()]
+    assert tried == [[0.0001, 32], [0.0001, 128], [0.03, 32], [0.03, 128]]
     assert again.getEstimator().getOptimizer() == "Adam"
     assert accuracy({**space, "model": again.bestModel}) > 0.9

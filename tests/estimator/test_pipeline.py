@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from every_row import every
 from frames import estimator, frame, no_jobs, same_bits
-from pyspark.ml import Pipeline, Transformer
+from pyspark.ml import Pipeline, PipelineModel, Transformer
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator
 from pyspark.ml.feature import VectorAssembler
-from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
+from pyspark.ml.tuning import (
+    CrossValidator,
+    CrossValidatorModel,
+    ParamGridBuilder,
+    TrainValidationSplit,
+)
 from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
-from sparkdl import ParameterAveraging, TorchModel
+from sparkdl import ParameterAveraging, TorchModel, trusted_pickles
 from sparkdl.errors import ConfigError
 
 NAMES = ["x0", "x1", "x2", "x3"]
@@ -69,11 +75,13 @@ def test_fitting_twice_does_not_continue_from_the_first_fit(rows: DataFrame) -> 
 
 
 @pytest.mark.slow
-def test_a_cross_validator_tries_batch_sizes_and_strategies_two_at_once(rows: DataFrame) -> None:
+def test_a_cross_validator_tries_rates_and_strategies_two_at_once_and_is_saved(
+    rows: DataFrame, tmp_path: Path
+) -> None:
     stage = estimator(numWorkers=1)
     grid = (
         ParamGridBuilder()
-        .addGrid(stage.batchSize, [5, 20])
+        .addGrid(stage.learningRate, [1e-9, 0.5])
         .addGrid(stage.strategy, [{"period": 1}])
         .build()
     )
@@ -92,6 +100,14 @@ def test_a_cross_validator_tries_batch_sizes_and_strategies_two_at_once(rows: Da
     assert isinstance(stages[-1], TorchModel)
     assert "period=1" in str(stages[-1].summary.recording.setup.settings["strategy"])
     assert best.transform(rows).count() == 60
+    best.save(str(tmp_path / "search"))
+    with trusted_pickles():
+        again = CrossValidatorModel.load(str(tmp_path / "search"))
+    assert again.avgMetrics == best.avgMetrics
+    tried = [list(each.values()) for each in again.getEstimatorParamMaps()]
+    assert tried == [[1e-9, {"period": 1}], [0.5, {"period": 1}]]
+    last = cast(PipelineModel, again.bestModel).stages[-1]
+    assert same_bits(cast(TorchModel, last), cast(TorchModel, stages[-1]))
 
 
 @every(
