@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -12,7 +13,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from sparkdl.dedup.image_hashes import IMAGE_HASHES, grey_images, hashed, reduced
-from sparkdl.dedup.texts import simhash
+from sparkdl.dedup.texts import not_utf8, simhash
 from sparkdl.spark.rows.columns import quoted
 
 HASHES = (*IMAGE_HASHES, "simhash", "given")
@@ -30,8 +31,9 @@ def hashes(frame: DataFrame, kind: str, value: str, group: str | None, first: st
         first: the column of the order.
 
     Returns:
-        Columns ``first``, ``group``, ``word`` (a long; null if there is nothing to compare) and
-        ``fault`` (what is wrong with a row that cannot be hashed, else null).
+        Columns ``first``, ``group``, ``word`` (a long; null if there is nothing to compare),
+        ``fault`` (what is wrong with a row that cannot be hashed, else null) and ``blank`` (whether
+        it is an image of a single grey value).
     """
     rows = frame.select(
         quoted(first).alias("first"),
@@ -39,28 +41,37 @@ def hashes(frame: DataFrame, kind: str, value: str, group: str | None, first: st
         quoted(value).alias("value"),
     )
     if kind == "given":
-        no_fault = F.lit(None).cast("string").alias("fault")
-        return rows.select("first", "group", F.col("value").cast("long").alias("word"), no_fault)
-    added = [T.StructField("word", T.LongType()), T.StructField("fault", T.StringType())]
-    schema = T.StructType([*rows.schema.fields[:2], *added])
+        word, no_fault = F.col("value").cast("long"), F.lit(None).cast("string")
+        return rows.select(
+            "first",
+            "group",
+            word.alias("word"),
+            no_fault.alias("fault"),
+            F.lit(False).alias("blank"),
+        )
+    schema = T.StructType(rows.schema.fields[:2])
+    schema = schema.add("word", "long").add("fault", "string").add("blank", "boolean")
     return rows.mapInArrow(partial(hash_batches, kind), schema)
 
 
 def hash_batches(kind: str, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Hash the column ``value`` of each batch; the other two stay."""
     for batch in batches:
-        words, faults = hash_rows(kind, batch.column("value"))
-        columns = [batch.column("first"), batch.column("group"), words, faults]
-        yield pa.RecordBatch.from_arrays(columns, ["first", "group", "word", "fault"])
+        columns = [batch.column("first"), batch.column("group")]
+        columns += hash_rows(kind, batch.column("value"))
+        yield pa.RecordBatch.from_arrays(columns, ["first", "group", "word", "fault", "blank"])
 
 
-def hash_rows(kind: str, rows: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """The hashes of rows, null where there is none, and what is wrong with those, else null."""
+def hash_rows(kind: str, rows: pa.Array) -> tuple[pa.Array, pa.Array, pa.Array]:
+    """The columns ``word``, ``fault`` and ``blank`` of rows, as ``hashes`` returns them."""
     faults: list[str | None] = [None] * len(rows)
+    blank = np.zeros(len(rows), dtype=bool)
     words, known = np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=bool)
     if kind == "simhash":
         known[:] = rows.is_valid().to_numpy(zero_copy_only=False)
-        words[known], full = simhash(rows.drop_null())
+        for index, fault in not_utf8(rows).items():
+            faults[index], known[index] = fault, False
+        words[known], full = simhash(rows.filter(pa.array(known)))
         for index in np.flatnonzero(known)[~full].tolist():
             faults[index], known[index] = NO_TEXT, False
     else:
@@ -70,7 +81,20 @@ def hash_rows(kind: str, rows: pa.Array) -> tuple[pa.Array, pa.Array]:
                 faults[index] = image
             else:
                 small.append(reduced(image, kind))
-                known[index] = True
+                known[index], (least, most) = True, image.getextrema()
+                blank[index] = least == most
         if small:
             words[known] = hashed(np.stack(small), kind)
-    return pa.array(words, mask=~known), pa.array(faults, pa.string())
+    return pa.array(words, mask=~known), pa.array(faults, pa.string()), pa.array(blank)
+
+
+@contextmanager
+def persisted(*frames: DataFrame) -> Iterator[None]:
+    """Persist frames while the block runs, however it ends."""
+    try:
+        for frame in frames:
+            frame.persist()
+        yield
+    finally:
+        for frame in frames:
+            frame.unpersist()

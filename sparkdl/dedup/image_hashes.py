@@ -18,17 +18,19 @@ from sparkdl.encodings.images import pillow
 from sparkdl.errors import SetupError
 from sparkdl.user_code.tracebacks import message_of
 
-MOST_PIXELS = 10**8
-"""Of an image that is decoded; a file of a few bytes may announce any number."""
 IMAGE_HASHES = ("dhash", "ahash", "phash", "whash")
 _SIZES = {"ahash": (8, 8), "dhash": (9, 8), "phash": (32, 32)}
 """Width and height to which an image is reduced."""
+_GROUNDS = np.array([255, 0, 128])
+"""Greys that transparent images are laid on; of those with equal contrast, the first."""
+_CONTRAST = 64
+"""From this difference of greys on, a larger one does not make a ground better."""
 _ROOT = 0.7071067811865476
 """Of one half, as PyWavelets rounds it: bits that hang on a tie come out as its do."""
 
 
 def grey_images(rows: pa.Array) -> Iterator[Any]:
-    """Each row as an image of Pillow's mode ``L``, upright as its EXIF says.
+    """Each row as an image of Pillow's mode ``L``, upright as its EXIF says, without transparency.
 
     Args:
         rows: binary rows with a BMP, GIF, JPEG, PNG or WebP each, or Spark's image structs.
@@ -49,9 +51,29 @@ def grey_images(rows: pa.Array) -> Iterator[Any]:
 
 
 def _grey(library: Any, row: Any) -> Any:
-    if pa.types.is_struct(row.type):
-        return upright(library, of_struct(library, row), "L")
-    return upright(library, announced(library, row.as_buffer(), MOST_PIXELS), "L")
+    is_struct = pa.types.is_struct(row.type)
+    image = of_struct(library, row) if is_struct else announced(library, row.as_buffer())
+    alpha = _alpha(library, image)
+    grey = upright(library, image, "L")
+    return grey if alpha is None else _on_ground(library, grey, alpha)
+
+
+def _alpha(library: Any, image: Any) -> Any:
+    """How opaque each pixel of an image is, upright; None if all are."""
+    if image.mode not in ("LA", "RGBA") and "transparency" not in image.info:
+        return None
+    try:
+        alpha = upright(library, image, "RGBA").getchannel("A")
+    except ValueError:  # its transparent pixels have a colour of their own: it shows without alpha
+        return None
+    return None if alpha.getextrema()[0] == 255 else alpha
+
+
+def _on_ground(library: Any, grey: Any, alpha: Any) -> Any:
+    """Lay a grey image on the ground from which its visible pixels differ most."""
+    distances = np.abs(_GROUNDS[:, None] - np.arange(256)).clip(max=_CONTRAST)
+    ground = _GROUNDS[(distances @ np.array(grey.histogram(alpha))).argmax()]
+    return library.composite(grey, library.new("L", grey.size, int(ground)), alpha)
 
 
 def reduced(image: Any, kind: str) -> np.ndarray:

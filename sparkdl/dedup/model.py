@@ -15,14 +15,15 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from typing_extensions import Self
 
+from sparkdl.arguments import counted
 from sparkdl.dedup.bands import Keys
 from sparkdl.dedup.columns import DISTANCE, DUPLICATE_OF, require_columns
 from sparkdl.dedup.curve import TradeOff, evaluator_for, measured, require_held_out
-from sparkdl.dedup.hashing import hashes
+from sparkdl.dedup.hashing import hashes, persisted
 from sparkdl.dedup.pairs import near
 from sparkdl.dedup.params import DedupParams
 from sparkdl.dedup.persistence import COLUMNS, ModelReader, ModelWriter
-from sparkdl.dedup.report import SHOWN, DuplicateReport, examples, values_of
+from sparkdl.dedup.report import SHOWN, DuplicateReport, collected, examples, readable, values_of
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.spark.catalyst.versions import frame_of
 from sparkdl.spark.rows.columns import quoted
@@ -44,6 +45,7 @@ class Found:
         broken: rows whose value could not be hashed.
         first_broken: which of them has the smallest ``keep``, and what is wrong with it.
         null: rows whose value is null.
+        blank: images of a single grey value, which no hash tells apart.
     """
 
     threshold: int
@@ -54,6 +56,7 @@ class Found:
     broken: int
     first_broken: str
     null: int
+    blank: int = 0
 
 
 class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplicatesModel"]):
@@ -147,12 +150,17 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
                 )
         rows = hashes(dataset, self.getHash(), self.getInputCol(), self.getWithin(), keep)
         rows = _once_each(rows, keep).where("word is not null")
-        words = rows.select("group", "word").distinct()
+        words = rows.groupBy("group", "word").agg(F.min("first").alias("least"))
         same = "a.group <=> b.group"
         pairs = near(words, kept, self.keys, self.getThreshold(), same)
         nearest = pairs.groupBy("a.group", "a.word").agg(
-            F.min(F.struct("distance", "b.first")).alias("nearest")
+            F.min(F.struct("distance", "b.first")).alias("nearest"),
+            F.first("a.least").alias("least"),
         )
+        if self._dataset is not None and (
+            dataset is self._dataset or dataset.sameSemantics(self._dataset)
+        ):
+            nearest = _of_same_ids(nearest, keep)
         found = rows.alias("r").join(
             nearest.alias("n"), F.expr("r.group <=> n.group and r.word = n.word")
         )
@@ -200,22 +208,26 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
         pairs = examples(self.duplicates(dataset), keep)
         conflicts, number = pd.DataFrame(), 0
         if self.getWithin() is not None:
-            every = self.conflicts().persist()
-            number = every.count()
-            conflicts = every.orderBy("distance", "row", "other").limit(SHOWN).toPandas()
-            every.unpersist()
+            every = self.conflicts()
+            with persisted(every):
+                number = every.count()
+                conflicts = collected(every.orderBy("distance", "row", "other").limit(SHOWN))
         ids = [*pairs["row"], *pairs["duplicate_of"]]
         ids += [*conflicts["row"], *conflicts["other"]] if number else []
         values = values_of(dataset, self.getHash(), self.getInputCol(), keep, ids)
+        values = {readable(row): value for row, value in values.items()}
+        pairs, conflicts = pairs.map(readable), conflicts.map(readable)
         return DuplicateReport(self._summary(), kept, pairs, conflicts, number, values)
 
     def _summary(self) -> str:
         found, keys = self.found, self.keys
-        told = f"{found.rows:,} rows with {found.different:,} different hashes"
+        told = f"{counted(found.rows, 'row')} with {counted(found.different, 'different hash')}"
         if found.null:
-            told += f"; {found.null:,} are null, and stay"
+            told += f"; {counted(found.null, 'null value')}, kept"
         if found.broken:
-            told += f"; {found.broken:,} could not be hashed, and stay: {found.first_broken}"
+            told += f"; {counted(found.broken, 'broken row')}, kept, first {found.first_broken}"
+        if found.blank:
+            told += f"; {counted(found.blank, 'image')} of a single grey value, all alike to a hash"
         told += f". About {keys.comparisons:.2g} pairs were compared; the fullest key, of "
         return told + (
             f"{keys.agreeing} of {len(keys.bands)} bands, had about {keys.fullest:.2g} hashes."
@@ -245,17 +257,14 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
         evaluator = evaluator_for(estimator, evaluator)
         require_held_out(held_out, dataset, estimator, evaluator)
         models = [self.copy({self.threshold: threshold}) for threshold in thresholds]
-        gone = [model.duplicates(dataset).select(quoted(keep)).persist() for model in models]
-        try:
+        gone = [model.duplicates(dataset).select(quoted(keep)) for model in models]
+        with persisted(*gone):
             rows = self.found.rows
             fewer = [
                 (threshold, rows - each.count(), self._joined(dataset, each, "left_anti"))
                 for threshold, each in zip(thresholds, gone, strict=True)
             ]
             return measured(estimator, evaluator, held_out, [(None, rows, dataset), *fewer])
-        finally:
-            for each in gone:
-                each.unpersist()
 
     def _rows(self, dataset: DataFrame | None) -> DataFrame:
         known = self._dataset if dataset is None else dataset
@@ -313,6 +322,25 @@ def _once_each(rows: DataFrame, keep: str) -> DataFrame:
     wrong = (F.col("times") > 1) | F.col("first").isNull()
     checked = F.when(wrong, F.raise_error(value).cast("long")).otherwise(F.col("word"))
     return once.select("first", "group", checked.alias("word"))
+
+
+def _of_same_ids(nearest: DataFrame, keep: str) -> DataFrame:
+    """The same hashes; if the rows of one no longer have the ids of the fit, the query fails.
+
+    Otherwise no row might stay: each would be a duplicate of one that is not there.
+    """
+    said = F.concat(
+        F.lit(f"column '{keep}' (keep) has other values than in fit: of the rows with one hash, "),
+        F.lit("the first had "),
+        F.col("nearest.first").cast("string"),
+        F.lit(" and now has "),
+        F.col("least").cast("string"),
+        F.lit(". Ids that are computed anew at each reading (monotonically_increasing_id) must "),
+        F.lit("be saved with the rows before fit"),
+    )
+    same = (F.col("nearest.distance") > 0) | F.col("nearest.first").eqNullSafe(F.col("least"))
+    checked = F.when(same, F.col("nearest.distance")).otherwise(F.raise_error(said).cast("int"))
+    return nearest.withColumn("nearest", F.struct(checked.alias("distance"), "nearest.first"))
 
 
 def _made(words: pa.Table, keys: Keys, found: dict[str, Any]) -> NearDuplicatesModel:

@@ -13,9 +13,10 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from typing_extensions import Self
 
+from sparkdl.arguments import counted
 from sparkdl.dedup.bands import Keys, keys_for
 from sparkdl.dedup.columns import require_columns
-from sparkdl.dedup.hashing import hashes
+from sparkdl.dedup.hashing import hashes, persisted
 from sparkdl.dedup.image_hashes import cosine_transform
 from sparkdl.dedup.model import Found, NearDuplicatesModel
 from sparkdl.dedup.pairs import decided
@@ -86,14 +87,12 @@ class NearDuplicates(
             pillow()
         with small_record_batches(dataset.sparkSession):
             rows = hashes(dataset, kind, self.getInputCol(), self.getWithin(), self.getKeep())
-            rows = rows.persist()
             words = (
                 rows.where("word is not null")
                 .groupBy("group", "word")
                 .agg(F.min("first").alias("first"), F.count("*").alias("rows"))
-                .persist()
             )
-            try:
+            with persisted(rows, words):
                 counts = self._counted(rows)
                 different = words.count()
                 threshold = self.getThreshold()
@@ -109,10 +108,11 @@ class NearDuplicates(
                         **counts,
                     ),
                 )
-                model.words.count()  # computed now, while the hashes are there
-            finally:
-                words.unpersist()
-                rows.unpersist()
+                try:
+                    model.words.count()  # computed now, while the hashes are there
+                except BaseException:
+                    model.unpersist()
+                    raise
         model._dataset = dataset
         return self._copyValues(model)
 
@@ -123,22 +123,23 @@ class NearDuplicates(
             DataError: there are no rows, or ``keep`` is not unique, or has a null.
         """
         keep = self.getKeep()
-        counted = rows.agg(
+        found = rows.agg(
             F.count("*").alias("rows"),
             F.count("word").alias("hashed"),
             F.count("fault").alias("broken"),
+            F.count_if("blank").alias("blank"),
             F.count("first").alias("named"),
             F.min_by(
                 F.struct("first", "fault"), F.when(F.col("fault").isNotNull(), F.col("first"))
             ).alias("first_broken"),
         ).first()
-        assert counted is not None
-        if not counted.rows:
+        assert found is not None
+        if not found.rows:
             raise DataError("the DataFrame has no rows")
-        if counted.named < counted.rows:
+        if found.named < found.rows:
             raise DataError(
-                f"column '{keep}' (keep) is null in {counted.rows - counted.named} rows. Fill it, "
-                "or name another column"
+                f"column '{keep}' (keep) is null in {counted(found.rows - found.named, 'row')}. "
+                "Fill it, or name another column"
             )
         twice = rows.groupBy("first").count().where("count > 1").orderBy("first").first()
         if twice is not None:
@@ -148,20 +149,21 @@ class NearDuplicates(
                 "F.monotonically_increasing_id(), and save the rows with it"
             )
         example = ""
-        if counted.broken:
-            row, fault = counted.first_broken
+        if found.broken:
+            row, fault = found.first_broken
             example = f"that with {keep}={row!r}: {fault}"
             logger.warning(
-                "%d of %d rows have nothing to compare, and stay; the first is %s",
-                counted.broken,
-                counted.rows,
+                "of %s, %d have nothing to compare, and stay; the first is %s",
+                counted(found.rows, "row"),
+                found.broken,
                 example,
             )
         return {
-            "rows": counted.rows,
-            "broken": counted.broken,
+            "rows": found.rows,
+            "broken": found.broken,
             "first_broken": example,
-            "null": counted.rows - counted.hashed - counted.broken,
+            "null": found.rows - found.hashed - found.broken,
+            "blank": found.blank,
         }
 
 

@@ -7,7 +7,6 @@ import io
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -17,7 +16,10 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from sparkdl.dedup.image_hashes import IMAGE_HASHES, grey_images
+from sparkdl.durable.local_files import LocalFiles
+from sparkdl.durable.publishing import put_file
 from sparkdl.report.html import text
+from sparkdl.report.page import POLICY
 from sparkdl.spark.rows.columns import quoted
 
 SHOWN = 20
@@ -53,9 +55,13 @@ class DuplicateReport:
     values: dict[Any, bytes | str]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as an HTML file that needs nothing else."""
-        page = f"<!doctype html><meta charset=utf-8><title>Near-duplicates</title>{self.to_html()}"
-        Path(path).write_text(page)
+        """Write it as an HTML file that needs nothing else, whole or not at all."""
+        page = (
+            '<!doctype html><meta charset="utf-8">'
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}; img-src data:">'
+            f"<title>Near-duplicates</title>{self.to_html()}"
+        )
+        put_file(LocalFiles(), os.path.realpath(path), page.encode())
 
     def to_html(self) -> str:
         """The page."""
@@ -96,7 +102,29 @@ def examples(duplicates: DataFrame, keep: str) -> pd.DataFrame:
     named = duplicates.withColumnRenamed(keep, "row")
     order = Window.partitionBy("distance").orderBy(F.xxhash64("row"), "row")
     ranked = named.withColumn("rank", F.row_number().over(order))
-    return ranked.orderBy("rank", "distance").drop("rank").limit(SHOWN).toPandas()
+    few = ranked.orderBy("rank", "distance").drop("rank").limit(SHOWN)
+    return collected(few)
+
+
+def collected(frame: DataFrame) -> pd.DataFrame:
+    """The rows of a DataFrame, whose bytes that are no UTF-8 ``surrogateescape`` stands for."""
+    texts = [field.name for field in frame.schema if field.dataType == T.StringType()]
+    found: pd.DataFrame = frame.withColumns(
+        {name: quoted(name).cast("binary") for name in texts}
+    ).toPandas()
+    for name in texts:
+        found[name] = [
+            each if each is None else bytes(each).decode(errors="surrogateescape")
+            for each in found[name]
+        ]
+    return found
+
+
+def readable(value: Any) -> Any:
+    """A value that ``collected`` returned, with U+FFFD for bytes that are no UTF-8."""
+    if not isinstance(value, str):
+        return value
+    return value.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def values_of(
@@ -108,7 +136,10 @@ def values_of(
     if isinstance(order, (T.TimestampType, T.TimestampNTZType)):
         # As texts: Spark reads those in the session's time zone, and Python's in the process's.
         given = [F.lit(str(each)).cast(order) for each in given]
-    few = dataset.where(quoted(keep).isin(*given))
+    named = quoted(keep)
+    if order == T.StringType():
+        named, given = named.cast("binary"), [x.encode(errors="surrogateescape") for x in given]
+    few = dataset.where(named.isin(*given))
     rows = few.select(quoted(keep).alias("row"), quoted(value).alias("value"))
     if kind == "simhash":
         rows = rows.select("row", F.substring("value", 1, _CHARACTERS).alias("value"))
@@ -117,7 +148,7 @@ def values_of(
         rows = rows.mapInArrow(_small, schema)
     else:
         return {}
-    found: pd.DataFrame = rows.toPandas()
+    found = collected(rows)
     pairs = zip(found["row"], found["value"], strict=True)
     return {_plain(row): _plain(value) for row, value in pairs}
 

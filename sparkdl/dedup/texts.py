@@ -21,6 +21,22 @@ _SPREAD = np.unpackbits(np.arange(256, dtype=np.uint8)).view(np.uint64)
 """Each byte's bits as bytes, the most significant first."""
 
 
+def not_utf8(texts: pa.Array) -> dict[int, str]:
+    """What is wrong with texts that are no UTF-8, by their row; Spark has read them as they are."""
+    try:
+        texts.validate(full=True)
+        return {}
+    except pa.ArrowInvalid:
+        found = {}
+    for row, octets in enumerate(texts.cast(pa.large_binary()).to_pylist()):
+        try:
+            (octets or b"").decode()
+        except UnicodeDecodeError as error:
+            place = error.start
+            found[row] = f"it is no UTF-8: byte 0x{octets[place]:02x} at position {place}"
+    return found
+
+
 def simhash(texts: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     """The hashes of texts.
 
@@ -30,7 +46,7 @@ def simhash(texts: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     its pieces have it.
 
     Args:
-        texts: string rows, none null.
+        texts: string rows, none null, all of them UTF-8.
 
     Returns:
         The hashes, shape (rows,), int64, and which rows have a letter or digit, bool.

@@ -110,12 +110,13 @@ def upright(library: Any, image: Any, mode: str) -> Any:
     return image
 
 
-def announced(library: Any, octets: pa.Buffer, most: int) -> Any:
-    """Have Pillow open an image, without decoding it, that announces at most so many pixels.
+def announced(library: Any, octets: pa.Buffer) -> Any:
+    """Have Pillow open an image of any size, without decoding it.
 
     Raises:
-        ValueError: it announces more; other errors as ``opened``.
+        ValueError: it announces more than ``PIXELS``; other errors as ``opened``.
     """
+    most = PIXELS[_is_jpeg(octets)]
     image = opened(library, octets, most)
     if math.prod(image.size) > most:
         raise ValueError(
@@ -125,11 +126,14 @@ def announced(library: Any, octets: pa.Buffer, most: int) -> Any:
     return image
 
 
+def _is_jpeg(octets: pa.Buffer) -> bool:
+    return bool(octets[: len(_JPEG)].to_pybytes() == _JPEG)
+
+
 def _reduced(library: Any, octets: pa.Buffer, size: Size) -> Any:
     """An encoded image, which Pillow will decode in not much more detail than is needed."""
-    jpeg = octets[: len(_JPEG)].to_pybytes() == _JPEG
-    image = announced(library, octets, PIXELS[jpeg])
-    if jpeg:
+    image = announced(library, octets)
+    if _is_jpeg(octets):
         turned = image.getexif().get(_ORIENTATION) in _TRANSPOSED
         width, height = size[::-1] if turned else size
         image.draft(None, (REDUCING_GAP * width, REDUCING_GAP * height))

@@ -11,19 +11,19 @@ import pyarrow as pa
 import pytest
 from every_row import every
 from near_rows import IMAGEHASH, bits_apart, digits, encoded, png, word
-from PIL import Image, ImageOps
+from PIL import Image, ImageDraw, ImageOps
 
 from sparkdl import NearDuplicates
-from sparkdl.dedup import image_hashes
 from sparkdl.dedup.hashing import hash_rows
 from sparkdl.dedup.image_hashes import cosine_transform, grey_images
+from sparkdl.encodings import any_size
 from sparkdl.errors import SetupError
 
 KINDS = list(IMAGEHASH)
 
 
 def hashes(kind: str, files: list[bytes]) -> list[int | None]:
-    words, _ = hash_rows(kind, pa.array(files, pa.binary()))
+    words, _, _ = hash_rows(kind, pa.array(files, pa.binary()))
     return words.to_pylist()
 
 
@@ -135,8 +135,53 @@ def test_an_image_is_turned_as_its_exif_says() -> None:
         assert (found.size, found.tobytes()) == (wanted.size, wanted.tobytes()), orientation
 
 
+def drawings(ink: int, ground: tuple[int, int]) -> list[Image.Image]:
+    """Lines of one grey, on a ground of (grey, alpha)."""
+    images = []
+    for seed in range(20):
+        image = Image.new("LA", (64, 64), ground)
+        random = np.random.default_rng(seed)
+        for _ in range(6):
+            line = random.integers(0, 64, 4).tolist()
+            ImageDraw.Draw(image).line(line, fill=(ink, 255), width=4)
+        images.append(image)
+    return images
+
+
+@every("kind", KINDS)
+def test_drawings_on_a_transparent_ground_have_the_bits_of_those_on_one_in_contrast(
+    kind: str,
+) -> None:
+    for ink, contrast in ((0, 255), (255, 0), (128, 255)):
+        clear = drawings(ink, (ink, 0))
+        wanted = [word(each.convert("L"), kind) for each in drawings(ink, (contrast, 255))]
+        assert len(set(wanted)) == 20
+        for files in (
+            [png(each) for each in clear],
+            [png(each.convert("RGBA")) for each in clear],
+            [encoded(each.convert("RGBA"), "WEBP", lossless=True) for each in clear],
+            [png(each.convert("RGBA").quantize(8)) for each in clear],
+            [encoded(each.convert("RGBA"), "GIF") for each in clear],
+        ):
+            assert hashes(kind, files) == wanted
+
+
+def test_black_and_white_on_a_transparent_ground_both_show_upright() -> None:
+    image = Image.new("RGBA", (8, 4))
+    image.putpixel((0, 0), (0, 0, 0, 255))
+    image.putpixel((7, 3), (255, 255, 255, 255))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    (found,) = grey(png(image, exif=exif))
+    assert found.size == (4, 8)
+    assert found.getpixel((3, 0)) == 0
+    assert found.getpixel((0, 7)) == 255
+    assert found.getpixel((0, 0)) == 128
+
+
 def test_structs_of_spark_have_their_channels_the_other_way_round() -> None:
     blue_first = colours(channels=4)
+    blue_first[..., 3] = 255
     red_first = blue_first[..., [2, 1, 0, 3]]
     found = structs(row(blue_first), row(blue_first[..., :3]), row(blue_first[..., :1]), None)
     wanted = [
@@ -169,9 +214,10 @@ def test_rows_that_are_no_image_say_why_and_null_stays_null() -> None:
 def test_an_image_that_announces_too_many_pixels_is_not_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(image_hashes, "MOST_PIXELS", 600)
-    (found,) = grey(png(Image.fromarray(colours())))
+    monkeypatch.setattr(any_size, "PIXELS", {False: 600, True: 1_000})
+    found, jpeg = grey(*(encoded(Image.fromarray(colours()), form) for form in ("PNG", "JPEG")))
     assert "it announces 20 x 31 pixels, and at most 600" in found
+    assert jpeg.size == (31, 20)
 
 
 def test_a_missing_package_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

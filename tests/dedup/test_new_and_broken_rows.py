@@ -59,11 +59,11 @@ def test_rows_without_a_hash_stay_and_are_counted(
     found = model.found
     assert (found.rows, found.different, found.broken, found.null) == (7, 2, 2, 2)
     (said,) = [each for each in caplog.messages if "nothing to compare" in each]
-    assert "2 of 7 rows" in said
+    assert "of 7 rows, 2 have" in said
     assert "that with id=3: ValueError: it is not one of BMP" in said
     report = model.report()
     assert list(report.kept["rows"]) == [6] * 5
-    assert "2 could not be hashed, and stay: that with id=3" in report.summary
+    assert "2 null values, kept; 2 broken rows, kept, first that with id=3" in report.summary
 
 
 @pytest.mark.slow
@@ -227,3 +227,70 @@ def test_a_report_has_pairs_of_each_distance_and_counts_of_each_threshold(
     assert kept[0] > kept[-1]
     assert report.summary in repr(report)
     assert len(repr(report)) < 1_000  # without the pictures
+
+
+def test_texts_and_names_that_are_no_utf8_are_named_and_shown(
+    spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    frame = spark.sql(
+        """select id, cast(text as string) as text, cast(name as string) as name,
+                  cast(label as string) as label
+           from values (1, X'77616c64', X'61fc', X'fd'), (2, X'4bf66c6e', X'62fc', X'fd'),
+                       (3, X'57414c44', X'63fc', X'fd'), (4, X'77616c64', X'64', X'fe'),
+                       (5, null, X'65', null) as t(id, text, name, label)"""
+    )
+    texts = NearDuplicates(inputCol="text", hash="simhash", keep="name", within="label")
+    with caplog.at_level(logging.WARNING):
+        model = texts.fit(frame)
+    assert ids(model.transform(frame)) == [1, 2, 4, 5]
+    assert (model.found.broken, model.found.null) == (1, 1)
+    (said,) = [each for each in caplog.messages if "nothing to compare" in each]
+    assert "of 5 rows, 1 have" in said
+    assert "it is no UTF-8: byte 0xf6 at position 1" in said
+    report = model.report()
+    assert (
+        "1 null value, kept; 1 broken row, kept, first that with name='b\ufffd'" in report.summary
+    )
+    assert list(report.pairs["row"]) == ["c\ufffd"]
+    assert report.values == {"a\ufffd": "wald", "c\ufffd": "WALD", "d": "wald"}
+    assert set(report.conflicts["label"]) == {"\ufffd"}
+    report.save(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Content-Security-Policy" in page
+    assert "c\ufffd<br>WALD" in page
+
+
+def test_images_of_one_grey_value_are_counted(spark: SparkSession) -> None:
+    clear = png(Image.new("RGBA", (9, 9), (200, 10, 30, 0)))
+    model = NearDuplicates(within=None).fit(
+        images(spark, WHITE, clear, png(Image.new("L", (5, 5))))
+    )
+    assert model.found.blank == 3
+    assert "3 images of a single grey value" in model.report().summary
+
+
+def test_a_table_whose_ids_are_no_longer_those_of_the_fit_is_refused(
+    spark: SparkSession, pictures: list[bytes], tmp_path: Path
+) -> None:
+    saved = in_files(images(spark, *pictures[:3], pictures[0]), tmp_path / "table")
+    offset = F.udf(lambda: int((tmp_path / "offset").read_text()), "long").asNondeterministic()
+    (tmp_path / "offset").write_text("0")
+    frame = saved.withColumn("id", F.col("id") + offset())
+    model = NearDuplicates(within=None).fit(frame)
+    assert ids(model.transform(frame)) == [0, 1, 2]
+    (tmp_path / "offset").write_text("100")
+    with pytest.raises(Exception, match=r"other values than in fit: .* had \d and now has 10\d"):
+        model.transform(frame).collect()
+
+
+def test_nothing_stays_persisted_after_an_error(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(words: DataFrame, *_: Any) -> DataFrame:
+        return words.withColumn("dropped", F.raise_error(F.lit("no disk")).cast("long"))
+
+    monkeypatch.setattr(near_duplicates, "decided", failing)
+    before = spark.sparkContext._jsc.getPersistentRDDs().size()
+    with pytest.raises(Exception, match="no disk"):
+        NearDuplicates(within=None, hash="given", inputCol="id").fit(spark.range(3))
+    assert spark.sparkContext._jsc.getPersistentRDDs().size() == before

@@ -68,7 +68,7 @@ def test_case_and_punctuation_change_nothing_a_word_little_and_another_text_all(
 
 
 def test_null_and_texts_without_letters_have_no_hash_and_only_these_are_at_fault() -> None:
-    words, faults = hash_rows("simhash", pa.array(["a word", None, " ... ", "", "b"]))
+    words, faults, _ = hash_rows("simhash", pa.array(["a word", None, " ... ", "", "b"]))
     assert [each is None for each in words.to_pylist()] == [False, True, True, True, False]
     said = "it has neither letters nor digits"
     assert faults.to_pylist() == [None, None, said, said, None]
