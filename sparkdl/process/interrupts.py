@@ -48,7 +48,7 @@ def raise_after(seconds: float, error: Callable[[str], Exception]) -> Callable[[
 
     Args:
         seconds: until then.
-        error: returns the error, given the stack of the thread.
+        error: makes the error of where the thread was, as in a traceback.
 
     Returns:
         Calls it off.

@@ -26,7 +26,7 @@ from sparkdl.spark.launch import bootstrap
 from sparkdl.spark.launch.assignment import OUTPUT_SCHEMA, run_ranks, started_for
 from sparkdl.spark.launch.forked import fork_server
 from sparkdl.spark.modules.arrival import Shipment, arrive, importable
-from sparkdl.user_code.tracebacks import add_note, message_of
+from sparkdl.user_code.tracebacks import message_of
 
 logger = logging.getLogger(__name__)
 
@@ -76,20 +76,18 @@ def run_stage_task(
     if len(infos) != tasks:
         raise RuntimeError(f"Spark made {len(infos)} tasks where {tasks} were asked for")
     serves = context.partitionId() == 0
-    late = DeadlineError(
-        f"the first task, on {infos[0].address}, has not begun to serve the workers within "
-        f"{begin_s:g} s: does the function that builds the model hang there, or something that it "
-        "imports? If it takes longer here, raise the estimator's 'timeout'"
-    )
+
+    def late(where: str) -> DeadlineError:
+        return DeadlineError(
+            f"the first task, on {infos[0].address}, has not begun to serve the workers within "
+            f"{begin_s:g} s: does the function that builds the model hang there, or something that "
+            f"it imports? If it takes longer here, raise the estimator's 'timeout'{where}"
+        )
+
     if serves or apart or ranks > 1:
         started_for(entry, versions)
     if serves:
-
-        def hangs_in(stack: str) -> DeadlineError:
-            add_note(late, f"It was here:\n{stack}")
-            return late
-
-        begun = raise_after(begin_s, hangs_in)
+        begun = raise_after(begin_s, lambda stack: late(f". It was here:\n{stack}"))
         from sparkdl.process.lazy_compiler import defer_compiler
         from sparkdl.process.randomness import streams_put_back
         from sparkdl.spark.launch.beside import FirstTask
@@ -123,7 +121,7 @@ def run_stage_task(
         try:
             (told,) = filter(None, gathered(context, "").result(begin_s + MEET_S))
         except TimeoutError:
-            raise late from None
+            raise late("") from None
         if (address := json.loads(told)) is not None:
             arguments = (tuple(address), *further)
             yielded = run_ranks(
