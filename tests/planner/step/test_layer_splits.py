@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from every_row import every
-from published import convolution, full
 from torch import nn
 
 from sparkdl.planner.links import Link
@@ -30,6 +29,20 @@ def linear(name: str, inputs: int, outputs: int, positions: int = 1) -> Layer:
     weights = 2 * positions * inputs * outputs
     sizes = 4 * (inputs + 1) * outputs, 4 * positions * inputs
     return Layer(name, "Linear", 3 * weights, 2 * weights, *sizes, True, 4 * positions * outputs)
+
+
+def convolution(inputs: int, outputs: int, kernel: int, width: int, input_width: int) -> Layer:
+    weights = inputs * outputs * kernel**2
+    flop = 2 * weights * width**2
+    name = f"convolution {inputs}-{outputs}"
+    size = 4 * inputs * input_width**2
+    return Layer(name, "Conv2d", 3 * flop, 2 * flop, 4 * weights, size, False)
+
+
+def full(inputs: int, outputs: int) -> Layer:
+    weights = inputs * outputs
+    name = f"full {inputs}-{outputs}"
+    return Layer(name, "Linear", 6 * weights, 4 * weights, 4 * weights, 4 * inputs, True)
 
 
 ALEXNET = [
