@@ -78,7 +78,7 @@ def test_tables_before_any_task(
     "condition, keep, said",
     [
         ("false", "id", "the DataFrame has no rows"),
-        ("true", "nullif(id, 2)", "(keep) is null in 1 rows"),
+        ("true", "nullif(id, 2)", "(keep) is null in 1 row"),
         ("true", "id % 3", "must be unique, but 2 rows have 0"),
     ],
 )
