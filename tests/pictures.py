@@ -43,6 +43,14 @@ def encoded(image: Image.Image, kind: str, orientation: int = 1, **options: Any)
     return target.getvalue()
 
 
+def on_white(image: Image.Image) -> Image.Image:
+    """The image without transparency."""
+    if image.mode not in ("LA", "RGBA") and "transparency" not in image.info:
+        return image
+    clear = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", clear.size, "white"), clear)
+
+
 def by_pillow(octets: bytes, channels: int, fit: str, size: tuple[int, int]) -> np.ndarray:
     """The pixels, shape (channels, height, width), of a file by Pillow's own functions.
 
@@ -62,6 +70,6 @@ def by_pillow(octets: bytes, channels: int, fit: str, size: tuple[int, int]) -> 
         shades = np.rint(np.asarray(upright).astype(float) / 257)
         upright = Image.fromarray(shades.astype(np.uint8))
     if channels != 4:
-        upright.info.pop("transparency", None)
+        upright = on_white(upright)
     fitted = FITTED[fit](upright.convert(MODES[channels]), size)
     return np.asarray(fitted).reshape(size[1], size[0], channels).transpose(2, 0, 1)

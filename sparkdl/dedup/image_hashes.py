@@ -53,27 +53,14 @@ def grey_images(rows: pa.Array) -> Iterator[Any]:
 def _grey(library: Any, row: Any) -> Any:
     is_struct = pa.types.is_struct(row.type)
     image = of_struct(library, row) if is_struct else announced(library, row.as_buffer())
-    alpha = _alpha(library, image)
-    grey = upright(library, image, "L")
-    return grey if alpha is None else _on_ground(library, grey, alpha)
+    return upright(library, image, "L", _ground)
 
 
-def _alpha(library: Any, image: Any) -> Any:
-    """How opaque each pixel of an image is, upright; None if all are."""
-    if image.mode not in ("LA", "RGBA") and "transparency" not in image.info:
-        return None
-    try:
-        alpha = upright(library, image, "RGBA").getchannel("A")
-    except ValueError:  # its transparent pixels have a colour of their own: it shows without alpha
-        return None
-    return None if alpha.getextrema()[0] == 255 else alpha
-
-
-def _on_ground(library: Any, grey: Any, alpha: Any) -> Any:
-    """Lay a grey image on the ground from which its visible pixels differ most."""
+def _ground(image: Any) -> int:
+    """The grey from which the visible pixels of an image with alpha differ most."""
+    shades = np.array(image.convert("L").histogram(image.getchannel("A")))
     distances = np.abs(_GROUNDS[:, None] - np.arange(256)).clip(max=_CONTRAST)
-    ground = _GROUNDS[(distances @ np.array(grey.histogram(alpha))).argmax()]
-    return library.composite(grey, library.new("L", grey.size, int(ground)), alpha)
+    return int(_GROUNDS[(distances @ shades).argmax()])
 
 
 def reduced(image: Any, kind: str) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Images of any size, turned as their EXIF says and brought to the declared size.
 
-    open (JPEG: draft) -> the declared channels -> exif_transpose -> fit, pad or resize
+    open (JPEG: draft) -> the declared channels, on white -> exif_transpose -> fit, pad or resize
 
 Each step is Pillow's own, with its own defaults (bicubic), so that plain Pillow gives the same
 bytes. A JPEG much larger than the declared size is decoded at an eighth, a quarter or half of its
@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.encodings.encoding import Encoding
-from sparkdl.encodings.images import Pictures, Size, converted, opened
+from sparkdl.encodings.images import Ground, Pictures, Size, converted, opened, white
 from sparkdl.encodings.numbers import RawBytes
 from sparkdl.encodings.pixels import CHANNEL_ORDER, OPENCV_MODES, Pixels
 
@@ -101,11 +101,11 @@ FITS: dict[str, AnySize] = {"crop": Cropped(), "pad": Padded(), "stretch": Stret
 """How images are brought to the declared size, by the value of ``imageFit``."""
 
 
-def upright(library: Any, image: Any, mode: str) -> Any:
-    """An image in another mode, turned as its EXIF says."""
+def upright(library: Any, image: Any, mode: str, ground: Ground = white) -> Any:
+    """An image in another mode, as by ``converted``, turned as its EXIF says."""
     from PIL import ImageOps
 
-    image = converted(library, image, mode)
+    image = converted(library, image, mode, ground)
     ImageOps.exif_transpose(image, in_place=True)
     return image
 

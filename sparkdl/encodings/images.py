@@ -11,7 +11,7 @@ import io
 import math
 import threading
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ CONVERTED = frozenset({"1", "CMYK", "L", "LA", "P", "RGB", "RGBA"})
 """The modes that Pillow converts to these; it clips the values of others, such as ``F``."""
 Size = tuple[int, int]
 """Width and height in pixels."""
+Ground = Callable[[Any], int]
+"""Returns the grey that an image with alpha is laid on."""
 _FEW_PIXELS = 2**24
 """An image with as many may be opened whatever size is declared: it is refused by its size then."""
 _LIMITING = threading.Lock()
@@ -150,20 +152,30 @@ def _limited(library: Any, pixels: int) -> Iterator[None]:
             library.MAX_IMAGE_PIXELS = before
 
 
-def converted(library: Any, image: Any, mode: str) -> Any:
-    """An image in another mode.
+def white(_: Any) -> int:
+    """The ground that images with transparency are laid on."""
+    return 255
+
+
+def converted(library: Any, image: Any, mode: str, ground: Ground = white) -> Any:
+    """An image in another mode; in one without alpha, laid on a ground if any of it is transparent.
+
+    Args:
+        library: ``PIL.Image``.
+        image: Pillow's, not yet decoded.
+        mode: one of ``MODES``.
+        ground: returns the grey of the ground for an image of mode ``LA`` or ``RGBA``.
 
     Raises:
         ValueError: its values cannot be kept.
     """
-    if mode == "RGBA" and image.format == "PNG" and "transparency" in image.info:
-        # Pillow looks for the transparent colour, which has as many bits as the file's pixels,
-        # among pixels that it has brought to 8 bits.
-        stored = str(image.tile[0][3])
-        if ";" in stored and image.mode != "P":
-            raise ValueError(
-                f"its transparent colour is one of pixels of other than 8 bits a channel ({stored})"
-            )
+    if mode != "RGBA":
+        clear = _transparent(library, image)
+        image = image if clear is None else _laid(library, clear, ground(clear))
+    elif stored := _colour_not_found(image):
+        raise ValueError(
+            f"its transparent colour is one of pixels of other than 8 bits a channel ({stored})"
+        )
     if image.mode in _DEEP and image.format == "PNG":
         deep = np.asarray(image).astype(np.uint32)
         info = image.info
@@ -175,6 +187,31 @@ def converted(library: Any, image: Any, mode: str) -> Any:
         image.info.pop("transparency", None)  # Pillow would warn that it gets lost
     # Converting copies, even to the mode that it already has; so would numpy.
     return image if image.mode == mode else image.convert(mode)
+
+
+def _transparent(library: Any, image: Any) -> Any:
+    """An image with its alpha, of mode ``LA`` or ``RGBA``; None if all its pixels are opaque."""
+    if image.mode not in ("LA", "RGBA"):
+        if "transparency" not in image.info or _colour_not_found(image):
+            return None
+        image = converted(library, image, "RGBA")
+    return None if image.getchannel("A").getextrema()[0] == 255 else image
+
+
+def _laid(library: Any, image: Any, grey: int) -> Any:
+    whole = library.new("RGB", image.size, (grey,) * 3)
+    whole.paste(image, mask=image)  # the pixels of alpha_composite, with half its memory
+    whole.info = {name: each for name, each in image.info.items() if name != "transparency"}
+    return whole
+
+
+def _colour_not_found(image: Any) -> str:
+    """Pixels of a PNG as stored, if it has a transparent colour that Pillow does not find."""
+    if image.format != "PNG" or "transparency" not in image.info or image.mode == "P":
+        return ""
+    # That colour has as many bits as the file's pixels, which Pillow has brought to 8 bits.
+    stored = str(image.tile[0][3])
+    return stored if ";" in stored else ""
 
 
 def _other_size(found: Size, wanted: Size) -> str:

@@ -63,6 +63,29 @@ def test_every_format_mode_and_size_is_what_pillow_makes_of_it(fit: str) -> None
 
 
 @every("fit", FITTED)
+def test_a_transparent_palette_is_laid_on_white_and_turned_as_by_pillow(fit: str) -> None:
+    clear = drawn(61, 40, "RGBA")
+    clear.putalpha(clear.getchannel("A").point(lambda alpha: 0 if alpha < 128 else 255))
+    for octets in (
+        encoded(clear, "GIF"),
+        encoded(drawn(61, 40, "RGBA").quantize(16), "PNG", 6),
+        encoded(clear.quantize(16), "PNG", 6),
+    ):
+        assert "transparency" in Image.open(io.BytesIO(octets)).info
+        for channels in (1, 3, 4):
+            pixels, broken = decoded(pa.array([octets]), fit, channels)
+            assert broken is None
+            assert np.array_equal(pixels[0], by_pillow(octets, channels, fit, SIZE))
+
+
+def test_padding_stays_black_around_a_picture_on_white() -> None:
+    nothing = encoded(Image.new("RGBA", (10, 10)), "PNG")
+    pixels, _ = decoded(pa.array([nothing]), "pad", size=(20, 10))
+    assert pixels[0, :, :, 5:15].min() == 255
+    assert pixels[0, :, :, :5].max() == pixels[0, :, :, 15:].max() == 0
+
+
+@every("fit", FITTED)
 def test_every_orientation_is_turned_upright(fit: str) -> None:
     wrong = []
     for kind, mode in (("JPEG", "RGB"), ("PNG", "RGB"), ("PNG", "I;16"), ("WEBP", "RGBA")):
@@ -91,9 +114,12 @@ def test_a_large_jpeg_is_decoded_at_no_more_than_its_size_needs(
     """1,600 x 1,200 pixels for 100 x 75: an eighth would be 200 x 150, twice that."""
     octets = encoded(drawn(1600, 1200), "JPEG", orientation)
     opened = []
-    monkeypatch.setattr(
-        any_size, "converted", lambda library, image, mode: opened.append(image.size) or image
-    )
+
+    def seen(_: Any, image: Any, *__: Any) -> Any:
+        opened.append(image.size)
+        return image
+
+    monkeypatch.setattr(any_size, "converted", seen)
     size = (100, 75) if orientation == 1 else (75, 100)
     pixels, broken = decoded(pa.array([octets]), "crop", size=size)
     assert broken is None

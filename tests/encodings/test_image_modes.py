@@ -13,8 +13,10 @@ import pyarrow as pa
 import pytest
 import torch
 from every_row import every
+from pictures import encoded, on_white
 
 from sparkdl import encodings
+from sparkdl.encodings import images
 
 GREY, RGB, PALETTE, GREY_ALPHA, RGBA = 0, 2, 3, 4, 6
 """PNG's colour types."""
@@ -68,7 +70,7 @@ def test_sixteen_bits_of_a_colour_become_their_eight_within_one() -> None:
     for octets, channels in (
         (png(16, RGB, samples), 3),
         (png(16, RGBA, [*samples[:3], 0xFFFF, *samples[3:], 0x4000]), 4),
-        (png(16, GREY_ALPHA, [0x1234, 0xFFFF, 0x80FF, 0x4000]), 1),
+        (png(16, GREY_ALPHA, [0x1234, 0xFFFF, 0x80FF, 0xFFFF]), 1),
     ):
         pixels, fault = decoded(octets, channels, 2)
         assert fault == ""
@@ -80,24 +82,31 @@ def test_sixteen_bits_of_a_colour_become_their_eight_within_one() -> None:
 def test_a_palette_gives_its_colours_and_how_transparent_they_are(depth: int) -> None:
     octets = png(depth, PALETTE, [2, 0, 1], bytes([0, 128]))
     colours = [[10, 20, 30], [255, 0, 0], [0, 255, 0]]
-    assert decoded(octets, 3, 3) == (colours, "")
+    assert decoded(octets, 3, 3) == ([colours[0], [255, 255, 255], [127, 255, 127]], "")
     alpha = [[*colour, a] for colour, a in zip(colours, (255, 0, 128), strict=True)]
     assert decoded(octets, 4, 3) == (alpha, "")
 
 
 def test_a_transparent_colour_is_found_or_the_row_refused() -> None:
-    assert decoded(png(8, GREY, [5, 6], struct.pack(">H", 5)), 4, 2) == (
-        [[5, 5, 5, 0], [6, 6, 6, 255]],
-        "",
-    )
-    assert decoded(png(8, RGB, [1, 2, 3, 4, 5, 6], struct.pack(">HHH", 4, 5, 6)), 4, 2) == (
-        [[1, 2, 3, 255], [4, 5, 6, 0]],
-        "",
-    )
-    assert decoded(png(1, GREY, [0, 1], struct.pack(">H", 1)), 4, 2) == (
-        [[0, 0, 0, 255], [255, 255, 255, 0]],
-        "",
-    )
+    for octets, four, three in (
+        (
+            png(8, GREY, [5, 6], struct.pack(">H", 5)),
+            [[5, 5, 5, 0], [6, 6, 6, 255]],
+            [[255] * 3, [6] * 3],
+        ),
+        (
+            png(8, RGB, [1, 2, 3, 4, 5, 6], struct.pack(">HHH", 4, 5, 6)),
+            [[1, 2, 3, 255], [4, 5, 6, 0]],
+            [[1, 2, 3], [255] * 3],
+        ),
+        (
+            png(1, GREY, [0, 1], struct.pack(">H", 0)),
+            [[0, 0, 0, 0], [255, 255, 255, 255]],
+            [[255] * 3, [255] * 3],
+        ),
+    ):
+        assert decoded(octets, 4, 2) == (four, "")
+        assert decoded(octets, 3, 2) == (three, "")
     for octets in (
         png(2, GREY, [1, 2], struct.pack(">H", 1)),
         png(4, GREY, [1, 2], struct.pack(">H", 1)),
@@ -108,19 +117,32 @@ def test_a_transparent_colour_is_found_or_the_row_refused() -> None:
         assert decoded(octets, 3, 2)[1] == ""
 
 
-@every("mode", ["1", "L", "LA", "P", "RGB", "RGBA"])
-def test_modes_of_eight_bits_are_converted_as_by_pillow(mode: str) -> None:
+def test_modes_of_eight_bits_are_converted_as_by_pillow() -> None:
     octets = np.random.default_rng(3).integers(0, 256, (4, 4, 4), dtype=np.uint8)
-    image = PIL.Image.fromarray(octets).convert(mode)
-    target = io.BytesIO()
-    image.save(target, "PNG")
-    for channels, wanted in ((1, "L"), (3, "RGB"), (4, "RGBA")):
-        values, broken = encodings.IMAGE.decode(
-            pa.array([target.getvalue()]), (channels, 4, 4), torch.uint8
-        )
-        assert broken is None
-        expected = np.asarray(image.convert(wanted)).reshape(4, 4, channels).transpose(2, 0, 1)
-        assert np.array_equal(values.flatten().to_numpy().reshape(channels, 4, 4), expected)
+    clear = PIL.Image.fromarray(octets)
+    opaque = clear.copy()
+    opaque.putalpha(255)
+    for image in (
+        *(clear.convert(mode) for mode in ("1", "L", "LA", "P", "RGB", "RGBA")),
+        *(opaque.convert(mode) for mode in ("LA", "RGBA")),
+        *(each.quantize(8) for each in (clear, opaque)),
+    ):
+        file = encoded(image, "PNG")
+        for channels, wanted in ((1, "L"), (3, "RGB"), (4, "RGBA")):
+            values, broken = encodings.IMAGE.decode(pa.array([file]), (channels, 4, 4), torch.uint8)
+            assert broken is None
+            read = PIL.Image.open(io.BytesIO(file))
+            expected = np.asarray((read if channels == 4 else on_white(read)).convert(wanted))
+            expected = expected.reshape(4, 4, channels).transpose(2, 0, 1)
+            assert np.array_equal(values.flatten().to_numpy().reshape(channels, 4, 4), expected)
+
+
+def test_an_opaque_image_with_alpha_is_not_laid_on_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(images, "_laid", None)
+    for file in (png(8, RGBA, [1, 2, 3, 255]), png(8, PALETTE, [0], bytes([255, 0]))):
+        assert decoded(file, 3, 1)[1] == ""
 
 
 def test_a_jpeg_for_print_is_converted_as_by_pillow() -> None:
