@@ -195,7 +195,7 @@ def test_a_bad_row_is_named_by_column_partition_and_row(
     spoiled = everything.withColumn(
         name, F.when(F.col("id") == 5, F.expr(f"cast({value} as {kind})")).otherwise(F.col(name))
     )
-    with pytest.raises(DataError, match=rf"column '{name}' has 1 rows of {ROWS}") as caught:
+    with pytest.raises(DataError, match=rf"column '{name}' has 1 row of {ROWS}") as caught:
         sum_estimator().fit(spoiled)
     assert reason in str(caught.value)
     assert "of partition" in str(caught.value)
