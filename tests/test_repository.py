@@ -59,3 +59,16 @@ def test_the_version_is_the_newest_of_the_changelog() -> None:
     assert versions[0] == sparkdl.__version__
     numbers: list[Any] = [tuple(map(int, version.split("."))) for version in versions]
     assert numbers == sorted(numbers, reverse=True)
+
+
+def test_every_test_that_holds_a_fault_is_there() -> None:
+    page = (ROOT / "docs/notes/faults.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)::(?:\w+::)?(test_\w+)` \|$", page, re.MULTILINE)
+    assert len(named) == page.count("`tests/") - 1  # each is an id, but for this file's name
+    texts = {name: path.read_text() for name, _ in named if (path := ROOT / name).exists()}
+    missing = [
+        f"{file}::{name}"
+        for file, name in named
+        if not re.search(rf"^\s*def {name}\(", texts.get(file, ""), re.MULTILINE)
+    ]
+    assert not missing, f"docs/notes/faults.md names tests that are not there: {missing}"
