@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -322,6 +323,7 @@ def attempt_killed(place: Location, run: Run, moment: int) -> bool:
     """Attempt it in a process that kills itself at its ``moment``-th call, if it makes as many."""
     child = os.fork()
     if not child:
+        gc.disable()  # what it closes holds locks, which this process would keep after its child
         calls = itertools.count()
 
         def count(frame: FrameType, event: str, argument: object) -> None:
