@@ -29,8 +29,6 @@ from sparkdl.spark.catalyst.jvm import directory_of_spark, is_stopped, running_c
 
 logger = logging.getLogger(__name__)
 
-logger = logging.getLogger(__name__)
-
 # A training job may last seconds; on two cores a sixth of its first Spark job's time goes into
 # optimizing code that ran a few thousand times. Ten times as many runs are soon enough.
 _COMPILE_LATER = " ".join(
@@ -92,15 +90,17 @@ def create_session(
     if remote is not None:
         return _connected(remote, master, conf or {})
     there = current_session()
-    if there is not None and not is_stopped(there):
-        _configure(there, conf or {})
-        return there
-    if not CAN_START_SPARK:
+    if there is not None and is_stopped(there):
+        there = None
+    if not CAN_START_SPARK and (there is None or master is not None):
         raise SetupError(
             "this Python has pyspark-client, which connects to a Spark that runs elsewhere and "
             "cannot start one: give the address of a Spark Connect server, "
             "remote='sc://host:15002', or install pyspark in place of pyspark-client"
         )
+    if there is not None:
+        _configure(there, conf or {})
+        return there
     java = find_java()
     builder = SparkSession.builder.appName(app_name)
     if master is not None:

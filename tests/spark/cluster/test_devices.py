@@ -16,6 +16,7 @@ from subprocesses import printed_by
 from sparkdl.collective.network import require_distinct_gpus
 from sparkdl.errors import ConfigError
 from sparkdl.spark.catalyst import surroundings
+from sparkdl.spark.closures.sending import InPieces
 from sparkdl.spark.cluster.devices import choose_device, device_index
 from sparkdl.spark.launch import assignment
 from sparkdl.spark.launch.assignment import assignments, run_ranks
@@ -100,12 +101,16 @@ def own_process_of(
     monkeypatch.setattr(assignment, "host_ranks", lambda calls, *_: called.extend(calls) or [])
     monkeypatch.setattr(assignment, "fork_server", lambda *_: None)
     monkeypatch.setattr(surroundings.SparkFiles, "getRootDirectory", lambda: "/files")
-    list(run_ranks(f"{__name__}:tell_gpu", ("argument",), 1, apart, None, {}, {}, iter([])))
+    list(
+        run_ranks(
+            f"{__name__}:tell_gpu", InPieces((), b"argument"), (), 1, apart, None, {}, {}, iter([])
+        )
+    )
     return called
 
 
-def tell_gpu(argument: str, assigned: Any, batches: Any) -> bytes:
-    return f"{argument} {assigned.gpu}".encode()
+def tell_gpu(argument: bytes, assigned: Any, batches: Any) -> bytes:
+    return argument + f" {assigned.gpu}".encode()
 
 
 def test_one_rank_runs_in_sparks_own_process_unless_that_would_not_see_its_part_of_a_gpu(
