@@ -1,6 +1,6 @@
 """Prints how long the tests of each folder took and how many lines they have, as a table.
 
-    python .ci/test_times.py build/ci/tests.xml            to see
+    python .ci/test_times.py build/ci/tests.xml            to see; several reports add up
     python .ci/test_times.py --write build/ci/tests.xml    into docs/notes/tests.md
 
 Seconds are those of pytest's JUnit report, with fixtures; tests of several processes add up.
@@ -25,14 +25,15 @@ def folder_of(path: Path) -> str:
     return "/".join(parts[1:3]) if parts[1] in ("spark", "strategies") else parts[1]
 
 
-def table(report: Path) -> str:
-    """The table of a report, by falling seconds."""
+def table(reports: list[str]) -> str:
+    """The table of some reports, by falling seconds."""
     seconds, tests, lines, files = (Counter[str]() for _ in range(4))
     for path in (ROOT / "tests").rglob("*.py"):
         folder = folder_of(path.relative_to(ROOT))
         lines[folder] += sum(1 for line in path.read_text().splitlines() if line.strip())
         files[folder] += 1
-    for case in ET.parse(report).getroot().iter("testcase"):
+    cases = [case for each in reports for case in ET.parse(each).getroot().iter("testcase")]
+    for case in cases:
         path = Path(case.attrib["classname"].replace(".", "/") + ".py")
         while not (ROOT / path).exists():  # a class of tests
             path = path.parent.with_suffix(".py")
@@ -52,7 +53,7 @@ def table(report: Path) -> str:
 
 def main(arguments: list[str]) -> None:
     """Print the table, or put it into the page."""
-    written = table(Path(arguments[-1]))
+    written = table([each for each in arguments if each != "--write"])
     print(written)
     if "--write" in arguments:
         before, _, rest = PAGE.read_text().partition(BEGIN)
