@@ -109,9 +109,9 @@ def require_seed(name: str, value: Any) -> int:
 
 
 def counted(number: int, noun: str) -> str:
-    """So many of something, for a message: "1 row", "2,000 rows", "3 hashes"."""
+    """So many of something, for a message: "1 row", "2000 rows", "3 hashes"."""
     ending = "" if number == 1 else "es" if noun.endswith(("s", "sh", "tch")) else "s"
-    return f"{number:,} {noun}{ending}"
+    return f"{number} {noun}{ending}"
 
 
 def convert_numbers(owner: Any) -> None:
