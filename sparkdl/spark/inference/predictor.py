@@ -225,14 +225,23 @@ class Predictor:
         if order is not None:
             whole = torch.empty_like(whole).index_copy_(0, order, whole)
         predictions = whole.to(torch.float64 if self.prediction.double else torch.float32)
-        # Of all dtypes, float64 alone has numbers that float32 does not hold.
+        lost: int | None = None
+        # Of all floats, float64 alone has numbers that float32 does not hold.
         if whole.dtype == torch.float64 and not self.prediction.double:
             lost = first_lost(whole.numpy(), torch.float32)
-            if lost is not None:
-                raise DataError(
-                    f"column '{column.name}' would hold {whole.reshape(-1)[lost]:g} (float64), "
-                    "which float32 cannot hold. Set predictionDtype='float64'"
-                )
+        elif not whole.is_floating_point() and whole.dtype.itemsize > 2:
+            # Whole numbers may be ids, of which the nearest is another.
+            changed = (predictions.to(whole.dtype) != whole).reshape(-1)
+            lost = int(changed.int().argmax()) if changed.any() else None
+        if lost is not None:
+            own, dtype = (str(each.dtype).removeprefix("torch.") for each in (whole, predictions))
+            way = "Set predictionDtype='float64'"
+            if self.prediction.double:
+                way = "Return such numbers in two parts"
+            raise DataError(
+                f"column '{column.name}' would hold {whole.reshape(-1)[lost].item()} ({own}), "
+                f"which {dtype} cannot hold. {way}"
+            )
         flat = pa.array(predictions.reshape(-1).numpy())
         if not column.wide:
             return flat

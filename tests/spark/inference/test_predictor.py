@@ -204,6 +204,21 @@ def test_results_and_features_that_become_infinite_on_their_way_are_refused(
     assert found.to_pylist() == [[1.0, 2.0], [0.5, 1e39]]
 
 
+def test_whole_results_are_written_as_they_are_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = partial(PredictionSettings, batch_rows=8, device="cpu", compiled=False)
+    for largest, double in ((2**24, False), (2**53, True)):
+        prediction = settings(dtype=None, double=double)
+        for number in (largest, largest + 1):
+            columns = [(ColumnSpec("x", torch.int64, (2,)), pa.array([[1, 2], [3, number]]))]
+            ids = partial(predictions_of, AsItIs(), columns, monkeypatch, prediction=prediction)
+            if number == largest:
+                ((found,),) = ids(batch_rows=8)
+                assert found.to_pylist() == [[1.0, 2.0], [3.0, float(number)]]
+            else:
+                with pytest.raises(DataError, match=rf"would hold {number} \(int64\), which float"):
+                    ids(batch_rows=8)
+
+
 def test_a_label_that_is_no_class_index_is_refused() -> None:
     labels = Labels([ColumnSpec("label", torch.int64)], as_one=True)
     for number in (0.5, float("nan"), 1e30):
