@@ -5,12 +5,11 @@ runs from the start until the last worker has the result. Rounds are interleaved
 broadcasts with a third rank in place of the driver, or the two workers all-reduce by themselves;
 Spark runs on local-cluster[2,1,2048] and keeps its workers warm. On one host our connections are
 Unix sockets, and gloo's are TCP: ``--hosts`` compares the two on hosts of their own instead
-(network namespaces, ``studies/linked_hosts``; needs root), rounds back to back, TCP on both sides.
+(network namespaces, ``linked_hosts``; needs root), rounds back to back, TCP on both sides.
 """
 
 import os
 import pickle
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,11 +21,9 @@ import averager_rounds
 import harness
 import torch
 import torch.distributed as dist
+from linked_hosts import LinkedHosts
 from peers import gloo_all_reduce, gloo_round, spark_round
 from pyspark.sql import SparkSession
-
-sys.path.append(str(Path(__file__).parent / "studies"))
-from linked_hosts import LinkedHosts
 
 from sparkdl.averager.service.loop import EdgeOptions
 

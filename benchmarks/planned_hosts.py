@@ -1,6 +1,6 @@
 """Steps with 4 and 8 workers, predicted from fits with 1 and 2, on links of three speeds.
 
-Every worker and the driver is on a host of its own (network namespaces, ``studies/linked_hosts``).
+Every worker and the driver is on a host of its own (network namespaces, ``linked_hosts``).
 A step's computing is a sleep, since all hosts share the cores of this machine; exchanges are real,
 and so is the time that the processors take for them.
 """
@@ -8,7 +8,6 @@ and so is the time that the processors take for them.
 from __future__ import annotations
 
 import pickle
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,10 +18,8 @@ from typing import Any
 import harness
 import numpy as np
 import torch
+from linked_hosts import LinkedHosts
 from torch import Tensor, nn
-
-sys.path.append(str(Path(__file__).parent / "studies"))
-from linked_hosts import LinkedHosts, Trial
 
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.planner.links import Link
@@ -117,9 +114,7 @@ class Hosts:
             seed=0,
             deadline_s=300.0,
         )
-        held_out = torch.from_numpy(features[:BATCH]), torch.from_numpy(labels[:BATCH])
-        profile = self._hosts.train(Trial(job, [shard] * workers, held_out)).profile
-        assert profile is not None
+        profile = self._hosts.train(job, [shard] * workers)
         print(
             f"{type(strategy).__name__}, {profile.aggregation}, {workers} workers: "
             f"{1e3 * seconds_a_step(profile):.1f} ms a step, {1e3 * profile.step_s:.1f} computing",

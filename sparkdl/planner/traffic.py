@@ -37,8 +37,8 @@ PLACES = ("driver", "executors", "hierarchical")
 """Where ``ParameterAveraging`` forms means."""
 TREE_MESSAGE = 2.5
 """What the messages of a step along trees take / a message of gloo's ring, in processor time: 1.9
-to 2.5 with 8 and 16 workers (``benchmarks/color_trees.py``). It counts for a link's latency too, of
-which a step has one, so that gains are predicted smaller than they are there."""
+to 2.5 with 8 and 16 workers. It counts for a link's latency too, of which a step has one, so that
+gains are predicted smaller than they are there."""
 BACKWARD = 2 / 3
 """The part of a step that is its backward pass: twice the arithmetic of the forward pass."""
 

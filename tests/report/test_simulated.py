@@ -57,7 +57,7 @@ STAIRS: list[tuple[ElasticAveraging, Topology, int | None, float]] = [
     (ElasticAveraging(1, aggregation="executors"), "ring", 0, 1.41),
     (ElasticAveraging(1, aggregation="executors"), "ring", None, 0.78),
 ]
-"""As measured by ``benchmarks/studies/elastic_staircase.py``, in seconds a step."""
+"""As measured by ``bc8c4b4b:benchmarks/studies/elastic_staircase.py``, in seconds a step."""
 
 
 def stair(strategy: ElasticAveraging, topology: Topology, overlap: int | None) -> float:
