@@ -19,7 +19,7 @@ from sparkdl.protocols import ColumnSpec
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 NORMAL = Scale(torch.bfloat16, "0..1", MEAN, STD)
-FEATURES = (
+SCALED = (
     ColumnSpec("photo", torch.uint8, (3, 8, 9), FITS["pad"], scale=NORMAL),
     ColumnSpec("grey", torch.uint8, (1, 8, 9), PIXELS, scale=Scale(torch.float32, "0..255")),
     ColumnSpec("raw", torch.uint8, (4, 8, 9), FITS["stretch"]),
@@ -28,13 +28,13 @@ FEATURES = (
 
 def write(directory: Path) -> Path:
     module = nn.Linear(1, 1)
-    write_module(SavedModule(module, module, FEATURES, "unknown", {None: 1}, []), directory)
+    write_module(SavedModule(module, module, SCALED, "unknown", {None: 1}, []), directory)
     return directory / "module.json"
 
 
 def test_size_fit_and_floats_come_back(tmp_path: Path) -> None:
     write(tmp_path)
-    assert read_module(tmp_path, trust=True).features == FEATURES
+    assert read_module(tmp_path, trust=True).features == SCALED
 
 
 SAVED = {"dtype": "float32", "range": "0..1", "mean": list(MEAN), "std": list(STD)}

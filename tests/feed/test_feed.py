@@ -1,15 +1,21 @@
-"""The feed: every row exactly once an epoch, in an order that is reproducible."""
+"""What the feed hands out: minibatches, runs of rows, and their shapes."""
 
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from every_row import every
 from feeds import (
+    SCHEMA,
     ids_of,
     open_feed,
     read,
@@ -18,10 +24,17 @@ from feeds import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import permutation
+from torch import Tensor, nn
+from toys import Data, enough_rows, make_job, permutation
 
 from sparkdl.feed import minibatches
+from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.feed import Feed
+from sparkdl.feed.minibatches import DeviceChunk, prefetched
 from sparkdl.feed.order import even_sizes
+from sparkdl.feed.store.partition_store import PartitionStore
+from sparkdl.protocols import ColumnSpec
+from sparkdl.testing import batches_of, run_world
 
 
 @settings(max_examples=80, deadline=None)
@@ -102,3 +115,204 @@ def test_an_even_epoch_has_every_row_once_in_so_many_batches_of_one_size_give_or
     assert max(counts) - min(counts) <= 1
     assert [batch.last for batch in batches] == [False] * (steps - 1) + [True]
     assert {batch.features[0].shape[1:] for batch in batches} == {(2,)}
+
+
+class Recorder(nn.Module):
+    """Remembers the ids of the rows that it was trained on, in a buffer of counts."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.seen: list[int] = []
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.seen.extend(int(i) for i in ids)
+        return self.weight.expand(len(ids))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 25), min_size=1, max_size=4).filter(enough_rows),
+    batch_size=st.integers(1, 9),
+)
+@pytest.mark.slow
+def test_a_run_trains_on_every_row_once_an_epoch(sizes: list[int], batch_size: int) -> None:
+    rows = sum(sizes)
+    replicas: list[Recorder] = []
+
+    def build() -> nn.Module:
+        replicas.append(Recorder(rows))
+        return replicas[-1]
+
+    data = Data(np.arange(rows, dtype=np.int64), np.zeros(rows, np.float32), tuple(sizes))
+    job = make_job(
+        build,
+        loss=nn.MSELoss(),
+        schema=FeedSchema((ColumnSpec("id", torch.int64),), ColumnSpec("y", torch.float32)),
+        epochs=3,
+        batch_size=batch_size,
+    )
+    outcome = run_world(job, data.shards(rows_a_batch=5))
+
+    seen = sorted(i for replica in replicas for i in replica.seen)
+    assert seen == sorted(list(range(rows)) * 3)
+    assert [row.examples for row in outcome.history] == [rows] * 3
+
+
+def test_several_features_columns_arrive_as_separate_arguments() -> None:
+    class TwoInputs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5, 2)
+            self.out = nn.Linear(4, 2)
+
+        def forward(self, numbers: Tensor, codes: Tensor) -> Tensor:
+            assert numbers.dtype is torch.float32
+            assert codes.dtype is torch.int64
+            return self.out(torch.cat([numbers, self.table(codes)], dim=1))
+
+    schema = FeedSchema(
+        (ColumnSpec("numbers", torch.float32, (2,)), ColumnSpec("codes", torch.int64)),
+        ColumnSpec("label", torch.int64),
+    )
+    shard = batches_of(
+        3,
+        numbers=np.ones((8, 2), np.float32),
+        codes=np.arange(8, dtype=np.int32) % 5,
+        label=np.zeros(8, np.int64),
+    )
+    outcome = run_world(make_job(TwoInputs(), schema=schema, epochs=2), [shard, shard])
+    assert outcome.history[-1].examples == 16
+
+
+@every("kind", [np.float64, np.int32, np.int64, np.bool_])
+def test_batches_of_cuts_arrays_into_record_batches(kind: type) -> None:
+    shard = batches_of(3, a=np.ones((8, 2), kind), b=np.arange(8))
+    assert [batch.num_rows for batch in shard] == [3, 3, 2]
+    assert shard[0].column(0).type == pa.list_(pa.from_numpy_dtype(kind))
+    assert [i for batch in shard for i in batch.column(1).to_pylist()] == list(range(8))
+
+
+PREFETCHER = "sparkdl-prefetch"
+NO_EVENT: Any = None
+
+
+def test_for_a_gpu_rows_are_gathered_into_pinned_memory_and_sent_in_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    take = PartitionStore.take
+
+    def gather(store: PartitionStore, rows: Tensor, *, pinned: bool = False) -> list[Tensor]:
+        assert pinned
+        log.append(f"gathered by {threading.current_thread().name}")
+        return take(store, rows)  # pinned memory needs a GPU
+
+    class Chunk(DeviceChunk):
+        def ready(self) -> list[Tensor]:
+            log.append("used")
+            assert threading.current_thread() is threading.main_thread()
+            return self.columns
+
+    def send(tensors: list[Tensor], device: torch.device) -> DeviceChunk:
+        assert device.type == "cuda"
+        assert threading.current_thread().name == PREFETCHER
+        return Chunk(tensors, NO_EVENT)
+
+    def epochs(device: str) -> list[list[int]]:
+        with Feed(SCHEMA, batch_size=4, seed=1, rank=0, directory=tmp_path, device=device) as feed:
+            feed.fill(record_batches([30, 12]))
+            return [[int(i) for b in feed.epoch(e) for i in b.targets] for e in (1, 2, 3)]
+
+    expected = epochs("cpu")
+    monkeypatch.setattr(minibatches, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(PartitionStore, "take", gather)
+    monkeypatch.setattr(minibatches, "to_gpu", send)
+
+    assert epochs("cuda") == expected
+    assert log.count("used") == log.count(f"gathered by {PREFETCHER}") > 30
+    assert not [t for t in threading.enumerate() if t.name == PREFETCHER]
+
+
+def test_copies_on_their_way_are_waited_for_and_kept_by_the_stream_that_uses_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[Any] = []
+    stream = SimpleNamespace(wait_event=lambda event: log.append(("wait for", event)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    tensors: list[Any] = [
+        SimpleNamespace(device="cuda:0", record_stream=lambda s, k=k: log.append((k, s)))
+        for k in ("first", "second")
+    ]
+    event: Any = "the event"
+
+    assert DeviceChunk(tensors, event).ready() is tensors
+    assert log == [("wait for", event), ("first", stream), ("second", stream)]
+
+
+def test_on_a_cpu_rows_are_where_they_were_gathered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Tensor] = []
+    take = PartitionStore.take
+
+    def gather(store: PartitionStore, rows: Tensor, *, pinned: bool = False) -> list[Any]:
+        columns: list[Any] = take(store, rows, pinned=pinned)
+        taken.extend(columns)
+        return columns
+
+    monkeypatch.setattr(PartitionStore, "take", gather)
+    with Feed(SCHEMA, batch_size=4, seed=1, rank=0, directory=tmp_path) as feed:
+        feed.fill(record_batches([4]))
+        (batch,) = feed.epoch(1)
+    assert [batch.features[0].data_ptr(), batch.targets.data_ptr()] == [  # type: ignore[index,union-attr]
+        each.data_ptr() for each in taken
+    ]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_gets_the_same_rows_from_pinned_memory(tmp_path: Path) -> None:
+    pinned = PartitionStore(tmp_path)
+    pinned.append(SCHEMA.of_lengths([2, None]).stored, [torch.rand(9, 2), torch.arange(9)])
+    assert all(column.is_pinned() for column in pinned.take(torch.arange(9), pinned=True))
+    pinned.close()
+    found = []
+    for device in ("cpu", "cuda"):
+        with Feed(SCHEMA, batch_size=4, seed=1, rank=0, directory=tmp_path, device=device) as feed:
+            feed.fill(record_batches([500]))
+            found.append([b.targets for b in feed.epoch(2)])
+    assert all(t.is_cuda for t in found[1])
+    assert torch.equal(torch.cat(found[0]), torch.cat(found[1]).cpu())
+
+
+def test_items_come_in_order_and_an_error_in_its_place() -> None:
+    def source() -> Any:
+        yield from range(20)
+        raise ZeroDivisionError("at 20")
+
+    items = prefetched(source())
+    assert [next(items) for _ in range(20)] == list(range(20))
+    with pytest.raises(ZeroDivisionError, match="at 20"):
+        next(items)
+
+
+def test_no_more_than_a_few_items_are_made_ahead() -> None:
+    made: list[int] = []
+
+    def source() -> Any:
+        for item in range(1000):
+            made.append(item)
+            yield item
+
+    items = prefetched(source())
+    for _ in range(5):
+        next(items)
+    items.close()
+    assert len(made) <= 5 + 4
+
+
+def test_closing_early_ends_the_thread_and_the_source() -> None:
+    items = prefetched(iter(range(10**9)))
+    next(items)
+    items.close()
+    assert not [t for t in threading.enumerate() if t.name == "sparkdl-prefetch"]

@@ -1,4 +1,4 @@
-"""Rows that say where they belong are fed in that order, however they arrive."""
+"""The order of rows, by epoch and by seed."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from toys import (
 )
 
 from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.order import EpochOrder, even_sizes
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.testing import batches_of, run_world
@@ -153,3 +154,29 @@ def test_a_run_on_ordered_rows_does_not_depend_on_their_arrival() -> None:
     for seed in (1, 2):
         found = train(seed)
         assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@given(rows=st.integers(0, 300), seed=st.integers(-(2**63), 2**63 - 1), epoch=st.integers(1, 999))
+def test_a_permutation_holds_every_index_once(rows: int, seed: int, epoch: int) -> None:
+    order = EpochOrder(seed, epoch, 2).of_block(rows, rows, None, ())
+    assert torch.equal(order, permutation(rows, seed=seed, epoch=epoch, rank=2))
+    assert order.dtype is torch.int64
+    assert sorted(order.tolist()) == list(range(rows))
+
+
+def test_permutations_differ_by_seed_epoch_and_rank() -> None:
+    orders = {
+        tuple(permutation(40, seed=seed, epoch=epoch, rank=rank).tolist())
+        for seed in range(6)
+        for epoch in range(1, 7)
+        for rank in range(6)
+    }
+    assert len(orders) == 6**3
+
+
+@given(rows=st.lists(st.integers(0, 50), min_size=1, max_size=5), steps=st.integers(1, 20))
+def test_even_sizes_of_several_workers_are_those_of_each(rows: list[int], steps: int) -> None:
+    together = np.array([even_sizes(np.array(rows), step, steps) for step in range(steps)])
+    alone = [[even_sizes(count, step, steps) for count in rows] for step in range(steps)]
+    assert together.tolist() == alone
+    assert together.sum(axis=0).tolist() == rows

@@ -1,21 +1,36 @@
-"""A step of a replica is the step that plain torch takes."""
+"""A replica: its parameters, buffers and first values."""
 
 from __future__ import annotations
 
 import copy
+import random
+from collections import deque
+from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from every_row import every
+from models import decayed
 from replicas import OPTIMIZERS, SGD, batch, batch_norm_net, replica_of, train_plainly
 from torch import Tensor, nn
-from toys import mlp
+from toys import classification, make_job, mlp, relative_error, schema, sgd_on_union
 
-from sparkdl.errors import ModelError
+from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.driver import first_replica
+from sparkdl.errors import ConfigError, ModelError
+from sparkdl.process.randomness import random_state
 from sparkdl.protocols import Batch
-from sparkdl.replica import Replica
+from sparkdl.replica import Replica, initial
+from sparkdl.replica.buffers import ModuleState, tensors_of
+from sparkdl.replica.optimizer_state import takes_names
+from sparkdl.strategies import GradientAllReduce, ParameterAveraging
+from sparkdl.testing import run_world
 
 
 @every("name", OPTIMIZERS)
@@ -118,3 +133,248 @@ def test_a_model_may_differentiate_itself_where_it_is_evaluated() -> None:
 def test_a_replica_without_anything_to_train_is_refused_before_its_optimizer_is_built() -> None:
     with pytest.raises(ModelError, match="Sequential has no parameter that requires a gradient"):
         replica_of(mlp().requires_grad_(False))
+
+
+FLOATS = schema(dtype=torch.float32)
+
+
+def drawn() -> nn.Module:
+    """From all three streams of random numbers."""
+    module = nn.Sequential(nn.Linear(6, 64), nn.BatchNorm1d(64), nn.Linear(64, 3)).double()
+    with torch.no_grad():
+        module[0].bias.copy_(torch.from_numpy(np.random.normal(size=64)))
+        for index in range(3):
+            module[2].bias[index] = random.random()
+    module.register_buffer("mask", torch.rand(3).to(torch.bfloat16))
+    return module
+
+
+def state_of(**changes: object) -> list[Tensor]:
+    replica = first_replica(make_job(drawn, **changes))
+    return [values.clone() for values in replica.segments(with_optimizer=False)]
+
+
+def test_a_seed_alone_decides_the_first_values_and_the_callers_streams_go_on() -> None:
+    some = state_of()
+    torch.rand(2), np.random.rand(), random.random()
+    before = random_state(torch.device("cpu"))
+    assert all(map(torch.equal, state_of(), some))
+    assert not all(map(torch.equal, state_of(seed=12), some))
+    after = random_state(torch.device("cpu"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Linear(8, 3))
+
+
+def test_lazy_layers_learn_their_shapes_and_nothing_else_from_a_batch_of_zeros() -> None:
+    assert initial.has_lazy_parameters(lazy())
+    torch.manual_seed(5)
+    module = initial.Initialized(lazy, FLOATS)()
+    assert not initial.has_lazy_parameters(module)
+    assert module[0].weight.shape == (8, 6)
+    assert all(each.training for each in module.modules())
+    assert module[1].num_batches_tracked == 0
+    torch.manual_seed(5)
+    again = initial.Initialized(lazy, FLOATS)()
+    assert all(map(torch.equal, module.parameters(), again.parameters()))
+    kept = initial.Initialized(lambda: nn.Sequential(lazy(), nn.Dropout().eval()), FLOATS)()
+    assert [each.training for each in kept] == [True, False]
+
+
+INSTANCE = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+@every("given", [lazy, partial(copy.deepcopy, INSTANCE)])
+def test_a_lazy_model_trains_on_every_worker_from_the_same_values(given: Any) -> None:
+    model = initial.Initialized(given, FLOATS)
+    job = make_job(model, schema=FLOATS, strategy=ParameterAveraging(2), epochs=2)
+    shards = classification([12, 8]).shards()
+    first, second = (run_world(job, shards).module for _ in range(2))
+    assert first[0].weight.shape == (8, 6)
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
+
+
+class Scaled(nn.Module):
+    """Multiplies by a table of ones, which is zeros before the first forward pass if it is kept."""
+
+    def __init__(self, kept: bool) -> None:
+        super().__init__()
+        self.net, self.kept, self.longest = mlp(), kept, 0
+        self.register_buffer("table", torch.zeros(3, 1).double(), persistent=False)
+        self.table: Tensor
+
+    def forward(self, features: Tensor) -> Tensor:
+        if not self.kept or len(features) > self.longest:
+            self.longest = len(features)
+            self.table = torch.ones(len(features), 1).double()
+        outputs: Tensor = self.net(features * self.table[: len(features)])
+        return outputs
+
+
+def test_a_cache_that_fits_one_replica_only_is_worth_as_much_as_none() -> None:
+    shards = classification([12, 3]).shards()
+    ended = []
+    for kept in (True, False):
+        job = make_job(partial(Scaled, kept), strategy=ParameterAveraging(1), epochs=3)
+        ended.append(run_world(job, shards).module.state_dict())
+    assert all(torch.equal(ended[0][name], ended[1][name]) for name in ended[1])
+
+
+class Holds(nn.Module):
+    """Has one of each kind of attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.BatchNorm1d(2)
+        self.plain, self.names, self.recent = torch.zeros(2), {"a"}, deque([1, 2], maxlen=2)
+        self.by_name = {"mean": torch.ones(2)}
+
+
+def contents(module: nn.Module) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors_of(module)]
+
+
+def never() -> list[Tensor]:
+    raise AssertionError("nothing was written to")
+
+
+def test_tensors_written_to_in_place_hold_again_what_they_held_as_often_as_they_are() -> None:
+    module = Holds()
+    state, held = ModuleState(module), contents(module)
+    for _ in range(2):
+        module.layer(torch.randn(8, 2))
+        module.plain += 1
+        module.by_name["mean"].mul_(3)
+        state.put_back(lambda: held)
+        assert all(torch.equal(a, b) for a, b in zip(tensors_of(module), held, strict=True))
+
+
+def test_attributes_and_what_they_hold_are_the_very_ones_that_they_were() -> None:
+    """Also of a module that was made in inference mode; what is new goes."""
+    with torch.inference_mode():
+        in_inference = Holds()
+    for module in (Holds(), in_inference):
+        state, before, recent = ModuleState(module), tensors_of(module), module.recent
+        module.layer.running_mean = torch.full((2,), 9.0)
+        module.plain = module.plain + 1
+        module.by_name["mean"] = torch.zeros(2)
+        module.names.add("b")
+        module.recent.append(3)
+        module.cache = torch.zeros(3)
+        module.register_buffer("other", torch.zeros(3))
+        state.put_back(never)
+        assert all(a is b for a, b in zip(tensors_of(module), before, strict=True))
+        assert (module.names, list(module.recent)) == ({"a"}, [1, 2])
+        assert module.recent is recent
+        assert not hasattr(module, "cache")
+        assert not hasattr(module, "other")
+
+
+Named = Iterable[tuple[str, nn.Parameter]]
+
+
+def adam_of_groups(named_parameters: Named) -> torch.optim.Optimizer:
+    """Other hyperparameters for the last layer, which is decayed, in the order of the names."""
+    named = sorted(named_parameters)
+    return torch.optim.AdamW(
+        [
+            {"params": [p for name, p in named if name.startswith("0.")], "weight_decay": 0.0},
+            {"params": [p for name, p in named if name.startswith("2.")], "lr": 0.03},
+        ],
+        lr=0.01,
+        weight_decay=0.5,
+    )
+
+
+def summing(named_parameters: Named) -> torch.optim.Optimizer:
+    """Has state before its first step, and keeps the names."""
+    return torch.optim.Adagrad(list(named_parameters), lr=0.05, initial_accumulator_value=0.1)
+
+
+class Made:
+    """Something else that is called with names."""
+
+    def __call__(self, named_parameters: Named, lr: float = 0.1) -> torch.optim.Optimizer:
+        return decayed(named_parameters, lr)
+
+
+@every(
+    ("build", "wants"),
+    [
+        (decayed, True),
+        (partial(decayed, lr=0.1), True),
+        (Made(), True),
+        (lambda named_parameters: None, True),
+        (torch.optim.SGD, False),
+        (partial(torch.optim.AdamW, lr=0.1), False),
+        (lambda parameters, named_parameters=None: None, False),
+        (lambda *named_parameters: None, False),
+        (print, False),
+    ],
+)
+def test_the_first_argument_says_whether_names_are_wanted(build: Any, wants: bool) -> None:
+    assert takes_names(build) == wants
+
+
+@pytest.mark.slow_variants(fast=2)
+@pytest.mark.parametrize(
+    ("strategy", "build"),
+    [
+        (ParameterAveraging(1), decayed),
+        (GradientAllReduce(), adam_of_groups),
+        (GradientAllReduce(shard_optimizer=True), decayed),
+        (GradientAllReduce(shard_optimizer=True), adam_of_groups),
+        (GradientAllReduce(shard_optimizer=True), summing),
+        (GradientAllReduce(shard_parameters=True), decayed),
+        (GradientAllReduce(shard_parameters=True), adam_of_groups),
+        (GradientAllReduce(shard_parameters=True), summing),
+    ],
+    ids=lambda each: getattr(each, "__name__", repr(each)),
+)
+def test_each_group_is_trained_as_in_one_process(strategy: Any, build: Any) -> None:
+    data = classification([16, 16])
+    job = make_job(mlp(), optimizer=build, strategy=strategy, epochs=3, deadline_s=120.0)
+    ranks_as: Any = "processes" if strategy.needs.collective else "threads"
+    trained = run_world(job, data.shards(), ranks_as=ranks_as).module
+    oracle = sgd_on_union(
+        mlp(),
+        data,
+        epochs=3,
+        batch_size=4,
+        dtype=torch.float64,
+        optimizer_of=lambda module: build(module.named_parameters()),
+    )
+    assert relative_error(trained, oracle) < 1e-9
+
+
+def test_names_are_those_of_the_module_and_only_of_what_is_trained() -> None:
+    seen: list[list[str]] = []
+
+    def noting(named_parameters: Named) -> torch.optim.Optimizer:
+        named = list(named_parameters)
+        seen.append([name for name, _ in named])
+        return torch.optim.SGD([p for _, p in named], lr=0.1)
+
+    model = mlp()
+    model[0].requires_grad_(False)
+    run_world(make_job(model, optimizer=noting), classification([8]).shards())
+    assert set(map(tuple, seen)) == {("2.weight", "2.bias")}
+
+
+def test_a_checkpoint_is_of_the_same_parameters_in_the_same_groups(tmp_path: Path) -> None:
+    def other(named_parameters: Named) -> torch.optim.Optimizer:
+        named = [(f"{name}.weight", p) for name, p in named_parameters if name != "2.bias"]
+        return decayed([*named, *((n, p) for n, p in named_parameters if n == "2.bias")])
+
+    job, shards = make_job(mlp(), optimizer=decayed), classification([8, 8]).shards()
+    policy = CheckpointPolicy(path=str(tmp_path))
+    run_world(job, shards, checkpoints=policy)
+    longer = replace(job, epochs=3)
+    resumed = run_world(longer, shards, checkpoints=policy)
+    straight = run_world(longer, shards)
+    assert all(map(torch.equal, resumed.module.parameters(), straight.module.parameters()))
+    told = r"parameters of parameter group 0: was 0\.weight, 2\.weight, is now 0\.weight, 0\.bias"
+    with pytest.raises(ConfigError, match=told):
+        run_world(replace(job, optimizer=other), shards, checkpoints=policy)

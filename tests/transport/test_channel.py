@@ -1,8 +1,10 @@
-"""One worker's messages, however they are cut: what a conversation gets, and what it never does."""
+"""Channels of messages."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,10 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire import EXPECTED, MESSAGES, Wire, channel_over, cut, listen, receive_all, values
 
-from sparkdl.errors import TrainingError
+from sparkdl.averager.messages.headers import failure_header, raise_reported_failure
+from sparkdl.errors import CollectiveError, TrainingError, WorkerError
 from sparkdl.transport import channel as channel_module
-from sparkdl.transport.channel import HEADER, PAUSE, Channel, Conversation, LeftError
-from sparkdl.transport.framing import header_message
+from sparkdl.transport.channel import (
+    FRAMES_AT_ONCE,
+    HEADER,
+    PAUSE,
+    Channel,
+    Conversation,
+    LeftError,
+)
+from sparkdl.transport.framing import MAX_HEADER_BYTES, header_message, values_prefix
 
 
 def converse(pieces: Iterable[bytes], staging: int = 64) -> list[Any]:
@@ -294,3 +304,130 @@ class TestBudget:
         assert all(100 <= a - b < 110 for a, b in itertools.pairwise(left))
         assert 0 < left[-1] <= 100
         assert not wire.arriving
+
+
+class TestWhatNoWorkerSends:
+    """Messages that do not belong where they arrive are refused in words."""
+
+    @staticmethod
+    def send(octets: bytes, need: Any = HEADER, staging: int = 64) -> None:
+        def conversation() -> Conversation:
+            yield need
+
+        channel, _ = channel_over(octets, staging=staging)
+        channel.check = raise_reported_failure
+        channel.begin(conversation())
+        receive_all(channel)
+
+    def test_where_a_header_is_due(self, subtests: pytest.Subtests) -> None:
+        for octets, words in [
+            (b"\x03\x00\x00\x00\x00", "a message of unknown kind 3 arrived"),
+            (b"GET / HTTP/1.1", "a message of unknown kind 71 arrived"),
+            (
+                b"\x01" + (MAX_HEADER_BYTES + 1).to_bytes(4, "big"),
+                f"a header of {MAX_HEADER_BYTES + 1} bytes arrived, more than {MAX_HEADER_BYTES}",
+            ),
+            (values(b"abc"), "values arrived where a header was expected"),
+            (values(b""), "values arrived where a header was expected"),
+            (b"\x01\x00\x00\x00\x00", "without a readable header"),
+            (b"\x01\x00\x00\x00\x02[]", "without a readable header"),
+            (b"\x01\x00\x00\x00\x03{}}", "without a readable header"),
+            (b"\x01\x00\x01\x86\xa0" + b"[" * 100_000, "without a readable header"),
+        ]:
+            refused = pytest.raises(TrainingError, match=words)
+            with subtests.test(octets=octets, words=words), refused:
+                self.send(octets)
+
+    def test_values_of_another_length(self, subtests: pytest.Subtests) -> None:
+        for size in [0, 19, 21, 2**32 - 1]:
+            with (
+                subtests.test(size=size),
+                pytest.raises(
+                    TrainingError, match=f"^{size} bytes of values arrived, expected 20; "
+                ),
+            ):
+                self.send(bytes(values_prefix(size)), memoryview(bytearray(20)))
+
+    def test_a_header_where_values_are_due(self) -> None:
+        with pytest.raises(TrainingError, match=r"in the middle of values: .'window': 1"):
+            self.send(header_message({"window": 1}), memoryview(bytearray(20)))
+
+    def test_a_failure_that_a_worker_reports_is_raised_even_where_values_are_due(self) -> None:
+        failure = WorkerError("its loss is gone", rank=3, epoch=1, step=7, worker_traceback="there")
+        place = memoryview(bytearray(20))
+        with pytest.raises(WorkerError, match="its loss is gone"):
+            self.send(header_message(failure_header(failure)), place)
+        with pytest.raises(CollectiveError, match="the ring is broken"):
+            self.send(header_message({"broken": "the ring is broken"}), place)
+
+    @settings(deadline=None, max_examples=300)
+    @given(st.binary(max_size=200))
+    def test_whatever_arrives_is_understood_or_refused(self, octets: bytes) -> None:
+        with contextlib.suppress(TrainingError, LeftError):
+            self.send(octets)
+
+
+class TestSending:
+    """Messages go out whole and in order, however little is taken at a time."""
+
+    @settings(deadline=None)
+    @given(
+        messages=st.lists(st.lists(st.binary(max_size=30), max_size=5), max_size=6),
+        takes=st.lists(st.none() | st.integers(1, 20)),
+    )
+    def test_whatever_is_taken(self, messages: list[list[bytes]], takes: list[int | None]) -> None:
+        channel, wire = channel_over(takes=takes)
+        told: list[tuple[int, int]] = []
+        for number, frames in enumerate(messages):
+            view = [memoryview(frame) for frame in frames]
+            channel.send(view, lambda number=number: told.append((number, len(wire.sent))))
+        flushes = 0
+        while channel.sends:
+            channel.flush()
+            flushes += 1
+            assert flushes <= len(takes) + 1
+        assert wire.sent == b"".join(b"".join(frames) for frames in messages)
+        ends = itertools.accumulate(len(b"".join(frames)) for frames in messages)
+        assert told == list(enumerate(ends))
+
+    def test_it_says_whether_values_were_taken(self) -> None:
+        channel, _ = channel_over(takes=[None, 3, None])
+        channel.send([memoryview(b"prefix"), memoryview(b"values")])
+        assert [channel.flush(), channel.flush(), channel.flush()] == [False, True, True]
+        assert not channel.sends
+
+    def test_a_header_on_its_way_is_no_sign_that_the_other_end_takes_it(self) -> None:
+        channel, wire = channel_over()
+        channel.send_header({"waiting": True})
+        assert not channel.flush()
+        assert wire.sent
+
+    def test_many_small_frames_are_offered_together_but_not_all_at_once(self) -> None:
+        channel, wire = channel_over()
+        channel.send([memoryview(b"x")] * (2 * FRAMES_AT_ONCE + 1))
+        channel.flush()
+        assert wire.offers == [FRAMES_AT_ONCE, FRAMES_AT_ONCE, 1]
+
+    def test_what_is_sent_as_something_was_is_sent_too(self) -> None:
+        channel, wire = channel_over()
+        channel.send([memoryview(b"first")], lambda: channel.send([memoryview(b" second")]))
+        channel.flush()
+        assert wire.sent == b"first second"
+
+    def test_whoever_serves_the_channel_is_told_that_there_is_something_to_send(self) -> None:
+        touched: list[Channel] = []
+        channel = Channel(Wire(), memoryview(bytearray(8)), touched.append)
+        channel.send_header({})
+        assert touched == [channel]
+
+    def test_a_header_is_a_json_object_behind_its_length(self) -> None:
+        channel, wire = channel_over()
+        channel.send_header({"waiting": True})
+        channel.flush()
+        assert wire.sent[:5] == b"\x01\x00\x00\x00\x11"
+        assert json.loads(wire.sent[5:]) == {"waiting": True}
+
+    def test_an_end_that_is_gone_already_need_not_see_the_end(self) -> None:
+        channel, wire = channel_over()
+        channel.end_sending()
+        assert wire.ended

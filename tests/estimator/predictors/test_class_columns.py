@@ -1,4 +1,4 @@
-"""What a classifier makes of outputs: scores, probabilities, classes; and what it refuses."""
+"""Columns of classes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from every_row import every
 from hypothesis import given
 from hypothesis import strategies as st
 from models import Net
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
 from torch import Tensor, nn
 
 from sparkdl import TorchClassifier, TorchRegressor
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.head import Head
+from sparkdl.estimator.labels import indexed, require_known, with_names
 from sparkdl.outputs import Widths
 
 CLASSES = 3
@@ -158,3 +161,51 @@ def test_arguments_are_those_of_torch_estimator_but_for_the_output_columns() -> 
         TorchRegressor(model=Net, optimizer=torch.optim.SGD, epoch=3)
     with pytest.raises(TypeError, match="TorchClassifier needs 'optimizer'"):
         TorchClassifier(model=Net)
+
+
+@every(
+    ("sql", "labels", "shown", "in_spark"),
+    [
+        ("cast(0.1 as float)", [0.1, 0.2], "0.10000000149011612", "0.10000000149011612"),
+        ("'c'", ["a", "b"], "'c'", "c"),
+        ("'%s \\' `x`'", ["a", "b"], '"%s \' `x`"', "%s ' `x`"),
+        ("cast(null as string)", ["a", "b"], "null", "null"),
+        ("date'2021-03-04'", ["2020-01-01", "2020-01-02"], "'2021-03-04'", "2021-03-04"),
+        ("3.50", [1, 2], "3.5", "3.5"),
+        ("double('nan')", [1, 2], "nan", "NaN"),
+    ],
+)
+def test_a_label_that_is_not_among_the_labels_is_named(
+    spark: SparkSession, sql: str, labels: list[Any], shown: str, in_spark: str
+) -> None:
+    column = "the.label"
+    rows = spark.range(3).selectExpr(f"{sql} as `{column}`", "id")
+    told = f", which is not among labels={labels!r}"
+    with_indices, index = indexed(rows, column, labels)
+    with pytest.raises(DataError) as raised:
+        require_known(with_indices, index, column, labels, ValueError("the cause"))
+    assert f"label column '{column}' holds {shown}{told}. 3 rows" in str(raised.value)
+    assert str(raised.value.__cause__) == "the cause"
+    strictly, index = indexed(rows, column, labels, strict=True)
+    with pytest.raises(PySparkException) as by_spark:
+        strictly.select(f"`{index}`").collect()
+    assert f"label column '{column}' holds {in_spark}{told}" in str(by_spark.value)
+
+
+def test_labels_that_are_known_have_their_index(spark: SparkSession) -> None:
+    rows = spark.createDataFrame([("b",), ("a",)], ["x.y"])
+    for strict in (False, True):
+        found, index = indexed(rows, "x.y", ["a", "b"], strict=strict)
+        assert [tuple(row) for row in found.collect()] == [("b", 1.0), ("a", 0.0)]
+        require_known(found, index, "x.y", ["a", "b"], ValueError())
+
+
+@every("name", ["a.b", "a`b", "*", "a b"])
+def test_indices_get_their_names_whatever_the_column_is_called(
+    spark: SparkSession, name: str
+) -> None:
+    rows = spark.createDataFrame([(1.0, "x")], [name, "other"])
+    named = with_names(rows, name, ["no", "yes"])
+    assert named.columns == [name, "other"]
+    assert named.schema[name].metadata["ml_attr"]["vals"] == ["no", "yes"]
+    assert tuple(named.collect()[0]) == (1.0, "x")

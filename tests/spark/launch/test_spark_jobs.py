@@ -1,7 +1,8 @@
-"""What the Spark UI shows of a fit, and what a fit leaves of the user's own settings."""
+"""Spark's jobs and threads of a run."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import pytest
 from frames import estimator, frame, frame_of_sizes
 from models import lines
 from pyspark.sql import DataFrame, SparkSession
+from subprocesses import printed_by
 
 from sparkdl import GradientAllReduce, ParameterAveraging
 from sparkdl.errors import DataError
@@ -171,3 +173,62 @@ def test_the_users_own_job_group_survives_a_fit(spark: SparkSession) -> None:
     finally:
         for name in ("spark.jobGroup.id", "spark.job.description", "spark.job.interruptOnCancel"):
             context.setLocalProperty(name, None)
+
+
+PROGRAM = """
+import functools
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from pyspark.sql import functions as F
+from torch import nn
+
+import sparkdl
+
+class Noting(nn.Module):
+    def __init__(self, folder):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.folder = folder
+
+    def forward(self, features):
+        Path(self.folder, str(os.getpid())).write_text(str(torch.get_num_threads()))
+        return self.layer(features)
+
+def threads():
+    return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+if __name__ == "__main__":
+    folder = sys.argv[1]
+    conf = {"spark.executor.memory": "1024m", "spark.ui.enabled": "false", "spark.task.cpus": "3"}
+    spark = sparkdl.create_session("threads", master="local-cluster[1,3,1024]", conf=conf)
+    spark.sparkContext.setLogLevel("OFF")
+    told = sparkdl.run(threads, num_workers=1)
+    features = F.array(F.rand(1), F.rand(2)).cast("array<float>")
+    frame = spark.range(20).select(features.alias("features"), (F.col("id") % 2).alias("label"))
+    sparkdl.TorchEstimator(
+        model=functools.partial(Noting, folder),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        strategy=sparkdl.GradientAllReduce(),
+        progress=False,
+    ).fit(frame)
+    Path(folder, str(os.getpid())).unlink(missing_ok=True)  # the driver tries a step
+    print(json.dumps([told, [path.read_text() for path in Path(folder).iterdir()]]))
+    spark.stop()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_task_of_three_cores_computes_on_three_threads(tmp_path: Path) -> None:
+    program, notes = tmp_path / "program.py", tmp_path / "notes"
+    program.write_text(PROGRAM)
+    notes.mkdir()
+    printed = printed_by(program, notes)
+    called, fitted = json.loads(printed.splitlines()[-1])
+    assert called == [[3, "3"]]
+    assert fitted == ["3"]

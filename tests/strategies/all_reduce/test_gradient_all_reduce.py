@@ -1,4 +1,4 @@
-"""What ``GradientAllReduce`` accepts, and what it says of a feed that breaks its word."""
+"""All-reduce of gradients."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,23 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+import trainings
 from every_row import every
 from torch import Tensor, nn
-from toys import classification, make_job, mlp, schema
+from toys import Data, batches_by_hand, classification, make_job, mlp, schema
 
-from sparkdl.errors import WorkerError
+from sparkdl.errors import NonFiniteError, WorkerError
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
-from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Run, Strategy
+from sparkdl.strategies import (
+    ColorTrees,
+    GradientAllReduce,
+    Hybrid,
+    ParameterAveraging,
+    PowerSGD,
+    Run,
+    Strategy,
+)
 from sparkdl.strategies.all_reduce.gradients import FiniteGradients
 from sparkdl.testing import run_world
 
@@ -158,3 +168,169 @@ def test_each_worker_keeps_the_optimizers_state_of_its_share(tmp_path: Path, sha
         assert kept[-1] < 0.8 * total
     else:
         assert kept == [total, total]
+
+
+for module in (sys.modules[__name__], trainings):
+    cloudpickle.register_pickle_by_value(module)
+
+MARK = 1e6
+
+
+class Marked(nn.Module):
+    """At the row that has a feature of MARK the gradients, but not always the loss, are infinite.
+
+    Args:
+        factor: by which the gradient grows there on its way back.
+        loss_too: whether the outputs are spoilt as well.
+    """
+
+    def __init__(self, factor: float, *, loss_too: bool) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.factor = factor
+        self.loss_too = loss_too
+
+    def forward(self, features: Tensor) -> Tensor:
+        marked = (features.abs() >= MARK).any()
+        outputs: Tensor = self.inner(features.clamp(-3, 3))
+        if not marked:
+            return outputs
+        if self.loss_too:
+            return outputs * self.factor
+        return _Steep.apply(outputs, self.factor)
+
+
+class _Steep(torch.autograd.Function):
+    """The identity, with a gradient that is none."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.factor, None
+
+
+def marked_data(sizes: list[int], rank: int) -> tuple[Data, int]:
+    """A row of a rank is marked; returns in which of its minibatches of the first epoch."""
+    data = classification(sizes)
+    row = sum(sizes[:rank]) + sizes[rank] // 2
+    value = data.features[row, 1]
+    order = batches_by_hand(data, rank, 1, 4)
+    data.features[row, 0] = MARK
+    return data, 1 + next(i for i, (features, _) in enumerate(order) if value in features)
+
+
+def error_of(data: Data, model: nn.Module, **strategy: Any) -> NonFiniteError:
+    job = make_job(model, strategy=GradientAllReduce(**strategy), epochs=2)
+    with pytest.raises(NonFiniteError) as caught:
+        run_world(job, data.shards(), ranks_as="processes")
+    return caught.value
+
+
+@pytest.mark.slow_variants(every=5)
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+@pytest.mark.parametrize("loss_too", [False, True], ids=["gradient", "loss"])
+def test_the_rank_the_epoch_and_the_step_are_named(
+    rank: int, factor: float, loss_too: bool
+) -> None:
+    data, step = marked_data([20, 16, 24], rank)
+    error = error_of(data, Marked(factor, loss_too=loss_too))
+    assert (error.rank, error.epoch, error.step) == (rank, 1, step)
+    assert f"rank {rank} has " in str(error)
+    assert f"among its gradients in epoch 1, step {step} (loss of its minibatch: " in str(error)
+    spoilt = "nan" in str(error).partition("minibatch: ")[2]
+    assert spoilt == loss_too
+
+
+def test_all_whose_gradients_are_not_finite_are_named() -> None:
+    data = classification([8, 8, 8])
+    data.features[8:, 0] = MARK
+    error = error_of(data, Marked(float("nan"), loss_too=False))
+    assert (error.rank, error.epoch, error.step) == (1, 1, 1)
+    assert "rank 0 has" not in str(error)
+    assert "rank 1 has" in str(error)
+    assert "rank 2 has" in str(error)
+
+
+class SpoiltOnce(Marked):
+    """Is sound when computed once more."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        outputs = super().forward(features)
+        if (features.abs() >= MARK).any():
+            self.factor = 1.0
+        return outputs
+
+
+def test_what_cannot_be_found_again_ends_the_run_all_the_same() -> None:
+    data, step = marked_data([20, 16], 1)
+    error = error_of(data, SpoiltOnce(float("nan"), loss_too=False))
+    assert (error.epoch, error.step) == (1, step)
+    assert "though each worker's own are when computed again" in str(error)
+
+
+class MarkedTable(trainings.SparseTable):
+    def forward(self, features: Tensor) -> Tensor:
+        marked = (features.abs() >= MARK).any()
+        outputs = super().forward(features)
+        return _Steep.apply(outputs, float("nan")) if marked else outputs
+
+
+def test_sparse_gradients_are_looked_at_too() -> None:
+    data, step = marked_data([20, 16], 1)
+    error = error_of(data, MarkedTable())
+    assert (error.rank, error.epoch, error.step) == (1, 1, step)
+
+
+@every(
+    "strategy",
+    [
+        {"bucket_mb": 0.0001},
+        {"accumulate": 2},
+        {"compression": "bf16"},
+        {"bucket_mb": 0.0001, "reduction": ColorTrees(2, 0.1)},
+        {"compression": PowerSGD(1, start_after=0)},
+        {"shard_optimizer": True},
+        {"shard_parameters": True},
+        {"find_unused_parameters": True},
+        {"hybrid": Hybrid("*", 1)},
+        {"hybrid": Hybrid("inner.0", 1), "accumulate": 2},
+    ],
+)
+def test_however_the_gradients_travel(strategy: dict[str, Any]) -> None:
+    data, minibatch = marked_data([20, 16], 1)
+    error = error_of(data, Marked(float("nan"), loss_too=False), **strategy)
+    step = -(-minibatch // strategy.get("accumulate", 1))
+    assert (error.rank, error.epoch, error.step) == (1, 1, step)
+
+
+def test_what_is_too_large_for_float16_is_told_from_what_is_not_finite() -> None:
+    data, step = marked_data([20, 16], 1)
+    model = Marked(1e9, loss_too=False)
+    error = error_of(data, model, compression="fp16")
+    assert (error.rank, error.step) == (1, step)
+    assert "rounded to torch.float16" in str(error)
+    assert "compression='bf16'" in str(error)
+
+
+def test_a_buffer_that_is_not_finite_is_named_by_its_rank_when_buffers_are_averaged() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(6, affine=False), mlp()).double()
+    data = classification([20, 16], dtype=np.float64)
+    data.features[30, 0] = 1e300  # its variance overflows, what is normalized by it does not
+
+    error = error_of(data, model)
+
+    assert (error.rank, error.epoch) == (1, 1)
+    assert "buffers" in str(error)
+
+
+def test_parameters_that_overflow_in_the_update_end_the_run() -> None:
+    job = make_job(
+        mlp(), strategy=GradientAllReduce(), optimizer=partial(torch.optim.SGD, lr=1e308), epochs=1
+    )
+    with pytest.raises(NonFiniteError, match="learning rate"):
+        run_world(job, classification([20, 16]).shards(), ranks_as="processes")

@@ -1,15 +1,25 @@
-"""OuterOptimizer against plain torch, over whole runs, and in its limits."""
+"""Outer optimizers."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import pickle
+import re
+from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from every_row import every
-from torch import nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interruptions import same_bits
+from torch import Tensor, nn
 from toys import (
     _average_optimizers,
     _train_by_hand,
@@ -20,8 +30,23 @@ from toys import (
 )
 from trainings import ADAGRAD, ADAM, DATA, MOMENTUM, SGD, SIZES, SLOW_MOMENTUM, job
 
+from sparkdl import strategies
+from sparkdl.averager.values.center_update import new_memory
+from sparkdl.checkpoint.identity import text_of
 from sparkdl.events import WindowReport
-from sparkdl.strategies import OuterOptimizer, OuterSGD, ParameterAveraging
+from sparkdl.large_batches import LARS
+from sparkdl.protocols import Batch, Segment
+from sparkdl.replica import Replica
+from sparkdl.strategies import (
+    AsynchronousOuterOptimizer,
+    CenterUpdate,
+    Contributions,
+    DelayedNesterov,
+    OuterOptimizer,
+    OuterSGD,
+    ParameterAveraging,
+    Strategy,
+)
 from sparkdl.testing import run_world
 
 
@@ -173,3 +198,164 @@ def test_bfloat16_ends_close_to_float32() -> None:
         # The velocity carries what a round has rounded no further than 1 / (1 - momentum) times.
         assert float((mine - other).detach().abs().max()) <= moved / 32
     assert relative_error(rounded, exact) > 0
+
+
+def steps_of(update: CenterUpdate, changes: Iterable[Tensor]) -> list[Tensor]:
+    """How the center moves in rounds of one contributor."""
+    changes = list(changes)
+    (memory,) = new_memory(update, (Segment("parameters", changes[0].dtype, len(changes[0])),))
+    moved = []
+    for change in changes:
+        moved.append(change.clone())
+        update.step(torch.zeros_like(change), moved[-1], memory, Contributions((1,), 1))
+    return moved
+
+
+CHANGES = st.lists(
+    st.lists(st.floats(-3, 3), min_size=3, max_size=3).map(
+        lambda numbers: torch.tensor(numbers, dtype=torch.float64)
+    ),
+    min_size=1,
+    max_size=6,
+)
+RATES = st.floats(0.01, 2)
+MOMENTA = st.floats(0, 0.99)
+
+
+@settings(max_examples=30, deadline=None)
+@given(changes=CHANGES, rate=RATES, momentum=MOMENTA, nesterov=st.booleans())
+def test_the_center_takes_the_steps_of_torchs_sgd_on_the_reversed_changes(
+    changes: list[Tensor], rate: float, momentum: float, nesterov: bool
+) -> None:
+    oracle = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    sgd = torch.optim.SGD([oracle], rate, momentum, nesterov=nesterov and momentum > 0)
+    center = torch.zeros(3, dtype=torch.float64)
+    for moved, change in zip(
+        steps_of(OuterSGD(rate, momentum, nesterov), changes), changes, strict=True
+    ):
+        center += moved
+        oracle.grad = -change
+        sgd.step()
+        torch.testing.assert_close(center, oracle.detach(), rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(changes=CHANGES, rate=RATES, momentum=MOMENTA, nesterov=st.booleans())
+def test_the_center_is_what_bmuf_sends_its_workers(
+    changes: list[Tensor], rate: float, momentum: float, nesterov: bool
+) -> None:
+    """Chen and Huo's D(t) = eta D(t-1) + zeta G(t), W(t) = W(t-1) + D(t), sent W(t) + eta D(t)."""
+    model, filtered, center = np.zeros(3), np.zeros(3), np.zeros(3)
+    for moved, change in zip(
+        steps_of(OuterSGD(rate, momentum, nesterov), changes), changes, strict=True
+    ):
+        center = center + moved.numpy()
+        filtered = momentum * filtered + rate * change.numpy()
+        model = model + filtered
+        sent = model + momentum * filtered if nesterov else model
+        np.testing.assert_allclose(center, sent, rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(changes=CHANGES, rate=RATES, momentum=MOMENTA, inner_rate=st.floats(0.001, 1))
+def test_without_nesterov_it_is_slowmo_at_any_inner_learning_rate(
+    changes: list[Tensor], rate: float, momentum: float, inner_rate: float
+) -> None:
+    """Wang et al.'s u = beta u + (x_old - x_mean) / gamma, x_new = x_old - alpha gamma u."""
+    slow, center, oracle = np.zeros(3), np.zeros(3), np.zeros(3)
+    for moved, change in zip(
+        steps_of(OuterSGD(rate, momentum, nesterov=False), changes), changes, strict=True
+    ):
+        mean = oracle + change.numpy()
+        slow = momentum * slow + (oracle - mean) / inner_rate
+        oracle = oracle - rate * inner_rate * slow
+        center = center + moved.numpy()
+        np.testing.assert_allclose(center, oracle, rtol=1e-9, atol=1e-9)
+
+
+@every(
+    ("update", "times"),
+    [(OuterSGD(), 7), (OuterSGD(1, 3 / 4), 4), (OuterSGD(1, 3 / 4, nesterov=False), 4)],
+)
+def test_changes_that_stay_the_same_move_the_center_so_many_times_as_far(
+    update: CenterUpdate, times: float
+) -> None:
+    moved = steps_of(update, [torch.ones(1, dtype=torch.float64)] * 400)
+    assert moved[-1].item() == pytest.approx(times, rel=1e-12)
+
+
+def test_without_momentum_nothing_is_kept() -> None:
+    layout = (Segment("parameters", torch.float32, 4), Segment("buffers", torch.float32, 2))
+    assert new_memory(OuterSGD(0.5, 0), layout) == [{}, {}]
+    assert [[*kept] for kept in new_memory(OuterSGD(), layout)] == [["velocity"], []]
+
+
+def test_the_defaults_are_those_of_diloco() -> None:
+    assert OuterOptimizer() == OuterOptimizer(500, OuterSGD(0.7, 0.9, True), "keep", "float32")
+
+
+def test_its_text_is_the_same_in_every_process_and_it_can_be_pickled() -> None:
+    strategy = OuterOptimizer(((1, 1), (31, 16)), OuterSGD(1, 0.5))
+    assert text_of(strategy) == (
+        "OuterOptimizer(period=((1, 1), (31, 16)), outer=OuterSGD(learning_rate=1, momentum=0.5, "
+        "nesterov=True), inner_state='keep', wire_dtype='float32', fragments=1, overlap=0, "
+        "merge=0.0, cutoff='none')"
+    )
+    assert pickle.loads(pickle.dumps(strategy)) == strategy
+
+
+def documented() -> type[Strategy[Any]]:
+    """The strategy that the documentation shows how to write."""
+    page = Path(__file__).parents[3] / "docs" / "writing-a-strategy.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    (source,) = [block for block in blocks if "class OuterMomentum" in block]
+    names: dict[str, Any] = {"__name__": __name__, **vars(strategies)}
+    names |= {"dataclass": dataclasses.dataclass, "Mapping": Mapping}
+    names |= {"Tensor": Tensor, "Batch": Batch}
+    exec(source, names)
+    return names["OuterMomentum"]  # type: ignore[no-any-return]
+
+
+def test_the_documented_example_of_a_strategy_does_as_this_one() -> None:
+    shown = documented()(period=2, momentum=0.6, rate=0.7)  # type: ignore[call-arg]
+    assert same_bits(run_world(job(strategy=shown), DATA.shards()), run_world(job(), DATA.shards()))
+
+
+def sgd(momentum: float) -> partial[torch.optim.Optimizer]:
+    return partial(torch.optim.SGD, lr=0.1, momentum=momentum)
+
+
+@every(
+    ("strategy", "optimizer", "remedy"),
+    [
+        (
+            OuterOptimizer(5),
+            sgd(0.9),
+            "Set inner_state='reset', or an outer momentum of at most 0.5",
+        ),
+        (OuterOptimizer(8, fragments=2), sgd(0.9), "Set an outer momentum of at most 0.5"),
+        (OuterOptimizer(5), partial(LARS, lr=0.1), "inner_state='reset'"),
+        (OuterOptimizer(5, OuterSGD(1, 0.6)), sgd(0.1), "times the workers' change"),
+        (OuterOptimizer(5, cutoff=1), sgd(0.9), "inner_state='reset'"),
+        (
+            AsynchronousOuterOptimizer(DelayedNesterov(4, 0.7, 0.9)),
+            sgd(0.9),
+            "Set an outer momentum",
+        ),
+        (OuterOptimizer(5, inner_state="reset"), sgd(0.9), None),
+        (OuterOptimizer(5, OuterSGD(1, 0.5)), sgd(0.9), None),
+        (OuterOptimizer(5), sgd(0.0), None),
+        (OuterOptimizer(5), partial(torch.optim.Adam, lr=0.1), None),
+        (AsynchronousOuterOptimizer(DelayedNesterov(4)), sgd(0.9), None),
+        (AsynchronousOuterOptimizer(DelayedNesterov(4, 0.7, 0.9)), sgd(0.0), None),
+    ],
+)
+def test_outer_momentum_on_inner_momentum_is_warned_of_with_the_remedy(
+    strategy: Strategy[Any], optimizer: Any, remedy: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy.require_fits(Replica(nn.Linear(2, 1), optimizer, nn.MSELoss()))
+    if remedy is None:
+        assert not caplog.records
+    else:
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert remedy in caplog.text

@@ -1,8 +1,10 @@
-"""A type of column that sparkdl does not know, added by what is in this file and nothing else."""
+"""Encodings by name, those of one's own, and scales."""
 
 from __future__ import annotations
 
+import pickle
 import sys
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -13,15 +15,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from every_row import every
 from frames import estimator
 from pyspark import cloudpickle as pyspark_cloudpickle
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
+from pyspark.sql.types import DateType
 from torch import Tensor, nn
 
 from sparkdl.checkpoint.module_files import SavedModule, read_module, write_module
-from sparkdl.encodings import Encoding, encoding, known
+from sparkdl.encodings import IMAGE, Encoding, encoding, known, named, register
+from sparkdl.encodings.scale import Scale
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed
@@ -29,7 +34,78 @@ from sparkdl.feed.statistics.shards import DataStatistics, check_statistics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.inference.columns import _as_it_comes
 from sparkdl.spark.rows import column_types
-from sparkdl.spark.rows.column_types import RowType, register_column_type
+from sparkdl.spark.rows.column_types import RowType, recognized, register_column_type
+
+NAMES = ["numbers", "vector", "matrix", "bytes", "image", "pixels"]
+NAMES += ["image cropped", "image padded", "image stretched"]
+
+
+@every("name", NAMES)
+def test_a_name_in_a_saved_model_stays_what_it_is(name: str) -> None:
+    assert named(name).name == name
+
+
+@every("name", ["vectors", "", None, 3, ["numbers"]])
+def test_other_names_are_refused_with_those_that_there_are(name: Any) -> None:
+    with pytest.raises(ValueError, match=f"is not an encoding: there are {', '.join(NAMES)}"):
+        named(name)
+
+
+@every("name", NAMES)
+def test_a_column_that_has_travelled_equals_the_one_that_was_sent(name: str) -> None:
+    sent = ColumnSpec("x", torch.float32, (3, 2, 2), named(name))
+    assert pickle.loads(pickle.dumps(sent)) == sent
+    assert sent != ColumnSpec("x", torch.float32, (3, 2, 2), named(NAMES[NAMES.index(name) - 1]))
+
+
+def test_no_encoding_takes_the_name_of_another() -> None:
+    class Others(Encoding):
+        name = "vector"
+
+        def takes(self, kind: pa.DataType) -> bool:
+            return False
+
+        def decode(self, values: pa.Array, shape: Any, dtype: torch.dtype) -> Any:
+            raise NotImplementedError
+
+    with pytest.raises(ValueError, match="another encoding named 'vector'"):
+        register(Others())
+    register(named("vector"))
+    assert type(named("vector")) is not Others
+
+
+def cell_of_a_notebook() -> Encoding:
+    """What running it defines; each time another class of one name."""
+
+    class Days(Encoding):
+        name = "days"
+
+        def takes(self, kind: pa.DataType) -> bool:
+            return bool(pa.types.is_date32(kind))
+
+        def decode(
+            self, values: pa.Array, shape: tuple[int, ...], dtype: torch.dtype
+        ) -> tuple[pa.Array, None]:
+            return values, None
+
+    return Days()
+
+
+def test_a_cell_that_is_run_again_replaces_what_it_has_defined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(known, "_known", dict(known._known))
+    monkeypatch.setattr(column_types, "_types", dict(column_types._types))
+    for _ in range(2):
+        days = cell_of_a_notebook()
+        register_column_type(
+            days, lambda kind: RowType(True) if isinstance(kind, DateType) else None
+        )
+        assert named("days") is days
+        found = recognized(DateType())
+        assert found is not None
+        assert found[0] is days
+
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pyspark_cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -145,3 +221,49 @@ def test_a_model_is_fitted_and_predicts_on_executors(spark: SparkSession) -> Non
     first = (date(2024, 2, 20) - date(1970, 1, 1)).days
     assert [row.prediction for row in found] == list(range(first, first + 20))
     assert [row.called for row in found] == [row.prediction for row in found]
+
+
+PIXELS = np.arange(2 * 3 * 16 * 8, dtype=np.int64).astype(np.uint8).reshape(2, 3, 16, 8)
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def by_channel(numbers: tuple[float, ...], dtype: type) -> np.ndarray:
+    return np.array(numbers, dtype)[:, None, None]
+
+
+@every(("dtype", "exact"), [(torch.float32, np.float32), (torch.float64, np.float64)])
+def test_each_range_is_computed_in_the_precision_of_the_floats(
+    dtype: torch.dtype, exact: type
+) -> None:
+    rows = torch.from_numpy(PIXELS)
+    as_is = PIXELS.astype(exact)
+    unit = as_is / exact(255)
+    normal = (unit - by_channel(MEAN, exact)) / by_channel(STD, exact)
+    for scale, expected in (
+        (Scale(dtype, "0..255"), as_is),
+        (Scale(dtype, "0..1"), unit),
+        (Scale(dtype, "0..1", MEAN, STD), normal),
+    ):
+        floats = scale.floats(rows)
+        assert floats.dtype == dtype
+        assert np.array_equal(floats.numpy(), expected)
+    assert np.array_equal(rows.numpy(), PIXELS)
+
+
+@every("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
+    rows = torch.from_numpy(PIXELS)
+    exact = Scale(torch.float32, "0..1", MEAN, STD).floats(rows)
+    assert torch.equal(Scale(dtype, "0..1", MEAN, STD).floats(rows), exact.to(dtype))
+
+
+def test_a_minibatch_has_floats_of_features_and_labels_though_rows_are_bytes() -> None:
+    picture = ColumnSpec("x", torch.uint8, (3, 16, 8), IMAGE, scale=Scale(torch.float32))
+    schema = FeedSchema((picture,), replace(picture, name="y"))
+    rows = torch.from_numpy(PIXELS)
+    batch = schema.batch([rows, rows], last=True)
+    assert isinstance(batch.features, tuple)
+    assert isinstance(batch.targets, Tensor)
+    expected = rows.float().div(255)
+    assert torch.equal(batch.features[0], expected)
+    assert torch.equal(batch.targets, expected)

@@ -1,0 +1,319 @@
+"""Checks before a fit: hints, trial steps and values."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from every_row import every
+from frames import CLASSES, WIDTH, estimator, frame
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+from torch import Tensor, nn
+
+from sparkdl import encodings
+from sparkdl.encodings.any_size import FITS
+from sparkdl.errors import ConfigError, DataError, ModelError
+from sparkdl.estimator.checks.building import build
+from sparkdl.estimator.checks.preflight import plan_fit
+from sparkdl.estimator.checks.probe import probe
+from sparkdl.estimator.checks.row_checks import RowChecks
+from sparkdl.estimator.checks.values import check_label, check_weight, require_holdable
+from sparkdl.estimator.head import Head
+from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.record_batches.decode import without_infinity
+from sparkdl.feed.statistics.column import ColumnStatistics
+from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding, SequenceInput
+from sparkdl.spark.rows.columns import InputColumn
+from sparkdl.strategies import (
+    AdaScale,
+    ElasticAveraging,
+    GradientAllReduce,
+    KFACPreconditioner,
+    OneBitAdam,
+)
+
+LABEL = ColumnSpec("label", torch.int64)
+PIXELS = ColumnSpec("pixels", torch.float32, (36,))
+MASK = ColumnSpec("mask", torch.int64)
+
+
+def refusal(model: type[nn.Module], *features: ColumnSpec, **found: Any) -> str:
+    replica = build(model, partial(torch.optim.SGD, lr=0.1), nn.CrossEntropyLoss(), 0)
+    statistics = [ColumnStatistics(smallest=0, largest=1, **found) for _ in (*features, LABEL)]
+    with pytest.raises(ModelError) as caught:
+        probe(replica, FeedSchema(features, LABEL), statistics, Head.LOGITS)
+    return str(caught.value)
+
+
+class Convolves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(1, 3, 6), nn.Flatten())
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.layers(features)
+
+
+class Normalizes(Convolves):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten())
+
+
+class Masks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(36, 3)
+
+    def forward(self, pixels: Tensor, mask: Tensor) -> Tensor:
+        return self.layer(pixels.masked_fill(mask[:, None], 0.0))
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.MultiheadAttention(36, 2)
+
+    def forward(self, pixels: Tensor, mask: Tensor) -> Tensor:
+        sequence = pixels[None]
+        found: Tensor = self.layer(sequence, sequence, sequence, attn_mask=mask[:, None])[0]
+        return found[0]
+
+
+@every("model", [Convolves, Normalizes])
+def test_a_convolution_of_flat_rows_is_told_of_column_shapes(model: type[nn.Module]) -> None:
+    assert refusal(model, PIXELS).endswith("columnShapes={'pixels': [channels, height, width]}")
+
+
+@every("model", [Masks, Attends])
+def test_a_mask_of_numbers_is_told_of_column_dtypes(model: type[nn.Module]) -> None:
+    assert refusal(model, PIXELS, MASK).endswith("columnDtypes={'mask': 'bool'}")
+
+
+def test_other_failures_are_told_of_neither() -> None:
+    class Narrow(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(5, 3)
+
+    text = refusal(Narrow, PIXELS)
+    assert "columnShapes" not in text
+    assert "columnDtypes" not in text
+
+
+def test_a_model_of_floats_that_is_given_bytes_of_images_is_told_of_their_scale() -> None:
+    photo = ColumnSpec("photo", torch.uint8, (1, 6, 6), FITS["crop"])
+    told = refusal(Convolves, photo)
+    assert "Images are fed as bytes" in told
+    assert "imageCols=['photo'], and imageScale='0..1', '0..255' or (mean, std)" in told
+
+
+class Flattens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.layers(features)
+
+
+def test_so_is_one_of_linear_layers_and_one_of_sparks_own_images() -> None:
+    told = refusal(Flattens, ColumnSpec("image", torch.uint8, (1, 6, 6), encodings.PIXELS))
+    assert "imageCols=['image'], and imageScale=" in told
+
+
+class Packs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.recurrent = nn.Embedding(2, 3), nn.GRU(3, 3, batch_first=True)
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        embedded = self.embedding(tokens)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            embedded, lengths, batch_first=True, enforce_sorted=False
+        )
+        states: Tensor = self.recurrent(packed)[1]
+        return states[0]
+
+
+def tokens(told: SequenceInput | None) -> ColumnSpec:
+    return ColumnSpec("tokens", torch.int64, (UNKNOWN,), padding=Padding(0, told))
+
+
+def test_a_model_that_is_given_a_mask_in_place_of_lengths_is_told_of_pad_inputs() -> None:
+    text = refusal(Packs, tokens("padding_mask"), shortest=2, longest=4)
+    assert "The last input, padding_mask, says where rows are padded because of padCols" in text
+    assert "(a mask, True there): padInputs={'tokens': 'lengths'} gives their lengths" in text
+    # One word too few in the embedding is not the mask's fault.
+    spec = ColumnSpec("tokens", torch.int64, (UNKNOWN,), padding=Padding(7, "padding_mask"))
+    assert "padInputs" not in refusal(Packs, spec, shortest=2, longest=4)
+
+
+def test_an_empty_sequence_that_cannot_be_packed_is_named_with_its_row() -> None:
+    text = refusal(Packs, tokens("lengths"), shortest=0, longest=4, places={"shortest": (2, 31)})
+    assert "'tokens' is empty in row 31 of partition 2. Leave such rows out: df.where(" in text
+    assert "padInputs" not in text
+
+
+def test_the_replica_that_was_tried_out_is_gone_before_training(spark: SparkSession) -> None:
+    plan, replica = plan_fit(estimator(), frame(spark, partitions=2))
+    checks = RowChecks(replica, estimator())
+    built = weakref.ref(replica.module)
+    del replica
+    features = ColumnStatistics(shortest=WIDTH, longest=WIDTH)
+    label = ColumnStatistics(smallest=0, largest=CLASSES - 1)
+    checks.check(plan, DataStatistics((30, 30), (features, label)))
+
+    gc.collect()
+    assert built() is None
+
+
+def test_a_step_is_tried_for_the_first_rows_and_only_the_outputs_for_those_that_arrive_later(
+    spark: SparkSession,
+) -> None:
+    steps = 0
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            nonlocal steps
+            steps += any(p.grad is not None for p in self.param_groups[0]["params"])
+            return super().step(closure)
+
+    # Not given to the estimator, which would have to pickle it.
+    plan, replica = plan_fit(estimator(), frame(spark, partitions=2))
+    replica.rebuild_optimizer(lambda build, parameters: Counting(parameters, lr=0.1))
+    replica._build_optimizer = partial(Counting, lr=0.1)
+    checks = RowChecks(replica, estimator())
+    features = ColumnStatistics(shortest=WIDTH, longest=WIDTH)
+    label = ColumnStatistics(smallest=0, largest=CLASSES - 1)
+    checks.check(plan, DataStatistics((5, 5), (features, label), pending=(0, 1)))
+    assert steps == 1
+    with pytest.raises(DataError, match=f"but the model has {CLASSES} outputs"):
+        checks.check(
+            plan, DataStatistics((9,), (features, replace(label, largest=CLASSES)), pending=(0,))
+        )
+    checks.check(plan, DataStatistics((30, 30), (features, label)))
+    assert steps == 1
+    assert checks._replica is None
+
+
+class Rateless(torch.optim.Optimizer):
+    """Keeps its learning rate to itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None: ...
+
+
+SIGNS = GradientAllReduce(compression=OneBitAdam(10))
+KFAC = GradientAllReduce(preconditioner=KFACPreconditioner())
+ADAM = partial(torch.optim.Adam, lr=0.1)
+
+
+@every(
+    ("settings", "words"),
+    [
+        ({"strategy": SIGNS, "optimizer": partial(torch.optim.SGD, lr=0.1)}, "AdamW, not of SGD"),
+        ({"strategy": SIGNS, "optimizer": ADAM, "clipNorm": 1.0}, "Drop clipNorm"),
+        ({"strategy": GradientAllReduce(sync_batch_norm=True)}, "has no BatchNorm layer"),
+        ({"strategy": AdaScale(), "optimizer": Rateless}, "Rateless has no learning rate"),
+        ({"strategy": KFAC, "optimizer": Rateless}, "Rateless has no learning rate.*kl_clip=None"),
+        ({"strategy": ElasticAveraging(moving_rate=0.9)}, "is too high for 2 workers"),
+    ],
+)
+def test_a_strategy_that_does_not_go_with_the_rest_is_refused_before_workers_start(
+    spark: SparkSession, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan_fit(estimator(**settings), frame(spark))
+
+
+def test_kfac_is_refused_before_workers_start_if_no_layer_is_for_it(spark: SparkSession) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(CLASSES))
+
+        def forward(self, features: torch.Tensor) -> torch.Tensor:
+            return features[:, :1] * self.scale
+
+    with pytest.raises(ModelError, match="Scaled has no Linear or Conv2d layer"):
+        plan_fit(estimator(model=Scaled(), strategy=KFAC), frame(spark))
+
+
+FIRST = {"not_finite": (2, 7), "least": (0, 3), "largest": (1, 1)}
+
+
+@every("value", [math.inf, -math.inf])
+def test_an_infinite_label_is_named_with_its_place(value: float) -> None:
+    low, high = min(value, 0.0), max(value, 0.0)
+    found = ColumnStatistics(not_finite=1, smallest=low, largest=high, places=FIRST)
+    with pytest.raises(DataError, match="column 'y' holds infinity, the first in row 7 of part"):
+        check_label(InputColumn("y", "double", False), nn.MSELoss(), found)
+
+
+@every("name", ["y", "a.b", "of `y`"])
+@every("is_array", [False, True])
+def test_the_advice_about_infinity_leaves_what_is_finite(
+    spark: SparkSession, name: str, *, is_array: bool
+) -> None:
+    values = [1.0, math.nan, math.inf, -math.inf, -2.0]
+    rows = [([value, 0.0] if is_array else value,) for value in values]
+    df = spark.createDataFrame(rows, [name])
+    advice = without_infinity(name, is_array=is_array).removeprefix("Drop these rows first: ")
+    assert sorted(row[0] for row in eval(advice, {"df": df, "F": F}).collect()) == sorted(
+        row[0] for row in (rows[0], rows[4])
+    )
+
+
+@every("count", ["not_finite", "fractions"])
+def test_integers_hold_no_infinity_and_no_fractions(count: str) -> None:
+    found = ColumnStatistics(**{count: 3}, places={count: (2, 7)})
+    with pytest.raises(DataError, match=r"'x' .* 3 rows \(the first is row 7 .* int32 cannot hold"):
+        require_holdable(ColumnSpec("x", torch.int32), found)
+    require_holdable(ColumnSpec("x", torch.float16), found)
+
+
+@every(
+    ("low", "high", "told"),
+    [
+        (0.0, math.inf, "holds inf in row 1 of partition 1"),
+        (-math.inf, 3.0, "holds -inf in row 2 of partition 2"),
+        (math.nan, math.nan, "holds nan in row 2 of partition 2"),
+        (-1.0, math.inf, "holds -1 in row 2 of partition 2"),
+    ],
+)
+def test_a_weight_that_is_none_is_named_with_its_place(low: float, high: float, told: str) -> None:
+    places = {"smallest": (2, 2), "largest": (1, 1), "not_finite": (0, 0)}
+    found = ColumnStatistics(smallest=low, largest=high, not_finite=1, places=places)
+    with pytest.raises(DataError, match=told):
+        check_weight("w", found, 1.0, 4)
+
+
+def weights(least: float, high: float) -> ColumnStatistics:
+    return ColumnStatistics(smallest=0.0, largest=high, least=least, places=FIRST)
+
+
+def test_a_weight_that_would_become_zero_is_named_with_its_place_and_the_mean() -> None:
+    with pytest.raises(DataError, match=r"1e-50 in row 3 of partition 0, .* mean weight, 0.5"):
+        check_weight("w", weights(1e-50, 1.0), 4.0, 8)
+
+
+def test_weights_without_a_mean_in_float64_are_refused() -> None:
+    with pytest.raises(DataError, match=r"up to 1e\+308 \(row 1 of partition 1\).* infinite"):
+        check_weight("w", weights(1e308, 1e308), math.inf, 8)
+    with pytest.raises(DataError, match="mean of 8 rows is 0"):
+        check_weight("w", weights(5e-324, 5e-324), 5e-324, 8)
+
+
+@every("unit", [1e-300, 1e-46, 1e-44, 1.0, 1e300])
+def test_weights_of_any_unit_are_taken(unit: float) -> None:
+    check_weight("w", weights(unit, 3 * unit), 6 * unit, 4)

@@ -1,0 +1,404 @@
+"""Simulated rounds, exchanges and steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from every_row import every
+
+from sparkdl.errors import ConfigError
+from sparkdl.planner.links import Link
+from sparkdl.planner.simulation.array_rounds import array_rounds
+from sparkdl.planner.simulation.cluster import Cluster, Epoch
+from sparkdl.planner.simulation.driver_run import DriverRun
+from sparkdl.planner.simulation.exchanges import (
+    Exchange,
+    exchange_of,
+    short_name,
+    sum_s,
+    summed_bytes,
+)
+from sparkdl.planner.simulation.step_times import LogNormal, ShiftedGamma, StepTimes, fitted
+from sparkdl.strategies import (
+    SSP,
+    AsynchronousSGD,
+    ColorTrees,
+    ElasticAveraging,
+    GossipAveraging,
+    GradientAllReduce,
+    Hybrid,
+    KFACPreconditioner,
+    OneBitAdam,
+    OuterOptimizer,
+    ParameterAveraging,
+    PowerSGD,
+    Strategy,
+    ThresholdGradientSharing,
+    TopK,
+)
+
+LINK = Link(12.5e6)
+LARGE, SMALL = 4e6, 1e5
+
+
+def cluster(**given: Any) -> Cluster:
+    usual: dict[str, Any] = {"workers": 4, "link": LINK, "times": LogNormal(0.1)}
+    return Cluster(**usual | given)
+
+
+def group(**given: Any) -> Exchange:
+    return Exchange(**{"name": "x", "way": "group", "up": LARGE, "period": 5} | given)
+
+
+def epoch(exchange: Exchange, steps: int, **given: Any) -> Epoch:
+    return array_rounds(exchange, cluster(**given), exchange.windows(steps, 10_000))
+
+
+@every(
+    "up, down, latency, overlap, fragments",
+    [
+        (LARGE, LARGE, 0.0, 0, 1),
+        (LARGE, LARGE, 1e-3, 0, 1),
+        (SMALL, LARGE, 1e-3, 0, 1),
+        (SMALL, SMALL, 0.0, 0, 1),
+        (LARGE, SMALL, 1e-3, 2, 1),
+        (SMALL, SMALL, 0.0, 5, 1),
+        (LARGE, LARGE, 1e-3, 1, 2),
+    ],
+)
+def test_rounds_of_all_in_the_driver_are_those_that_the_averager_decides_on(
+    up: float, down: float, latency: float, overlap: int, fragments: int
+) -> None:
+    exchange = Exchange(
+        name="x",
+        way="driver",
+        up=up,
+        down=down,
+        period=5,
+        overlap=overlap,
+        fragments=fragments,
+        closing=fragments - 1,
+        final=fragments * down,
+    )
+    slow = {0: 3.0, 2: 1.7, 5: 1.1}
+    of = cluster(workers=7, link=Link(12.5e6, latency), slow=slow)
+    windows = exchange.windows(23, 10_000)
+    at_once, decided = (
+        each(exchange, of, windows) for each in (array_rounds, lambda *a: DriverRun(*a).train())
+    )
+    assert at_once.lasted == pytest.approx(decided.lasted, rel=1e-12)
+    np.testing.assert_allclose(at_once.did, decided.did, rtol=1e-9, atol=1e-9)
+    for name in ("windows", "driver", "sent"):
+        assert getattr(at_once, name) == getattr(decided, name)
+
+
+def test_a_barrier_takes_as_long_as_the_largest_of_the_times() -> None:
+    """Of N exponential times of mean 1, 1 + 1/2 + ... + 1/N on average."""
+    workers, rounds = 50, 4000
+    exchange = group(up=0.0, period=1)
+    found = epoch(exchange, rounds, workers=workers, times=ShiftedGamma(1.0, 1.0))
+    harmonic = sum(1 / k for k in range(1, workers + 1))
+    assert found.lasted / rounds == pytest.approx(1 + harmonic, rel=0.01)
+
+
+def test_a_ring_and_a_tree_follow_the_computing() -> None:
+    for topology in ("ring", "tree"):
+        found = epoch(group(topology=topology, commit=LARGE), 20)
+        once_s = sum_s(topology, LARGE, LINK, 4)  # type: ignore[arg-type]
+        assert found.lasted == pytest.approx(2.0 + 4 * once_s + LARGE / LINK.bandwidth)
+        np.testing.assert_allclose(found.did, [4 * 2.0, 0, 4 * 4 * once_s], atol=1e-9)
+
+
+def test_what_a_worker_trains_on_meanwhile_hides_an_exchange() -> None:
+    """A ring of 4 takes 0.48 s, and 5 steps 0.5 s: only the last is waited for."""
+    assert epoch(group(overlap=5), 20).lasted == pytest.approx(2.0 + 0.48)
+    assert epoch(group(overlap=3), 20).lasted == pytest.approx(2.0 + 3 * 0.18 + 0.48)
+
+
+def test_buckets_hide_in_the_backward_pass_all_but_the_last() -> None:
+    """Backward takes 2/3 of a step; the first of 4 buckets is ready when a quarter of it is over.
+
+    The four take 0.12 s each: from 0.05 s before the step's end on, and no sooner than 0.12 s after
+    it for the last.
+    """
+    step = group(period=1, buckets=4)
+    assert epoch(step, 1).lasted == pytest.approx(0.1 - 0.05 + 0.48)
+    assert epoch(replace(step, up=4e5), 1).lasted == pytest.approx(0.1 + 0.012)
+
+
+def test_hosts_sum_before_they_contribute() -> None:
+    exchange = Exchange(name="x", way="hosts", up=LARGE, down=LARGE, period=5)
+    within = Link(4e9)
+    found = epoch(exchange, 5, workers=8, per_host=4, within=within)
+    both_ways_s = sum_s("ring", LARGE, within, 4)
+    assert found.lasted == pytest.approx(0.5 + both_ways_s + 2 * 2 * 0.32)
+    assert found.driver == 2 * 2 * LARGE
+
+
+def test_nobody_waits_for_a_slow_worker_whom_it_visits() -> None:
+    visits = Exchange(name="x", way="visits", up=SMALL, down=SMALL, period=5)
+    found = epoch(visits, 500, slow={2: 4.0})
+    assert found.did[1] < 1  # but for the link
+    assert found.lasted == pytest.approx(500 * 0.4, rel=0.01)
+
+
+def test_visitors_share_links_that_are_always_busy() -> None:
+    """Values are sent, then received: half of the time in the direction of one's own visitor's.
+
+    Without computing there always is one, so that 0.32 and 0.32 s take half as long again.
+    """
+    visits = Exchange(name="x", way="visits", up=LARGE, down=LARGE)
+    found = epoch(visits, 10, times=LogNormal(1e-6))
+    assert found.lasted == pytest.approx(10 * 1.5 * 0.64, rel=1e-3)
+    pulled = epoch(replace(visits, up=0.0), 10, times=LogNormal(1e-6))
+    assert pulled.lasted == pytest.approx(10 * 0.32, rel=1e-3)
+
+
+def test_a_slow_worker_holds_up_its_neighbors_one_hop_a_round() -> None:
+    """As many hops away as there are rounds, a worker has not heard of it yet.
+
+    Two hops away, the third window begins when the neighbor has ended its second, at 1.1 s.
+    """
+    neighbors = Exchange(name="x", way="neighbors", up=0.0, period=1)
+    note: list[tuple[int, float]] = []
+    of = cluster(workers=9, slow={4: 10.0})
+    array_rounds(neighbors, of, [1] * 3, lambda began, ended, did, lane: note.append((lane, ended)))
+    third = [ended for lane, ended in note[18:27]]
+    assert third[4] == pytest.approx(3.0)
+    assert third[0] == pytest.approx(0.3)
+    assert third[2] == pytest.approx(1.2)
+
+
+def test_a_lost_worker_of_a_group_restarts_all_from_the_driver_s_copy() -> None:
+    """At 1.95 s with copies after 10 steps, at 1 s: the 9 steps since are taken again."""
+    exchange = group(up=0.0, period=1, commit_every=10)
+    found = epoch(exchange, 30, losses={1: 1.95}, restart_s=5.0)
+    assert found.lasted == pytest.approx(1.95 + 5.0 + 2.0)
+    assert found.lost == [(1.95, None)]
+    without_copies = epoch(replace(exchange, commit_every=None), 30, losses={1: 1.95})
+    assert without_copies.lasted == pytest.approx(1.95 + 10.0 + 3.0)
+
+
+def test_a_lost_visitor_starts_its_epoch_over_alone() -> None:
+    visits = Exchange(name="x", way="visits", up=0.0, down=0.0)
+    found = epoch(visits, 30, losses={1: 1.95}, restart_s=5.0)
+    assert found.lasted == pytest.approx(1.95 + 5.0 + 3.0)
+
+
+def test_lanes_are_told_all_that_workers_do() -> None:
+    told = np.zeros(3)
+    lanes = set()
+
+    def note(began: float, ended: float, did: Any, lane: int) -> None:
+        nonlocal told
+        assert ended >= began
+        told = told + did
+        lanes.add(lane)
+
+    of = cluster(workers=70, slow={3: 2.0})
+    found = array_rounds(group(), of, [5] * 4, note)
+    np.testing.assert_allclose(told, found.did, rtol=1e-12)
+    assert lanes == set(range(24))  # of 3 workers, the last one of 1
+
+
+STATE = {"parameters": 4e6, "buffers": 4e4, "optimizer": 8e6}
+ALL, MODEL = 12.04e6, 4.04e6
+WORKERS = 8
+
+
+@every(
+    "strategy, expected",
+    [
+        (GradientAllReduce(), {"way": "group", "up": 4e6, "period": 1, "commit": ALL}),
+        (GradientAllReduce(compression="fp16", accumulate=3), {"up": 2e6, "period": 3}),
+        (GradientAllReduce(bucket_mb=1), {"buckets": 4}),
+        (GradientAllReduce(bucket_mb=1, compression="bf16"), {"buckets": 4, "up": 2e6}),
+        (GradientAllReduce(compression=TopK(0.01)), {"up": 8e4, "topology": "gather"}),
+        (ParameterAveraging(), {"way": "driver", "up": ALL, "down": ALL, "period": 5}),
+        (ParameterAveraging(average_optimizer_state=False), {"up": MODEL, "down": MODEL}),
+        (ParameterAveraging(aggregation="executors"), {"way": "group", "up": ALL, "commit": ALL}),
+        (ParameterAveraging(aggregation="hierarchical"), {"way": "hosts", "up": ALL}),
+        (ElasticAveraging(3, mode="hogwild"), {"way": "driver", "up": MODEL, "overlap": 3}),
+        (ElasticAveraging(3, aggregation="executors"), {"way": "group", "overlap": 3}),
+        (OuterOptimizer(60, fragments=4, overlap=2), {"up": MODEL / 4, "overlap": 2}),
+        (AsynchronousSGD(7, barrier=SSP(1)), {"way": "driver", "up": MODEL, "period": 7}),
+        (GossipAveraging(), {"way": "visits", "up": MODEL, "down": MODEL, "commit": MODEL}),
+        (GossipAveraging(mode="pull"), {"up": 0.0, "down": MODEL}),
+        (GossipAveraging(2, mode="symmetric"), {"way": "neighbors", "period": 2}),
+        # A thousandth of the entries, by their places; the reply has the sums of eight workers'.
+        (ThresholdGradientSharing(), {"way": "driver", "up": 4e3, "down": 64e3}),
+        (ThresholdGradientSharing(aggregation="executors"), {"up": 4e3, "topology": "gather"}),
+    ],
+)
+def test_a_strategy_sends(strategy: Strategy[Any], expected: dict[str, object]) -> None:
+    found = exchange_of(strategy, STATE, WORKERS)
+    assert {name: getattr(found, name) for name in expected} == pytest.approx(expected)
+
+
+@every(
+    "strategy",
+    [
+        GradientAllReduce(compression=PowerSGD(2)),
+        GradientAllReduce(compression=OneBitAdam(100)),
+        GradientAllReduce(preconditioner=KFACPreconditioner()),
+        GradientAllReduce(hybrid=Hybrid("*")),
+        GradientAllReduce(shard_optimizer=True),
+        OuterOptimizer(period=((1, 1), (3, 16))),
+        ThresholdGradientSharing(sparsity=None),
+        "averaging",
+    ],
+)
+def test_what_is_not_known_is_refused_in_words(strategy: Any) -> None:
+    with pytest.raises(ConfigError, match=r"is not known: it depends on|is no strategy, such as"):
+        exchange_of(strategy, STATE, WORKERS)
+
+
+@every("reduced", [GradientAllReduce, partial(ParameterAveraging, 5, aggregation="executors")])
+def test_sums_along_trees_are_refused_in_words(reduced: Any) -> None:
+    with pytest.raises(ConfigError, match=r"sums along trees .* not simulated: drop reduction"):
+        exchange_of(reduced(reduction=ColorTrees()), STATE, WORKERS)
+
+
+def test_an_exchange_stands_for_itself() -> None:
+    own = Exchange(name="own", way="group", up=1.0)
+    assert exchange_of(own, STATE, WORKERS) is own
+
+
+@every(
+    "period, fragments, steps, windows",
+    [
+        (5, 1, 12, [5, 5, 2]),
+        (5, 1, 10, [5, 5]),
+        (5, 1, 3, [3]),
+        (1, 1, 3, [1, 1, 1]),
+        (10, 3, 20, [4, 3, 3, 4, 3, 3]),
+    ],
+)
+def test_windows_end_where_the_strategies_exchange(
+    period: int, fragments: int, steps: int, windows: list[int]
+) -> None:
+    """As ``OuterOptimizer`` does with fragments: after the first step that completes each part."""
+    own = Exchange(name="own", way="driver", up=1.0, period=period, fragments=fragments)
+    assert own.windows(steps, 100) == windows
+    assert own.windows(steps, 2) == windows[:2]
+    assert own.rounds(steps) == len(windows)
+    strategy = OuterOptimizer(period, fragments=fragments)
+    due = [step for step in range(1, steps + 1) if strategy._is_due(step, period)]
+    assert [sum(windows[: k + 1]) for k in range(len(due))] == due
+
+
+def test_windows_are_made_only_as_far_as_they_are_simulated() -> None:
+    own = Exchange(name="own", way="driver", up=1.0, period=2, fragments=2, closing=1)
+    assert own.rounds(10**15) == 10**15 + 1
+    assert own.windows(10**15, 3) == [1, 1, 1]
+    assert own.windows(3, 4) == [1, 1, 1, 0]
+
+
+def test_sums_take_as_long_as_their_messages_one_after_the_other() -> None:
+    link = Link(1e6, 0.01)
+    assert sum_s("ring", 8e6, link, 4) == pytest.approx(6 * (0.01 + 2.0))
+    assert sum_s("tree", 8e6, link, 8) == pytest.approx(6 * (0.01 + 8.0))
+    assert sum_s("tree", 8e6, link, 5) == pytest.approx(6 * (0.01 + 8.0))
+    assert sum_s("gather", 8e6, link, 4) == pytest.approx(3 * (0.01 + 8.0))
+    assert summed_bytes("ring", 8e6, 4) == 12e6
+    assert summed_bytes("tree", 8e6, 8) == 24e6
+    assert summed_bytes("gather", 8e6, 4) == 24e6
+
+
+def test_one_worker_sums_by_itself() -> None:
+    for topology in ("ring", "tree", "gather"):
+        assert sum_s(topology, 8e6, Link(1e6, 0.01), 1) == 0  # type: ignore[arg-type]
+        assert summed_bytes(topology, 8e6, 1) == 0  # type: ignore[arg-type]
+
+
+def test_rings_overtake_trees_where_bytes_outweigh_messages() -> None:
+    """By the alpha-beta model at S = a B (2 (N - 1) - 2 log N) / (2 log N - 2 (N - 1) / N)."""
+    for workers, log in ((4, 2), (16, 4), (64, 6)):
+        link = Link(1e8, 1e-3)
+        least = link.latency * link.bandwidth * (workers - 1 - log) / (log - 1 + 1 / workers)
+        for part, faster in ((0.99, "tree"), (1.01, "ring")):
+            seconds = {each: sum_s(each, part * least, link, workers) for each in ("ring", "tree")}  # type: ignore[arg-type]
+            assert min(seconds, key=seconds.__getitem__) == faster
+
+
+def test_a_name_has_what_differs_from_the_defaults() -> None:
+    assert short_name(ParameterAveraging()) == "ParameterAveraging(period=5)"
+    strategy = AsynchronousSGD(barrier=SSP(2))
+    assert short_name(strategy) == "AsynchronousSGD(period=5, barrier=SSP(s=2))"
+
+
+MANY = 200_000
+
+
+def drawn(times: StepTimes, steps: int = 1, count: int = MANY) -> np.ndarray:
+    return times.draw(np.random.default_rng(0), steps, count)
+
+
+@every(
+    "times, variance",
+    [
+        (LogNormal(0.1, 0.4), 0.1**2 * (np.exp(0.4**2) - 1)),
+        (LogNormal(2.0), 0.0),
+        (ShiftedGamma(1.0, 1.0), 1.0),
+        (ShiftedGamma(0.0, 2.0, 4.0), 1.0),
+    ],
+)
+def test_windows_have_the_mean_and_the_variance_of_so_many_independent_steps(
+    times: StepTimes, variance: float
+) -> None:
+    for steps in (1, 7, 500):
+        seconds = drawn(times, steps)
+        assert seconds.mean() == pytest.approx(steps * times.mean, rel=0.01)
+        assert seconds.var() == pytest.approx(steps * variance, rel=0.03)
+
+
+def test_a_sum_of_exponential_times_is_exact() -> None:
+    """Erlang's distribution: of 3 times of mean 1, a part 8.5 / e^3 / ... exceeds 3."""
+    share = np.mean(drawn(ShiftedGamma(0.0, 1.0), 3) > 3)
+    assert share == pytest.approx(np.exp(-3) * (1 + 3 + 4.5), abs=0.005)
+
+
+@every(
+    "true, steps",
+    [
+        (LogNormal(0.1, 0.3), 1),
+        (LogNormal(0.1, 0.3), 8),
+        (LogNormal(5.0, 1.0), 1),
+        (ShiftedGamma(1.0, 1.0), 1),
+        (ShiftedGamma(0.02, 0.01, 2.0), 1),
+    ],
+)
+def test_what_was_drawn_is_found_again_by_kind_and_numbers(true: StepTimes, steps: int) -> None:
+    found = fitted(drawn(true, steps, 4000), steps)
+    assert type(found) is type(true)
+    for name, value in vars(true).items():
+        assert getattr(found, name) == pytest.approx(value, rel=0.1)
+
+
+@every("seconds", [[0.5], [0.5] * 10, [0.4, 0.6]])
+def test_a_few_or_equal_times_are_taken_to_be_constant(seconds: list[float]) -> None:
+    assert fitted(seconds, 5) == LogNormal(0.1, 0.0)
+
+
+@every(
+    "make",
+    [
+        lambda: LogNormal(0.0),
+        lambda: LogNormal(1.0, -0.1),
+        lambda: LogNormal(float("nan")),
+        lambda: ShiftedGamma(-1.0, 1.0),
+        lambda: ShiftedGamma(1.0, 0.0),
+        lambda: ShiftedGamma(1.0, 1.0, float("inf")),
+        lambda: fitted([]),
+        lambda: fitted([0.1, 0.0]),
+        lambda: fitted([0.1, float("nan")]),
+        lambda: fitted("0.1"),
+    ],
+)
+def test_times_that_cannot_be_are_refused_in_words(make: object) -> None:
+    with pytest.raises(ConfigError, match=r"must be a (number >|list of seconds)"):
+        make()  # type: ignore[operator]

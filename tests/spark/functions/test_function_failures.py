@@ -1,0 +1,304 @@
+"""How runs of functions fail."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import cloudpickle
+import pytest
+import torch
+from pyspark import SparkStageInfo
+from pyspark.sql import SparkSession
+from waiting import eventually
+
+import sparkdl
+from sparkdl.errors import DeadlineError, TrainingError, WorkerError, WorkerLostError
+from sparkdl.spark.diagnostics import watchdog
+from sparkdl.spark.diagnostics.run_service import RunService
+from sparkdl.spark.functions import serving
+from sparkdl.spark.functions.serving import watch
+from sparkdl.spark.launch.launcher import WorkerJob
+from sparkdl.transport.service import Service
+
+
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class NoException(BaseException):
+    pass
+
+
+def raise_(kind: type[BaseException], text: str, times: int = 1) -> NoReturn:
+    raise kind(text * times)
+
+
+def interrupt_itself() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+
+
+@pytest.mark.slow
+def test_an_error_of_any_class_is_told_with_its_traceback(spark: SparkSession) -> None:
+    for kind, times, told in (
+        (Silent, 1, "Silent: <exception str"),
+        (NoException, 1, "NoException: why"),
+        (KeyboardInterrupt, 1, "KeyboardInterrupt: why"),
+        (GeneratorExit, 1, "GeneratorExit: why"),
+        (SystemExit, 1, "SystemExit: why"),
+        (ValueError, 17_000_000, "ValueError: whywhy"),
+    ):
+        with pytest.raises(WorkerError, match=r"rank 0 on .*: ") as caught:
+            sparkdl.run(raise_, kind, "why", times, num_workers=1)
+        assert told in str(caught.value)
+        assert "in raise_" in caught.value.worker_traceback
+        assert len(str(caught.value)) < 30_000
+
+
+def test_a_process_that_is_interrupted_is_lost_and_has_raised_nothing(spark: SparkSession) -> None:
+    with pytest.raises(WorkerLostError, match="was ended by SIGINT"):
+        sparkdl.run(interrupt_itself, num_workers=1)
+
+
+def test_the_code_with_which_a_function_leaves_is_told(spark: SparkSession) -> None:
+    with pytest.raises(WorkerError, match="SystemExit: 3"):
+        sparkdl.run(sys.exit, 3, num_workers=1)
+
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+KEPT: list[object] = []
+
+
+@pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.slow_variants
+def test_a_rank_that_takes_fewer_steps_ends_the_exchanges_of_the_others(
+    spark: SparkSession, early: int
+) -> None:
+    """Also where a module of the user's holds on to what holds the process group."""
+
+    def train() -> None:
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        dist.init_process_group("gloo")
+        sys.modules["kept"] = DistributedDataParallel(torch.nn.Linear(2, 1))  # type: ignore[assignment]
+        for _ in range(3 if dist.get_rank() == early else 5):
+            dist.all_reduce(torch.ones(1000))
+
+    with pytest.raises(WorkerError) as caught:
+        sparkdl.run(train, num_workers=2)
+    late = 1 - early
+    assert f"rank {early} had returned when an exchange failed on rank {late}" in str(caught.value)
+    assert "all ranks must take the same number of steps" in str(caught.value)
+    assert caught.value.rank == late
+
+
+@pytest.mark.slow
+def test_a_rank_that_still_runs_after_the_others_have_returned_is_named_with_its_place(
+    spark: SparkSession,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(serving, "RETURNED_S", 1.0)
+    path = str(tmp_path / "told")
+
+    def validate_slowly() -> int:
+        until = time.monotonic() + 120
+        while sparkdl.current_worker().rank == 0 and time.monotonic() < until:
+            if os.path.exists(path):
+                break
+            time.sleep(0.1)
+        return sparkdl.current_worker().rank
+
+    def release() -> None:
+        assert eventually(lambda: "in validate_slowly" in caplog.text, 120)
+        Path(path).touch()
+
+    with ThreadPoolExecutor(1) as pool, caplog.at_level(logging.WARNING, logger="sparkdl"):
+        released = pool.submit(release)
+        assert sparkdl.run(validate_slowly, num_workers=2) == [0, 1]
+        released.result()
+    told = [r.getMessage() for r in caplog.records if "still running" in r.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("rank 1 already returned; rank 0 is still running, in File ")
+    assert "in validate_slowly" in told[0]
+
+
+@pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.slow_variants
+def test_a_rank_that_waits_to_save_with_one_that_has_returned_is_an_error(
+    spark: SparkSession, tmp_path: Path, early: int
+) -> None:
+    def train() -> None:
+        if sparkdl.current_worker().rank != early:
+            sparkdl.current_worker().save_checkpoint(str(tmp_path), {"epoch": 1})
+
+    with pytest.raises(
+        TrainingError, match=f"rank {1 - early} would wait .* but rank {early} already returned"
+    ):
+        sparkdl.run(train, num_workers=2)
+
+
+def leave() -> None:
+    os._exit(0)
+
+
+def crash() -> None:
+    import ctypes
+
+    ctypes.string_at(0)
+
+
+@pytest.mark.slow_variants
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        (leave, r"exited with code 0 .*os\._exit"),
+        (crash, "was ended by SIGSEGV"),
+    ],
+)
+def test_a_process_that_ends_by_itself_is_told_as_it_was(
+    spark: SparkSession, end: Callable[[], None], words: str
+) -> None:
+    def train() -> None:
+        if sparkdl.current_worker().rank == 1:
+            end()
+
+    with pytest.raises(WorkerLostError, match=f"(?s)rank 1 on .*{words}") as caught:
+        sparkdl.run(train, num_workers=2)
+    assert "memory" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_relative_paths_begin_in_the_drivers_directory_on_every_rank(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def resume() -> tuple[str, bool]:
+        return os.getcwd(), Path("snapshot.pt").exists()
+
+    assert sparkdl.run(resume, num_workers=2) == [(str(tmp_path), False)] * 2
+    (tmp_path / "snapshot.pt").touch()
+    assert sparkdl.run(resume, num_workers=2) == [(str(tmp_path), True)] * 2
+    (tmp_path / "other").mkdir()
+    assert sparkdl.run(resume, num_workers=2, cwd="other") == [(str(tmp_path / "other"), False)] * 2
+    with pytest.raises(WorkerError, match=r"cwd='.*nowhere' is not a directory that rank [01] on"):
+        sparkdl.run(resume, num_workers=2, cwd="nowhere")
+
+
+@pytest.fixture
+def service() -> Iterator[RunService]:
+    """All of its ranks have finished."""
+    with Service("127.0.0.1") as connections, RunService(connections, 2, lambda *_: None) as opened:
+        opened._done.update((0, 1))
+        yield opened
+
+
+def job_that(
+    rows: Callable[[], Any], service: RunService, reads: tuple[Any, int] | None = None
+) -> WorkerJob:
+    """Spark's job of two tasks, of which ``rows`` gives what they have yielded."""
+    frame = SimpleNamespace(mapInArrow=lambda *_, **__: SimpleNamespace(collect=rows))
+    names = ("getLocalProperty", "setJobGroup", "addJobTag", "cancelJobsWithTag")
+    context = SimpleNamespace(**{name: lambda *_, **__: None for name in names})
+    context.getConf = dict[str, str]
+    spark: Any = SimpleNamespace(range=lambda *_: frame, sparkContext=context)
+    job = WorkerJob(
+        spark,
+        b"",
+        lambda payload: lambda batches: batches,
+        service.fail,
+        description="a test",
+        device="cpu",
+        tasks=2,
+        ranks_a_task=1,
+        barrier=True,
+        rows=reads,
+        ended_early="",
+    )
+    return job if reads else job.__enter__()
+
+
+def test_a_spark_job_that_outlives_its_ranks_ends_the_run(
+    service: RunService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "RESULTS_S", 0.5)
+    ends = threading.Event()
+    job = job_that(lambda: ends.wait(300), service)
+    started = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"all 2 workers have finished, but .* within 0.5 s"):
+        watch(service, job)
+    assert time.monotonic() - started < 150
+    ends.set()
+
+
+def test_results_that_arrive_late_are_waited_for(service: RunService) -> None:
+    def late() -> list[Any]:
+        time.sleep(0.5)
+        results = [(1, "b"), (0, "a")]
+        return [SimpleNamespace(rank=r, result=cloudpickle.dumps(v)) for r, v in results]
+
+    job = job_that(late, service)
+    watch(service, job)
+    assert [cloudpickle.loads(row.result) for row in job.yielded()] == ["a", "b"]
+
+
+def test_results_that_are_lost_after_all_have_finished_are_an_error(service: RunService) -> None:
+    def too_large() -> None:
+        raise RuntimeError("Total size of serialized results is bigger than spark.driver.maxResult")
+
+    job = job_that(too_large, service)
+    watch(service, job)
+    with pytest.raises(TrainingError, match="results is bigger than"):
+        job.yielded()
+
+
+@pytest.fixture
+def joining(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunService]:
+    """None of its ranks has joined, and time is up."""
+    monkeypatch.setattr(serving, "JOIN_S", 0.0)
+    with Service("127.0.0.1") as connections, RunService(connections, 2, lambda *_: None) as opened:
+        yield opened
+
+
+def test_rows_are_waited_for_but_not_the_tasks_in_which_ranks_hang_before_they_join(
+    joining: RunService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    job = job_that(lambda: None, joining, reads=(None, 0))
+
+    def stages() -> list[SparkStageInfo]:
+        """First of five tasks, then of two whose rows are shuffled, then the workers' own."""
+        asked.append(len(asked))
+        assert len(asked) < 20
+        tasks = 5 if len(asked) <= 2 else 2
+        return [SparkStageInfo(len(asked), 0, "", tasks, tasks, 0, 0)]
+
+    monkeypatch.setattr(job.jobs, "stages", stages)
+    monkeypatch.setattr(watchdog, "feeds_a_shuffle", lambda _, stage: stage <= 4)
+    with pytest.raises(DeadlineError, match=r"rank 0, 1 of 2 workers did not start within 0 s"):
+        watch(joining, job)
+    assert len(asked) == 5
+
+
+def test_a_rank_that_prints_all_the_time_delays_no_deadline_for_another(
+    joining: RunService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(range(5))
+    monkeypatch.setattr(joining, "show_next", lambda _: next(lines) >= 0)
+    with pytest.raises(DeadlineError, match="rank 0, 1 of 2 workers did not start"):
+        watch(joining, None)
