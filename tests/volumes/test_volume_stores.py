@@ -1,4 +1,4 @@
-"""Stores of volumes."""
+"""Arrays of every format are (channels, z, y, x) here, and other libraries read what is written."""
 
 from __future__ import annotations
 
@@ -10,20 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tensorstore
 import tensorstore as ts
 import torch
 import zarr
 from every_row import every
 from hypothesis import given
 from hypothesis import strategies as st
-from s3_server import object_store
-from test_transform_volume import CHUNK, SIZES, expected, image, model_of
-from volume_models import Edges
 
-from sparkdl.durable import lease
-from sparkdl.errors import ConfigError, DataError, InUseError, SparkDLError
-from sparkdl.volumes.leases import alone
+from sparkdl.errors import ConfigError, DataError, SparkDLError
 from sparkdl.volumes.places import answered, said, specification
 from sparkdl.volumes.store import Volume, created, require_apart
 
@@ -365,37 +359,3 @@ def test_headers_and_keys_of_a_store_are_not_told() -> None:
     with pytest.raises(DataError, match=r"127\.0\.0\.1.* cannot be opened") as refused:
         Volume.opened({"driver": "zarr", "kvstore": store}, 3)
     assert "hush" not in str(refused.value)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("spark")
-def test_a_volume_in_s3_at_an_endpoint_is_predicted_and_what_is_done_is_not_done_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with object_store() as (endpoint, objects):
-
-        def place(path: str) -> dict[str, Any]:
-            store = {"driver": "s3", "bucket": "bucket", "path": path, "endpoint": endpoint}
-            store |= {"aws_region": "us-east-1", "aws_credentials": {"type": "anonymous"}}
-            return {"driver": "zarr3", "kvstore": store}
-
-        source, target, module = place("in.zarr/"), place("out.zarr/"), Edges()
-        made = tensorstore.open(source, create=True, dtype="uint8", shape=image().shape)
-        made.result().write(image()).result()
-        model = model_of(module)
-        done = model.transform_volume(source, target, chunk=CHUNK, **SIZES)
-        assert done.computed == done.chunks == 6
-        wanted = expected(image()[None], module)
-        del objects["out.zarr/.sparkdl/chunks/3"]
-        again = model.transform_volume(source, target, **SIZES)
-        assert (again.computed, again.chunk) == (1, CHUNK)
-        monkeypatch.setattr(lease, "RENEWED_EVERY_S", 0.5)
-        with alone(target, "another"), pytest.raises(InUseError, match=r"out\.zarr.*written by"):
-            model.transform_volume(source, target, **SIZES)
-        assert not [name for name in objects if "in-use" in name]
-        found = tensorstore.open(target).result().read().result()
-        assert np.abs(found - wanted).max() < 1e-3
-        with pytest.raises(ConfigError, match=r"in\.zarr.*transform_volume has not made it"):
-            model.transform_volume(source, source, **SIZES)
-        with pytest.raises(DataError, match=r"nowhere.*cannot be opened.*does not exist"):
-            model.transform_volume(place("nowhere/"), place("other/"), **SIZES)
