@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from every_row import every
 from frames import estimator, frame
 from pyspark.sql import SparkSession
+from tqdm import notebook
 
 from sparkdl.averager.messages.run_events import WorkerTimes
 from sparkdl.errors import DataError, TrainingError
@@ -123,6 +125,35 @@ def test_the_bar_shows_the_rows_of_all_epochs_and_the_mean_loss_of_this_one(
             bar(event)
     shown = capsys.readouterr().err
     assert [each for each in fragments if each not in shown] == []
+
+
+@every(
+    ("events", "error", "expected"),
+    [
+        # A callback has stopped it: tqdm itself would show that as a failure.
+        ([rows_known(10), window(0, 10, 1.0)], None, (10, 20, "success", None)),
+        ([rows_known(10), window(0, 10, 1.0)], TrainingError("no"), (10, 20, "danger", None)),
+        (
+            [DataStatistics((8,), (), pending=(0,)), window(0, 4, 1.0), rows_known(10)],
+            None,
+            (4, 20, "success", None),
+        ),
+        ([], DataError("no"), (0, 1, "info", "hidden")),
+    ],
+)
+def test_in_a_notebook_the_color_of_the_bar_says_how_the_training_ended(
+    monkeypatch: pytest.MonkeyPatch, events: list[Any], error: Exception | None, expected: Any
+) -> None:
+    monkeypatch.setattr(progress, "tqdm", notebook.tqdm)
+    bar = ProgressBar(2, visible=True)
+    with nullcontext() if error is None else pytest.raises(type(error)), bar:
+        for event in events:
+            bar(event)
+        if error is not None:
+            raise error
+    shown = bar._widget
+    hidden = bar._bar.container.layout.visibility
+    assert (shown.value, shown.max, shown.bar_style, hidden) == expected
 
 
 def times(rank: int, **seconds: float) -> WorkerTimes:
