@@ -1,4 +1,4 @@
-"""What the README, the notes and others that Sphinx does not read link to is there."""
+"""What Sphinx does not look for: links of the README, links to notes, files named in the text."""
 
 from __future__ import annotations
 
@@ -8,14 +8,23 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_links_of_what_is_not_on_the_site_lead_to_files() -> None:
-    pages = [ROOT / "README.md", ROOT / "SECURITY.md", *ROOT.glob("docs/notes/*.md")]
-    links = [
-        (each, link) for each in pages for link in re.findall(r"\]\(([^)#\s]+)", each.read_text())
-    ]
-    assert len(links) > 40
+def headings(page: Path) -> set[str]:
+    """As links call them."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in found}
+
+
+def test_links_that_sphinx_does_not_follow_lead_to_files_and_headings() -> None:
+    """Those of the README and the notes, and those of the site's pages to the notes."""
+    pages = [ROOT / "README.md", ROOT / "SECURITY.md", *ROOT.glob("docs/**/*.md")]
+    link = re.compile(r"\]\(([^)#\s:]+)(?:#([^)\s]+))?\)")
+    links = [(each, *found) for each in pages for found in link.findall(each.read_text())]
+    assert len(links) > 200
     assert [
-        link for page, link in links if ":" not in link and not (page.parent / link).exists()
+        f"{page.relative_to(ROOT)}: {path}#{anchor}"
+        for page, path, anchor in links
+        if not (target := page.parent / path).exists()
+        or (anchor and anchor not in headings(target))
     ] == []
 
 
