@@ -7,12 +7,15 @@ from dataclasses import replace
 from decisions import Every, Run, commit, expect_failure, only, report, shard
 from decisions import started as started_with
 from every_row import every
+from stragglers import AllButStragglers
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.events import Member
 from sparkdl.averager.coordination.membership import STRAGGLER_S, STRAGGLER_WINDOWS
 from sparkdl.averager.coordination.rank_states import RankState
+from sparkdl.averager.messages.run_events import NewRows
+from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.errors import DataError, DeadlineError, WorkerLostError
 from sparkdl.events import ValidationReport
 
@@ -57,9 +60,11 @@ class TestRounds:
         assert run.positions() == [0, 1]
 
     def test_those_whose_contributions_were_whole_start_over_too(self) -> None:
-        run = started(4)
+        run = started(5)
         run.contribute(0)
         run.close(1, examples=0)
+        run.contribute(4)
+        run.lose(4)
         run.close(2)
         assert do.StartOver((run.members[0], run.members[1])) in run.lose(2)
         assert only(do.Commit, run.round(0, 1, 3)) == [commit(run, 1, 1, 1)]
@@ -85,6 +90,25 @@ class TestRounds:
         assert only(do.Report, decisions) == [do.Report(report(0)), do.Report(report(1))]
         assert replied_to(decisions) == [1]
         assert run.positions() == [1, 1]
+
+    @every("policy", [All(), AllButStragglers(0)])
+    def test_a_lost_rank_that_had_contributed_does_not_stand_for_one_who_has_yet_to(
+        self, policy: RoundPolicy
+    ) -> None:
+        run = started(3, policy=policy)
+        run.contribute(0)
+        run.lose(0)
+        assert run.contribute(1) == [do.Receive(run.members[1], 1)]
+        assert only(do.Commit, run.contribute(2)) == [commit(run, 1, 1, 1)]
+
+    def test_who_is_lost_as_an_epoch_ends_is_waited_for_at_the_end_of_the_next(self) -> None:
+        run = started(2)
+        run.contribute(1, last=True)
+        run.lose(1)
+        assert replied_to(run.contribute(0, last=True)) == [0]
+        run.take(0)
+        assert run.close(0, last=True, epoch=2) == [do.OpenSum((0,)), do.Receive(run.members[0], 1)]
+        assert replied_to(run.add(0)) == []
 
     def test_it_is_committed_once_anybody_is_back_although_all_were_lost(self) -> None:
         run = started(2)
@@ -221,6 +245,24 @@ class TestComingBack:
         words = r"read different rows \(7 rows now, 1 then\)"
         expect_failure(run, decisions, DataError, words)
 
+    def test_rows_with_nan_are_the_same_when_they_are_read_again(self) -> None:
+        run = Run(1, max_failures=1)
+        run.join(0)
+        run.read(0, shard(smallest=float("nan")))
+        run.start()
+        run.lose(0)
+        run.join(0, attempt=1)
+        # Another NaN, as from another process.
+        assert run.read(0, shard(smallest=float("nan"))) == [do.Welcome(run.members[0])]
+
+    def test_who_reads_its_rows_again_tells_the_driver_nothing_new_of_all(self) -> None:
+        run = started(2)
+        run.lose(0)
+        run.join(0, attempt=1)
+        assert run.read(0, shard(0, complete=False)) == [do.Welcome(run.members[0])]
+        assert run.read(0) == [do.Report(NewRows(0, shard()))]
+        assert run.coordinator.shards.statistics.shard_rows == (1, 1)
+
     def test_for_a_rank_that_has_finished_nobody_joins(self) -> None:
         run = started(2)
         run.round(last=True)
@@ -246,6 +288,12 @@ class TestFencing:
         assert run.join(0, 6, "c") == [do.Drop(before)]
         lost = "rank 0 on host-0 was replaced before its connection was known to be lost"
         assert run.coordinator.members.losses == [lost]
+        assert run.coordinator.members.there == {0, 1}
+
+    def test_who_is_known_to_be_lost_is_not_dropped_again(self) -> None:
+        run = started(2)
+        run.lose(0)
+        assert run.join(0, attempt=1) == []
 
     def test_whose_place_was_taken_says_nothing_in_its_successors_name(self) -> None:
         before = Member(0, "host-0")
@@ -329,6 +377,15 @@ class TestMinWorkers:
         words = r"rank 0 on host-0 did not come back \(rank 0 on host-0 was killed; .* within 10 s"
         expect_failure(run, run.wait(10), DeadlineError, words)
 
+    def test_it_says_why_each_was_lost_that_is_waited_for(self) -> None:
+        run = started(13, min_workers=12, deadline_s=10)
+        for rank in (1, 12):
+            run.tell(on.Lost(run.members[rank], f"fell {rank}"))
+        for rank in {*run.ranks} - {1, 12}:
+            run.contribute(rank)
+        words = r"^rank 1 .*, rank 12 .*\(rank 1 on host-1 fell 1; rank 12 on host-12 fell 12; "
+        expect_failure(run, run.wait(10), DeadlineError, words)
+
     def test_so_does_the_wait_for_one_without_whom_the_epoch_cannot_end(self) -> None:
         run = started(2, deadline_s=10)
         run.lose(0)
@@ -381,6 +438,24 @@ class TestTooMany:
         expect_failure(run, run.lose(1), WorkerLostError, words)
         assert run.contribute(2) == []
 
+    @staticmethod
+    def join_and_lose(run: Run, rank: int, *, task: int, attempt: int = 0) -> list[do.Decision]:
+        run.join(rank, attempt, task=task)
+        return only(do.End, run.lose(rank))
+
+    def test_workers_that_are_lost_with_their_task_are_one_loss(self) -> None:
+        run = Run(4, max_failures=2)
+        for attempt in (5, 9):
+            for rank in (0, 1, 2):
+                assert self.join_and_lose(run, rank, task=0, attempt=attempt) == []
+        words = r"7 workers were lost, more than maxFailures allows \(2\): "
+        expect_failure(run, self.join_and_lose(run, 3, task=1), WorkerLostError, words)
+
+    def test_a_worker_that_is_lost_twice_in_one_attempt_is_two_losses(self) -> None:
+        run = Run(2, max_failures=1)
+        assert self.join_and_lose(run, 0, task=0) == []
+        assert self.join_and_lose(run, 0, task=0) != []
+
     def test_any_is_too_many_by_default(self) -> None:
         run = started(2, max_failures=0)
         expect_failure(run, run.lose(1), WorkerLostError, "^rank 1 on host-1 was killed$")
@@ -415,12 +490,27 @@ class TestDropping:
         run.contribute(1)
         assert only(do.Drop, run.wait(59)) == []
 
-    def test_windows_that_take_long_are_granted_more(self) -> None:
+    @every(("longest_s", "granted_s"), [(5.0, 5.0 * STRAGGLER_WINDOWS), (20.0, 60.0)])
+    def test_windows_that_take_long_are_granted_more(
+        self, longest_s: float, granted_s: float
+    ) -> None:
         run = started(2)
-        self.window(run, 5.0)
+        self.window(run, longest_s)
+        self.window(run, 1.0)
         run.contribute(1)
-        assert only(do.Drop, run.wait(STRAGGLER_WINDOWS * 5.0 - 1)) == []
+        assert only(do.Drop, run.wait(granted_s - 1)) == []
         assert only(do.Drop, run.wait(1)) == [do.Drop(run.members[0])]
+
+    @every("max_failures", [0, 5])
+    def test_who_cannot_be_dropped_has_the_whole_deadline(self, max_failures: int) -> None:
+        """In a run that survives no loss nobody can be, and nobody who is lost already."""
+        run = started(2, max_failures=max_failures, min_workers=2)
+        self.window(run, 1.0)
+        if max_failures:
+            run.lose(0)
+        run.contribute(1)
+        assert only(do.End, run.wait(59)) == []
+        expect_failure(run, run.wait(1), DeadlineError, "^rank 0 on host-0 did not ")
 
     def test_a_wait_for_others_is_no_part_of_a_window(self) -> None:
         run = started(3)
@@ -432,15 +522,18 @@ class TestDropping:
         run.close(0)
         assert run.coordinator.members.patience_s(0) == STRAGGLER_S
 
-    def test_what_is_granted_doubles_with_each_drop(self) -> None:
-        run = started(3)
+    @every(("deadline_s", "granted_s"), [(60.0, 2 * STRAGGLER_S), (20.0, 20.0)])
+    def test_what_is_granted_doubles_with_each_drop(
+        self, deadline_s: float, granted_s: float
+    ) -> None:
+        run = started(3, deadline_s=deadline_s)
         self.window(run, 1.0)
         run.contribute(1)
         run.contribute(2)
         run.wait(STRAGGLER_S)
         run.take(1, 2)
         run.contribute(1)
-        assert only(do.Drop, run.wait(2 * STRAGGLER_S - 1)) == []
+        assert only(do.Drop, run.wait(granted_s - 1)) == []
         assert only(do.Drop, run.wait(1)) == [do.Drop(run.members[2])]
 
     def test_whoever_waits_is_not_dropped_for_one_that_is(self) -> None:
@@ -466,6 +559,16 @@ class TestDropping:
         run.contribute(1)
         assert only(do.Drop, run.wait(59)) == []
         assert only(do.Drop, run.wait(1)) == [do.Drop(run.members[0])]
+
+    def test_windows_of_rows_that_still_arrive_are_not_measured(self) -> None:
+        run = Run(1, max_failures=1)
+        run.join(0)
+        run.read(0, shard(1, complete=False))
+        run.start()
+        run.take()
+        self.window(run, 9.0)
+        run.read(0)
+        assert run.coordinator.members.patience_s(0) == 60.0
 
     def test_nobody_is_dropped_whom_nobody_waits_for(self) -> None:
         """All may validate for long, or have trained their last epoch and be slow to say so."""

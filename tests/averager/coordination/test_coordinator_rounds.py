@@ -13,6 +13,7 @@ from every_row import every
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
+from sparkdl.averager.coordination.membership import GAP_TICKS
 from sparkdl.errors import DeadlineError, TrainingError
 from sparkdl.events import EpochSummary, ValidationReport
 
@@ -238,12 +239,24 @@ class TestSilence:
             run.coordinator.heartbeat(run.members[0], run.now)
         assert commit(run, 1) in run.add(0)
 
-    def test_a_pause_of_the_driver_judges_nobody(self) -> None:
+    @every(("deadline_s", "pause_s", "tick_s"), [(10, 3600, 1), (2, 3, 0.5)])
+    def test_a_pause_of_the_driver_judges_nobody(
+        self, deadline_s: float, pause_s: float, tick_s: float
+    ) -> None:
+        run = started(2, deadline_s=deadline_s)
+        run.contribute(0)
+        run.now += pause_s
+        assert only(do.End, run.tell(on.Tick())) == []
+        assert only(do.End, run.wait(deadline_s - tick_s)) == []
+        words = "^rank 1 on host-1 did not contribute"
+        expect_failure(run, run.wait(tick_s), DeadlineError, words)
+
+    def test_a_look_at_the_clock_that_is_a_little_late_is_no_pause(self) -> None:
         run = started(2, deadline_s=10)
         run.contribute(0)
-        run.now += 3600
-        assert only(do.End, run.tell(on.Tick())) == []
-        assert only(do.End, run.wait(9)) == []
+        run.now += GAP_TICKS
+        run.tell(on.Tick())
+        assert only(do.End, run.wait(5)) == []
         expect_failure(run, run.wait(1), DeadlineError, "^rank 1 on host-1 did not contribute")
 
     def test_who_waits_for_the_epochs_end_is_told_now_and_then_that_the_run_goes_on(self) -> None:
@@ -268,6 +281,10 @@ class TestGather:
             members = (run.members[2], run.members[0], run.members[1])
             told = do.Tell(members, (f"{letter}0", f"{letter}1", f"{letter}2"))
             assert self.give(run, 1, f"{letter}1") == [told]
+
+    def test_who_is_alone_is_told_at_once(self) -> None:
+        run = started(1)
+        assert self.give(run, 0, 5) == [do.Tell((run.members[0],), (5,))]
 
     def test_all_are_asked_for_a_commit_at_once_and_only_until_there_is_one(self) -> None:
         run = started(2)
