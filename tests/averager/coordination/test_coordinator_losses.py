@@ -519,6 +519,7 @@ class TestDropping:
         run.close(1)
         run.now += 20
         run.lose(1)
+        run.wait(10)
         run.close(0)
         assert run.coordinator.members.patience_s(0) == STRAGGLER_S
 

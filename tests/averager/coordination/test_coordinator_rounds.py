@@ -331,11 +331,11 @@ class TestGather:
         run = started(2, max_failures=1)
         self.give(run, 0, "before")
         run.lose(0)
+        assert self.give(run, 1, "other") == []
         run.come_back(0)
         run.take(0)
-        assert self.give(run, 0, "after") == []
-        told = do.Tell((run.members[0], run.members[1]), ("after", "other"))
-        assert self.give(run, 1, "other") == [told]
+        told = do.Tell((run.members[1], run.members[0]), ("after", "other"))
+        assert self.give(run, 0, "after") == [told]
         assert self.give(run, 1, "next") == []
         assert only(do.Tell, self.give(run, 0, "next")) != []
 
