@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,8 +23,19 @@ from sparkdl.checkpoint.object_spec import save_object
 from sparkdl.errors import ConfigError
 from sparkdl.large_batches import LARS
 
-FIVES: list[Any] = [5, 5.0, np.int8(5), np.uint64(5), np.float16(5), np.longdouble(5), np.array(5)]
-FIVES += [torch.tensor(5), torch.tensor(5.0), Decimal(5), Fraction(5)]
+FIVES: list[Any] = [
+    5,
+    5.0,
+    np.int8(5),
+    np.uint64(5),
+    np.float16(5),
+    np.longdouble(5),
+    np.array(5),
+    torch.tensor(5),
+    torch.tensor(5.0),
+    Decimal(5),
+    Fraction(5),
+]
 NO_NUMBERS: list[Any] = [True, np.True_, torch.tensor(True), "5", None, 5j, [5], np.array([5])]
 NOT_FINITE: list[Any] = [math.nan, -math.inf, np.float32("inf"), Decimal("sNaN"), 10**400]
 
@@ -52,14 +61,14 @@ def test_what_is_no_finite_number_is_none() -> None:
         assert as_whole(value) is None, value
 
 
-def test_params_hold_pythons_own_numbers() -> None:
+@pytest.mark.parametrize("five", [np.int32(5), 5.0, torch.tensor(5), Decimal(5)], ids=repr)
+def test_params_hold_pythons_own_numbers(five: Any) -> None:
     names = ["batchSize", "epochs", "memoryBudget", "timeout", "clipNorm", "keepLast", "seed"]
-    given = dict(zip(names, [np.int32(5), 5.0, torch.tensor(5), *[Decimal(5)] * 4], strict=True))
     made = estimator(
-        **given,
+        **dict.fromkeys(names, five),
         validationFraction=np.float32(0.25),
-        padCols={"f": np.int8(5)},
-        columnShapes={"f": [5.0, torch.tensor(5)]},
+        padCols={"f": five},
+        columnShapes={"f": [five, five]},
         outputCols={"p": np.int64(1)},
         progress=np.False_,
         featuresCols=np.array(["a", "b"]),
@@ -68,7 +77,10 @@ def test_params_hold_pythons_own_numbers() -> None:
     values = {name: made.getOrDefault(name) for name in names}
     assert json.loads(json.dumps(values)) == dict.fromkeys(names, 5)
     assert made.getValidationFraction() == 0.25
-    assert repr((made.getPadCols(), made.getColumnShapes())) == "({'f': 5}, {'f': [5, 5]})"
+    assert repr((made.getPadCols(), made.getColumnShapes())) in (
+        "({'f': 5}, {'f': [5, 5]})",
+        "({'f': 5.0}, {'f': [5, 5]})",
+    )
     assert made.getProgress() is False
     assert (made.getOutputCols(), made.getFeaturesCols()) == ({"p": 1}, ["a", "b"])
     assert (made.getLabelCols(), type(made.getFeaturesCols()[0])) == (["c", "d"], str)
@@ -79,20 +91,25 @@ def test_params_refuse_what_is_no_number_by_name_when_it_is_set() -> None:
         for value in (True, np.True_, "5", math.nan, math.inf):
             with pytest.raises(ConfigError, match=f"{name} must be"):
                 estimator(**{name: value})
-    for value in (1, "yes", np.float32(1), None):
-        with pytest.raises(ConfigError, match="dropLast must be True or False"):
-            estimator(dropLast=value)
-    for seed in (2**63, -(2**63) - 1, 0.5):  # Spark, torch or numpy would refuse it later
-        with pytest.raises(ConfigError, match=r"seed must be .* -2\*\*63 and < 2\*\*63"):
-            estimator(seed=seed)
-    for seed in (-(2**63), -1, 2**63 - 1, np.uint64(7)):
-        assert estimator(seed=seed).getSeed() == require_seed("seed", seed)
+    for name in ("progress", "dropLast", "tls", "featuresAsDict", "predictCompiled"):
+        for value in (1, "yes", np.float32(1), None):
+            with pytest.raises(ConfigError, match=f"{name} must be True or False"):
+                estimator(**{name: value}) if name != "predictCompiled" else (
+                    sparkdl.TorchModel.from_module(nn.Linear(1, 1), torch.zeros(1, 1))._set(
+                        predictCompiled=value
+                    )
+                )
 
 
 def test_texts_and_thresholds_that_are_none_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r'param "labelCol"\. .*NoneType'):
         estimator(labelCol=None)
-    classifier = partial(sparkdl.TorchClassifier, model=nn.Linear, optimizer="SGD")
+    classifier = partial(
+        sparkdl.TorchClassifier,
+        model=nn.Linear,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD,
+    )
     for given in ([np.float32(0.5), Decimal("0.5")], np.array([0.5, 0.5])):
         assert classifier(thresholds=given).getThresholds() == [0.5, 0.5]
     for wrong in (["a", "b"], 0.5, [0.5, math.nan], [0.5, True]):
@@ -100,23 +117,37 @@ def test_texts_and_thresholds_that_are_none_are_refused_by_name() -> None:
             classifier(thresholds=wrong)
 
 
-def test_strategies_and_callbacks_hold_pythons_own_numbers(tmp_path: Path) -> None:
-    makers: list[Callable[[Any, Any], Any]] = [
-        lambda one, two: strategies.ParameterAveraging(period=two),
-        lambda one, two: strategies.ParameterAveraging(cutoff=one),
-        lambda one, two: strategies.GossipAveraging(period=two),
-        lambda one, two: strategies.GradientAllReduce(accumulate=two),
-        lambda one, two: strategies.PowerSGD(two, start_after=one),
-        lambda one, two: strategies.PSSP(two, one),
-        lambda one, two: strategies.OuterOptimizer(period=((one, two), (two, two)), fragments=one),
-        lambda one, two: EarlyStopping(patience=two),
-        lambda one, two: TimeBudget(two),
-    ]
-    for make in makers:
-        for number in (np.int64, torch.tensor):
-            made = make(number(1), number(2))
-            assert repr(made) == repr(make(1, 2))
-            assert "pickle" not in str(save_object(made, tmp_path, "strategy"))
+def test_seeds_that_spark_torch_or_numpy_would_refuse_are_refused_when_set() -> None:
+    for seed in (2**63, 2**64, -(2**63) - 1, 0.5):
+        with pytest.raises(ConfigError, match=r"seed must be .* -2\*\*63 and < 2\*\*63"):
+            estimator(seed=seed)
+    for seed in (-(2**63), -1, 2**63 - 1, np.uint64(7)):
+        assert estimator(seed=seed).getSeed() == require_seed("seed", seed)
+
+
+NUMBERS = {"numpy": np.int64, "float": float, "torch": torch.tensor, "numpy32": np.float32}
+
+
+@pytest.mark.parametrize("given", NUMBERS.values(), ids=NUMBERS)
+def test_strategies_and_callbacks_hold_pythons_own_numbers(given: Any, tmp_path: Any) -> None:
+    one, two = given(1), given(2)
+    for made, plain in [
+        (strategies.ParameterAveraging(period=two), strategies.ParameterAveraging(period=2)),
+        (strategies.ParameterAveraging(cutoff=one), strategies.ParameterAveraging(cutoff=1)),
+        (strategies.GossipAveraging(period=two), strategies.GossipAveraging(period=2)),
+        (strategies.GradientAllReduce(accumulate=two), strategies.GradientAllReduce(accumulate=2)),
+        (strategies.PowerSGD(two, start_after=one), strategies.PowerSGD(2, start_after=1)),
+        (strategies.PSSP(two, one), strategies.PSSP(2, 1)),
+        (
+            strategies.OuterOptimizer(period=((one, two), (two, two)), fragments=one),
+            strategies.OuterOptimizer(period=((1, 2), (2, 2)), fragments=1),
+        ),
+        (EarlyStopping(patience=two), EarlyStopping(patience=2)),
+        (TimeBudget(two), TimeBudget(2)),
+    ]:
+        # float 2.0 where a float is declared stays one.
+        assert repr(made) in (repr(plain), repr(plain).replace("seconds=2", "seconds=2.0"))
+        assert "pickle" not in str(save_object(made, tmp_path, "strategy"))
 
 
 def test_strategies_callbacks_and_optimizers_refuse_bools_as_numbers() -> None:
@@ -136,5 +167,8 @@ def test_strategies_callbacks_and_optimizers_refuse_bools_as_numbers() -> None:
 
 def test_counts_agree_with_their_nouns() -> None:
     assert [counted(number, "row") for number in (0, 1, 2)] == ["0 rows", "1 row", "2 rows"]
-    found = [counted(2, noun) for noun in ("class", "minibatch", "epoch")]
-    assert found == ["2 classes", "2 minibatches", "2 epochs"]
+    assert [counted(2, noun) for noun in ("class", "minibatch", "epoch")] == [
+        "2 classes",
+        "2 minibatches",
+        "2 epochs",
+    ]

@@ -15,8 +15,8 @@ def headings(page: Path) -> set[str]:
 
 
 def test_links_that_sphinx_does_not_follow_lead_to_files_and_headings() -> None:
-    """Those of the README and the notes, and those of the site's pages to the notes."""
-    pages = [ROOT / "README.md", ROOT / "SECURITY.md", *ROOT.glob("docs/**/*.md")]
+    """Those of texts that are not on the site, and those of the site's pages to the notes."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("docs/**/*.md")]
     link = re.compile(r"\]\(([^)#\s:]+)(?:#([^)\s]+))?\)")
     links = [(each, *found) for each in pages for found in link.findall(each.read_text())]
     assert len(links) > 200

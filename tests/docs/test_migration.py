@@ -51,3 +51,12 @@ def test_ours_exists() -> None:
     assert [name for name in ours if not exists(name)] == []
     assert not exists("TorchModel.getHistory")
     assert not exists("GradientAllReduce(compress=True)")
+
+
+def test_the_defaults_that_are_given_are_so() -> None:
+    ours = sparkdl.ParameterAveraging()
+    assert (ours.period, ours.average_optimizer_state) == (5, True)
+    assert inspect.signature(sparkdl.TorchEstimator.__init__).parameters["batchSize"].default == 32
+    assert sparkdl.AsynchronousSGD().barrier == sparkdl.strategies.ASP()
+    shared = sparkdl.ThresholdGradientSharing()
+    assert (shared.threshold, shared.sparsity, shared.clip) == (1e-3, (1e-4, 1e-2), 5)

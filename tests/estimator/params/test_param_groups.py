@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from stubs import FOLDER, MODULES, PAGE, page, written
 
-from sparkdl import TorchClassificationModel, TorchClassifier, TorchEstimator, TorchRegressor
-from sparkdl.estimator.params.declaration import GROUPS, field_of
+from sparkdl import TorchClassifier, TorchEstimator, TorchRegressor
+from sparkdl.estimator.params.declaration import GROUPS
 
 USER = """
 from functools import partial
@@ -63,18 +63,3 @@ def test_the_docstring_lists_the_constructors_arguments_in_its_order_by_group() 
     for kind in (TorchClassifier, TorchRegressor):
         assert re.search(r"^    loss: ", inspect.getdoc(kind) or "", re.M)
         assert not re.search(r"^    epochs: ", inspect.getdoc(kind) or "", re.M)
-
-
-def test_every_param_is_read_where_a_fit_or_a_model_is_made() -> None:
-    """What then comes of it is tested there; one that nobody reads has no effect."""
-    modules = [each for each in FOLDER.parent.rglob("*.py") if FOLDER not in each.parents]
-    text = "\n".join(each.read_text() for each in modules)
-    kinds = (TorchEstimator, TorchClassifier, TorchClassificationModel)
-    declared = {name for kind in kinds for name in kind.declarations}
-    assert len(declared) > 60
-    assert [
-        name
-        for name in sorted(declared)
-        if not re.search(rf"(?:settings|self)\.{field_of(name)}\b(?!\()", text)
-        and f".get{name[0].upper()}{name[1:]}()" not in text
-    ] == []
