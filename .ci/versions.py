@@ -47,7 +47,7 @@ PYTHONS = {
     ],
     "files": [
         *("checkpoint/test_storage.py", "durable/test_lease.py", "planner/test_link_speeds.py"),
-        *(f"feed/record_batches/test_{name}.py" for name in ("packed", "parquet_rows")),
+        "feed/record_batches/test_packed.py",
         *("test_errors.py", "test_phases.py"),
         *("transport/test_streams.py", "volumes/test_patch_grid.py"),
     ],

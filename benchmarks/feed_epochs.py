@@ -28,7 +28,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed, FeedOptions
-from sparkdl.feed.record_batches.packed import unpacked_rows
+from sparkdl.feed.record_batches.packed import unpacked
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.launch.worker_rows import Workers, worker_frame
@@ -201,7 +201,7 @@ def fill_and_pass(
     torch.set_num_threads(1)
     directory = Path(tempfile.gettempdir())
     with Feed(schema, batch_size=BATCH_SIZE, seed=SEED, rank=0, directory=directory) as feed:
-        feed.fill(unpacked_rows(batches))
+        feed.fill(map(unpacked, batches))
         rows = sum(batch.examples for batch in feed.epoch(1))
     yield pa.record_batch([pa.array([rows])], names=["rows"])
 
@@ -216,7 +216,7 @@ def pass_on_arrival(
     with Feed(
         schema, batch_size=BATCH_SIZE, seed=SEED, rank=0, directory=directory, options=options
     ) as feed:
-        feed.read_first(unpacked_rows(batches))
+        feed.read_first(map(unpacked, batches))
         rows = sum(batch.examples for batch in feed.arriving(lambda shard: None))
     yield pa.record_batch([pa.array([rows])], names=["rows"])
 

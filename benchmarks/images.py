@@ -30,7 +30,7 @@ from sparkdl.encodings.any_size import FITS
 from sparkdl.encodings.scale import Scale
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed
-from sparkdl.feed.record_batches.packed import unpacked_rows
+from sparkdl.feed.record_batches.packed import unpacked
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.launch.worker_rows import Workers, worker_frame
@@ -148,7 +148,7 @@ def fill_and_go_on(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch
     torch.set_num_threads(1)
     directory = Path(tempfile.gettempdir())
     with Feed(SCHEMA, batch_size=BATCH_SIZE, seed=7, rank=0, directory=directory) as feed:
-        feed.fill(unpacked_rows(batches))
+        feed.fill(map(unpacked, batches))
         feed_epochs.timed(feed.epoch(1))
         seconds = [feed_epochs.timed(feed.epoch(epoch)) for epoch in LATER]
     yield pa.record_batch([pa.array([float(np.median(seconds))])], names=["seconds"])

@@ -10,20 +10,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
 from sparkdl.encodings.linalg import VECTOR_FIELDS
-from sparkdl.feed.record_batches.parquet_rows import (
-    IN_FILES,
-    WHOLE,
-    FileReader,
-    WholeFiles,
-    columns_of_name,
-)
 
 ELEMENTS: dict[str, np.dtype[Any]] = {
     "tinyint": np.dtype(np.int8),
@@ -67,14 +60,14 @@ def names_of_vectors(name: str) -> tuple[str, str, str]:
     return f"{name}:{VECTOR}", f"{name} indices", f"{name} values"
 
 
-def columns_of(batch: pa.RecordBatch) -> dict[str, pa.Array]:
-    """Take the columns of a record batch apart.
+def unpacked(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Take the columns of a record batch apart, and put them in the order of their numbers.
 
     Args:
         batch: columns named ``c0``, ``c1``, ..., which may be packed, and others.
 
     Returns:
-        The same rows, by the columns' names.
+        The same rows: ``c0``, ``c1`` and so on, then the others as they come.
     """
     columns: dict[str, pa.Array] = {}
     vectors: dict[str, pa.Array] = {}
@@ -91,52 +84,6 @@ def columns_of(batch: pa.RecordBatch) -> dict[str, pa.Array]:
     for name, kinds in vectors.items():
         _, *parts = names_of_vectors(name)
         columns[name] = _vectors(kinds, *(columns.pop(part) for part in parts))
-    return columns
-
-
-def unpacked(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Take the columns of a record batch apart, and put them in the order of their numbers."""
-    return _by_number(columns_of(batch))
-
-
-def unpacked_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Take record batches apart, and read what they only name.
-
-    Args:
-        batches: packed, all of the same columns.
-
-    Yields:
-        The same rows: ``c0``, ``c1`` and so on, then the others as they come; in smaller pieces if
-        part of them is read from files.
-
-    Raises:
-        DataError: a file cannot be read.
-    """
-    reader: FileReader | WholeFiles | None = None
-    for batch in batches:
-        name = next((each for each in batch.schema.names if each.startswith(IN_FILES)), None)
-        if name is None:
-            yield unpacked(batch)
-            continue
-        reader = reader or _reader_of(name)
-        places, rest, start = batch.column(name), batch.drop_columns([name]), 0
-        for found in reader.read(places):
-            rows = len(next(iter(found.values())))
-            others = columns_of(rest.slice(start, rows)) if rest.num_columns else {}
-            yield _by_number({**others, **found})
-            start += rows
-
-
-def _reader_of(name: str) -> FileReader | WholeFiles:
-    """What reads the columns that the name of a column tells."""
-    columns = columns_of_name(name)
-    if all(each.kind == WHOLE for each in columns.values()):
-        return WholeFiles(columns)
-    return FileReader(columns)
-
-
-def _by_number(columns: Mapping[str, pa.Array]) -> pa.RecordBatch:
-    """A record batch of columns: ``c0``, ``c1`` and so on, then the others as they come."""
     ordered = sorted(columns, key=_number)
     return pa.RecordBatch.from_arrays([columns[name] for name in ordered], names=ordered)
 

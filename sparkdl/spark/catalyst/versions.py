@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyspark
 from pyspark.resource import ResourceProfile
-from pyspark.sql import Column, DataFrame, Row, SparkSession
+from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import types as T
 
 from sparkdl.spark.catalyst.core import RDD
@@ -44,13 +44,6 @@ def on_tasks(
         return frame.mapInArrow(task, output, barrier=barrier, profile=profile)
     # All of a stage has the one profile that any of it has.
     return frame.mapInArrow(task, output, barrier=barrier).rdd.withResources(profile)
-
-
-def metadata_of(frame: DataFrame, name: str) -> Column:
-    """A metadata column of the files that a DataFrame reads, which none of its own hides."""
-    if hasattr(frame, "metadataColumn"):  # Spark 4.0 and newer
-        return frame.metadataColumn(name)
-    return frame[name]
 
 
 def arrow_type(kind: T.DataType) -> pa.DataType:

@@ -15,14 +15,13 @@ from pyspark.sql import functions as F
 
 from sparkdl.encodings import arriving_as
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.feed.record_batches.packed import unpacked_rows
+from sparkdl.feed.record_batches.packed import unpacked
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.catalyst.jvm import running_context
 from sparkdl.spark.inference.arrow_functions import Arrays, called_on, function_of_columns
 from sparkdl.spark.inference.predictor import Predictor
 from sparkdl.spark.inference.shared_model import OF_ANOTHER_SESSION
 from sparkdl.spark.rows.columns import InputColumn
-from sparkdl.spark.rows.in_files import columns_in_files, places
 from sparkdl.spark.rows.packing import Source, packed_columns
 
 _RECORDS = "spark.sql.execution.arrow.maxRecordsPerBatch"
@@ -91,26 +90,20 @@ def prediction_columns(
         columns: the feature columns, in the order of the model's arguments.
         specs: the tensors that they become.
     """
-    named = {f"c{index}": column for index, column in enumerate(columns)}
-    in_files = columns_in_files(dataset, {name: column.name for name, column in named.items()})
     sources = [
-        Source(name, column.expression(), column.arriving(dataset.schema))
-        for name, column in named.items()
-        if name not in in_files
+        Source(f"c{index}", column.expression(), column.arriving(dataset.schema))
+        for index, column in enumerate(columns)
     ]
     inputs = packed_columns(sources, dataset.sparkSession)
-    if in_files:
-        name, where = places(dataset, in_files)
-        inputs[name] = where
     input_names = list(inputs)
 
     def predict(batches: Iterator[Arrays]) -> Iterator[pa.Array]:
-        def whole() -> Iterator[pa.RecordBatch]:
+        def rows() -> Iterator[tuple[Sequence[pa.Array], Sequence[ColumnSpec]]]:
             for arrays in batches:
-                yield pa.RecordBatch.from_arrays(list(arrays), names=input_names)
+                batch = pa.RecordBatch.from_arrays(list(arrays), names=input_names)
+                yield unpacked(batch).columns, specs
 
-        rows = ((batch.columns, specs) for batch in unpacked_rows(whole()))
-        for predicted in predictor.predictions(rows):
+        for predicted in predictor.predictions(rows()):
             yield pa.StructArray.from_arrays(predicted, names=predictor.fields)
 
     types = dict(zip(predictor.fields, predictor.sql_types, strict=True))

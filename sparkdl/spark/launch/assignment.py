@@ -17,7 +17,7 @@ import pyarrow as pa
 from pyspark import TaskContext
 
 from sparkdl.errors import RowsLostError
-from sparkdl.feed.record_batches.packed import unpacked_rows
+from sparkdl.feed.record_batches.packed import unpacked
 from sparkdl.process.interrupts import interrupted_by_signals_alone
 from sparkdl.spark.catalyst.accumulators import added_here, counted, discard_added
 from sparkdl.spark.catalyst.broadcasts import put_broadcasts
@@ -194,7 +194,7 @@ def started_for(entry: str, versions: dict[str, str]) -> ForkServer:
 
 def given_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """A task's rows from Spark, unpacked."""
-    return unpacked_rows(_delivered(batches))
+    return map(unpacked, _delivered(batches))
 
 
 def _delivered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -24,7 +24,6 @@ from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.rows.columns import InputColumn, quoted
 from sparkdl.spark.rows.delivery import Delivery, Way, delivery_of, require_one_each
-from sparkdl.spark.rows.in_files import columns_in_files, places
 from sparkdl.spark.rows.packing import packed, small_record_batches
 
 logger = logging.getLogger(__name__)
@@ -152,15 +151,7 @@ def _with_order(workers: Workers, seed: int) -> DataFrame:
     stable = has_stable_order(workers.frame)
     way, one_each = workers.delivery.way, workers.ranks_a_task == 1
     shuffled = way is Way.SHUFFLED
-    # Columns of other types, such as a held-out fraction, belong to no DataFrame.
-    names = {name: column.name for name, column in columns.items() if type(column) is InputColumn}
-    straight = stable and way in (Way.AS_IT_IS, Way.GROUPED)
-    in_files = columns_in_files(workers.frame, names) if straight else {}
-    chosen = [c.expression().alias(name) for name, c in columns.items() if name not in in_files]
-    if in_files:
-        name, where = places(workers.frame, in_files)
-        chosen.append(where.alias(name))
-    rows = workers.frame.select(*chosen)
+    rows = workers.frame.select(*[c.expression().alias(name) for name, c in columns.items()])
     if stable:
         place = F.monotonically_increasing_id()
         if shuffled or not (one_each or workers.delivery.stays):

@@ -19,13 +19,11 @@ from pyspark.sql import functions as F
 import sparkdl
 from sparkdl.spark.catalyst import cluster
 from sparkdl.spark.catalyst.array_bytes import array_bytes
-from sparkdl.spark.catalyst.file_scan import file_scan
 from sparkdl.spark.catalyst.file_splits import replanned
 from sparkdl.spark.catalyst.groups import grouped
 from sparkdl.spark.catalyst.jvm import with_fallback
 from sparkdl.spark.catalyst.plans import has_stable_order, known_partitions
 from sparkdl.spark.cluster.slots import choose_num_workers
-from sparkdl.spark.rows.in_files import FAMILIES
 
 ROOT = Path(sparkdl.__file__).parent
 PRIVATE = {
@@ -70,7 +68,6 @@ def test_this_version_of_spark_has_all_private_names(
     with caplog.at_level(logging.INFO, "sparkdl"):
         assert known_partitions(files) == files.rdd.getNumPartitions()
         assert has_stable_order(files)
-        assert file_scan(files, FAMILIES) is not None
         assert array_bytes(spark) is not None
         for moved in (False, True):
             assert grouped(files, 2, moved=moved).frame.rdd.getNumPartitions() == 2
