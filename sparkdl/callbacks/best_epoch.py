@@ -56,7 +56,7 @@ def require_measured(
     Raises:
         ConfigError: one of the two will not be known.
     """
-    if metric == "validation_loss" and statistics.complete and not statistics.held_out:
+    if metric == "validation_loss" and not statistics.held_out:
         raise ConfigError(f"{name} follows the loss on held-out rows, but {HOLD_OUT}")
     if metric in LOSSES:
         return

@@ -10,7 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -18,7 +18,6 @@ from sparkdl.averager.messages.progress import Progress
 from sparkdl.averager.messages.run_events import (
     EpochCounted,
     EpochValidated,
-    NewRows,
     RoundCommitted,
     TimePassed,
 )
@@ -128,10 +127,6 @@ class Serving:
         return kept.values
 
     def _note(self, averager: Averager, event: Event) -> None:
-        if isinstance(event, NewRows):
-            self._examine(DataStatistics.of([replace(event.shard, complete=False)]))
-            averager.approve(event.rank)
-            return
         if isinstance(event, EpochCounted):
             assert self._measuring is not None
             averager.measured(event.epoch, self._measuring(event))
@@ -186,22 +181,14 @@ class RowExaminer:
         self._check = check
         self._resumed = resumed
         self._first: DataStatistics | None = None
-        self._begun = False
         self.loss_use = LossUse()
 
     def __call__(self, statistics: DataStatistics) -> bool:
         """Raise if anything is wrong with the rows; returns whether this is the first check.
 
         Args:
-            statistics: what was found, possibly in only some of the rows, or by one worker.
+            statistics: what was found.
         """
-        if not statistics.complete:
-            if self._first is not None:
-                return False  # all rows were checked before the workers were restarted
-            check_statistics(statistics, self._columns, self._features)
-            self._find_use(self._check(statistics), statistics)
-            is_news, self._begun = not self._begun, True
-            return is_news
         if self._first is None:
             check_statistics(statistics, self._columns, self._features)
             self._find_use(self._check(statistics), statistics)

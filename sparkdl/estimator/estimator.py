@@ -17,7 +17,6 @@ from torch import nn
 from typing_extensions import Self
 
 from sparkdl.averager.service.loop import EdgeOptions
-from sparkdl.checkpoint.policy import OtherTrainingError
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.driver import Observers, Outcome, RunOptions, run
 from sparkdl.errors import CallbackError, ConfigError
@@ -205,26 +204,17 @@ class BaseEstimator(
             queued(spark, workers.num_tasks, gpu_profile(spark, workers.device)),
             ProgressBar(settings.epochs, visible=settings.progress) as progress,
         ):
-            model = self._train_or_read_first(plan, checks, progress)
+            model = self._train_evenly(plan, checks, progress)
         return self._as_given()._copyValues(model)
 
-    def _train_or_read_first(self, plan: FitPlan, checks: RowChecks, progress: ProgressBar) -> M:
-        """Train; if the first epoch cannot be streamed after all, read all rows before it."""
-        refused = None
+    def _train_evenly(self, plan: FitPlan, checks: RowChecks, progress: ProgressBar) -> M:
+        """Train; if the partitions turn out too unequal, start over with Spark's shuffle."""
         try:
             return self._train(plan, checks, progress)
         except UnbalancedError as error:
             logger.info("training starts over: %s", error)
-        except OtherTrainingError as error:
-            if not plan.job.feed.stream_first_epoch:
-                raise
-            # Its checkpoint says that the rows, too unequal to be streamed, were read first.
-            refused = error
-        # After the handlers, since a second attempt's errors would be chained to the first's.
-        try:
-            return self._train(plan.reading_first(), checks, progress)
-        except OtherTrainingError as error:
-            raise (refused or error) from None
+        # After the handler, since a second attempt's errors would be chained to the first's.
+        return self._train(plan.spread(), checks, progress)
 
     def _train(self, plan: FitPlan, checks: RowChecks, progress: ProgressBar) -> M:
         spark, settings = plan.workers.frame.sparkSession, plan.settings

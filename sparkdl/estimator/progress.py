@@ -106,18 +106,10 @@ class ProgressBar:
             self._bar.set_postfix_str("restarting all workers")
 
     def _note_rows(self, statistics: DataStatistics) -> None:
-        total = statistics.rows * self._epochs if statistics.complete else None
-        if self._reading:
-            # Rows per second are counted from here too.
-            self._bar.reset(total=total)
-            self._bar.set_description_str(f"epoch 1/{self._epochs}")
-            self._reading = False
-            return
-        self._bar.total = total
-        if self._widget is not None and total is not None:
-            # tqdm gives the widget only a total that it starts with.
-            self._widget.max, self._widget.layout.width = total, None
-        self._bar.refresh()
+        # Rows per second are counted from here too.
+        self._bar.reset(total=statistics.rows * self._epochs)
+        self._bar.set_description_str(f"epoch 1/{self._epochs}")
+        self._reading = False
 
     @property
     def _widget(self) -> Any:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
-import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -24,8 +22,6 @@ from sparkdl.protocols import Batch
 CHUNK_BYTES = 4 << 20
 """What is gathered from the store at a time, and then cut into minibatches: large enough that
 Python's part is nothing, small enough for a core's cache."""
-Chunk = tuple[list[Column], list[int], bool]
-"""Rows, how many each of their minibatches has, and whether the epoch ends with them."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,7 @@ class Minibatches:
     ) -> Iterator[Batch]:
         """Yield minibatches of these sizes, which add up to the length of the order."""
 
-        def gathered() -> Iterator[Chunk]:
+        def gathered() -> Iterator[tuple[list[Column], list[int], bool]]:
             chunks = list(_chunked(sizes, CHUNK_BYTES // max(1, store.row_bytes)))
             first = 0
             for number, chunk in enumerate(chunks, start=1):
@@ -109,24 +105,20 @@ class Minibatches:
                 first += len(rows)
                 yield store.take(rows, pinned=self.on_gpu), chunk, number == len(chunks)
 
-        return self.of_chunks(gathered(), ahead=True)
-
-    def of_chunks(self, chunks: Iterable[Chunk], *, ahead: bool = False) -> Iterator[Batch]:
-        """Yield the minibatches of chunks of rows, which may be made ``ahead`` for a GPU."""
         # On a CPU the cores that would gather are those that compute, and the two threads would
         # wait for each other at Python's lock.
         if not self.on_gpu:
-            for columns, sizes, last in chunks:
-                yield from self._cut(columns, sizes, last=last)
+            for columns, chunk, last in gathered():
+                yield from self._cut(columns, chunk, last=last)
             return
 
-        def moved() -> Generator[tuple[DeviceChunk, list[int], bool], None, None]:
-            for columns, sizes, last in chunks:
-                yield to_gpu(columns, self.device), sizes, last
+        def moved() -> Iterator[tuple[DeviceChunk, list[int], bool]]:
+            for columns, chunk, last in gathered():
+                yield to_gpu(columns, self.device), chunk, last
 
-        with closing(prefetched(moved()) if ahead else moved()) as ready:
-            for chunk, sizes, last in ready:
-                yield from self._cut(chunk.ready(), sizes, last=last)
+        with closing(prefetched(moved())) as ready:
+            for on_device, chunk, last in ready:
+                yield from self._cut(on_device.ready(), chunk, last=last)
 
     def _cut(self, columns: list[Column], sizes: list[int], *, last: bool) -> Iterator[Batch]:
         if self.schema.weight is not None:
@@ -182,9 +174,7 @@ class _End:
         self.error = error
 
 
-def prefetched(
-    source: Iterable[T], *, ahead: int = AHEAD, close_s: float = math.inf
-) -> Generator[T, None, None]:
+def prefetched(source: Iterable[T]) -> Generator[T, None, None]:
     """Yield what ``source`` yields, made ahead of need in a thread of its own.
 
     The thread ends with the source, with an error in it, which is raised here, or when the iterator
@@ -192,11 +182,8 @@ def prefetched(
 
     Args:
         source: used by that thread only.
-        ahead: items that may be ready before anybody wants them.
-        close_s: the longest that closing waits for the thread, in seconds; for sources that may be
-            stuck, and that nobody else uses.
     """
-    ready: queue.Queue[T | _End] = queue.Queue(ahead)
+    ready: queue.Queue[T | _End] = queue.Queue(AHEAD)
     closed = threading.Event()
 
     def put(item: T | _End) -> None:
@@ -227,8 +214,7 @@ def prefetched(
             raise item.error
     finally:
         closed.set()
-        until = time.monotonic() + close_s
-        while thread.is_alive() and time.monotonic() < until:
+        while thread.is_alive():
             if not ready.empty():
                 ready.get_nowait()  # the thread may be waiting for room
             thread.join(0.01)

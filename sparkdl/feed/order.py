@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -14,8 +13,6 @@ Rows = TypeVar("Rows", int, np.ndarray)
 GROUP_DRAWS = 1 << 40
 """The key of the random numbers by which minibatches of similar lengths are put in order; larger
 than any minibatch's number, by which an epoch's other draws are keyed."""
-BLOCK_BYTES = 16 << 20
-"""The size of a block: little beside any worker, and still a few thousand rows of small images."""
 POOL = 50
 """Minibatches whose rows are sorted together: Hugging Face's number."""
 HELD_OUT = 0
@@ -59,63 +56,35 @@ def full_sizes(rows: int, batch_size: int) -> Iterator[int]:
     return (min(batch_size, rows - start) for start in range(0, rows, batch_size))
 
 
-def block_sizes(
-    rows: int, batch_size: int, row_bytes: int | Tensor, block_bytes: int | None = None
-) -> list[int]:
-    """Rows of each block of all rows: whole minibatches, at least one.
-
-    Args:
-        rows: how many there are.
-        batch_size: rows per minibatch.
-        row_bytes: bytes of a stored row, or of each row in their order, shape (rows,).
-        block_bytes: the size of a block; None for ``BLOCK_BYTES``.
-    """
-    wanted = block_bytes or BLOCK_BYTES
-    if not isinstance(row_bytes, Tensor):
-        size = batch_size * max(1, wanted // max(1, batch_size * row_bytes))
-        return list(full_sizes(rows, size))
-    reached = row_bytes.cumsum(0)[batch_size - 1 :: batch_size].contiguous()
-    stops, so_far = [0], 0
-    while stops[-1] < rows:
-        # As many minibatches as it takes to reach the size, whatever rows follow them.
-        last = int(torch.searchsorted(reached, so_far + wanted))
-        stops.append(min(rows, batch_size * (last + 1)))
-        so_far = int(reached[last]) if last < len(reached) else 0
-    return [stop - start for start, stop in itertools.pairwise(stops)]
-
-
-class EpochOrder:
-    """The order in which a worker sees its rows in one epoch, drawn for one block after another.
+def epoch_order(
+    seed: int,
+    epoch: int,
+    rank: int,
+    rows: int,
+    used: int,
+    sizes: Sequence[int],
+    lengths: Tensor | None,
+) -> Tensor:
+    """Draw the order in which a worker sees its rows in one epoch.
 
     Args:
         seed: the job's seed.
         epoch: counted from 1.
         rank: the worker's rank.
+        rows: how many it has.
+        used: how many of them are trained on.
+        sizes: rows of each minibatch.
+        lengths: of the rows as they lie, shape (rows,), if rows of about equal length are to
+            share a minibatch.
+
+    Returns:
+        The places of the rows that are trained on, shape (used,), int64.
     """
-
-    def __init__(self, seed: int, epoch: int, rank: int) -> None:
-        self._draws = generator(seed, epoch, rank)
-        self._group_draws = generator(seed, epoch, rank, GROUP_DRAWS)
-
-    def of_block(
-        self, rows: int, used: int, lengths: Tensor | None, sizes: Iterable[int]
-    ) -> Tensor:
-        """Draw the order of the next block's rows.
-
-        Args:
-            rows: how many there are.
-            used: how many of them are trained on.
-            lengths: of the rows as they lie, shape (rows,), if rows of about equal length are to
-                share a minibatch.
-            sizes: rows of each minibatch, which add up to ``used``.
-
-        Returns:
-            Shape (used,), int64: their places in the block.
-        """
-        order = torch.randperm(rows, generator=self._draws)[:used]
-        if lengths is None:
-            return order
-        return grouped_by_length(order, lengths[order], list(sizes), self._group_draws)
+    order = torch.randperm(rows, generator=generator(seed, epoch, rank))[:used]
+    if lengths is None:
+        return order
+    draws = generator(seed, epoch, rank, GROUP_DRAWS)
+    return grouped_by_length(order, lengths[order], sizes, draws)
 
 
 def grouped_by_length(

@@ -137,7 +137,7 @@ def divides_by(
     label, found = schema.labels[0], statistics.columns[len(schema.features)]
     if label.dtype.is_floating_point:
         return "rows"
-    if indices.weight is not None or not statistics.complete:
+    if indices.weight is not None:
         return "counts"
     if transforms and schema.weight is None:
         return "counts"

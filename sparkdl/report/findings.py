@@ -108,8 +108,8 @@ def _start(recording: Recording, total: float) -> Finding:
     ) + (
         "More workers share it; images cost less if they are scaled down once, upstream."
         if decoding
-        else "Read from Parquet with about as many partitions as workers or more, persist what is "
-        "computed upstream, or train while rows arrive: streamFirstEpoch=True."
+        else "Read from Parquet with about as many partitions as workers or more, or persist what "
+        "is computed upstream."
     )
     return Finding(
         seconds / total,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import math
 import reprlib
 import threading
@@ -30,7 +31,7 @@ from torch import Tensor
 from sparkdl.errors import TrainingError
 from sparkdl.feed.columns.ragged import Column, Ragged
 from sparkdl.feed.columns.schema import bytes_of_rows
-from sparkdl.feed.order import HELD_OUT, block_sizes, stream_seed
+from sparkdl.feed.order import HELD_OUT, full_sizes, stream_seed
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import ColumnSpec
 from sparkdl.transport.connecting import introduced
@@ -233,7 +234,17 @@ def chunk_sizes(rows: int, specs: Sequence[ColumnSpec], lengths: Sequence[Tensor
         specs: their columns.
         lengths: the rows' lengths in each column of unequal lengths, shape (rows,).
     """
-    return block_sizes(rows, 1, bytes_of_rows(specs, lengths), CHUNK_BYTES)
+    row_bytes = bytes_of_rows(specs, lengths)
+    if not isinstance(row_bytes, Tensor):
+        return list(full_sizes(rows, max(1, CHUNK_BYTES // max(1, row_bytes))))
+    reached = row_bytes.cumsum(0)
+    stops, so_far = [0], 0
+    while stops[-1] < rows:
+        # As many rows as it takes to reach the size, whatever follows them.
+        last = int(torch.searchsorted(reached, so_far + CHUNK_BYTES))
+        stops.append(min(rows, last + 1))
+        so_far = int(reached[last]) if last < len(reached) else 0
+    return [stop - start for start, stop in itertools.pairwise(stops)]
 
 
 @dataclass(frozen=True)

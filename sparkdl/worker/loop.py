@@ -2,7 +2,7 @@
 
 The algorithm, as a textbook has it:
 
-    read the worker's rows, once; or begin the first epoch with those that have arrived
+    read the worker's rows, once
     replica <- initial center
     for each epoch:
         if it is due, the workers exchange their rows
@@ -89,9 +89,6 @@ class TrainingLoop:
             while True:
                 try:
                     position = self._take_center(shard)
-                    if position is None:
-                        shard = self._read_rest()
-                        continue
                     self._feed.scale_weights(averager.mean_weight)
                     self.run.replica.use_loss(LossUse.from_json(averager.loss_use))
                     with self.links.collective(run.clock) as run.collective:
@@ -108,7 +105,6 @@ class TrainingLoop:
                         raise
                     logger.warning("rank %d is reconnecting: %s", run.rank, error)
                     averager.reconnect()
-                    shard = self._read_rest()
 
     def _train_from(self, position: Position) -> None:
         """Train from a position to the end of the last epoch."""
@@ -137,23 +133,12 @@ class TrainingLoop:
                 with run.clock.phase(COMPUTE):
                     job.strategy.train_epoch(run, state, minibatches)
                 self._require_closed(epoch)
-                if job.feed.streams(epoch):
-                    self.averager.ask_for_rows()
                 self._report_validation(epoch)
 
     def _read(self, batches: Iterable[pa.RecordBatch]) -> ShardStatistics:
-        """Read what the first epoch begins with."""
-        clock, report = self.run.clock, self.averager.report_reading
-        if self.job.feed.stream_first_epoch:
-            # Another thread receives the rows, but the clock is this one's.
-            with clock.phase(READ):
-                return self._feed.read_first(batches, report)
+        clock = self.run.clock
         with clock.phase(DECODE):
-            return self._feed.read_first(clock.each(READ, batches), report)
-
-    def _read_rest(self) -> ShardStatistics:
-        with self.run.clock.phase(READ):
-            return self._feed.read_rest()
+            return self._feed.fill(clock.each(READ, batches), self.averager.report_reading)
 
     def _exchange_rows_before(self, epoch: int) -> bool:
         """Exchange rows with the other workers if that is due; returns whether it was."""
@@ -165,8 +150,6 @@ class TrainingLoop:
         return True
 
     def _minibatches(self, epoch: int, first_step: int) -> Iterable[Batch]:
-        if not self._feed.complete:
-            return self.run.clock.each(READ, self._feed.arriving(self.averager.show_rows))
         first = first_step * self.job.strategy.needs.minibatches_a_step
         return self.run.clock.each(DECODE, self._feed.epoch(epoch, first_step=first))
 
@@ -177,10 +160,10 @@ class TrainingLoop:
                 "window with last=True, so the other workers would wait for it forever"
             )
 
-    def _take_center(self, shard: ShardStatistics) -> Position | None:
+    def _take_center(self, shard: ShardStatistics) -> Position:
         """Make the replica equal to the center and, with a checkpoint, to the worker at that time.
 
-        Returns the position to continue from; None if the rest of the rows must be read first.
+        Returns the position to continue from.
         """
         replica = self.run.replica
         position = self.averager.start(
@@ -189,8 +172,6 @@ class TrainingLoop:
             replica.layout(with_optimizer=False),
             self.links.address,
         )
-        if position is None:
-            return None
         octets = self._take_optimizer()
         self._take_schedule(position)
         self._restore(octets)

@@ -25,11 +25,9 @@ from sparkdl.feed.statistics.shards import ShardStatistics
 T = TypeVar("T")
 
 
-def shard(
-    rows: int = 1, *, complete: bool = True, columns: int = 1, **found: Any
-) -> ShardStatistics:
+def shard(rows: int = 1, *, columns: int = 1, **found: Any) -> ShardStatistics:
     """A worker's rows."""
-    return ShardStatistics(rows, (ColumnStatistics(**found),) * columns, complete=complete)
+    return ShardStatistics(rows, (ColumnStatistics(**found),) * columns)
 
 
 def report(

@@ -243,9 +243,8 @@ def test_a_damaged_checkpoint_is_skipped_and_the_bits_are_the_same(
     [
         FeedOptions(reshuffle_every=1),
         FeedOptions(exchange_rows=True),
-        FeedOptions(exchange_rows=True, stream_first_epoch=True),
     ],
-    ids=["again and again", "once", "once, after a streamed epoch"],
+    ids=["again and again", "once"],
 )
 def test_rows_that_were_exchanged_are_exchanged_the_same_way_again(
     tmp_path: Path, stop: Any, options: FeedOptions

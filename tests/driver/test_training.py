@@ -23,12 +23,10 @@ from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.driver import Outcome
 from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
-from sparkdl.feed import order
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.protocols import Batch, ColumnSpec
 from sparkdl.replica.losses import ModelLoss
-from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
 from sparkdl.worker import Job
 
@@ -287,44 +285,6 @@ def test_other_weights_and_other_rows_to_validate_with_are_refused(
     with pytest.raises(ConfigError, match=f"{name}: was {column}"):
         run_world(job(loss=nn.CrossEntropyLoss()), data.shards(), checkpoints=policy(path))
     assert train(path, weighted, shards(values))[1] > 0
-
-
-@pytest.mark.parametrize("windows", [3, 30])
-def test_a_first_epoch_that_is_streamed_goes_on_with_the_same_rows_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, windows: int
-) -> None:
-    """Written when nobody had read all rows, and when all had: nothing is trained on others."""
-    monkeypatch.setattr(order, "BLOCK_BYTES", 8 * (6 + 1) * 8)
-    options = FeedOptions(stream_first_epoch=True)
-    streamed = job(feed=options, strategy=ParameterAveraging(period=2), epochs=3)
-    data = classification([70, 43, 21])
-    path = tmp_path / "c"
-    seen: list[object] = []
-
-    def stop(event: object) -> None:
-        seen.append(event)
-        if sum(isinstance(each, WindowReport) for each in seen) > windows:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_world(streamed, data.shards(), checkpoints=policy(path, every_rounds=1), on_event=stop)
-    newest = CheckpointStore(str(path), keep_last=2).newest()
-    assert newest is not None
-    assert ("fingerprint" in newest.description["data"]) == (windows == 30)
-    EPOCHS_OF[path] = int(newest.directory[-6:])
-    others = classification([70, 43, 21])
-    others.features[2, 2] += 1
-    expected = (
-        "the first rows of worker 0 have different values"
-        if windows == 3
-        else "the training rows have different values"
-    )
-    seen = []
-    with pytest.raises(ConfigError, match=expected):
-        run_world(streamed, others.shards(), checkpoints=policy(path), on_event=seen.append)
-    assert not any(isinstance(event, WindowReport) for event in seen)
-    resumed = run_world(streamed, data.shards(5), checkpoints=policy(path))
-    assert same_bits(resumed, run_world(streamed, data.shards()))
 
 
 def test_a_checkpoint_that_does_not_say_what_it_is_of_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from toys import make_job, relative_error
 from sparkdl import ParameterAveraging
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError
-from sparkdl.feed import order
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
@@ -33,8 +32,7 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"group_by_length": True},
     {"exchange_rows": True, "resident_bytes": 1},
-    {"stream_first_epoch": True, "group_by_length": True},
-    {"exchange_rows": True, "stream_first_epoch": True, "reshuffle_every": 1},
+    {"exchange_rows": True, "reshuffle_every": 1, "group_by_length": True},
 ]
 
 
@@ -112,9 +110,8 @@ def test_a_step_on_all_rows_is_one_of_gradient_descent(options: dict[str, Any]) 
 @pytest.mark.slow_variants
 @pytest.mark.parametrize("options", OPTIONS[2:], ids=str)
 def test_what_is_resumed_has_the_bits_of_what_was_not(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(order, "BLOCK_BYTES", 700)
     shards = shards_of(rows_of(47), 2)
     whole = run_world(job(4, 3, **options), shards)
     checkpoints = CheckpointPolicy(path=str(tmp_path))

@@ -115,9 +115,8 @@ def test_what_an_executor_cannot_serve_is_refused_or_said_before_any_task(
                 with pytest.raises(ConfigError, match=wanted):
                     estimator(strategy=ParameterAveraging(), **BESIDE).fit(rows)
     assert "minWorkers=2 has no effect" not in caplog.text  # nothing was fitted
-    estimator(minWorkers=2, streamFirstEpoch=True, **BESIDE).fit(rows)
+    estimator(minWorkers=2, **BESIDE).fit(rows)
     assert "minWorkers=2 has no effect with averagerHost='executor'" in caplog.text
-    assert "streamFirstEpoch: the rows are read before the first epoch: averager" in caplog.text
 
 
 @pytest.mark.slow

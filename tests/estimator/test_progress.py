@@ -88,20 +88,6 @@ def test_a_fit_that_fails_while_it_trains_leaves_how_far_it_came(
     assert "5.00/20.0" in on_screen(capsys.readouterr().err)
 
 
-def test_rows_that_arrive_while_they_are_trained_on_become_the_total_when_all_are_there(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with ProgressBar(2, visible=True) as bar:
-        bar(DataStatistics((8, 8), (), pending=(0, 1)))
-        bar(window(0, 4, 1.0))
-        bar(rows_known(10, 20))
-        bar(window(1, 6, 1.0))
-    shown = capsys.readouterr().err
-    assert "epoch 1/2" in shown
-    assert "/16" not in shown
-    assert "10.0/60.0" in shown
-
-
 ENDED = EpochSummary(epoch=1, loss=10.0, examples=10, rounds=1, seconds=1.0)
 
 
@@ -133,11 +119,6 @@ def test_the_bar_shows_the_rows_of_all_epochs_and_the_mean_loss_of_this_one(
         # A callback has stopped it: tqdm itself would show that as a failure.
         ([rows_known(10), window(0, 10, 1.0)], None, (10, 20, "success", None)),
         ([rows_known(10), window(0, 10, 1.0)], TrainingError("no"), (10, 20, "danger", None)),
-        (
-            [DataStatistics((8,), (), pending=(0,)), window(0, 4, 1.0), rows_known(10)],
-            None,
-            (4, 20, "success", None),
-        ),
         ([], DataError("no"), (0, 1, "info", "hidden")),
     ],
 )

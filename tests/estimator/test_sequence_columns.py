@@ -79,13 +79,12 @@ def test_a_fit_on_executors_is_gradient_descent_on_rows_that_nobody_padded(
 
 
 @pytest.mark.slow
-def test_what_was_interrupted_goes_on_with_the_same_bits_streamed_and_with_little_memory(
+def test_what_was_interrupted_goes_on_with_the_same_bits_and_with_little_memory(
     rows: DataFrame, tmp_path: Path
 ) -> None:
     settings = {
         **SETTINGS,
         "batchSize": 7,
-        "streamFirstEpoch": True,
         "memoryBudget": 1,
         "storeIn": "memory",
         "validationFraction": 0.2,

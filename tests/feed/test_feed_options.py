@@ -167,11 +167,11 @@ MEMORY_SCRIPT = """
         for start in range(0, rows, 500):
             yield pa.record_batch([lists, pa.array(np.arange(start, start + 500))], ["x", "id"])
 
-    budget, directory, stream = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "streamed"
+    budget, directory = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     rows = 4 * budget // 1024 // 500 * 500
     schema = FeedSchema((ColumnSpec("x", torch.float32, (256,)),), ColumnSpec("id", torch.int64))
-    options = FeedOptions(resident_bytes=budget, stream_first_epoch=stream)
+    options = FeedOptions(resident_bytes=budget)
 
     def passes(rows, base):
         peak, seen = 0, 0
@@ -184,11 +184,9 @@ MEMORY_SCRIPT = """
 
         feed = Feed(schema, batch_size=32, seed=1, rank=0, directory=directory, options=options)
         with feed:
-            feed.read_first(watched())
+            feed.fill(watched())
             for epoch in (1, 2, 3):
-                arriving = not feed.complete
-                batches = feed.arriving(lambda shard: None) if arriving else feed.epoch(epoch)
-                for batch in batches:
+                for batch in feed.epoch(epoch):
                     seen += batch.examples
                     peak = max(peak, resident() - base)
         assert seen == 3 * rows, seen
@@ -200,15 +198,11 @@ MEMORY_SCRIPT = """
 """
 
 
-@pytest.mark.slow_variants
-@pytest.mark.parametrize("how", ["read first", "streamed"])
-def test_rows_of_four_times_the_budget_are_read_and_fed_in_flat_memory(
-    tmp_path: Path, how: str
-) -> None:
+def test_rows_of_four_times_the_budget_are_read_and_fed_in_flat_memory(tmp_path: Path) -> None:
     script = textwrap.dedent(MEMORY_SCRIPT)
-    printed = printed_by("-c", script, BUDGET, tmp_path, how)
+    printed = printed_by("-c", script, BUDGET, tmp_path)
     peak, stored = map(int, printed.split())
     assert stored > 3.9 * BUDGET
     # beside the mapped rows there are record batches, chunks on their way and the order of the
-    # rows; of rows that arrive also a block of 16 MiB: in pieces, put together, and shuffled
-    assert peak < BUDGET + ((32 if how == "read first" else 64) << 20)
+    # rows
+    assert peak < BUDGET + (32 << 20)

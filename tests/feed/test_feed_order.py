@@ -27,7 +27,7 @@ from toys import (
 )
 
 from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.order import EpochOrder, even_sizes
+from sparkdl.feed.order import epoch_order, even_sizes
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.testing import batches_of, run_world
@@ -158,7 +158,7 @@ def test_a_run_on_ordered_rows_does_not_depend_on_their_arrival() -> None:
 
 @given(rows=st.integers(0, 300), seed=st.integers(-(2**63), 2**63 - 1), epoch=st.integers(1, 999))
 def test_a_permutation_holds_every_index_once(rows: int, seed: int, epoch: int) -> None:
-    order = EpochOrder(seed, epoch, 2).of_block(rows, rows, None, ())
+    order = epoch_order(seed, epoch, 2, rows, rows, (), None)
     assert torch.equal(order, permutation(rows, seed=seed, epoch=epoch, rank=2))
     assert order.dtype is torch.int64
     assert sorted(order.tolist()) == list(range(rows))

@@ -85,43 +85,6 @@ def test_minibatches_are_those_of_numpy_and_have_every_row_once(
     assert same(resumed, epochs[1][first_step:])
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    rows=LENGTHS,
-    size=st.integers(1, 12),
-    batch_size=st.integers(1, 5),
-    block_bytes=st.integers(1, 2000),
-    grouped=st.booleans(),
-    drop_last=st.booleans(),
-)
-def test_a_streamed_epoch_is_that_of_the_store_at_any_cut(
-    rows: list[int], size: int, batch_size: int, block_bytes: int, grouped: bool, drop_last: bool
-) -> None:
-    patch = pytest.MonkeyPatch()
-    with tempfile.TemporaryDirectory() as name, patch.context() as changed:
-        changed.setattr(orders, "BLOCK_BYTES", block_bytes)
-        seen = []
-        for cut in (size, size + 3):
-            with open_feed(
-                Path(name),
-                batch_size=batch_size,
-                stream_first_epoch=True,
-                group_by_length=grouped,
-                drop_last=drop_last,
-            ) as feed:
-                opening = feed.read_first(record_batches(rows, cut)).opening
-                live = list(feed.arriving(accept))
-                feed.read_rest()
-                assert same(live, list(feed.epoch(1)))
-                assert same(live[1:], list(feed.epoch(1, first_step=1)))
-                seen.append((opening, live))
-    assert seen[0][0] == seen[1][0]
-    assert same(seen[0][1], seen[1][1])
-    ids = [i for batch in seen[0][1] for i in check(batch, rows)]
-    used = len(rows) - (len(rows) % batch_size if drop_last else 0)
-    assert len(ids) == len(set(ids)) == used
-
-
 def test_rows_that_a_shuffle_delivers_in_another_order_give_the_same_minibatches(
     tmp_path: Path,
 ) -> None:

@@ -106,9 +106,8 @@ def test_broken_images_are_counted_and_the_first_is_named(tmp_path: Path) -> Non
     assert "2 because of column 'number' (the first, row 9 of partition 0, holds a null" in told
 
 
-@every("streams", [False, True])
 def test_an_image_is_decoded_once_however_many_epochs_it_is_trained_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streams: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[int] = []
     picture = AnySize.picture
@@ -118,13 +117,12 @@ def test_an_image_is_decoded_once_however_many_epochs_it_is_trained_on(
         return picture(self, *given)
 
     monkeypatch.setattr(AnySize, "picture", counted)
-    schema, options = FeedSchema((PHOTO,), LABEL), FeedOptions(stream_first_epoch=streams)
+    schema = FeedSchema((PHOTO,), LABEL)
     rows = pa.record_batch([photos(), pa.array(range(6))], ["photo", "y"])
     expected = [by_pillow(each.as_py(), 3, "crop", (8, 8)) for each in rows["photo"]]
-    with Feed(schema, batch_size=4, seed=1, rank=0, directory=tmp_path, options=options) as feed:
-        feed.read_first([rows]) if streams else feed.fill([rows])
-        first = feed.arriving(lambda shard: None) if streams else feed.epoch(1)
-        for epoch in (first, feed.epoch(2), feed.epoch(3)):
+    with Feed(schema, batch_size=4, seed=1, rank=0, directory=tmp_path) as feed:
+        feed.fill([rows])
+        for epoch in map(feed.epoch, (1, 2, 3)):
             seen = 0
             for batch in epoch:
                 assert isinstance(batch.targets, Tensor)

@@ -186,7 +186,6 @@ def test_the_state_of_an_optimizer_on_a_gpu_is_averaged(name: str, dtype: torch.
     [
         FeedOptions(exchange_rows=True),
         FeedOptions(reshuffle_every=1),
-        FeedOptions(stream_first_epoch=True),
         FeedOptions(drop_last=True),
     ],
 )

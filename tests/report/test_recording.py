@@ -248,7 +248,7 @@ def test_uneven_rows_are_told_from_a_slow_host(play: Play) -> None:
             {"aggregation": None, "period": None, "collective": True},
             ["80 %", "wait for the other workers", "ParameterAveraging"],
         ),
-        ({"compute": 2, "read": 8}, {"epochs": 1}, ["80 %", "rows were read", "streamFirstEpoch"]),
+        ({"compute": 2, "read": 8}, {"epochs": 1}, ["80 %", "rows were read", "Parquet"]),
     ],
 )
 def test_the_largest_share_comes_first_with_what_would_help(

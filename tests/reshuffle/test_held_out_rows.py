@@ -89,10 +89,9 @@ def loss_by_torch(module: torch.nn.Module, rows: tuple[np.ndarray, np.ndarray]) 
     ("feed", "validated"),
     [
         (EXCHANGED, [10, 10, 11]),
-        (FeedOptions(exchange_rows=True, stream_first_epoch=True), [10, 10, 11]),
         (FeedOptions(), [0, 0, 31]),
     ],
-    ids=["read first", "streamed", "not exchanged"],
+    ids=["exchanged", "not exchanged"],
 )
 def test_workers_validate_on_as_many_rows_each_wherever_the_rows_were_if_they_exchange_them(
     reports: list[ValidationReport], feed: FeedOptions, validated: list[int]

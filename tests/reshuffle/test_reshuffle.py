@@ -87,19 +87,12 @@ def train_on_ids(
     sizes=st.lists(st.integers(0, 20), min_size=1, max_size=4).filter(enough_rows),
     every=st.integers(0, 3),
     first=st.booleans(),
-    streamed=st.booleans(),
 )
 @pytest.mark.slow
 def test_every_row_is_trained_on_once_an_epoch_with_and_without_exchange(
-    sizes: list[int], every: int, first: bool, streamed: bool
+    sizes: list[int], every: int, first: bool
 ) -> None:
-    seen, outcome = train_on_ids(
-        sizes,
-        epochs=5,
-        reshuffle_every=every,
-        exchange_rows=first,
-        stream_first_epoch=streamed,
-    )
+    seen, outcome = train_on_ids(sizes, epochs=5, reshuffle_every=every, exchange_rows=first)
     assert Counter(i for ids in seen for i in ids) == dict.fromkeys(range(sum(sizes)), 5)
     assert [epoch.examples for epoch in outcome.history] == [sum(sizes)] * 5
 
@@ -120,14 +113,10 @@ def test_rows_are_exchanged_before_every_kth_epoch_only() -> None:
         assert epochs[2] == epochs[3]
 
 
-def test_rows_are_exchanged_before_the_first_whole_epoch_and_then_stay() -> None:
-    for streamed in (False, True):
-        options = {"exchange_rows": True, "stream_first_epoch": streamed}
-        seen, _ = train_on_ids([40, 0, 2], epochs=3, **options)
-        first = [0, 2, 40] if streamed else [14, 14, 14]
-        assert sorted(map(len, seen)) == [rows + 28 for rows in first]
-        assert all(set(ids[-14:]) == set(ids[-28:-14]) for ids in seen)
-        assert streamed or all(set(ids[:14]) == set(ids[14:28]) for ids in seen)
+def test_rows_are_exchanged_before_the_first_epoch_and_then_stay() -> None:
+    seen, _ = train_on_ids([40, 0, 2], epochs=3, exchange_rows=True)
+    assert [len(ids) for ids in seen] == [3 * 14] * 3
+    assert all(set(ids[:14]) == set(ids[14:28]) == set(ids[28:]) for ids in seen)
 
 
 @every("options", [{"reshuffle_every": 1}, {"exchange_rows": True}])

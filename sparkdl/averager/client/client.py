@@ -170,20 +170,17 @@ class AveragerClient:
         segments: Sequence[Tensor],
         layout: Layout,
         row_server: Sequence[Any] | None = None,
-    ) -> Position | None:
+    ) -> Position:
         """Wait until every worker is ready, then overwrite the replica with the center.
 
         Args:
-            shard: what this worker found in its rows, or in the first of them, for the driver to
-                check.
+            shard: what this worker found in its rows, for the driver to check.
             segments: the replica's parameters and buffers, written in place.
             layout: their kinds and sizes.
             row_server: where other workers fetch this one's rows; None if they do not.
 
         Returns:
             Where this worker's training begins; ``resume`` has to follow if ``resumes`` is set.
-            None if that is not the beginning and ``shard`` is incomplete: then the remaining rows
-                have to be read first, and ``start`` called again.
         """
         self._times.compare_clocks(self._channel)
         with self._clock.phase(IDLE):
@@ -191,8 +188,6 @@ class AveragerClient:
                 {**shard_header(shard), "row_server": row_server, **self._times.header()}
             )
             header = self._channel.receive_header()
-        if "read_on" in header:
-            return None
         self._codec.begin(layout, int(header["chunk_bytes"]))
         self._worker_state_bytes = header["worker_state"]
         self.epoch_ended = bool(header["epoch_ended"])
@@ -204,23 +199,10 @@ class AveragerClient:
             self._receive_center(self._codec.whole(segments))
         return Position(**header["position"])
 
-    def show_rows(self, shard: ShardStatistics) -> None:
-        """Have the driver check rows that arrived after ``start``.
-
-        Args:
-            shard: what was found so far; complete once no more rows arrive.
-
-        Raises:
-            StoppedError: the rows cannot be trained on.
-        """
-        self._channel.send_header(shard_header(shard))
-        self._channel.receive_header()
-
     def ask_for_rows(self) -> None:
         """Ask again for what ``start`` learned about all workers' rows and where they are served.
 
-        By the end of the first epoch all workers have read theirs, and one that was lost and is
-        back serves its rows at another address.
+        One that was lost and is back serves its rows at another address.
         """
         self._channel.send_header({"rows": True})
         self._note_rows(self._channel.receive_header())

@@ -28,10 +28,8 @@ from sparkdl.averager.coordination.membership import FencedError
 from sparkdl.averager.coordination.rank_states import Move, RankState
 from sparkdl.averager.coordination.round_decisions import RoundDecisions
 from sparkdl.averager.coordination.run_state import Restart, RunSpec, RunState
-from sparkdl.averager.messages.progress import Position
-from sparkdl.averager.messages.run_events import CheckpointSaved, NewRows, RunEvent, WorkerLost
+from sparkdl.averager.messages.run_events import CheckpointSaved, RunEvent, WorkerLost
 from sparkdl.errors import SparkDLError, TrainingError
-from sparkdl.feed.statistics.shards import ShardStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +89,6 @@ class Coordinator:
             on.Finished: self._finish,
             on.Failed: lambda event: self._fail(event.error),
             on.Started: self._start,
-            on.Approved: self._approve_rows,
             on.StopWanted: self._stop,
             on.CommitWanted: self._want_commit,
             on.Preempted: self._preempt,
@@ -177,37 +174,17 @@ class Coordinator:
         return decided
 
     def _rows_found(self, event: on.RowsFound) -> list[Decision]:
-        member, shard = event.member, event.shard
-        rank = member.rank
+        rank = event.member.rank
         if rank in self._ranks.admitted:
-            # The driver has to check rows that a worker has found since it was let in, too.
-            if not self.members.reads(rank):
-                raise TrainingError(f"rank {rank} reported its rows twice")
-            decided = self._note_rows(rank, shard)
-            self.state.shown[rank] = member
-            return [*decided, do.Report(NewRows(rank, shard))]
+            raise TrainingError(f"rank {rank} reported its rows twice")
         self.shards.row_servers[rank] = event.row_server
-        begins = self.committed.positions[rank] == Position() and not self.state.spec.resumed
-        if not shard.complete and not begins:
-            return [do.ReadOn(member)]
-        decided = self._note_rows(rank, shard)
+        news = self.shards.note(rank, event.shard)
+        decided: list[Decision] = [] if news is None else [do.Report(news)]
         self._ranks.move(rank, Move.READ)
         if self.state.started:
             serves_rows = event.row_server is not None
             decided += self._rounds.admit_when_possible(self._now, serves_rows=serves_rows)
         return decided
-
-    def _note_rows(self, rank: int, shard: ShardStatistics) -> list[Decision]:
-        news = self.shards.note(rank, shard)
-        self.members.note_reading(rank, reading=not shard.complete)
-        return [] if news is None else [do.Report(news)]
-
-    def _approve_rows(self, event: on.Approved) -> list[Decision]:
-        member = self.state.shown.pop(event.rank, None)
-        if member is None:
-            return []
-        self.members.note_heartbeat(event.rank, self._now)
-        return [do.GoOn(member)]
 
     def _expect_workers(self, event: on.WorkersExpected) -> list[Decision]:
         if self.members.joined < self.members.world_size:
@@ -308,7 +285,6 @@ class Coordinator:
             "%s; continuing with the others until it comes back", self.members.losses[-1]
         )
         decided = [do.Drop(member, why), *self._for_callbacks(WorkerLost(rank, why))]
-        self.state.shown.pop(rank, None)
         self._gathers.withdraw(rank)
         self._epoch_losses.wanted.pop(rank, None)
         decided += self._rounds.lose(rank, self._now)
@@ -376,7 +352,6 @@ class Coordinator:
     def _say_waiting(self) -> list[Decision]:
         self._said_waiting = self._now
         ready = {rank: self.members.of(rank) for rank in self._ranks.of(RankState.READY)}
-        arriving = ready | self.state.shown
         wanting = {rank: event.member for rank, event in self._epoch_losses.wanted.items()}
-        waiting = arriving | self._gathers.waiting | self._leaving | self.round.waiting | wanting
+        waiting = ready | self._gathers.waiting | self._leaving | self.round.waiting | wanting
         return [do.SayWaiting(tuple(waiting.values()))] if waiting else []

@@ -19,22 +19,8 @@ from sparkdl.feed.statistics.shards import DataStatistics
 
 
 @dataclass(slots=True)
-class ReadOn:
-    """Tell a worker that has reported only its first rows to read all of them."""
-
-    member: Member
-
-
-@dataclass(slots=True)
 class Welcome:
     """Send a worker its position and the center; ``Taken`` has to follow."""
-
-    member: Member
-
-
-@dataclass(slots=True)
-class GoOn:
-    """Tell a worker that it may train on the rows it has shown."""
 
     member: Member
 
@@ -212,9 +198,7 @@ class End:
 
 
 Decision = (
-    ReadOn
-    | Welcome
-    | GoOn
+    Welcome
     | Tell
     | TellEpochLosses
     | Receive

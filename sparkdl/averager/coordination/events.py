@@ -65,7 +65,7 @@ class Lost:
 
 @dataclass(slots=True)
 class RowsFound:
-    """A worker reports what it found in its rows, or in those that have arrived.
+    """A worker reports what it found in its rows.
 
     Attributes:
         member: the worker.
@@ -183,13 +183,6 @@ class Started:
 
 
 @dataclass(slots=True)
-class Approved:
-    """The driver has approved rows that arrived while a rank was training."""
-
-    rank: int
-
-
-@dataclass(slots=True)
 class EpochApproved:
     """The driver has approved an epoch: workers that ask for leave may begin the next one."""
 
@@ -266,7 +259,6 @@ Event = (
     | Finished
     | Failed
     | Started
-    | Approved
     | EpochApproved
     | EpochMeasured
     | StopWanted

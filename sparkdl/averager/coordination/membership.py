@@ -88,8 +88,6 @@ class Membership:
         # When each rank that is still training its window began it.
         self._window_began: dict[int, float] = {}
         self._patience = 1.0
-        # Ranks that train on rows still arriving, and may have to wait for them.
-        self._reading: set[int] = set()
 
     def join(self, member: Member, now: float) -> Member | None:
         """Let a worker in.
@@ -185,22 +183,14 @@ class Membership:
     def end_window(self, rank: int, now: float) -> None:
         """Take note that a rank has finished a window; one that is merely resent does not count."""
         began = self._window_began.pop(rank, None)
-        if began is not None and rank not in self._reading:
+        if began is not None:
             lasted = now - max(began, self._silence_began)
             self._longest_window = max(self._longest_window, lasted)
-
-    def note_reading(self, rank: int, *, reading: bool) -> None:
-        """Take note whether a rank's windows take as long as its rows take to arrive."""
-        (self._reading.add if reading else self._reading.discard)(rank)
-
-    def reads(self, rank: int) -> bool:
-        """Whether a rank trains on rows that are still arriving."""
-        return rank in self._reading
 
     def patience_s(self, rank: int) -> float:
         """Seconds for which a rank may be silent while it is waited for."""
         can_be_dropped = self.tolerance.max_failures and rank in self._there
-        if not can_be_dropped or not self._longest_window or rank in self._reading:
+        if not can_be_dropped or not self._longest_window:
             return self.deadline_s
         granted = max(STRAGGLER_S, STRAGGLER_WINDOWS * self._longest_window)
         return min(granted * self._patience, self.deadline_s)

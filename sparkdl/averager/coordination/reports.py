@@ -24,18 +24,16 @@ class Shards:
         self.row_servers: list[object] = [None] * world_size
         self.loss_use: Mapping[str, Any] = {}
         self._found: dict[int, ShardStatistics] = {}
-        self._unread = set(range(world_size))
         self._columns: int | None = None
         self._statistics: DataStatistics | None = None
-        self._told: DataStatistics | None = None
 
     def __contains__(self, rank: int) -> bool:
-        """Whether a rank has reported anything."""
+        """Whether a rank has reported its rows."""
         return rank in self._found
 
     @property
     def known(self) -> bool:
-        """Whether every rank has reported something."""
+        """Whether every rank has reported its rows."""
         return len(self._found) == self._world_size
 
     @property
@@ -57,11 +55,10 @@ class Shards:
 
         Args:
             rank: the rank whose rows they are.
-            shard: what it found in all its rows, or in the first ones.
+            shard: what it found in its rows.
 
         Returns:
-            The statistics of all ranks' rows, if the driver has to be told: once something is known
-            about each rank, and once everything is; else None.
+            The statistics of all ranks' rows with the last rank's; else None.
 
         Raises:
             DataError: the rank has come back, and its rows differ.
@@ -72,19 +69,11 @@ class Shards:
         if self._columns != len(shard.columns):
             raise TrainingError(f"rank {rank} has {len(shard.columns)} columns, unlike the others")
         before = self._found.get(rank)
-        if before is not None and before.complete:
-            if not shard.complete:
-                return None  # it has come back, and is rereading what is known
+        if before is not None:  # it has come back
             _require_same(rank, before, shard)
-        self._found[rank] = shard
-        self._statistics = None
-        if shard.complete:
-            self._unread.discard(rank)
-        is_news = self._told is None or (not self._unread and not self._told.complete)
-        if len(self._found) < self._world_size or not is_news:
             return None
-        self._told = self.statistics
-        return self._told
+        self._found[rank] = shard
+        return self.statistics if len(self._found) == self._world_size else None
 
 
 def _require_same(rank: int, before: ShardStatistics, now: ShardStatistics) -> None:

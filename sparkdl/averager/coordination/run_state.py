@@ -12,7 +12,6 @@ from typing import Protocol
 
 from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.committed import CommittedProgress, EpochLosses
-from sparkdl.averager.coordination.events import Member
 from sparkdl.averager.coordination.membership import Membership, Tolerance
 from sparkdl.averager.coordination.rank_states import RankState
 from sparkdl.averager.coordination.reports import Gathers, Shards
@@ -201,7 +200,6 @@ class RunState:
         checkpoints: the checkpoint being put together, and when the next is due.
         epoch_losses: who waits for epochs' losses.
         started: whether the driver has let the workers train.
-        shown: the workers that wait for the driver to check rows, by rank.
     """
 
     def __init__(self, spec: RunSpec, now: float, restart: Restart) -> None:
@@ -223,7 +221,6 @@ class RunState:
             metric=spec.metric,
         )
         self.started = False
-        self.shown: dict[int, Member] = {}
 
     @property
     def to_let_in(self) -> list[int]:

@@ -134,7 +134,6 @@ def statistics_header(statistics: DataStatistics) -> dict[str, Any]:
         statistics.columns,
         statistics.held_out,
         statistics.weight,
-        complete=statistics.complete,
     )
     return {"shard_rows": list(statistics.shard_rows), **shard_header(everything)}
 

@@ -6,21 +6,8 @@ from dataclasses import dataclass
 
 from sparkdl.averager.messages.progress import WorkerState
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
+from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.phases import PhaseTimes
-
-
-@dataclass(frozen=True, slots=True)
-class NewRows:
-    """What a worker found in rows that arrive while it trains; it waits for ``Approved``.
-
-    Attributes:
-        rank: the worker's rank.
-        shard: what is known about its rows so far.
-    """
-
-    rank: int
-    shard: ShardStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +99,6 @@ class TimePassed:
 
 RunEvent = (
     DataStatistics
-    | NewRows
     | WindowReport
     | EpochSummary
     | RoundCommitted

@@ -13,9 +13,6 @@ Each worker has one connection (``framing.py`` describes its format):
     {"shard": what they are,
      "row_server": where others fetch
      them, or null}              ------> wait for all ranks, and for the driver to check it
-                                 <------ or {"read_on": true}, if it has not read them all and is
-                                         not just starting to train, or resumes from a checkpoint,
-                                         which may belong to other rows: then the same again
                                  <------ {"waiting": true}, now and then
                                  <------ {"chunk_bytes": size of the largest message of values,
                                           "position": where to continue,
@@ -36,10 +33,7 @@ Each worker has one connection (``framing.py`` describes its format):
     {"gather": something small}  ------> wait for all ranks, whenever they agree to
                                  <------ {"gathered": [everyone's, by rank],
                                           "commit": whether the driver wants all to commit}
-    {"reading": rows so far},
-    {"shard": what they are}     ------> while rows arrive during training: wait for the driver
-                                 <------ {"go_on": true}
-    {"rows": true}               ------> once all have read all rows, or one's address has changed
+    {"rows": true}               ------> before rows are exchanged, or if an address has changed
                                  <------ {"mean_weight": per row, "shard_rows": by rank,
                                           "held_out_rows": by rank, "row_servers": by rank}
     {"validation": report,

@@ -255,10 +255,6 @@ class Loop(Service):
                 self.report(event)
             case do.Welcome(member):
                 self._do(member, Worker.welcome)
-            case do.ReadOn(member):
-                self._do(member, lambda worker: worker.channel.send_header({"read_on": True}))
-            case do.GoOn(member):
-                self._do(member, lambda worker: worker.channel.send_header({"go_on": True}))
             case do.AskWorkerState(member):
                 self._do(member, lambda worker: worker.ask_worker_state(now=True))
             case do.Tell(members, gathered, commit):

@@ -168,10 +168,6 @@ class Averager:
         """
         self._loop.post_event(on.Started(loss_use or {}))
 
-    def approve(self, rank: int) -> None:
-        """Let a worker train on rows that arrived while it trains; the answer to ``NewRows``."""
-        self._loop.post_event(on.Approved(rank))
-
     def approve_epoch(self, epoch: int) -> None:
         """Let workers that ask for leave begin the epoch after this one."""
         self._loop.post_event(on.EpochApproved(epoch))

@@ -30,7 +30,6 @@ from sparkdl.metrics.metrics import WEIGHTS
 from sparkdl.replica import Replica
 from sparkdl.replica.initial import WarmStart
 from sparkdl.spark.catalyst.jvm import is_of_connect
-from sparkdl.spark.catalyst.plans import has_stable_order, known_partitions
 from sparkdl.spark.closures.pickling import require_picklable
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.cluster.network import network_of
@@ -67,13 +66,10 @@ class FitPlan:
     head: Head
     warm_start: WarmStart | None
 
-    def reading_first(self) -> FitPlan:
-        """The same with all rows read before the first epoch and spread evenly over the workers."""
-        job = with_feed(self.job, stream_first_epoch=False)
-        if self.workers.delivery.exchanged:
-            return replace(self, job=job)
-        spread = Delivery(Way.SHUFFLED, reason="the partitions are too unequal")
-        return replace(self, job=job, workers=replace(self.workers, delivery=spread))
+    def spread(self) -> FitPlan:
+        """The same with all rows spread evenly over the workers by Spark."""
+        shuffled = Delivery(Way.SHUFFLED, reason="the partitions are too unequal")
+        return replace(self, workers=replace(self.workers, delivery=shuffled))
 
 
 @jvm_named()
@@ -140,14 +136,11 @@ def plan_fit(
         feed=settings.feed,
         tls=encrypts_connections(spark, settings.tls),
     )
-    if settings.stream_first_epoch:
-        _require_streamable(job)
     workers = _workers(settings, job, replica, frame, fed.columns)
     # Memory may not have room for all rows twice.
     kept = keeps_rows_in_memory(spark, settings.store_in) is None
     job = with_feed(job, exchange_rows=workers.delivery.exchanged, keep_exchanged=kept)
-    plan = FitPlan(settings, job, workers, head, start)
-    return (_streamed_if_ordered(plan) if settings.stream_first_epoch else plan), replica
+    return FitPlan(settings, job, workers, head, start), replica
 
 
 def served_in_stage(settings: FitSettings, spark: SparkSession) -> str | None:
@@ -242,58 +235,6 @@ def _metrics(settings: FitSettings, params: SharedParams, head: Head) -> Metrics
             WEIGHTS,
         )
     return metrics
-
-
-def _require_streamable(job: Job) -> None:
-    """Refuse settings that need all rows to be known before the first is trained on."""
-    if job.strategy.needs.equal_steps:
-        raise ConfigError(
-            f"streamFirstEpoch cannot be combined with {_name(job.strategy)} among "
-            "executors, whose workers agree on the number of steps before the first. Drop it, "
-            "or use ParameterAveraging(aggregation='driver')"
-        )
-    if job.schema.weight is not None:
-        raise ConfigError(
-            "streamFirstEpoch cannot be combined with weightCol: weights are divided by their "
-            "mean, which is known only once all rows are read. Drop one of the two"
-        )
-
-
-def _streamed_if_ordered(plan: FitPlan) -> FitPlan:
-    """Stream the first epoch if the rows come in the same order whenever they are read.
-
-    Spark's shuffle would read all rows before the first arrives, so surplus partitions are
-    merged instead, whatever ``shuffleRows`` says. So are files that were planned again: groups of
-    whole partitions are more even.
-    """
-    workers, tasks = plan.workers, plan.workers.num_tasks
-    if workers.replanned is not None and not plan.job.strategy.needs.gang_start:
-        grouped = replace(workers.delivery, way=Way.GROUPED)
-        original = workers.replanned.original
-        workers = replace(workers, frame=original, replanned=None, delivery=grouped)
-    frame = workers.frame
-    partitions = known_partitions(frame)
-    reason = None
-    if served := served_in_stage(plan.settings, frame.sparkSession):
-        reason = f"{served} needs a gang-scheduled start, before which Spark spreads them"
-    elif plan.workers.ranks_a_task > 1:
-        reason = "the GPUs of a task share its rows and could end up waiting for each other"
-    elif partitions is None or not has_stable_order(frame):
-        reason = "they do not come straight from files. Write them to files first"
-    elif workers.delivery.way is Way.MOVED:
-        reason = workers.delivery.reason
-    elif partitions < tasks:
-        reason = (
-            f"the DataFrame has {counted(partitions, 'partition')} for {tasks} workers, so some "
-            "would start with none. Lower spark.sql.files.maxPartitionBytes, or write more files"
-        )
-    if reason is not None:
-        logger.warning("streamFirstEpoch: the rows are read before the first epoch: %s", reason)
-        return plan
-    job = with_feed(plan.job, stream_first_epoch=True)
-    if workers.delivery.way is Way.SHUFFLED:
-        workers = replace(workers, delivery=Delivery(Way.GROUPED))
-    return replace(plan, job=job, workers=workers)
 
 
 def _describe(settings: FitSettings, num_workers: int) -> str:

@@ -33,7 +33,7 @@ from sparkdl.replica import Replica
 from sparkdl.replica.buffers import left_as_it_was
 from sparkdl.replica.flat import persistent_buffers
 from sparkdl.replica.loss_use import use_in
-from sparkdl.replica.losses import LossUse, ModelLoss
+from sparkdl.replica.losses import ModelLoss
 from sparkdl.replica.targets import shaped
 
 PREDICTED_ROWS = (0, 1, 0, 1, 0)
@@ -47,9 +47,7 @@ def probe(
     statistics: Sequence[ColumnStatistics],
     head: Head,
     *,
-    steps: bool = True,
     metrics: Metrics | None = None,
-    use: LossUse | None = None,
     scores: bool = False,
 ) -> Any:
     """Take one step with a replica that is thrown away afterwards.
@@ -59,9 +57,7 @@ def probe(
         schema: the tensors that it will be fed.
         statistics: what is known of each of its columns.
         head: what the loss says about the outputs.
-        steps: whether to take the step, or to stop at the loss.
         metrics: to try on its predictions.
-        use: how the loss is used; None to find out.
         scores: whether rows will be scored with the loss.
 
     Returns:
@@ -77,23 +73,20 @@ def probe(
     batch = schema.batch(columns, last=True)
     built = _shapes_of(replica.module)
     with borrowed_random_numbers():
-        if use is None:
-            use = use_in(replica, partial(_rows_of, schema, columns), scores=scores)
-        replica.use_loss(use)
-        with torch.set_grad_enabled(steps):
+        replica.use_loss(use_in(replica, partial(_rows_of, schema, columns), scores=scores))
+        with torch.enable_grad():
             outputs, loss = _try_out(replica, batch, schema, statistics, head)
         predicted = _rows_of(schema, columns, len(PREDICTED_ROWS))
         predictions = _predict(replica, predicted, schema, statistics)
         if metrics is not None:
             rehearse(metrics, predictions, predicted.targets, predicted.weights)
         _require_as_built(replica.module, built)
-        if steps:
-            try:
-                loss.backward()  # type: ignore[no-untyped-call]
-                replica.optimizer.step()
-            except Exception as error:  # a detached output, an optimizer that needs a closure, ...
-                both = _both(replica, outputs, batch)
-                fail(f"the backward pass or the optimizer's step fails after {both}", error)
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+            replica.optimizer.step()
+        except Exception as error:  # a detached output, an optimizer that needs a closure, ...
+            both = _both(replica, outputs, batch)
+            fail(f"the backward pass or the optimizer's step fails after {both}", error)
     return predictions
 
 

@@ -93,18 +93,17 @@ class Checked:
 
 
 class RowChecks:
-    """Checks a fit against what its workers have read, the first rows and perhaps all later.
+    """Checks a fit against what its workers have read.
 
     Args:
-        replica: one to try out, which is let go once all rows are known: its gradients and
-            optimizer state are several times the center.
+        replica: one to try out, which is let go then: its gradients and optimizer state are several
+            times the center.
         params: the estimator, which says which columns come out.
     """
 
     def __init__(self, replica: Replica, params: SharedParams) -> None:
         self._params = params
         self._replica: Replica | None = replica
-        self._loss_use: LossUse | None = None
         self._result: Checked | None = None
 
     def result(self) -> Checked:
@@ -117,8 +116,7 @@ class RowChecks:
 
         Args:
             plan: of the fit.
-            statistics: of the rows, every column of them sound; of the first rows if the first
-                epoch is streamed, and of all once those are known.
+            statistics: of the rows, every column of them sound.
 
         Returns:
             How workers use the loss.
@@ -139,27 +137,20 @@ class RowChecks:
             schema,
             columns,
             plan.head,
-            steps=self._loss_use is None,
             metrics=plan.job.metrics,
-            use=self._loss_use,
             scores=plan.settings.score_col is not None,
         )
-        if self._loss_use is None:
-            transforms = plan.job.feed.transform is not None
-            by = divides_by(plan.job.loss, schema, statistics, transforms=transforms)
-            if by is None:
-                by = "rows" if replica.divisor is None else "counts"
-            self._loss_use = replace(replica.loss_use, divides_by=by)
-            replica.use_loss(self._loss_use)
+        transforms = plan.job.feed.transform is not None
+        by = divides_by(plan.job.loss, schema, statistics, transforms=transforms)
+        if by is None:
+            by = "rows" if replica.divisor is None else "counts"
+        loss_use = replace(replica.loss_use, divides_by=by)
+        replica.use_loss(loss_use)
         shorter = widths_of_shorter_rows(replica, schema, columns)
-        if statistics.complete:
-            _tell_of_skipped(plan, schema, statistics)
-            _check_last_minibatch(replica, plan, schema, statistics)
-            _check_schedule(replica, plan.job, statistics)
-            self._replica = None
-        else:
-            replica.optimizer.zero_grad()
-            replica.rebuild_optimizer()
+        _tell_of_skipped(plan, schema, statistics)
+        _check_last_minibatch(replica, plan, schema, statistics)
+        _check_schedule(replica, plan.job, statistics)
+        self._replica = None
         keys = list(self._params.output_keys().values())
         for key in keys:
             pick(outputs, key, len(PREDICTED_ROWS))
@@ -167,8 +158,8 @@ class RowChecks:
         if shorter is not None:
             require_any_length(widths, shorter, keys)
         self._params.predicted_columns(plan.head, widths)
-        self._result = Checked(schema.features, widths, schema.labels, self._loss_use)
-        return self._loss_use
+        self._result = Checked(schema.features, widths, schema.labels, loss_use)
+        return loss_use
 
     def _check_values(self, plan: FitPlan, statistics: DataStatistics) -> None:
         schema, batch_size = plan.job.schema, plan.job.batch_size
@@ -194,8 +185,6 @@ class RowChecks:
         if schema.weight is not None:
             weights = statistics.columns[labels.stop]
             check_weight(schema.weight.name, weights, statistics.weight, statistics.rows)
-        if not statistics.complete:
-            return
         if schema.validation is not None:
             check_held_out(plan.settings.held_out_by(), statistics.held_out, statistics.rows)
         feed, most = plan.job.feed, max(statistics.shard_rows)
@@ -208,28 +197,20 @@ class RowChecks:
             )
 
     def _check_balance(self, plan: FitPlan, statistics: DataStatistics) -> None:
-        delivery, streams = plan.workers.delivery, plan.job.feed.stream_first_epoch
-        if delivery.way is Way.SHUFFLED or (delivery.exchanged and not streams):
+        delivery = plan.workers.delivery
+        if delivery.way is Way.SHUFFLED or delivery.exchanged:
             return
         read = _task_rows(plan, statistics)
-        known = [rows for rank, rows in enumerate(read) if rank not in statistics.pending]
-        # Of tasks with more rows it is only certain that they have no fewer.
-        if not known or balanced(read if statistics.complete else [min(known), max(read)]):
+        if balanced(read):
             return
-        more = "" if statistics.complete else "more than "
-        found = f"one task has {counted(min(known), 'row')}, another {more}{max(read)}"
-        stay = plan.settings.shuffle_rows == "none"
-        if self._loss_use is None and not stay:
+        found = f"one task has {counted(min(read), 'row')}, another {max(read)}"
+        if plan.settings.shuffle_rows != "none":
             raise UnbalancedError(found)
-        if statistics.complete:
-            logger.warning(
-                "%s: at the end of %s the other workers wait for the one with the most. %s",
-                found,
-                "the first epoch" if delivery.exchanged else "each epoch",
-                "With shuffleRows='exchange' all would have the same number"
-                if stay
-                else "Without streamFirstEpoch they would be spread evenly",
-            )
+        logger.warning(
+            "%s: at the end of each epoch the other workers wait for the one with the most. "
+            "With shuffleRows='exchange' all would have the same number",
+            found,
+        )
 
 
 def _tell_of_skipped(plan: FitPlan, schema: FeedSchema, statistics: DataStatistics) -> None:

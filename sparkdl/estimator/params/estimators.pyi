@@ -97,7 +97,6 @@ class ParamValues:
     reshuffle_every: int
     batch_transform: BatchTransform | None
     memory_budget: int | None
-    stream_first_epoch: bool
     store_in: str
     validation_indicator_col: str | None
     validation_fraction: float | None
@@ -161,7 +160,6 @@ class TorchEstimatorParams(EstimatorParams, OutputParams):
         reshuffleEvery: int = 0,
         batchTransform: BatchTransform | None = None,
         memoryBudget: int | None = None,
-        streamFirstEpoch: bool = False,
         storeIn: str = "disk",
         validationIndicatorCol: str | None = None,
         validationFraction: float | None = None,
@@ -302,10 +300,6 @@ class TorchEstimatorParams(EstimatorParams, OutputParams):
                 and minibatch.
             memoryBudget: MiB of its stored rows that a worker keeps mapped into memory (>= 1); None
                 for no limit.
-            streamFirstEpoch: whether the first epoch trains on rows as they arrive, instead of once
-                all are read. For data that take long to read. Only with averaging in the driver,
-                and for rows that come from files, of which each worker takes whole partitions; each
-                block of 16 MiB is shuffled on its own.
             storeIn: where each worker keeps its rows: 'disk' (Spark's local directory) or 'memory'
                 (/dev/shm). The system caches the local directory in memory as room allows.
 
@@ -425,7 +419,6 @@ class TorchClassifierParams(ClassParams, EstimatorParams):
         reshuffleEvery: int = 0,
         batchTransform: BatchTransform | None = None,
         memoryBudget: int | None = None,
-        streamFirstEpoch: bool = False,
         storeIn: str = "disk",
         validationIndicatorCol: str | None = None,
         validationFraction: float | None = None,
@@ -568,10 +561,6 @@ class TorchClassifierParams(ClassParams, EstimatorParams):
                 and minibatch.
             memoryBudget: MiB of its stored rows that a worker keeps mapped into memory (>= 1); None
                 for no limit.
-            streamFirstEpoch: whether the first epoch trains on rows as they arrive, instead of once
-                all are read. For data that take long to read. Only with averaging in the driver,
-                and for rows that come from files, of which each worker takes whole partitions; each
-                block of 16 MiB is shuffled on its own.
             storeIn: where each worker keeps its rows: 'disk' (Spark's local directory) or 'memory'
                 (/dev/shm). The system caches the local directory in memory as room allows.
 
@@ -694,7 +683,6 @@ class TorchRegressorParams(EstimatorParams):
         reshuffleEvery: int = 0,
         batchTransform: BatchTransform | None = None,
         memoryBudget: int | None = None,
-        streamFirstEpoch: bool = False,
         storeIn: str = "disk",
         validationIndicatorCol: str | None = None,
         validationFraction: float | None = None,
@@ -833,10 +821,6 @@ class TorchRegressorParams(EstimatorParams):
                 and minibatch.
             memoryBudget: MiB of its stored rows that a worker keeps mapped into memory (>= 1); None
                 for no limit.
-            streamFirstEpoch: whether the first epoch trains on rows as they arrive, instead of once
-                all are read. For data that take long to read. Only with averaging in the driver,
-                and for rows that come from files, of which each worker takes whole partitions; each
-                block of 16 MiB is shuffled on its own.
             storeIn: where each worker keeps its rows: 'disk' (Spark's local directory) or 'memory'
                 (/dev/shm). The system caches the local directory in memory as room allows.
 

@@ -205,13 +205,6 @@ class RowParams(DeclaredParams, group="Rows"):
         None,
         "MiB of its stored rows that a worker keeps mapped into memory (>= 1); None for no limit",
     )
-    streamFirstEpoch = flag(
-        False,
-        "whether the first epoch trains on rows as they arrive, instead of once all are read",
-        "For data that take long to read. Only with averaging in the driver, and for rows that "
-        "come from files, of which each worker takes whole partitions; each block of 16 MiB is "
-        "shuffled on its own.",
-    )
     storeIn = choice(
         STORE_PLACES,
         "where each worker keeps its rows: 'disk' (Spark's local directory) or 'memory' (/dev/shm)",

@@ -30,10 +30,8 @@ class ShardStatistics:
         columns: statistics of each column, in the order of the feed's schema.
         held_out: how many more there are to validate with.
         weight: the sum of the weights of those to train on; 0 without weights.
-        complete: whether those are all its rows.
         fingerprint: of the rows to train on; see ``fingerprint``.
         held_out_fingerprint: of those to validate with.
-        opening: of the first block, if rows are trained on while others arrive.
         skipped: how many rows were left out, because their features cannot be used.
     """
 
@@ -41,10 +39,8 @@ class ShardStatistics:
     columns: tuple[ColumnStatistics, ...]
     held_out: int = 0
     weight: float = 0.0
-    complete: bool = True
     fingerprint: int = 0
     held_out_fingerprint: int = 0
-    opening: int | None = None
     skipped: int = 0
 
 
@@ -57,11 +53,8 @@ class DataStatistics:
         columns: statistics of each column, in the order of the feed's schema.
         held_out: rows of all workers to validate with.
         weight: the sum of the weights of all rows to train on; 0 without weights.
-        pending: the ranks that have more rows, of which nothing is known yet.
         fingerprint: of the rows of all workers to train on; see ``fingerprint``.
         held_out_fingerprint: of those to validate with.
-        openings: of the first block of each worker's rows, by rank; none if all rows were read
-            before the first was trained on.
         skipped: rows of all workers that were left out.
     """
 
@@ -69,16 +62,9 @@ class DataStatistics:
     columns: tuple[ColumnStatistics, ...]
     held_out: int = 0
     weight: float = 0.0
-    pending: tuple[int, ...] = ()
     fingerprint: int = 0
     held_out_fingerprint: int = 0
-    openings: tuple[int | None, ...] = ()
     skipped: int = 0
-
-    @property
-    def complete(self) -> bool:
-        """Whether those are all rows."""
-        return not self.pending
 
     @property
     def mean_weight(self) -> float:
@@ -88,12 +74,9 @@ class DataStatistics:
     def lasting(self) -> dict[str, Any]:
         """What is the same when the rows are read again, as JSON: all but the places.
 
-        A shuffle delivers rows in any order. Where some have not arrived, it is how they begin.
+        A shuffle delivers rows in any order.
         """
-        if not self.complete:
-            return {"openings": list(self.openings)}
         fields = asdict(self)
-        del fields["pending"]
         for column in fields["columns"]:
             del column["places"], column["reason"], column["skip_reason"]
         return fields
@@ -111,16 +94,13 @@ class DataStatistics:
             shards: one per worker, by rank.
         """
         columns = zip(*(shard.columns for shard in shards), strict=True)
-        openings = tuple(shard.opening for shard in shards)
         return cls(
             tuple(shard.rows for shard in shards),
             tuple(sum(statistics, ColumnStatistics()) for statistics in columns),
             sum(shard.held_out for shard in shards),
             sum(shard.weight for shard in shards),
-            tuple(rank for rank, shard in enumerate(shards) if not shard.complete),
             sum(shard.fingerprint for shard in shards) % MODULUS,
             sum(shard.held_out_fingerprint for shard in shards) % MODULUS,
-            openings if any(each is not None for each in openings) else (),
             sum(shard.skipped for shard in shards),
         )
 
@@ -191,11 +171,10 @@ def check_statistics(
         features: how many of them, the first ones, ``handleInvalid`` is about.
 
     Raises:
-        DataError: nulls, or arrays of unequal length; where all rows have arrived also none, or
-            fewer than workers.
+        DataError: nulls, arrays of unequal length, no rows, or fewer than workers.
         TrainingError: the workers have looked at a different number of columns.
     """
-    if statistics.rows == 0 and statistics.complete:
+    if statistics.rows == 0:
         told = left_out(statistics, columns)
         raise DataError(f"there is nothing to train on: {told}" if told else NO_ROWS)
     if len(statistics.columns) != len(columns):
@@ -205,19 +184,17 @@ def check_statistics(
         )
     rows = statistics.rows + statistics.held_out
     for at, (found, spec) in enumerate(zip(statistics.columns, columns, strict=True)):
-        _check_column(found, spec, rows, statistics.complete, OR_SKIP if at < features else "")
+        _check_column(found, spec, rows, OR_SKIP if at < features else "")
         _check_range(found, spec, rows)
     workers = len(statistics.shard_rows)
-    if statistics.rows < workers and statistics.complete:
+    if statistics.rows < workers:
         raise DataError(
             f"the DataFrame has {counted(statistics.rows, 'row')}, fewer than the {workers} "
             f"workers. Set numWorkers to at most {statistics.rows}"
         )
 
 
-def _check_column(
-    found: ColumnStatistics, spec: ColumnSpec, rows: int, complete: bool, or_skip: str
-) -> None:
+def _check_column(found: ColumnStatistics, spec: ColumnSpec, rows: int, or_skip: str) -> None:
     name, padded = spec.name, spec.padding is not None
 
     def first(count: str) -> str:
@@ -251,7 +228,7 @@ def _check_column(
             f"{{'{name}': 0}}, cut them to one length first, or find the odd rows with "
             f"df.groupBy(F.size('{name}')).count()"
         )
-    if found.longest == 0 and (complete or not padded):
+    if found.longest == 0:
         raise DataError(f"column '{name}' holds only empty arrays: there is nothing to feed")
 
 

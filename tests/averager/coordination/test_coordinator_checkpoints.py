@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from decisions import Every, Run, only, report, shard, started
+from decisions import Every, Run, only, report, started
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
@@ -73,16 +73,6 @@ def test_the_center_is_copied_after_the_commit_and_before_anybody_goes_on() -> N
     run = started(1, checkpoints=Every(1))
     kinds = [type(decision) for decision in run.contribute(0)]
     assert kinds[-4:] == [do.Commit, do.Report, do.BeginCheckpoint, do.Reply]
-
-
-def test_statistics_about_rows_of_which_more_arrive_say_so() -> None:
-    run = Run(1, checkpoints=Every(1))
-    run.join(0)
-    run.read(0, shard(3, complete=False))
-    run.start()
-    run.take()
-    (begun,) = only(do.BeginCheckpoint, run.contribute(0))
-    assert not begun.data.complete
 
 
 def test_it_is_written_once_every_worker_state_has_come() -> None:

@@ -8,8 +8,6 @@ from every_row import every
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.events import Member
-from sparkdl.averager.messages.progress import Position, Progress
-from sparkdl.averager.messages.run_events import NewRows
 from sparkdl.errors import DeadlineError, ModelError, StoppedError, TrainingError
 from sparkdl.events import ValidationReport
 from sparkdl.feed.statistics.column import ColumnStatistics
@@ -53,39 +51,6 @@ def test_the_statistics_have_the_rows_by_rank_and_the_columns_added_whatever_the
     run.read(0, shard(5, nulls=1))
     statistics = DataStatistics((5, 0, 7), (ColumnStatistics(nulls=3),))
     assert run.read(1, shard(0)) == [do.Report(statistics)]
-
-
-def test_who_has_found_something_in_its_first_rows_may_start_with_them() -> None:
-    run = joined(2)
-    run.read(0, shard(3, complete=False))
-    (told,) = run.read(1, shard(4))
-    assert told == do.Report(DataStatistics((3, 4), (ColumnStatistics(),), pending=(0,)))
-    assert only(do.Welcome, run.start()) == [do.Welcome(run.members[0]), do.Welcome(run.members[1])]
-
-
-def test_who_goes_on_with_a_training_has_to_read_all_of_its_rows_first() -> None:
-    progress = Progress(epoch=1, rounds=1, positions=(Position(step=4, step_of_epoch=4),))
-    run = joined(1, progress=progress)
-    assert run.read(0, shard(3, complete=False)) == [do.ReadOn(run.members[0])]
-    assert only(do.Report, run.read(0, shard(5))) != []
-
-
-def test_rows_that_arrive_while_a_rank_trains_are_shown_to_the_driver_first() -> None:
-    run = joined(1)
-    run.read(0, shard(3, complete=False))
-    run.start()
-    run.take(0)
-
-    more = shard(4, complete=False)
-    assert run.read(0, more) == [do.Report(NewRows(0, more))]
-    assert run.tell(on.Approved(0)) == [do.GoOn(run.members[0])]
-    assert run.tell(on.Approved(0)) == []
-
-    last = run.read(0, shard(9))
-    assert last == [
-        do.Report(DataStatistics((9,), (ColumnStatistics(),))),
-        do.Report(NewRows(0, shard(9))),
-    ]
 
 
 def test_rows_that_were_read_are_not_said_a_second_time() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decisions import Run, commit, expect_failure, only, shard
+from decisions import Run, commit, expect_failure, only
 from decisions import started as started_with
 from every_row import every
 
@@ -102,29 +102,6 @@ class TestDropping:
         decisions = run.wait(STRAGGLER_S)
         assert only(do.Drop, decisions) == [do.Drop(run.members[0])]
         assert only(do.StartOver, decisions) == [do.StartOver((run.members[1], run.members[2]))]
-
-    def test_who_reads_rows_that_still_arrive_has_the_whole_deadline(self) -> None:
-        run = Run(2, max_failures=1)
-        run.join(0)
-        run.join(1)
-        run.read(0, shard(1, complete=False))
-        run.read(1)
-        run.start()
-        run.take()
-        self.window(run, 1.0)
-        run.contribute(1)
-        assert only(do.Drop, run.wait(59)) == []
-        assert only(do.Drop, run.wait(1)) == [do.Drop(run.members[0])]
-
-    def test_windows_of_rows_that_still_arrive_are_not_measured(self) -> None:
-        run = Run(1, max_failures=1)
-        run.join(0)
-        run.read(0, shard(1, complete=False))
-        run.start()
-        run.take()
-        self.window(run, 9.0)
-        run.read(0)
-        assert run.coordinator.members.patience_s(0) == 60.0
 
     def test_nobody_is_dropped_whom_nobody_waits_for(self) -> None:
         """All may validate for long, or have trained their last epoch and be slow to say so."""

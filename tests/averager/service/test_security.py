@@ -54,10 +54,8 @@ SHARD = {
     "columns": [COLUMN],
     "held_out": 0,
     "weight": 0.0,
-    "complete": True,
     "fingerprint": 5,
     "held_out_fingerprint": 0,
-    "opening": None,
     "skipped": 0,
 }
 WINDOW = {

@@ -13,7 +13,7 @@ from frames import Refuse, estimator, frame
 from pyspark.sql import SparkSession
 from torch import nn
 
-from sparkdl import GradientAllReduce, ParameterAveraging, TorchEstimator
+from sparkdl import GradientAllReduce, TorchEstimator
 from sparkdl.callbacks import EarlyStopping
 from sparkdl.errors import ConfigError, SparkDLError
 from sparkdl.estimator.params.training import TrainingParams
@@ -112,21 +112,6 @@ def test_more_workers_than_slots_are_refused_with_both_numbers(
     spark: SparkSession, refuse: Refuse
 ) -> None:
     refuse(frame(spark), ConfigError, "numWorkers is 4", "3 slots", "at most 3", numWorkers=4)
-
-
-@every(
-    ("changes", "words"),
-    [
-        ({"strategy": GradientAllReduce()}, "agree on the number of steps before the first"),
-        ({"strategy": ParameterAveraging(aggregation="executors")}, "aggregation='driver'"),
-        ({"weightCol": "label"}, "cannot be combined with weightCol"),
-    ],
-)
-def test_streaming_is_refused_where_all_rows_have_to_be_known_first(
-    spark: SparkSession, refuse: Refuse, changes: dict[str, Any], words: str
-) -> None:
-    both = "streamFirstEpoch cannot be combined with"
-    refuse(frame(spark), ConfigError, both, words, streamFirstEpoch=True, **changes)
 
 
 def test_speculation_is_refused_with_the_setting_to_change(

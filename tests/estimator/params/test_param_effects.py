@@ -141,7 +141,7 @@ OF_PREDICTING: dict[str, Any] = {
 }
 ELSEWHERE = {
     *("imageCols", "imageFit", "imageScale", "imageSize", "groupByLength", "padCols", "padInputs"),
-    *("progress", "scoreCol", "streamFirstEpoch"),
+    *("progress", "scoreCol"),
 }
 """Those that no fit on these rows could show, and that tests of images and sequences do."""
 
