@@ -80,18 +80,6 @@ class RunClient:
         (statistics,) = self._ask(shard_header(shard))["gathered"]
         return read_statistics(statistics)
 
-    def ask_for_files(self, asked: dict[str, Any]) -> Any:
-        """Have the driver do something with a file; see ``storage.files.Ask``.
-
-        Raises:
-            OSError: the driver could not do it.
-            StoppedError: the run ended.
-        """
-        answer = self._ask({"files": asked})
-        if "refused" in answer:
-            raise OSError(str(answer["refused"]))
-        return answer["done"]
-
     def send_lines(self, lines: list[str], left_out: int) -> None:
         """Send what was printed.
 

@@ -9,8 +9,6 @@
                                 <------ {"gathered": [those of all rows together]}
     {"lines": [...], "left_out": n} --> shown in the driver
     {"report": {name: number}}  ------> passed to the caller
-    {"files": {...}}            ------> see ``storage/files.py``
-                                <------ {"done": ...} or {"refused": text}
                                 <------ {"stacks": true}, at any time; see ``stacks.py``
     {"stacks": text}            ------>
     {"failure": {...}}          ------> the run ends, with the worker's traceback
@@ -29,7 +27,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -40,7 +37,6 @@ from sparkdl.averager.messages.headers import (
     read_shard,
     statistics_header,
 )
-from sparkdl.checkpoint.storage import OpenElsewhere
 from sparkdl.errors import (
     DataError,
     SparkDLError,
@@ -50,8 +46,7 @@ from sparkdl.errors import (
     WorkerLostError,
 )
 from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
-from sparkdl.spark.diagnostics.console import Console, ReportingWorker, Show, unreadable
-from sparkdl.spark.storage.files import DriverFiles, open_hadoop
+from sparkdl.spark.diagnostics.console import Console, ReportingWorker, Show
 from sparkdl.transport.channel import PAUSE, Conversation, LeftError
 from sparkdl.transport.framing import header_message
 from sparkdl.transport.service import Service
@@ -86,7 +81,6 @@ class RunService(Console):
         world_size: number of workers.
         on_lines: called with what workers print, by ``show_next``.
         on_report: called with what they report, by ``show_next``; None to show that too.
-        open_uri: opens file systems that workers cannot.
 
     Attributes:
         failure: why the run failed.
@@ -98,8 +92,6 @@ class RunService(Console):
         world_size: int,
         on_lines: Show,
         on_report: OnReport | None = None,
-        *,
-        open_uri: OpenElsewhere = open_hadoop,
     ) -> None:
         super().__init__(service, on_lines)
         self.world_size = world_size
@@ -109,12 +101,9 @@ class RunService(Console):
             "shard": self._gather,
             "failure": self._take_failure,
             "returned": self._gather,
-            "files": self._answer_for_files,
             "report": self._report,
         }
         self._on_report = on_report
-        self._open_uri = open_uri
-        self._files: dict[ReportingWorker, DriverFiles] = {}
         # What is to be shown, at most one thing of each rank: what else a rank prints waits there,
         # and not in the driver's memory. None once the run has failed.
         self._unshown: queue.SimpleQueue[tuple[ReportingWorker, Callable[[], None]] | None]
@@ -192,7 +181,6 @@ class RunService(Console):
             )
         with self._lock:
             self._joined.add(worker.rank)
-        self._files[worker] = DriverFiles(self._open_uri)
 
     def show(self, worker: ReportingWorker, call: Callable[[], None]) -> Conversation:
         """Have something shown by the thread that waits for the run's end."""
@@ -218,13 +206,6 @@ class RunService(Console):
                 )
             )
 
-    def closed(self, worker: ReportingWorker) -> None:
-        """Close what the worker has left open."""
-        super().closed(worker)
-        if worker in self._files:
-            # This may wait for a file that is being written, or for a file system that is gone.
-            self._service.elsewhere(self._files.pop(worker).close, _note_left_open)
-
     def _take_failure(self, worker: ReportingWorker, header: Mapping[str, Any]) -> NoReturn:
         failure = checked(header["failure"], _FAILURE, worker.rank)
         message = failure["message"]
@@ -239,14 +220,6 @@ class RunService(Console):
         raise WorkerError(
             message, rank=worker.rank, epoch=0, step=0, worker_traceback=failure["traceback"]
         )
-
-    def _answer_for_files(self, worker: ReportingWorker, header: Mapping[str, Any]) -> Conversation:
-        files = self._files[worker]
-        try:
-            answer = yield from worker.elsewhere(lambda: files.answer(header["files"]))
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise unreadable(worker.rank, header) from error
-        worker.channel.send_header(answer)
 
     def _report(self, worker: ReportingWorker, header: Mapping[str, Any]) -> Conversation:
         rank, metrics = worker.rank, header["report"]
@@ -298,8 +271,3 @@ def _merged(values: list[Any]) -> list[Any]:
     if len(shards) < len(values) or len({len(shard.columns) for shard in shards}) > 1:
         raise TrainingError("the ranks did not all report the same columns")
     return [statistics_header(DataStatistics.of(shards))]
-
-
-def _note_left_open(closed: Future[None]) -> None:
-    if (error := closed.exception()) is not None:
-        logger.warning("a file left open by a worker could not be closed: %s", error)

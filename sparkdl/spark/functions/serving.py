@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import cloudpickle
 
@@ -67,7 +67,6 @@ class ServedCall:
                         self.num_workers,
                         told.show,
                         note if self.reports else None,
-                        open_uri=_not_here,
                     ) as service,
                     first.workers(service.address, service.fail),
                 ):
@@ -75,13 +74,6 @@ class ServedCall:
             except Exception as error:
                 header["error"] = described(error)
         yield from pieces(header | told.header | {"reports": reports})
-
-
-def _not_here(uri: str) -> NoReturn:
-    raise OSError(
-        "over Spark Connect there is no Hadoop beside the workers: use storage that all executors "
-        "have mounted, or a URI that pyarrow opens itself"
-    )
 
 
 def results_of(run: RunInStage, num_workers: int, on_report: OnReport | None) -> list[Any]:

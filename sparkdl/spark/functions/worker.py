@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from sparkdl.feed.feed import Feed
 from sparkdl.feed.order import even_sizes
 from sparkdl.spark.catalyst.jvm import running_context
 from sparkdl.spark.diagnostics.run_client import RunClient
-from sparkdl.spark.storage.files import open_hadoop, open_through
+from sparkdl.spark.storage.files import open_hadoop
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - an optimizer
 
@@ -177,8 +177,7 @@ class FunctionWorker:
 
         Args:
             path: a directory visible to the workers that load it: a path, or a URI that pyarrow.fs
-                takes (``s3://bucket/run``). If a worker cannot open it, such as ``hdfs://``, the
-                driver does so through Hadoop, and the state travels through the driver.
+                takes (``s3://bucket/run``). Workers have no Java, and so no Hadoop.
             state: by name: modules, optimizers and anything else with a ``state_dict``, tensors,
                 numbers, strings, and lists and dicts of those.
             keep_last: how many checkpoints to keep there.
@@ -194,7 +193,7 @@ class FunctionWorker:
         self._driver.gather({})
 
     def _load(self, path: str) -> dict[str, Any] | None:
-        return load_state(path, open_elsewhere=open_through(self._driver.ask_for_files))
+        return load_state(path, open_elsewhere=_without_hadoop)
 
     def close(self) -> None:
         """Release the directories where this worker saved checkpoints."""
@@ -206,8 +205,7 @@ class FunctionWorker:
 
     def _store(self, path: str, keep_last: int) -> CheckpointStore:
         if path not in self._stores:
-            opens = open_through(self._driver.ask_for_files)
-            store = CheckpointStore(path, keep_last=keep_last, open_elsewhere=opens)
+            store = CheckpointStore(path, keep_last=keep_last, open_elsewhere=_without_hadoop)
             self._held.enter_context(store.held())
             self._stores[path] = store
         self._stores[path].keep_last = keep_last
@@ -309,3 +307,10 @@ def working_as(worker: FunctionWorker) -> Iterator[None]:
     finally:
         _current = None
         worker.close()
+
+
+def _without_hadoop(uri: str) -> NoReturn:
+    raise OSError(
+        "pyarrow cannot open it on this worker, which has no Java: use storage that all executors "
+        "have mounted, or a URI that pyarrow opens itself (for hdfs: it needs libhdfs)"
+    )

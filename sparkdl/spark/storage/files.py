@@ -7,24 +7,20 @@ system that the cluster reads.
 
 from __future__ import annotations
 
-import base64
 import io
-import itertools
 import logging
 import posixpath
 import tempfile
-import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.parse import urlparse, urlsplit
+from urllib.parse import urlparse
 
 import pyarrow as pa
 from pyarrow import fs
 
-from sparkdl.checkpoint.storage import OpenElsewhere
 from sparkdl.durable.publishing import ASIDE, put_directory, whole_directory
 from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.redaction import shown, without_credentials
@@ -204,28 +200,6 @@ def open_hadoop(uri: str) -> tuple[fs.FileSystem, str]:
     return fs.PyFileSystem(_HadoopFiles(files, paths)), str(qualified)
 
 
-class _FileHandler(fs.FileSystemHandler):  # type: ignore[misc]
-    """What ``pyarrow.fs.PyFileSystem`` calls, as far as checkpoints need it.
-
-    Files are read and written from beginning to end.
-    """
-
-    def get_type_name(self) -> str:
-        return "sparkdl"
-
-    def normalize_path(self, path: str) -> str:
-        return path
-
-    def open_input_file(self, path: str) -> pa.NativeFile:
-        with self.open_input_stream(path) as stream:
-            return pa.BufferReader(stream.read())
-
-    def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise NotImplementedError("checkpoints are not copied, appended to or deleted together")
-
-    copy_file = open_append_stream = delete_dir_contents = delete_root_dir_contents = _refuse
-
-
 class _ByteStream(io.RawIOBase):
     """A file somewhere else, by what reads from it or writes to it, and what closes it."""
 
@@ -274,8 +248,10 @@ class _ByteStream(io.RawIOBase):
         return pa.PythonFile(self, mode="w")
 
 
-class _HadoopFiles(_FileHandler):
-    """Paths include their scheme.
+class _HadoopFiles(fs.FileSystemHandler):  # type: ignore[misc]
+    """What ``pyarrow.fs.PyFileSystem`` calls, as far as checkpoints need it.
+
+    Files are read and written from beginning to end. Paths include their scheme.
 
     Args:
         files: Hadoop's file system.
@@ -285,6 +261,21 @@ class _HadoopFiles(_FileHandler):
     def __init__(self, files: Any, path: Any) -> None:
         self._files = files
         self._path = path
+
+    def get_type_name(self) -> str:
+        return "sparkdl"
+
+    def normalize_path(self, path: str) -> str:
+        return path
+
+    def open_input_file(self, path: str) -> pa.NativeFile:
+        with self.open_input_stream(path) as stream:
+            return pa.BufferReader(stream.read())
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise NotImplementedError("checkpoints are not copied, appended to or deleted together")
+
+    copy_file = open_append_stream = delete_dir_contents = delete_root_dir_contents = _refuse
 
     def get_file_info(self, paths: list[str]) -> list[fs.FileInfo]:
         with java_errors():
@@ -356,159 +347,3 @@ def _info(path: str, status: Any) -> fs.FileInfo:
     if status.isDirectory():
         return fs.FileInfo(path, fs.FileType.Directory)
     return fs.FileInfo(path, fs.FileType.File, size=int(status.getLen()))
-
-
-_CHANGES = ("create_dir", "delete_dir", "delete_file", "move")
-
-Ask = Callable[[dict[str, Any]], Any]
-"""Sends one request to the driver and returns its answer. Raises OSError if it is refused."""
-
-
-class DriverFiles:
-    """The driver's end of a worker's access to file systems that only the driver can open.
-
-        worker                                      driver
-        {"files": {"do": "open", "uri": ...}} ---->
-                                              <---- {"done": path} or {"refused": text}
-        {"files": {"do": "put", "stream": 1, "octets": base64}}, ... one answer each
-
-    It is for checkpoints of ``sparkdl.run``: few files. Only what is below a URI that the worker
-    has opened can be reached, and nothing on the driver's own disks.
-
-    Args:
-        open_uri: opens what a worker names.
-    """
-
-    def __init__(self, open_uri: OpenElsewhere) -> None:
-        self._open_uri = open_uri
-        self._opened: dict[str, tuple[fs.FileSystem, str]] = {}
-        self._streams: dict[int, pa.NativeFile] = {}
-        self._numbers = itertools.count()
-        self._lock = threading.Lock()  # this may be closed while a request is answered
-
-    def answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Do what a worker asks for; returns the header that answers it.
-
-        Raises:
-            LookupError, TypeError, ValueError: it is a request that no worker makes.
-        """
-        try:
-            with self._lock:
-                return {"done": self._do(asked["do"], asked)}
-        except (OSError, pa.ArrowException) as error:
-            return {"refused": str(error)}
-
-    def close(self) -> None:
-        """Close what the worker has left open; a half-written file has no name yet."""
-        with self._lock:
-            for stream in self._streams.values():
-                stream.close()
-            self._streams.clear()
-
-    def _do(self, deed: str, asked: Mapping[str, Any]) -> Any:
-        if deed == "open":
-            return self._open(asked["uri"])
-        if deed == "next":
-            return base64.b64encode(self._streams[asked["stream"]].read(PIECE_BYTES)).decode()
-        if deed == "put":
-            return self._streams[asked["stream"]].write(base64.b64decode(asked["octets"]))
-        if deed == "close":
-            return self._streams.pop(asked["stream"]).close()
-        files, root = self._opened[asked["uri"]]
-        paths = [_below(root, path) for path in asked["paths"]]
-        if deed == "info":
-            return [_told(info) for info in files.get_file_info(paths)]
-        if deed == "list":
-            selector = fs.FileSelector(*paths, allow_not_found=asked["allow_not_found"] is True)
-            return [_told(info) for info in files.get_file_info(selector)]
-        if deed in ("read", "write"):
-            opens = files.open_input_stream if deed == "read" else files.open_output_stream
-            self._streams[number := next(self._numbers)] = opens(*paths)
-            return number
-        if deed in _CHANGES:
-            return getattr(files, deed)(*paths)
-        raise ValueError(f"a worker may not ask for {deed!r}")
-
-    def _open(self, uri: str) -> str:
-        if urlsplit(uri).scheme in ("", "file"):
-            raise OSError("it is on the driver's own disk")
-        self._opened[uri] = self._open_uri(uri)
-        return self._opened[uri][1]
-
-
-def _below(root: str, path: str) -> str:
-    if (path + "/").startswith(root.rstrip("/") + "/") and ".." not in path.split("/"):
-        return path
-    raise ValueError(f"{path!r} is not below {root}")
-
-
-def open_through(ask: Ask) -> OpenElsewhere:
-    """A function that opens a URI on a worker by asking the driver.
-
-    Args:
-        ask: sends a request to the driver.
-    """
-
-    def opened(uri: str) -> tuple[fs.FileSystem, str]:
-        root = ask({"do": "open", "uri": uri})
-        return fs.PyFileSystem(_AskedFiles(ask, uri)), root
-
-    return opened
-
-
-class _AskedFiles(_FileHandler):
-    """The worker's end."""
-
-    def __init__(self, ask: Ask, uri: str) -> None:
-        self._ask_driver = ask
-        self._uri = uri
-
-    def get_file_info(self, paths: list[str]) -> list[fs.FileInfo]:
-        return [_info_of(told) for told in self._ask("info", *paths)]
-
-    def get_file_info_selector(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
-        found = self._ask("list", selector.base_dir, allow_not_found=selector.allow_not_found)
-        return [_info_of(told) for told in found]
-
-    def create_dir(self, path: str, recursive: bool) -> None:
-        self._ask("create_dir", path)
-
-    def delete_dir(self, path: str) -> None:
-        self._ask("delete_dir", path)
-
-    def delete_file(self, path: str) -> None:
-        self._ask("delete_file", path)
-
-    def move(self, src: str, dest: str) -> None:
-        self._ask("move", src, dest)
-
-    def open_input_stream(self, path: str) -> pa.NativeFile:
-        of_stream = self._of_stream("read", path)
-        return _ByteStream(
-            lambda: of_stream("close"), read=lambda: base64.b64decode(of_stream("next"))
-        ).to_read()
-
-    def open_output_stream(self, path: str, metadata: Any) -> pa.NativeFile:
-        of_stream = self._of_stream("write", path)
-
-        def write(octets: memoryview) -> None:
-            of_stream("put", octets=base64.b64encode(octets).decode())
-
-        return _ByteStream(lambda: of_stream("close"), write=write).to_write()
-
-    def _of_stream(self, deed: str, path: str) -> Callable[..., Any]:
-        """Opens a file in the driver; asks for what is to be done with it."""
-        number = self._ask(deed, path)
-        return lambda deed, **more: self._ask_driver({"do": deed, "stream": number, **more})
-
-    def _ask(self, deed: str, *paths: str, **more: Any) -> Any:
-        return self._ask_driver({"do": deed, "uri": self._uri, "paths": paths, **more})
-
-
-def _told(info: fs.FileInfo) -> list[Any]:
-    return [info.path, info.type.name, info.size]
-
-
-def _info_of(told: list[Any]) -> fs.FileInfo:
-    path, kind, size = told
-    return fs.FileInfo(path, getattr(fs.FileType, kind), size=size)

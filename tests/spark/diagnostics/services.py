@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sparkdl.checkpoint.storage import OpenElsewhere
 from sparkdl.spark.diagnostics.console import Console, Show
 from sparkdl.spark.diagnostics.run_service import RunService
-from sparkdl.spark.storage.files import open_hadoop
 from sparkdl.transport.service import Service
 
 
@@ -21,9 +19,7 @@ def console_of(on_lines: Show, *, tls: bool = False) -> Iterator[Console]:
 
 
 @contextmanager
-def run_of(
-    workers: int, open_uri: OpenElsewhere = open_hadoop, shown: list[Any] | None = None
-) -> Iterator[RunService]:
+def run_of(workers: int, shown: list[Any] | None = None) -> Iterator[RunService]:
     """What ``sparkdl.run`` has; what it shows is added to a list."""
     shown = [] if shown is None else shown
     with (
@@ -33,7 +29,6 @@ def run_of(
             workers,
             lambda *lines: shown.append(lines),
             lambda *report: shown.append(report),
-            open_uri=open_uri,
         ) as run,
     ):
         yield run

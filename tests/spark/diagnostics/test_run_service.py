@@ -304,8 +304,6 @@ ENDING: dict[str, dict[str, Any]] = {
     "failure-no-object": {"failure": 3},
     "failure-without-fields": {"failure": {}},
     "failure-of-numbers": {"failure": {"of_data": 1, "message": 2, "traceback": 3}},
-    "files-no-object": {"files": 3},
-    "files-unknown": {"files": {"do": "read", "uri": "x://y", "paths": ["/etc/passwd"]}},
     "long": {"hello": "x" * 1_000_000},
 }
 
@@ -395,48 +393,6 @@ def test_who_leaves_before_saying_who_it_is_is_no_rank_that_is_lost(
             waiting = pool.submit(first.gather, {"from": 0})
             assert other.gather({"from": 1}) == waiting.result(60)
         assert run.failure is None
-
-
-class Unclosable:
-    """A file system that is gone, and what it opens."""
-
-    def __init__(self) -> None:
-        self.closing, self.back = threading.Event(), threading.Event()
-
-    def __call__(self, uri: str) -> Any:
-        return self, "/"
-
-    def open_output_stream(self, path: str) -> Any:
-        return self
-
-    def close(self) -> None:
-        self.closing.set()
-        self.back.wait(30)
-        raise OSError("the file system is gone")
-
-
-def test_a_file_that_cannot_be_closed_for_a_worker_that_has_left_keeps_no_other_waiting(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    gone, shown = Unclosable(), list[Any]()
-    with run_of(3, gone, shown) as run:
-        with RunClient(run.address, 2) as leaves:
-            leaves.ask_for_files({"do": "open", "uri": "hdfs://x"})
-            leaves.ask_for_files({"do": "write", "uri": "hdfs://x", "paths": ["/file"]})
-            leaves.finish()
-        assert gone.closing.wait(60)
-        with RunClient(run.address, 0) as first, RunClient(run.address, 1) as other:
-            first.send_lines(["there"], 0)
-            other.send_lines(["there"], 0)
-            assert run.show_next(60)
-            assert run.show_next(60)
-            gone.back.set()
-            assert eventually(
-                lambda: "could not be closed: the file system is gone" in caplog.text, 60
-            )
-            first.send_lines(["still there"], 0)
-            assert run.show_next(60)
-        assert sorted(lines for _, lines, _ in shown) == [("still there",), ("there",), ("there",)]
 
 
 def test_a_mistake_in_the_services_thread_ends_the_run_with_its_name(run: RunService) -> None:
