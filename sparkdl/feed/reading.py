@@ -22,7 +22,6 @@ from sparkdl.feed.record_batches.decode import (
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN
 from sparkdl.feed.statistics.column import (
     ColumnStatistics,
-    adds_nothing,
     scan,
     scan_least,
 )
@@ -143,8 +142,7 @@ class Reading:
         place = (self._rank, self.rows)
         columns = zip(self.statistics, decoded, self._schema.columns, strict=True)
         self.statistics = tuple(
-            known if adds_nothing(column, spec, known) else known + scan(column, spec, place)
-            for known, column, spec in columns
+            known + scan(column, spec, place) for known, column, spec in columns
         )
         if self._schema.weight is not None:
             index = len(self._schema.stored) - 1

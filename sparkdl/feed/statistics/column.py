@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -167,44 +166,6 @@ def scan_least(column: Decoded, at: RowLocation = (0, 0)) -> ColumnStatistics:
     row = int(above[numbers[above].argmin()])
     found.extreme("least", numbers[row].item(), row)
     return ColumnStatistics(**found.statistics, places=found.places)
-
-
-def adds_nothing(column: Decoded, spec: ColumnSpec, known: ColumnStatistics) -> bool:
-    """Whether a look at one column of one record batch would surely change nothing that is known.
-
-    Takes a fraction of the time of the look, and is true of most record batches but the first few.
-    """
-    values = column.values
-    if column.broken is not None or values.null_count or not len(values):
-        return False
-    if not known.can_become(spec):
-        return False
-    if spec.is_array:
-        lengths = numpy_of(values.value_lengths())
-        if known.shortest is None or known.longest is None:
-            return False
-        if lengths.min() < known.shortest or lengths.max() > known.longest:
-            return False
-        values = values.flatten()
-        if values.null_count:
-            return False
-        if not spec.encoding.numeric:
-            return True
-    numbers = numpy_of(values)
-    if not len(numbers):
-        return False
-    if numbers.dtype.kind == "f" and not spec.dtype.is_floating_point:
-        return False  # there may be fractions
-    if known.smallest is None or known.largest is None:
-        return spec.is_array and numbers.dtype.kind == "f" and _all_fit(numbers, spec.dtype)
-    # Comparisons with NaN are false; of an extreme that is out of range there may be more.
-    return bool(
-        all_within(known.smallest, known.largest, spec.dtype)
-        and math.isfinite(known.smallest)
-        and math.isfinite(known.largest)
-        and known.smallest <= numbers.min()
-        and numbers.max() <= known.largest
-    )
 
 
 def _all_fit(numbers: np.ndarray, dtype: torch.dtype) -> bool:

@@ -1,1 +1,1 @@
-"""The partition store: a worker's rows on its own host, in memory-mapped Arrow IPC files."""
+"""The partition store: a worker's rows on its own host, in memory-mapped files."""

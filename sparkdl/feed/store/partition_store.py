@@ -1,10 +1,9 @@
-"""The partition store: a worker's rows on its own host, in memory-mapped Arrow IPC files.
+"""The partition store: a worker's rows on its own host, in memory-mapped files.
 
 Rows are appended as tensors while Spark delivers them and mapped afterwards, so data larger than
 memory works and random rows are one gather from the page cache. A column is one contiguous tensor
 in its final dtype, and numbers of the same dtype lie side by side in one. Rows of unequal length
-are two files (``sequences.py``). Each file has one record batch: more would leave a column in
-pieces, and a gather over pieces walks them.
+are two files (``sequences.py``).
 
 The files have no name: they are unlinked when created, so a crash leaves nothing behind.
 """
@@ -171,7 +170,7 @@ class PartitionStore:
         packed: list[Column] = []
         with self._alone(pages):
             for group in self._groups:
-                packed.append(group.take(rows, self.rows, pages, pinned=pinned))
+                packed.append(group.take(rows, pages, pinned=pinned))
                 if pages is not None:
                     group.unmap()
         return packed
@@ -205,7 +204,7 @@ class _Stored(Protocol):
     def unpack(self, packed: Any, *, pinned: bool) -> Any: ...
     def append(self, values: Any) -> None: ...
     def write(self, values: Any, first: int) -> None: ...
-    def take(self, rows: Tensor, stored: int, pages: int | None, *, pinned: bool) -> Any: ...
+    def take(self, rows: Tensor, pages: int | None, *, pinned: bool) -> Any: ...
     def flush(self) -> None: ...
     def unmap(self) -> None: ...
     def close(self) -> None: ...

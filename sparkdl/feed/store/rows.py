@@ -22,7 +22,6 @@ from torch import Tensor
 
 from sparkdl.errors import TrainingError
 from sparkdl.feed.columns.ragged import Ragged, items_of
-from sparkdl.feed.store.arrow_file import ArrowFrame, stored_values
 from sparkdl.protocols import ColumnSpec
 
 PAGE_BYTES = 2 << 20
@@ -54,15 +53,11 @@ class StoredRows:
         self.columns = tuple(columns)
         first = columns[0].spec
         self.dtype = first.dtype
-        names = ", ".join(column.spec.name for column in columns)
         self.row_shape = first.row_shape if len(columns) == 1 else (len(columns),)
         self._row_bytes = self.dtype.itemsize * len(columns) * (first.elements or 0)
-        # Rows of nothing are not stored.
-        self._frame = ArrowFrame(names, self.dtype, self.row_shape) if self._row_bytes else None
-        self._start = self._frame.start if self._frame is not None else 0
         self._directory = directory
         self._file: IO[bytes] = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - closed in close()
-        self._written = self._start
+        self._written = 0
         self._tail = bytearray()
         """What was appended and is not in the file yet."""
         self._row_kind = np.dtype((np.void, self._row_bytes))
@@ -121,7 +116,7 @@ class StoredRows:
         Raises:
             TrainingError: there is no room for them.
         """
-        self._put([_bytes_of(values)], self._start + first * self._row_bytes)
+        self._put([_bytes_of(values)], first * self._row_bytes)
 
     def _put(self, pieces: list[memoryview], position: int) -> None:
         while pieces:
@@ -145,12 +140,12 @@ class StoredRows:
             f"({error.strerror}). Give it more space, use more hosts, or change storeIn"
         )
 
-    def take(self, rows: Tensor, stored: int, pages: int | None, *, pinned: bool) -> Tensor:
+    def take(self, rows: Tensor, pages: int | None, *, pinned: bool) -> Tensor:
         """Copy rows, with no more than so many pages mapped at a time if that is limited."""
         out = torch.empty((len(rows), *self.row_shape), dtype=self.dtype, pin_memory=pinned)
         if not out.numel():
             return out
-        stored_rows, taken, chosen = self._map(stored), self._raw(out), rows.numpy()
+        stored_rows, taken, chosen = self._map(), self._raw(out), rows.numpy()
         if pages is None:
             # Rows of 64 bytes come 1.6 times as fast as by torch.index_select, long ones equally
             # fast; "clip" is the mode that writes to ``out`` directly.
@@ -179,25 +174,16 @@ class StoredRows:
         self._stored_rows = self._mapped = None
         self._file.close()
 
-    def _map(self, stored: int) -> np.ndarray:
+    def _map(self) -> np.ndarray:
         """The rows as they lie in the file, which its first reader completes and maps."""
         if self._stored_rows is None:
             # The first readers are often several: workers that fetch their rows at once.
             with self._mapping:
                 if self._stored_rows is None:
                     self.flush()
-                    self._complete(stored)
                     self._mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
-                    self._stored_rows = stored_values(self._mapped).view(self._row_kind)
+                    self._stored_rows = np.frombuffer(self._mapped, self._row_kind)
         return self._stored_rows
-
-    def _complete(self, stored: int) -> None:
-        """Make an Arrow file of the rows that are there."""
-        assert self._frame is not None
-        try:
-            self._frame.put_around(self._file.fileno(), stored)
-        except OSError as error:
-            raise self._no_room(self._start, error) from error
 
 
 def _bytes_of(values: Tensor) -> memoryview:
@@ -258,17 +244,17 @@ class StoredSequences:
     def lengths(self, rows: Tensor | None, stored: int, pages: int | None) -> Tensor:
         """Items of rows, of all where none are named; shape (n,), int64."""
         chosen = torch.arange(stored) if rows is None else rows
-        places = self._places.take(chosen, stored, pages, pinned=False)
+        places = self._places.take(chosen, pages, pinned=False)
         return _copied(places[:, 1])
 
-    def take(self, rows: Tensor, stored: int, pages: int | None, *, pinned: bool) -> Ragged:
+    def take(self, rows: Tensor, pages: int | None, *, pinned: bool) -> Ragged:
         """Copy rows, with no more than so many pages mapped at a time if that is limited."""
-        places = self._places.take(rows, stored, pages, pinned=False)
+        places = self._places.take(rows, pages, pinned=False)
         if pages is not None:
             self._places.unmap()
         starts, lengths = places[:, 0], _copied(places[:, 1])
         items = items_of(starts, lengths)
-        return Ragged(self._values.take(items, self._items, pages, pinned=pinned), lengths)
+        return Ragged(self._values.take(items, pages, pinned=pinned), lengths)
 
     def flush(self) -> None:
         """Write what is left over."""

@@ -15,10 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdl.errors import DataError, TrainingError
-from sparkdl.feed.record_batches.decode import Decoded
 from sparkdl.feed.statistics.column import (
     ColumnStatistics,
-    adds_nothing,
     names_places,
     scan,
     with_places,
@@ -225,38 +223,6 @@ def test_the_statistics_do_not_depend_on_how_the_rows_are_cut(
 
     together = sum(found, ColumnStatistics())
     assert numbers(together) == numbers(scan(values, spec, (3, 0)))
-
-
-@pytest.mark.parametrize("spec", [WHOLE, REAL, SMALL, ARRAY, SMALL_ARRAY], ids=str)
-@settings(deadline=None, max_examples=200)
-@given(data=st.data())
-def test_what_is_said_to_be_nothing_new_changes_nothing(spec: ColumnSpec, data: Any) -> None:
-    value = st.sampled_from([0.0, 1.0, 2.0, 0.5, 7e4, 1e300, math.inf, math.nan, None])
-    kind = pa.float64()
-    if data.draw(st.booleans()):
-        value, kind = st.sampled_from([0, 1, 2, 300, 2**62, None]), pa.int64()
-    if spec.is_array:
-        value, kind = st.none() | st.lists(value, min_size=1, max_size=2), pa.list_(kind)
-    batches = data.draw(st.lists(st.lists(value, min_size=1, max_size=3), max_size=6))
-    known = ColumnStatistics()
-    for position, batch in enumerate(batches):
-        column = Decoded(pa.array(batch, kind))
-        new = known + scan(column, spec, (0, position))
-        if adds_nothing(column, spec, known):
-            assert numbers(new) == numbers(known)
-        known = new
-
-
-def test_rows_like_those_before_are_nothing_new() -> None:
-    for first, spec in (
-        ([0.0, 2.5], REAL),
-        ([0, 2], WHOLE),
-        ([[0.0, 2.5]], ARRAY),
-        ([[0, 2]], SMALL_ARRAY),
-    ):
-        known = scan(pa.array(first), spec)
-        assert adds_nothing(Decoded(pa.array(first)), spec, known)
-        assert not adds_nothing(Decoded(pa.array(first)), spec, ColumnStatistics())
 
 
 def test_the_workers_rows_are_told_by_rank_and_their_columns_added() -> None:
