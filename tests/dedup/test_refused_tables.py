@@ -92,7 +92,7 @@ def test_rows_that_cannot_be_told_apart(
 
 
 def test_what_is_no_table_of_rows(rows: DataFrame, spark: SparkSession) -> None:
-    with pytest.raises(ConfigError, match="must be a Spark DataFrame, got a pandas DataFrame"):
+    with pytest.raises(ConfigError, match=r"must be a Spark DataFrame, got .* pandas\.DataFrame"):
         NearDuplicates()._fit(rows.toPandas())  # type: ignore[arg-type]
     stream = spark.readStream.format("rate").load()
     with pytest.raises(DataError, match="is a stream"):

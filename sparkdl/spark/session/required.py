@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from weakref import WeakSet
 
-import pyarrow as pa
 import pyspark
-import torch
-from pyspark.sql import DataFrame, Row, SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.errors import ConfigError, DataError, SetupError
-from sparkdl.spark.catalyst.core import RDD, Py4JError
+from sparkdl.spark.catalyst.core import Py4JError
 from sparkdl.spark.catalyst.jvm import (
     end_of_jvm,
     has_jvm,
@@ -25,12 +22,6 @@ from sparkdl.spark.catalyst.versions import of_spark_3
 from sparkdl.spark.session.session import current_session
 
 _ANOTHER = "create another with sparkdl.create_session()"
-_PACKAGES = ("numpy", "pandas", "pyarrow", "polars", "torch")
-"""Whose classes have names that say little without; Spark takes those of the first three."""
-_IN_CODE = (
-    "write its rows to files that Spark reads, or use it in a function of your own: sparkdl.run"
-)
-
 _SPARKS = range(10)
 """First numbers of versions that are Spark's own: some vendors count their clients otherwise."""
 _asked: WeakSet[SparkSession] = WeakSet()
@@ -74,8 +65,15 @@ def require_frame(
     if is_of_connect(value) and not (connect and isinstance(value, DataFrame)):
         raise _of_connect("the DataFrame belongs to")  # before Spark 4 it is of another class
     if not isinstance(value, DataFrame):
-        found, advice = _described(value, name if name.isidentifier() else "df")
-        raise ConfigError(f"{name} must be a Spark DataFrame, got {found}; {advice}")
+        kind = type(value)
+        package = kind.__module__.partition(".")[0]
+        found = kind.__name__ if package == "builtins" else f"{package}.{kind.__name__}"
+        raise ConfigError(
+            f"{name} must be a Spark DataFrame, got a value of type {found}. "
+            "spark.createDataFrame makes one of pandas, Arrow tables, arrays, lists and RDDs, "
+            "to_spark() of pandas-on-Spark, spark.read of files; what reads rows itself goes into "
+            "a function of sparkdl.run"
+        )
     if _is_stopped(value.sparkSession):
         running = running_context()
         own = None if is_of_connect(value) else value.sparkSession.sparkContext
@@ -164,72 +162,3 @@ def _of_connect(what: str) -> ConfigError:
         f"{what} a Spark Connect session, whose driver is another machine, and this needs to run "
         f"in the driver (fit, transform, evaluate, run and udf need not). {instead}"
     )
-
-
-def _described(value: object, name: str) -> tuple[str, str]:
-    """What a value is, with its article, and how it becomes a DataFrame."""
-    kind = type(value)
-    package = kind.__module__.partition(".")[0]
-    what = f"{package} {kind.__name__}" if package in _PACKAGES else kind.__name__
-    made = f"spark.createDataFrame({name}) makes one"
-    if value is None:
-        return "None", "give the rows, for example spark.read.parquet(path)"
-    if isinstance(value, type):
-        return f"the class {value.__name__}", "give a DataFrame itself"
-    if isinstance(value, str):
-        read = f"spark.read.parquet({name}) reads files, spark.table({name}) a table"
-        return "a str", read
-    if isinstance(value, os.PathLike):
-        return _with_article(what), f"spark.read.parquet(str({name})) reads files"
-    if kind.__module__.startswith("pyspark.pandas."):
-        return f"a pandas-on-Spark {kind.__name__}", _of_pandas_on_spark(value, name)
-    if isinstance(value, RDD):
-        return "an RDD", made
-    if package == "polars":
-        table = "to_pandas" if of_spark_3() else "to_arrow"
-        made = f"spark.createDataFrame({name}.{table}()) makes one"
-    elif package == "pyarrow":
-        made = _of_arrow(value, name)
-    elif kind.__name__ == "Series" and package == "pandas":
-        made = f"spark.createDataFrame({name}.to_frame()) makes one"
-    elif isinstance(value, torch.Tensor):
-        made = f"spark.createDataFrame({name}.numpy()) makes one"
-    elif isinstance(value, Mapping):
-        made = f"spark.createDataFrame(pandas.DataFrame({name})) makes one"
-    elif isinstance(value, Row):
-        made = f"spark.createDataFrame([{name}]) makes one"
-    elif callable(value):
-        made = "call it, if it returns one"
-    elif package == "pyspark":
-        made = "give the DataFrame that its methods return"
-    elif package not in _PACKAGES[:2] and not isinstance(value, (list, tuple)):
-        made = _IN_CODE
-    return _with_article(what), made
-
-
-def _of_pandas_on_spark(value: object, name: str) -> str:
-    if hasattr(type(value), "to_spark"):
-        return f"{name}.to_spark() makes one"
-    if hasattr(type(value), "to_frame"):
-        return f"{name}.to_frame().to_spark() makes one"
-    return "give the to_spark() of the DataFrame that its methods return"
-
-
-def _of_arrow(value: object, name: str) -> str:
-    """A table first; older Sparks make none of it, and take pandas'."""
-    table = name
-    if hasattr(value, "read_all"):
-        table = f"{name}.read_all()"
-    elif hasattr(value, "to_table"):
-        table = f"{name}.to_table()"
-    elif isinstance(value, pa.RecordBatch):
-        table = f"pyarrow.Table.from_batches([{name}])"
-    elif not isinstance(value, pa.Table):
-        table = f"pyarrow.table({{'x': {name}}})"
-    if of_spark_3():
-        table += ".to_pandas()"
-    return f"spark.createDataFrame({table}) makes one"
-
-
-def _with_article(what: str) -> str:
-    return f"an {what}" if what[0].lower() in "aeiou" else f"a {what}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +12,9 @@ import pyarrow.dataset
 import pytest
 import torch
 from py4j.protocol import Py4JError
-from pyspark import RDD, SparkContext
+from pyspark import SparkContext
 from pyspark.ml import Pipeline
-from pyspark.sql import DataFrame, Row, SparkSession
+from pyspark.sql import DataFrame
 from torch.utils.data import DataLoader
 
 import sparkdl
@@ -26,84 +24,20 @@ from sparkdl.jobs.sources import Rows, Source
 from sparkdl.spark.session.required import require_frame, require_session
 
 
-class OnSpark:
-    """In place of a pandas-on-Spark DataFrame, whose package takes seconds to import."""
-
-    def to_spark(self) -> None: ...
-
-
-class SeriesOnSpark:
-    """And of a Series or an Index."""
-
-    def to_frame(self) -> None: ...
-
-
-OnSpark.__module__, OnSpark.__name__ = "pyspark.pandas.frame", "DataFrame"
-SeriesOnSpark.__module__, SeriesOnSpark.__name__ = "pyspark.pandas.series", "Series"
-TABLE = pa.table({"x": [1]})
-RDD_OF_ROWS = object.__new__(type("PipelinedRDD", (RDD,), {}))
-
-# What makes a DataFrame of them is tried by the test below.
-FRAMES: list[tuple[Any, str, str]] = [
-    (pd.DataFrame({"x": [1]}), "a pandas DataFrame", "spark.createDataFrame(df)"),
-    (pd.Series([1.0], name="x"), "a pandas Series", "spark.createDataFrame(df.to_frame())"),
-    (np.zeros(2), "a numpy ndarray", "spark.createDataFrame(df)"),
-    (TABLE, "a pyarrow Table", "spark.createDataFrame(df)"),
-    (
-        TABLE.to_batches()[0],
-        "a pyarrow RecordBatch",
-        "spark.createDataFrame(pyarrow.Table.from_batches([df]))",
-    ),
-    (
-        pa.dataset.dataset(TABLE),
-        "a pyarrow InMemoryDataset",
-        "spark.createDataFrame(df.to_table())",
-    ),
-    (TABLE["x"], "a pyarrow ChunkedArray", "spark.createDataFrame(pyarrow.table({'x': df}))"),
-    (
-        TABLE.to_reader(),
-        "a pyarrow RecordBatchReader",
-        "spark.createDataFrame(df.read_all())",
-    ),
-    ({"x": [1]}, "a dict", "spark.createDataFrame(pandas.DataFrame(df))"),
-    (Row(x=1), "a Row", "spark.createDataFrame([df])"),
-    ([Row(x=1)], "a list", "spark.createDataFrame(df)"),
-    (torch.zeros(2), "a torch Tensor", "spark.createDataFrame(df.numpy())"),
-]
-NO_FRAMES: list[tuple[Any, str]] = [
-    (OnSpark(), r"got a pandas-on-Spark DataFrame; df\.to_spark\(\) makes one"),
-    (SeriesOnSpark(), r"got a pandas-on-Spark Series; df\.to_frame\(\)\.to_spark\(\) makes one"),
-    ("/data/x.parquet", r"got a str; spark\.read\.parquet\(df\) reads files, spark\.table\(df\)"),
-    (Path("/data"), r"got a PosixPath; spark\.read\.parquet\(str\(df\)\) reads files$"),
-    (RDD_OF_ROWS, r"got an RDD; spark\.createDataFrame\(df\) makes one"),
-    (DataLoader([]), r"got a torch DataLoader; write its rows to files.*sparkdl\.run"),
-    (object.__new__(SparkSession), r"got a SparkSession; give the DataFrame that its methods"),
-    (DataFrame, r"got the class DataFrame; give a DataFrame itself"),
-    (lambda: None, r"got a function; call it"),
-    (None, r"got None; give the rows"),
-    (3, r"got an int; "),
-    *((value, re.escape(f"got {what}; {made} makes one")) for value, what, made in FRAMES),
-]
-
-
 def test_what_is_no_frame_is_named_with_what_makes_one() -> None:
-    for value, told in NO_FRAMES:
-        with pytest.raises(ConfigError, match=rf"^df must be a Spark DataFrame, {told}"):
+    values = {
+        "pandas.DataFrame": pd.DataFrame({"x": [1]}),
+        "numpy.ndarray": np.zeros(2),
+        "pyarrow.Table": pa.table({"x": [1]}),
+        "torch.DataLoader": DataLoader([]),
+        "type": DataFrame,
+        "str": "/data/x.parquet",
+        "NoneType": None,
+    }
+    for what, value in values.items():
+        told = rf"^df must be a Spark DataFrame, got a value of type {what}\. "
+        with pytest.raises(ConfigError, match=told):
             require_frame(value)
-
-
-def test_what_is_said_to_make_a_frame_of_a_value_does(spark: SparkSession) -> None:
-    rows = {}
-    for value, what, made in FRAMES:
-        names = {"spark": spark, "df": value, "pandas": pd, "pyarrow": pa}
-        rows[what] = eval(made, names).count()
-    assert min(rows.values()) >= 1, rows
-
-
-def test_an_older_spark_is_given_pandas_for_arrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyspark.__version__", "3.5.9")
-    with pytest.raises(ConfigError, match=r"createDataFrame\(df\.to_pandas\(\)\) makes one"):
-        require_frame(TABLE)
 
 
 def test_whatever_takes_a_frame_asks_first() -> None:
@@ -134,7 +68,7 @@ def test_whatever_takes_a_frame_asks_first() -> None:
         lambda rows: sparkdl.run(print, df=rows),
     ]
     for call in calls:
-        with pytest.raises(ConfigError, match=r"^df must be a Spark DataFrame, got a list; "):
+        with pytest.raises(ConfigError, match=r"^df must be a Spark DataFrame, got .* list\."):
             call([1, 2])
 
 
