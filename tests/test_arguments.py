@@ -63,7 +63,7 @@ def test_what_is_no_finite_number_is_none() -> None:
 
 @pytest.mark.parametrize("five", [np.int32(5), 5.0, torch.tensor(5), Decimal(5)], ids=repr)
 def test_params_hold_pythons_own_numbers(five: Any) -> None:
-    names = ["batchSize", "epochs", "memoryBudget", "timeout", "clipNorm", "keepLast", "seed"]
+    names = ["batchSize", "epochs", "timeout", "clipNorm", "keepLast", "seed"]
     made = estimator(
         **dict.fromkeys(names, five),
         validationFraction=np.float32(0.25),

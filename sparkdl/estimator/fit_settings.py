@@ -16,7 +16,6 @@ from sparkdl.feed.feed import FeedOptions
 from sparkdl.protocols import LossFunction, OptimizerBuilder
 from sparkdl.replica.losses import ModelLoss
 from sparkdl.spark.rows.column_overrides import ColumnOverrides
-from sparkdl.spark.rows.converters import in_bytes
 from sparkdl.spark.rows.image_columns import ImageColumns
 from sparkdl.spark.storage.files import open_hadoop
 
@@ -62,7 +61,6 @@ class FitSettings(ParamValues):
             drop_last=self.drop_last,
             reshuffle_every=self.reshuffle_every,
             transform=self.batch_transform,
-            resident_bytes=in_bytes(self.memory_budget),
             group_by_length=self.group_by_length,
             skip_invalid=self.handle_invalid == "skip",
         )

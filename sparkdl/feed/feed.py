@@ -42,7 +42,6 @@ class FeedOptions:
             takes as much room again: only then can a lost worker come back alone.
         reshuffle_every: epochs between further exchanges of rows; 0 for none.
         transform: changes each minibatch to train on.
-        resident_bytes: how much of the store may be mapped at a time; None for no limit.
         group_by_length: whether rows of about equal length share a minibatch, where some columns
             are padded.
         skip_invalid: whether rows whose features cannot be used (not decodable, null, NaN or
@@ -54,7 +53,6 @@ class FeedOptions:
     keep_exchanged: bool = True
     reshuffle_every: int = 0
     transform: BatchTransform | None = None
-    resident_bytes: int | None = None
     group_by_length: bool = False
     skip_invalid: bool = False
 
@@ -226,7 +224,7 @@ class Feed:
         return full_sizes(rows, self._batch_size)
 
     def _new_store(self) -> PartitionStore:
-        return PartitionStore(self._directory, resident_bytes=self._options.resident_bytes)
+        return PartitionStore(self._directory)
 
     def _reading_of(
         self, source: Iterable[pa.RecordBatch], on_rows: OnRows = lambda rows: None

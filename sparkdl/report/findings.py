@@ -220,7 +220,7 @@ def _feeding(recording: Recording, total: float) -> Finding:
     return Finding(
         share,
         f"{_percent(share)} of the time goes into making minibatches of stored rows.",
-        "A larger batchSize, a cheaper batchTransform, or memoryBudget=None if it is set.",
+        "A larger batchSize, or a cheaper batchTransform.",
     )
 
 

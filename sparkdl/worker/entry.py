@@ -215,6 +215,6 @@ def _advice(error: BaseException) -> str:
         return (
             "\nThe worker ran out of memory: raise spark.executor.memoryOverhead (and "
             "spark.executor.pyspark.memory, which is the limit where it is set), or lower "
-            "batchSize or memoryBudget"
+            "batchSize"
         )
     return ""

@@ -243,9 +243,7 @@ def test_the_same_training_goes_on_and_once_it_has_ended_gives_its_model_and_say
 
 
 def test_what_changes_no_step_may_differ(saved: tuple[Path, ...]) -> None:
-    other = replace(
-        job(), deadline_s=100.0, max_failures=2, feed=FeedOptions(resident_bytes=1 << 20)
-    )
+    other = replace(job(), deadline_s=100.0, max_failures=2)
     _, windows = train(saved[1], other, classification(SIZES).shards())
     assert windows == 0
 

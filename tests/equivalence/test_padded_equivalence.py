@@ -31,7 +31,7 @@ SCHEMA = FeedSchema(
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"group_by_length": True},
-    {"exchange_rows": True, "resident_bytes": 1},
+    {"exchange_rows": True},
     {"exchange_rows": True, "reshuffle_every": 1, "group_by_length": True},
 ]
 

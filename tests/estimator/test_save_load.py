@@ -238,7 +238,6 @@ def test_a_loaded_estimator_keeps_every_param(tmp_path: Path) -> None:
         shuffleRows="spark",
         reshuffleEvery=3,
         batchTransform=dataclasses.replace,
-        memoryBudget=12,
         storeIn="memory",
         collectiveInterface="10.1.0.0/16",
         collectivePorts="40000-40100",

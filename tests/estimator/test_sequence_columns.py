@@ -79,13 +79,10 @@ def test_a_fit_on_executors_is_gradient_descent_on_rows_that_nobody_padded(
 
 
 @pytest.mark.slow
-def test_what_was_interrupted_goes_on_with_the_same_bits_and_with_little_memory(
-    rows: DataFrame, tmp_path: Path
-) -> None:
+def test_what_was_interrupted_goes_on_with_the_same_bits(rows: DataFrame, tmp_path: Path) -> None:
     settings = {
         **SETTINGS,
         "batchSize": 7,
-        "memoryBudget": 1,
         "storeIn": "memory",
         "validationFraction": 0.2,
         "reshuffleEvery": 1,

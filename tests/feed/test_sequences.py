@@ -51,7 +51,6 @@ def read(feed: Feed, batches: Sequence[pa.RecordBatch], epochs: int = 2) -> list
     batch_size=st.integers(1, 7),
     grouped=st.booleans(),
     drop_last=st.booleans(),
-    resident=st.sampled_from([None, 1]),
     first_step=st.integers(0, 3),
 )
 def test_minibatches_are_those_of_numpy_and_have_every_row_once(
@@ -60,14 +59,12 @@ def test_minibatches_are_those_of_numpy_and_have_every_row_once(
     batch_size: int,
     grouped: bool,
     drop_last: bool,
-    resident: int | None,
     first_step: int,
 ) -> None:
     options: dict[str, Any] = {
         "batch_size": batch_size,
         "group_by_length": grouped,
         "drop_last": drop_last,
-        "resident_bytes": resident,
     }
     with tempfile.TemporaryDirectory() as name:
         with open_feed(Path(name), **options) as feed:

@@ -47,7 +47,6 @@ def exchanged(
     known: tuple[ColumnSpec, ...] | None = None,
     orders: Sequence[Tensor] | None = None,
     tls: bool = False,
-    resident_bytes: int | None = None,
 ) -> list[list[Any]]:
     """The columns of each rank after an exchange of so many rows, numbered through all ranks."""
     starts = np.cumsum([0, *sizes])
@@ -58,7 +57,7 @@ def exchanged(
         everyone = Everyone(sizes, [server.address for server in servers])
 
         def exchange(rank: int) -> list[Any]:
-            old, new = (PartitionStore(directory, resident_bytes=resident_bytes) for _ in range(2))
+            old, new = (PartitionStore(directory) for _ in range(2))
             ids = torch.arange(starts[rank], starts[rank + 1])
             order = orders[rank] if orders else None
             if order is not None:

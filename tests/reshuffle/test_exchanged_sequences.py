@@ -50,14 +50,13 @@ def columns_of(numbers: Tensor) -> list[Any]:
     return [Ragged(tokens, counts), torch.from_numpy(ids), Ragged(events, counts + 1)]
 
 
-@every("resident", [None, 1])
 def test_rows_of_unequal_length_travel_whole_in_many_chunks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resident: int | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "CHUNK_BYTES", 999)
     monkeypatch.setattr(server, "LENGTHS_AT_ONCE", 100)
     monkeypatch.setattr("sparkdl.reshuffle.exchange.LENGTHS_AT_ONCE", 100)
-    ranks = exchanged(tmp_path, [1700, 0, 1], SPECS, columns_of, resident_bytes=resident)
+    ranks = exchanged(tmp_path, [1700, 0, 1], SPECS, columns_of)
     ids = np.concatenate([each[1].numpy() for each in ranks])
     assert sorted(ids) == list(range(1701))
     for tokens, ids, events in ranks:
@@ -65,7 +64,7 @@ def test_rows_of_unequal_length_travel_whole_in_many_chunks(
         for found, expected in ((tokens, wanted[0]), (events, wanted[2])):
             assert torch.equal(found.values, expected.values)
             assert torch.equal(found.lengths, expected.lengths)
-    again = exchanged(tmp_path, [1700, 0, 1], SPECS, columns_of, resident_bytes=resident)
+    again = exchanged(tmp_path, [1700, 0, 1], SPECS, columns_of)
     assert all(torch.equal(a[1], b[1]) for a, b in zip(ranks, again, strict=True))
 
 

@@ -54,7 +54,7 @@ exchanged = partial(exchanges.exchanged, specs=SPECS, columns_of=columns_of, kno
 part = partial(exchanges.part, specs=SPECS)
 
 
-@every("how", [{}, {"tls": True}, {"resident_bytes": 4 << 20}])
+@every("how", [{}, {"tls": True}])
 def test_the_columns_of_a_row_travel_together_in_large_numbers(tmp_path: Path, how: Any) -> None:
     columns = exchanged(tmp_path, [300_000, 0, 1], **how)
     assert [len(ids) for _, ids, _ in columns] == [100_001, 100_000, 100_000]

@@ -96,7 +96,6 @@ class ParamValues:
     shuffle_rows: str
     reshuffle_every: int
     batch_transform: BatchTransform | None
-    memory_budget: int | None
     store_in: str
     validation_indicator_col: str | None
     validation_fraction: float | None
@@ -159,7 +158,6 @@ class TorchEstimatorParams(EstimatorParams, OutputParams):
         shuffleRows: str = "exchange",
         reshuffleEvery: int = 0,
         batchTransform: BatchTransform | None = None,
-        memoryBudget: int | None = None,
         storeIn: str = "disk",
         validationIndicatorCol: str | None = None,
         validationFraction: float | None = None,
@@ -298,8 +296,6 @@ class TorchEstimatorParams(EstimatorParams, OutputParams):
             batchTransform: Batch -> Batch, called on each training minibatch; None for none. For
                 example to augment images; torch's random numbers are seeded for it by epoch, rank
                 and minibatch.
-            memoryBudget: MiB of its stored rows that a worker keeps mapped into memory (>= 1); None
-                for no limit.
             storeIn: where each worker keeps its rows: 'disk' (Spark's local directory) or 'memory'
                 (/dev/shm). The system caches the local directory in memory as room allows.
 
@@ -418,7 +414,6 @@ class TorchClassifierParams(ClassParams, EstimatorParams):
         shuffleRows: str = "exchange",
         reshuffleEvery: int = 0,
         batchTransform: BatchTransform | None = None,
-        memoryBudget: int | None = None,
         storeIn: str = "disk",
         validationIndicatorCol: str | None = None,
         validationFraction: float | None = None,
@@ -559,8 +554,6 @@ class TorchClassifierParams(ClassParams, EstimatorParams):
             batchTransform: Batch -> Batch, called on each training minibatch; None for none. For
                 example to augment images; torch's random numbers are seeded for it by epoch, rank
                 and minibatch.
-            memoryBudget: MiB of its stored rows that a worker keeps mapped into memory (>= 1); None
-                for no limit.
             storeIn: where each worker keeps its rows: 'disk' (Spark's local directory) or 'memory'
                 (/dev/shm). The system caches the local directory in memory as room allows.
 
@@ -682,7 +675,6 @@ class TorchRegressorParams(EstimatorParams):
         shuffleRows: str = "exchange",
         reshuffleEvery: int = 0,
         batchTransform: BatchTransform | None = None,
-        memoryBudget: int | None = None,
         storeIn: str = "disk",
         validationIndicatorCol: str | None = None,
         validationFraction: float | None = None,
@@ -819,8 +811,6 @@ class TorchRegressorParams(EstimatorParams):
             batchTransform: Batch -> Batch, called on each training minibatch; None for none. For
                 example to augment images; torch's random numbers are seeded for it by epoch, rank
                 and minibatch.
-            memoryBudget: MiB of its stored rows that a worker keeps mapped into memory (>= 1); None
-                for no limit.
             storeIn: where each worker keeps its rows: 'disk' (Spark's local directory) or 'memory'
                 (/dev/shm). The system caches the local directory in memory as room allows.
 

@@ -200,11 +200,6 @@ class RowParams(DeclaredParams, group="Rows"):
         "and minibatch.",
         held=Any,
     )
-    memoryBudget = number(
-        1,
-        None,
-        "MiB of its stored rows that a worker keeps mapped into memory (>= 1); None for no limit",
-    )
     storeIn = choice(
         STORE_PLACES,
         "where each worker keeps its rows: 'disk' (Spark's local directory) or 'memory' (/dev/shm)",

@@ -10,9 +10,7 @@ The files have no name: they are unlinked when created, so a crash leaves nothin
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +22,6 @@ from sparkdl.feed.store.rows import (
     StoredColumn,
     StoredRows,
     StoredSequences,
-    pages_of,
     specs_of_files,
 )
 from sparkdl.protocols import ColumnSpec
@@ -35,16 +32,12 @@ class PartitionStore:
 
     Args:
         directory: where to put the files; must have room for the rows.
-        resident_bytes: how much of the files may be mapped at a time; None leaves that to the
-            kernel, which takes mapped pages back when memory gets short.
     """
 
-    def __init__(self, directory: Path, *, resident_bytes: int | None = None) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._resident_bytes = resident_bytes
         self._specs: tuple[ColumnSpec, ...] = ()
         self._groups: list[_Stored] = []
-        self._mapping = threading.Lock()
         self.rows = 0
 
     @property
@@ -133,9 +126,7 @@ class PartitionStore:
             For each column of unequal lengths, in the order of ``take_packed``, shape (n,), int64.
         """
         sequences = (group for group in self._groups if isinstance(group, StoredSequences))
-        pages = self._pages()
-        with self._alone(pages):
-            return [group.lengths(rows, self.rows, pages) for group in sequences]
+        return [group.lengths(rows, self.rows) for group in sequences]
 
     def take(self, rows: Tensor, *, pinned: bool = False) -> list[Column]:
         """Copy rows in any order.
@@ -166,25 +157,7 @@ class PartitionStore:
         Returns:
             One tensor per file, shape (n, ...); of a column of unequal lengths its ragged rows.
         """
-        pages = self._pages()
-        packed: list[Column] = []
-        with self._alone(pages):
-            for group in self._groups:
-                packed.append(group.take(rows, pages, pinned=pinned))
-                if pages is not None:
-                    group.unmap()
-        return packed
-
-    def _pages(self) -> int | None:
-        """How many pages may be mapped at a time; None for as many as there are."""
-        limit = self._resident_bytes
-        if limit is None or self.rows * self.row_bytes <= limit:
-            return None
-        return pages_of(limit)
-
-    def _alone(self, pages: int | None) -> AbstractContextManager[object]:
-        """Several threads may read, one for each worker that fetches rows; all share the limit."""
-        return nullcontext() if pages is None else self._mapping
+        return [group.take(rows, pinned=pinned) for group in self._groups]
 
     def close(self) -> None:
         """Give the disk space back."""
@@ -204,9 +177,8 @@ class _Stored(Protocol):
     def unpack(self, packed: Any, *, pinned: bool) -> Any: ...
     def append(self, values: Any) -> None: ...
     def write(self, values: Any, first: int) -> None: ...
-    def take(self, rows: Tensor, pages: int | None, *, pinned: bool) -> Any: ...
+    def take(self, rows: Tensor, *, pinned: bool) -> Any: ...
     def flush(self) -> None: ...
-    def unmap(self) -> None: ...
     def close(self) -> None: ...
 
 

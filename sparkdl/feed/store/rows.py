@@ -25,12 +25,7 @@ from sparkdl.feed.columns.ragged import Ragged, items_of
 from sparkdl.protocols import ColumnSpec
 
 PAGE_BYTES = 2 << 20
-"""The most that one access may map: the kernel's huge pages."""
-
-
-def pages_of(resident_bytes: int) -> int:
-    """How many pages may be mapped at a time where so many bytes may; one at least."""
-    return max(1, resident_bytes // PAGE_BYTES)
+"""The kernel's huge pages."""
 
 
 class StoredColumn:
@@ -140,34 +135,21 @@ class StoredRows:
             f"({error.strerror}). Give it more space, use more hosts, or change storeIn"
         )
 
-    def take(self, rows: Tensor, pages: int | None, *, pinned: bool) -> Tensor:
-        """Copy rows, with no more than so many pages mapped at a time if that is limited."""
+    def take(self, rows: Tensor, *, pinned: bool) -> Tensor:
+        """Copy rows."""
         out = torch.empty((len(rows), *self.row_shape), dtype=self.dtype, pin_memory=pinned)
         if not out.numel():
             return out
         stored_rows, taken, chosen = self._map(), self._raw(out), rows.numpy()
-        if pages is None:
-            # Rows of 64 bytes come 1.6 times as fast as by torch.index_select, long ones equally
-            # fast; "clip" is the mode that writes to ``out`` directly.
-            np.take(stored_rows, chosen, out=taken, mode="clip")
-            return out
-        # Page by page, so that each is mapped once however many of its rows are wanted.
-        order = np.argsort(chosen, kind="stable")
-        begins = np.diff(chosen[order] * self._row_bytes // PAGE_BYTES, prepend=-1) > 0
-        for part in np.split(order, np.flatnonzero(begins)[pages::pages]):
-            taken[part] = stored_rows[chosen[part]]
-            self.unmap()
+        # Rows of 64 bytes come 1.6 times as fast as by torch.index_select, long ones equally
+        # fast; "clip" is the mode that writes to ``out`` directly.
+        np.take(stored_rows, chosen, out=taken, mode="clip")
         return out
 
     def _raw(self, values: Tensor) -> np.ndarray:
         """The same memory, each row one item, shape (n,)."""
         raw: np.ndarray = values.view(-1).view(torch.uint8).numpy()
         return raw.view(self._row_kind)
-
-    def unmap(self) -> None:
-        """Forget which pages were mapped; the page cache still has them."""
-        if self._mapped is not None:
-            self._mapped.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
         """Give the disk space back."""
@@ -241,30 +223,23 @@ class StoredSequences:
         values = self._values.empty(int(lengths.sum()), None)
         return Ragged(values, lengths)
 
-    def lengths(self, rows: Tensor | None, stored: int, pages: int | None) -> Tensor:
+    def lengths(self, rows: Tensor | None, stored: int) -> Tensor:
         """Items of rows, of all where none are named; shape (n,), int64."""
         chosen = torch.arange(stored) if rows is None else rows
-        places = self._places.take(chosen, pages, pinned=False)
+        places = self._places.take(chosen, pinned=False)
         return _copied(places[:, 1])
 
-    def take(self, rows: Tensor, pages: int | None, *, pinned: bool) -> Ragged:
-        """Copy rows, with no more than so many pages mapped at a time if that is limited."""
-        places = self._places.take(rows, pages, pinned=False)
-        if pages is not None:
-            self._places.unmap()
+    def take(self, rows: Tensor, *, pinned: bool) -> Ragged:
+        """Copy rows."""
+        places = self._places.take(rows, pinned=False)
         starts, lengths = places[:, 0], _copied(places[:, 1])
         items = items_of(starts, lengths)
-        return Ragged(self._values.take(items, pages, pinned=pinned), lengths)
+        return Ragged(self._values.take(items, pinned=pinned), lengths)
 
     def flush(self) -> None:
         """Write what is left over."""
         self._values.flush()
         self._places.flush()
-
-    def unmap(self) -> None:
-        """Forget which pages were mapped."""
-        self._values.unmap()
-        self._places.unmap()
 
     def close(self) -> None:
         """Give the disk space back."""

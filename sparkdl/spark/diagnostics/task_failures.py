@@ -26,7 +26,7 @@ _KILLED = re.compile(
 )
 _AS_FOR_MEMORY = (
     "as the system does when a process takes too much memory (its log, dmesg, then says so): "
-    "raise spark.executor.memoryOverhead, or lower batchSize or memoryBudget"
+    "raise spark.executor.memoryOverhead, or lower batchSize"
 )
 
 
@@ -50,7 +50,7 @@ def memory_advice(text: str) -> str:
         return (
             "The executor was killed, as the system and cluster managers do when one takes too "
             "much memory: raise spark.executor.memoryOverhead, which Python and torch live in, "
-            "or lower batchSize or memoryBudget"
+            "or lower batchSize"
         )
     if "was ended by SIGKILL" in text:
         return f"The Python process was killed, {_AS_FOR_MEMORY}"

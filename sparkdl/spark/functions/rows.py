@@ -17,7 +17,6 @@ from sparkdl.spark.functions.task import Feeding
 from sparkdl.spark.launch.worker_rows import Workers, delivered
 from sparkdl.spark.rows.column_overrides import ColumnOverrides, require_distinct
 from sparkdl.spark.rows.columns import input_columns
-from sparkdl.spark.rows.converters import in_bytes
 from sparkdl.spark.session.encryption import keeps_rows_in_memory
 
 logger = logging.getLogger(__name__)
@@ -44,7 +43,6 @@ def rows_of(
     *,
     shuffle: str,
     seed: int,
-    memory_budget: int | None,
     store_in: str,
     group_by_length: bool,
 ) -> Rows:
@@ -81,7 +79,6 @@ def rows_of(
         seed=seed,
         options=FeedOptions(
             exchange_rows=delivery.exchanged,
-            resident_bytes=in_bytes(memory_budget),
             group_by_length=group_by_length,
         ),
         in_memory=keeps_rows_in_memory(df.sparkSession, store_in),

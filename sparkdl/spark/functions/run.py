@@ -49,7 +49,7 @@ from sparkdl.spark.rows.column_overrides import (
     paddings,
     shapes,
 )
-from sparkdl.spark.rows.converters import any_seed, one_of, optional, switch, whole
+from sparkdl.spark.rows.converters import any_seed, one_of, switch
 from sparkdl.spark.rows.delivery import SHUFFLES
 from sparkdl.spark.rows.image_columns import ImageColumns, ImageScale, image_scale, image_size
 from sparkdl.spark.rows.scratch import STORE_PLACES
@@ -75,7 +75,6 @@ def run(
     groupByLength: bool = False,
     shuffleRows: str = "exchange",
     shuffleSeed: int = 0,
-    memoryBudget: int | None = None,
     storeIn: str = "disk",
     on_report: OnReport | None = None,
     cwd: str | os.PathLike[str] | None = None,
@@ -119,8 +118,6 @@ def run(
             Spark gives each task one partition: if there are more or fewer, its shuffle makes that
             many.
         shuffleSeed: for the order of the rows of ``df``; ``seed`` is left to the function.
-        memoryBudget: like the estimator's Param: MiB of its stored rows that a worker keeps mapped;
-            None for no limit.
         storeIn: like the estimator's Param: where each worker keeps its rows, ``disk`` or
             ``memory``.
         on_report: called in the driver with rank and numbers of each
@@ -164,7 +161,6 @@ def run(
     keeping = {
         "shuffle": one_of("shuffleRows", SHUFFLES)(shuffleRows),
         "seed": any_seed("shuffleSeed")(shuffleSeed),
-        "memory_budget": optional(whole("memoryBudget", 1))(memoryBudget),
         "store_in": one_of("storeIn", STORE_PLACES)(storeIn),
         "group_by_length": switch("groupByLength")(groupByLength),
     }

@@ -37,11 +37,6 @@ def optional(convert: Callable[[Any], Any]) -> Any:
     return lambda value: None if value is None else convert(value)
 
 
-def in_bytes(mebibytes: int | None) -> int | None:
-    """MiB as bytes; None stays None."""
-    return None if mebibytes is None else mebibytes << 20
-
-
 def positive(name: str) -> Any:
     """A number above 0."""
 

@@ -87,7 +87,6 @@ CHANGES: dict[str, Any] = {
     "labelCols": ["label", "second"],
     "loss": nn.NLLLoss(),
     "maxFailures": 1,
-    "memoryBudget": 10,
     "metrics": {"a": METRICS["a"]},
     "minWorkers": 2,
     "model": nn.Linear(WIDTH, 3),

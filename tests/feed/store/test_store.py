@@ -205,16 +205,15 @@ class TestStore:
     @settings(max_examples=60, deadline=None)
     @given(
         rows=st.lists(st.lists(st.integers(0, 99), max_size=7), min_size=1, max_size=30),
-        resident=st.sampled_from([None, 1, 3 << 20]),
         data=st.data(),
     )
     def test_rows_written_in_any_order_come_back(
-        self, rows: list[list[float]], resident: int | None, data: st.DataObject
+        self, rows: list[list[float]], data: st.DataObject
     ) -> None:
         chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=40))
         firsts = data.draw(st.permutations(range(0, len(rows), 3)))
         with tempfile.TemporaryDirectory() as name:
-            store = PartitionStore(Path(name), resident_bytes=resident)
+            store = PartitionStore(Path(name))
             store.create([TOKENS], len(rows))
             for first in firsts:
                 store.write([ragged(rows[first : first + 3])], first)

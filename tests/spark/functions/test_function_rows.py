@@ -228,7 +228,7 @@ def test_rows_are_kept_where_the_user_wants_them(spark: SparkSession) -> None:
         return {file.startswith(str(scratch.MEMORY)) for files in results for file in files}
 
     assert kept_in() == {False}
-    assert kept_in(storeIn="memory", memoryBudget=1) == {True}
+    assert kept_in(storeIn="memory") == {True}
 
 
 @pytest.mark.versions
@@ -372,8 +372,6 @@ def test_what_makes_no_sense_is_refused(spark: SparkSession) -> None:
         sparkdl.run(_never, df=rows, columnDtypes={"id": "int7"})
     with pytest.raises(ConfigError, match=r"shuffleSeed must be a whole number .*, got 0\.5"):
         sparkdl.run(_never, df=rows, shuffleSeed=0.5)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="memoryBudget must be a whole number >= 1, got 0"):
-        sparkdl.run(_never, df=rows, memoryBudget=0)
     with pytest.raises(ConfigError, match="storeIn must be one of disk, memory, got 'tape'"):
         sparkdl.run(_never, df=rows, storeIn="tape")
     with pytest.raises(ConfigError, match="shuffleRows must be one of exchange, spark, none, got"):
