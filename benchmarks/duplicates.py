@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
-from harness import Claim, arguments, child_environment, report, session, show
+from harness import Claim, arguments, child_environment, claim, report, session, show
 from PIL import Image
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -105,7 +105,12 @@ def against_pairs(spark: SparkSession, folder: Path, number: int, repeats: int) 
     peer = show(f"{number:,} rows, crossJoin", theirs, digits=2)
     return [
         Claim(
-            name=f"crossJoin / ours, {number:,} rows", ratio=peer / mine, target=50, at_least=True
+            name=f"crossJoin / ours, {number:,} rows",
+            ratio=peer / mine,
+            target=50,
+            at_least=True,
+            ours=mine,
+            peer=peer,
         )
     ]
 
@@ -223,13 +228,13 @@ def main() -> None:
             seconds, model = search(many)
         kept = model.kept().count()
         model.unpersist()
-        show(f"{number:,} hashes, threshold {THRESHOLD}", [seconds], unit="s", digits=1)
+        took = show(f"{number:,} hashes, threshold {THRESHOLD}", [seconds], digits=1)
         found, of_digits = headline(spark, folder)
         spark.stop()
     report(
         "duplicates",
         [
-            Claim(name=f"{number:,} hashes / 90 s", ratio=seconds / 90, target=1),
+            claim(f"{number:,} hashes / 90 s", took, 90, target=1),
             *claims,
             *of_digits,
         ],

@@ -4,15 +4,9 @@
 local-cluster[2,1,1536]; the same after a join that Spark shuffles. One epoch of a small model, in a
 fresh session for each measurement: seconds from the start of ``fit`` to the last worker's first
 step and to the end, and the peak memory of the larger executor's JVM. Compared with ``coalesce(2)``
-before the fit, after which the rows stay where they are read, and, with ``--source``, with another
-checkout. With ``--strategy GradientAllReduce`` all workers have to start together, which Spark's
-barrier mode allows only without ``coalesce``.
+before the fit, after which the rows stay where they are read.
 """
 
-import argparse
-import json
-import re
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -41,11 +35,9 @@ CONF = {
     "spark.sql.autoBroadcastJoinThreshold": "-1",
 }
 FIRST_STEP, WHOLE, MEMORY = "first step", "first epoch", "JVM's memory"
-OF_BEFORE = {FIRST_STEP: 0.6, WHOLE: 0.6, MEMORY: 0.6}
 OF_COALESCE = {FIRST_STEP: 1.1, WHOLE: 1.1}
 OURS, BY_HAND = "sparkdl", "coalesce by hand"
 UPSTREAMS = ("files", "join")
-STRATEGIES = ("ParameterAveraging", "GradientAllReduce")
 EXECUTOR = b"org.apache.spark.executor.CoarseGrainedExecutorBackend"
 Runs = dict[str, list[dict[str, float]]]
 
@@ -95,23 +87,11 @@ class Classifier(nn.Module):
 def main() -> None:
     """Measures and reports, or is one of the measurements."""
     options = harness.parser(__doc__)
-    options.add_argument("--source", type=Path, help="another checkout to compare with")
     options.add_argument("--part", type=float, default=1.0, help="of the rows, for development")
     options.add_argument("--table", choices=TABLES, action="append", help="by default both")
     options.add_argument("--upstream", choices=UPSTREAMS, action="append", help="by default both")
-    options.add_argument("--strategy", choices=STRATEGIES, default=STRATEGIES[0])
-    options.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
-    chosen = harness.parse(options, repeats=3)
-    if chosen.measure:
-        folder, upstream, way, strategy = chosen.measure
-        print(json.dumps(measure(Path(folder), upstream, way, strategy)), flush=True)
-        return
+    chosen = harness.parse(options, repeats=3, child=measure)
     part = chosen.part * (0.1 if chosen.quick else 1.0)
-    ways = {OURS: harness.FOLDER.parent}
-    if chosen.strategy == STRATEGIES[0]:  # barrier mode refuses what is coalesced
-        ways[BY_HAND] = harness.FOLDER.parent
-    if chosen.source:
-        ways[str(chosen.source)] = chosen.source
     claims: list[harness.Claim] = []
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -120,12 +100,11 @@ def main() -> None:
             write(folder, table, int(TABLES[table].rows * part))
             for upstream in chosen.upstream or UPSTREAMS:
                 turns: dict[str, Callable[[], dict[str, float]]] = {
-                    way: partial(in_a_session, folder, upstream, way, chosen.strategy, source)
-                    for way, source in ways.items()
+                    way: partial(in_a_session, folder, upstream, way) for way in (OURS, BY_HAND)
                 }
                 runs = harness.interleave(turns, repeats=chosen.repeats)
                 found[f"{table}, {upstream}"] = runs
-                claims += compared(f"{table}, {upstream}", runs, chosen.source)
+                claims += compared(f"{table}, {upstream}", runs)
     harness.report("feed_files", claims, {"part_of_rows": part, "runs": found})
 
 
@@ -148,22 +127,18 @@ def write(folder: Path, table: str, rows: int) -> None:
         pq.write_table(pa.table({"id": ids}), folder / "ids" / path, use_dictionary=False)
 
 
-def in_a_session(
-    folder: Path, upstream: str, way: str, strategy: str, source: Path
-) -> dict[str, float]:
-    """Measures one contender in a process of its own, with the code of a checkout."""
-    environment = harness.child_environment(source=source)
-    script = harness.FOLDER / "feed_files.py"
-    command = [sys.executable, script, "--measure", str(folder), upstream, way, strategy]
-    measured: dict[str, float] = harness.run_child(command, environment=environment)
+def in_a_session(folder: Path, upstream: str, way: str) -> dict[str, float]:
+    """Measures one contender in a process of its own."""
+    measured: dict[str, float] = harness.call_child(__file__, str(folder), upstream, way)
     print(f"  {folder.name}, {upstream}, {way}: {measured}", flush=True)
     return measured
 
 
-def measure(folder: Path, upstream: str, way: str, strategy: str) -> dict[str, float]:
+def measure(given: str, upstream: str, way: str) -> dict[str, float]:
     """Fits one epoch in a fresh session; returns seconds, and MB of the larger executor's JVM."""
-    from sparkdl import GradientAllReduce, ParameterAveraging, TorchEstimator
+    from sparkdl import ParameterAveraging, TorchEstimator
 
+    folder = Path(given)
     table = TABLES[(folder / "table").read_text()]
     spark = harness.session(MASTER, CONF)
     rows = spark.read.parquet(str(folder / "rows"))
@@ -177,9 +152,7 @@ def measure(folder: Path, upstream: str, way: str, strategy: str) -> dict[str, f
             model=partial(Classifier, table.width),
             loss=nn.CrossEntropyLoss(),
             optimizer=partial(fit_session.StampedSGD, stamps=Path(stamps), lr=0.1),
-            strategy=(
-                ParameterAveraging(period=50) if strategy == STRATEGIES[0] else GradientAllReduce()
-            ),
+            strategy=ParameterAveraging(period=50),
             featuresCols=table.features,
             batchSize=table.batch,
             numWorkers=WORKERS,
@@ -210,8 +183,7 @@ def executors_peaks(spark: SparkSession) -> list[int]:
         try:
             command = (process / "cmdline").read_bytes().split(b"\0")
             if EXECUTOR in command and application in command:
-                status = (process / "status").read_text()
-                peaks.append(int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024)
+                peaks.append(harness.status_bytes("VmHWM", int(process.name)))
         except OSError:  # it has ended
             continue
     if len(peaks) != WORKERS:
@@ -219,7 +191,7 @@ def executors_peaks(spark: SparkSession) -> list[int]:
     return peaks
 
 
-def compared(what: str, runs: Runs, source: Path | None) -> list[harness.Claim]:
+def compared(what: str, runs: Runs) -> list[harness.Claim]:
     """Prints the medians of one table's runs; returns the claims about them."""
     units = {FIRST_STEP: "s", WHOLE: "s", MEMORY: "MB"}
     medians = {
@@ -231,18 +203,14 @@ def compared(what: str, runs: Runs, source: Path | None) -> list[harness.Claim]:
         }
         for way, of_way in runs.items()
     }
-    others = ({BY_HAND: OF_COALESCE} if BY_HAND in runs else {}) | (
-        {str(source): OF_BEFORE} if source else {}
-    )
     return [
-        harness.Claim(
-            name=f"{what}, {each}: sparkdl / {'before' if other != BY_HAND else other}",
-            ratio=medians[OURS][each] / medians[other][each],
+        harness.claim(
+            f"{what}, {each}: sparkdl / {BY_HAND}",
+            medians[OURS][each],
+            medians[BY_HAND][each],
             target=target,
         )
-        for other, targets in others.items()
-        if other in runs
-        for each, target in targets.items()
+        for each, target in OF_COALESCE.items()
     ]
 
 

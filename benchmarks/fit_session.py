@@ -1,6 +1,9 @@
-"""Child process of whole_job.py: one fresh Spark session, two fits in it.
+"""Kinds of session, for ours and peers alike; and a child of startup.py, which fits twice in one.
 
-Prints, as its last line, ``{"session": ..., "fits": [{"seconds": ..., "first_step": ...,
+``plain`` is built by the user; ``created`` comes from ``sparkdl.create_session``, ``prepared`` too,
+on a machine on which ``sparkdl-prepare`` was run; ``connect`` is a client of Spark Connect.
+
+The child prints, as its last line, ``{"session": ..., "fits": [{"seconds": ..., "first_step": ...,
 "accuracy": ...}, ...]}``: the seconds that the session took to start; of each fit the wall time of
 the call, the time from the call to the first optimizer step (null if not observed), and the
 accuracy on the test rows. No Spark job runs in a session before its first fit. ``create_session``
@@ -8,8 +11,8 @@ imports torch's compiler while Java starts: its time is part of the session's, n
 """
 
 import argparse
-import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -19,16 +22,53 @@ from typing import Any
 
 import digits
 import harness
-import prepared
 import torch
 from peers import averaging_loop, ddp
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
 MASTER = f"local-cluster[{digits.WORKERS},1,2048]"
 CONF = {"spark.executor.memory": "2048m", "spark.ui.enabled": "false"}
 PERIOD = 5
 """Of ours, which is its default, and of a loop by hand; another loop has a round an epoch."""
+
+KINDS = ("plain", "created", "prepared", "connect")
+PREPARE_TIMEOUT_SECONDS = 300.0
+
+
+def add_option(options: argparse.ArgumentParser, *, default: str) -> None:
+    """Adds ``--session``, which may be given more than once."""
+    options.add_argument(
+        "--session",
+        action="append",
+        choices=KINDS,
+        help=f"a kind of session for all contenders ({default} if left out)",
+    )
+
+
+def prepare(cache: Path) -> None:
+    """Runs ``sparkdl-prepare`` for the prepared sessions; not part of any figure.
+
+    Args:
+        cache: a folder that does not exist yet, for what it writes.
+    """
+    harness.run_to_end(
+        [sys.executable, "-c", "from sparkdl.spark.session.prepare import main; main([])"],
+        environment=harness.child_environment() | {"XDG_CACHE_HOME": str(cache)},
+        timeout=PREPARE_TIMEOUT_SECONDS,
+    )
+
+
+def environment_of(kind: str, cache: Path, python: Path = Path(sys.executable)) -> dict[str, str]:
+    """Returns the environment of a contender's process.
+
+    Args:
+        kind: of ``KINDS``.
+        cache: as prepared; others see neither this nor the user's own.
+        python: the contender's interpreter.
+    """
+    seen = cache if kind == "prepared" else cache / "nothing"
+    return harness.child_environment(python=python) | {"XDG_CACHE_HOME": str(seen)}
 
 
 class StampedSGD(torch.optim.SGD):
@@ -73,7 +113,7 @@ def connect_session(master: str = MASTER, conf: Mapping[str, str] = CONF) -> Spa
 
 
 def start_session(kind: str, conf: Mapping[str, str] = CONF) -> SparkSession:
-    """Returns a session of a kind of ``prepared.KINDS``, with the same settings whatever it is."""
+    """Returns a session of a kind of ``KINDS``, with the same settings whatever it is."""
     if kind == "connect":
         return connect_session(conf=conf)
     if kind == "plain":
@@ -83,14 +123,18 @@ def start_session(kind: str, conf: Mapping[str, str] = CONF) -> SparkSession:
     return create_session("benchmark", master=MASTER, conf=conf)
 
 
+def read(spark: SparkSession, folder: Path) -> DataFrame:
+    """Returns the training rows; as the schema is given, nothing runs before the clock starts."""
+    return spark.read.schema("features array<float>, label long").parquet(str(folder / "train"))
+
+
 def fit_ours(
-    strategy: str, train: str, spark: SparkSession, folder: Path, epochs: int, seed: int
+    strategy: str, spark: SparkSession, folder: Path, epochs: int, seed: int
 ) -> tuple[nn.Module, float | None]:
     """Fits a TorchEstimator on the Parquet files; returns the model and the first step's time."""
     from sparkdl import GradientAllReduce, ParameterAveraging, TorchEstimator
 
-    # As the schema is given, reading runs nothing before the clock starts.
-    frame = spark.read.schema("features array<float>, label long").parquet(str(folder / train))
+    frame = read(spark, folder)
     with tempfile.TemporaryDirectory() as stamps:
         estimator = TorchEstimator(
             model=digits.build_mlp,
@@ -108,16 +152,22 @@ def fit_ours(
         return model.module, first_step_of_all(Path(stamps))
 
 
+def distributed(folder: Path, epochs: int, **settings: Any) -> dict[str, Any]:
+    """Runs DDP with TorchDistributor; returns what its rank 0 does."""
+    from pyspark.ml.torch.distributor import TorchDistributor
+
+    distributor = TorchDistributor(digits.WORKERS, local_mode=False, use_gpu=False)
+    result: dict[str, Any] | None = distributor.run(ddp.train, folder, epochs, **settings)
+    if result is None:  # its way to say that a process failed
+        raise RuntimeError("TorchDistributor returned nothing: the training failed")
+    return result
+
+
 def fit_torch_distributor(
     spark: SparkSession, folder: Path, epochs: int, seed: int
 ) -> tuple[nn.Module, float | None]:
     """Runs DDP with TorchDistributor; returns the model and the first step's time."""
-    from pyspark.ml.torch.distributor import TorchDistributor
-
-    distributor = TorchDistributor(digits.WORKERS, local_mode=False, use_gpu=False)
-    result: dict[str, Any] | None = distributor.run(ddp.train, folder, epochs, seed=seed)
-    if result is None:  # its way to say that a process failed
-        raise RuntimeError("TorchDistributor returned nothing: the training failed")
+    result = distributed(folder, epochs, seed=seed)
     model = digits.build_mlp()
     model.load_state_dict(
         {name: torch.from_numpy(value) for name, value in result["state"].items()}
@@ -134,44 +184,34 @@ def fit_averaging_loop(
 
 Fit = Callable[[SparkSession, Path, int, int], tuple[nn.Module, float | None]]
 CONTENDERS: dict[str, Fit] = {
-    "sparkdl": partial(fit_ours, "averaging", "train"),
-    "sparkdl_all_reduce": partial(fit_ours, "all-reduce", "train"),
-    "sparkdl_five_files": partial(fit_ours, "averaging", "train-in-five"),
-    "sparkdl_all_reduce_five_files": partial(fit_ours, "all-reduce", "train-in-five"),
+    "sparkdl": partial(fit_ours, "averaging"),
+    "sparkdl_all_reduce": partial(fit_ours, "all-reduce"),
     "torch_distributor": fit_torch_distributor,
     "averaging_loop": partial(fit_averaging_loop, PERIOD),
     "averaging_loop_each_epoch": partial(fit_averaging_loop, digits.STEPS),
 }
 
 
-def main() -> None:
-    """Fits twice with one contender and prints what it measured."""
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("contender", choices=CONTENDERS)
-    options.add_argument("folder", type=Path)
-    options.add_argument("--session", choices=prepared.KINDS, default="plain")
-    options.add_argument("--seed", type=int, default=7, help="of the first fit")
-    chosen = options.parse_args()
+def twice(contender: str, folder: str, kind: str, seed: int) -> dict[str, Any]:
+    """Fits twice with one contender; returns what it measured."""
     started = time.time()
-    spark = start_session(chosen.session)
+    spark = start_session(kind)
     session = time.time() - started
     fits = []
     for number in range(2):
         called = time.time()
-        model, first_step = CONTENDERS[chosen.contender](
-            spark, chosen.folder, digits.EPOCHS, chosen.seed + number
-        )
+        model, first_step = CONTENDERS[contender](spark, Path(folder), digits.EPOCHS, seed + number)
         seconds = time.time() - called
         fits.append(
             {
                 "seconds": round(seconds, 3),
                 "first_step": None if first_step is None else round(first_step - called, 3),
-                "accuracy": round(digits.accuracy(model, chosen.folder), 4),
+                "accuracy": round(digits.accuracy(model, Path(folder)), 4),
             }
         )
     spark.stop()
-    print(json.dumps({"session": round(session, 3), "fits": fits}), flush=True)
+    return {"session": round(session, 3), "fits": fits}
 
 
 if __name__ == "__main__":
-    main()
+    harness.parse(harness.parser(__doc__), child=twice)

@@ -4,6 +4,8 @@ A benchmark measures ours and its peers in one run, in turns, so that a busy min
 hits all of them; it compares medians and says with numbers whether each claim was met.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import os
@@ -15,16 +17,35 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pyspark.sql import SparkSession
+if TYPE_CHECKING:  # what needs no Spark does not import it
+    from pyspark.sql import SparkSession
 
 FOLDER = Path(__file__).resolve().parent
 CHILD_TIMEOUT_SECONDS = 600.0
 
 Measured = TypeVar("Measured")
+
+
+class Median(float):
+    """A median, with what it is the median of.
+
+    Args:
+        values: the measurements.
+        unit: theirs.
+    """
+
+    def __new__(cls, values: Sequence[float], unit: str = "") -> Median:
+        """Takes the median."""
+        made = super().__new__(cls, statistics.median(values))
+        made.values, made.unit = values, unit
+        return made
+
+    values: Sequence[float]
+    unit: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +58,16 @@ class Claim:
         target: its bound.
         at_least: True where more is better (the ratio must reach the target), False where the
             ratio must not exceed it.
+        ours: what was measured of ours, if the ratio is of two measurements.
+        peer: the same of the other side.
     """
 
     name: str
     ratio: float
     target: float
     at_least: bool = False
+    ours: float | None = None
+    peer: float | None = None
 
     @property
     def met(self) -> bool:
@@ -53,6 +78,29 @@ class Claim:
         bound = "at least" if self.at_least else "at most"
         verdict = "met" if self.met else "MISSED"
         return f"{self.name}: {self.ratio:.3f} ({bound} {self.target:g}): {verdict}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns what the last line of a benchmark has of it."""
+        told = {
+            "name": self.name,
+            "ratio": round(self.ratio, 4),
+            "target": self.target,
+            "bound": "at least" if self.at_least else "at most",
+            "met": self.met,
+            "ours": self.ours,
+            "peer": self.peer,
+        }
+        if isinstance(self.ours, Median):
+            values = self.ours.values
+            told |= {"n": len(values), "spread": [min(values), max(values)], "unit": self.ours.unit}
+        return told
+
+
+def claim(name: str, ours: float, peer: float, *, target: float, at_least: bool = False) -> Claim:
+    """Returns the claim about ours / the other side's."""
+    return Claim(
+        name=name, ratio=ours / peer, target=target, at_least=at_least, ours=ours, peer=peer
+    )
 
 
 def arguments(
@@ -78,19 +126,75 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     )
     result.add_argument("--repeats", type=int, help="measurements of each contender")
     result.add_argument("--quick", action="store_true", help="few repeats: a check, not a result")
+    result.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     return result
 
 
 def parse(
-    options: argparse.ArgumentParser, *, repeats: int, quick_repeats: int = 1
+    options: argparse.ArgumentParser,
+    *,
+    repeats: int | None = None,
+    quick_repeats: int | None = 1,
+    child: Callable[..., Any] | None = None,
 ) -> argparse.Namespace:
-    """Parses the command line and fills in ``repeats``, which must be at least 1."""
+    """Parses the command line and fills in ``repeats``, which must be at least 1.
+
+    Args:
+        options: of ``parser``.
+        repeats: how often each contender is measured by default.
+        quick_repeats: how often with ``--quick``.
+        child: what ``call_child`` has a process of its own do, which then ends.
+    """
     parsed = options.parse_args()
+    if parsed.child is not None and child is not None:
+        print(json.dumps(child(*parsed.child)), flush=True)
+        raise SystemExit
     if parsed.repeats is None:
         parsed.repeats = quick_repeats if parsed.quick else repeats
-    if parsed.repeats < 1:
+    if parsed.repeats is not None and parsed.repeats < 1:
         options.error(f"--repeats must be at least 1, got {parsed.repeats}")
     return parsed
+
+
+Part = Callable[[argparse.Namespace], tuple[list[Claim], dict[str, Any]]]
+"""Measures; returns the claims and the figures behind them."""
+
+
+def measure_parts(
+    benchmark: str,
+    options: argparse.ArgumentParser,
+    parts: Mapping[str, tuple[Part, int, int]],
+    *,
+    default: Sequence[str] | None = None,
+    child: Callable[..., Any] | None = None,
+) -> None:
+    """Measures those parts of a benchmark that the command line names, and reports.
+
+    Args:
+        benchmark: its name.
+        options: of ``parser``.
+        parts: by name, with their repeats by default and with ``--quick``.
+        default: those that are measured if none is named; all if left out.
+        child: as for ``parse``.
+    """
+    usual = [*(default or parts)]
+    options.add_argument(
+        "parts",
+        nargs="*",
+        default=usual,
+        choices=[usual, *parts],  # of what is left out, argparse asks whether it is a choice too
+        metavar="PART",
+        help=f"of {', '.join(parts)}; {' and '.join(usual)} if left out",
+    )
+    chosen = parse(options, quick_repeats=None, child=child)
+    claims: list[Claim] = []
+    measured: dict[str, Any] = {}
+    for name in chosen.parts:
+        part, repeats, quick_repeats = parts[name]
+        given = {"repeats": chosen.repeats or (quick_repeats if chosen.quick else repeats)}
+        found, measured[name] = part(argparse.Namespace(**{**vars(chosen), **given}))
+        claims += found
+    report(benchmark, claims, measured)
 
 
 def interleave(
@@ -116,9 +220,9 @@ def interleave(
     return measured
 
 
-def show(name: str, values: Sequence[float], *, unit: str = "s", digits: int = 4) -> float:
+def show(name: str, values: Sequence[float], *, unit: str = "s", digits: int = 4) -> Median:
     """Prints median, range and count of some measurements and returns the median."""
-    middle = statistics.median(values)
+    middle = Median(values, unit)
     low, high = min(values), max(values)
     print(
         f"{name}: median {middle:,.{digits}f} {unit} "
@@ -136,19 +240,10 @@ def report(benchmark: str, claims: Sequence[Claim], measured: Mapping[str, Any])
         claims: at least one; the first is the headline.
         measured: the figures behind the ratios, JSON-serialisable, with units in their names.
     """
-    for claim in claims:
-        print(claim)
+    for each in claims:
+        print(each)
     detail = {
-        "claims": [
-            {
-                "name": claim.name,
-                "ratio": round(claim.ratio, 4),
-                "target": claim.target,
-                "bound": "at least" if claim.at_least else "at most",
-                "met": claim.met,
-            }
-            for claim in claims
-        ],
+        "claims": [each.as_json() for each in claims],
         **measured,
         "machine": _machine(),
     }
@@ -162,12 +257,13 @@ def report(benchmark: str, claims: Sequence[Claim], measured: Mapping[str, Any])
 
 
 def _machine() -> dict[str, Any]:
-    packages = ("torch", "pyspark", "pyarrow", "numpy")
-    return {
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        **{package: version(package) for package in packages},
-    }
+    found: dict[str, Any] = {"cpus": os.cpu_count(), "python": platform.python_version()}
+    for package in ("torch", "pyspark", "pyarrow", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # what needs no Spark runs without
+            found[package] = None
+    return found
 
 
 def child_environment(
@@ -203,6 +299,17 @@ def run_child(command: Sequence[str | Path], **options: Any) -> dict[str, Any]:
     except (IndexError, ValueError) as error:
         raise RuntimeError(_failure(command, "no JSON line at the end", output, errors)) from error
     return dict(result)
+
+
+def call_child(script: str, *given: Any, **options: Any) -> dict[str, Any]:
+    """Has a process of its own call what a script hands to ``parse`` as its child.
+
+    Args:
+        script: its ``__file__``.
+        given: the function's arguments, JSON-serialisable.
+        options: as ``run_to_end`` takes them.
+    """
+    return run_child([sys.executable, script, "--child", json.dumps(given)], **options)
 
 
 def run_to_end(
@@ -273,6 +380,8 @@ def peer_python(peer: str) -> Path:
 
 def session(master: str, conf: Mapping[str, str]) -> SparkSession:
     """Starts a Spark session as users build it; ``child_environment`` must be in force."""
+    from pyspark.sql import SparkSession
+
     builder = SparkSession.builder.master(master).appName("benchmark")
     for key, value in conf.items():
         builder = builder.config(key, value)
@@ -296,3 +405,59 @@ def torchrun(script: Path, *arguments: str, processes: int) -> dict[str, Any]:
         [*launcher, f"--nproc_per_node={processes}", script, *arguments],
         environment=environment,
     )
+
+
+def status_bytes(field: str, process: int | None = None) -> int:
+    """Returns a memory figure of a process, this one by default, in bytes."""
+    status = Path(f"/proc/{process or os.getpid()}/status")
+    for line in status.read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"{status} has no {field}: this benchmark needs Linux")
+
+
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+DRIVER, DRIVER_JVM, EXECUTOR_JVM, WORKER = (
+    "driver's Python",
+    "driver's JVM",
+    "executors' JVMs",
+    "Python workers",
+)
+Spent = Mapping[int, tuple[str, float]]
+
+
+def processor_spent() -> Spent:
+    """Returns each process's kind and processor seconds, by its ID: of this one and all below it.
+
+    Linux only. Other work on the machine lengthens wall time a lot, but this hardly at all.
+    """
+    told = {int(each.name): each for each in Path("/proc").iterdir() if each.name.isdigit()}
+    parents, seconds, commands = {}, {}, {}
+    for process, folder in told.items():
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            commands[process] = (folder / "cmdline").read_text()
+        except OSError:  # the process has ended meanwhile
+            continue
+        parents[process] = int(fields[1])
+        seconds[process] = (int(fields[11]) + int(fields[12])) * TICK_S
+    ours = {os.getpid()}
+    while more := {each for each, parent in parents.items() if parent in ours} - ours:
+        ours |= more
+    return {each: (_kind(each, commands[each]), seconds[each]) for each in ours}
+
+
+def processor_since(before: Spent) -> dict[str, float]:
+    """Returns the seconds used since then, by kind, without processes that have ended since."""
+    found: dict[str, float] = {}
+    for process, (kind, seconds) in processor_spent().items():
+        found[kind] = found.get(kind, 0.0) + seconds - before.get(process, (kind, 0.0))[1]
+    return {kind: round(seconds, 2) for kind, seconds in sorted(found.items())}
+
+
+def _kind(process: int, command: str) -> str:
+    if process == os.getpid():
+        return DRIVER
+    if "CoarseGrainedExecutorBackend" in command:
+        return EXECUTOR_JVM
+    return DRIVER_JVM if "org.apache.spark" in command else WORKER

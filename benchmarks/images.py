@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import feed_epochs
+import feed
 import harness
 import numpy as np
 import pyarrow as pa
@@ -74,9 +74,10 @@ def main() -> None:
         paths = draw(Path(name), count)
         rates = measure(Path(name), paths, chosen.repeats)
     claims = [
-        harness.Claim(
-            name=f"{epochs} / DataLoader",
-            ratio=rates["ours"][epochs] / rates["DataLoader"][epochs],
+        harness.claim(
+            f"{epochs} / DataLoader",
+            rates["ours"][epochs],
+            rates["DataLoader"][epochs],
             target=target,
             at_least=True,
         )
@@ -102,7 +103,7 @@ def draw(folder: Path, count: int) -> list[Path]:
 def measure(folder: Path, paths: Sequence[Path], repeats: int) -> dict[str, dict[str, float]]:
     """Images/s of both, medians."""
     os.environ.update(harness.child_environment())
-    spark = harness.session(f"local-cluster[{feed_epochs.WORKERS},1,2048]", feed_epochs.CONF)
+    spark = harness.session(f"local-cluster[{feed.WORKERS},1,2048]", feed.CONF)
     spark.sparkContext.setLogLevel("OFF")
     frame = photographs(spark, folder)
     turns = {"ours": partial(ours, frame), "DataLoader": partial(loader_epochs, paths)}
@@ -110,8 +111,9 @@ def measure(folder: Path, paths: Sequence[Path], repeats: int) -> dict[str, dict
     spark.stop()
     return {
         name: {
-            epochs: len(paths)
-            / harness.show(f"{epochs}, {name}", [each[index] for each in taken], digits=2)
+            epochs: feed.rate(
+                len(paths), f"{epochs}, {name}", [each[index] for each in taken], digits=2
+            )
             for index, epochs in enumerate(TARGETS)
         }
         for name, taken in measured.items()
@@ -122,23 +124,23 @@ def photographs(spark: SparkSession, folder: Path) -> DataFrame:
     """The folder's rows as workers get them."""
     rows = spark.read.format("binaryFile").load(folder.as_uri())
     label = (F.col("length") % 10).cast("int").alias("label")
-    frame = rows.select("content", label).coalesce(feed_epochs.WORKERS)
+    frame = rows.select("content", label).coalesce(feed.WORKERS)
     workers = Workers(
         frame=frame,
         columns=tuple(input_column(frame, name, "featuresCols") for name in frame.columns),
-        num_workers=feed_epochs.WORKERS,
+        num_workers=feed.WORKERS,
         delivery=Delivery(),
         device="cpu",
         description="benchmark",
         network=network_of(spark),
     )
-    return worker_frame(workers, feed_epochs.SEED)
+    return worker_frame(workers, feed.SEED)
 
 
 def ours(frame: DataFrame) -> tuple[float, float]:
     """Seconds of a job of one epoch, and of one later epoch."""
-    first = feed_epochs.fed_job(frame, partial(feed_epochs.fill_and_pass, SCHEMA))
-    with small_record_batches(frame.sparkSession.sparkContext):
+    first = feed.fed_job(frame, partial(feed.fill_and_pass, SCHEMA))
+    with small_record_batches(frame.sparkSession):
         rows = frame.mapInArrow(fill_and_go_on, "seconds double").collect()
     return first, max(row["seconds"] for row in rows)
 
@@ -147,10 +149,10 @@ def fill_and_go_on(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch
     """Fills a store, passes over it, and measures later epochs."""
     torch.set_num_threads(1)
     directory = Path(tempfile.gettempdir())
-    with Feed(SCHEMA, batch_size=BATCH_SIZE, seed=7, rank=0, directory=directory) as feed:
-        feed.fill(map(unpacked, batches))
-        feed_epochs.timed(feed.epoch(1))
-        seconds = [feed_epochs.timed(feed.epoch(epoch)) for epoch in LATER]
+    with Feed(SCHEMA, batch_size=BATCH_SIZE, seed=7, rank=0, directory=directory) as store:
+        store.fill(map(unpacked, batches))
+        feed.timed(store.epoch(1))
+        seconds = [feed.timed(store.epoch(epoch)) for epoch in LATER]
     yield pa.record_batch([pa.array([float(np.median(seconds))])], names=["seconds"])
 
 
@@ -161,13 +163,13 @@ def loader_epochs(paths: Sequence[Path]) -> tuple[float, float]:
         Files(paths),
         batch_size=BATCH_SIZE,
         shuffle=True,
-        num_workers=feed_epochs.WORKERS,
+        num_workers=feed.WORKERS,
         persistent_workers=True,
     )
     for _ in loader:
         pass
     first = time.perf_counter() - started
-    return first, feed_epochs.timed(loader)
+    return first, feed.timed(loader)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,19 @@
 """Predictions for the rows of Parquet files, against predict_batch_udf and a bare torch loop.
 
 200,000 rows for an MLP on 784 floats, 90,000 for a small CNN on encoded images and 60,000 for a
-transformer encoder on tokens, so that calls take seconds; in eight files, on
-local-cluster[2,1,2048]. Every measurement is a process of its own with a fresh session, of the same
-kinds for ours and the peer (``prepared.py``), which predicts for all rows several times: the first
+transformer encoder on tokens, so that calls take seconds; in eight files, on local-
+cluster[2,1,2048]. Every measurement is a process of its own with a fresh session, of the same kinds
+for ours and the peer (``fit_session.py``), which predicts for all rows several times: the first
 call is timed from the DataFrame to the last row, later ones in rows per second. Where
-``create_session`` starts it, the first call counts from the start of the session. Ours has the
-columns read from ``file:`` by pyarrow, around the JVM; ``sparkdl, rows through the JVM`` has them
-read by Spark, as from HDFS or after a join, and as the peer always has. The bare loop is two
-processes that read half of the files each with pyarrow, without Spark; its first call is not
+``create_session`` starts it, the first call counts from the start of the session. The bare loop is
+two processes that read half of the files each with pyarrow, without Spark; its first call is not
 compared. All compute in float32 with one torch thread, give ten numbers per row, and write none of
 them. The ratios are shown together with where the processor time of a later call goes.
 """
 
-import argparse
 import io
-import json
 import multiprocessing
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,16 +24,13 @@ from typing import Any
 import fit_session
 import harness
 import numpy as np
-import prepared
-import processor_time
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from inference_models import CASES, Case
+from networks import CASES, Case
 from PIL import Image
 from pyspark.ml.functions import predict_batch_udf
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, FloatType
 
 FILES, WORKERS, CALLS = 8, 2, 4
@@ -47,7 +39,7 @@ CONF = {
     "spark.ui.enabled": "false",
     "spark.log.level": "ERROR",
 }
-OURS, THROUGH_JVM = "sparkdl", "sparkdl, rows through the JVM"
+OURS = "sparkdl"
 PEER, BARE = "predict_batch_udf", "bare loop"
 AGAINST_PEER, AGAINST_BARE, FIRST_CALL = 1.3, 0.85, 1.0
 Measured = dict[str, Any]
@@ -61,19 +53,14 @@ def main() -> None:
     options = harness.parser(__doc__)
     options.add_argument("--case", choices=CASES, action="append", help="by default all")
     options.add_argument("--part", type=float, default=1.0, help="of the rows, for development")
-    options.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
-    prepared.add_option(options, default="plain and prepared")
-    chosen = harness.parse(options, repeats=3)
-    if chosen.measure:
-        way, kind, name, folder = chosen.measure
-        print(json.dumps(WAYS[way](CASES[name], Path(folder), kind)), flush=True)
-        return
+    fit_session.add_option(options, default="plain and prepared")
+    chosen = harness.parse(options, repeats=3, child=measure)
     kinds = chosen.session or ["plain", "prepared"]
     claims: list[harness.Claim] = []
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         cache = Path(directory) / "cache"
-        prepared.prepare(cache)
+        fit_session.prepare(cache)
         for name in chosen.case or CASES:
             folder = Path(directory) / name
             rows = int(CASES[name].rows * chosen.part * (0.1 if chosen.quick else 1.0))
@@ -116,19 +103,20 @@ def compared(name: str, rows: int, runs: Runs, kinds: Sequence[str]) -> list[har
     kind = kinds[0]
     return [
         *(
-            harness.Claim(
-                name=f"{name}: {ours}, rows/s / {other}",
-                ratio=speed[f"{ours}, {kind}"] / speed[f"{other}, {kind}"],
+            harness.claim(
+                f"{name}: rows/s / {other}",
+                speed[f"{OURS}, {kind}"],
+                speed[f"{other}, {kind}"],
                 target=target,
                 at_least=True,
             )
-            for ours in (OURS, THROUGH_JVM)
             for other, target in ((PEER, AGAINST_PEER), (BARE, AGAINST_BARE))
         ),
         *(
-            harness.Claim(
-                name=f"{name}: first call / {PEER}, {kind}",
-                ratio=first[f"{OURS}, {kind}"] / first[f"{PEER}, {kind}"],
+            harness.claim(
+                f"{name}: first call / {PEER}, {kind}",
+                first[f"{OURS}, {kind}"],
+                first[f"{PEER}, {kind}"],
                 target=FIRST_CALL,
             )
             for kind in kinds
@@ -162,25 +150,27 @@ def _image(draws: np.random.Generator, shape: tuple[int, ...]) -> bytes:
 
 def in_a_process(way: str, kind: str, name: str, folder: Path, cache: Path) -> Measured:
     """Returns what each call in a fresh session took."""
-    environment = prepared.environment_of(kind, cache) | {"OMP_NUM_THREADS": "1"}
-    script = harness.FOLDER / "inference.py"
-    child = harness.run_child(
-        [sys.executable, script, "--measure", way, kind, name, folder], environment=environment
-    )
+    environment = fit_session.environment_of(kind, cache) | {"OMP_NUM_THREADS": "1"}
+    child = harness.call_child(__file__, way, kind, name, str(folder), environment=environment)
     if kind != "plain":
         child["calls"][0] += child.get("session", 0.0)
     print(f"  {name}, {way}, {kind}: {child['calls']}", flush=True)
     return child
 
 
+def measure(way: str, kind: str, name: str, folder: str) -> Measured:
+    """Measures one contender."""
+    return WAYS[way](CASES[name], Path(folder), kind)
+
+
 def calls_of(call: Callable[[], object]) -> Measured:
     """Returns what several calls took."""
     calls, processor = [], []
     for _ in range(CALLS):
-        before, began = processor_time.spent(), time.perf_counter()
+        before, began = harness.processor_spent(), time.perf_counter()
         call()
         calls.append(round(time.perf_counter() - began, 4))
-        processor.append(processor_time.since(before))
+        processor.append(harness.processor_since(before))
     return {"calls": calls, "processor": processor}
 
 
@@ -197,7 +187,7 @@ def session(kind: str) -> tuple[SparkSession, float]:
     return spark, time.perf_counter() - began
 
 
-def ours(case: Case, folder: Path, kind: str, *, through_jvm: bool = False) -> Measured:
+def ours(case: Case, folder: Path, kind: str) -> Measured:
     """Predicts with ``TorchModel.transform``."""
     from sparkdl import TorchModel
 
@@ -210,12 +200,8 @@ def ours(case: Case, folder: Path, kind: str, *, through_jvm: bool = False) -> M
         predictionDtype="float32",
     )
 
-    def frame() -> DataFrame:
-        rows = spark.read.parquet(str(folder))
-        # A computed column is not one of a file.
-        return rows.select(F.coalesce("x", F.lit(None)).alias("x")) if through_jvm else rows
-
-    predicted = to_the_last_row(lambda: model.transform(frame()).select("prediction"))
+    rows = partial(spark.read.parquet, str(folder))
+    predicted = to_the_last_row(lambda: model.transform(rows()).select("prediction"))
     return calls_of(predicted) | {"session": seconds}
 
 
@@ -297,7 +283,6 @@ def _numpy_of(column: pa.Array, case: Case) -> np.ndarray:
 
 WAYS: Mapping[str, Callable[[Case, Path, str], Measured]] = {
     OURS: ours,
-    THROUGH_JVM: partial(ours, through_jvm=True),
     PEER: peer,
     BARE: bare,
 }

@@ -1,39 +1,47 @@
 """What safety costs: checkpoints and the watchdog, and a lost worker.
 
-``epochs``: a fit on four executors; epochs during which a checkpoint is written and the watchdog is
-on, against those with neither (``epoch_costs.py``). ``losses``: four workers, each a process on
-this machine, train the network of the other benchmarks on synthetic digits, and one of the four is
-killed (kill -9) halfway. The cost is how much longer the job took than without; where the workers
-need each other (GradientAllReduce), all start again from the last commit.
+``epochs``: what checkpoints and the watchdog add to an epoch of a fit on four executors. In every
+second epoch the checkpoint of the one before is written, and the watchdog is on in two epochs out
+of four: so each epoch has neighbours of the three other kinds, and whatever else the machine does
+hits all kinds alike. Workers keep the thread that would answer the watchdog in all epochs; it
+sleeps. ``losses``: four workers, each a process on this machine, train the network of the other
+benchmarks on synthetic digits, and one of the four is killed (kill -9) halfway. The cost is how
+much longer the job took than without; where the workers need each other (GradientAllReduce), all
+start again from the last commit.
 """
 
+import argparse
+import contextlib
 import multiprocessing
 import os
 import signal
-import statistics
-import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import cloudpickle
-import epoch_costs
+import digits
+import harness
 import numpy as np
 import torch
-from harness import Claim, interleave, parse, parser, report, show
+from harness import Claim, show
 from torch import nn
 
+from sparkdl import TorchEstimator
+from sparkdl.driver import Launch, Observers, Outcome, RunOptions, run
 from sparkdl.events import EpochSummary
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import ColumnSpec
+from sparkdl.spark.diagnostics.watchdog import watched
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import batches_of, run_world
 from sparkdl.testing.world import Shard
 from sparkdl.worker import Job
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 WORKERS = 4
 ROWS = 24_000
@@ -45,16 +53,15 @@ COMMIT_EVERY = 20
 COMMITTING = GradientAllReduce(commit_every=COMMIT_EVERY)
 RESTART_S = 15.0
 """Seconds that a lost worker may cost besides its own window."""
-
-
-def network() -> nn.Module:
-    layers = [nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10)]
-    return nn.Sequential(*layers)
+FIT_BATCH = 8
+"""Of the fit with checkpoints: small, for epochs of about a second."""
+KINDS = {0: "neither", 1: "checkpoint", 2: "watchdog", 3: "both"}
+"""By the remainder of an epoch's number divided by four."""
 
 
 def job(epochs: int, strategy: Strategy = AVERAGING, rows_a_batch: int = BATCH) -> Job:
     return Job(
-        model=network,
+        model=digits.build_mlp,
         loss=nn.CrossEntropyLoss(),
         optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
         strategy=strategy,
@@ -89,6 +96,82 @@ def resident_mb() -> list[float]:
     return [mb[0], max(mb[1:], default=0.0)]
 
 
+def kind_of(epoch: int) -> str:
+    writes, is_watched = epoch % 2 == 1, epoch // 2 % 2 == 1
+    return KINDS[writes + 2 * is_watched]
+
+
+def epochs_of_each_kind(epochs: int) -> dict[str, list[float]]:
+    """Returns the seconds of the epochs of each kind, except the first four.
+
+    Args:
+        epochs: a multiple of four.
+    """
+    os.environ.update(harness.child_environment())
+    conf = {"spark.executor.memory": "512m", "spark.ui.enabled": "false"}
+    spark = harness.session(f"local-cluster[{WORKERS},1,1024]", conf)
+    spark.sparkContext.setLogLevel("OFF")
+    switch = _Switch()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            digits.write(Path(folder))
+            rows = spark.read.parquet(str(Path(folder, "train")))
+            estimator = TorchEstimator(
+                model=digits.build_mlp,
+                loss=nn.CrossEntropyLoss(),
+                optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+                strategy=ParameterAveraging(5),
+                epochs=epochs,
+                batchSize=FIT_BATCH,
+                numWorkers=WORKERS,
+                progress=False,
+                checkpointPath=str(Path(folder, "checkpoints")),
+                checkpointEvery=2,
+            )
+            with (
+                mock.patch("sparkdl.spark.launch.launcher.watched", switch.watched),
+                mock.patch("sparkdl.estimator.estimator.run", switch.run),
+            ):
+                history = estimator.fit(rows).history
+    finally:
+        spark.stop()
+    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS.values()}
+    for epoch in history[4:]:
+        seconds[kind_of(epoch.epoch)].append(epoch.seconds)
+    return seconds
+
+
+class _Switch:
+    """Turns the watchdog of a fit on and off as its epochs end."""
+
+    def __init__(self) -> None:
+        self._arguments: Any = ()
+        self._on: contextlib.ExitStack = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def watched(self, *arguments: Any) -> Iterator[None]:
+        """Replaces the watchdog, and leaves it on until the first epoch has ended."""
+        self._arguments = arguments
+        self._on.enter_context(watched(*arguments))
+        with contextlib.ExitStack() as stack:
+            stack.callback(lambda: self._on.close())
+            yield
+
+    def run(
+        self, job: Job, size: int, launch: Launch, options: RunOptions, observers: Observers
+    ) -> Outcome:
+        """Replaces ``driver.run``, and switches the watchdog for each epoch that begins."""
+
+        def turn(event: Any) -> None:
+            observers.on_event(event)
+            if isinstance(event, EpochSummary):
+                self._on.close()
+                if kind_of(event.epoch + 1) in ("watchdog", "both"):
+                    self._on.enter_context(watched(*self._arguments))
+
+        return run(job, size, launch, options, replace(observers, on_event=turn))
+
+
 def train_seconds(data: list[Shard], strategy: Strategy, *, kill: bool = False) -> float:
     """Seconds from the start to the end of a job, perhaps with a worker killed in the middle."""
 
@@ -103,27 +186,23 @@ def train_seconds(data: list[Shard], strategy: Strategy, *, kill: bool = False) 
     return time.monotonic() - started
 
 
-Measured = tuple[list[Claim], dict[str, Any]]
-
-
-def costs_of_epochs(epochs: int) -> Measured:
+def costs_of_epochs(chosen: argparse.Namespace) -> tuple[list[Claim], dict[str, Any]]:
     """What checkpoints and the watchdog add to an epoch."""
-    seconds = epoch_costs.measure(epochs)
-    for kind, values in seconds.items():
-        show(f"an epoch with {kind}", values)
-    ratios = epoch_costs.ratios(seconds)
+    seconds = epochs_of_each_kind(12 if chosen.quick else chosen.epochs)
+    medians = {kind: show(f"an epoch with {kind}", values) for kind, values in seconds.items()}
+    both, neither = medians["both"], medians["neither"]
     name = "epoch with a checkpoint and the watchdog / with neither"
-    return [Claim(name=name, ratio=ratios["both"], target=1.02)], {
-        "epoch_s": {kind: statistics.median(values) for kind, values in seconds.items()},
-        "epoch / with neither": ratios,
+    return [harness.claim(name, both, neither, target=1.02)], {
+        "epoch_s": medians,
+        "epoch / with neither": {kind: each / neither for kind, each in medians.items()},
         "epochs_of_each_kind": len(seconds["both"]),
     }
 
 
-def costs_of_losses(repeats: int) -> Measured:
+def costs_of_losses(chosen: argparse.Namespace) -> tuple[list[Claim], dict[str, Any]]:
     """What a worker that is killed halfway costs."""
     data = shards(ROWS)
-    times = interleave(
+    times = harness.interleave(
         {
             "averaging": partial(train_seconds, data, AVERAGING),
             "averaging, one killed": partial(train_seconds, data, AVERAGING, kill=True),
@@ -131,7 +210,7 @@ def costs_of_losses(repeats: int) -> Measured:
             "all-reduce, commits": partial(train_seconds, data, COMMITTING),
             "all-reduce, commits, one killed": partial(train_seconds, data, COMMITTING, kill=True),
         },
-        repeats=repeats,
+        repeats=chosen.repeats,
     )
     seconds = {name: show(name, values) for name, values in times.items()}
     steps = EPOCHS * ROWS / WORKERS / BATCH
@@ -140,14 +219,13 @@ def costs_of_losses(repeats: int) -> Measured:
     repeated = seconds["all-reduce, commits"] / steps * COMMIT_EVERY
     cost_of_all = seconds["all-reduce, commits, one killed"] - seconds["all-reduce, commits"]
     claims = [
-        Claim(
-            name="cost of a killed worker / (its window + 15 s)",
-            ratio=cost / (window + RESTART_S),
-            target=1.0,
+        harness.claim(
+            "cost of a killed worker / (its window + 15 s)", cost, window + RESTART_S, target=1.0
         ),
-        Claim(
-            name="cost of a killed worker of all-reduce / (steps of a commit + 15 s)",
-            ratio=cost_of_all / (repeated + RESTART_S),
+        harness.claim(
+            "cost of a killed worker of all-reduce / (steps of a commit + 15 s)",
+            cost_of_all,
+            repeated + RESTART_S,
             target=1.0,
         ),
     ]
@@ -160,21 +238,13 @@ def costs_of_losses(repeats: int) -> Measured:
 
 
 def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("parts", nargs="*", choices=[[], "epochs", "losses"], help="both, or one")
+    options = harness.parser(__doc__)
     options.add_argument("--epochs", type=int, default=100, help="of the fit, a multiple of 4")
-    parsed = parse(options, repeats=3, quick_repeats=1)
-    claims: list[Claim] = []
-    detail: dict[str, Any] = {}
-    measures = {
-        "epochs": partial(costs_of_epochs, 12 if parsed.quick else parsed.epochs),
-        "losses": partial(costs_of_losses, parsed.repeats),
+    parts: dict[str, tuple[harness.Part, int, int]] = {
+        "epochs": (costs_of_epochs, 1, 1),
+        "losses": (costs_of_losses, 3, 1),
     }
-    for part in parsed.parts or measures:
-        more, measured = measures[part]()
-        claims += more
-        detail |= measured
-    report("recovery", claims, detail)
+    harness.measure_parts("recovery", options, parts)
 
 
 if __name__ == "__main__":

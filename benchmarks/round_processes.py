@@ -1,16 +1,32 @@
 """Processes that take part in averaging rounds, started together and timed as one.
 
+``rounds`` has them take part in those of sparkdl's averager, whose service is in this process.
 Their clocks agree: ``time.perf_counter`` counts from the machine's start on Linux.
 """
 
+import itertools
 import multiprocessing
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
 import torch
+
+from sparkdl.averager.client.client import AveragerClient
+from sparkdl.averager.coordination.run_state import RunSpec
+from sparkdl.averager.service.loop import EdgeOptions
+from sparkdl.averager.service.server import Averager, AveragerSpec
+from sparkdl.averager.service.snapshot import Snapshot
+from sparkdl.averager.values.center import CenterSpec
+from sparkdl.averager.values.wire_format import FullPrecision
+from sparkdl.events import WindowReport
+from sparkdl.feed.statistics.shards import ShardStatistics
+from sparkdl.protocols import Segment
+from sparkdl.transport.connecting import ServiceAddress
 
 ROUND_TIMEOUT_SECONDS = 120.0
 
@@ -121,3 +137,82 @@ def _serve(
             connection.send("prepared")
     except EOFError:
         os._exit(0)  # gloo now and then aborts on exit; nothing is left to do here
+
+
+@contextmanager
+def averager(
+    workers: int, numel: int, edge: EdgeOptions, *, drain: bool = False, **run: Any
+) -> Iterator[ServiceAddress]:
+    """Opens an averager here, which lets the workers start as a driver does; yields its address.
+
+    Args:
+        workers: how many contribute.
+        numel: number of float32 parameters.
+        edge: how it listens.
+        drain: whether what it tells of the run is read as it comes.
+        run: of ``RunSpec``.
+    """
+    layout = (Segment("parameters", torch.float32, numel),)
+    with Averager(
+        AveragerSpec(
+            run=RunSpec(world_size=workers, **run),
+            center=CenterSpec(layout=layout, wire_format=FullPrecision()),
+        ),
+        Snapshot(center=[torch.zeros(numel)]),
+        edge,
+    ) as opened:
+
+        def start() -> None:
+            events = opened.events()
+            next(events)  # all have said what their rows are
+            opened.start()
+            for _ in events if drain else ():
+                pass
+
+        threading.Thread(target=start, daemon=True).start()
+        yield opened.address
+
+
+@contextmanager
+def rounds(workers: int, numel: int, *, tls: bool = False) -> Iterator[RoundProcesses]:
+    """Opens an averager here and starts the workers, each in a process of its own.
+
+    Args:
+        workers: how many contribute.
+        numel: number of float32 parameters.
+        tls: whether connections are encrypted.
+
+    Yields:
+        The worker processes; each ``round()`` is one round of the averager.
+    """
+    with (
+        averager(workers, numel, EdgeOptions(tls=tls)) as address,
+        RoundProcesses(member, workers, (numel, address), expected=(workers - 1) / 2) as processes,
+    ):
+        yield processes
+
+
+def member(
+    rank: int, numel: int, address: ServiceAddress
+) -> tuple[Callable[[], None], torch.Tensor]:
+    """Returns what a worker does in a round, and what it contributes."""
+    vector = torch.empty(numel)
+    client = AveragerClient(address, rank, FullPrecision())
+    layout = (Segment("parameters", torch.float32, numel),)
+    client.start(ShardStatistics(rows=64, columns=()), [vector], layout)
+    steps = itertools.count(1)
+
+    def take_part() -> None:
+        client.exchange(
+            [vector],
+            WindowReport(
+                rank=rank,
+                epoch=1,
+                step=next(steps),
+                examples=64,
+                loss_sum=0.0,
+                last=False,
+            ),
+        )
+
+    return take_part, vector

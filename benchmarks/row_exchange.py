@@ -6,7 +6,6 @@ with none. The bytes that have to move are those of the busiest direction of the
 root, and the programs of iproute2.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -43,11 +42,7 @@ def main() -> None:
     """Measures and reports, or is one of the hosts' workers."""
     options = harness.parser(__doc__)
     options.add_argument("--rows", type=int, default=4_000_000, help="rows of all hosts together")
-    options.add_argument("--member", help=argparse.SUPPRESS)
-    chosen = harness.parse(options, repeats=5)
-    if chosen.member:
-        take_part(**json.loads(chosen.member))
-        return
+    chosen = harness.parse(options, repeats=5, child=take_part)
     even = [chosen.rows // HOSTS] * HOSTS
     loads = {"even": even, "one has all": [chosen.rows, *[0] * (HOSTS - 1)]}
     with tempfile.TemporaryDirectory() as folder, Hosts(HOSTS, Path(folder)) as hosts:
@@ -60,10 +55,8 @@ def main() -> None:
         needed = bytes_to_move(loads[name]) * 8 / (MBIT * 1e6)
         middle = harness.show(f"{name}, for bytes that need {needed:.2f} s", seconds)
         claims.append(
-            harness.Claim(
-                name=f"exchange / (bytes to move / link), {name}",
-                ratio=middle / needed,
-                target=TARGET,
+            harness.claim(
+                f"exchange / (bytes to move / link), {name}", middle, needed, target=TARGET
             )
         )
     harness.report("row_exchange", claims, {"seconds": measured})
@@ -83,8 +76,8 @@ def exchanged(hosts: Any, rows: list[int]) -> float:
             [
                 sys.executable,
                 Path(__file__),
-                "--member",
-                json.dumps({"rank": rank, "rows": rows, "host": host.address}),
+                "--child",
+                json.dumps([rank, rows, host.address]),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

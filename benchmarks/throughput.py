@@ -5,26 +5,30 @@ from the partition store: ``ParameterAveraging`` at periods 5 and 20 on the MLP,
 ``GradientAllReduce`` on the MLP and a small CNN. The others have their tensors in memory: DDP, two
 processes that never exchange, and one process that trains on all rows with one thread and with two.
 All train the same 8,000 rows an epoch in minibatches of 64, and whatever has two processes has one
-thread in each. All sides of a network are alive at once and take turns epoch by epoch; the first
-epochs, in which things are set up, are left out. A ratio is the median over epochs that follow one
-another; a repeat restarts all processes. ``--device cuda`` compares ``GradientAllReduce`` with DDP
-over NCCL on two GPUs of this host, and nothing else.
+thread in each. All sides of a network are alive at once and take turns epoch by epoch: two
+processes that exchange gradients on two cores are at the mercy of whatever else runs there, and of
+where the system puts their threads, and runs of some seconds, one after another, may differ by a
+third. The first epochs, in which things are set up, are left out. A ratio is the median over epochs
+that follow one another; a repeat restarts all processes. ``--device cuda`` compares
+``GradientAllReduce`` with DDP over NCCL on two GPUs of this host, and nothing else.
 """
 
+import socket
 import statistics
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import digits
-import epoch_turns
 import harness
-import networks
 import torch
-from epoch_turns import Side
+from peers import ddp
 from torch import nn
 
 from sparkdl import GradientAllReduce, ParameterAveraging
@@ -34,6 +38,8 @@ from sparkdl.strategies import Run, Strategy
 from sparkdl.testing import batches_of, run_world
 from sparkdl.worker import Job
 
+PATIENCE_S = 120.0
+"""Seconds for all processes to start, and for an epoch."""
 WARM_UP = 2
 EPOCHS = {"mlp": 24, "cnn": 12}
 ROWS_A_RECORD_BATCH = 1_000
@@ -50,6 +56,8 @@ CLAIMS = {
     "mlp": [("period 5", DDP, 1.5), ("period 20", "no exchange", 0.85), (ALL_REDUCE, DDP, 0.95)],
     "cnn": [(ALL_REDUCE, DDP, 0.95)],
 }
+Side = tuple[int, Callable[[], Any]]
+"""How many ranks train together, and what runs all of them until they end, in a thread."""
 Rates = dict[str, list[float]]
 """Samples/s of each epoch, by side."""
 
@@ -76,8 +84,16 @@ def main() -> None:
         for ours, peer, target in CLAIMS[network]:
             if ours in rates and peer in rates:
                 name = f"{ours} / {peer}, {network}"
-                ratio = harness.show(name, _ratios(rates, ours, peer), unit="", digits=3)
-                claims.append(harness.Claim(name=name, ratio=ratio, target=target, at_least=True))
+                claims.append(
+                    harness.Claim(
+                        name=name,
+                        ratio=harness.show(name, _ratios(rates, ours, peer), unit="", digits=3),
+                        target=target,
+                        at_least=True,
+                        ours=medians[f"{network}, {ours}"],
+                        peer=medians[f"{network}, {peer}"],
+                    )
+                )
                 of_each_repeat[name] = [
                     round(statistics.median(_ratios(each, ours, peer)), 3) for each in repeats
                 ]
@@ -106,17 +122,65 @@ def compare(folder: Path, network: str, device: str, epochs: int) -> Rates:
                 side: AveragingInTurns(period, address=address, side=side)
                 for side, period in PERIODS.items()
             }
-        sides = {
-            side: Side(digits.WORKERS, partial(ours, strategy, *given[:-1]))
+        sides: dict[str, Side] = {
+            side: (digits.WORKERS, partial(ours, strategy, *given[:-1]))
             for side, strategy in strategies.items()
         }
         sides |= {
-            side: Side(ranks, partial(peer, side, ranks, threads, exchange, *given))
+            side: (ranks, partial(peer, side, ranks, threads, exchange, *given))
             for side, (exchange, ranks, threads) in PEERS.items()
             if device == "cpu" or side == DDP
         }
-        seconds = epoch_turns.measure(address, sides, warm_up=WARM_UP, epochs=epochs)
+        seconds = in_turns(address, sides, warm_up=WARM_UP, epochs=epochs)
     return {side: [digits.TRAIN_ROWS / each for each in all_] for side, all_ in seconds.items()}
+
+
+def in_turns(
+    address: str, sides: Mapping[str, Side], *, warm_up: int, epochs: int
+) -> dict[str, list[float]]:
+    """Train every side and measure its epochs.
+
+    Args:
+        address: path of a socket to create.
+        sides: by name.
+        warm_up: epochs that are not measured.
+        epochs: epochs that are measured.
+
+    Returns:
+        Seconds of each epoch, by side.
+    """
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.socket(socket.AF_UNIX))
+        server.bind(address)
+        server.listen()
+        server.settimeout(PATIENCE_S)
+        pool = stack.enter_context(ThreadPoolExecutor(len(sides)))
+        running = [pool.submit(train) for _, train in sides.values()]
+        members: dict[str, list[socket.socket]] = {side: [] for side in sides}
+        for _ in range(sum(ranks for ranks, _ in sides.values())):
+            member = stack.enter_context(server.accept()[0])
+            member.settimeout(PATIENCE_S)
+            members[member.recv(100).decode()].append(member)
+        seconds: dict[str, list[float]] = {side: [] for side in sides}
+        for epoch in range(warm_up + epochs):
+            # The order alternates, in case it matters.
+            for side in list(sides)[:: 1 if epoch % 2 else -1]:
+                elapsed = _train_epoch(members[side])
+                if epoch >= warm_up:
+                    seconds[side].append(elapsed)
+        for training in running:
+            training.result(PATIENCE_S)
+    return seconds
+
+
+def _train_epoch(members: list[socket.socket]) -> float:
+    start = time.perf_counter()
+    for member in members:
+        member.sendall(ddp.GO)
+    for member in members:
+        if member.recv(1) != ddp.DONE:
+            raise EOFError("a rank ended in the middle of an epoch")
+    return time.perf_counter() - start
 
 
 class _InTurns:
@@ -127,7 +191,7 @@ class _InTurns:
 
     def train_epoch(self, run: Run, state: Any, batches: Iterable[Batch]) -> None:
         """Train an epoch as usual, once it may begin."""
-        turn = epoch_turns.turn_of(self.address, self.side)
+        turn = ddp.turn_of(self.address, self.side)
         turn.wait()
         super().train_epoch(run, state, batches)  # type: ignore[misc]
         turn.done()
@@ -152,7 +216,7 @@ class AveragingInTurns(_InTurns, ParameterAveraging):
 def ours(strategy: Strategy[Any], folder: Path, network: str, epochs: int, device: str) -> None:
     """Trains ``epochs`` epochs on two workers."""
     job = Job(
-        model=networks.BUILDERS[network],
+        model=digits.BUILDERS[network],
         loss=nn.CrossEntropyLoss(),
         optimizer=digits.make_optimizer,
         strategy=strategy,
@@ -163,7 +227,7 @@ def ours(strategy: Strategy[Any], folder: Path, network: str, epochs: int, devic
         epochs=epochs,
         batch_size=digits.BATCH_SIZE,
         seed=7,
-        deadline_s=epoch_turns.PATIENCE_S,
+        deadline_s=PATIENCE_S,
     )
     rows = [digits.read_rows(digits.shard_path(folder, rank)) for rank in range(digits.WORKERS)]
     shards = [
@@ -176,7 +240,7 @@ def ours(strategy: Strategy[Any], folder: Path, network: str, epochs: int, devic
 
 def peer(side: str, ranks: int, threads: int, exchange: str, *given: Any) -> None:
     """Trains as many epochs under torchrun."""
-    script = harness.FOLDER / "peers" / "torchrun_ddp.py"
+    script = harness.FOLDER / "peers" / "ddp.py"
     harness.torchrun(script, *map(str, (side, threads, exchange, *given)), processes=ranks)
 
 

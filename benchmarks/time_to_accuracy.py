@@ -12,7 +12,7 @@ its own time; the snapshots are evaluated when the fit is over, so that nobody's
 test rows. What counts is the time of the first snapshot that reaches the accuracy: the time to
 return the model and to end is not counted (which favours contenders that end slowly).
 
-A turn is a fresh session of each contender, of the same kind (``prepared.py``), with a first fit
+A turn is a fresh session of each contender, of the same kind (``fit_session.py``), with a first fit
 and some later ones, each with other initial values and another order of rows; all contenders get
 the same seeds. Where ``create_session`` starts it, a first fit counts from the session's start.
 
@@ -21,6 +21,10 @@ measures with these; they are printed to be put down in ``SETTINGS``. It judges 
 which share no image with the test rows, and uses seeds that no turn uses. Each contender tries as
 many settings as the others: the neighbours of the best so far, learning rates by steps of half as
 much again, until every contender's best has been compared with all of its neighbours.
+
+``--plot`` draws the curves with matplotlib, which comes with ``sparkdl-torch[examples]``, on a
+transparent background and in colours of medium brightness, so that the picture can be read on a
+light page and on a dark one.
 """
 
 import itertools
@@ -30,15 +34,22 @@ import random
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import accuracy_curves
 import digits
+import fit_session
 import harness
-import prepared
-from accuracy_curves import crossing
+import torch
+from accuracy_curves import crossing, take_module
+from peers import averaging_loop
+from pyspark.sql import SparkSession
+from torch import nn
 
 WANTED = 0.95
 TARGET = 0.35
@@ -58,15 +69,14 @@ SEARCH_SEEDS = 1_000
 """The first seed of the search."""
 PERIODS = [1, 2, 5, 10, 21, digits.STEPS]
 OPTIONS: dict[str, dict[str, list[Any]]] = {
-    "sparkdl": {"period": PERIODS, "stream": [False, True]},
-    "sparkdl_all_reduce": {"stream": [False, True]},
+    "sparkdl": {"period": PERIODS},
     "averaging_loop": {"period": PERIODS},
     ALONE: {"threads": [1, 2]},
 }
 """Settings beside the learning rate, in order and from end to end; nothing lies beyond."""
 SETTINGS: dict[str, dict[str, Any]] = {
-    "sparkdl": {"learning_rate": 0.1, "period": 63, "stream": True},
-    "sparkdl_all_reduce": {"learning_rate": 0.1, "stream": False},
+    "sparkdl": {"learning_rate": 0.1, "period": 63},
+    "sparkdl_all_reduce": {"learning_rate": 0.1},
     "torch_distributor": {"learning_rate": 0.1},
     "elephas": {"learning_rate": 0.1},
     "averaging_loop": {"learning_rate": 0.03, "period": 63},
@@ -74,6 +84,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "one_process": {"learning_rate": 0.1, "threads": 1},
 }
 
+INK, FAINT = "#767e8a", "#767e8a59"
+LOOKS: dict[str, tuple[str, str, str]] = {
+    "sparkdl": ("sparkdl, ParameterAveraging", "#2b7de9", "-"),
+    "sparkdl_all_reduce": ("sparkdl, GradientAllReduce", "#0e9aa7", "-"),
+    "one_process": ("one process, rows collected", INK, "--"),
+    "averaging_loop": ("loop by hand, its best case", "#d9661f", "-"),
+    "averaging_frame": ("loop by hand, on a DataFrame", "#c2902a", "-"),
+    "elephas": ("elephas", "#b455c8", "-"),
+    "torch_distributor": ("TorchDistributor, DDP", "#d8496a", "-"),
+}
+"""Name, colour and stroke; contenders not listed, like ours in another session, are not drawn."""
+PANELS = {"First fit of a session": slice(1), "Later fits": slice(1, None)}
+LOWEST = 0.7
+FIGURE_SPACE = "\u2007"
+"""A space as wide as a digit."""
 Fits = list[dict[str, Any]]
 """``seconds`` and ``curve`` of the fits of one session; see accuracy_curves.py."""
 Session = Callable[[Sequence[dict[str, Any]]], Fits]
@@ -89,8 +114,8 @@ def main() -> None:
     )
     options.add_argument("--search", action="store_true", help="find each one's best settings")
     options.add_argument("--plot", type=Path, help="where to draw the curves, an SVG or PNG file")
-    prepared.add_option(options, default="plain")
-    chosen = harness.parse(options, repeats=3)
+    fit_session.add_option(options, default="plain")
+    chosen = harness.parse(options, repeats=3, child=fits_of_a_session)
     contenders = chosen.contender or [*CONTENDERS]
     kinds = chosen.session or ["plain"]
     if not all(set(contenders) & {*side} for side in (OURS, SPARK_PEERS)):
@@ -100,7 +125,7 @@ def main() -> None:
         folder = Path(name)
         digits.write(folder)
         if "prepared" in kinds:
-            prepared.prepare(folder / "cache")
+            fit_session.prepare(folder / "cache")
         if chosen.search:
             (folder / "validation").mkdir()
             digits.write(folder / "validation", validation=True)
@@ -117,27 +142,22 @@ def main() -> None:
             }
             runs[kind] = harness.interleave(turns, repeats=chosen.repeats)
     if chosen.plot is not None:
-        import accuracy_plot
-
-        accuracy_plot.draw(runs[kinds[0]], WANTED, chosen.plot)
+        draw(runs[kinds[0]], WANTED, chosen.plot)
     report(runs, settings)
 
 
 def session_of(name: str, kind: str, folder: Path) -> Session:
     """Returns a function that runs the fits of a plan in a fresh session of a contender."""
-    if name == "elephas":
-        command = [harness.peer_python("elephas"), harness.FOLDER / "peers" / "elephas_curves.py"]
-        given: list[Any] = [folder]
-    else:
-        command = [Path(sys.executable), harness.FOLDER / "accuracy_session.py"]
-        given = [f"--session={kind}", name, folder]
+    python = harness.peer_python("elephas") if name == "elephas" else Path(sys.executable)
+    environment = fit_session.environment_of(kind, folder / "cache", python)
+    options: dict[str, Any] = {"environment": environment, "timeout": SESSION_TIMEOUT_SECONDS}
 
     def session(plan: Sequence[dict[str, Any]]) -> Fits:
-        child = harness.run_child(
-            [*command, *given, json.dumps(plan)],
-            environment=prepared.environment_of(kind, folder / "cache", Path(command[0])),
-            timeout=SESSION_TIMEOUT_SECONDS,
-        )
+        if name == "elephas":
+            job = harness.FOLDER / "peers" / "elephas_job.py"
+            child = harness.run_child([python, job, folder, json.dumps(plan)], **options)
+        else:
+            child = harness.call_child(__file__, kind, name, str(folder), plan, **options)
         fits: Fits = child["fits"]
         if kind in ("created", "prepared"):
             first = fits[0]["curve"]
@@ -145,6 +165,114 @@ def session_of(name: str, kind: str, folder: Path) -> Session:
         return fits
 
     return session
+
+
+def fit_ours(
+    strategy: str,
+    spark: SparkSession,
+    data: Path,
+    snapshots: Path,
+    *,
+    seed: int,
+    epochs: int,
+    learning_rate: float,
+    **settings: Any,
+) -> None:
+    """Fits a TorchEstimator; rank 0 takes a snapshot as each epoch begins, of the one before."""
+    import sparkdl
+    from sparkdl import TorchEstimator
+    from sparkdl.callbacks import WorkerCallback, WorkerStep
+    from sparkdl.errors import NonFiniteError
+
+    class Snapshots(WorkerCallback):
+        def before_step(self, step: WorkerStep) -> None:
+            if step.rank == 0 and step.epoch > 1 and step.step_of_epoch == 1:
+                take_module(snapshots, step.model)
+
+    estimator = TorchEstimator(
+        model=digits.build_mlp,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(digits.make_optimizer, lr=learning_rate),
+        strategy=getattr(sparkdl, strategy)(**settings),
+        epochs=epochs,
+        batchSize=digits.BATCH_SIZE,
+        numWorkers=digits.WORKERS,
+        device="cpu",
+        seed=seed,
+        progress=False,
+        callbacks=[Snapshots()],
+    )
+    try:
+        take_module(snapshots, estimator.fit(fit_session.read(spark, data)).module)
+    except NonFiniteError:  # ends the fit; others train on, and are right by chance from then on
+        for _ in range(epochs - len(list(snapshots.iterdir()))):
+            take_module(snapshots, digits.build_mlp())
+
+
+def fit_torch_distributor(
+    spark: SparkSession, data: Path, snapshots: Path, *, epochs: int, **settings: Any
+) -> None:
+    """Runs DDP with TorchDistributor; rank 0 takes the snapshots."""
+    taking = partial(take_module, snapshots)
+    fit_session.distributed(data, epochs, on_epoch=taking, **settings)
+
+
+def fit_averaging_loop(spark: SparkSession, data: Path, snapshots: Path, **settings: Any) -> None:
+    """Runs the hand-written loop at its best; the driver takes the snapshots."""
+    averaging_loop.fit(spark, data, on_epoch=partial(take_module, snapshots), **settings)
+
+
+def fit_averaging_frame(spark: SparkSession, data: Path, snapshots: Path, **settings: Any) -> None:
+    """Runs the hand-written loop on the DataFrame's rows; the driver takes the snapshots."""
+    frame = fit_session.read(spark, data)
+    averaging_loop.fit_frame(frame, on_epoch=partial(take_module, snapshots), **settings)
+
+
+def fit_one_process(
+    spark: SparkSession,
+    data: Path,
+    snapshots: Path,
+    *,
+    seed: int,
+    epochs: int,
+    learning_rate: float,
+    threads: int,
+) -> None:
+    """Collects the rows into the driver and trains there with plain torch."""
+    table = fit_session.read(spark, data).toArrow()
+    features, labels = digits.tensors(table)
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    model = digits.build_mlp()
+    optimizer = digits.make_optimizer(model.parameters(), lr=learning_rate)
+    for _ in range(epochs):
+        for batch in torch.split(torch.randperm(len(features)), digits.BATCH_SIZE):
+            digits.train_step(model, optimizer, features[batch], labels[batch])
+        take_module(snapshots, model)
+
+
+FITS: dict[str, Callable[..., None]] = {
+    "sparkdl": partial(fit_ours, "ParameterAveraging"),
+    "sparkdl_all_reduce": partial(fit_ours, "GradientAllReduce"),
+    "torch_distributor": fit_torch_distributor,
+    "averaging_loop": fit_averaging_loop,
+    "averaging_frame": fit_averaging_frame,
+    "one_process": fit_one_process,
+}
+
+
+def fits_of_a_session(kind: str, name: str, data: str, plan: list[Any]) -> dict[str, Any]:
+    """Fits as the plan says in one fresh session, in which no job runs before the first fit.
+
+    Returns:
+        What accuracy_curves.py says of the fits, and the seconds that the session took to start.
+    """
+    started = time.time()
+    spark = fit_session.start_session(kind)
+    session = round(time.time() - started, 3)
+    measured = accuracy_curves.fits(partial(FITS[name], spark), Path(data), plan)
+    spark.stop()
+    return {"session": session, "fits": measured}
 
 
 def turn(name: str, session: Session, settings: Mapping[str, Any]) -> Callable[[], Fits]:
@@ -163,8 +291,7 @@ def turn(name: str, session: Session, settings: Mapping[str, Any]) -> Callable[[
 
 def seconds_to(fit: Mapping[str, Any]) -> float:
     """Returns the seconds that a fit took to reach the accuracy; infinity if it never did."""
-    seconds = crossing(fit["curve"], WANTED)
-    return math.inf if seconds is None else seconds
+    return _crossing_of(fit["curve"], WANTED)
 
 
 @dataclass
@@ -317,12 +444,96 @@ def claims_of(which: str, seconds: dict[str, float]) -> list[harness.Claim]:
     )
     others = {f"{best}, the best Spark peer": best, **{name: name for name in SPARK_PEERS}}
     return [
-        harness.Claim(
-            name=f"{ours} / {text}, {which}", ratio=seconds[ours] / seconds[name], target=TARGET
-        )
+        harness.claim(f"{ours} / {text}, {which}", seconds[ours], seconds[name], target=TARGET)
         for text, name in others.items()
         if name in seconds and text != best
     ]
+
+
+def draw(runs: Mapping[str, Sequence[Fits]], wanted: float, path: Path) -> None:
+    """Writes the picture.
+
+    Args:
+        runs: by contender, the sessions, each a list of fits with their ``curve``.
+        wanted: the accuracy to reach.
+        path: where to write; the suffix determines the format.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    style = {
+        "font.size": 10.5,
+        "font.family": "sans-serif",
+        "svg.hashsalt": "time-to-accuracy",  # otherwise every run names its shapes differently
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+        "axes.edgecolor": INK,
+    }
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(9, 6.6), layout="constrained")
+        panels = figure.subplots(len(PANELS), sharex=True)
+        for axes, (title, part) in zip(panels, PANELS.items(), strict=True):
+            fits = {
+                name: [fit["curve"] for session in runs[name] for fit in session[part]]
+                for name in LOOKS
+                if name in runs
+            }
+            _panel(axes, title, fits, wanted)
+        panels[-1].set_xlabel("seconds since fit() was called")
+        metadata = {"Date": None} if path.suffix == ".svg" else None
+        figure.savefig(path, transparent=True, dpi=160, metadata=metadata)
+
+
+def _panel(axes: Any, title: str, fits: Mapping[str, Sequence[Any]], wanted: float) -> None:
+    """Draws one kind of fit: all curves faint, the median, with its crossing, in full colour."""
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    order = {}
+    for name, curves in fits.items():
+        _, colour, stroke = LOOKS[name]
+        ranked = sorted(curves, key=lambda curve: _crossing_of(curve, wanted))
+        middle = ranked[(len(ranked) - 1) // 2]
+        there = crossing(middle, wanted)
+        order[name] = statistics.median(_crossing_of(curve, wanted) for curve in curves)
+        for curve in curves:
+            width, opacity = (2.2, 1.0) if curve is middle else (0.9, 0.3)
+            seconds, accuracies = zip(*curve, strict=True)
+            axes.plot(seconds, accuracies, stroke, color=colour, linewidth=width, alpha=opacity)
+        if there is not None:
+            axes.plot(there, dict(middle)[there], "o", color=colour, markersize=6.5)
+    axes.axhline(wanted, color=INK, linewidth=0.9, linestyle=(0, (2, 3)))
+    axes.set_xscale("log")
+    axes.set_ylim(LOWEST, 0.99)
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
+    axes.set_ylabel("test accuracy")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
+    axes.set_yticks([0.7, 0.8, 0.9, wanted])
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(labelbottom=True)
+    axes.grid(axis="x", color=FAINT, linewidth=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    lines, labels = [], []
+    for name in sorted(order, key=order.__getitem__):
+        label, colour, stroke = LOOKS[name]
+        lines.append(Line2D([], [], color=colour, linestyle=stroke, linewidth=2.2))
+        reached = f"{order[name]:.1f} s" if math.isfinite(order[name]) else "never"
+        labels.append(f"{reached.rjust(6, FIGURE_SPACE)}   {label}")
+    axes.legend(
+        lines,
+        labels,
+        title=f"to {wanted:.0%}",
+        alignment="left",
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+        frameon=False,
+    )
+
+
+def _crossing_of(curve: Sequence[tuple[float, float]], wanted: float) -> float:
+    seconds = crossing(curve, wanted)
+    return math.inf if seconds is None else seconds
 
 
 if __name__ == "__main__":

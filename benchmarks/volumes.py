@@ -10,12 +10,9 @@ for a volume of 2 GiB (float32), with a network of one layer and with the U-Net,
 results take more than its output.
 """
 
-import argparse
 import itertools
-import json
 import multiprocessing
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -26,11 +23,10 @@ from typing import Any
 
 import harness
 import numpy as np
-import processor_time
 import tensorstore
 import torch
+from networks import Deadly, Thin, UNet
 from torch import nn
-from volume_networks import Deadly, Thin, UNet
 
 WORKERS = 2
 MASTER = f"local-cluster[{WORKERS},1,1024]"
@@ -61,12 +57,7 @@ def main() -> None:
     options.add_argument(
         "--case", choices=["speed", "memory"], action="append", help="by default both"
     )
-    options.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
-    chosen = harness.parse(options, repeats=3)
-    if chosen.measure:
-        way, folder = chosen.measure
-        print(json.dumps(WAYS[way](Path(folder))), flush=True)
-        return
+    chosen = harness.parse(options, repeats=3, child=lambda way, folder: WAYS[way](Path(folder)))
     claims: list[harness.Claim] = []
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -85,10 +76,13 @@ def main() -> None:
                     ratio=middle[BARE] / middle[OURS],
                     target=0.9,
                     at_least=True,
+                    ours=middle[OURS],
+                    peer=middle[BARE],
                 ),
-                harness.Claim(
-                    name="time with a fifth of the tasks killed / without",
-                    ratio=middle[DYING] / middle[OURS],
+                harness.claim(
+                    "time with a fifth of the tasks killed / without",
+                    middle[DYING],
+                    middle[OURS],
                     target=1.25,
                 ),
             ]
@@ -99,9 +93,10 @@ def main() -> None:
             peaks = {name: in_a_process(f"memory, {name}", folder) for name in NETWORKS}
             found["memory"] = peaks
             claims += [
-                harness.Claim(
-                    name=f"peak memory of a Python process / its budget, 2 GiB, {name}",
-                    ratio=peak["peak_bytes"] / BUDGET,
+                harness.claim(
+                    f"peak memory of a Python process / its budget, 2 GiB, {name}",
+                    peak["peak_bytes"],
+                    BUDGET,
                     target=1.0,
                 )
                 for name, peak in peaks.items()
@@ -128,8 +123,10 @@ def in_a_process(way: str, folder: Path) -> dict[str, Any]:
         for name in folder.iterdir():
             if name.is_dir() and name.name in ("small", "volume", "large"):
                 (Path(own) / name.name).symlink_to(name)
-        child = harness.run_child(
-            [sys.executable, harness.FOLDER / "volumes.py", "--measure", way, own],
+        child = harness.call_child(
+            __file__,
+            way,
+            own,
             environment=harness.child_environment() | {"OMP_NUM_THREADS": "1"},
             timeout=DEADLINE_S,
         )
@@ -148,9 +145,9 @@ def transformed(folder: Path, network: nn.Module) -> dict[str, Any]:
     warm = TorchModel.from_module(UNet(), example)
     warm.transform_volume(folder / "small", folder / "small.out", **sizes)
     model = TorchModel.from_module(network, example)
-    before, began = processor_time.spent(), time.perf_counter()
+    before, began = harness.processor_spent(), time.perf_counter()
     done = model.transform_volume(folder / "volume", folder / "volume.out", **sizes)
-    seconds, processor = time.perf_counter() - began, processor_time.since(before)
+    seconds, processor = time.perf_counter() - began, harness.processor_since(before)
     return {
         "seconds": seconds,
         "processor_seconds": processor,
@@ -219,11 +216,9 @@ def processes(named: str) -> list[int]:
 def peak_bytes(process: int) -> int:
     """Returns the most memory that a process has had; 0 once it has ended."""
     try:
-        text = Path(f"/proc/{process}/status").read_text()
-    except OSError:
+        return harness.status_bytes("VmHWM", process)
+    except (OSError, RuntimeError):
         return 0
-    lines = [line.split() for line in text.splitlines() if line.startswith("VmHWM")]
-    return int(lines[0][1]) << 10 if lines else 0
 
 
 def bare(folder: Path) -> dict[str, Any]:

@@ -1,17 +1,23 @@
 """The same task with elephas 7.3; runs in elephas' own environment.
 
-``elephas_job.py FOLDER SEED`` prints what fit_session.py prints. Keras runs on TensorFlow, which
-elephas asks for, or on what ``KERAS_BACKEND`` says. elephas averages the replicas' changes once per
-epoch, with one Spark job each; reading the file and building the RDD of numpy rows that it wants
-happen before the clock starts.
+``elephas_job.py FOLDER SEED`` prints what fit_session.py prints, and ``elephas_job.py FOLDER PLAN``
+what a session of time_to_accuracy.py prints. Keras runs on TensorFlow, which elephas asks for, or
+on what ``KERAS_BACKEND`` says. elephas averages the replicas' changes once per epoch, with one
+Spark job each, and has no other period in its synchronous mode; for a plan the driver takes a
+snapshot of each average. Reading the file and building the RDD of numpy rows that it wants happen
+before the clock starts.
 """
 
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import accuracy_curves
 import digits
 import keras  # type: ignore[import-not-found]
 import numpy as np
@@ -75,12 +81,34 @@ def accuracy(model: keras.Model, folder: Path) -> float:
     return float((predicted == labels.numpy()).mean())
 
 
-def main(folder: Path, seed: int) -> None:
-    """Fits twice in one fresh session and prints what it measured."""
-    started = time.time()
-    spark = session()
-    started_in = time.time() - started
-    rows = read(spark, folder)
+def fit_and_watch(
+    rows: RDD[Any], data: Path, snapshots: Path, *, seed: int, epochs: int, learning_rate: float
+) -> None:
+    """Trains in both executors, and takes the snapshots."""
+    with averages_are_taken(snapshots):
+        fit(rows, epochs, learning_rate=learning_rate, seed=seed)
+
+
+@contextmanager
+def averages_are_taken(snapshots: Path) -> Iterator[None]:
+    """Has elephas take a snapshot of each new average."""
+    average = spark_model.average_and_subtract
+
+    def watched(*arguments: Any) -> Any:
+        weights = average(*arguments)
+        # Keras keeps a layer's matrix as (inputs, outputs).
+        accuracy_curves.take(snapshots, (np.asarray(each).T for each in weights))
+        return weights
+
+    spark_model.average_and_subtract = watched
+    try:
+        yield
+    finally:
+        spark_model.average_and_subtract = average
+
+
+def twice(rows: RDD[Any], folder: Path, seed: int) -> list[dict[str, Any]]:
+    """Fits twice; returns what it measured."""
     measured = []
     for number in range(2):
         called = time.time()
@@ -88,9 +116,22 @@ def main(folder: Path, seed: int) -> None:
         seconds = time.time() - called
         score = round(accuracy(model, folder), 4)
         measured.append({"seconds": round(seconds, 3), "first_step": None, "accuracy": score})
+    return measured
+
+
+def main(folder: Path, given: int | list[dict[str, Any]]) -> None:
+    """Fits in one fresh session, twice or as a plan says, and prints what was measured."""
+    started = time.time()
+    spark = session()
+    started_in = time.time() - started
+    rows = read(spark, folder)
+    if isinstance(given, int):
+        fits = twice(rows, folder, given)
+    else:
+        fits = accuracy_curves.fits(partial(fit_and_watch, rows), folder, given)
     spark.stop()
-    print(json.dumps({"session": round(started_in, 3), "fits": measured}), flush=True)
+    print(json.dumps({"session": round(started_in, 3), "fits": fits}), flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

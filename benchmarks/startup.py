@@ -1,0 +1,232 @@
+"""How long it takes to start, and a small job in all: ``jobs`` and ``functions``.
+
+``jobs``: wall time of ``fit()``, first and second in a session, against what others offer. MLP
+784-256-128-10, 8,000 rows, batch 64, 5 epochs, 2 workers; ours averages at period 5, its default,
+or reduces gradients in every step. The peers do the same job: TorchDistributor with DDP; a
+hand-written broadcast / mapPartitions / treeReduce loop at the same period, and with a round an
+epoch, the best period that it has; and with ``--peer elephas`` also elephas 7.3 (Keras on the
+TensorFlow that it asks for, and on torch), which needs an environment and a Spark of its own (made
+on first use, 3.7 GB), hence only plain sessions. Of ours and of TorchDistributor the seconds to the
+first optimizer step are noted as well, ours on the last of the workers.
+
+Every measurement is a process with a fresh session on local-cluster[2,1,2048], of the same kinds
+for all (``fit_session.py``). Where ``create_session`` starts it, a first fit counts from the start
+of the session: some of what a fit needs is imported then. Each fit has a seed of its own, the same
+for all contenders; test accuracy stands beside the seconds.
+
+``functions``: seconds from calling ``sparkdl.run`` to the first line of the function on the last
+rank, in such a process, which runs the same function several times: the first run starts Spark's
+Python processes and the ranks' server, later runs reuse them. Compared with pyspark's
+TorchDistributor, whose processes import torch in each run.
+"""
+
+import argparse
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import digits
+import fit_session
+import harness
+
+OURS = ("sparkdl", "sparkdl_all_reduce")
+LOOPS = ("averaging_loop", "averaging_loop_each_epoch")
+ELEPHAS = {"elephas": "tensorflow", "elephas_on_torch": "torch"}
+"""The backend of Keras."""
+PEERS: dict[str, tuple[str, ...]] = {
+    "torch_distributor": ("torch_distributor",),
+    "averaging_loop": LOOPS,
+    "elephas": (*ELEPHAS,),
+}
+TARGETS: dict[str, dict[str, float]] = {
+    "torch_distributor": {
+        "first fit": 0.5,
+        "second fit": 0.15,
+        "first step of first fit": 0.5,
+        "first step of second fit": 0.15,
+    },
+    **{loop: {"second fit": 0.2} for loop in LOOPS},
+    **{each: {"second fit": 0.4} for each in ELEPHAS},
+}
+RUNS = 5
+FUNCTIONS_TARGET = 0.15
+"""The time of a repeated run relative to TorchDistributor's."""
+PEER = "torch_distributor"
+Session = dict[str, Any]
+"""What a child has measured; see fit_session.py."""
+
+
+def main() -> None:
+    """Measures and reports."""
+    options = harness.parser(__doc__)
+    options.add_argument(
+        "--peer", action="append", choices=PEERS, help="a peer; the first two if left out"
+    )
+    fit_session.add_option(options, default="plain and prepared")
+    parts: dict[str, tuple[harness.Part, int, int]] = {
+        "jobs": (jobs, 3, 1),
+        "functions": (functions, 5, 1),
+    }
+    harness.measure_parts("startup", options, parts, child=starts)
+
+
+def jobs(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
+    """Measures whole jobs."""
+    peers = [each for peer in chosen.peer or [*PEERS][:2] for each in PEERS[peer]]
+    kinds = chosen.session or ["plain", "prepared"]
+    python = harness.peer_python("elephas") if "elephas" in peers else None
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        digits.write(folder)
+        if "prepared" in kinds:
+            fit_session.prepare(folder / "cache")
+        turns = {
+            f"{contender}, {kind}": turn(contender, kind, folder, python)
+            for contender in (*OURS, *peers)
+            for kind in kinds
+            if is_measured(contender, kind)
+        }
+        runs = harness.interleave(turns, repeats=chosen.repeats)
+    return of_jobs(runs, peers, kinds)
+
+
+def is_measured(contender: str, kind: str) -> bool:
+    """Whether a contender runs in a kind of session: elephas has a Spark of its own, loops RDDs."""
+    return kind == "plain" if contender in ELEPHAS else kind != "connect" or contender not in LOOPS
+
+
+def turn(contender: str, kind: str, folder: Path, python: Path | None) -> Callable[[], Session]:
+    """Returns a function that measures a contender in a next session, with other seeds."""
+    elephas = contender in ELEPHAS
+    python = python if elephas and python else Path(sys.executable)
+    environment = fit_session.environment_of(kind, folder / "cache", python)
+    environment |= {"KERAS_BACKEND": ELEPHAS.get(contender, "")}
+    seeds = itertools.count(1, 2)
+
+    def measured() -> Session:
+        seed = next(seeds)
+        if elephas:
+            job = harness.FOLDER / "peers" / "elephas_job.py"
+            child = harness.run_child([python, job, folder, str(seed)], environment=environment)
+        else:
+            given = fit_session.__file__, contender, str(folder), kind, seed
+            child = harness.call_child(*given, environment=environment)
+        print(f"  {contender}, {kind}: {child}", flush=True)
+        return child
+
+    return measured
+
+
+def figures(run: Session, kind: str) -> dict[str, float]:
+    """Seconds of a session's two fits, and to their first steps where these were noted."""
+    first, second = run["fits"]
+    before = run["session"] if kind in ("created", "prepared") else 0.0
+    found = {"first fit": before + first["seconds"], "second fit": second["seconds"]}
+    if first["first_step"] is not None:
+        found["first step of first fit"] = before + first["first_step"]
+        found["first step of second fit"] = second["first_step"]
+    return found
+
+
+def of_jobs(
+    runs: dict[str, list[Session]], peers: Sequence[str], kinds: Sequence[str]
+) -> tuple[list[harness.Claim], Any]:
+    """Prints medians; returns the claims and what was measured."""
+    medians: dict[str, dict[str, float]] = {}
+    accuracies: dict[str, float] = {}
+    for name, sessions in runs.items():
+        kind = name.partition(", ")[2]
+        scores = [fit["accuracy"] for run in sessions for fit in run["fits"]]
+        accuracies[name] = harness.show(f"{name}, test accuracy", scores, unit="", digits=3)
+        starts = [run["session"] for run in sessions]
+        medians[name] = {"session": harness.show(f"{name}, start of session", starts, digits=2)}
+        found = [figures(run, kind) for run in sessions]
+        medians[name] |= {
+            figure: harness.show(f"{name}, {figure}", [each[figure] for each in found], digits=2)
+            for figure in found[0]
+        }
+    claims = [
+        harness.claim(
+            f"{ours} / {peer}, {kind}, {figure}",
+            medians[f"{ours}, {kind}"][figure],
+            medians[f"{peer}, {kind}"][figure],
+            target=target,
+        )
+        for kind in kinds
+        for ours in OURS
+        for peer in peers
+        for figure, target in TARGETS[peer].items()
+        if f"{peer}, {kind}" in medians and (ours == OURS[0] or peer == "torch_distributor")
+    ]
+    measured = {"median_seconds": medians, "median_test_accuracy": accuracies, "sessions": runs}
+    return claims, measured
+
+
+def functions(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
+    """Measures how functions start."""
+    turns = {name: lambda name=name: seconds_of(name) for name in ("sparkdl", PEER)}
+    found = harness.interleave(turns, repeats=chosen.repeats)
+    medians = {
+        name: {
+            "first": harness.show(f"{name}, first run", [run[0] for run in runs]),
+            "repeated": harness.show(f"{name}, later runs", [s for run in runs for s in run[1:]]),
+        }
+        for name, runs in found.items()
+    }
+    claim = harness.claim(
+        f"sparkdl.run / {PEER}, repeated",
+        medians["sparkdl"]["repeated"],
+        medians[PEER]["repeated"],
+        target=FUNCTIONS_TARGET,
+    )
+    return [claim], {"median_seconds": medians, "seconds": found}
+
+
+def seconds_of(name: str) -> list[float]:
+    """Returns the seconds that each run of a fresh session took to start."""
+    found: list[float] = harness.call_child(__file__, name)["seconds"]
+    print(f"  {name}: {[round(each, 2) for each in found]}", flush=True)
+    return found
+
+
+def starts(name: str) -> dict[str, list[float]]:
+    """Runs a function several times in a fresh session; returns the seconds to its first line."""
+    harness.session(fit_session.MASTER, fit_session.CONF)
+    found = []
+    for _ in range(RUNS):
+        called = time.time()
+        found.append(max(begin(name)) - called)
+    return {"seconds": found}
+
+
+def begin(name: str) -> list[float]:
+    """Returns when each rank began."""
+    if name == PEER:
+        from pyspark.ml.torch.distributor import TorchDistributor
+
+        distributor = TorchDistributor(digits.WORKERS, local_mode=False, use_gpu=False)
+        began: list[float] = distributor.run(meet)
+        return began
+    import sparkdl
+
+    return [when for told in sparkdl.run(meet, num_workers=digits.WORKERS) for when in told]
+
+
+def meet() -> list[float]:
+    """Runs on each rank; returns when each of them reached this line."""
+    began = time.time()
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, began)
+    dist.destroy_process_group()
+    return found
+
+
+if __name__ == "__main__":
+    main()
