@@ -1,7 +1,7 @@
 # make quickstart   train on every 2013 flight from New York, on a Spark cluster of two processes
-# make test         the tests, but for the long ones
-# make test-all     all of them
-# make test-nightly those that take minutes, and what hypothesis draws, with new examples
+# make test         the tests, but for what has a session of its own
+# make test-gate    these, and what has a session of its own and is the only test of a fault
+# make test-nightly all tests, with new examples of what hypothesis draws
 # make test-sparks  tests so marked with the oldest Spark that is supported, which it installs, or with VERSIONS=
 # make test-versions  the same with each Spark, clients of each, and what can be tried of each Python; writes docs/versions.md
 # make test-times   seconds and lines of tests by folder, by the report of a run of CI (or TIMES=)
@@ -19,8 +19,8 @@ PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
 MASTER ?= local-cluster[2,1,2048]
-# Two processes, each with a Spark session of its own, share the files of tests; PARALLEL= is for one.
-PARALLEL ?= -n 2 --dist loadfile
+# Of two processes one has the Spark session, and its tests; PARALLEL= is for one.
+PARALLEL ?= -n 2 --dist loadgroup
 # What python runs the tests with; .ci/run has one that runs again what failed.
 PYTEST ?= -m pytest
 
@@ -29,21 +29,21 @@ VERSIONS ?= 3.5
 
 TIMES ?= build/ci/tests.xml
 
-.PHONY: quickstart test test-all test-times test-nightly test-sparks test-versions test-guests models-table notebooks bench-before storms lint docs dist wheel-test java clean
+.PHONY: quickstart test test-gate test-times test-nightly test-sparks test-versions test-guests models-table notebooks bench-before storms lint docs dist wheel-test java clean
 
 quickstart: java $(VENV)/installed-jobs
 	$(BIN)/python jobs/train.py --config conf/flights.yaml --session.master '$(MASTER)'
 
 # Spark's JVMs live for minutes here, too short for the optimizing compiler to pay.
-test test-all test-guests: export JDK_JAVA_OPTIONS ?= -XX:TieredStopAtLevel=1 -XX:+UseSerialGC
+test test-gate test-nightly test-guests: export JDK_JAVA_OPTIONS ?= -XX:TieredStopAtLevel=1 -XX:+UseSerialGC
 test: java $(VENV)/installed-test
-	$(BIN)/python $(PYTEST) $(PARALLEL) -m "not slow and not guests" $(ARGS)
+	$(BIN)/python $(PYTEST) $(PARALLEL) -m "not gate and not nightly" $(ARGS)
 
-test-all: java $(VENV)/installed-test $(VENV)/installed-guests
-	$(BIN)/python $(PYTEST) $(PARALLEL) $(ARGS)
+test-gate: java $(VENV)/installed-test
+	$(BIN)/python $(PYTEST) $(PARALLEL) -m "not nightly" $(ARGS)
 
-test-nightly: java $(VENV)/installed-test
-	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile=nightly -m "nightly or hypothesis" $(ARGS)
+test-nightly: java $(VENV)/installed-test $(VENV)/installed-guests
+	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile=nightly $(ARGS)
 
 test-sparks: java $(VENV)/installed-test
 	PYTEST="$(PYTEST)" $(BIN)/python .ci/versions.py spark $(VERSIONS) -- $(PARALLEL) $(ARGS)
@@ -68,13 +68,10 @@ notebooks: java $(VENV)/installed-test
 # In one environment, both checkouts in turns; prints by how much each ratio to a peer is worse now.
 bench-before: java $(VENV)/installed-test
 	@test -n "$(BEFORE)" || { echo "say which commit: make bench-before BEFORE=<commit>"; exit 1; }
-	rm -rf build/before && git worktree prune && git worktree add --detach build/before $(BEFORE)
-	for each in averaging_round averager_scale throughput feed_overhead whole_job; do \
-	  $(BIN)/python benchmarks/side_by_side.py $(ARGS) --source build/before $$each || failed=1; \
-	done; test -z "$$failed"
+	$(BIN)/python benchmarks/run.py "rounds gloo" "rounds scale" throughput "feed overhead" "startup jobs" --against $(BEFORE) $(ARGS)
 
 storms: java $(VENV)/installed-test
-	$(BIN)/python benchmarks/chaos.py $(ARGS)
+	$(BIN)/python -m pytest -s tests/storms $(ARGS)
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
@@ -89,7 +86,7 @@ dist: $(VENV)/installed-test
 	$(BIN)/python -m build
 
 wheel-test: java $(VENV)/installed-test
-	$(BIN)/python -m pytest -m slow tests/docs/test_wheel.py $(ARGS)
+	$(BIN)/python -m pytest tests/docs/test_wheel.py $(ARGS)
 
 java:
 	@test -x "$$JAVA_HOME/bin/java" || command -v java >/dev/null || { \

@@ -2,9 +2,9 @@
 
     python .ci/pytest_twice.py [arguments of pytest]
 
-What passes the second time is printed as FLAKY, and does not fail the run. Only tests are run
-again: an error in collecting them, a worker that crashed, or a run that ended early fails it at
-once.
+What passes the second time is printed as FLAKY, and added to ``build/ci/flaky.txt``, which CI keeps
+from run to run; it fails the run when the file has it three times. Only tests are run again: an
+error in collecting them, a worker that crashed, or a run that ended early fails it at once.
 """
 
 from __future__ import annotations
@@ -13,10 +13,16 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+
+RECORD = Path("build/ci/flaky.txt")
+TIMES = 3
+GROUP = "@spark"
+"""What xdist appends to the ids of a group; the second run has none."""
 
 
 class Outcomes:
@@ -46,7 +52,7 @@ class Outcomes:
         return True if path not in self.files else None
 
     # Not by --last-failed, with which a test's other variants are not even collected: which of them
-    # are slow depends on their places.
+    # are nightly depends on their places.
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         if self.before:
@@ -61,7 +67,7 @@ class Outcomes:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self.failed[report.nodeid] = None
+            self.failed[report.nodeid.removesuffix(GROUP)] = None
         elif report.passed and report.when == "call":
             self.passed.add(report.nodeid)
 
@@ -76,6 +82,16 @@ class Outcomes:
                 terminalreporter.line(f"{word} {each}")
 
 
+def often_flaky(found: set[str]) -> list[str]:
+    """Add the tests to the record, and return which of them it has too often."""
+    RECORD.parent.mkdir(parents=True, exist_ok=True)
+    with RECORD.open("a+") as file:
+        file.writelines(f"{each}\n" for each in sorted(found))
+        file.seek(0)
+        met = Counter(file.read().splitlines())
+    return [each for each in sorted(found) if met[each] >= TIMES]
+
+
 def once(record: Path, arguments: list[str]) -> int:
     """Run in this process; write what failed to ``record``, or run what is written there."""
     sys.path[0] = os.getcwd()  # as python -m pytest has it
@@ -85,7 +101,10 @@ def once(record: Path, arguments: list[str]) -> int:
         arguments = [each for each in arguments if not each.startswith("--junit-xml=")]
         status = pytest.main([*arguments, "-n", "0"], plugins=[outcomes])
         if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            return 0 if outcomes.flaky == set(outcomes.before) else 1
+            often = often_flaky(outcomes.flaky)
+            for each in often:
+                print(f"FLAKY {TIMES} times and more: {each}")
+            return 0 if outcomes.flaky == set(outcomes.before) and not often else 1
         return status
     outcomes = Outcomes([])
     status = pytest.main(arguments, plugins=[outcomes])

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import random
+import re
 from collections import Counter
 from collections.abc import Generator, Iterator
 
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from pyspark.sql import SparkSession
 from toys import sparkdl_threads
 from waiting import eventually
+from xdist.scheduler import LoadGroupScheduling
 
 from sparkdl import create_session
 
@@ -29,6 +31,9 @@ settings.register_profile("sparkdl", patient, derandomize=True)
 settings.register_profile("nightly", patient, derandomize=False)
 settings.load_profile("sparkdl")
 
+MAY_SKIP = os.environ.get("MAY_SKIP")
+"""Where all is installed: what the reason of a skipped test has to match, or it fails."""
+
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
@@ -40,24 +45,45 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     """
     gc.disable()
     try:
-        return (yield)
+        report = yield
     finally:
         gc.enable()
+    if report.skipped and MAY_SKIP and not re.search(MAY_SKIP, str(report.longrepr)):
+        report.outcome, report.longrepr = "failed", f"may not be skipped here: {report.longrepr}"
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow all but the first, or every nth, variants of a ``slow_variants`` test."""
+    """Marks tests on the shared cluster as one group, and variants that are for the night.
+
+    Of a ``nightly_variants`` test all but the first, or all but every nth, variants are nightly.
+    """
     met = Counter[str]()
     for item in items:
-        mark = item.get_closest_marker("slow_variants")
+        if "spark" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("spark"))
+        mark = item.get_closest_marker("nightly_variants")
         if mark is None:
             continue
         name = item.nodeid.partition("[")[0]
         place, met[name] = met[name], met[name] + 1
         every = mark.kwargs.get("every")
-        if place % every if every else place >= mark.kwargs.get("fast", 1):
-            item.add_marker(pytest.mark.slow)
+        if place % every if every else place >= mark.kwargs.get("daily", 1):
+            item.add_marker(pytest.mark.nightly)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadGroupScheduling | None:
+    """One process has the cluster and its tests; the files of other tests go to who is free."""
+    return ClusterScheduling(config, log) if config.option.dist == "loadgroup" else None
+
+
+class ClusterScheduling(LoadGroupScheduling):
+    """Keeps groups and files together."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return str(super()._split_scope(nodeid)).partition("::")[0]
 
 
 @pytest.hookimpl(trylast=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import interruptions
 import numpy as np
 import pytest
 import torch
@@ -32,7 +33,7 @@ from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Outcome
 from sparkdl.events import WindowReport
 from sparkdl.testing import run_world
-from sparkdl.testing.world import _threads
+from sparkdl.testing.world import _processes, _threads
 from sparkdl.worker import Job, Placement, train
 
 MARK = 777.0
@@ -150,29 +151,37 @@ def die_after(
 def resume_after(
     windows: int,
     job: Job,
-    shards: Any,
+    data: Data,
     folder: Path,
     ranks_as: Any = "threads",
     every_rounds: int | None = 1,
+    stop: Callable[..., bool] = interruptions.die_after,
 ) -> Outcome:
-    """What comes of a run that dies after so many windows, and then goes on from there.
+    """What comes of a run that ends after so many windows, and then goes on from there.
 
     All rows are counted once an epoch, and some of them were trained on before.
     """
-    policy = CheckpointPolicy(path=str(folder / str(windows)), every_rounds=every_rounds)
-    die_after(windows, job, shards, policy, ranks_as)
+    path, launch = folder / str(windows), _processes if ranks_as == "processes" else _threads
+    path.parent.mkdir(exist_ok=True)
+    assert stop(job, data, path, windows, launch, every_rounds=every_rounds), windows
     seen: list[object] = []
-    outcome = run_world(job, shards, ranks_as=ranks_as, checkpoints=policy, on_event=seen.append)
+    outcome = run_world(
+        job,
+        data.shards(),
+        ranks_as=ranks_as,
+        checkpoints=interruptions.policy(path, every_rounds=every_rounds),
+        on_event=seen.append,
+    )
     again = sum(event.examples for event in seen if isinstance(event, WindowReport))
-    rows = sum(batch.num_rows for shard in shards for batch in shard)
+    rows = sum(data.sizes)
     assert 0 < again < rows * job.epochs, windows
     assert [row.examples for row in outcome.history] == [rows] * job.epochs, windows
     return outcome
 
 
-def kill_once(job: Job, shards: Any) -> Outcome:
+def kill_once(job: Job, shards: Any, **options: Any) -> Outcome:
     """What comes of a run whose model ``Misbehaves``: all rows are counted once an epoch."""
-    outcome = run_world(job, shards, ranks_as="processes")
+    outcome = run_world(job, shards, ranks_as="processes", **options)
     model = job.model()
     assert isinstance(model, Misbehaves)
     assert passes_in(Path(model.folder)) > model.due.start

@@ -61,6 +61,14 @@ def test_what_passes_the_second_time_is_flaky_and_fails_nothing(tmp_path: Path) 
     assert "1 passed in " in lines[-1]
 
 
+def test_what_was_flaky_three_times_fails_the_run(tmp_path: Path) -> None:
+    statuses = []
+    for _ in range(3):
+        (tmp_path / "test_flaky.met").unlink(missing_ok=True)
+        statuses.append(run(tmp_path, test_flaky=FLAKY)[0])
+    assert statuses == [0, 0, 1]
+
+
 def test_what_fails_twice_fails_the_run(tmp_path: Path) -> None:
     files = {"test_flaky": FLAKY, "test_failing": FAILING, "test_teardown": NOT_TORN_DOWN}
     status, lines = run(tmp_path, test_skipped=SKIPPED_LATER, **files)

@@ -133,7 +133,6 @@ def test_a_rank_that_goes_silent_is_named_at_the_deadline(
     require_named_in_time(named, job, shards, [0, 1, 2], clock, others_wait, blocked.release)
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_rank_that_goes_silent_is_named_when_the_deadline_has_really_passed(
     blocked: Blocked,

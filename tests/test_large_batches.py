@@ -12,7 +12,7 @@ import torch
 from every_row import every
 from interruptions import same_bits
 from misbehaving import resume_after
-from toys import batches_by_hand, classification, make_job, mlp, relative_error
+from toys import classification, make_job, mlp, relative_error, sgd_on_union
 
 from sparkdl.errors import ConfigError
 from sparkdl.large_batches import LAMB, LARS
@@ -114,22 +114,12 @@ def test_workers_together_take_the_steps_of_one_process(build: Any) -> None:
     data = classification([12, 12])
     given = make_job(mlp(), strategy=GradientAllReduce(), optimizer=build, epochs=2)
     outcome = run_world(given, data.shards(), ranks_as="processes")
-    oracle = mlp().train()
-    optimizer = build(oracle.parameters())
-    for epoch in (1, 2):
-        plans = [batches_by_hand(data, rank, epoch, 4) for rank in range(2)]
-        for parts in zip(*plans, strict=True):
-            features, targets = (np.concatenate(each) for each in zip(*parts, strict=True))
-            optimizer.zero_grad()
-            outputs = oracle(torch.from_numpy(features))
-            torch.nn.functional.cross_entropy(outputs, torch.from_numpy(targets)).backward()
-            optimizer.step()
-    assert relative_error(outcome.module, oracle) < 1e-9
+    assert relative_error(outcome.module, sgd_on_union(mlp(), data, build, epochs=2)) < 1e-9
 
 
 def test_resumed_they_end_in_the_same_bits(tmp_path: Path) -> None:
     data = classification([20, 17])
     given = make_job(mlp(), strategy=ParameterAveraging(2), optimizer=ADAPTIVE, epochs=3)
     whole = run_world(given, data.shards())
-    resumed = resume_after(8, given, data.shards(), tmp_path)
+    resumed = resume_after(8, given, data, tmp_path)
     assert same_bits(resumed, whole)

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 from by_keyword import run
+from interruptions import Interrupted
 from toys import classification, make_job, mlp, schema
 
 from sparkdl.checkpoint.policy import CheckpointPolicy
@@ -25,10 +26,6 @@ from sparkdl.worker import Job
 
 EPOCHS = 3
 SIZES = (20, 9, 6)
-
-
-class Interrupted(Exception):
-    """The driver dies."""
 
 
 def shards() -> list[list[pa.RecordBatch]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,6 +43,7 @@ DTYPES = [
 ]
 """What columns, parameters and buffers may be of."""
 SEED = 11
+SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def make_job(model: Any, **changes: Any) -> Job:
     settings: dict[str, Any] = {
         "model": as_builder(model),
         "loss": nn.CrossEntropyLoss(),
-        "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "optimizer": SGD,
         "strategy": ParameterAveraging(period=1),
         "schema": schema(),
         "epochs": 1,
@@ -140,33 +141,56 @@ def relative_error(module: nn.Module, oracle: nn.Module) -> float:
     )
 
 
+Part = tuple[np.ndarray, np.ndarray]
+"""The features and the targets of a minibatch."""
+
+
 def sgd_on_union(
     model: nn.Module,
     data: Data,
+    optimizer: Any = SGD,
     *,
     epochs: int,
-    batch_size: int,
-    dtype: torch.dtype,
-    lr: float = 0.1,
-    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    batch_size: int = 4,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    loss: Callable[[Any, torch.Tensor], torch.Tensor] = nn.functional.cross_entropy,
+    by_parts: bool = False,
 ) -> nn.Module:
-    """Single-process SGD; step t trains on the ranks' t-th minibatches put together.
+    """One process; step t trains on the ranks' t-th ``accumulate`` minibatches put together.
 
-    ``optimizer_of`` makes another optimizer of the module.
+    ``by_parts`` adds up the gradients of minibatches, as autocast rounds each of those by itself.
     """
     module = copy.deepcopy(model).train()
-    build = optimizer_of or (lambda module: torch.optim.SGD(module.parameters(), lr=lr))
-    optimizer = build(module)
+    steps = optimizer(module.parameters())
+    for _, ranks in windows_by_hand(data, epochs, batch_size, accumulate):
+        parts = [part for window in ranks.values() for part in window]
+        total = sum(len(targets) for _, targets in parts)
+        steps.zero_grad()
+        for features, targets in parts if by_parts else [union(parts)]:
+            value = loss(module(torch.from_numpy(features)), torch.from_numpy(targets))
+            (value * (len(targets) / total)).backward()
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), clip_norm)
+        steps.step()
+    return module
+
+
+def windows_by_hand(
+    data: Data, epochs: int, batch_size: int = 4, period: int | Callable[[int], int] = 1
+) -> Iterator[tuple[int, dict[int, list[Part]]]]:
+    """For each window of each epoch its minibatches, by the ranks that have some left."""
     for epoch in range(1, epochs + 1):
         plans = [batches_by_hand(data, rank, epoch, batch_size) for rank in range(len(data.sizes))]
-        for step in range(max(map(len, plans))):
-            parts = [plan[step] for plan in plans if step < len(plan)]
-            features = torch.from_numpy(np.concatenate([f for f, _ in parts])).to(dtype)
-            targets = torch.from_numpy(np.concatenate([t for _, t in parts]))
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(module(features), targets).backward()
-            optimizer.step()
-    return module
+        steps = period(epoch) if callable(period) else period
+        for start in range(0, max(map(len, plans)), steps):
+            windows = {rank: plan[start : start + steps] for rank, plan in enumerate(plans)}
+            yield epoch, {rank: window for rank, window in windows.items() if window}
+
+
+def union(parts: Sequence[Part]) -> Part:
+    features, targets = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return features, targets
 
 
 def permutation(rows: int, *, seed: int, epoch: int, rank: int) -> torch.Tensor:
@@ -174,9 +198,7 @@ def permutation(rows: int, *, seed: int, epoch: int, rank: int) -> torch.Tensor:
     return torch.randperm(rows, generator=generator(seed, epoch, rank))
 
 
-def batches_by_hand(
-    data: Data, rank: int, epoch: int, batch_size: int
-) -> list[tuple[np.ndarray, np.ndarray]]:
+def batches_by_hand(data: Data, rank: int, epoch: int, batch_size: int) -> list[Part]:
     """The minibatches of one rank, in the documented permutation."""
     features, targets = data.shard(rank)
     order = permutation(len(targets), seed=SEED, epoch=epoch, rank=rank).numpy()
@@ -197,26 +219,26 @@ def average_by_hand(
     average_optimizer_state: bool,
 ) -> nn.Module:
     """Local training in windows of ``period`` minibatches, then a mean weighted by examples."""
-    ranks = range(len(data.sizes))
-    modules = [copy.deepcopy(model).train() for _ in ranks]
+    modules = [copy.deepcopy(model).train() for _ in data.sizes]
     optimizers = [optimizer(module.parameters()) for module in modules]
-    for epoch in range(1, epochs + 1):
-        plans = [batches_by_hand(data, rank, epoch, batch_size) for rank in ranks]
-        for start in range(0, max(map(len, plans)), period):
-            windows = {r: plans[r][start : start + period] for r in ranks if start < len(plans[r])}
-            for rank, window in windows.items():
-                _train_by_hand(modules[rank], optimizers[rank], window)
-            weights = {r: sum(len(t) for _, t in window) for r, window in windows.items()}
-            _average([m.state_dict() for m in modules], weights)
-            if average_optimizer_state:
-                _average_optimizers(optimizers, weights)
+    for _, windows in windows_by_hand(data, epochs, batch_size, period):
+        for rank, window in windows.items():
+            _train_by_hand(modules[rank], optimizers[rank], window)
+        weights = rows_of(windows)
+        _average([m.state_dict() for m in modules], weights)
+        if average_optimizer_state:
+            _average_optimizers(optimizers, weights)
     return modules[0]
+
+
+def rows_of(windows: dict[int, list[Part]]) -> dict[int, int]:
+    return {rank: sum(len(targets) for _, targets in parts) for rank, parts in windows.items()}
 
 
 def _train_by_hand(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
-    window: list[tuple[np.ndarray, np.ndarray]],
+    window: list[Part],
 ) -> None:
     for features, targets in window:
         optimizer.zero_grad()

@@ -214,9 +214,7 @@ class RowExaminer:
         return False
 
     def _find_use(self, found: LossUse | None, statistics: DataStatistics) -> None:
-        """Keep what the first check has said of the loss, or what is known of torch's own."""
-        if self._begun:
-            return
+        """Keep what the check has said of the loss, or what is known of torch's own."""
         job = self._job
         if found is None:
             transforms = job.feed.transform is not None

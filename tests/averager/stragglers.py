@@ -1,8 +1,16 @@
-"""A policy that does without some: as strategies of one's own may bring them."""
+"""Policies in many schedules, one that does without some, and what it costs to decide by them."""
 
 from __future__ import annotations
 
-from sparkdl.averager.policies.round_policy import All
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from sparkdl.averager.coordination.coordinator import Coordinator
+from sparkdl.averager.coordination.run_state import RunSpec
+from sparkdl.averager.policies.round_policy import All, RoundPolicy
+from sparkdl.testing.simulation import Outcome, random_plan, simulate
 
 
 class AllButStragglers(All):
@@ -19,3 +27,37 @@ class AllButStragglers(All):
 
     def is_enough(self, entered: int, late: int, group: int) -> bool:
         return entered >= group - self._spared
+
+
+def deciding_by(
+    policy: Callable[[], RoundPolicy], kind: type[Coordinator] = Coordinator
+) -> Callable[..., Coordinator]:
+    def coordinator(spec: RunSpec, *arguments: Any) -> Coordinator:
+        return kind(replace(spec, policy=policy()), *arguments)
+
+    return coordinator
+
+
+def outcomes(
+    policy: Callable[[], RoundPolicy],
+    seeds: Iterable[int],
+    times: int = 1,
+    kind: type[Coordinator] = Coordinator,
+) -> list[Outcome]:
+    """How simulated runs end whose epochs have so many times as many windows as usual."""
+    return [simulate(random_plan(seed, times=times), deciding_by(policy, kind)) for seed in seeds]
+
+
+class Calls:
+    """Counts the calls of functions while it is entered."""
+
+    counted = 0
+
+    def __enter__(self) -> None:
+        sys.setprofile(self._count)
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _count(self, frame: object, event: str, argument: object) -> None:
+        self.counted += event in ("call", "c_call")

@@ -88,7 +88,7 @@ def job_of(strategy: Strategy[Any], module: nn.Module) -> Any:
     return make_job(module, strategy=strategy, deadline_s=60.0)
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("strategy", "often"),
     [

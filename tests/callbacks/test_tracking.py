@@ -147,7 +147,7 @@ def history(store: Any, run: Any, name: str) -> list[tuple[int, float]]:
     return sorted((metric.step, metric.value) for metric in found)
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_mlflow_has_one_run_with_settings_epochs_and_model(store: Any) -> None:
     outcome = train([MLflow("x", "first", tracking_uri=store.uri)])
     (run,) = runs(store)

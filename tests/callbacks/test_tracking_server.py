@@ -77,7 +77,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     answering.die()
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_a_tracking_server_that_dies_costs_only_its_run(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -100,7 +100,7 @@ print(json.dumps(told))
 '''
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_script_tells_the_same_in_another_process_and_from_another_place(tmp_path: Path) -> None:
     processes = []
     for seed, source in (("1", SCRIPT), ("2", f"# A line more\n\n{SCRIPT}")):

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from every_row import every
 from models import Net
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from sparkdl import EpochSummary, load_module
 from sparkdl.checkpoint.module_files import SavedModule, read_module, write_module
@@ -71,30 +72,6 @@ def test_buffers_of_other_dtypes_come_back(tmp_path: Path) -> None:
     loaded = load_module(tmp_path)
     assert same_state(loaded, module)
     assert int(loaded.get_buffer("num_batches_tracked")) == 1
-
-
-def test_a_float64_module_comes_back_in_float64(tmp_path: Path) -> None:
-    module = Net().double()
-    write(module, Net, tmp_path)
-    assert same_state(load_module(tmp_path, trust=["models"]), module)
-
-
-class Mixed(nn.Module):
-    """float32 and float64 side by side."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 3)
-        self.second = nn.Linear(3, 2).double()
-
-    def forward(self, features: Tensor) -> Tensor:
-        return self.second(self.first(features).double())
-
-
-def test_a_module_of_two_dtypes_comes_back_with_both(tmp_path: Path) -> None:
-    module = Mixed()
-    write(module, Mixed, tmp_path)
-    assert same_state(load_module(tmp_path, trust=[__name__]), module)
 
 
 class WithCaches(nn.Module):
@@ -164,17 +141,14 @@ def test_several_outputs_come_back_by_name_and_position(tmp_path: Path) -> None:
     assert read_module(tmp_path, trust=["models"]).widths == widths
 
 
-def test_a_key_that_names_no_output_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for number, key in enumerate([-1, True, 1.0, ["logits"]]):
-        with subtests.test(key=key):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            write(Net(), Net, directory)
-            path = directory / "module.json"
-            outputs = [{"key": key, "width": 3}]
-            path.write_text(json.dumps({**json.loads(path.read_text()), "outputs": outputs}))
-            with pytest.raises(ConfigError, match="an entry of outputs is invalid"):
-                read_module(directory, trust=["models"])
+@every("key", [-1, True, 1.0, ["logits"]])
+def test_a_key_that_names_no_output_is_refused(tmp_path: Path, key: Any) -> None:
+    write(Net(), Net, tmp_path)
+    path = tmp_path / "module.json"
+    outputs = [{"key": key, "width": 3}]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "outputs": outputs}))
+    with pytest.raises(ConfigError, match="an entry of outputs is invalid"):
+        read_module(tmp_path, trust=["models"])
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
@@ -194,30 +168,23 @@ def test_another_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
             load_module(tmp_path)
 
 
-def test_damaged_files_are_refused_by_name_and_place(
-    tmp_path: Path, subtests: pytest.Subtests
-) -> None:
-    for number, damage in enumerate(
-        ["no weights", "cut weights", "cut description", "foreign description"]
-    ):
-        with subtests.test(damage=damage):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            write(Net(), Net, directory)
-            weights, description = directory / "module.safetensors", directory / "module.json"
-            if damage == "no weights":
-                weights.unlink()
-            elif damage == "cut weights":
-                weights.write_bytes(weights.read_bytes()[:-20])
-            elif damage == "cut description":
-                description.write_text(description.read_text()[:-20])
-            else:
-                description.write_text("{}")
-            with pytest.raises(SparkDLError) as caught:
-                load_module(directory, trust=["models"])
-            name = weights.name if "weights" in damage else description.name
-            assert name in str(caught.value)
-            assert str(directory) in str(caught.value)
+@every("damage", ["no weights", "cut weights", "cut description", "foreign description"])
+def test_damaged_files_are_refused_by_name_and_place(tmp_path: Path, damage: Any) -> None:
+    write(Net(), Net, tmp_path)
+    weights, description = tmp_path / "module.safetensors", tmp_path / "module.json"
+    if damage == "no weights":
+        weights.unlink()
+    elif damage == "cut weights":
+        weights.write_bytes(weights.read_bytes()[:-20])
+    elif damage == "cut description":
+        description.write_text(description.read_text()[:-20])
+    else:
+        description.write_text("{}")
+    with pytest.raises(SparkDLError) as caught:
+        load_module(tmp_path, trust=["models"])
+    name = weights.name if "weights" in damage else description.name
+    assert name in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:
@@ -243,16 +210,19 @@ def spectral(dtype: torch.dtype) -> nn.Module:
     return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2, dtype=dtype), nn.BatchNorm1d(2))
 
 
-def test_complex_parameters_beside_real_ones_come_back_whole(
-    tmp_path: Path, subtests: pytest.Subtests
-) -> None:
-    for number, dtype in enumerate([torch.complex64, torch.complex128]):
-        with subtests.test(dtype=dtype):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            module = spectral(dtype)
-            write(module, partial(spectral, dtype), directory)
-            assert same_state(read_module(directory, trust=True).module, module)
+@every(
+    ("build", "change"),
+    [
+        (Net, nn.Module.double),
+        (lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2).double()), nn.Module.train),
+        (partial(spectral, torch.complex64), nn.Module.train),
+        (partial(spectral, torch.complex128), nn.Module.train),
+    ],
+)
+def test_modules_of_any_dtypes_come_back_whole(tmp_path: Path, build: Any, change: Any) -> None:
+    module = change(build())
+    write(module, build, tmp_path)
+    assert same_state(read_module(tmp_path, trust=True).module, module)
 
 
 def test_complex_parameters_of_another_shape_are_refused(tmp_path: Path) -> None:

@@ -39,15 +39,10 @@ def there_and_back(value: Any, directory: Path, *, trust: TrustArgument = False)
     return load(json.loads(json.dumps(save_object(value, directory, "thing"))), directory, trust)
 
 
-def test_what_can_be_imported_comes_back_itself(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for number, value in enumerate(
-        [nn.ReLU, models.Net, nn.functional.cross_entropy, torch.optim.Adam]
-    ):
-        with subtests.test(value=value):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            assert there_and_back(value, directory, trust=["models"]) is value
-            assert not list(directory.iterdir())
+@every("value", [nn.ReLU, models.Net, nn.functional.cross_entropy, torch.optim.Adam])
+def test_what_can_be_imported_comes_back_itself(tmp_path: Path, value: Any) -> None:
+    assert there_and_back(value, tmp_path, trust=["models"]) is value
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_partial_comes_back_with_its_arguments(tmp_path: Path) -> None:
@@ -63,24 +58,22 @@ def test_nested_partials_lists_and_dicts_come_back(tmp_path: Path) -> None:
     assert (loaded.args, loaded.keywords) == (value.args, value.keywords)
 
 
-def test_a_strategy_comes_back_equal(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for number, value in enumerate(
-        [
-            ParameterAveraging(period=9, average_optimizer_state=False, wire_dtype="bfloat16"),
-            strategies.ElasticAveraging(period=9, moving_rate=0.2, mode="asynchronous"),
-            strategies.GossipAveraging(3, "pull", "ring"),
-            strategies.AdaScale(decay=0.5),
-            strategies.GradientAllReduce(preconditioner=strategies.KFACPreconditioner(0.1)),
-            strategies.GradientAllReduce(hybrid=strategies.Hybrid("classifier.*", 2)),
-            strategies.GradientAllReduce(reduction=strategies.ColorTrees(2, 64)),
-            strategies.ThresholdGradientSharing(0.02, sparsity=(0.001, 0.1), clip=None),
-        ]
-    ):
-        with subtests.test(value=value):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            assert there_and_back(value, directory) == value
-            assert not list(directory.iterdir())
+@every(
+    "value",
+    [
+        ParameterAveraging(period=9, average_optimizer_state=False, wire_dtype="bfloat16"),
+        strategies.ElasticAveraging(period=9, moving_rate=0.2, mode="asynchronous"),
+        strategies.GossipAveraging(3, "pull", "ring"),
+        strategies.AdaScale(decay=0.5),
+        strategies.GradientAllReduce(preconditioner=strategies.KFACPreconditioner(0.1)),
+        strategies.GradientAllReduce(hybrid=strategies.Hybrid("classifier.*", 2)),
+        strategies.GradientAllReduce(reduction=strategies.ColorTrees(2, 64)),
+        strategies.ThresholdGradientSharing(0.02, sparsity=(0.001, 0.1), clip=None),
+    ],
+)
+def test_a_strategy_comes_back_equal(tmp_path: Path, value: Any) -> None:
+    assert there_and_back(value, tmp_path) == value
+    assert not list(tmp_path.iterdir())
 
 
 LOSSES = [
@@ -92,18 +85,13 @@ LOSSES = [
 ]
 
 
-def test_a_loss_of_torch_comes_back_with_its_settings(
-    tmp_path: Path, subtests: pytest.Subtests
-) -> None:
-    for number, loss in enumerate(LOSSES):
-        with subtests.test(loss=loss):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            loaded = there_and_back(loss, directory)
-            assert type(loaded) is type(loss)
-            plain = {k: v for k, v in vars(loss).items() if not k.startswith("_")}
-            assert {k: v for k, v in vars(loaded).items() if k in plain} == plain
-            assert not list(directory.iterdir())
+@every("loss", LOSSES)
+def test_a_loss_of_torch_comes_back_with_its_settings(tmp_path: Path, loss: Any) -> None:
+    loaded = there_and_back(loss, tmp_path)
+    assert type(loaded) is type(loss)
+    plain = {k: v for k, v in vars(loss).items() if not k.startswith("_")}
+    assert {k: v for k, v in vars(loaded).items() if k in plain} == plain
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_loss_with_class_weights_is_pickled_with_them(tmp_path: Path) -> None:

@@ -68,23 +68,24 @@ def test_what_could_only_be_read_by_running_code_is_refused_when_it_is_saved(
     assert list(tmp_path.iterdir()) == []
 
 
+@every(
+    "octets",
+    [
+        *(b"", b"no file of torch's", b"PK\x03\x04 and no more", pickle.dumps(Fraction(1, 3))),
+        *(b"cposix\nsystem\n(Vtouch touched\ntR.", b"\x80\x02]q\x00."),
+    ],
+)
 def test_a_state_that_somebody_else_wrote_is_refused_in_words(
-    tmp_path: Path, subtests: pytest.Subtests
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, octets: bytes
 ) -> None:
-    for number, octets in enumerate(
-        [b"", b"no file of torch's", b"cposix\nsystem\n(Vtouch touched\ntR.", b"\x80\x02]q\x00."]
-    ):
-        with subtests.test(octets=octets), pytest.MonkeyPatch.context() as monkeypatch:
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            monkeypatch.chdir(directory)
-            pending = CheckpointStore(str(directory / "run"), keep_last=1).begin()
-            with pending.create(STATE_FILE) as file:
-                file.write(octets)
-            pending.publish({"kind": "state of a training function"})
-            with pytest.raises(CheckpointError, match="checkpoint-000001"):
-                load_state(str(directory / "run"))
-            assert not (directory / "touched").exists()
+    monkeypatch.chdir(tmp_path)
+    pending = CheckpointStore(str(tmp_path / "run"), keep_last=1).begin()
+    with pending.create(STATE_FILE) as file:
+        file.write(octets)
+    pending.publish({"kind": "state of a training function"})
+    with pytest.raises(CheckpointError, match=r"checkpoint-000001.* cannot be read"):
+        load_state(str(tmp_path / "run"))
+    assert not (tmp_path / "touched").exists()
 
 
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
@@ -92,21 +93,6 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
     pending.publish({"kind": "other"})
     with pytest.raises(ConfigError, match=r"not a checkpoint of a training function.*other"):
         load_state(str(tmp_path))
-
-
-def test_a_file_that_torch_cannot_read_is_an_error_of_ours(
-    tmp_path: Path, subtests: pytest.Subtests
-) -> None:
-    for number, octets in enumerate([b"", b"PK\x03\x04 and no more", pickle.dumps(Fraction(1, 3))]):
-        with subtests.test(octets=octets):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            pending = CheckpointStore(str(directory), keep_last=1).begin()
-            with pending.create(STATE_FILE) as file:
-                file.write(octets)
-            pending.publish({"kind": "state of a training function"})
-            with pytest.raises(CheckpointError, match="cannot be read"):
-                load_state(str(directory))
 
 
 def test_a_full_disk_leaves_no_half_of_a_checkpoint(
@@ -250,30 +236,16 @@ def test_a_header_that_says_anything_is_an_error_of_ours(subtests: pytest.Subtes
         b'{"a":{"dtype":["F32"],"shape":[1],"data_offsets":[0,4]}}',
         b'{"a":{"dtype":"U8","shape":[1000000000000000],"data_offsets":[0,1000000000000000]}}',
         b'{"a":{"dtype":"U8","shape":[0,' + b"9" * 40 + b'],"data_offsets":[0,0]}}',
-    ]:
-        with subtests.test(header=header), pytest.raises(CheckpointError):
-            read_tensors(io.BytesIO(len(header).to_bytes(8, "little") + header + b"1234"))
-
-
-@every("dtype", [torch.complex64, torch.complex128])
-def test_complex_numbers_are_written_and_read(dtype: torch.dtype) -> None:
-    values = torch.randn(3, 2, dtype=dtype)
-    found, _ = read_tensors(io.BytesIO(written({"a": values})))
-    assert same_bits(found["a"], values)
-
-
-def test_a_dtype_that_the_format_lacks_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"'a' is torch\.float8_e5m2"):
-        written({"a": torch.zeros(2, dtype=torch.float8_e5m2)})
-
-
-def test_a_header_that_no_writer_writes_is_damaged(subtests: pytest.Subtests) -> None:
-    for header in [
-        b"[" * 100_000,
         b'{"__metadata__":{"epoch":3}}',
         b'{"__metadata__":5}',
         b'{"a":{"dtype":"F32","shape":[4611686018427387904,4,0],"data_offsets":[0,0]}}',
         b'{"a":{"dtype":"F32","shape":[1180591620717411303424,0],"data_offsets":[0,0]}}',
     ]:
-        with subtests.test(header=header), pytest.raises(CheckpointError):
-            read_tensors(io.BytesIO(len(header).to_bytes(8, "little") + header))
+        for rest in (b"", b"1234"):
+            with subtests.test(header=header, rest=rest), pytest.raises(CheckpointError):
+                read_tensors(io.BytesIO(len(header).to_bytes(8, "little") + header + rest))
+
+
+def test_a_dtype_that_the_format_lacks_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"'a' is torch\.float8_e5m2"):
+        written({"a": torch.zeros(2, dtype=torch.float8_e5m2)})

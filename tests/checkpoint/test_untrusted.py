@@ -13,6 +13,7 @@ from typing import Any
 import models
 import pytest
 from auditing import deeds
+from every_row import every
 from hostile import (
     HOSTILE,
     LINEAR,
@@ -40,30 +41,25 @@ def test_the_auditing_sees_what_a_trusted_recipe_does(tmp_path: Path) -> None:
     assert (tmp_path / "touched").exists()
 
 
-def test_a_hostile_name_is_refused_in_every_position(
-    tmp_path: Path, subtests: pytest.Subtests
-) -> None:
-    for number, path in enumerate(HOSTILE):
-        with subtests.test(path=path):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            argument = f"touch {directory / 'touched'}"
-            specs = [
-                named(path),
-                made(path, command=argument),
-                made(path, args=argument, shell=True),
-                bound(path, argument),
-                made(SEQUENTIAL, args=made(path, command=argument)),
-                bound(SEQUENTIAL, {"list": [{"dict": {"a": {"tuple": [bound(path, argument)]}}}]}),
-                {"partial": bound(path, argument), "args": [], "kwargs": {}},
-                {"partial": made(path, command=argument), "args": [], "kwargs": {}},
-            ]
-            for spec in specs:
-                directory = saved_model(directory / "model", spec)
-                with pytest.raises(ConfigError, match=r"trust=\[|damaged"), deeds() as done:
-                    load_module(directory)
-                assert done == []
-            assert not (directory / "touched").exists()
+@every("path", HOSTILE)
+def test_a_hostile_name_is_refused_in_every_position(tmp_path: Path, path: Any) -> None:
+    argument = f"touch {tmp_path / 'touched'}"
+    specs = [
+        named(path),
+        made(path, command=argument),
+        made(path, args=argument, shell=True),
+        bound(path, argument),
+        made(SEQUENTIAL, args=made(path, command=argument)),
+        bound(SEQUENTIAL, {"list": [{"dict": {"a": {"tuple": [bound(path, argument)]}}}]}),
+        {"partial": bound(path, argument), "args": [], "kwargs": {}},
+        {"partial": made(path, command=argument), "args": [], "kwargs": {}},
+    ]
+    for spec in specs:
+        directory = saved_model(tmp_path / "model", spec)
+        with pytest.raises(ConfigError, match=r"trust=\[|damaged"), deeds() as done:
+            load_module(directory)
+        assert done == []
+    assert not (tmp_path / "touched").exists()
 
 
 def test_a_module_beside_the_script_is_not_imported(
@@ -91,32 +87,28 @@ def test_a_model_that_was_trusted_once_is_refused_again_without_trust(tmp_path: 
             assert isinstance(load_module(tmp_path), models.Net)
 
 
-def test_of_a_trusted_module_only_what_it_defines_is_found(
-    tmp_path: Path, subtests: pytest.Subtests
-) -> None:
-    for number, path in enumerate(
-        [
-            "models:os.system",  # imported by it
-            "models:torch.load",
-            "models:nn.Module",
-            "models:time.sleep",
-            "models:Path",
-            "models:Net.__init__.__globals__",
-            "models:Net.forward.__globals__",
-            "models:Net.__class__",
-            "models:__builtins__",
-            "models:missing",
-            "models:",
-            "models.missing:Net",
-        ]
-    ):
-        with subtests.test(path=path):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            directory = saved_model(directory / "model", bound(path))
-            with pytest.raises(ConfigError, match="cannot be imported here"), deeds() as done:
-                load_module(directory, trust=["models"])
-            assert [deed for deed in done if not deed.startswith("import ('models.")] == []
+@every(
+    "path",
+    [
+        "models:os.system",  # imported by it
+        "models:torch.load",
+        "models:nn.Module",
+        "models:time.sleep",
+        "models:Path",
+        "models:Net.__init__.__globals__",
+        "models:Net.forward.__globals__",
+        "models:Net.__class__",
+        "models:__builtins__",
+        "models:missing",
+        "models:",
+        "models.missing:Net",
+    ],
+)
+def test_of_a_trusted_module_only_what_it_defines_is_found(tmp_path: Path, path: Any) -> None:
+    directory = saved_model(tmp_path / "model", bound(path))
+    with pytest.raises(ConfigError, match="cannot be imported here"), deeds() as done:
+        load_module(directory, trust=["models"])
+    assert [deed for deed in done if not deed.startswith("import ('models.")] == []
 
 
 def planted_package(directory: Path) -> None:
@@ -148,15 +140,10 @@ def test_a_package_stands_for_its_modules_but_not_for_its_program(
         load_module(directory, trust=["planted_packages"])
 
 
-def test_trust_that_names_no_modules_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for number, trust in enumerate(["models", ["models:Net"], ["a/b.py"], [""], [3], None, 1]):
-        with subtests.test(trust=trust):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            with pytest.raises(
-                ConfigError, match=r"trust must be True, False or a list of modules"
-            ):
-                load_module(saved_model(directory / "model", named(RELU)), trust=trust)
+@every("trust", ["models", ["models:Net"], ["a/b.py"], [""], [3], None, 1])
+def test_trust_that_names_no_modules_is_refused(tmp_path: Path, trust: Any) -> None:
+    with pytest.raises(ConfigError, match=r"trust must be True, False or a list of modules"):
+        load_module(saved_model(tmp_path / "model", named(RELU)), trust=trust)
 
 
 def test_a_trusted_function_that_builds_no_module_is_refused(tmp_path: Path) -> None:
@@ -167,19 +154,14 @@ def test_a_trusted_function_that_builds_no_module_is_refused(tmp_path: Path) -> 
         load_module(directory, trust=["models"])
 
 
-def test_a_deeply_nested_recipe_is_refused_in_words(
-    tmp_path: Path, subtests: pytest.Subtests
-) -> None:
-    for number, depth in enumerate([DEEPEST + 1, 300, 5_000, 100_000]):
-        with subtests.test(depth=depth):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            directory = saved_model(directory / "model", "here")
-            path = directory / "module.json"
-            deep = '{"list": [' * depth + "1" + "]}" * depth
-            path.write_text(path.read_text().replace('"here"', deep))
-            with pytest.raises(ConfigError, match=r"nested (more than 64 deep|too deeply)"):
-                load_module(directory)
+@every("depth", [DEEPEST + 1, 300, 5_000, 100_000])
+def test_a_deeply_nested_recipe_is_refused_in_words(tmp_path: Path, depth: Any) -> None:
+    directory = saved_model(tmp_path / "model", "here")
+    path = directory / "module.json"
+    deep = '{"list": [' * depth + "1" + "]}" * depth
+    path.write_text(path.read_text().replace('"here"', deep))
+    with pytest.raises(ConfigError, match=r"nested (more than 64 deep|too deeply)"):
+        load_module(directory)
 
 
 def test_what_is_saved_can_be_as_deep_as_what_is_loaded(tmp_path: Path) -> None:
@@ -212,49 +194,44 @@ def link(path: Path, target: str) -> None:
     path.symlink_to(target)
 
 
-def test_a_pickle_elsewhere_is_never_loaded(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for number, (file, trust) in enumerate(
-        itertools.product(
-            [
-                "../model.pkl",
-                "{outside}/model.pkl",
-                "sub/../../model.pkl",
-                "other.pkl",
-                "",
-                ".",
-                3,
-                None,
-            ],
-            [False, ["models"], True],
-        )
-    ):
-        with subtests.test(trust=trust, file=file):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            (directory / "model.pkl").write_bytes(evil_pickle(directory / "touched"))
-            spec = {"pickle": file.format(outside=directory) if isinstance(file, str) else file}
-            directory = saved_model(directory / "model", spec)
-            (directory / "other.pkl").write_bytes(evil_pickle(directory / "touched"))
-            message = r"can only be in model\.pkl" if trust is True else "trust=True"
-            with pytest.raises(ConfigError, match=message):
-                load_module(directory, trust=trust)
-            assert not (directory / "touched").exists()
+@every(
+    ("file", "trust"),
+    itertools.product(
+        [
+            "../model.pkl",
+            "{outside}/model.pkl",
+            "sub/../../model.pkl",
+            "other.pkl",
+            "",
+            ".",
+            3,
+            None,
+        ],
+        [False, ["models"], True],
+    ),
+)
+def test_a_pickle_elsewhere_is_never_loaded(tmp_path: Path, file: Any, trust: Any) -> None:
+    (tmp_path / "model.pkl").write_bytes(evil_pickle(tmp_path / "touched"))
+    spec = {"pickle": file.format(outside=tmp_path) if isinstance(file, str) else file}
+    directory = saved_model(tmp_path / "model", spec)
+    (directory / "other.pkl").write_bytes(evil_pickle(tmp_path / "touched"))
+    message = r"can only be in model\.pkl" if trust is True else "trust=True"
+    with pytest.raises(ConfigError, match=message):
+        load_module(directory, trust=trust)
+    assert not (tmp_path / "touched").exists()
 
 
+@every("target", ["../model.pkl", "{outside}/model.pkl", "link", "model.pkl"])
 def test_a_pickle_that_is_a_link_out_of_the_directory_is_never_loaded(
-    tmp_path: Path, subtests: pytest.Subtests
+    tmp_path: Path, target: Any
 ) -> None:
-    for number, target in enumerate(["../model.pkl", "{outside}/model.pkl", "link", "model.pkl"]):
-        with subtests.test(target=target):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            (directory / "model.pkl").write_bytes(evil_pickle(directory / "touched"))
-            directory = saved_model(directory / "model", {"pickle": "model.pkl"})
-            link(directory / "model.pkl", target.format(outside=directory))
-            link(directory / "link", "../model.pkl")
-            with pytest.raises(ConfigError, match=r"is a link to|is missing"):
-                load_module(directory, trust=True)
-            assert not (directory / "touched").exists()
+    (tmp_path / "model.pkl").write_bytes(evil_pickle(tmp_path / "touched"))
+    directory = saved_model(tmp_path / "model", {"pickle": "model.pkl"})
+    link(directory / "model.pkl", target.format(outside=tmp_path))
+    link(directory / "link", "../model.pkl")
+    with pytest.raises(ConfigError, match=r"is a link to|is missing"):
+        load_module(directory, trust=True)
+    assert not (tmp_path / "touched").exists()
 
 
 def test_a_directory_may_itself_be_reached_by_a_link(tmp_path: Path) -> None:
@@ -266,27 +243,25 @@ def test_a_directory_may_itself_be_reached_by_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_what_is_no_plain_file_is_not_read(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for number, (kind, file) in enumerate(
-        itertools.product(
-            ["device", "pipe", "directory"], ["module.json", "module.safetensors", "model.pkl"]
-        )
-    ):
-        with subtests.test(file=file, kind=kind):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            spec = {"pickle": "model.pkl"} if file == "model.pkl" else named(RELU)
-            directory = saved_model(directory / "model", spec)
-            path = directory / file
-            path.unlink(missing_ok=True)
-            if kind == "device":
-                path.symlink_to("/dev/zero")
-            elif kind == "pipe":
-                os.mkfifo(path)
-            else:
-                path.mkdir()
-            with pytest.raises(ConfigError, match=file):
-                load_module(directory, trust=True)
+@every(
+    ("kind", "file"),
+    itertools.product(
+        ["device", "pipe", "directory"], ["module.json", "module.safetensors", "model.pkl"]
+    ),
+)
+def test_what_is_no_plain_file_is_not_read(tmp_path: Path, kind: Any, file: Any) -> None:
+    spec = {"pickle": "model.pkl"} if file == "model.pkl" else named(RELU)
+    directory = saved_model(tmp_path / "model", spec)
+    path = directory / file
+    path.unlink(missing_ok=True)
+    if kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    with pytest.raises(ConfigError, match=file):
+        load_module(directory, trust=True)
 
 
 def test_more_json_than_any_model_has_is_refused(tmp_path: Path) -> None:
@@ -297,13 +272,8 @@ def test_more_json_than_any_model_has_is_refused(tmp_path: Path) -> None:
         load_module(directory)
 
 
-def test_a_layer_too_large_for_any_memory_is_refused(
-    tmp_path: Path, subtests: pytest.Subtests
-) -> None:
-    for number, size in enumerate([10**9, 10**30, -1, 2**63]):
-        with subtests.test(size=size):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            directory = saved_model(directory / "model", bound(LINEAR, size, size))
-            with pytest.raises(ConfigError, match="model cannot be built as it was saved"):
-                load_module(directory)
+@every("size", [10**9, 10**30, -1, 2**63])
+def test_a_layer_too_large_for_any_memory_is_refused(tmp_path: Path, size: Any) -> None:
+    directory = saved_model(tmp_path / "model", bound(LINEAR, size, size))
+    with pytest.raises(ConfigError, match="model cannot be built as it was saved"):
+        load_module(directory)

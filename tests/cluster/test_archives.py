@@ -17,7 +17,6 @@ from hosts import Cluster, Hosts, reason_not_to
 reason = reason_not_to()
 pytestmark = [
     pytest.mark.skipif(reason is not None, reason=str(reason)),
-    pytest.mark.slow,
     pytest.mark.nightly,
 ]
 

@@ -22,7 +22,7 @@ import sparkdl
 from sparkdl.errors import TrainingError
 
 # They wait, and need sessions of their own.
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 
 
 def jobs_of(spark: SparkSession) -> int:

@@ -103,7 +103,6 @@ EXPECTED = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @every("case", EXPECTED)
 def test_an_executor_with_another_environment_is_named_with_the_fix(

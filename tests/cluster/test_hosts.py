@@ -8,12 +8,12 @@ import re
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hosts import Cluster, Host, Hosts, reason_not_to, sweep
+from waiting import eventually
 
 reason = reason_not_to()
 pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
@@ -50,13 +50,6 @@ def refuses(host: Host) -> bool:
     except ConnectionRefusedError:
         return True
     return False
-
-
-def eventually(question: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 20
-    while not question() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return question()
 
 
 def serve(host: Host) -> str:
@@ -122,7 +115,6 @@ def test_nothing_is_left_of_the_hosts_of_a_process_that_was_killed(tmp_path: Pat
 UNCOUNTED = {"spark.executor.instances": None, "spark.executor.cores": None}
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from models import lines
 reason = reason_not_to()
 pytestmark = [
     pytest.mark.skipif(reason is not None, reason=str(reason)),
-    pytest.mark.slow,
     pytest.mark.nightly,
     pytest.mark.timeout(400),
 ]
@@ -91,7 +90,6 @@ def test_a_host_that_crashes_is_replaced_and_no_row_is_lost(
 
     result = fit_checkpointed_while(cluster, tmp_path, crash)
     assert result.get("examples") == [ROWS] * EPOCHS, result
-    assert result["losses"][-1] < result["losses"][0]
 
 
 @pytest.mark.parametrize("deed", ["pause", "cut"])
@@ -107,7 +105,6 @@ def test_a_host_that_is_silent_for_a_while_comes_back_and_no_row_is_lost(
 
     result = fit_checkpointed_while(cluster, tmp_path, be_silent)
     assert result.get("examples") == [ROWS] * EPOCHS, result
-    assert result["losses"][-1] < result["losses"][0]
 
 
 @pytest.mark.parametrize("all_reduce", ["false", "true"])

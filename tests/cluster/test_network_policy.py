@@ -24,7 +24,6 @@ reason = reason_not_to()
 pytestmark = [
     pytest.mark.skipif(reason is not None, reason=str(reason)),
     # They wait, and need sessions of their own.
-    pytest.mark.slow,
     pytest.mark.nightly,
 ]
 SERVER = """

@@ -28,7 +28,7 @@ from sparkdl.errors import DataError, WorkerError
 
 LISTENING = "0A"
 # Whoever counts what is left has to wait until all is quiet.
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 
 
 @dataclass(frozen=True)

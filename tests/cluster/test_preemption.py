@@ -16,7 +16,7 @@ import pytest
 SCRIPT = Path(__file__).parent / "train_on_hosts.py"
 EPOCHS = 150
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 
 def start(output: Path, *arguments: str) -> subprocess.Popen[bytes]:

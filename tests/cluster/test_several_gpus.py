@@ -18,7 +18,7 @@ from subprocesses import run_python
 from torch import nn
 from train_on_gpus import EPOCHS, ROWS
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(500)]
 HERE = Path(__file__).parent
 
 # Each executor's host has two of the four.

@@ -23,9 +23,9 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from torch import Tensor, nn
 
-from sparkdl import TorchEstimator, TorchModel
+import sparkdl
+from sparkdl import ParameterAveraging, TorchEstimator, TorchModel
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -159,7 +159,7 @@ def sum_estimator(**changes: Any) -> TorchEstimator:
     return estimator(**{**settings, **changes})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.versions
 def test_every_type_arrives_as_declared_in_fit_and_in_transform(
     everything: DataFrame, tmp_path: Any, caplog: pytest.LogCaptureFixture
@@ -201,15 +201,15 @@ def test_a_bad_row_is_named_by_column_partition_and_row(
     assert "of partition" in str(caught.value)
 
 
-@every("value", ["nan", "infinity"])
-def test_features_that_are_no_numbers_are_refused_or_kept_as_asked(
-    spark: SparkSession, value: str
-) -> None:
+def test_features_that_are_no_numbers_are_refused_or_kept_as_asked(spark: SparkSession) -> None:
+    nan, infinity = (F.array(*[F.lit(float(each))] * 4) for each in ("nan", "infinity"))
     rows = frame(spark).withColumn(
         "features",
-        F.when(F.col("id") == 31, F.array(*[F.lit(float(value))] * 4)).otherwise(F.col("features")),
+        F.when(F.col("id") == 31, nan)
+        .when(F.col("id") == 32, infinity)
+        .otherwise(F.col("features")),
     )
-    with pytest.raises(DataError, match=r"'features' holds NaN or infinity in 1 of 60 .*row \d+"):
+    with pytest.raises(DataError, match=r"'features' holds NaN or infinity in 2 of 60 .*row \d+"):
         estimator().fit(rows)
     model = estimator(model=IgnoresNan(), handleInvalid="keep").fit(rows)
     assert model.history[0].examples == 60
@@ -273,16 +273,13 @@ def test_a_minibatch_that_no_worker_can_fill_is_refused_by_what_each_will_have(
         estimator(dropLast=True, batchSize=most + 1, shuffleRows=spreads).fit(rows)
 
 
-@pytest.mark.parametrize(
-    "strategy", [ParameterAveraging(2), GradientAllReduce()], ids=["averaging", "all-reduce"]
-)
 @pytest.mark.versions
 def test_reshuffled_rows_are_trained_on_once_an_epoch_on_real_executors(
-    spark: SparkSession, tmp_path: Any, strategy: Strategy
+    spark: SparkSession, tmp_path: Any
 ) -> None:
     trace = tmp_path / "ids"
     estimator(
-        strategy=strategy,
+        strategy=ParameterAveraging(2),
         model=RowIds(str(trace)),
         featuresCols=["features", "id"],
         epochs=3,
@@ -296,6 +293,33 @@ def test_reshuffled_rows_are_trained_on_once_an_epoch_on_real_executors(
     ranks = [sum(i in ids for ids in seen.values()) for i in range(70)]
     assert all(ranks[i] == 1 for i in range(3, 70, 10))
     assert sum(where > 1 for where in ranks) > 30
+
+
+@pytest.mark.nightly
+def test_a_loop_of_ones_own_is_given_padded_rows_and_their_lengths(spark: SparkSession) -> None:
+    rows = spark.range(0, 61, 1, 3).selectExpr("id", "sequence(1, 1 + id * 7 % 20) AS tokens")
+
+    def look() -> list[Any]:
+        return [
+            (tuple(batch["tokens"].shape), batch["lengths"].tolist(), batch["id"].tolist())
+            for batch in sparkdl.current_worker().batches(7)
+        ]
+
+    seen = sparkdl.run(
+        look,
+        num_workers=2,
+        df=rows,
+        padCols={"tokens": 0},
+        padInputs={"tokens": "lengths"},
+        groupByLength=True,
+    )
+    assert len(seen[0]) == len(seen[1])
+    ids = []
+    for shape, lengths, numbers in [minibatch for worker in seen for minibatch in worker]:
+        assert lengths == [1 + number * 7 % 20 for number in numbers]
+        assert shape == (len(numbers), max(lengths))
+        ids += numbers
+    assert sorted(ids) == list(range(61))
 
 
 @pytest.mark.versions

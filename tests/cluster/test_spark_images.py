@@ -107,19 +107,15 @@ def found_in(predicted: DataFrame, *columns: str) -> dict[str, list[Any]]:
     return {row["name"]: [row[each] for each in columns] for row in predicted.collect()}
 
 
-@pytest.mark.slow
-@every("fit", ["crop", "pad", "stretch"])
+@pytest.mark.nightly
 def test_photographs_of_any_size_train_and_predict_as_plain_pillow_and_torch_do(
-    spark: SparkSession, fit: str, tmp_path: Path
+    spark: SparkSession, folder: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "photographs"
-    folder.mkdir()
-    for name, octets in FILES.items():
-        (folder / name).write_bytes(octets)
+    """Cut; another test has them padded, and one has them stretched."""
     rows = read(spark, folder)
-    expected = {name: floats_of(octets, fit) for name, octets in FILES.items()}
+    expected = {name: floats_of(octets, "crop") for name, octets in FILES.items()}
     digests = {name: digest(each[None]).item() for name, each in expected.items()}
-    model = image_estimator(fit, list(digests.values())).fit(rows)
+    model = image_estimator("crop", list(digests.values())).fit(rows)
     assert [epoch.examples for epoch in model.history] == [len(FILES)] * 2
     path = str(tmp_path / "model")
     model.save(path)
@@ -141,7 +137,7 @@ def test_photographs_of_any_size_train_and_predict_as_plain_pillow_and_torch_do(
     assert measured["mse"] == pytest.approx(float((errors**2).mean()), rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.versions
 def test_sparks_image_source_trains_and_predicts_alike(spark: SparkSession, tmp_path: Path) -> None:
     folder = tmp_path / "pictures"
@@ -160,7 +156,7 @@ def test_sparks_image_source_trains_and_predicts_alike(spark: SparkSession, tmp_
     assert {k: v[0] for k, v in found.items()} == pytest.approx(digests, rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_broken_files_are_refused_by_row_or_left_out_with_their_number(
     spark: SparkSession, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -198,7 +194,7 @@ def test_broken_files_are_refused_by_row_or_left_out_with_their_number(
         model.transform(rows).collect()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_function_of_ones_own_gets_the_same_floats(spark: SparkSession, folder: Path) -> None:
     rows = read(spark, folder).select("content")
 
@@ -218,7 +214,7 @@ def test_a_function_of_ones_own_gets_the_same_floats(spark: SparkSession, folder
     assert sorted(d for worker in returned for d in worker) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_module_trained_elsewhere_takes_photographs_of_any_size(
     spark: SparkSession, folder: Path
 ) -> None:

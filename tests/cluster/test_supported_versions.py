@@ -22,20 +22,13 @@ from torch import Tensor, nn
 
 from sparkdl import (
     AsynchronousSGD,
-    ElasticAveraging,
     GossipAveraging,
-    GradientAllReduce,
-    OuterOptimizer,
     ParameterAveraging,
     ThresholdGradientSharing,
     TorchModel,
 )
 from sparkdl.strategies import (
     SSP,
-    AsynchronousOuterOptimizer,
-    DelayedNesterov,
-    OuterSGD,
-    PowerSGD,
     Strategy,
 )
 
@@ -46,22 +39,14 @@ LARGE = (1 << 60) + 1
 """No float64."""
 
 FAMILIES: dict[str, Strategy] = {
-    "averaging": ParameterAveraging(period=2),
-    "among executors": ParameterAveraging(period=2, aggregation="executors"),
     "by host": ParameterAveraging(period=2, aggregation="hierarchical"),
-    "all-reduce": GradientAllReduce(),
-    "PowerSGD": GradientAllReduce(compression=PowerSGD(2)),
-    "elastic": ElasticAveraging(2),
-    "elastic at once": ElasticAveraging(2, mode="asynchronous"),
     "asynchronous": AsynchronousSGD(period=2, barrier=SSP(2)),
-    "outer": OuterOptimizer(2, OuterSGD(0.7, 0.5)),
-    "outer at once": AsynchronousOuterOptimizer(DelayedNesterov(3, 0.7, 0.5), period=2),
     "threshold": ThresholdGradientSharing(0.01),
     "gossip": GossipAveraging(),
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_of_strategies_learns_from_each_row_once_an_epoch(
     spark: SparkSession, family: str
@@ -146,7 +131,7 @@ def test_nan_reaches_a_function_for_sql_or_is_refused_by_the_name_of_the_version
             found.collect()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_gpu_of_each_executor_goes_to_one_worker(tmp_path: Path) -> None:
     discovery = tmp_path / "discover.sh"
     discovery.write_text("""#!/bin/sh\necho '{"name": "gpu", "addresses": ["0"]}'\n""")

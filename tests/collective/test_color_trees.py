@@ -107,7 +107,7 @@ def random_values(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> 
     return (100 * values).to(dtype)
 
 
-@pytest.mark.slow_variants(fast=2)
+@pytest.mark.nightly_variants(daily=2)
 @pytest.mark.parametrize("members", [2, 7, 8, 1, 3, 4, 5, 6, 9, 10, 11, 12, 13, 14, 15, 16])
 def test_it_is_the_serial_sum_with_the_same_bits_on_all_and_at_most_twice_the_bytes(
     members: int,
@@ -177,7 +177,7 @@ def test_sums_in_the_background_come_in_the_order_in_which_they_were_begun() -> 
         assert all(torch.equal(each, other[n - 1]) for other in others)
 
 
-@pytest.mark.slow_variants
+@pytest.mark.nightly_variants
 @pytest.mark.parametrize("background", [True, False])
 def test_a_member_that_is_killed_is_named_by_the_others(background: bool) -> None:
     """By those too that wait for others, in a chain: not all exchange messages with it."""

@@ -90,7 +90,7 @@ def test_whoever_reaches_the_store_reads_and_overwrites_it() -> None:
         assert collective._store.get(name) == b"elsewhere"
 
 
-@pytest.mark.slow_variants
+@pytest.mark.nightly_variants
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_rank_killed_in_an_all_reduce_is_named_by_the_others(victim: int) -> None:
     def body(collective: Collective, _: Any) -> Any:
@@ -115,7 +115,6 @@ def test_a_rank_killed_in_an_all_reduce_is_named_by_the_others(victim: int) -> N
             assert "did not take part" in result[1]
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_rank_that_hangs_is_named_by_the_others_after_the_deadline(tmp_path: Path) -> None:
     def body(collective: Collective, _: Any) -> Any:
@@ -234,7 +233,7 @@ def test_rank_0_listens_in_the_range_of_ports_that_it_is_given() -> None:
             listen("127.0.0.1", (port, port))
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_groups_with_a_ddp_model_end_without_waiting_for_pythons_lock() -> None:
     """Unless the model lets go of the group first, one in a few hundred hangs on a busy machine."""
 

@@ -36,7 +36,7 @@ def dying(frame: DataFrame, token: Path) -> DataFrame:
     return frame.mapInArrow(rows, frame.schema)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_executor_that_dies_changes_no_row_that_stays(
     spark: SparkSession, table: DataFrame, tmp_path: Path
 ) -> None:

@@ -66,7 +66,7 @@ def test_rows_without_a_hash_stay_and_are_counted(
     assert "2 null values, kept; 2 broken rows, kept, first that with id=3" in report.summary
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_same_rows_stay_without_a_limit_of_rows_for_python(
     spark: SparkSession, pictures: list[bytes], tmp_path: Path
 ) -> None:
@@ -79,7 +79,7 @@ def test_the_same_rows_stay_without_a_limit_of_rows_for_python(
         assert ids(model.transform(rows)) == kept_of_all_pairs(words, [0] * len(words), 4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_of_a_new_table_the_rows_stay_that_are_near_no_kept_one(
     spark: SparkSession, pictures: list[bytes]
 ) -> None:
@@ -96,7 +96,7 @@ def test_of_a_new_table_the_rows_stay_that_are_near_no_kept_one(
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_new_row_with_the_number_of_a_kept_one_and_its_hash_is_that_row(
     spark: SparkSession, pictures: list[bytes]
 ) -> None:
@@ -105,7 +105,7 @@ def test_a_new_row_with_the_number_of_a_kept_one_and_its_hash_is_that_row(
     assert ids(model.transform(images(spark, pictures[1], pictures[1]))) == [1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_images_of_sparks_own_source_are_taken(
     spark: SparkSession, pictures: list[bytes], tmp_path: Path
 ) -> None:
@@ -125,7 +125,7 @@ def test_images_of_sparks_own_source_are_taken(
     assert kept == ["a.png", "b.png", "d.png"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_labels_that_differ_keep_near_rows_and_are_reported(
     spark: SparkSession, pictures: list[bytes], tmp_path: Path
 ) -> None:
@@ -160,7 +160,7 @@ def test_labels_that_differ_keep_near_rows_and_are_reported(
         everything.conflicts()
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 @every(
     "keep",
     [
@@ -187,7 +187,7 @@ def test_a_report_shows_the_pictures_of_rows_of_any_order(
     assert report.to_html().count("data:image/png;base64,") == 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_texts_are_compared_by_simhash(spark: SparkSession) -> None:
     line = "Every executor holds a full replica of the model, and the driver averages it"
     texts = [line, f"{line.upper()}!", "Something else, of which nobody has ever heard before", "?"]
@@ -199,7 +199,7 @@ def test_texts_are_compared_by_simhash(spark: SparkSession) -> None:
     assert texts[1] in report.to_html()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_key_that_too_many_words_share_is_said(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -214,7 +214,7 @@ def test_a_key_that_too_many_words_share_is_said(
     assert not [each for each in caplog.messages if "one key" in each]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_report_has_pairs_of_each_distance_and_counts_of_each_threshold(
     table: DataFrame,
 ) -> None:

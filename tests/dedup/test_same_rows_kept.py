@@ -21,7 +21,7 @@ def model(table: DataFrame) -> NearDuplicatesModel:
     return NearDuplicates(threshold=LARGEST).fit(table)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_threshold_keeps_what_a_comparison_of_all_pairs_keeps(
     model: NearDuplicatesModel,
 ) -> None:
@@ -34,7 +34,7 @@ def test_every_threshold_keeps_what_a_comparison_of_all_pairs_keeps(
     assert model.found.different == len(set(zip(words, labels, strict=True)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_transform_gives_the_rows_that_stay(model: NearDuplicatesModel, table: DataFrame) -> None:
     words, labels = words_of("dhash")
     for threshold in (0, 4, LARGEST):
@@ -44,7 +44,7 @@ def test_transform_gives_the_rows_that_stay(model: NearDuplicatesModel, table: D
     assert ids(model.transform(kept)) == ids(kept)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every("kind", ["ahash", "phash", "whash"])
 def test_each_hash_keeps_what_a_comparison_of_all_pairs_keeps(table: DataFrame, kind: str) -> None:
     words, _ = words_of(kind)
@@ -53,7 +53,7 @@ def test_each_hash_keeps_what_a_comparison_of_all_pairs_keeps(table: DataFrame, 
     model.unpersist()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_same_rows_stay_however_the_table_is_cut_up(table: DataFrame) -> None:
     words, labels = words_of("dhash")
     wanted = kept_of_all_pairs(words, labels, 4)
@@ -75,7 +75,7 @@ def given(spark: SparkSession, words: list[int | None], **columns: list[object])
     return frame_of(spark, pa.table(rows))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_random_tables_of_close_words(spark: SparkSession) -> None:
     """Words of 12 bits, of which nearly all have neighbours, in a few groups and null."""
     for seed in range(2):
@@ -118,7 +118,7 @@ def test_a_row_is_marked_with_the_nearest_that_stays_and_the_first_of_several(
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_hundred_thousand_equal_rows_are_one_hash(spark: SparkSession) -> None:
     same = spark.range(100_000).select("id", F.lit(-1).cast("long").alias("image"))
     model = NearDuplicates(hash="given", within=None).fit(same)
@@ -127,7 +127,7 @@ def test_a_hundred_thousand_equal_rows_are_one_hash(spark: SparkSession) -> None
     assert model.keys.comparisons == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every(
     "kind, values",
     [

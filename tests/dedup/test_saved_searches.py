@@ -56,7 +56,7 @@ def test_a_loaded_model_marks_the_same_rows(
     model.write().overwrite().save(path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_estimator_and_a_pipeline_come_back(rows: DataFrame, tmp_path: Path) -> None:
     estimator = NearDuplicates(hash="given", threshold=2, within=None)
     estimator.save(str(tmp_path / "estimator"))
@@ -93,7 +93,7 @@ def test_damage_is_said(model: NearDuplicatesModel, tmp_path: Path) -> None:
         NearDuplicates.load(str(tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_was_forgotten_is_computed_anew(rows: DataFrame) -> None:
     model = NearDuplicates(hash="given", threshold=2).fit(rows)
     assert model.words.storageLevel.useMemory

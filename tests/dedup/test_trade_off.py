@@ -17,7 +17,7 @@ from sparkdl import NearDuplicates
 ROWS, HELD_OUT = 600, 200
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_each_threshold_is_measured_on_a_model_of_the_rows_that_it_keeps(
     spark: SparkSession,
 ) -> None:

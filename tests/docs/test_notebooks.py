@@ -94,12 +94,8 @@ CLAIMS = {
 """What the text of each says of its results, as statements that run behind its last cell."""
 
 NAMES = [
-    pytest.param("first_model", marks=pytest.mark.slow),
-    *(
-        pytest.param(name, marks=[pytest.mark.slow, pytest.mark.nightly])
-        for name in CLAIMS
-        if name != "first_model"
-    ),
+    pytest.param("first_model", marks=pytest.mark.nightly),
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in CLAIMS if name != "first_model"),
 ]
 
 

@@ -33,7 +33,7 @@ def accuracy(space: dict[str, Any]) -> float:
 
 
 @pytest.mark.usefixtures("spark")  # which create_session then finds
-@pytest.mark.slow
+@pytest.mark.gate
 def test_the_readme_trains_a_model_and_runs_a_function(
     tmp_path: Path,
 ) -> None:
@@ -53,7 +53,7 @@ def test_the_readme_trains_a_model_and_runs_a_function(
 
 
 @pytest.mark.usefixtures("spark")
-@pytest.mark.slow
+@pytest.mark.gate
 def test_the_quick_start_works_from_top_to_bottom(
     tmp_path: Path,
 ) -> None:
@@ -67,7 +67,7 @@ def test_the_quick_start_works_from_top_to_bottom(
 
 
 @pytest.mark.usefixtures("spark")
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_page_about_search_finds_saves_and_loads_the_better_learning_rate(
     tmp_path: Path,
 ) -> None:

@@ -39,7 +39,6 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_wheel_runs_the_readme_in_an_environment_of_its_own(tmp_path: Path) -> None:

@@ -1,22 +1,20 @@
-"""A training that was interrupted and resumed ends in the same bits as one that never was."""
+"""Trainings that go on from a checkpoint; ``strategies/contract/test_recovery.py`` has them all."""
 
 from __future__ import annotations
 
 import logging
-import random
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from interruptions import OPTIMIZERS, die_after, policy, same_bits, save_and_stop
+from misbehaving import resume_after
 from torch import Tensor, nn
 from toys import classification, make_job, mlp
 
@@ -24,71 +22,13 @@ from sparkdl.averager import AveragerClient
 from sparkdl.averager.values import packing
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import DisconnectedError
-from sparkdl.feed.feed import FeedOptions
-from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
+from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
-from sparkdl.testing.world import _processes
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SIZES = [22, 14, 5]
 """Of batches of 4 in windows of 2, so 3, 2 and 1 windows an epoch."""
-
-
-@pytest.mark.slow_variants(every=5)
-@pytest.mark.parametrize("stop", [die_after, save_and_stop])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("average_optimizer_state", [True, False])
-@pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
-def test_a_resumed_training_ends_in_the_same_bits(
-    tmp_path: Path, stop: Any, optimizer: Any, average_optimizer_state: bool, wire_dtype: Any
-) -> None:
-    strategy = ParameterAveraging(
-        period=2, average_optimizer_state=average_optimizer_state, wire_dtype=wire_dtype
-    )
-    job = make_job(mlp(), optimizer=optimizer, strategy=strategy, epochs=4)
-    data = classification(SIZES)
-    whole = run_world(job, data.shards())
-    assert stop(job, data, tmp_path / "c", 14)
-    resumed = run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
-    assert same_bits(resumed, whole)
-
-
-@pytest.mark.parametrize("every", ["step", "epoch"])
-@pytest.mark.parametrize("stop", [die_after, save_and_stop])
-def test_the_learning_rate_goes_on_where_it_was(tmp_path: Path, stop: Any, every: Any) -> None:
-    total = 4 * 6 if every == "step" else 4
-    scheduler = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.5, total_steps=total + 1)
-    job = make_job(
-        mlp(),
-        optimizer=OPTIMIZERS["momentum"],
-        epochs=4,
-        scheduler=scheduler,
-        scheduler_every=every,
-    )
-    data = classification(SIZES)
-    whole = run_world(job, data.shards())
-    assert stop(job, data, tmp_path / "c", 20, every_rounds=2)
-    resumed = run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
-    assert same_bits(resumed, whole)
-
-
-@pytest.mark.parametrize("every", ["step", "epoch"])
-def test_the_learning_rate_goes_on_behind_the_end_of_an_epoch(tmp_path: Path, every: Any) -> None:
-    """Workers stood where the epoch ended, those with fewer rows some steps behind the others."""
-    scheduler = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.5, total_steps=25)
-    job = make_job(
-        mlp(),
-        optimizer=OPTIMIZERS["momentum"],
-        epochs=4,
-        scheduler=scheduler,
-        scheduler_every=every,
-    )
-    data = classification(SIZES)
-    whole = run_world(job, data.shards())
-    assert die_after(job, data, tmp_path / "c", 26)
-    resumed = run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
-    assert same_bits(resumed, whole)
 
 
 @settings(max_examples=20, deadline=None)
@@ -97,7 +37,7 @@ def test_the_learning_rate_goes_on_behind_the_end_of_an_epoch(tmp_path: Path, ev
     stop=st.sampled_from([die_after, save_and_stop]),
     every_rounds=st.sampled_from([None, 1, 2]),
 )
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_at_whatever_commit_it_was_interrupted(
     tmp_path_factory: pytest.TempPathFactory, windows: int, stop: Any, every_rounds: int | None
 ) -> None:
@@ -124,30 +64,6 @@ def assert_saved_at_least(path: Path, windows: int) -> None:
     progress = saved.description["progress"]
     saved_windows = sum(each["contributions"] for each in progress["sums"])
     assert 12 * len(progress["history"]) + saved_windows >= windows
-
-
-class Noise(nn.Module):
-    """Draws from torch, from numpy and from Python."""
-
-    def forward(self, features: Tensor) -> Tensor:
-        dropped = nn.functional.dropout(features, 0.5)
-        return dropped * np.random.normal(1.0, 0.1) * random.gauss(1.0, 0.1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stop", [die_after, save_and_stop])
-def test_a_model_draws_the_numbers_that_it_would_have_drawn(tmp_path: Path, stop: Any) -> None:
-    """In processes, for a rank's random numbers are its process's."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 16), Noise(), nn.Linear(16, 3)).double()
-    job = make_job(model, epochs=4, optimizer=OPTIMIZERS["Adam"])
-    data = classification([13, 9])
-    whole = run_world(job, data.shards(), ranks_as="processes")
-    assert stop(job, data, tmp_path / "c", 10, _processes)
-    resumed = run_world(
-        job, data.shards(), ranks_as="processes", checkpoints=policy(tmp_path / "c")
-    )
-    assert same_bits(resumed, whole)
 
 
 class LateLayer(nn.Module):
@@ -177,18 +93,7 @@ def test_a_layer_that_is_first_used_late_goes_on_as_if_nothing_had_happened(
     assert not torch.equal(
         whole.module.get_parameter("late.0.weight"), LateLayer().late.get_parameter("0.weight")
     )
-    assert die_after(job, data, tmp_path / "c", windows, every_rounds=1)
-    resumed = run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
-    assert same_bits(resumed, whole)
-
-
-def test_batch_norm_goes_on_from_its_statistics(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
-    job, data = make_job(model, epochs=3), classification([16, 8])
-    whole = run_world(job, data.shards())
-    assert die_after(job, data, tmp_path / "c", 8)
-    assert same_bits(run_world(job, data.shards(), checkpoints=policy(tmp_path / "c")), whole)
+    assert same_bits(resume_after(windows, job, data, tmp_path), whole)
 
 
 def test_a_training_goes_on_behind_a_checkpoint_during_which_a_worker_was_lost(
@@ -237,25 +142,6 @@ def test_a_damaged_checkpoint_is_skipped_and_the_bits_are_the_same(
     assert same_bits(resumed, whole)
 
 
-@pytest.mark.parametrize("stop", [die_after, save_and_stop])
-@pytest.mark.parametrize(
-    "options",
-    [
-        FeedOptions(reshuffle_every=1),
-        FeedOptions(exchange_rows=True),
-    ],
-    ids=["again and again", "once"],
-)
-def test_rows_that_were_exchanged_are_exchanged_the_same_way_again(
-    tmp_path: Path, stop: Any, options: FeedOptions
-) -> None:
-    job, data = make_job(mlp(), epochs=4, feed=options), classification(SIZES)
-    whole = run_world(job, data.shards())
-    assert stop(job, data, tmp_path / "c", 14)
-    resumed = run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
-    assert same_bits(resumed, whole)
-
-
 def test_more_epochs_go_on_from_the_last(tmp_path: Path) -> None:
     data = classification([12, 8])
     run_world(make_job(mlp(), epochs=2), data.shards(), checkpoints=policy(tmp_path / "c"))
@@ -282,48 +168,3 @@ def test_of_its_own_a_training_resumes_only_what_it_has_written(tmp_path: Path) 
     assert same_bits(anew, run_world(other, data.shards()))
     again = run_world(other, data.shards(), checkpoints=own)
     assert again.history == anew.history
-
-
-@pytest.mark.slow_variants(fast=2)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        GradientAllReduce(),
-        GradientAllReduce(accumulate=2, commit_every=2),
-        ParameterAveraging(period=2, aggregation="executors", commit_every=2),
-    ],
-    ids=["all-reduce", "between", "executors"],
-)
-def test_workers_that_exchange_among_themselves_resume_with_the_same_bits(
-    tmp_path: Path, strategy: Strategy, optimizer: Any
-) -> None:
-    job = make_job(mlp(), optimizer=optimizer, strategy=strategy, epochs=4)
-    data = classification([22, 14])
-    whole = run_world(job, data.shards(), ranks_as="processes")
-    assert die_after(job, data, tmp_path / "c", 5, _processes, every_rounds=1)
-    resumed = run_world(
-        job, data.shards(), ranks_as="processes", checkpoints=policy(tmp_path / "c")
-    )
-    assert same_bits(resumed, whole)
-
-
-def test_workers_that_exchange_gradients_resume_with_the_rows_that_they_were_assigned(
-    tmp_path: Path,
-) -> None:
-    job = make_job(
-        mlp(),
-        optimizer=OPTIMIZERS["Adam"],
-        strategy=GradientAllReduce(commit_every=2),
-        epochs=4,
-        feed=FeedOptions(reshuffle_every=1),
-    )
-    data = classification([22, 6])
-    whole = run_world(job, data.shards(), ranks_as="processes")
-    # in the middle of the second epoch
-    assert die_after(job, data, tmp_path / "c", 9, _processes, every_rounds=1)
-    resumed = run_world(
-        job, data.shards(), ranks_as="processes", checkpoints=policy(tmp_path / "c")
-    )
-    assert same_bits(resumed, whole)
-    assert [e.loss for e in resumed.history] == [e.loss for e in whole.history]

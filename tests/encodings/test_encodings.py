@@ -206,7 +206,7 @@ class Slope(nn.Module):
         return self.slope * day.float()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("days")
 def test_a_model_is_fitted_and_predicts_on_executors(spark: SparkSession) -> None:
     rows = spark.range(0, 20, 1, 2).select(

@@ -1,116 +1,34 @@
-"""All-reduced gradients equal single-process training on the union of the workers' minibatches."""
+"""All-reduced gradients: what is sent, BatchNorm over all workers, sums along trees."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+import sys
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
 from every_row import every
-from torch import nn
-from toys import Data, batches_by_hand, classification, cnn, make_job, mlp, relative_error, schema
+from interruptions import same_bits
+from test_union_batch import OPTIMIZERS, SMALL, trained
+from torch import Tensor, nn
+from toys import batches_by_hand, classification, cnn, mlp, relative_error, schema, sgd_on_union
 
-from sparkdl.driver import Outcome
-from sparkdl.strategies import GradientAllReduce, ParameterAveraging, PowerSGD, Strategy
-from sparkdl.testing import run_world
-
-OPTIMIZERS: dict[str, Any] = {
-    "sgd": partial(torch.optim.SGD, lr=0.1),
-    "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-2),
-    "adam": partial(torch.optim.Adam, lr=0.02),
-}
-
-
-def train_on_union(
-    model: nn.Module,
-    optimizer: Any,
-    data: Data,
-    *,
-    epochs: int,
-    batch_size: int,
-    accumulate: int = 1,
-    clip_norm: float = float("inf"),
-    backward: Callable[[nn.Module, list[tuple[Any, Any]]], None] | None = None,
-) -> nn.Module:
-    """One process; step t trains on the ranks' t-th ``accumulate`` minibatches put together."""
-    module = copy.deepcopy(model).train()
-    steps = optimizer(module.parameters())
-    for epoch in range(1, epochs + 1):
-        plans = [batches_by_hand(data, rank, epoch, batch_size) for rank in range(len(data.sizes))]
-        for start in range(0, max(map(len, plans)), accumulate):
-            parts = [part for plan in plans for part in plan[start : start + accumulate]]
-            steps.zero_grad()
-            (backward or of_the_union)(module, parts)
-            nn.utils.clip_grad_norm_(module.parameters(), clip_norm)
-            steps.step()
-    return module
-
-
-def of_the_union(module: nn.Module, parts: list[tuple[Any, Any]]) -> None:
-    """Add the gradients of the mean loss of all parts' rows."""
-    features = torch.from_numpy(np.concatenate([features for features, _ in parts]))
-    targets = torch.from_numpy(np.concatenate([targets for _, targets in parts]))
-    nn.functional.cross_entropy(module(features), targets).backward()
-
-
-def part_by_part(module: nn.Module, parts: list[tuple[Any, Any]]) -> None:
-    """Add the same, each part by itself, as bfloat16 rounds the sum over a part's rows."""
-    total = sum(len(targets) for _, targets in parts)
-    for features, targets in parts:
-        loss = nn.functional.cross_entropy(
-            module(torch.from_numpy(features)), torch.from_numpy(targets)
-        )
-        (loss * (len(targets) / total)).backward()
-
-
-def all_reduce(data: Data, model: nn.Module, strategy: Strategy, **changes: Any) -> Outcome:
-    job = make_job(model, strategy=strategy, **changes)
-    return run_world(job, data.shards(), ranks_as="processes")
-
-
-@pytest.mark.slow_variants(every=4)
-@pytest.mark.parametrize(
-    "sizes",
-    [[12, 12], [13, 6], [11, 0], [0, 9], [7, 12, 1]],
-    ids=["equal", "unequal", "last-empty", "first-empty", "three"],
+from sparkdl.errors import ConfigError, WorkerError
+from sparkdl.strategies import (
+    AdaScale,
+    GradientAllReduce,
+    KFACPreconditioner,
+    ParameterAveraging,
+    PowerSGD,
+    Strategy,
 )
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_any_shards_equal_one_process_on_the_union_batch(sizes: list[int], name: str) -> None:
-    data = classification(sizes)
+from sparkdl.strategies.color_trees import require_no_gpu
 
-    outcome = all_reduce(data, mlp(), GradientAllReduce(), optimizer=OPTIMIZERS[name], epochs=3)
-
-    oracle = train_on_union(mlp(), OPTIMIZERS[name], data, epochs=3, batch_size=4)
-    assert relative_error(outcome.module, oracle) <= 1e-10
-    assert [row.examples for row in outcome.history] == [sum(sizes)] * 3
-
-
-@every("sizes", [[12, 12], [23, 5, 0]])
-@every("accumulate", [2, 3])
-def test_accumulated_minibatches_equal_one_larger_batch(sizes: list[int], accumulate: int) -> None:
-    data = classification(sizes)
-    strategy = GradientAllReduce(accumulate=accumulate)
-
-    outcome = all_reduce(data, mlp(), strategy, optimizer=OPTIMIZERS["momentum"], epochs=3)
-
-    oracle = train_on_union(
-        mlp(), OPTIMIZERS["momentum"], data, epochs=3, batch_size=4, accumulate=accumulate
-    )
-    assert relative_error(outcome.module, oracle) <= 1e-10
-
-
-def test_buckets_smaller_than_the_model_change_nothing() -> None:
-    data = classification([9, 14], width=36)
-    strategy = GradientAllReduce(bucket_mb=0.0001)
-
-    outcome = all_reduce(data, cnn(), strategy, schema=schema(36), epochs=2)
-
-    oracle = train_on_union(cnn(), partial(torch.optim.SGD, lr=0.1), data, epochs=2, batch_size=4)
-    assert relative_error(outcome.module, oracle) <= 1e-10
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 @every(
@@ -128,37 +46,12 @@ def test_channels_last_changes_no_result_and_stays(strategy: Strategy, error: fl
     data = classification([9, 14], width=36)
     model = cnn().to(memory_format=torch.channels_last)
 
-    outcome = all_reduce(data, model, strategy, schema=schema(36), epochs=2)
+    outcome = trained(data, model, strategy, schema=schema(36), epochs=2)
 
-    oracle = train_on_union(cnn(), partial(torch.optim.SGD, lr=0.1), data, epochs=2, batch_size=4)
+    oracle = sgd_on_union(cnn(), data, epochs=2)
     assert relative_error(outcome.module, oracle) <= error
     strides = [parameter.stride() for parameter in outcome.module.parameters()]
     assert strides == [parameter.stride() for parameter in model.parameters()]
-
-
-def test_float32_is_exact_to_its_precision() -> None:
-    data = classification([21, 16], dtype=np.float32)
-
-    outcome = all_reduce(
-        data, mlp().float(), GradientAllReduce(), schema=schema(6, torch.float32), epochs=3
-    )
-
-    oracle = train_on_union(
-        mlp().float(), partial(torch.optim.SGD, lr=0.1), data, epochs=3, batch_size=4
-    )
-    assert relative_error(outcome.module, oracle) <= 1e-6
-
-
-@pytest.mark.slow_variants
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_sharded_optimizer_changes_nothing(name: str) -> None:
-    data = classification([13, 6])
-    strategy = GradientAllReduce(shard_optimizer=True)
-
-    outcome = all_reduce(data, mlp(), strategy, optimizer=OPTIMIZERS[name], epochs=3)
-
-    oracle = train_on_union(mlp(), OPTIMIZERS[name], data, epochs=3, batch_size=4)
-    assert relative_error(outcome.module, oracle) <= 1e-10
 
 
 @every(("compression", "error"), [("fp16", 3e-3), ("bf16", 3e-2)])
@@ -166,7 +59,7 @@ def test_compressed_gradients_are_the_gradients_to_the_precision_that_was_sent(
     compression: Any, error: float
 ) -> None:
     data = classification([13, 6])
-    job = partial(all_reduce, data, mlp(), epochs=3)
+    job = partial(trained, data, mlp(), epochs=3)
 
     compressed = job(GradientAllReduce(compression=compression)).module
 
@@ -176,7 +69,7 @@ def test_compressed_gradients_are_the_gradients_to_the_precision_that_was_sent(
 
 def test_power_sgd_learns_and_leaves_out_what_low_rank_factors_cannot_hold() -> None:
     data = classification([60, 60])
-    job = partial(all_reduce, data, mlp(), epochs=8)
+    job = partial(trained, data, mlp(), epochs=8)
 
     compressed = job(GradientAllReduce(compression=PowerSGD(1, 10, 0)))
 
@@ -189,7 +82,7 @@ def test_power_sgd_learns_and_leaves_out_what_low_rank_factors_cannot_hold() -> 
 def test_the_history_holds_the_loss_over_all_rows() -> None:
     data = classification([13, 6, 0])
 
-    outcome = all_reduce(
+    outcome = trained(
         data, mlp(), GradientAllReduce(), optimizer=partial(torch.optim.SGD, lr=0.0), epochs=1
     )
 
@@ -206,7 +99,7 @@ def test_batch_norm_statistics_are_averaged_by_examples(sizes: list[int]) -> Non
     model = nn.Sequential(norm, nn.Linear(6, 3).double())
     data = classification(sizes)
 
-    outcome = all_reduce(data, model, GradientAllReduce(), epochs=1)
+    outcome = trained(data, model, GradientAllReduce(), epochs=1)
 
     means = [
         np.mean(
@@ -234,7 +127,7 @@ class HalfUsed(nn.Module):
         self.unused = nn.Linear(6, 3)
         self.double()
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         return self.used(features)
 
 
@@ -243,9 +136,9 @@ def test_parameters_outside_the_loss_keep_their_values(sizes: list[int], name: s
     data = classification(sizes)
     strategy = GradientAllReduce(find_unused_parameters=True, commit_every=1)
 
-    outcome = all_reduce(data, HalfUsed(), strategy, optimizer=OPTIMIZERS[name], epochs=2)
+    outcome = trained(data, HalfUsed(), strategy, optimizer=OPTIMIZERS[name], epochs=2)
 
-    oracle = train_on_union(HalfUsed(), OPTIMIZERS[name], data, epochs=2, batch_size=4)
+    oracle = sgd_on_union(HalfUsed(), data, OPTIMIZERS[name], epochs=2)
     assert relative_error(outcome.module, oracle) <= 1e-10
     assert torch.equal(outcome.module.unused.weight, HalfUsed().unused.weight)
 
@@ -255,7 +148,7 @@ class UsedLater(HalfUsed):
 
     minibatches = 0
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         self.minibatches += 1
         late = self.unused(features) if self.minibatches > 2 else 0.0
         return self.used(features) + late
@@ -266,59 +159,164 @@ def test_a_first_gradient_that_comes_late_is_the_first_to_the_optimizer(name: st
     data = classification([12, 12])
     strategy = GradientAllReduce(find_unused_parameters=True, commit_every=1)
 
-    outcome = all_reduce(data, UsedLater(), strategy, optimizer=OPTIMIZERS[name], epochs=2)
+    outcome = trained(data, UsedLater(), strategy, optimizer=OPTIMIZERS[name], epochs=2)
 
-    oracle = train_on_union(UsedLater(), OPTIMIZERS[name], data, epochs=2, batch_size=4)
+    oracle = sgd_on_union(UsedLater(), data, OPTIMIZERS[name], epochs=2)
     assert relative_error(outcome.module, oracle) <= 1e-10
 
 
 def test_the_same_seed_and_data_give_the_same_bits() -> None:
     data = classification([13, 6, 9])
-    job = partial(all_reduce, data, mlp(), GradientAllReduce(), epochs=2)
+    job = partial(trained, data, mlp(), GradientAllReduce(), epochs=2)
 
     first, second = (job().module.state_dict() for _ in range(2))
 
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-def test_one_worker_takes_the_same_path_alone() -> None:
-    data = classification([23])
-    outcome = all_reduce(data, mlp(), GradientAllReduce(), epochs=2)
-    oracle = train_on_union(mlp(), partial(torch.optim.SGD, lr=0.1), data, epochs=2, batch_size=4)
-    assert relative_error(outcome.module, oracle) <= 1e-12
+# BatchNorm over all workers
+
+TOGETHER = GradientAllReduce(sync_batch_norm=True)
 
 
-@every("sharded", [False, True])
-def test_the_norm_that_is_clipped_is_that_of_the_union_batch(sharded: bool) -> None:
-    data = classification([13, 6])
-    strategy = GradientAllReduce(shard_optimizer=sharded)
+def flat_network() -> nn.Module:
+    """Two layers of normalization, the second without parameters and without running statistics."""
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Linear(6, 8, bias=False),
+        nn.BatchNorm1d(8),
+        nn.Tanh(),
+        nn.Linear(8, 5, bias=False),
+        nn.BatchNorm1d(5, affine=False, track_running_stats=False),
+        nn.Linear(5, 3),
+    ).double()
 
-    outcome = all_reduce(data, mlp(), strategy, epochs=3, clip_norm=0.05)
 
-    by_hand = partial(
-        train_on_union, mlp(), partial(torch.optim.SGD, lr=0.1), data, epochs=3, batch_size=4
+def image_network() -> nn.Module:
+    """Images of 6 x 6; the running statistics are means over all steps."""
+    torch.manual_seed(6)
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 6, 6)),
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.BatchNorm2d(4, momentum=None),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(144, 3),
+    ).double()
+
+
+@every("sizes", [[12, 12], [14, 6], [7, 12, 1]])
+@every("name", OPTIMIZERS)
+def test_parameters_and_statistics_are_those_of_one_process(sizes: list[int], name: str) -> None:
+    data = classification(sizes)
+
+    outcome = trained(data, flat_network(), TOGETHER, optimizer=OPTIMIZERS[name], epochs=3)
+
+    oracle = sgd_on_union(flat_network(), data, OPTIMIZERS[name], epochs=3)
+    assert relative_error(outcome.module, oracle) <= 1e-9
+
+
+def test_channels_of_images_are_normalized_over_all_places() -> None:
+    data = classification([9, 14], width=36)
+
+    outcome = trained(data, image_network(), TOGETHER, schema=schema(36), epochs=2)
+
+    assert relative_error(outcome.module, sgd_on_union(image_network(), data, epochs=2)) <= 1e-9
+
+
+def test_without_it_workers_normalize_alone() -> None:
+    data = classification([12, 12])
+    alone = trained(data, flat_network(), GradientAllReduce()).module
+    together = trained(data, flat_network(), TOGETHER).module
+    assert relative_error(alone, together) > 1e-3
+
+
+def test_workers_accumulate_different_numbers_of_minibatches() -> None:
+    strategy = GradientAllReduce(sync_batch_norm=True, accumulate=3)
+    outcome = trained(classification([23, 5]), flat_network(), strategy, epochs=2)
+    assert [epoch.examples for epoch in outcome.history] == [28, 28]
+
+
+@every(
+    ("sizes", "model", "message"),
+    [
+        ([8, 0], flat_network, "rank 1.*no rows left before its first step"),
+        ([8, 8], mlp, "Sequential has no BatchNorm layer"),
+        ([1], flat_network, "1 value per channel across all workers"),
+    ],
+)
+def test_what_cannot_be_normalized_is_refused(sizes: list[int], model: Any, message: str) -> None:
+    with pytest.raises(WorkerError, match=message):
+        trained(classification(sizes), model(), TOGETHER)
+
+
+# Sums along trees
+
+
+class SparseTable(nn.Module):
+    """Its gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3, sparse=True).double()
+
+    def forward(self, features: Tensor) -> Tensor:
+        outputs: Tensor = self.table((features[:, 0].abs() % 5).long())
+        return outputs
+
+
+@pytest.mark.nightly
+@every(
+    ("kind", "settings"),
+    [
+        (GradientAllReduce, {"accumulate": 2}),
+        (GradientAllReduce, {"shard_optimizer": True}),
+        (GradientAllReduce, {"find_unused_parameters": True}),
+        (GradientAllReduce, {"measure_noise": True}),
+        (GradientAllReduce, {"sync_batch_norm": True}),
+        (GradientAllReduce, {"preconditioner": KFACPreconditioner(0.05, 0.95, 2, 3, 0.02)}),
+        (AdaScale, {}),
+        (ParameterAveraging, {"aggregation": "executors", "period": 3}),
+        (ParameterAveraging, {"aggregation": "executors", "average_optimizer_state": False}),
+    ],
+)
+def test_whatever_it_is_combined_with_the_training_is_that_of_the_ring(
+    kind: Any, settings: dict[str, Any]
+) -> None:
+    data = classification([24, 15, 18])
+    ring, trees = (
+        trained(data, flat_network(), kind(**settings, **way), optimizer=OPTIMIZERS["momentum"])
+        for way in ({}, {"reduction": SMALL})
     )
-    assert relative_error(outcome.module, by_hand(clip_norm=0.05)) <= 1e-10
-    assert relative_error(outcome.module, by_hand()) > 1e-3
+    assert relative_error(trees.module, ring.module) <= 1e-9
+    assert [row.loss for row in trees.history] == pytest.approx([row.loss for row in ring.history])
+    for mine, other in zip(trees.history, ring.history, strict=True):
+        assert (mine.measured or {}) == pytest.approx(other.measured or {}, rel=1e-6)
 
 
-def test_autocast_to_bfloat16_is_that_of_one_process_on_each_ranks_minibatches() -> None:
-    data = classification([20, 12], dtype=np.float32)
-    settings: dict[str, Any] = {"schema": schema(6, torch.float32), "epochs": 3}
-
-    rounded = all_reduce(
-        data, mlp().float(), GradientAllReduce(), precision="bf16", **settings
-    ).module
-
-    exact = all_reduce(data, mlp().float(), GradientAllReduce(), **settings).module
-    assert 1e-4 < relative_error(rounded, exact) < 5e-2
-    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-        oracle = train_on_union(
-            mlp().float(),
-            partial(torch.optim.SGD, lr=0.1),
+@every("rounding", ["fp16", "bf16"])
+def test_rounded_gradients_are_added_up_as_rounded(rounding: Any) -> None:
+    """By two workers, whose sums have one order: to the bit."""
+    data = classification([12, 12], width=36)
+    ring, trees = (
+        trained(
             data,
-            epochs=3,
-            batch_size=4,
-            backward=part_by_part,
+            cnn(),
+            GradientAllReduce(compression=rounding, reduction=reduction),
+            schema=schema(36),
         )
-    assert relative_error(rounded, oracle) <= 1e-6
+        for reduction in (None, SMALL)
+    )
+    assert same_bits(trees, ring)
+
+
+def test_sparse_gradients_are_refused_in_words() -> None:
+    with pytest.raises(WorkerError, match=r"reduction=ColorTrees\(...\) takes dense gradients"):
+        trained(classification([8, 8]), SparseTable(), GradientAllReduce(reduction=SMALL))
+
+
+def test_gpus_are_left_to_nccl() -> None:
+    replica: Any = SimpleNamespace(device=torch.device("cuda:0"))
+    with pytest.raises(ConfigError, match="NCCL has double binary trees of its own"):
+        require_no_gpu(SMALL, replica)
+    require_no_gpu(None, replica)

@@ -107,7 +107,7 @@ def test_a_step_on_all_rows_is_one_of_gradient_descent(options: dict[str, Any]) 
     assert relative_error(outcome.module, alone) < 1e-9
 
 
-@pytest.mark.slow_variants
+@pytest.mark.nightly_variants
 @pytest.mark.parametrize("options", OPTIONS[2:], ids=str)
 def test_what_is_resumed_has_the_bits_of_what_was_not(
     options: dict[str, Any], tmp_path: Path

@@ -120,7 +120,7 @@ class Telling(nn.Module):
         return torch.cat([outputs, told], dim=1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("compiled", [True, False])
 def test_compiled_code_predicts_the_same_for_batches_of_any_size(
     rows: DataFrame, compiled: bool
@@ -135,7 +135,7 @@ def test_compiled_code_predicts_the_same_for_batches_of_any_size(
     assert np.array_equal(found[:, -1], np.full(ROWS, float(compiled)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_several_outputs_of_several_columns_in_transform_and_in_sql(
     rows: DataFrame, spark: SparkSession
 ) -> None:
@@ -180,7 +180,7 @@ def test_the_function_takes_vectors_and_goes_with_the_module_as_it_is_when_made(
     assert set(values(predicted, "new")) == {2.0}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_function_called_with_columns_that_the_model_does_not_take_says_so(
     rows: DataFrame,
 ) -> None:
@@ -189,7 +189,7 @@ def test_a_function_called_with_columns_that_the_model_does_not_take_says_so(
         rows.select(model.udf()("features", "tokens")).collect()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_encoded_images_are_decoded_as_in_training(spark: SparkSession) -> None:
     pixels = np.arange(3 * 4 * 4, dtype=np.uint8).reshape(3, 4, 4)
     encoded = io.BytesIO()
@@ -216,7 +216,7 @@ class Brightness(nn.Module):
         return pixels / 255
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_exported_program_predicts_and_is_saved_as_the_module_it_was_made_of(
     rows: DataFrame, tmp_path: Path
 ) -> None:
@@ -325,7 +325,7 @@ def test_a_module_is_taken_within_inference_mode_too(rows: DataFrame) -> None:
     assert np.allclose(values(model.transform(rows)), expected, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stream_of_files_is_predicted_once_also_by_a_query_that_is_started_again(
     rows: DataFrame, spark: SparkSession, tmp_path: Path
 ) -> None:

@@ -47,7 +47,7 @@ def test_a_fit_goes_on_from_a_model_that_fits_and_trains_what_is_not_frozen(
         going_on.fit(rows, warm_start=begun)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_batches_of_a_stream_are_trained_on_one_after_another(
     spark: SparkSession, tmp_path: Path
 ) -> None:

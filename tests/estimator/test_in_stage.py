@@ -19,7 +19,7 @@ from waiting import eventually
 __all__ = ["connect_address"]
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_a_client_gets_what_the_driver_gets_to_the_bit(
     spark: SparkSession, connect_address: str, tmp_path: Path
 ) -> None:
@@ -37,7 +37,7 @@ def test_a_client_gets_what_the_driver_gets_to_the_bit(
     assert "because Spark Connect does not say how many partitions there are" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_strategy_sees_a_difference(
     spark: SparkSession, connect_address: str, tmp_path: Path
 ) -> None:
@@ -46,7 +46,7 @@ def test_no_strategy_sees_a_difference(
     assert [name for name, values in expected.items() if found[name] != values] == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_a_client_cannot_have_is_refused_in_words(
     connect_address: str, tmp_path: Path
 ) -> None:
@@ -66,7 +66,7 @@ def test_what_a_client_cannot_have_is_refused_in_words(
         assert found[name].startswith(words), found[name]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_start_again_from_the_beginning_when_a_worker_or_the_averager_is_lost(
     connect_address: str, tmp_path: Path
 ) -> None:
@@ -77,7 +77,7 @@ def test_all_start_again_from_the_beginning_when_a_worker_or_the_averager_is_los
     assert printed.count("start again from the beginning, as there is no checkpointPath") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_start_again_from_a_checkpoint_when_a_worker_or_the_averager_is_lost(
     connect_address: str, tmp_path: Path
 ) -> None:
@@ -87,7 +87,7 @@ def test_all_start_again_from_a_checkpoint_when_a_worker_or_the_averager_is_lost
     assert printed.count("start again from the last checkpoint in ") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_clients_fit_at_once(spark: SparkSession, connect_address: str, tmp_path: Path) -> None:
     homes = [tmp_path / "first", tmp_path / "second"]
     for home in homes:
@@ -98,7 +98,7 @@ def test_two_clients_fit_at_once(spark: SparkSession, connect_address: str, tmp_
     assert found == [fits_anywhere.parameters(spark)] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_an_interrupt_of_the_client_ends_the_stage(
     spark: SparkSession, connect_address: str, tmp_path: Path
 ) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as functional
-from every_row import every
 from frames import estimator
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -24,7 +23,6 @@ FEATURES = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
 CLASSES = (np.arange(ROWS) >= 18).astype(np.int64)
 """A quarter of the rows are of class 1: all on the second worker."""
 NUMBERS = FEATURES.sum(axis=1) + 1
-RARE = torch.tensor([1.0, 20.0])
 SGD = partial(torch.optim.SGD, lr=0.2)
 
 
@@ -37,11 +35,6 @@ def zeros(outputs: int) -> nn.Module:
 
 def squeezed(outputs: Tensor, targets: Tensor) -> Tensor:
     return ((outputs.squeeze(1) - targets) ** 2).mean()
-
-
-def sum_and_weight(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    rows = functional.cross_entropy(outputs, targets, reduction="none")
-    return (rows * RARE[targets]).sum(), RARE[targets].sum()
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +82,6 @@ def test_a_loss_of_ones_own_gets_targets_in_the_shape_that_it_takes(rows: DataFr
     assert fitted.summary.loss_use["targets"] in ("(rows,)", "as in the column")
 
 
-@every("loss", [nn.CrossEntropyLoss(weight=RARE), sum_and_weight])
-def test_class_weights_count_as_in_one_process(rows: DataFrame, loss: Any) -> None:
-    expected = by_torch(2, nn.CrossEntropyLoss(weight=RARE), CLASSES)
-    assert same(fit(rows, 2, loss, "class").module, expected)
-
-
 def test_the_loss_of_held_out_rows_does_not_depend_on_how_those_without_a_label_lie(
     rows: DataFrame,
 ) -> None:
@@ -104,18 +91,17 @@ def test_the_loss_of_held_out_rows_does_not_depend_on_how_those_without_a_label_
         zeros(2)(torch.from_numpy(FEATURES))[::3],
         torch.from_numpy(np.where(np.arange(ROWS) % 4 < 2, IGNORED, CLASSES))[::3],
     ).item()
-    for size in (2, ROWS):
-        fitted = fit(
-            held_out,
-            2,
-            nn.CrossEntropyLoss(),
-            "class",
-            batchSize=size,
-            epochs=1,
-            optimizer=partial(torch.optim.SGD, lr=0.0),
-            validationIndicatorCol="held",
-        )
-        assert fitted.history[-1].validation_loss == pytest.approx(expected, rel=1e-5)
+    fitted = fit(
+        held_out,
+        2,
+        nn.CrossEntropyLoss(),
+        "class",
+        batchSize=2,
+        epochs=1,
+        optimizer=partial(torch.optim.SGD, lr=0.0),
+        validationIndicatorCol="held",
+    )
+    assert fitted.history[-1].validation_loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_weights_of_any_unit_train_the_same(rows: DataFrame) -> None:
@@ -130,12 +116,17 @@ def test_a_sum_over_rows_is_refused_for_several_workers_and_added_up_for_one(
     loss = nn.MSELoss(reduction="sum")
     with pytest.raises((ConfigError, ModelError), match="sum"):
         fit(rows, 1, loss, "number")
-    settings = {"numWorkers": 1, "optimizer": partial(torch.optim.SGD, lr=0.2 / ROWS)}
-    halves = {"batchSize": ROWS // 2, "strategy": GradientAllReduce(accumulate=2)}
-    expected = by_torch(1, nn.MSELoss(), NUMBERS.astype(np.float32)[:, None])
-    for each in ({}, halves):
-        found = fit(rows.repartition(1), 1, loss, "number", **settings, **each)
-        assert same(found.module, expected)
+    found = fit(
+        rows.repartition(1),
+        1,
+        loss,
+        "number",
+        numWorkers=1,
+        optimizer=partial(torch.optim.SGD, lr=0.2 / ROWS),
+        batchSize=ROWS // 2,
+        strategy=GradientAllReduce(accumulate=2),
+    )
+    assert same(found.module, by_torch(1, nn.MSELoss(), NUMBERS.astype(np.float32)[:, None]))
 
 
 def test_a_fit_within_inference_mode_trains(rows: DataFrame) -> None:

@@ -146,31 +146,6 @@ def test_several_heads_are_trained_by_one_loss_and_chosen_by_position(rows: Data
     assert np.allclose(column(predicted, "size"), size.numpy(), atol=1e-6)
 
 
-@pytest.mark.slow
-def test_an_autoencoders_label_may_be_its_feature(rows: DataFrame) -> None:
-    class Variational(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encode, self.decode = nn.Linear(4, 4), nn.Linear(2, 4)
-
-        def forward(self, features: Tensor) -> dict[str, Any]:
-            mean, log_variance = self.encode(features).chunk(2, dim=1)
-            noise = torch.randn_like(mean) if self.training else torch.zeros_like(mean)
-            latent = mean + noise * (log_variance / 2).exp()
-            divergence = (log_variance.exp() + mean**2 - 1 - log_variance).mean() / 2
-            return {"rows": self.decode(latent), "mean": mean, "divergence": divergence}
-
-    def bound(outputs: dict[str, Any], targets: Tensor) -> Tensor:
-        return functional.mse_loss(outputs["rows"], targets) + outputs["divergence"]
-
-    model = estimator(
-        model=Variational(), loss=bound, labelCol="features", outputCols={"code": "mean"}
-    ).fit(rows)
-    with torch.no_grad():
-        expected = model.module(torch.tensor(features_of(IDS), dtype=torch.float32))["mean"]
-    assert np.allclose(column(model.transform(rows), "code"), expected.numpy(), atol=1e-6)
-
-
 @every(
     ("changes", "error", "fragments"),
     [

@@ -74,7 +74,7 @@ def test_fitting_twice_does_not_continue_from_the_first_fit(rows: DataFrame) -> 
     assert same_bits(first, second)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cross_validator_tries_rates_and_strategies_two_at_once_and_is_saved(
     rows: DataFrame, tmp_path: Path
 ) -> None:

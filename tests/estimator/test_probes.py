@@ -14,7 +14,7 @@ from sparkdl.callbacks import TrainingReport
 from sparkdl.errors import ConfigError
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_probes_with_one_and_two_workers_make_a_plan_of_all_rows(
     spark: SparkSession, tmp_path: Path
 ) -> None:

@@ -20,6 +20,10 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from sparkdl.errors import DataError, ModelError
+from sparkdl.estimator.checks.preflight import plan_fit
+from sparkdl.estimator.checks.row_checks import RowChecks
+from sparkdl.feed.statistics.column import ColumnStatistics
+from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.strategies import GradientAllReduce
 
 
@@ -52,10 +56,7 @@ NULLS: list[Case] = [
         )
         for name in ("features", "label")
     ),
-    *(
-        ("features", null_where("features", where), [f"{count} null values in 60 rows"], THREE)
-        for where, count in (("id in (43, 57)", 2), ("id >= 40", 20), ("id in (3, 20, 39, 59)", 4))
-    ),
+    ("features", null_where("features", "id >= 40"), ["20 null values in 60 rows"], THREE),
     (
         "features",
         lambda: F.when(F.col("id") >= 2, array_to_vector("features")),
@@ -64,7 +65,7 @@ NULLS: list[Case] = [
     ),
     *(
         ("features", f"cast({HOLED} as array<{kind}>)", ["null elements", "4 of 60 rows"], {})
-        for kind in ("double", "float", "int", "bigint")
+        for kind in ("double", "int")
     ),
 ]
 LENGTHS: list[Case] = [
@@ -85,9 +86,7 @@ LENGTHS: list[Case] = [
     ("features", "slice(features, 1, int(4 - id div 20))", ["arrays of 2 to 4 elements"], THREE),
 ]
 LABELS: list[Case] = [
-    ("label", "label + 1", ["1 to 3", *RANGE], {}),
-    ("label", "label - 1", ["-1 to 1", *RANGE], {}),
-    ("label", "double(label + 1)", ["1 to 3", "0 to 2"], {}),
+    ("label", "double(label - 1)", ["-1 to 1", *RANGE], {}),
     ("label", "if(id = 59, 7, label)", ["0 to 7", "row 19 of partition 2", "0 to 2"], THREE),
     (
         "label",
@@ -95,14 +94,7 @@ LABELS: list[Case] = [
         ["double", "not whole in 5 rows, the first", "CrossEntropyLoss"],
         {},
     ),
-    *(
-        ("label", "label", ["0 to 2", "0 to 1"], {"loss": loss, "model": BINARY})
-        for loss in (nn.BCEWithLogitsLoss(), nn.BCELoss())
-    ),
-    *(
-        ("label", "if(id = 17, double('NaN'), double(label))", ["NaN"], {"loss": loss})
-        for loss in (nn.CrossEntropyLoss(), nn.MSELoss())
-    ),
+    ("label", "if(id = 17, double('NaN'), double(label))", ["NaN"], {}),
 ]
 
 
@@ -149,16 +141,16 @@ def test_nulls_in_the_one_big_partition_of_a_skewed_frame_are_counted(
     refuse(rows, DataError, "'label'", "5 null values in 60 rows", numWorkers=3)
 
 
-@every("workers", [2, 3])
 def test_a_frame_of_fewer_rows_than_workers_is_refused_shuffled_or_not(
-    spark: SparkSession, refuse: Refuse, workers: int
+    spark: SparkSession, refuse: Refuse
 ) -> None:
     """Spark knows the last to be empty before it runs anything."""
-    for where in ("id < 0", "rand(1) > 2", "false"):
+    for where, workers in (("id < 0", 2), ("rand(1) > 2", 3), ("false", 2)):
         rows = frame(spark, partitions=3).where(where)
         refuse(rows, DataError, "DataFrame is empty", numWorkers=workers)
-    rows = frame(spark, rows=2, partitions=1 if workers == 2 else 3)
-    refuse(rows, DataError, "2 rows", "3 workers", "numWorkers", numWorkers=3)
+    for partitions in (1, 3):
+        rows = frame(spark, rows=2, partitions=partitions)
+        refuse(rows, DataError, "2 rows", "3 workers", "numWorkers", numWorkers=3)
 
 
 def test_a_bad_row_is_named_by_the_partition_that_spark_has_read(
@@ -215,6 +207,32 @@ def rows(spark: SparkSession) -> DataFrame:
     )
 
 
+STATISTICS = {
+    "features": ColumnStatistics(shortest=4, longest=4),
+    "carrier": ColumnStatistics(smallest=0, largest=5),
+    "negative": ColumnStatistics(smallest=-1, largest=3, places={"smallest": (0, 0)}),
+    "label": ColumnStatistics(smallest=0, largest=2),
+    "double": ColumnStatistics(smallest=0, largest=2),
+}
+
+
+def checked(rows: DataFrame, **changes: Any) -> None:
+    """Check as a fit does before its workers start, and once each has found 30 rows."""
+    tuned = estimator(**changes)
+    names = [*changes.get("featuresCols", ["features"]), changes.get("labelCol", "label")]
+    plan, replica = plan_fit(tuned, rows)
+    found = DataStatistics((30, 30), tuple(STATISTICS[name] for name in names))
+    RowChecks(replica, tuned).check(plan, found)
+
+
+def refuse_before_training(
+    rows: DataFrame, error: type[Exception], fragments: Sequence[str], **changes: Any
+) -> None:
+    with pytest.raises(error) as caught:
+        checked(rows, **changes)
+    assert [each for each in fragments if each not in str(caught.value)] == []
+
+
 def no_such_layer() -> nn.Module:
     raise LookupError("no such layer")
 
@@ -242,7 +260,6 @@ class Unused(Net):
 
 
 TABLES = TwoTables(entries=5)
-IN_ONE_PARTITION = "'carrier' from 0 (row 0 of partition 0) to 5 (row 5 of partition 0)"
 UNTRAINED = "no parameter that requires a gradient"
 MODELS: list[tuple[Any, dict[str, Any], list[str]]] = [
     (
@@ -251,11 +268,6 @@ MODELS: list[tuple[Any, dict[str, Any], list[str]]] = [
         ["the model fails on a batch with features of float32 (2, 4)", "(2x4 and 5"],
     ),
     (TwoTables(), {}, ["float32 (2, 4)", "features"]),
-    (
-        TABLES,
-        {"featuresCols": ["carrier", "features"], "numWorkers": 3},
-        ["features of int64 (2,), float32 (2, 4)", IN_ONE_PARTITION, "index out of range"],
-    ),
     (
         TABLES,
         {"featuresCols": ["negative", "features"]},
@@ -283,11 +295,27 @@ MODELS: list[tuple[Any, dict[str, Any], list[str]]] = [
 
 @every(("model", "changes", "fragments"), MODELS)
 def test_a_model_that_cannot_work_is_refused_with_why(
-    rows: DataFrame, refuse: Refuse, model: Any, changes: dict[str, Any], fragments: list[str]
+    rows: DataFrame, model: Any, changes: dict[str, Any], fragments: list[str]
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        refuse(rows, ModelError, *fragments, model=model, **changes)
+        refuse_before_training(rows, ModelError, fragments, model=model, **changes)
+
+
+@every("loss", [nn.BCEWithLogitsLoss(), nn.BCELoss()])
+def test_a_label_that_is_neither_of_two_classes_is_refused(rows: DataFrame, loss: Any) -> None:
+    refuse_before_training(
+        rows, DataError, ["'label'", "0 to 2", "0 to 1"], loss=loss, model=BINARY
+    )
+
+
+def test_an_index_that_the_model_lacks_is_named_with_its_rows_before_anybody_trains(
+    rows: DataFrame, refuse: Refuse
+) -> None:
+    range_and_places = "'carrier' from 0 (row 0 of partition 0) to 5 (row 5 of partition 0)"
+    words = "features of int64 (2,), float32 (2, 4)", range_and_places, "index out of range"
+    columns = ["carrier", "features"]
+    refuse(rows, ModelError, *words, model=TABLES, featuresCols=columns, numWorkers=3)
 
 
 def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -350,9 +378,9 @@ OTHERS: list[tuple[dict[str, Any], list[str]]] = [
 
 @every(("changes", "fragments"), OTHERS)
 def test_a_loss_an_optimizer_or_a_schedule_that_cannot_work_is_refused_with_why(
-    rows: DataFrame, refuse: Refuse, changes: dict[str, Any], fragments: list[str]
+    rows: DataFrame, changes: dict[str, Any], fragments: list[str]
 ) -> None:
-    refuse(rows, ModelError, *fragments, **changes)
+    refuse_before_training(rows, ModelError, fragments, **changes)
 
 
 def test_a_model_that_cannot_train_on_the_one_row_that_is_left_is_refused(
@@ -363,7 +391,6 @@ def test_a_model_that_cannot_train_on_the_one_row_that_is_left_is_refused(
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     refuse(rows, ModelError, "of one row, which a worker with 31 rows has", "dropLast", model=model)
     estimator(model=model, dropLast=True).fit(rows)
-    estimator(model=model, batchSize=9).fit(rows)
     together = GradientAllReduce(sync_batch_norm=True)
     estimator(model=model, strategy=together, epochs=1).fit(rows)
     refuse(

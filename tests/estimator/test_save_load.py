@@ -105,7 +105,7 @@ def test_a_saved_model_is_overwritten_only_if_asked(
     assert [p.name for p in tmp_path.iterdir()] == ["model"], "something was left beside"
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_a_model_loads_without_java_and_gives_identical_outputs(
     described: TorchModel, tmp_path: Path
 ) -> None:
@@ -132,7 +132,7 @@ def test_a_model_loads_without_java_and_gives_identical_outputs(
     assert answer == {"outputs": expected, "again": expected, "epochs": 2, "jvm": False}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.versions
 def test_a_pipeline_model_is_saved_and_loaded(rows: DataFrame, tmp_path: Path) -> None:
     model = pipeline(Net).fit(columns(rows))
@@ -164,7 +164,7 @@ def test_a_stage_that_names_a_command_is_refused_in_a_pipeline_too(
     assert not (tmp_path / "touched").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_saved_pipeline_is_loaded_and_fits_the_same_model(
     rows: DataFrame, tmp_path: Path
 ) -> None:
@@ -179,7 +179,7 @@ def test_a_saved_pipeline_is_loaded_and_fits_the_same_model(
     assert predictions(refitted, columns(rows)) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cross_validators_model_of_torchs_classes_loads_without_trust(
     rows: DataFrame, tmp_path: Path
 ) -> None:

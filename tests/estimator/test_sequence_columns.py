@@ -78,7 +78,7 @@ def test_a_fit_on_executors_is_gradient_descent_on_rows_that_nobody_padded(
         estimator(**changed, epochs=3, checkpointPath=str(tmp_path / "c")).fit(rows)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_was_interrupted_goes_on_with_the_same_bits(rows: DataFrame, tmp_path: Path) -> None:
     settings = {
         **SETTINGS,

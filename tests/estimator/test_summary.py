@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from frames import estimator, features_of, frame, labels_of
+from frames import estimator, features_of, frame
 from pyspark.sql import SparkSession
 from torch import nn
 
@@ -93,13 +93,3 @@ def test_history_has_a_row_for_each_epoch_with_all_rows_and_the_rounds(
     assert type(model.module) is nn.Sequential
     assert not model.module.training
     assert {str(p.device) for p in model.module.parameters()} == {"cpu"}
-
-
-def test_the_first_loss_is_that_of_the_initial_parameters(spark: SparkSession) -> None:
-    torch.manual_seed(2)
-    network = nn.Linear(4, 3)
-    with torch.no_grad():
-        outputs = network(torch.tensor(features_of(range(60)), dtype=torch.float32))
-        expected = float(nn.functional.cross_entropy(outputs, torch.tensor(labels_of(range(60)))))
-    model = estimator(model=network, batchSize=60).fit(frame(spark))
-    assert model.history[0].loss == pytest.approx(expected, rel=1e-5)

@@ -85,7 +85,6 @@ def test_what_the_page_leaves_out_is_no_more_than_that() -> None:
     assert not says("refused: it fails …. Give a function", "refused: it fails here.")
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])

@@ -135,7 +135,7 @@ class Recorder(nn.Module):
     sizes=st.lists(st.integers(0, 25), min_size=1, max_size=4).filter(enough_rows),
     batch_size=st.integers(1, 9),
 )
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_trains_on_every_row_once_an_epoch(sizes: list[int], batch_size: int) -> None:
     rows = sum(sizes)
     replicas: list[Recorder] = []

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import sparkdl
 from sparkdl.errors import WorkerError
 
-pytestmark = pytest.mark.guests
+pytestmark = pytest.mark.nightly
 
 Weights = dict[str, Tensor]
 LIGHTNING, TRAINER = "with_lightning.py", "with_trainer.py"

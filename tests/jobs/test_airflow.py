@@ -43,7 +43,6 @@ def airflow_python(request: pytest.FixtureRequest) -> Path:
     return python
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.timeout(INSTALL_S + 300)
 def test_airflow_loads_the_pipeline_and_its_tasks_end_as_the_jobs_do(

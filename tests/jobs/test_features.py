@@ -10,7 +10,7 @@ from tables import KEYS, read_days, spark_features, with_instants
 
 DAY_START, DAY = 7 * 60, 1440
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

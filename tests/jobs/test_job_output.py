@@ -112,7 +112,7 @@ def test_without_an_id_each_start_is_a_run_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("runs", "draws"), [("ab", 0), pytest.param("abc", 4, marks=pytest.mark.slow)]
+    ("runs", "draws"), [("ab", 0), pytest.param("abc", 4, marks=pytest.mark.nightly)]
 )
 def test_whenever_the_power_is_cut_an_output_is_whole_and_the_next_attempt_finishes(
     memory: Path, runs: str, draws: int
@@ -338,8 +338,8 @@ def attempt_killed(place: Location, run: Run, moment: int) -> bool:
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.slow_variants
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.nightly_variants
+@pytest.mark.parametrize("seed", range(2))
 def test_killed_at_random_moments_it_leaves_one_right_output(memory: Path, seed: int) -> None:
     """Counted in calls, for the clock of a slow machine says nothing of how far one is."""
     generator = random.Random(seed)

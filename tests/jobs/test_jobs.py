@@ -28,6 +28,7 @@ from sparkdl.events import EpochSummary
 from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.jobs import command, logs
 from sparkdl.jobs.configuration.grammar import read_settings
+from sparkdl.jobs.evaluate import Score, format_scores
 from sparkdl.jobs.evaluate import main as evaluate
 from sparkdl.jobs.locations import locate
 from sparkdl.jobs.output import MARKER, Location, Output, Run
@@ -47,7 +48,7 @@ def case(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("shared_session")
-@pytest.mark.slow
+@pytest.mark.gate
 def test_a_table_is_learnt_from_evaluated_and_predicted_by_one_configuration(
     tmp_path: Path, case: dict[str, Any], capfd: pytest.CaptureFixture[str], spark: SparkSession
 ) -> None:
@@ -126,7 +127,7 @@ def make_output(place: Location, run: Run) -> bool:
     return done is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("shared_session")
 def test_a_failure_has_its_code_and_says_why_in_the_result_file(
     tmp_path: Path, case: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -294,3 +295,34 @@ def test_last_words_that_nobody_reads_do_not_change_the_exit_code(
     assert done.returncode == 0, done.stderr
     for words in ("0 as text", "0 as json", "it was to get: done", 'get: {\\"status\\": '):
         assert words in done.stderr
+
+
+LARGER = {"AUC": True, "log-loss": False}
+
+
+def scores(auc: float, log_loss: float) -> str:
+    three = [
+        Score(name="constant", metrics={"AUC": 0.5, "log-loss": 0.7}, seconds=1.0),
+        Score(name="baseline", metrics={"AUC": 0.7, "log-loss": 0.5}, seconds=1.0),
+        Score(name="network", metrics={"AUC": auc, "log-loss": log_loss}, seconds=2.0),
+    ]
+    return format_scores(three, LARGER)
+
+
+def test_the_table_says_when_the_network_does_not_win() -> None:
+    assert "beats every baseline on AUC and log-loss." in scores(0.71, 0.49)
+    assert "beats every baseline on AUC, but not on log-loss." in scores(0.71, 0.5)
+    assert "beats every baseline on log-loss, but not on AUC." in scores(0.7, 0.49)
+    assert "does not beat the best baseline on AUC or log-loss." in scores(0.69, 0.51)
+
+
+def test_columns_are_as_wide_as_their_names() -> None:
+    lines = scores(0.71, 0.49).splitlines()
+    assert lines[0].split() == ["model", "AUC", "log-loss", "seconds"]
+    assert len({len(line) for line in lines[:4]}) == 1
+    assert lines[3].split() == ["network", "0.7100", "0.4900", "2.0"]
+
+
+def test_without_baselines_there_is_nothing_to_say() -> None:
+    only = Score(name="network", metrics={"AUC": 0.7, "log-loss": 0.5}, seconds=1.0)
+    assert "beat" not in format_scores([only], LARGER)

@@ -88,7 +88,6 @@ KILLS = 5
 """Of each seed; 20 in all."""
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
@@ -140,7 +139,6 @@ def test_killed_at_random_moments_and_started_again_it_leaves_one_right_output(
     assert left == {output}
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_of_two_at_once_one_is_told_to_come_back_later(folder: Path) -> None:

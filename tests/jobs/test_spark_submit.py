@@ -15,7 +15,7 @@ from job_case import configuration, make_table, write_configuration
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 @pytest.mark.versions
 def test_spark_submit_runs_the_training_job(tmp_path: Path) -> None:
     make_table(tmp_path / "table")

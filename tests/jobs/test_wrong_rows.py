@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from every_row import every
 from job_case import configuration, make_table, write_configuration
 
 from sparkdl.jobs import evaluate, train
@@ -62,39 +63,29 @@ def test_evaluate_on_rows_says_their_metrics(
 
 
 @pytest.mark.usefixtures("nothing_is_trained")
+@every(
+    ("section", "number", "argument", "value"),
+    [
+        ("evaluators", "accuracy", "metricName", "accurracy"),
+        ("baselines", "constant", "maxIter", -1),
+        ("stages", 0, "handleInvalid", "never"),
+    ],
+)
+def test_a_wrong_value_of_what_spark_fits_or_measures_with_ends_before_the_training(
+    tmp_path: Path, section: str, number: Any, argument: str, value: Any
+) -> None:
+    make_table(tmp_path / "table")
+    said = configuration(tmp_path)
+    said[section][number]["init_args"][argument] = value
+    code, why = failed(train_main, tmp_path, said)
+    place = f"{section}[{number}]" if section == "stages" else f"{section}.{number}"
+    assert (code, f"{place}: " in why) == (2, True)
+    assert (str(value) if isinstance(value, str) else argument) in why
+
+
+@pytest.mark.usefixtures("nothing_is_trained")
 def test_train_without_rows_to_evaluate_on_ends_before_the_training(
     tmp_path: Path, said: dict[str, Any]
 ) -> None:
     code, why = failed(train_main, tmp_path, said, "--rows.test", "part = 'nothing'")
     assert (code, "there are 0 rows to evaluate on" in why) == (3, True)
-
-
-@pytest.mark.usefixtures("nothing_is_trained")
-def test_an_unknown_metric_ends_before_the_training(tmp_path: Path, said: dict[str, Any]) -> None:
-    said["evaluators"]["accuracy"]["init_args"]["metricName"] = "accurracy"
-    code, why = failed(train_main, tmp_path, said)
-    assert code == 2
-    assert "evaluators.accuracy: " in why
-    assert "accurracy" in why
-
-
-@pytest.mark.usefixtures("nothing_is_trained")
-def test_a_baseline_of_a_wrong_value_ends_before_the_training(
-    tmp_path: Path, said: dict[str, Any]
-) -> None:
-    said["baselines"] = {
-        "linear": {
-            "class_path": "pyspark.ml.classification.LogisticRegression",
-            "init_args": {"maxIter": -1},
-        }
-    }
-    code, why = failed(train_main, tmp_path, said)
-    assert (code, "baselines.linear: " in why, "maxIter" in why) == (2, True, True)
-
-
-def test_a_stage_of_a_wrong_value_ends_before_the_training(
-    tmp_path: Path, said: dict[str, Any]
-) -> None:
-    said["stages"][0]["init_args"]["handleInvalid"] = "never"
-    code, why = failed(train_main, tmp_path, said)
-    assert (code, "stages[0]: " in why, "never" in why) == (2, True, True)

@@ -103,7 +103,7 @@ class Epochs(Callback):
     ("strategy", "ranks_as"),
     [
         (ParameterAveraging(2), "threads"),
-        pytest.param(GradientAllReduce(), "processes", marks=pytest.mark.slow),
+        pytest.param(GradientAllReduce(), "processes", marks=pytest.mark.nightly),
     ],
     ids=["averaging", "all-reduce"],
 )

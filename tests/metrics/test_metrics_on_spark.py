@@ -50,7 +50,7 @@ def by_scikit_learn(module: nn.Module, ids: np.ndarray) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_fit_measures_each_epoch_and_evaluate_gives_the_same_of_any_partitions(
     spark: SparkSession, tmp_path: Path
 ) -> None:
@@ -64,9 +64,8 @@ def test_a_fit_measures_each_epoch_and_evaluate_gives_the_same_of_any_partitions
     ).fit(rows)
     held = np.arange(0, ROWS, 4)
     assert model.history[-1].metrics == by_scikit_learn(model.module, held)
-    for partitions in (1, 7):
-        some = rows.where("held").repartition(partitions)
-        assert model.evaluate(some, METRICS) == by_scikit_learn(model.module, held)
+    some = rows.where("held").repartition(7)
+    assert model.evaluate(some, METRICS) == by_scikit_learn(model.module, held)
     model.write().save(str(tmp_path / "model"))
     loaded = TorchModel.load(str(tmp_path / "model"), trust=True)
     assert loaded.history == model.history
@@ -99,12 +98,10 @@ def bytes_to_driver(spark: SparkSession, call: Callable[[], Any]) -> int:
     return total
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("partitions", [2, 5])
-def test_evaluate_brings_states_to_the_driver_and_no_rows(
-    spark: SparkSession, partitions: int
-) -> None:
+@pytest.mark.nightly
+def test_evaluate_brings_states_to_the_driver_and_no_rows(spark: SparkSession) -> None:
     torch.manual_seed(1)
+    partitions = 5
     module = nn.Linear(WIDTH, CLASSES)
     model = TorchModel.from_module(module, torch.zeros(1, WIDTH), loss=nn.CrossEntropyLoss())
     few, many = 300, 30_000
@@ -143,7 +140,7 @@ class WeightedError(Metric):
         return self.sums[0] / self.sums[1]
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 @pytest.mark.versions
 def test_a_model_is_evaluated_on_weighted_rows(spark: SparkSession) -> None:
     torch.manual_seed(4)
@@ -170,7 +167,7 @@ def test_a_fit_says_of_which_metrics_every_row_counts_alike(
     assert "weightCol='id' weights the losses; the metrics accuracy count every row" in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_module_from_elsewhere_is_evaluated_too(spark: SparkSession) -> None:
     torch.manual_seed(2)
     binary = nn.Sequential(nn.Linear(WIDTH, 1))

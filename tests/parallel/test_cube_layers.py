@@ -320,7 +320,7 @@ def trained() -> dict[str, Any]:
     return {"seen": seen, "parts": parts, "state": get_model_state_dict(model, options=WHOLE)}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_twenty_steps_equal_one_process_and_go_on_from_the_whole_state(tmp_path: Path) -> None:
     """With Adam, gradients clipped by their norm, and three Linear side by side."""
     alone = build()

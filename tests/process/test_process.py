@@ -136,7 +136,7 @@ def test_threads_and_the_default_device_are_put_back_whoever_set_them() -> None:
     assert seen() == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_compiler_is_imported_when_it_is_used_and_not_before() -> None:
     """Each function of the program states a fact, and a process that fails names its own."""
     program = Path(__file__).with_name("compiler_facts.py")

@@ -57,7 +57,7 @@ DATA = classification([20, 13])
         (OuterOptimizer(period=1, outer=OuterSGD(1.0, 0.0)), 0.0),
         (AsynchronousSGD(period=1, barrier=BSP()), 0.0),
         (ThresholdGradientSharing(threshold=0), 0.0),
-        pytest.param(GradientAllReduce(), 0.9, marks=pytest.mark.slow),
+        pytest.param(GradientAllReduce(), 0.9, marks=pytest.mark.nightly),
     ],
     ids=["averaging", "outer", "changes", "sharing", "all_reduce"],
 )
@@ -68,14 +68,7 @@ def test_in_every_step_they_agree_on_what_one_process_would_have_come_to(
     given = make_job(Wave(), optimizer=build, strategy=strategy, epochs=2, deadline_s=90.0)
     ranks_as: Any = "processes" if strategy.needs.collective else "threads"
     found = run_world(given, DATA.shards(), ranks_as=ranks_as)
-    oracle = sgd_on_union(
-        Wave(),
-        DATA,
-        epochs=2,
-        batch_size=4,
-        dtype=torch.float64,
-        optimizer_of=lambda module: build(module.parameters()),
-    )
+    oracle = sgd_on_union(Wave(), DATA, build, epochs=2)
     for mine, other in zip(found.module.parameters(), oracle.parameters(), strict=True):
         assert mine.dtype is torch.complex128
         torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
@@ -98,7 +91,7 @@ class Seen(nn.Linear):
         return super().forward(features)
 
 
-@pytest.mark.parametrize("among", ["threads", pytest.param("processes", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("among", ["threads", pytest.param("processes", marks=pytest.mark.nightly)])
 def test_complex_buffers_become_the_mean_over_rows_and_integers_those_of_the_first(
     among: Any,
 ) -> None:

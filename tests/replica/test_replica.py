@@ -318,7 +318,7 @@ def test_the_first_argument_says_whether_names_are_wanted(build: Any, wants: boo
     assert takes_names(build) == wants
 
 
-@pytest.mark.slow_variants(fast=2)
+@pytest.mark.nightly_variants(daily=2)
 @pytest.mark.parametrize(
     ("strategy", "build"),
     [
@@ -338,13 +338,9 @@ def test_each_group_is_trained_as_in_one_process(strategy: Any, build: Any) -> N
     job = make_job(mlp(), optimizer=build, strategy=strategy, epochs=3, deadline_s=120.0)
     ranks_as: Any = "processes" if strategy.needs.collective else "threads"
     trained = run_world(job, data.shards(), ranks_as=ranks_as).module
+    names = [name for name, _ in mlp().named_parameters()]
     oracle = sgd_on_union(
-        mlp(),
-        data,
-        epochs=3,
-        batch_size=4,
-        dtype=torch.float64,
-        optimizer_of=lambda module: build(module.named_parameters()),
+        mlp(), data, lambda values: build(list(zip(names, values, strict=True))), epochs=3
     )
     assert relative_error(trained, oracle) < 1e-9
 

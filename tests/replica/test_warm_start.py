@@ -42,7 +42,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
     return mine.keys() == its.keys() and all(torch.equal(mine[key], its[key]) for key in mine)
 
 
-@pytest.mark.slow_variants(every=4)
+@pytest.mark.nightly_variants(every=4)
 @pytest.mark.parametrize(
     "strategy",
     [ParameterAveraging(2), ElasticAveraging(mode="synchronous"), GradientAllReduce()],

@@ -172,7 +172,7 @@ def dying(folder: Path, validation: int) -> Callable[[], torch.nn.Module]:
     return build
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 @pytest.mark.parametrize(
     "strategy", [ParameterAveraging(2), GradientAllReduce()], ids=["alone", "all"]
 )

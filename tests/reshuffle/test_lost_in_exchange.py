@@ -80,7 +80,7 @@ def _call_before(kind: type, name: str, deed: Callable[..., None]) -> None:
         setattr(kind, name, called)
 
 
-@pytest.mark.slow_variants
+@pytest.mark.nightly_variants
 @pytest.mark.parametrize("moment", ["before", "in", "after"])
 def test_a_worker_that_is_killed_comes_back_to_the_same_rows(tmp_path: Path, moment: str) -> None:
     shards = classification(SIZES).shards()
@@ -142,7 +142,7 @@ def test_a_worker_comes_back_alone_only_if_others_still_have_what_they_gave_it(
     assert (job.survivable_losses, job.resubmissions) == (survivable, 3 - survivable)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("moment", ["before", "in", "after"])
 def test_workers_that_cannot_come_back_alone_all_start_again(tmp_path: Path, moment: str) -> None:
     shards = classification(SIZES).shards()

@@ -83,7 +83,7 @@ def train_on_ids(
     every=st.integers(0, 3),
     first=st.booleans(),
 )
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_row_is_trained_on_once_an_epoch_with_and_without_exchange(
     sizes: list[int], every: int, first: bool
 ) -> None:
@@ -176,7 +176,7 @@ AMONG_THEMSELVES: dict[str, Strategy] = {
 }
 
 
-@pytest.mark.slow_variants
+@pytest.mark.nightly_variants
 @pytest.mark.parametrize("name", AMONG_THEMSELVES)
 def test_workers_that_exchange_among_themselves_train_on_every_row_once_an_epoch(
     tmp_path: Path, name: str

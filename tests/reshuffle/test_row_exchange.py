@@ -278,7 +278,7 @@ def test_rows_that_are_not_those_of_the_plan_are_refused(
         refuse(tmp_path, address, TrainingError, words)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every("messages", [[FITS], [{"waiting": True}] * 3])
 def test_a_worker_that_sends_no_rows_costs_no_more_than_the_deadline(
     tmp_path: Path, messages: list[Any]

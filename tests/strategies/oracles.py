@@ -1,6 +1,6 @@
 """What each strategy's rounds make of a center of one number, once more and in plain Python.
 
-``ORACLES`` has those whose rounds are simulated; ``benchmarks/simulation.py`` reads it too.
+``ORACLES`` has those whose rounds are simulated.
 """
 
 from __future__ import annotations

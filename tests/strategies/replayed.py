@@ -1,13 +1,36 @@
-"""A run's decisions once more in plain torch."""
+"""A run's decisions, and the same once more in plain torch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
-from toys import Data, batches_by_hand, mlp
+from toys import Data, _train_by_hand, batches_by_hand, mlp
 
 from sparkdl.averager.coordination import decisions as do
+from sparkdl.averager.coordination import events as on
+from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.events import WindowReport
+
+
+@contextmanager
+def recorded_decisions() -> Iterator[list[do.Decision]]:
+    """Take down what the runs of this process decide meanwhile."""
+    decided: list[do.Decision] = []
+    handle = Coordinator.handle
+
+    def recording(self: Coordinator, event: on.Event, now: float) -> list[do.Decision]:
+        decisions = handle(self, event, now)
+        decided.extend(decisions)
+        return decisions
+
+    Coordinator.handle = recording  # type: ignore[method-assign]
+    try:
+        yield decided
+    finally:
+        Coordinator.handle = handle  # type: ignore[method-assign]
 
 
 class Replay:
@@ -57,11 +80,8 @@ class Replay:
     def train(self, window: WindowReport) -> None:
         optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
         plan = batches_by_hand(self.data, window.rank, window.epoch, 4)
-        for features, targets in plan[self._steps[window.rank] : window.step_of_epoch]:
-            optimizer.zero_grad()
-            outputs = self.module(torch.from_numpy(features))
-            nn.functional.cross_entropy(outputs, torch.from_numpy(targets)).backward()
-            optimizer.step()
+        batches = plan[self._steps[window.rank] : window.step_of_epoch]
+        _train_by_hand(self.module, optimizer, batches)
         self._steps[window.rank] = 0 if window.last else window.step_of_epoch
 
 

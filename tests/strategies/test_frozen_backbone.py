@@ -93,7 +93,7 @@ def test_it_equals_sgd_in_one_process_and_the_backbone_keeps_its_bits(strategy: 
 
     outcome = run_world(job, data.shards(), ranks_as="processes", hosts=["a", "b", "a"])
 
-    oracle = sgd_on_union(on_backbone(), data, lr=0.1, epochs=3, batch_size=4, dtype=torch.float64)
+    oracle = sgd_on_union(on_backbone(), data, epochs=3)
     assert relative_error(outcome.module, oracle) <= 1e-6
     assert not torch.equal(outcome.module[4].weight, head().weight)
     assert_same_backbone(outcome.module)
@@ -130,7 +130,7 @@ def test_low_rank_adapters_beside_tied_frozen_layers_equal_sgd_in_one_process() 
 
     outcome = run_world(make_job(Adapted(), epochs=3), data.shards())
 
-    oracle = sgd_on_union(Adapted(), data, lr=0.1, epochs=3, batch_size=4, dtype=torch.float64)
+    oracle = sgd_on_union(Adapted(), data, epochs=3)
     assert relative_error(outcome.module, oracle) <= 1e-10
     assert outcome.module.again.weight is outcome.module.layer.weight
 

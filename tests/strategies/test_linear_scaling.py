@@ -8,43 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 from every_row import every
-from torch import nn
 from torch.optim.lr_scheduler import LinearLR
-from toys import Data, batches_by_hand, classification, make_job, mlp, relative_error
+from toys import classification, make_job, mlp, relative_error, sgd_on_union
 
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import run_world
 
 BASE, WARM_UP = 0.02, 5
 """One worker's learning rate, and epochs."""
-
-
-def by_hand(data: Data, epochs: int) -> tuple[nn.Module, list[float]]:
-    """Plain torch in one process, on the workers' minibatches put together.
-
-    Returns:
-        The model, and the learning rate of each step.
-    """
-    workers = range(len(data.sizes))
-    module = mlp().train()
-    optimizer = torch.optim.SGD(
-        module.parameters(), lr=len(workers) * BASE, momentum=0.9, nesterov=True
-    )
-    steps = -(-max(data.sizes) // 4)
-    schedule = LinearLR(optimizer, start_factor=1 / len(workers), total_iters=WARM_UP * steps)
-    rates = []
-    for epoch in range(1, epochs + 1):
-        plans = [batches_by_hand(data, rank, epoch, 4) for rank in workers]
-        for step in range(steps):
-            parts = [plan[step] for plan in plans if step < len(plan)]
-            features, targets = (np.concatenate(each) for each in zip(*parts, strict=True))
-            rates.append(optimizer.param_groups[0]["lr"])
-            optimizer.zero_grad()
-            outputs = module(torch.from_numpy(features))
-            nn.functional.cross_entropy(outputs, torch.from_numpy(targets)).backward()
-            optimizer.step()
-            schedule.step()
-    return module, rates
 
 
 @every(
@@ -66,9 +37,18 @@ def test_workers_with_the_recipes_warm_up_train_as_one_process_does(
             epochs=epochs,
         ),
         data.shards(),
-        ranks_as="processes",
+        ranks_as="processes" if strategy.needs.collective else "threads",
     )
-    oracle, rates = by_hand(data, epochs)
+    rates = []
+
+    def scheduled(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=workers * BASE, momentum=0.9, nesterov=True)
+        schedule = LinearLR(optimizer, 1 / workers, total_iters=WARM_UP * 4)
+        optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
+        optimizer.register_step_post_hook(lambda *_: schedule.step())
+        return optimizer
+
+    oracle = sgd_on_union(mlp(), data, scheduled, epochs=epochs)
     assert relative_error(outcome.module, oracle) < 1e-9
     # Goyal et al.'s ramp, which is the same at each step as at the ends of its epochs.
     ramp = [BASE * (1 + (workers - 1) * min(step / 20, 1)) for step in range(4 * epochs)]

@@ -148,7 +148,7 @@ def test_bfloat16_ends_close_to_float32(sizes: list[int]) -> None:
     outcome = run_world(
         job(strategy=ParameterAveraging(period=1, wire_dtype="bfloat16")), data.shards()
     )
-    oracle = sgd_on_union(mlp(), data, lr=0.1, epochs=4, batch_size=4, dtype=torch.float64)
+    oracle = sgd_on_union(mlp(), data, epochs=4)
     start = mlp()
     moved = max(
         float((p - q).detach().abs().max())

@@ -1,7 +1,4 @@
-"""What strategies have the driver do, under schedules of losses, silence, pauses and delays.
-
-``benchmarks/simulation.py --every-strategy`` runs ten thousand of each.
-"""
+"""What strategies have the driver do, under schedules of losses, silence, pauses and delays."""
 
 from __future__ import annotations
 
@@ -40,6 +37,12 @@ def test_every_schedule_ends_with_the_center_that_its_commits_give(name: str) ->
     ended = outcomes(SIMULATED[name], 70)
     assert sum(outcome.failure is None for outcome in ended) > 50
     assert sum(outcome.losses for outcome in ended) > 20
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ORACLES)
+def test_ten_thousand_schedules_of_each_strategy_end_so(name: str) -> None:
+    assert len(outcomes(ORACLES[name], 10_000)) == 10_000
 
 
 @every(

@@ -35,7 +35,7 @@ P = sum(parameter.numel() * 8 for parameter in mlp().parameters())
 WORKERS, HOSTS, ROUNDS = 4, ["a", "b", "a", "b"], 2
 
 
-@pytest.mark.slow_variants(every=3)
+@pytest.mark.nightly_variants(every=3)
 @pytest.mark.parametrize(
     ("strategy", "received", "sent"),
     [
@@ -116,7 +116,7 @@ def scales(values: int) -> int:
     return math.ceil(values / 128)
 
 
-@pytest.mark.slow_variants(every=3)
+@pytest.mark.nightly_variants(every=3)
 @pytest.mark.parametrize(
     ("wire_dtype", "up", "down"),
     [

@@ -28,9 +28,12 @@ pytestmark = pytest.mark.usefixtures("quiet")
     "seeds",
     [
         range(2_500),
-        pytest.param(range(2_500, 10_000), marks=[pytest.mark.slow, pytest.mark.nightly]),
+        *(
+            pytest.param(range(first, first + 20_000), marks=pytest.mark.nightly)
+            for first in range(0, 100_000, 20_000)
+        ),
     ],
-    ids=len,
+    ids=str,
 )
 def test_every_schedule_ends_as_its_faults_allow(seeds: range) -> None:
     counted: Counter[str] = Counter()
@@ -270,7 +273,7 @@ PUT_BACK = {
 FOUND_WITHIN = 2000
 
 
-@pytest.mark.slow_variants(fast=3)
+@pytest.mark.nightly_variants(daily=3)
 @pytest.mark.parametrize("fault", PUT_BACK)
 def test_a_fault_that_is_put_back_is_found(fault: str) -> None:
     coordinator, averager = PUT_BACK[fault]

@@ -114,7 +114,7 @@ def is_ended(stranger: socket.socket) -> bool:
     return True
 
 
-@pytest.mark.slow_variants
+@pytest.mark.nightly_variants
 @pytest.mark.parametrize("drip_s", [None, 0.1], ids=["silent", "dripping"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_thousand_strangers_that_come_back_at_once_keep_no_worker_out(

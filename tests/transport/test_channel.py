@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from every_row import every
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from wire import EXPECTED, MESSAGES, Wire, channel_over, cut, listen, receive_all, values
 
@@ -21,6 +21,8 @@ from sparkdl.transport.channel import (
     FRAMES_AT_ONCE,
     HEADER,
     PAUSE,
+    UNREAD_BYTES,
+    UNREAD_HEADERS,
     Channel,
     Conversation,
     LeftError,
@@ -41,24 +43,16 @@ def converse(pieces: Iterable[bytes], staging: int = 64) -> list[Any]:
     return received
 
 
-class TestCutting:
-    """The same bytes give the same conversation wherever they are cut."""
-
-    def test_at_every_place(self, subtests: pytest.Subtests) -> None:
-        for place in range(1, len(MESSAGES)):
-            with subtests.test(place=place):
-                assert converse(cut(MESSAGES, [place])) == EXPECTED
-
-    @settings(deadline=None, max_examples=200)
-    @given(
-        places=st.sets(st.integers(1, len(MESSAGES) - 1)),
-        staging=st.integers(1, 2 * len(MESSAGES)),
-    )
-    def test_at_any_places_whatever_there_is_room_for(self, places: set[int], staging: int) -> None:
-        assert converse(cut(MESSAGES, places), staging) == EXPECTED
-
-    def test_byte_by_byte(self) -> None:
-        assert converse(cut(MESSAGES, range(len(MESSAGES)))) == EXPECTED
+@settings(deadline=None, max_examples=200)
+@given(
+    places=st.sets(st.integers(1, len(MESSAGES) - 1)),
+    staging=st.integers(1, 2 * len(MESSAGES)),
+)
+@example(places=set(range(len(MESSAGES))), staging=64)
+def test_wherever_the_bytes_are_cut_the_conversation_is_the_same(
+    places: set[int], staging: int
+) -> None:
+    assert converse(cut(MESSAGES, places), staging) == EXPECTED
 
 
 class TestPausing:
@@ -74,26 +68,6 @@ class TestPausing:
         assert wire.arriving
         channel.wake("woken")
         assert channel.has_leftover
-
-    def test_what_has_arrived_with_it_is_heard_afterwards(self) -> None:
-        received: list[Any] = []
-        channel, wire = channel_over(MESSAGES, staging=1000)
-        channel.begin(listen(received))
-        receive_all(channel)
-        assert not wire.arriving
-        channel.wake("woken")
-        receive_all(channel)
-        assert received == EXPECTED[:-2]
-
-    def test_a_wake_before_the_pause_is_not_lost(self) -> None:
-        received: list[Any] = []
-        channel, wire = channel_over(MESSAGES)
-        channel.begin(listen(received))
-        channel.wake("woken")
-        channel.wake("woken")
-        receive_all(channel)
-        assert received == EXPECTED
-        assert not wire.arriving
 
     def test_a_wake_from_within_the_conversation_is_not_lost(self) -> None:
         received: list[Any] = []
@@ -319,8 +293,9 @@ class TestWhatNoWorkerSends:
         channel.begin(conversation())
         receive_all(channel)
 
-    def test_where_a_header_is_due(self, subtests: pytest.Subtests) -> None:
-        for octets, words in [
+    @every(
+        ("octets", "words"),
+        [
             (b"\x03\x00\x00\x00\x00", "a message of unknown kind 3 arrived"),
             (b"GET / HTTP/1.1", "a message of unknown kind 71 arrived"),
             (
@@ -329,28 +304,29 @@ class TestWhatNoWorkerSends:
             ),
             (values(b"abc"), "values arrived where a header was expected"),
             (values(b""), "values arrived where a header was expected"),
-            (b"\x01\x00\x00\x00\x00", "without a readable header"),
-            (b"\x01\x00\x00\x00\x02[]", "without a readable header"),
-            (b"\x01\x00\x00\x00\x03{}}", "without a readable header"),
-            (b"\x01\x00\x01\x86\xa0" + b"[" * 100_000, "without a readable header"),
-        ]:
-            refused = pytest.raises(TrainingError, match=words)
-            with subtests.test(octets=octets, words=words), refused:
-                self.send(octets)
+            *(
+                (b"\x01" + len(said).to_bytes(4, "big") + said, "without a readable header")
+                for said in (b"", b"[]", b"3", b"null", b"{}}", b"\xff\xfe", b"[" * 100_000)
+            ),
+        ],
+    )
+    def test_where_a_header_is_due(self, octets: bytes, words: str) -> None:
+        with pytest.raises(TrainingError, match=words):
+            self.send(octets)
 
-    def test_values_of_another_length(self, subtests: pytest.Subtests) -> None:
-        for size in [0, 19, 21, 2**32 - 1]:
-            with (
-                subtests.test(size=size),
-                pytest.raises(
-                    TrainingError, match=f"^{size} bytes of values arrived, expected 20; "
-                ),
-            ):
-                self.send(bytes(values_prefix(size)), memoryview(bytearray(20)))
-
-    def test_a_header_where_values_are_due(self) -> None:
-        with pytest.raises(TrainingError, match=r"in the middle of values: .'window': 1"):
-            self.send(header_message({"window": 1}), memoryview(bytearray(20)))
+    @every(
+        ("octets", "words"),
+        [
+            *(
+                (bytes(values_prefix(size)), f"^{size} bytes of values arrived, expected 20; ")
+                for size in (0, 19, 21, 2**32 - 1)
+            ),
+            (header_message({"window": 1}), r"in the middle of values: .'window': 1"),
+        ],
+    )
+    def test_where_values_are_due(self, octets: bytes, words: str) -> None:
+        with pytest.raises(TrainingError, match=words):
+            self.send(octets, memoryview(bytearray(20)))
 
     def test_a_failure_that_a_worker_reports_is_raised_even_where_values_are_due(self) -> None:
         failure = WorkerError("its loss is gone", rank=3, epoch=1, step=7, worker_traceback="there")
@@ -414,12 +390,6 @@ class TestSending:
         channel.flush()
         assert wire.sent == b"first second"
 
-    def test_whoever_serves_the_channel_is_told_that_there_is_something_to_send(self) -> None:
-        touched: list[Channel] = []
-        channel = Channel(Wire(), memoryview(bytearray(8)), touched.append)
-        channel.send_header({})
-        assert touched == [channel]
-
     def test_a_header_is_a_json_object_behind_its_length(self) -> None:
         channel, wire = channel_over()
         channel.send_header({"waiting": True})
@@ -427,7 +397,43 @@ class TestSending:
         assert wire.sent[:5] == b"\x01\x00\x00\x00\x11"
         assert json.loads(wire.sent[5:]) == {"waiting": True}
 
-    def test_an_end_that_is_gone_already_need_not_see_the_end(self) -> None:
-        channel, wire = channel_over()
-        channel.end_sending()
-        assert wire.ended
+
+ASKED = 40 * UNREAD_HEADERS
+
+
+def answers(channel: Channel, answer: dict[str, Any], asked: list[int]) -> Conversation:
+    while True:
+        said = yield HEADER
+        asked.append(said["ask"])
+        channel.send_header(answer)
+
+
+@every("size", [1, UNREAD_BYTES // 4])
+def test_answers_that_nobody_takes_are_bounded_in_number_and_in_bytes(size: int) -> None:
+    asked: list[int] = []
+    questions = b"".join(header_message({"ask": number}) for number in range(ASKED))
+    channel, _ = channel_over(questions, takes=[None] * ASKED, staging=1 << 16)
+    channel.begin(answers(channel, {"answer": "x" * size}, asked))
+    receive_all(channel)
+    assert not channel.listens
+    assert len(asked) <= UNREAD_HEADERS
+    assert (len(asked) - 1) * size <= UNREAD_BYTES
+
+
+def test_values_on_their_way_do_not_keep_headers_from_being_received() -> None:
+    asked: list[int] = []
+    channel, _ = channel_over(header_message({"ask": 1}), takes=[None])
+    channel.begin(answers(channel, {"answer": 1}, asked))
+    channel.send([memoryview(b"prefix"), memoryview(bytes(2 * UNREAD_BYTES))])
+    receive_all(channel)
+    assert asked == [1]
+
+
+def test_one_that_leaves_is_drained_whatever_it_has_not_read() -> None:
+    channel, _ = channel_over(takes=[None] * ASKED)
+    channel.begin(answers(channel, {}, []))
+    for _ in range(UNREAD_HEADERS + 1):
+        channel.send_header({})
+    assert not channel.listens
+    channel.end_conversation()
+    assert channel.listens

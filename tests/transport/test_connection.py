@@ -1,69 +1,268 @@
-"""One connection: who is let in, what survives the way, what is refused, what never hangs."""
+"""Connections: how they are reached, who is let in, what survives the way, what is refused."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import json
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toys import DTYPES
+from virtual_time import VirtualClock
 
-from sparkdl.errors import TrainingError
-from sparkdl.transport import connection
+from sparkdl.averager.client.client import AveragerClient
+from sparkdl.averager.values.wire_format import FullPrecision
+from sparkdl.errors import DisconnectedError, TrainingError
+from sparkdl.transport import connecting, connection
+from sparkdl.transport.connecting import RETRY_S, ServiceAddress, reach
 from sparkdl.transport.connection import (
     Connection,
     ConnectionLostError,
+    NotAnAveragerError,
     SilenceError,
 )
-from sparkdl.transport.framing import MAX_HEADER_BYTES
 from sparkdl.transport.handshake import ANSWER_BYTES, MAGIC, REFUSAL, Challenge, channel_of
+from sparkdl.transport.sockets import Certificate, Encrypted, connect
+
+CLOSED = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+AWAY = OSError(errno.EHOSTUNREACH, "No route to host")
+
+
+def failing(times: int, cause: Exception) -> tuple[Callable[[], str], list[int]]:
+    """An attempt that fails so often before it succeeds; counts how often it was made."""
+    made: list[int] = []
+
+    def connect() -> str:
+        made.append(1)
+        if len(made) <= times:
+            raise DisconnectedError(f"rank 0 cannot reach the averager: {cause}") from cause
+        return "connected"
+
+    return connect, made
+
+
+def test_what_may_pass_is_waited_for(
+    caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests
+) -> None:
+    for cause in [
+        AWAY,
+        OSError(errno.ENETUNREACH, "Network is unreachable"),
+        TimeoutError(errno.ETIMEDOUT, "Connection timed out"),
+        TimeoutError("timed out"),
+        ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
+        ConnectionLostError("the other end closed the connection"),
+        SilenceError("nothing moved for 20 s"),
+        socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
+    ]:
+        with subtests.test(cause=cause):
+            caplog.clear()
+            connect, made = failing(2, cause)
+            assert reach(connect, patience_s=20) == "connected"
+            assert len(made) == 3
+            assert [record.message for record in caplog.records] == [
+                f"rank 0 cannot reach the averager: {cause}; retrying for 20 s"
+            ]
+
+
+def test_what_will_not_pass_is_an_error_at_once(subtests: pytest.Subtests) -> None:
+    for cause in [
+        CLOSED,
+        NotAnAveragerError("the other end is not an averager"),
+        OSError("the certificate found there has another SHA-256"),
+        socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+    ]:
+        with subtests.test(cause=cause):
+            connect, made = failing(1, cause)
+            with pytest.raises(DisconnectedError, match="rank 0 cannot reach the averager"):
+                reach(connect, patience_s=20)
+            assert len(made) == 1
+
+
+def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = VirtualClock()
+
+    def sleep(seconds: float) -> None:
+        clock.passed += seconds
+
+    monkeypatch.setattr(connecting, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
+    connect, made = failing(10_000, AWAY)
+    with pytest.raises(DisconnectedError, match="No route to host"):
+        reach(connect, patience_s=60.0)
+    assert clock.passed == 60.0
+    assert len(made) == 60 / RETRY_S + 1
+
+
+def test_a_closed_port_is_named(free_port: int) -> None:
+    address = ServiceAddress(f"tcp://127.0.0.1:{free_port}", "token", None)
+    with pytest.raises(
+        DisconnectedError, match=rf"rank 3 cannot reach .*127.0.0.1:{free_port}: .*refused"
+    ):
+        AveragerClient(address, 3, FullPrecision(), deadline_s=60)
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
 
 SILENCE_S = 10.0
 
+Ends = tuple[Any, Any]
+Connect = Callable[..., contextlib.AbstractContextManager[tuple[Connection, Connection]]]
 
-def tcp_sockets() -> tuple[socket.socket, socket.socket]:
+
+def tcp() -> Ends:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         left = socket.create_connection(listener.getsockname(), timeout=SILENCE_S)
         right, _ = listener.accept()
     return left, right
 
 
-def local_sockets() -> tuple[socket.socket, socket.socket]:
+def local() -> Ends:
     return socket.socketpair(socket.AF_UNIX)
 
 
-connected_sockets: Callable[[], tuple[socket.socket, socket.socket]] = tcp_sockets
+@pytest.fixture(scope="module")
+def certificate() -> Certificate:
+    return Certificate()
 
 
-@pytest.fixture(autouse=True, params=[tcp_sockets, local_sockets])
-def every_test_is_of_both_kinds(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+def encrypted(certificate: Certificate) -> Ends:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        address = listener.getsockname()
+        left = pool.submit(connect, address, certificate.fingerprint, SILENCE_S)
+        right = Encrypted(certificate.wrap(listener.accept()[0]))
+        # The handshake goes on with what is said first.
+        Connection(right, SILENCE_S).send_header({"hello": 1})
+        assert Connection(left.result(10), SILENCE_S).receive_header() == {"hello": 1}
+    return left.result(), right
+
+
+@pytest.fixture(params=["tcp", "local", "encrypted"])
+def connected(request: pytest.FixtureRequest, certificate: Certificate) -> Connect:
+    kinds = {"tcp": tcp, "local": local, "encrypted": lambda: encrypted(certificate)}
+
+    @contextlib.contextmanager
+    def make(silence_s: float = SILENCE_S) -> Iterator[tuple[Connection, Connection]]:
+        left, right = (Connection(end, silence_s) for end in kinds[request.param]())
+        try:
+            yield left, right
+        finally:
+            left.close()
+            right.close()
+
+    return make
+
+
+def both(*calls: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(timeout=30) for future in [pool.submit(call) for call in calls]]
+
+
+def test_values_survive_the_wire_bit_for_bit(connected: Connect, subtests: pytest.Subtests) -> None:
+    for dtype, numel in itertools.product(DTYPES, [0, 1, 37, 4_095, 4_096, 1_000_003]):
+        with subtests.test(numel=numel, dtype=dtype):
+            values = torch.randn(numel + 2).mul(100).to(dtype)
+            values[[0, -1]] = 0  # neither sent nor received
+            received = torch.zeros(numel + 2, dtype=dtype)
+            with connected() as (left, right):
+                receive = partial(right.receive_values, received[1:-1])
+                assert both(partial(left.send_values, values[1:-1]), receive)[1] is None
+            assert torch.equal(received, values)
+
+
+def received_of(right: Connection, values: torch.Tensor) -> tuple[Any, Any]:
+    return right.receive_header(), right.receive_values(values)
+
+
+def test_a_header_sent_along_with_values_arrives_before_them(
+    connected: Connect, subtests: pytest.Subtests
 ) -> None:
-    monkeypatch.setitem(globals(), "connected_sockets", request.param)
+    for numel, said in itertools.product([0, 37, 1_000_003], [1, 20_000, 3_000_000]):
+        with subtests.test(said=said, numel=numel):
+            values, received, header = torch.randn(numel), torch.zeros(numel), {"said": "x" * said}
+
+            with connected() as (left, right):
+                receive = partial(received_of, right, received)
+                _, came = both(partial(left.send_values, values, header), receive)
+            assert came == (header, None)
+            assert torch.equal(received, values)
 
 
-@contextlib.contextmanager
-def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Two connected sockets on this machine."""
-    left, right = connected_sockets()
-    with left, right:
-        yield left, right
+def test_a_header_and_short_values_wake_the_other_end_once(subtests: pytest.Subtests) -> None:
+    for said in [1, 9_000]:
+        with subtests.test(said=said):
+            left, right = local()
+            with left, right:
+                Connection(left, SILENCE_S).send_values(torch.ones(4_000), {"said": "x" * said})
+                assert len(right.recv(1 << 20, socket.MSG_DONTWAIT)) > 16_000 + said
 
 
-@contextlib.contextmanager
-def connected(silence_s: float = SILENCE_S) -> Iterator[tuple[Connection, Connection]]:
-    with pair() as (left, right):
-        yield Connection(left, silence_s), Connection(right, silence_s)
+def test_both_ends_may_send_and_receive_at_the_same_time(connected: Connect) -> None:
+    values = torch.randn(1_000_000)
+    received = [torch.zeros(1_000_000), torch.zeros(1_000_000)]
+    with connected() as (left, right):
+        both(
+            lambda: left.send_values(values),
+            lambda: right.send_values(-values),
+            lambda: left.receive_values(received[0]),
+            lambda: right.receive_values(received[1]),
+        )
+    assert torch.equal(received[0], -values)
+    assert torch.equal(received[1], values)
+
+
+def test_silence_ends_at_the_deadline(connected: Connect) -> None:
+    with connected(silence_s=0.2) as (_, right), pytest.raises(SilenceError):
+        right.receive_header()
+
+
+def test_an_end_that_takes_nothing_is_noticed_at_the_deadline(connected: Connect) -> None:
+    with connected(silence_s=0.2) as (left, _), pytest.raises(SilenceError):
+        left.send_values(torch.zeros(50_000_000))
+
+
+def test_an_interrupt_wakes_who_waits(connected: Connect) -> None:
+    with connected(silence_s=60) as (left, _), ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(left.receive_header)
+        time.sleep(0.1)
+        left.interrupt()
+        assert isinstance(waiting.exception(timeout=10), ConnectionLostError)
+
+
+def test_what_was_said_last_arrives_though_more_was_being_sent(connected: Connect) -> None:
+    """Closing a socket with unread input resets it and would lose the farewell."""
+    with connected() as (worker, averager):
+        sending = threading.Event()
+
+        def work() -> dict[str, Any]:
+            sending.set()
+            worker.send_values(torch.zeros(5_000_000))
+            header = worker.receive_header()
+            worker.close()
+            return header
+
+        def stop() -> None:
+            assert sending.wait(10)
+            averager.send_header({"stopped": "why"})
+            averager.close_after(10)
+
+        assert both(work, stop)[0] == {"stopped": "why"}
 
 
 def accept(end: socket.socket, token: str) -> bool:
@@ -73,11 +272,6 @@ def accept(end: socket.socket, token: str) -> bool:
     proof = challenge.reply(end.recv(ANSWER_BYTES, socket.MSG_WAITALL))
     end.sendall(REFUSAL if proof is None else proof)
     return proof is not None
-
-
-def both(*calls: Callable[[], Any]) -> list[Any]:
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return [future.result(timeout=30) for future in [pool.submit(call) for call in calls]]
 
 
 def pass_on_a_handshake(
@@ -115,110 +309,129 @@ def pass_on_a_handshake(
     return answers[:2], seen["averager"] + seen["worker"]
 
 
-class TestHandshake:
-    def test_ends_with_the_same_token_know_each_other(self) -> None:
-        with pair() as (left, right):
-            worker = Connection(left, SILENCE_S)
-            answers = both(lambda: worker.introduce("t0k3n"), lambda: accept(right, "t0k3n"))
-        assert answers == [True, True]
+@pytest.fixture(params=[tcp, local])
+def pair(request: pytest.FixtureRequest) -> Iterator[Callable[[], Ends]]:
+    """Makes two connected sockets on this machine."""
+    with contextlib.ExitStack() as stack:
 
+        def make() -> Ends:
+            left, right = request.param()
+            return stack.enter_context(left), stack.enter_context(right)
+
+        yield make
+
+
+class TestHandshake:
     @every("token", ["", "t0k3", "t0k3n ", "T0K3N"])
-    def test_another_token_is_refused_by_both_ends(self, token: str) -> None:
-        with pair() as (left, right):
-            worker = Connection(left, SILENCE_S)
-            answers = both(lambda: worker.introduce(token), lambda: accept(right, "t0k3n"))
+    def test_another_token_is_refused_by_both_ends(
+        self, token: str, pair: Callable[[], Ends]
+    ) -> None:
+        left, right = pair()
+        worker = Connection(left, SILENCE_S)
+        answers = both(lambda: worker.introduce(token), lambda: accept(right, "t0k3n"))
         assert answers == [False, False]
 
-    def test_an_end_without_a_word_is_no_refusal(self) -> None:
+    def test_an_end_without_a_word_is_no_refusal(self, pair: Callable[[], Ends]) -> None:
         """The averager may have had too many strangers; another attempt may do better."""
-        with pair() as (left, right):
+        left, right = pair()
 
-            def leave() -> None:
-                right.sendall(MAGIC + bytes(32))
-                right.recv(ANSWER_BYTES, socket.MSG_WAITALL)
-                right.close()
+        def leave() -> None:
+            right.sendall(MAGIC + bytes(32))
+            right.recv(ANSWER_BYTES, socket.MSG_WAITALL)
+            right.close()
 
-            worker = Connection(left, SILENCE_S)
-            with pytest.raises(ConnectionLostError, match="closed the connection"):
-                both(lambda: worker.introduce("t"), leave)
+        worker = Connection(left, SILENCE_S)
+        with pytest.raises(ConnectionLostError, match="closed the connection"):
+            both(lambda: worker.introduce("t"), leave)
 
     def test_an_averager_that_trickles_is_left_at_the_deadline(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, pair: Callable[[], Ends], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(connection, "INTRODUCE_S", 0.5)
-        with pair() as (left, right):
-            given_up = threading.Event()
+        left, right = pair()
+        given_up = threading.Event()
 
-            def trickle() -> bool:
-                hello = MAGIC + bytes(32)
-                with contextlib.suppress(OSError):  # it has gone
-                    for octet in hello[:-1]:
-                        right.sendall(bytes([octet]))
-                        if given_up.wait(0.3):
-                            return True
-                return given_up.is_set()
+        def trickle() -> bool:
+            hello = MAGIC + bytes(32)
+            with contextlib.suppress(OSError):  # it has gone
+                for octet in hello[:-1]:
+                    right.sendall(bytes([octet]))
+                    if given_up.wait(0.3):
+                        return True
+            return given_up.is_set()
 
-            def introduce() -> None:
-                with pytest.raises(SilenceError):
-                    Connection(left, silence_s=60.0).introduce("t")
-                given_up.set()
-                left.close()
+        def introduce() -> None:
+            with pytest.raises(SilenceError):
+                Connection(left, silence_s=60.0).introduce("t")
+            given_up.set()
+            left.close()
 
-            assert both(introduce, trickle)[1]
+        assert both(introduce, trickle)[1]
 
-    def test_the_token_is_never_on_the_wire(self) -> None:
+    def test_the_token_is_never_on_the_wire(self, pair: Callable[[], Ends]) -> None:
         """A man in the middle passes everything on and looks for it."""
         token = "a-very-secret-token"
-        with pair() as (left, middle), pair() as (center, right):
-            answers, seen = pass_on_a_handshake(token, left, middle, center, right)
+        left, middle = pair()
+        center, right = pair()
+        answers, seen = pass_on_a_handshake(token, left, middle, center, right)
         assert answers == [True, True]
         assert seen.startswith(MAGIC)
         assert token.encode() not in seen
 
-    def test_a_proof_seen_once_opens_nothing_later(self) -> None:
-        with pair() as (left, middle), pair() as (center, right):
-            answers, seen = pass_on_a_handshake("t", left, middle, center, right)
+    def test_a_proof_seen_once_opens_nothing_later(self, pair: Callable[[], Ends]) -> None:
+        left, middle = pair()
+        center, right = pair()
+        answers, seen = pass_on_a_handshake("t", left, middle, center, right)
         assert answers == [True, True]
-        with pair() as (left, right):
-            left.sendall(seen[-ANSWER_BYTES:])
-            assert not accept(right, "t")
+        left, right = pair()
+        left.sendall(seen[-ANSWER_BYTES:])
+        assert not accept(right, "t")
 
-    def test_whoever_is_no_averager_is_recognised(self) -> None:
-        with pair() as (left, right):
-            right.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64))
-            with pytest.raises(ConnectionLostError, match="not an averager"):
-                Connection(left, SILENCE_S).introduce("t")
+    def test_whoever_is_no_averager_is_recognised(self, pair: Callable[[], Ends]) -> None:
+        left, right = pair()
+        right.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64))
+        with pytest.raises(ConnectionLostError, match="not an averager"):
+            Connection(left, SILENCE_S).introduce("t")
 
 
 def test_a_proof_for_one_kind_of_channel_is_none_for_another() -> None:
     """Whoever has been taken for the other end locally cannot pass that on to the TCP port."""
     with contextlib.ExitStack() as stack:
-        ends = [*local_sockets(), *tcp_sockets()]
+        ends = [*local(), *tcp()]
         for end in ends:
             stack.enter_context(end)
         answers, _ = pass_on_a_handshake("t", *ends)
     assert answers == [False, False]
 
 
-@given(
-    fields=st.dictionaries(st.text(), st.integers() | st.text() | st.booleans() | st.floats(0, 1))
+@every(
+    ("sent", "receive", "words"),
+    [
+        *(
+            (
+                struct.pack("!BI", 2, 4 * numel) + bytes(4 * numel),
+                lambda end: end.receive_values(torch.zeros(4)),
+                rf"{4 * numel} bytes arrived where 4 values of torch.float32 "
+                r"\(16 bytes\) were expected",
+            )
+            for numel in (0, 3, 5)
+        ),
+        (struct.pack("!BI", 2, 2) + b"{}", Connection.receive_header, "a header was expected"),
+        (struct.pack("!BI", 7, 2) + b"{}", Connection.receive_header, "unknown kind 7"),
+        (struct.pack("!BI", 1, 1) + b"{", Connection.receive_header, "readable header"),
+    ],
 )
-@settings(deadline=None)
-def test_headers_survive_the_wire(fields: dict[str, object]) -> None:
-    with connected() as (left, right):
-        left.send_header(fields)
-        assert right.receive_header() == fields
+def test_what_no_end_of_ours_sends_is_refused(
+    sent: bytes, receive: Callable[[Connection], Any], words: str
+) -> None:
+    left, right = local()
+    with left, right:
+        left.sendall(sent)
+        with pytest.raises(TrainingError, match=words):
+            receive(Connection(right, SILENCE_S))
 
 
-def test_values_go_from_a_view_into_a_view() -> None:
-    source, target = torch.arange(8.0), torch.zeros(8)
-    with connected() as (left, right):
-        left.send_values(source[2:5])
-        assert right.receive_values(target[4:7]) is None
-    np.testing.assert_array_equal(target.numpy(), [0, 0, 0, 0, 2, 3, 4, 0])
-
-
-def test_a_header_where_values_were_due_is_returned() -> None:
+def test_a_header_where_values_were_due_is_returned(connected: Connect) -> None:
     target = torch.zeros(3)
     with connected() as (left, right):
         left.send_header({"failure": "x"})
@@ -226,51 +439,11 @@ def test_a_header_where_values_were_due_is_returned() -> None:
     assert target.tolist() == [0.0] * 3
 
 
-def test_another_number_of_values_is_refused(subtests: pytest.Subtests) -> None:
-    for numel in [0, 3, 5]:
-        with subtests.test(numel=numel), connected() as (left, right):
-            left.send_values(torch.ones(numel))
-            with pytest.raises(
-                TrainingError,
-                match=rf"{4 * numel} bytes arrived where 4 values of torch.float32 "
-                r"\(16 bytes\) were expected",
-            ):
-                right.receive_values(torch.zeros(4))
-
-
-def test_values_where_a_header_was_due_are_refused() -> None:
-    with connected() as (left, right):
-        left.send_values(torch.ones(2))
-        with pytest.raises(TrainingError, match="a header was expected"):
-            right.receive_header()
-
-
-def test_an_unreadable_header_is_refused(subtests: pytest.Subtests) -> None:
-    for octets in [b"", b"{", b"[1]", b"3", b"null", b"\xff\xfe", b"[" * 100_000]:
-        with subtests.test(octets=octets), pair() as (left, right):
-            left.sendall(struct.pack("!BI", 1, len(octets)) + octets)
-            with pytest.raises(TrainingError, match="readable header"):
-                Connection(right, SILENCE_S).receive_header()
-
-
-def test_a_header_that_says_it_is_huge_is_refused_before_it_is_read() -> None:
-    with pair() as (left, right):
-        left.sendall(struct.pack("!BI", 1, MAX_HEADER_BYTES + 1))
-        with pytest.raises(TrainingError, match=f"a header of {MAX_HEADER_BYTES + 1} bytes"):
-            Connection(right, SILENCE_S).receive_header()
-
-
-def test_a_message_of_unknown_kind_is_refused() -> None:
-    with pair() as (left, right):
-        left.sendall(struct.pack("!BI", 7, 2) + b"{}")
-        with pytest.raises(TrainingError, match="unknown kind 7"):
-            Connection(right, SILENCE_S).receive_header()
-
-
 @given(octets=st.binary(max_size=200))
 @settings(deadline=None)
 def test_any_bytes_end_in_a_header_or_an_error_of_ours(octets: bytes) -> None:
-    with pair() as (left, right):
+    left, right = local()
+    with left, right:
         left.sendall(octets)
         left.shutdown(socket.SHUT_WR)
         try:
@@ -280,8 +453,10 @@ def test_any_bytes_end_in_a_header_or_an_error_of_ours(octets: bytes) -> None:
     assert header == json.loads(octets[5 : 5 + struct.unpack("!BI", octets[:5])[1]])
 
 
-def test_an_end_that_leaves_in_the_middle_of_values_is_lost() -> None:
-    with pair() as (left, right):
+@every("ends", [tcp, local])
+def test_an_end_that_leaves_in_the_middle_of_values_is_lost(ends: Callable[[], Ends]) -> None:
+    left, right = ends()
+    with left, right:
         left.sendall(struct.pack("!BI", 2, 16) + b"12345")
         left.close()
         with pytest.raises(ConnectionLostError, match="closed the connection"):

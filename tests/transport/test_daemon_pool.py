@@ -42,7 +42,7 @@ assert started.wait(20)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_a_job_that_hangs_does_not_keep_the_process_from_ending() -> None:
     assert printed_by("-c", HANGING, timeout=60) == "ended\n"
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import queue
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from virtual_time import VirtualClock
 from waiting import WAIT_S
 
@@ -23,22 +21,15 @@ HOST, TOKEN = "127.0.0.1", "the job's secret"
 
 
 @pytest.fixture
-def arrivals() -> queue.SimpleQueue[Connection]:
-    return queue.SimpleQueue()
+def arrivals() -> list[Connection]:
+    return []
 
 
 @pytest.fixture
-def port(arrivals: queue.SimpleQueue[Connection]) -> Iterator[Port]:
-    port = Port(HOST, TOKEN, lambda connection: echo(connection, arrivals), now=VirtualClock())
+def port(arrivals: list[Connection]) -> Iterator[Port]:
+    port = Port(HOST, TOKEN, arrivals.append, now=VirtualClock())
     yield port
     port.close()
-
-
-def echo(connection: Connection, arrivals: queue.SimpleQueue[Connection]) -> None:
-    arrivals.put(connection)
-    values = torch.empty(300_000)
-    connection.receive_values(values)
-    connection.send_values(values)
 
 
 def name_of(host: str, port: int) -> bytes:
@@ -59,16 +50,6 @@ def family_of(port: Port, host: str = HOST) -> int:
 
 def test_a_port_on_this_machine_is_reached_without_tcp(port: Port) -> None:
     assert family_of(port) == socket.AF_UNIX
-
-
-def test_values_arrive_as_they_were_sent(port: Port) -> None:
-    sent, received = torch.randn(300_000), torch.empty(300_000)
-    connection = connect(port.number)
-    connection.send_values(sent)
-    connection.receive_values(received)
-    connection.close()
-    assert connection._socket.family == socket.AF_UNIX
-    assert torch.equal(sent, received)
 
 
 def test_without_local_names_tcp_is_used(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,14 +97,14 @@ def test_a_host_is_the_same_however_it_is_spelled() -> None:
 
 
 def test_who_knows_the_name_but_not_the_token_is_not_let_in(
-    port: Port, arrivals: queue.SimpleQueue[Connection]
+    port: Port, arrivals: list[Connection]
 ) -> None:
     connected = local.connect((HOST, port.number), TOKEN, WAIT_S)
     assert connected is not None
     stranger = Connection(connected, WAIT_S)
     assert not stranger.introduce("guessed")
     stranger.close()
-    assert arrivals.empty()
+    assert not arrivals
 
 
 def test_who_listens_under_the_name_without_the_token_is_passed_over(

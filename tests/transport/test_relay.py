@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,15 @@ def name_of(port: Port) -> bytes:
     return name
 
 
-def relay(name: bytes, side: str, between: socket.socket) -> subprocess.Popen[str]:
+@pytest.fixture
+def until_done() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def relay(
+    until_done: ExitStack, name: bytes, side: str, between: socket.socket
+) -> subprocess.Popen[str]:
     """A process of ``nobody`` that passes on what it receives, and changes it."""
     process = subprocess.Popen(
         [sys.executable, "-S", "-c", RELAY, name.hex(), side, str(between.fileno())],
@@ -93,78 +102,62 @@ def relay(name: bytes, side: str, between: socket.socket) -> subprocess.Popen[st
         stderr=subprocess.DEVNULL,
         text=True,
     )
+    until_done.callback(process.communicate)
+    until_done.callback(process.kill)
     assert process.stdout is not None
     process.stdout.readline()
     return process
 
 
-def test_a_user_of_two_hosts_cannot_stand_between_them(elsewhere: ThreadPoolExecutor) -> None:
+def test_a_user_of_two_hosts_cannot_stand_between_them(
+    elsewhere: ThreadPoolExecutor, until_done: ExitStack
+) -> None:
     told: queue.SimpleQueue[object] = queue.SimpleQueue()
 
     def serve(connection: Connection) -> None:
         told.put(connection.receive_header())
         connection.send_header({"center": "1.0"})
 
-    port = Port(HOST, TOKEN, serve, now=VirtualClock())
-    here, there = socket.socketpair()
-    relays = []
-    try:
-        name = name_of(port)
-        relays.append(elsewhere.submit(relay, name, "worker's", there).result(WAIT_S))
-        relays.append(relay(name, "driver's", here))
+    port = until_done.enter_context(closing(Port(HOST, TOKEN, serve, now=VirtualClock())))
+    here, there = map(until_done.enter_context, socket.socketpair())
+    name = name_of(port)
+    elsewhere.submit(relay, until_done, name, "worker's", there).result(WAIT_S)
+    relay(until_done, name, "driver's", here)
 
-        def work() -> object:
-            address = (HOST, port.number)
-            connection = introduced(0, "the driver", address, TOKEN, None, WAIT_S)
-            connection.send_header({"worker": "1.0"})
-            return connection.receive_header()
+    def work() -> object:
+        connection = introduced(0, "the driver", (HOST, port.number), TOKEN, None, WAIT_S)
+        connection.send_header({"worker": "1.0"})
+        return connection.receive_header()
 
-        with pytest.raises(DisconnectedError, match="rank 0 cannot reach the driver"):
-            pytest.fail(f"the worker was told {elsewhere.submit(work).result(4 * WAIT_S)}")
-        assert told.empty()
-    finally:
-        for process in relays:
-            process.kill()
-            process.communicate()
-        here.close()
-        there.close()
-        port.close()
+    with pytest.raises(DisconnectedError, match="rank 0 cannot reach the driver"):
+        pytest.fail(f"the worker was told {elsewhere.submit(work).result(4 * WAIT_S)}")
+    assert told.empty()
 
 
 def test_another_user_who_listens_under_the_name_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, until_done: ExitStack
 ) -> None:
     """As one may who waits until the driver has died, for workers that come back."""
     with monkeypatch.context() as patched:
         patched.setattr(local, "listen", lambda *_: None)
         port = Port(HOST, TOKEN, Connection.close, now=VirtualClock())
+    until_done.enter_context(closing(port))
     name = local.name_of(HOST, port.number, TOKEN)
     assert name is not None
-    here, there = socket.socketpair()
-    impostor = relay(name, "worker's", there)
-    try:
-        connection = introduced(0, "the driver", (HOST, port.number), TOKEN, None, WAIT_S)
-        connection.close()
-        assert connection._socket.family == socket.AF_INET
-        assert impostor.poll() is None
-    finally:
-        impostor.kill()
-        impostor.communicate()
-        here.close()
-        there.close()
-        port.close()
+    _, there = map(until_done.enter_context, socket.socketpair())
+    impostor = relay(until_done, name, "worker's", there)
+    connection = introduced(0, "the driver", (HOST, port.number), TOKEN, None, WAIT_S)
+    connection.close()
+    assert connection._socket.family == socket.AF_INET
+    assert impostor.poll() is None
 
 
-def test_another_user_who_connects_to_the_name_is_not_even_challenged() -> None:
+def test_another_user_who_connects_to_the_name_is_not_even_challenged(
+    until_done: ExitStack,
+) -> None:
     port = Port(HOST, TOKEN, Connection.close, now=VirtualClock())
-    here, there = socket.socketpair()
-    stranger = relay(name_of(port), "driver's", there)
-    try:
-        here.settimeout(WAIT_S)
-        assert here.recv(1) == b""
-    finally:
-        stranger.kill()
-        stranger.communicate()
-        here.close()
-        there.close()
-        port.close()
+    until_done.enter_context(closing(port))
+    here, there = map(until_done.enter_context, socket.socketpair())
+    relay(until_done, name_of(port), "driver's", there)
+    here.settimeout(WAIT_S)
+    assert here.recv(1) == b""

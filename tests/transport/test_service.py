@@ -7,7 +7,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing
 from typing import Any, TypeAlias
@@ -162,17 +162,6 @@ def test_a_signal_handler_may_post_in_the_middle_of_a_post_to_a_service_that_has
     assert done.count("signal") == interrupted > 0
 
 
-def broken_by(handler: Callable[[Channel], Any], said: dict[str, Any]) -> list[SparkDLError]:
-    """What those who follow a service are told when a handler has made a mistake."""
-    told: queue.SimpleQueue[SparkDLError] = queue.SimpleQueue()
-    with Service("127.0.0.1", {"first": handler}) as service:
-        service.on_break(told.put)
-        with closing(connected(service, said)):
-            failures = [told.get(timeout=WAIT_S)]
-        service.on_break(failures.append)  # whoever comes too late is told too
-    return failures
-
-
 def until_closed(connection: Connection) -> None:
     with contextlib.suppress(ConnectionLostError):
         while True:
@@ -189,15 +178,6 @@ class Mistaken(Echo):
         raise KeyError("another one")
 
 
-def test_whoever_follows_a_service_is_told_of_the_mistake_that_has_ended_it() -> None:
-    def mistaken(channel: Channel) -> Any:
-        raise KeyError("a mistake")
-
-    for error in broken_by(mistaken, {"first": 1}):
-        assert isinstance(error, TrainingError)
-        assert "KeyError('a mistake')" in str(error)
-
-
 def test_a_mistake_in_closing_one_connection_leaves_no_other_open() -> None:
     with Service("127.0.0.1") as service:
         service.handlers["mistaken"] = lambda channel: Mistaken("x", service, channel, [])
@@ -210,16 +190,21 @@ def test_a_mistake_in_closing_one_connection_leaves_no_other_open() -> None:
                     until_closed(each)
 
 
-def test_what_is_posted_after_a_mistake_in_closing_is_still_done() -> None:
+def test_all_are_told_of_a_mistake_and_what_is_posted_after_one_is_still_done() -> None:
     done = threading.Event()
     with Service("127.0.0.1") as service:
         service.handlers["mistaken"] = lambda channel: Mistaken("x", service, channel, [])
         told: queue.SimpleQueue[SparkDLError] = queue.SimpleQueue()
         service.on_break(told.put)
         with closing(connected(service, {"mistaken": 1})):
-            told.get(timeout=WAIT_S)
+            mistakes = [told.get(timeout=WAIT_S)]
         service.post(done.set)
         assert done.wait(WAIT_S)
+        service.on_break(mistakes.append)  # whoever comes too late is told too
+    for error in mistakes:
+        assert isinstance(error, TrainingError)
+        assert "KeyError('a mistake')" in str(error)
+    assert len(mistakes) == 2
 
 
 def test_one_that_reads_late_gets_every_answer(service: Service) -> None:

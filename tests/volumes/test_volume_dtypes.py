@@ -11,10 +11,8 @@ import pytest
 import torch
 from every_row import every
 from tensorstore import bfloat16
-from test_transform_volume import SIZES, expected, model_of, read
 from test_volume_stores import stored
 from torch import Tensor
-from volume_models import Edges
 
 from sparkdl.errors import DataError
 from sparkdl.protocols import ColumnSpec
@@ -127,13 +125,3 @@ def test_an_infinite_number_stays_one(tmp_path: Path) -> None:
     array = np.full((2, *SHAPE), np.inf, "float32")
     found = predicted(tmp_path, array, "zarr", ColumnSpec("x", torch.float16, (2,)), "float16")
     assert np.isinf(found).all()
-
-
-@pytest.mark.usefixtures("spark")
-def test_several_channels_of_negative_numbers_are_predicted_by_tasks(tmp_path: Path) -> None:
-    array, module = of_all_sizes("int8"), Edges(channels=2)
-    source = stored(tmp_path / "in", array)
-    model = model_of(module, 2, 6, 8, 8)
-    model.transform_volume(source, tmp_path / "out", chunk=(5, 12, 14), **SIZES)
-    wanted = expected(array, module)
-    assert np.abs(read(tmp_path / "out") - wanted).max() < 1e-5 * np.abs(wanted).max()

@@ -16,7 +16,7 @@ from sparkdl.errors import ConfigError, DataError, InUseError
 from sparkdl.volumes.leases import alone
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("spark")
 def test_a_volume_in_s3_at_an_endpoint_is_predicted_and_what_is_done_is_not_done_again(
     monkeypatch: pytest.MonkeyPatch,

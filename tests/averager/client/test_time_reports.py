@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, cast
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from sparkdl.averager.client.worker_channel import COMPARISONS, TimeReports, WorkerChannel
-from sparkdl.phases import COMPUTE, PhaseClock
+from sparkdl.averager.messages.headers import phases_header, read_phases
+from sparkdl.phases import COMPUTE, PHASES, PhaseClock, PhaseTimes
 
 
 class Driver:
@@ -37,3 +42,14 @@ def test_what_was_counted_is_told_once() -> None:
         pass
     assert reports.header()["phases"]["sent"] == 5
     assert reports.header()["phases"]["sent"] == 0
+
+
+seconds = st.floats(0, 1e9)
+
+
+@given(st.tuples(*[seconds] * len(PHASES)), st.floats(-1e9, 1e9), seconds, st.integers(0, 1 << 60))
+def test_times_arrive_as_they_were_sent(
+    by_phase: tuple[float, ...], began: float, length: float, octets: int
+) -> None:
+    times = PhaseTimes(began, began + length, by_phase, octets, octets // 2, length)
+    assert read_phases(json.loads(json.dumps(phases_header(times))), 0) == times

@@ -258,14 +258,6 @@ class TestSilence:
         assert only(do.End, run.wait(10)) == []
         self.fails(run, 1, "the checkpoint of epoch 1 was not written within 10 s.*checkpointPath")
 
-    def test_a_pause_of_the_driver_gives_it_its_time_anew(self) -> None:
-        run = started(1, deadline_s=10, checkpoints=Every(1))
-        run.round()
-        write_worker_states(run, 0)
-        run.close(0)
-        run.now += 3600
-        assert only(do.End, run.wait(10)) == []
-
 
 class TestPreemption:
     """A run that is told to end does so once a commit has become a checkpoint."""

@@ -130,58 +130,99 @@ def test_what_was_found_on_held_out_rows_is_in_the_epochs_summary() -> None:
     assert (summary.validation_loss, summary.validation_examples) == (1.5, 4)
 
 
-class TestOutOfTurn:
-    """What no worker of ours does ends the run, and the error says who did it."""
+def gather(run: Run, rank: int, value: object = "here") -> list[do.Decision]:
+    return run.tell(on.Gave(run.members[rank], value))
 
-    def test_a_second_contribution_to_one_round(self) -> None:
-        run = started(2)
-        run.contribute(0)
-        words = "rank 0 contributed a window out of order in epoch 1, step 1"
-        expect_failure(run, run.close(0), TrainingError, words)
 
-    def test_a_second_contribution_while_the_first_waits(self) -> None:
-        run = started(2)
-        for rank in run.ranks:
-            run.contribute(rank)
-        run.take(0)
-        run.close(0)
-        expect_failure(run, run.close(0), TrainingError, "rank 0 on host-0 closed a window twice")
+def while_another_waits(run: Run) -> list[do.Decision]:
+    for rank in run.ranks:
+        run.contribute(rank)
+    run.take(0)
+    return run.close(0) + run.close(0)
 
-    def test_a_contribution_after_the_last_of_the_epoch(self) -> None:
-        run = started(2)
-        run.contribute(0, last=True)
-        run.contribute(1)
-        run.take(1)
-        expect_failure(run, run.close(0), TrainingError, "rank 0 contributed a window out of order")
 
-    def test_a_window_when_another_has_left_for_good(self) -> None:
-        run = started(2)
-        run.round(last=True)
-        assert run.finish(0) == [do.Dismiss(run.members[0])]
-        words = (
+def behind_the_last_of_the_epoch(run: Run) -> list[do.Decision]:
+    run.contribute(0, last=True)
+    run.contribute(1)
+    run.take(1)
+    return run.close(0)
+
+
+def in_the_next_epoch(run: Run) -> list[do.Decision]:
+    run.contribute(0, last=True)
+    run.contribute(1)
+    run.take(1)
+    return run.close(1, epoch=2)
+
+
+def in_the_epoch_before(run: Run) -> list[do.Decision]:
+    run.round(last=True)
+    run.close(0, epoch=2)
+    return run.close(1, last=True)
+
+
+def after_another_has_left(run: Run) -> list[do.Decision]:
+    run.round(last=True)
+    assert run.finish(0) == [do.Dismiss(run.members[0])]
+    return run.close(1, epoch=2)
+
+
+def after_a_window_that_was_not_the_last(run: Run) -> list[do.Decision]:
+    run.contribute(1, last=True)
+    run.contribute(0)
+    run.take(0)
+    return run.finish(0)
+
+
+LEFT = "rank 0 on host-0 left the run before the end of epoch 1. .*last=True"
+
+
+@every(
+    ("act", "words"),
+    [
+        (
+            lambda run: run.contribute(0) + run.close(0),
+            "rank 0 contributed a window out of order in epoch 1, step 1",
+        ),
+        (while_another_waits, "rank 0 on host-0 closed a window twice"),
+        (behind_the_last_of_the_epoch, "rank 0 contributed a window out of order"),
+        (in_the_next_epoch, "rank 1 on host-1 .*window of epoch 2, but the run is in epoch 1"),
+        (in_the_epoch_before, "rank 1 on host-1 .*window of epoch 1, but the run is in epoch 2"),
+        (
+            after_another_has_left,
             "rank 1 on host-1 contributed a window of epoch 2, but rank 0 on host-0 had already "
-            "left the run: all workers must train the same number of epochs"
-        )
-        expect_failure(run, run.close(1, epoch=2), TrainingError, words)
+            "left the run: all workers must train the same number of epochs",
+        ),
+        (lambda run: run.round(step=7) + run.finish(0), LEFT),
+        (lambda run: run.close(1) + run.finish(0), LEFT),
+        (lambda run: run.contribute(1) + run.finish(0), LEFT),
+        (lambda run: run.contribute(1, last=True) + run.finish(0), LEFT),
+        (after_a_window_that_was_not_the_last, LEFT),
+        (
+            lambda run: gather(run, 1) + run.finish(0),
+            "rank 0 on host-0 left the run .*exchange among the workers",
+        ),
+        (
+            lambda run: run.finish(0) + gather(run, 1),
+            "rank 1 on host-1 .*exchange.*, .*rank 0 on host-0 .*left the run",
+        ),
+        (
+            lambda run: gather(run, 0) + gather(run, 0),
+            "rank 0 on host-0 contributed twice to a gather before all others had contributed once",
+        ),
+    ],
+)
+def test_what_no_worker_of_ours_does_ends_the_run_and_says_who_did_it(
+    act: Callable[[Run], list[do.Decision]], words: str
+) -> None:
+    run = started(2)
+    expect_failure(run, act(run), TrainingError, words)
 
-    @every("done", ["a commit", "a window", "a wait", "a last window"])
-    def test_leaving_in_the_middle_of_an_epoch(self, done: str) -> None:
-        run = started(2)
-        if done == "a commit":
-            run.round(step=7)
-        elif done == "a window":
-            run.close(1)
-        elif done == "a wait":
-            run.contribute(1)
-        else:
-            run.contribute(1, last=True)
-        words = "rank 0 on host-0 left the run before the end of epoch 1. .*last=True"
-        expect_failure(run, run.finish(0), TrainingError, words)
 
-    def test_nobody_needs_to_train_at_all(self) -> None:
-        run = started(2)
-        run.finish(0)
-        assert run.finish(1)[-1] == do.End(None)
+def test_nobody_needs_to_train_at_all() -> None:
+    run = started(2)
+    run.finish(0)
+    assert run.finish(1)[-1] == do.End(None)
 
 
 class TestSilence:
@@ -266,78 +307,80 @@ class TestSilence:
         run.take(1)
         assert run.wait(2) == run.wait(2) == [do.SayWaiting((run.members[0],))]
 
+    @every("trains", [0, 1])
+    def test_while_one_trains_the_others_are_told_that_the_run_goes_on(self, trains: int) -> None:
+        """Also those whose turn to add has not come, for a lower rank has not contributed."""
+        run = started(3, deadline_s=8)
+        others = [rank for rank in range(3) if rank != trains]
+        for rank in others:
+            run.close(rank)
+        if trains:
+            run.add(0)
+        for _ in range(10):
+            run.coordinator.heartbeat(run.members[trains], run.now)
+            (told,) = only(do.SayWaiting, run.wait(2))
+            assert set(told.members) == {run.members[rank] for rank in others}
+
 
 class TestGather:
     """What the workers tell each other by way of the driver."""
 
-    @staticmethod
-    def give(run: Run, rank: int, value: object) -> list[do.Decision]:
-        return run.tell(on.Gave(run.members[rank], value))
-
     def test_everyone_is_told_all_values_by_rank_as_often_as_all_give(self) -> None:
         run = started(3)
         for letter in "ab":
-            assert self.give(run, 2, f"{letter}2") == self.give(run, 0, f"{letter}0") == []
+            assert gather(run, 2, f"{letter}2") == gather(run, 0, f"{letter}0") == []
             members = (run.members[2], run.members[0], run.members[1])
             told = do.Tell(members, (f"{letter}0", f"{letter}1", f"{letter}2"))
-            assert self.give(run, 1, f"{letter}1") == [told]
+            assert gather(run, 1, f"{letter}1") == [told]
 
     def test_who_is_alone_is_told_at_once(self) -> None:
         run = started(1)
-        assert self.give(run, 0, 5) == [do.Tell((run.members[0],), (5,))]
+        assert gather(run, 0, 5) == [do.Tell((run.members[0],), (5,))]
 
     def test_all_are_asked_for_a_commit_at_once_and_only_until_there_is_one(self) -> None:
         run = started(2)
-        self.give(run, 0, "a")
+        gather(run, 0, "a")
         assert run.tell(on.CommitWanted()) == []  # who gave before waits for the same answer
         for letter in "ab":
             if letter == "b":
-                self.give(run, 0, "b")
+                gather(run, 0, "b")
             told = do.Tell((run.members[0], run.members[1]), (letter, letter), commit=True)
-            assert self.give(run, 1, letter) == [told]
+            assert gather(run, 1, letter) == [told]
         run.round()
-        self.give(run, 0, "c")
-        (told,) = only(do.Tell, self.give(run, 1, "c"))
+        gather(run, 0, "c")
+        (told,) = only(do.Tell, gather(run, 1, "c"))
         assert not told.commit
-
-    def test_giving_twice_ends_the_run(self) -> None:
-        run = started(2)
-        self.give(run, 0, 1)
-        words = (
-            "rank 0 on host-0 contributed twice to a gather before all others had contributed once"
-        )
-        expect_failure(run, self.give(run, 0, 2), TrainingError, words)
 
     def test_a_rank_that_stays_away_is_named(self) -> None:
         run = started(2, deadline_s=10)
-        self.give(run, 0, "here")
+        gather(run, 0, "here")
         words = "^rank 1 on host-1 did not take part in an exchange among the workers within 10 s"
         expect_failure(run, run.wait(10), DeadlineError, words)
 
     def test_who_waits_for_the_others_is_told_that_the_run_goes_on(self) -> None:
         run = started(2, deadline_s=8)
-        self.give(run, 0, "here")
+        gather(run, 0, "here")
         assert run.wait(2) == [do.SayWaiting((run.members[0],))]
 
     def test_rounds_go_on_afterwards_with_a_deadline_of_their_own(self) -> None:
         run = started(2, deadline_s=10)
-        self.give(run, 0, 5)
+        gather(run, 0, 5)
         run.wait(9)
-        self.give(run, 1, 5)
+        gather(run, 1, 5)
         assert only(do.End, run.wait(9)) == []
         assert commit(run, 1, 1) in run.round()
 
     def test_who_gave_was_lost_and_is_back_gives_once_more(self) -> None:
         run = started(2, max_failures=1)
-        self.give(run, 0, "before")
+        gather(run, 0, "before")
         run.lose(0)
-        assert self.give(run, 1, "other") == []
+        assert gather(run, 1, "other") == []
         run.come_back(0)
         run.take(0)
         told = do.Tell((run.members[1], run.members[0]), ("after", "other"))
-        assert self.give(run, 0, "after") == [told]
-        assert self.give(run, 1, "next") == []
-        assert only(do.Tell, self.give(run, 0, "next")) != []
+        assert gather(run, 0, "after") == [told]
+        assert gather(run, 1, "next") == []
+        assert only(do.Tell, gather(run, 0, "next")) != []
 
 
 def typical_instructions(world_size: int, rounds: int) -> dict[str, float]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from decisions import Run, commit, expect_failure, only, report, shard, started
 from every_row import every
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.events import Member
-from sparkdl.errors import DeadlineError, ModelError, StoppedError, TrainingError
+from sparkdl.errors import DeadlineError, ModelError, SparkDLError, StoppedError, TrainingError
 from sparkdl.events import ValidationReport
 from sparkdl.feed.statistics.column import ColumnStatistics
-from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
+from sparkdl.feed.statistics.shards import DataStatistics
 
 
 def joined(world_size: int, **options: object) -> Run:
@@ -29,20 +31,8 @@ def test_nobody_is_let_start_before_the_driver_says_so() -> None:
     assert run.start() == [do.Welcome(run.members[0]), do.Welcome(run.members[1])]
 
 
-@every("of_driver", ["", "f1"])
-def test_who_has_built_other_frozen_parameters_than_the_driver_ends_the_run(of_driver: str) -> None:
-    run = Run(2, frozen=of_driver)
-    assert run.join(0, frozen=of_driver) == []
-    expect_failure(run, run.join(1, frozen="f2"), ModelError, "rank 1 on host-1 built")
-
-
 def test_a_second_start_starts_nothing() -> None:
     assert started(2).start() == []
-
-
-def test_the_driver_is_told_nothing_before_all_have_read() -> None:
-    run = joined(3)
-    assert run.read(0) == run.read(2) == []
 
 
 def test_the_statistics_have_the_rows_by_rank_and_the_columns_added_whatever_the_order() -> None:
@@ -53,32 +43,37 @@ def test_the_statistics_have_the_rows_by_rank_and_the_columns_added_whatever_the
     assert run.read(1, shard(0)) == [do.Report(statistics)]
 
 
-def test_rows_that_were_read_are_not_said_a_second_time() -> None:
-    run = started(1)
-    expect_failure(run, run.read(0), TrainingError, "rank 0 reported its rows twice")
-
-
-@every("rank", [2, -1])
-def test_a_rank_outside_the_world_ends_the_run(rank: int) -> None:
-    run = Run(2)
-    decisions = run.join(rank, host="here")
-    expect_failure(run, decisions, TrainingError, rf"rank {rank} on here joined a run of 2 workers")
-
-
-def test_a_rank_that_joins_twice_ends_a_run_that_tolerates_no_loss() -> None:
-    run = Run(1)
-    run.join(0, host="first-host")
-    decisions = run.join(0, host="second-host")
-    expect_failure(
-        run, decisions, TrainingError, r"rank 0 joined from second-host.*from first-host"
-    )
-
-
-def test_ranks_that_see_different_columns_end_the_run() -> None:
-    run = joined(2)
-    run.read(0)
-    decisions = run.read(1, ShardStatistics(3, (ColumnStatistics(), ColumnStatistics())))
-    expect_failure(run, decisions, TrainingError, "rank 1 has 2 columns, unlike the others")
+@every(
+    ("run", "act", "error", "words"),
+    [
+        (Run(2), lambda run: run.join(2), TrainingError, "rank 2 on host-2 joined a run of 2 w"),
+        (Run(2), lambda run: run.join(-1), TrainingError, "rank -1 on host--1 joined a run of 2 w"),
+        (
+            joined(1),
+            lambda run: run.join(0, host="second-host"),
+            TrainingError,
+            "rank 0 joined from second-host.*from host-0",
+        ),
+        (Run(2), lambda run: run.join(1, frozen="f2"), ModelError, "rank 1 on host-1 built"),
+        (
+            Run(2, frozen="f1"),
+            lambda run: run.join(0, frozen="f1") + run.join(1, frozen="f2"),
+            ModelError,
+            "rank 1 on host-1 built",
+        ),
+        (
+            joined(2),
+            lambda run: run.read(0) + run.read(1, shard(3, columns=2)),
+            TrainingError,
+            "rank 1 has 2 columns, unlike the others",
+        ),
+        (started(1), lambda run: run.read(0), TrainingError, "rank 0 reported its rows twice"),
+    ],
+)
+def test_who_cannot_be_of_this_run_ends_it(
+    run: Run, act: Callable[[Run], list[do.Decision]], error: type[SparkDLError], words: str
+) -> None:
+    expect_failure(run, act(run), error, words)
 
 
 class TestActingBeforeBeingLetStart:
@@ -220,12 +215,6 @@ class TestAfterTheEnd:
         run.tell(on.Failed(TrainingError("enough")))
         assert run.contribute(0) == run.contribute(1) == run.finish(0) == run.lose(1) == []
         assert run.wait(1000) == []
-
-
-def test_a_worker_has_joined_as_soon_as_it_says_so() -> None:
-    run = Run(2)
-    assert run.join(0) == []
-    assert run.coordinator.members.of(0) is run.members[0]
 
 
 def test_the_start_of_a_training_welcomes_only_who_is_there() -> None:

@@ -120,10 +120,3 @@ class TestDropping:
         run.finish(0)
         assert only(do.Drop, run.wait(59)) == []
         assert run.finish(1)[-1] == do.End(None)
-
-    def test_a_pause_of_the_driver_drops_nobody(self) -> None:
-        run = started(2)
-        self.window(run, 1.0)
-        run.contribute(1)
-        run.now += 50
-        assert only(do.Drop, run.wait(STRAGGLER_S)) == []

@@ -2,58 +2,146 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import pytest
 from every_row import every
 
 from sparkdl.averager.messages.headers import (
+    MAX_STATES_BYTES,
     failure_header,
     join_header,
+    phases_header,
     raise_reported_failure,
+    read_epoch_losses,
     read_join,
+    read_phases,
     read_shard,
+    read_states_size,
+    read_statistics,
     read_validation,
     read_window,
     shard_header,
+    statistics_header,
     validation_header,
     window_header,
 )
 from sparkdl.errors import CollectiveError, TrainingError
 from sparkdl.events import ValidationReport, WindowReport
 from sparkdl.feed.statistics.column import ColumnStatistics
-from sparkdl.feed.statistics.shards import ShardStatistics
+from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
+from sparkdl.phases import PhaseTimes
 
-WINDOW = WindowReport(rank=0, epoch=1, step=1, examples=2, loss_sum=0.5, last=False)
-VALIDATION = ValidationReport(rank=0, epoch=1, examples=2, loss_sum=0.5, weight=2.0)
+WINDOW = WindowReport(rank=3, epoch=1, step=1, examples=2, loss_sum=0.5, last=False)
+VALIDATION = ValidationReport(rank=3, epoch=1, examples=2, loss_sum=0.5, weight=2.0)
 SHARD = ShardStatistics(3, (ColumnStatistics(smallest=0, largest=2),))
 HUGE = 10**400
 """JSON can say it, and no float holds it: sums and means of it are an OverflowError."""
+TOO_LARGE: list[Any] = [HUGE, -HUGE, 1 << 64]
+STATISTICS = DataStatistics((3, 0), (ColumnStatistics(nulls=1, places={"nulls": (0, 2)}),), 4, 2.5)
 
 
-@every("name", ["examples", "loss_sum", "epoch", "step", "group_weight"])
-@every("number", [HUGE, -HUGE, 1 << 64])
-def test_a_window_of_numbers_beyond_64_bits_is_refused(name: str, number: int) -> None:
-    header = window_header(WINDOW)
-    header["window"][name] = number
-    with pytest.raises(TrainingError, match="rank 0 sent"):
-        read_window(header, 0)
+def at(where: str, *names: str, wrong: list[Any]) -> dict[str, list[Any]]:
+    """The same values that are wrong, in several places of a header."""
+    return {where + name: wrong for name in names}
+
+
+TIMES = PhaseTimes(10.0, 16.0, (1.0, 2.0, 0.5, 0.5, 1.5, 0.5), 100, 200, 0.001)
+MEASURED = window_header(replace(WINDOW, measured={"noise": 2.0}))
+STATES = {"states": MAX_STATES_BYTES // 4}
+SAYS_SO = "rank 3 sent"
 
 
 @every(
-    "number",
-    [HUGE, -HUGE, math.inf, math.nan, True, None],
+    ("read", "header", "words", "wrong"),
+    [
+        (
+            partial(read_window, rank=3),
+            MEASURED,
+            SAYS_SO,
+            at("window.", "examples", "loss_sum", "epoch", "step", "group_weight", wrong=TOO_LARGE),
+        ),
+        (
+            partial(read_window, rank=3),
+            MEASURED,
+            "rank 3 sent the report of a window that cannot be its own",
+            {"window.measured.noise": [HUGE, -HUGE, math.inf, math.nan, True, None]},
+        ),
+        (
+            partial(read_validation, rank=3),
+            validation_header(VALIDATION),
+            SAYS_SO,
+            at("validation.", "examples", "loss_sum", "weight", wrong=TOO_LARGE),
+        ),
+        (
+            partial(read_shard, rank=3),
+            shard_header(SHARD),
+            SAYS_SO,
+            at("shard.", "rows", "held_out", "weight", wrong=TOO_LARGE)
+            | at("shard.columns.0.", "nulls", "longest", "smallest", wrong=[HUGE])
+            | {"shard.columns.0.places": [{"smallest": [HUGE, 1]}]},
+        ),
+        (
+            read_join,
+            join_header(3, 1, 2, "f1"),
+            "starts with a rank and a host",
+            at("", "join", "attempt", "task", wrong=TOO_LARGE) | {"frozen": [7]},
+        ),
+        (
+            read_statistics,
+            statistics_header(STATISTICS),
+            "instead of the workers' row counts",
+            {"shard_rows": [[3, -1]]},
+        ),
+        (
+            partial(read_states_size, rank=3, world_size=4),
+            STATES,
+            "rank 3 sent .* instead of its metrics' states",
+            {"states": [-1, STATES["states"] + 1, 1.0, True, "8", None, [8]]},
+        ),
+        (
+            partial(read_epoch_losses, rank=3),
+            {"epoch_losses": 1, "known": 0},
+            "rank 3 sent an invalid request for losses",
+            {"known": [None, 1, -1, 0.0], "epoch_losses": ["1", True, [1]]},
+        ),
+        (
+            partial(read_phases, rank=3),
+            phases_header(TIMES),
+            SAYS_SO,
+            {
+                "phases": [[asdict(TIMES)]],
+                "phases.seconds": [{}, [1.0] * 5]
+                + [[1.0] * 5 + [last] for last in (-1.0, math.nan, math.inf, "1", True)],
+                "phases.began": [math.inf, 17.0],
+                "phases.ended": [None],
+                "phases.sent": [-1, 1.5],
+                "phases.received": [1 << 80],
+                "phases.uncertainty": [-0.1],
+                "phases.more": [1],
+            },
+        ),
+    ],
 )
-def test_what_a_window_has_measured_is_a_few_numbers_that_floats_hold(number: Any) -> None:
-    header = window_header(replace(WINDOW, measured={"noise": 2.0}))
-    assert read_window(header, 0).measured == {"noise": 2.0}
-    header["window"]["measured"]["noise"] = number
-    with pytest.raises(
-        TrainingError, match="rank 0 sent the report of a window that cannot be its own"
-    ):
-        read_window(header, 0)
+def test_what_no_worker_sends_is_refused(
+    read: Callable[[Any], Any], header: dict[str, Any], words: str, wrong: dict[str, list[Any]]
+) -> None:
+    read(json.loads(json.dumps(header)))
+    for path, values in wrong.items():
+        *above, name = path.split(".")
+        for value in values:
+            changed = json.loads(json.dumps(header))
+            place = changed
+            for each in above:
+                place = place[int(each) if each.isdigit() else each]
+            place[name] = value
+            with pytest.raises(TrainingError, match=words):
+                read(changed)
 
 
 @every(
@@ -71,48 +159,15 @@ def test_of_whom_a_worker_misses_only_what_may_be_a_rank_is_believed(
         assert caught.value.ranks == (ranks if "missing" in said else ())
 
 
-@every("name", ["examples", "loss_sum", "weight"])
-def test_a_validation_of_numbers_beyond_64_bits_is_refused(name: str) -> None:
-    header = validation_header(VALIDATION)
-    header["validation"][name] = HUGE
-    with pytest.raises(TrainingError, match="rank 0 sent"):
-        read_validation(header, 0)
-
-
-@every("name", ["rows", "held_out", "weight"])
-def test_rows_beyond_64_bits_are_refused(name: str) -> None:
-    header = shard_header(SHARD)
-    header["shard"][name] = HUGE
-    with pytest.raises(TrainingError, match="rank 0 sent"):
-        read_shard(header, 0)
-
-
-@every("name", ["nulls", "longest", "smallest", "places"])
-def test_statistics_beyond_64_bits_are_refused(name: str) -> None:
-    header = shard_header(SHARD)
-    (column,) = header["shard"]["columns"]
-    column[name] = {"smallest": [HUGE, 1]} if name == "places" else HUGE
-    with pytest.raises(TrainingError, match="rank 0 sent"):
-        read_shard(header, 0)
-
-
-@every("name", ["join", "attempt", "task"])
-def test_a_worker_that_joins_with_numbers_beyond_64_bits_is_refused(name: str) -> None:
-    with pytest.raises(TrainingError, match="starts with a rank and a host"):
-        read_join({"join": 0, "host": "h", "attempt": 0, "task": 0} | {name: HUGE})
-
-
-def test_what_joins_is_read_back_and_its_fingerprint_has_to_be_text() -> None:
+def test_what_joins_is_read_back() -> None:
     header = join_header(3, 1, 2, "f1")
     assert read_join(header) == (3, header["host"], 1, 2, "f1")
-    with pytest.raises(TrainingError, match="starts with a rank and a host"):
-        read_join({**header, "frozen": 7})
 
 
 def test_the_largest_of_64_bits_is_taken() -> None:
     header = window_header(WINDOW)
     header["window"]["examples"] = (1 << 63) - 1
-    assert read_window(header, 0).examples == (1 << 63) - 1
+    assert read_window(header, 3).examples == (1 << 63) - 1
 
 
 def test_what_is_refused_is_quoted_in_part_only() -> None:
@@ -124,3 +179,14 @@ def test_what_is_refused_is_quoted_in_part_only() -> None:
     with pytest.raises(TrainingError) as caught:
         read_join({"host": ["x" * 1_000_000] * 3})
     assert len(str(caught.value)) < 1_000
+
+
+def test_the_statistics_of_all_survive_their_header() -> None:
+    found = read_statistics(json.loads(json.dumps(statistics_header(STATISTICS))))
+    assert found == STATISTICS
+    assert found.columns[0].where("nulls") == "row 2 of partition 0"
+
+
+def test_states_and_times_need_not_be_told() -> None:
+    assert read_states_size({}, 0, 4) == 0
+    assert read_phases({"finish": True}, 0) is None

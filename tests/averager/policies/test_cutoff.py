@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 from decisions import Every, Run, commit, only, started
-from stragglers import AllButStragglers
+from stragglers import AllButStragglers, Calls, outcomes
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.round_decisions import RoundDecisions
-from sparkdl.averager.coordination.run_state import RunSpec
 from sparkdl.averager.policies.cutoff import BackupWorkers, PredictedCutoff
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.testing.simulation import Outcome, random_plan, simulate
 
 
 def left_out(decisions: list[do.Decision]) -> list[int]:
@@ -188,24 +184,15 @@ def test_policies_are_told_when_windows_begin_and_end() -> None:
 def calls_a_window(world_size: int, policy: RoundPolicy) -> float:
     """Calls of functions for a contribution, as the mean over some rounds."""
     run = started(world_size, policy=policy)
-    counted = 0
-
-    def count(frame: object, event: str, argument: object) -> None:
-        nonlocal counted
-        counted += event in ("call", "c_call")
-
-    windows = 0
+    calls, windows = Calls(), 0
     for step in (1, 2, 3):
         for rank in range(world_size // 2):
-            sys.setprofile(count)
-            try:
+            with calls:
                 decisions = run.contribute(rank, step=step)
-            finally:
-                sys.setprofile(None)
             windows += 1
             for reply in only(do.Reply, decisions):
                 run.take(reply.member.rank)
-    return counted / windows
+    return calls.counted / windows
 
 
 def test_what_a_contribution_costs_does_not_grow_with_the_workers() -> None:
@@ -243,19 +230,11 @@ class Watched(Coordinator):
         self._rounds.__class__ = WatchedRounds
 
 
-def outcomes(policy: Any, seeds: Sequence[int], kind: Any = Coordinator) -> list[Outcome]:
-    def coordinator(spec: RunSpec, *arguments: Any) -> Coordinator:
-        made: Coordinator = kind(replace(spec, policy=policy()), *arguments)
-        return made
-
-    return [simulate(random_plan(seed, times=3), coordinator) for seed in seeds]
-
-
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("spared", [1, 2])
 def test_in_every_schedule_all_but_so_many_are_in_a_round_and_not_stale(spared: int) -> None:
     Watched.most_left_out = Watched.most_due = Watched.stale = 0
-    ended = outcomes(lambda: BackupWorkers(spared), range(100), Watched)
+    ended = outcomes(lambda: BackupWorkers(spared), range(100), 3, Watched)
     assert sum(outcome.failure is None for outcome in ended) > 65
     assert sum(outcome.losses for outcome in ended) > 20
     assert sum(outcome.checkpoints for outcome in ended) > 65
@@ -266,7 +245,7 @@ def test_in_every_schedule_all_but_so_many_are_in_a_round_and_not_stale(spared: 
 @pytest.mark.usefixtures("quiet")
 def test_the_simulation_sees_late_contributions_that_stand_for_others() -> None:
     Watched.most_due = 0
-    outcomes(AllButStragglers, range(60), Watched)
+    outcomes(AllButStragglers, range(60), 3, Watched)
     assert Watched.most_due > 1
 
 
@@ -372,7 +351,7 @@ def test_one_that_is_due_and_lost_is_not_replaced_by_one_that_is_late() -> None:
 @pytest.mark.usefixtures("quiet")
 def test_every_schedule_with_predicted_cutoffs_ends_as_its_faults_allow() -> None:
     Watched.most_left_out = Watched.stale = 0
-    ended = outcomes(PredictedCutoff, range(100), Watched)
+    ended = outcomes(PredictedCutoff, range(100), 3, Watched)
     assert sum(outcome.failure is None for outcome in ended) > 65
     assert sum(outcome.losses for outcome in ended) > 20
     assert Watched.most_left_out > 1
@@ -393,7 +372,7 @@ def test_who_contributes_before_it_is_known_to_have_the_center_is_timed_as_any()
     assert cluster.policy._closed[0] == run.now
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(
     "part", [0, *(pytest.param(each, marks=pytest.mark.nightly) for each in range(1, 10))]
@@ -402,6 +381,6 @@ def test_who_contributes_before_it_is_known_to_have_the_center_is_timed_as_any()
 def test_ten_thousand_schedules_end_as_their_faults_allow(
     policy: Callable[[], RoundPolicy], part: int
 ) -> None:
-    ended = outcomes(policy, range(part, 10_000, 10))
+    ended = outcomes(policy, range(part, 10_000, 10), 3)
     assert sum(outcome.failure is None for outcome in ended) > 640
     assert sum(outcome.losses for outcome in ended) > 200

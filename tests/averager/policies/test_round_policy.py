@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,20 +11,18 @@ import torch
 from by_keyword import open_averager
 from decisions import Run, commit, only, report, started
 from every_row import every
-from stragglers import AllButStragglers
+from stragglers import AllButStragglers, Calls, outcomes
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.decisions import Decision
 from sparkdl.averager.coordination.rank_states import Move, RankState
-from sparkdl.averager.coordination.run_state import RunSpec
 from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.averager.values.wire_format import BFloat16Changes, FullPrecision
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Segment
-from sparkdl.testing.simulation import random_plan, simulate
 
 
 def replied_to(decisions: list[do.Decision]) -> list[int]:
@@ -163,21 +159,15 @@ class TestNobody:
         run = self.run(world_size)
         for rank in run.ranks:
             run.close(rank)
-        counted = 0
-
-        def count(frame: object, event: str, argument: object) -> None:
-            nonlocal counted
-            counted += event in ("call", "c_call")
-
+        calls = Calls()
         gc.disable()  # what others have it call is none of the exchange
-        sys.setprofile(count)
         try:
-            run.add(0)
-            run.take(0)
+            with calls:
+                run.add(0)
+                run.take(0)
         finally:
-            sys.setprofile(None)
             gc.enable()
-        return counted
+        return calls.counted
 
 
 class OverwritesWhatIsRead(Coordinator):
@@ -192,15 +182,8 @@ class OverwritesWhatIsRead(Coordinator):
 
 @pytest.mark.usefixtures("quiet")
 def test_the_simulation_finds_a_center_that_is_overwritten_while_it_is_sent() -> None:
-    def coordinator(spec: RunSpec, *arguments: Any) -> Coordinator:
-        return OverwritesWhatIsRead(replace(spec, policy=Nobody()), *arguments)
-
-    def simulate_many() -> None:
-        for seed in range(1000):
-            simulate(random_plan(seed), coordinator)
-
     with pytest.raises(AssertionError, match="are being sent is overwritten"):
-        simulate_many()
+        outcomes(Nobody, range(1000), kind=OverwritesWhatIsRead)
 
 
 def test_a_straggler_contributes_to_the_next_round() -> None:
@@ -218,11 +201,8 @@ def test_a_straggler_contributes_to_the_next_round() -> None:
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("policy", [All, Nobody, AllButStragglers])
 def test_every_schedule_ends_as_its_faults_allow(policy: Callable[[], RoundPolicy]) -> None:
-    def coordinator(spec: RunSpec, *arguments: Any) -> Coordinator:
-        return Coordinator(replace(spec, policy=policy()), *arguments)
-
-    outcomes = [simulate(random_plan(seed), coordinator) for seed in range(300)]
-    assert sum(outcome.failure is None for outcome in outcomes) > 200
+    ended = outcomes(policy, range(300))
+    assert sum(outcome.failure is None for outcome in ended) > 200
 
 
 @every("policy", [Nobody(), AllButStragglers(1)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,11 +10,10 @@ from typing import Any
 import pytest
 from decisions import Every, Run, commit, expect_failure, only, report, started
 from every_row import every
+from stragglers import Calls, deciding_by, outcomes
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination import events as on
-from sparkdl.averager.coordination.coordinator import Coordinator
-from sparkdl.averager.coordination.run_state import RunSpec
 from sparkdl.averager.messages.progress import Position, Progress
 from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy
 from sparkdl.errors import ConfigError, TrainingError
@@ -336,21 +334,13 @@ def test_a_sample_stays_until_all_of_it_are_near_and_the_next_is_another() -> No
 def calls_a_window(world_size: int, barrier: Barrier) -> float:
     """Calls of functions for a contribution, as the mean over three of each rank."""
     run = run_of(world_size, barrier)
-    counted = 0
-
-    def count(frame: object, event: str, argument: object) -> None:
-        nonlocal counted
-        counted += event in ("call", "c_call")
-
+    calls = Calls()
     for window in (1, 2, 3):
         for rank in run.ranks:
-            sys.setprofile(count)
-            try:
+            with calls:
                 decisions = contribute(run, rank, steps=window, step=window)
-            finally:
-                sys.setprofile(None)
             run.take(*going_on(decisions)) if going_on(decisions) else None
-    return counted / (3 * world_size)
+    return calls.counted / (3 * world_size)
 
 
 @every("barrier", [ASP(), SSP(0), SSP(1), PBSP(4), PSSP(4, 1)])
@@ -361,17 +351,9 @@ def test_what_a_contribution_costs_does_not_grow_with_the_workers(barrier: Barri
 # In many schedules.
 
 
-def deciding_by(make: Callable[[], RoundPolicy]) -> Callable[..., Coordinator]:
-    def coordinator(spec: RunSpec, *arguments: Any) -> Coordinator:
-        return Coordinator(replace(spec, policy=make()), *arguments)
-
-    return coordinator
-
-
-def outcomes(barrier: Barrier, seeds: range) -> list[Outcome]:
-    """Of epochs of up to six windows."""
-    coordinator = deciding_by(lambda: barrier.policy(1))
-    return [simulate(random_plan(seed, times=2), coordinator) for seed in seeds]
+def ended_by(barrier: Barrier, seeds: range) -> list[Outcome]:
+    """How runs end whose epochs have up to six windows."""
+    return outcomes(lambda: barrier.policy(1), seeds, 2)
 
 
 @pytest.mark.usefixtures("quiet")
@@ -393,7 +375,7 @@ def outcomes(barrier: Barrier, seeds: range) -> list[Outcome]:
 def test_in_every_schedule_nobody_goes_on_beyond_the_bound(
     barrier: Barrier, least: int, most: int
 ) -> None:
-    ended = outcomes(barrier, range(150))
+    ended = ended_by(barrier, range(150))
     assert sum(outcome.failure is None for outcome in ended) > 100
     assert sum(outcome.losses for outcome in ended) > 35
     assert least <= max(outcome.ahead for outcome in ended) <= most
@@ -412,7 +394,7 @@ def test_in_every_schedule_nobody_goes_on_beyond_the_bound(
     ids=str,
 )
 def test_limits_decide_the_same_in_every_schedule(barrier: Barrier, limit: Barrier) -> None:
-    for mine, other in zip(outcomes(barrier, range(40)), outcomes(limit, range(40)), strict=True):
+    for mine, other in zip(ended_by(barrier, range(40)), ended_by(limit, range(40)), strict=True):
         assert replace(mine, failure=None) == replace(other, failure=None)
         assert repr(mine.failure) == repr(other.failure)
 

@@ -14,11 +14,11 @@ from toys import drive
 
 from sparkdl.averager import AveragerClient
 from sparkdl.averager.messages import headers
-from sparkdl.averager.messages.headers import read_statistics, shard_header, statistics_header
+from sparkdl.averager.messages.headers import shard_header
 from sparkdl.averager.values.wire_format import FullPrecision
-from sparkdl.errors import DataError, TrainingError
+from sparkdl.errors import DataError
 from sparkdl.feed.statistics.column import ColumnStatistics
-from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
+from sparkdl.feed.statistics.shards import ShardStatistics
 
 WORKERS, COLUMNS = 8, 50
 
@@ -64,18 +64,6 @@ def test_more_columns_than_a_header_holds_are_refused_in_words(
     monkeypatch.setattr(headers, "MAX_HEADER_BYTES", size - 1)
     with pytest.raises(DataError, match=rf"2000 columns take {size} bytes.*for about 1999\. Put"):
         shard_header(shard)
-
-
-def test_the_statistics_of_all_survive_their_header() -> None:
-    statistics = DataStatistics(
-        (3, 0), (ColumnStatistics(nulls=1, places={"nulls": (0, 2)}),), 4, 2.5
-    )
-    text = json.dumps(statistics_header(statistics))
-    found = read_statistics(json.loads(text))
-    assert found == statistics
-    assert found.columns[0].where("nulls") == "row 2 of partition 0"
-    with pytest.raises(TrainingError, match="instead of the workers' row counts"):
-        read_statistics(json.loads(text) | {"shard_rows": [3, -1]})
 
 
 def test_more_than_all_may_tell_each_other_is_refused_in_words(

@@ -5,12 +5,10 @@ from __future__ import annotations
 import gc
 
 import torch
-from decisions import Run, only, started
 from every_row import every
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.values.center import Center
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.averager.values.wire_format import BFloat16Changes, FullPrecision, WireFormat
@@ -69,23 +67,6 @@ def read(frames: Frames, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.frombuffer(bytearray(octets), dtype=dtype)
 
 
-def played(run: Run, center: Center, values: dict[int, float], *ranks: int) -> list[do.Decision]:
-    """A round of the run, its decisions carried out at a center."""
-    made: list[do.Decision] = []
-    for rank in ranks:
-        for decision in (made := made + run.close(rank))[-2:]:
-            if isinstance(decision, do.OpenSum):
-                center.open_sum(decision.ranks)
-            elif isinstance(decision, do.Receive):
-                assert center.sum is not None
-                center.sum.declare(rank, decision.weight)
-        contribute(center, rank, values[rank])
-        made += run.add(rank)
-    (commit,) = only(do.Commit, made)
-    center.commit(commit.contributions)
-    return made
-
-
 def test_a_round_makes_the_weighted_mean_the_center_and_the_reply() -> None:
     center = make_center()
     average(center, {0: (3, 1.0), 1: (1, 5.0)})
@@ -102,19 +83,6 @@ def test_the_mean_becomes_the_center_without_a_copy() -> None:
     assert places[0] == places[2] != places[1]
 
 
-def test_a_round_that_was_decided_on_gives_everyone_the_mean() -> None:
-    run, center = started(2), make_center()
-    played(run, center, {0: 1.0, 1: 3.0}, 0, 1)
-    assert read(center.reply()).tolist() == [2.0] * SIZE
-
-
-def test_a_round_without_a_lost_first_rank_has_the_mean_of_the_others() -> None:
-    run, center = started(3, max_failures=1), make_center(world_size=3)
-    run.lose(0)
-    played(run, center, {1: 1.0, 2: 3.0}, 1, 2)
-    assert read(center.reply()).tolist() == [2.0] * SIZE
-
-
 def test_a_sum_that_has_started_over_has_nothing_of_before() -> None:
     center = make_center()
     total = center.open_sum([0, 1])
@@ -122,23 +90,6 @@ def test_a_sum_that_has_started_over_has_nothing_of_before() -> None:
     contribute(center, 0, 100.0)
     average(center, {1: (1, 3.0)})
     assert center.values[0].tolist() == [3.0] * SIZE
-
-
-@every("wire_format", [FullPrecision(), BFloat16Changes()])
-def test_a_round_without_weight_replies_that_nothing_changed(wire_format: WireFormat) -> None:
-    center = make_center(MIXED, wire_format)
-    average(center, {0: (1, 2.0), 1: (1, 4.0)})
-    before = [values.clone() for values in center.values]
-    average(center, {0: (0, 0.0), 1: (0, 0.0)})
-    assert all(map(torch.equal, center.values, before))
-    floats = torch.bfloat16 if wire_format.replies_changes else torch.float32
-    elements = MIXED[0].numel
-    reply = b"".join(bytes(values) for values in center.reply()[1::2])
-    width = floats.itemsize * elements
-    parameters = torch.frombuffer(bytearray(reply[:width]), dtype=floats)
-    integers = torch.frombuffer(bytearray(reply[width : width + 24]), dtype=torch.int64)
-    assert set(parameters.tolist()) == ({0.0} if wire_format.replies_changes else {3.0})
-    assert integers.tolist() == [2, 2, 2]
 
 
 def test_the_reply_has_the_segments_in_order_whatever_is_done_to_each() -> None:

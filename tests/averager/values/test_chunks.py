@@ -16,7 +16,6 @@ from sparkdl.averager.values.packing import (
     HELD_BYTES,
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
-    Chunk,
     chunk_bytes,
     plan_chunks,
     plan_fragments,
@@ -62,12 +61,6 @@ def test_fragments_cover_every_element_once_and_are_of_the_same_size(
         for chunk in (c for part in plan for c in part if c.segment == segment):
             itemsize = layout[segment].center_dtype.itemsize
             assert (chunk.stop - chunk.start) * itemsize <= max(size, itemsize)
-
-
-def test_a_chunk_is_a_view_of_its_segment() -> None:
-    segments = [torch.zeros(3), torch.zeros(4)]
-    Chunk(1, 1, 3).of(segments).fill_(7)
-    assert segments[1].tolist() == [0, 7, 7, 0]
 
 
 @every("world_size", [1, 2, 8, 64, 256])

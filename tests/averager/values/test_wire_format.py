@@ -1,17 +1,19 @@
-"""Wire formats: both ends of the wire end with the same bits, and small changes are not lost."""
+"""How values travel: in which bits, what a worker sends of its state, what a reply makes of it."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from every_row import every
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from sparkdl.averager.values.center import Center
 from sparkdl.averager.values.center_update import Contributions
-from sparkdl.averager.values.packing import AsDtype
+from sparkdl.averager.values.packing import BLOCK, AsDtype, Float4, Float8, Packing
+from sparkdl.averager.values.replica_codec import ReplicaCodec
 from sparkdl.averager.values.wire_format import (
     WIRE_FORMATS,
     BFloat16Changes,
@@ -20,6 +22,7 @@ from sparkdl.averager.values.wire_format import (
     FullPrecision,
     WireFormat,
 )
+from sparkdl.events import WindowReport
 from sparkdl.protocols import Segment
 
 FLOATS = Segment("parameters", torch.float32, 4)
@@ -117,3 +120,169 @@ def test_what_a_replica_cannot_hold_of_the_center_is_no_change(
     values[0] += 2.0**-3
     change = wire_format.encode(values, base, segment)
     assert (change.dtype, change.tolist()) == (torch.float32, [2.0**-3, 0, 0, 0])
+
+
+VALUES = st.lists(
+    st.one_of(*(st.floats(-most, most, width=32) for most in (1e3, 2.0**-20, 0.0))),
+    min_size=1,
+    max_size=3 * BLOCK + 1,
+)
+
+
+def nearest(values: list[float], numbers: np.ndarray) -> np.ndarray:
+    """Of each block's numbers the distance of the nearest one to each value."""
+    return np.abs(np.asarray(values)[:, None] - numbers[None, :]).min(1)
+
+
+def of_float8(largest: float) -> np.ndarray:
+    """All that a block whose largest value is this can hold, but for signs: e4m3 by its definition.
+
+    The scale is the least power of two with which 448 is not less than the largest.
+    """
+    tiny = [fraction / 8 * 2.0**-6 for fraction in range(8)]
+    normal = [(1 + fraction / 8) * 2.0**power for power in range(-6, 9) for fraction in range(8)]
+    numbers = np.asarray([*tiny, *normal[:-1]])
+    assert numbers.max() == 448
+    scale = -126
+    while 448 * 2.0**scale < largest:
+        scale += 1
+    return numbers * 2.0**scale
+
+
+def of_float4(largest: float) -> np.ndarray:
+    """0 and seven powers of two, the largest of which is the nearest to the largest value.
+
+    Of two that are as near it is the larger.
+    """
+    powers = 2.0 ** np.arange(126, -127, -1)
+    top = powers[np.abs(powers - largest).argmin()] if largest >= powers[-1] else powers[-1]
+    return np.asarray([0.0, *(top / 2**n for n in range(7))])
+
+
+@pytest.mark.parametrize(("packing", "numbers"), [(Float8(), of_float8), (Float4(), of_float4)])
+@settings(max_examples=60, deadline=None)
+@given(values=VALUES)
+def test_each_value_becomes_the_nearest_number_that_its_block_has(
+    packing: Packing, numbers: object, values: list[float]
+) -> None:
+    packed = packing.pack(torch.tensor(values, dtype=torch.float32))
+    assert (packed.dtype, len(packed)) == (torch.uint8, packing.numel(len(values)))
+    unpacked = packing.unpack(packed, len(values)).double().numpy()
+    for start in range(0, len(values), BLOCK):
+        block = values[start : start + BLOCK]
+        held = numbers(max(map(abs, block)))  # type: ignore[operator]
+        off = np.abs(unpacked[start : start + BLOCK] - block)
+        both = np.concatenate([held, -held])
+        np.testing.assert_allclose(off, nearest(block, both), rtol=1e-6, atol=1e-38)
+        assert set(np.abs(unpacked[start : start + BLOCK])) <= set(held.astype(np.float32))
+
+
+@every("packing", [Float8(), Float4()])
+@every("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_what_was_packed_packs_to_the_same_again(packing: Packing, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    packed = packing.pack(torch.randn(BLOCK + 7).to(dtype))
+    again = packing.pack(packing.unpack(packed, BLOCK + 7))
+    assert torch.equal(again, packed)
+
+
+@every("packing", [Float8(), Float4()])
+@every("value", [0.0, 1e38, -1e38, 1e-45, -1e-38])
+def test_the_largest_and_the_smallest_values_stay_finite(packing: Packing, value: float) -> None:
+    unpacked = packing.unpack(packing.pack(torch.full((3,), value)), 3)
+    assert unpacked.isfinite().all()
+    assert (unpacked.double() * np.sign(value) >= 0).all()
+
+
+@every(
+    ("packing", "values", "size"),
+    [
+        *((AsDtype(torch.float32), n, n) for n in (0, 5)),
+        *((Float8(), n, size) for n, size in ((0, 0), (1, 2), (128, 129), (129, 131))),
+        *((Float4(), n, size) for n, size in ((0, 0), (1, 2), (128, 65), (129, 67))),
+    ],
+)
+def test_so_many_values_take_so_many_elements(packing: Packing, values: int, size: int) -> None:
+    assert packing.numel(values) == size == len(packing.pack(torch.zeros(values)))
+
+
+def test_whatever_arrives_is_taken_for_numbers_or_for_none() -> None:
+    """Who sends anything may hold the token and still be wrong."""
+    for packing in (Float8(), Float4()):
+        for octet in range(256):
+            packed = torch.full((packing.numel(3),), octet, dtype=torch.uint8)
+            assert packing.unpack(packed, 3).dtype is torch.float32
+
+
+LAYOUT = (Segment("parameters", torch.float32, 5), Segment("buffers", torch.int64, 1))
+WINDOW = WindowReport(rank=1, epoch=2, step=3, examples=4, loss_sum=8.0, last=False)
+
+
+def codec_of(wire_format: WireFormat, fragments: int = 1) -> ReplicaCodec:
+    codec = ReplicaCodec(wire_format, fragments)
+    codec.begin(LAYOUT, chunk_bytes=8)
+    return codec
+
+
+def state() -> list[Tensor]:
+    return [torch.arange(5.0), torch.tensor([7])]
+
+
+def test_chunks_are_views_of_the_state_as_it_is_laid_out() -> None:
+    segments = state()
+    chunks = codec_of(FullPrecision()).whole(segments)
+    assert [chunk.values.tolist() for chunk in chunks] == [[0, 1], [2, 3], [4], [7]]
+    chunks[1].values.fill_(9)
+    assert segments[0].tolist() == [0, 1, 9, 9, 4]
+
+
+def test_fragments_are_of_every_segment_and_the_whole_together() -> None:
+    codec, segments = codec_of(FullPrecision(), fragments=2), state()
+    parts = [
+        [number for chunk in codec.fragment(segments, index) for number in chunk.values.tolist()]
+        for index in range(2)
+    ]
+    assert parts == [[0, 1], [2, 3, 4, 7]]
+
+
+def test_state_behind_the_models_is_the_optimizers() -> None:
+    chunks = codec_of(FullPrecision()).whole([*state(), torch.zeros(2)])
+    kinds = [chunk.segment.kind for chunk in chunks]
+    assert kinds == ["parameters"] * 3 + ["buffers", "optimizer"]
+
+
+def test_changes_are_from_the_center_that_was_taken_last() -> None:
+    codec, segments = codec_of(Changes()), state()
+    for chunk in codec.whole(segments):
+        chunk.take_center(torch.full_like(chunk.values, 3))
+    segments[0] += 2
+    sent = [chunk.contribution(WINDOW).tolist() for chunk in codec.whole(segments)]
+    assert sent == [[2, 2], [2, 2], [2], [3]]
+    for chunk in codec.whole(segments):
+        chunk.take_reply(torch.full_like(chunk.values, 4))
+    assert segments[0].tolist() == [4] * 5
+    assert codec.whole(segments)[0].contribution(WINDOW).tolist() == [0, 0]
+
+
+def test_a_reply_that_is_merged_later_moves_the_base_and_not_the_values() -> None:
+    codec, segments = codec_of(Changes()), state()
+    first = codec.whole(segments)[0]
+    assert first.center_after(torch.tensor([5.0, 6.0])).tolist() == [5, 6]
+    assert segments[0].tolist() == [0, 1, 2, 3, 4]
+    assert first.contribution(WINDOW).tolist() == [-5, -5]
+
+
+def test_what_can_be_received_in_place_is() -> None:
+    chunks, codec = codec_of(FullPrecision()).whole(state()), codec_of(FullPrecision())
+    assert all(codec.room(chunk, chunk.reply_packing) is chunk.values for chunk in chunks)
+
+
+def test_what_has_a_base_or_another_dtype_is_received_beside() -> None:
+    codec = codec_of(Changes())
+    segments = state()
+    room = codec.room(codec.whole(segments)[0], codec.whole(segments)[0].center_packing)
+    room.fill_(9)
+    halves = codec_of(FullPrecision()).whole([torch.zeros(2).half(), torch.tensor([7])])[0]
+    codec.room(halves, halves.center_packing).fill_(9)
+    assert segments[0].tolist() == [0, 1, 2, 3, 4]
+    assert halves.values.tolist() == [0, 0]

@@ -45,7 +45,7 @@ class Steps(WorkerCallback):
         Path(self.directory, f"{step.rank}-{step.step}").touch()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_fit_stops_early_with_the_best_model_and_workers_tell_of_steps(
     spark: SparkSession, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Only what the user gave counts as set; everything else is a default, also after save and load."""
+"""Params: what counts as set and what is a default, copies with others, and their text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from every_row import every
+from frames import estimator
 from models import Net
 from torch import nn
 
-from sparkdl import ParameterAveraging, TorchEstimator
+from sparkdl import GradientAllReduce, ParameterAveraging, TorchEstimator
+from sparkdl.callbacks import EarlyStopping
+from sparkdl.errors import ConfigError
+from sparkdl.estimator.params.settings import LONGEST, described, settings_of
 
 GIVEN: dict[str, Any] = {
     "model": Net,
@@ -63,3 +69,86 @@ def test_what_was_set_and_what_was_not_is_saved(tmp_path: Path) -> None:
         assert set_params(loaded) == set_params(estimator) == {*GIVEN, *changes}
         assert loaded.getStrategy() == ParameterAveraging()
         assert loaded.hasDefault("strategy")
+
+
+def test_a_copy_takes_params_by_name_and_by_param() -> None:
+    given = estimator()
+    copied = given.copy({"numWorkers": 7, given.batchSize: 99})
+    assert (copied.getNumWorkers(), copied.getBatchSize()) == (7, 99)
+    assert copied.uid == given.uid
+    assert given.getBatchSize() != 99
+    assert given.copy().getBatchSize() == given.getBatchSize()
+
+
+def test_a_dict_for_the_strategy_has_what_differs_in_it() -> None:
+    given = estimator(strategy=ParameterAveraging(3, average_optimizer_state=False))
+    copied = given.copy({"strategy": {"period": 8, "aggregation": "executors"}})
+    assert copied.getStrategy() == ParameterAveraging(
+        8, average_optimizer_state=False, aggregation="executors"
+    )
+    assert given.getStrategy().period == 3
+    assert given.copy({"strategy": GradientAllReduce()}).getStrategy() == GradientAllReduce()
+
+
+@every(
+    ("params", "message"),
+    [
+        ({"batchsize": 3}, "TorchEstimator has no parameter 'batchsize'"),
+        ({"batchSize": 0}, "batchSize"),
+        ({"strategy": {"periods": 3}}, "does not take"),
+        ({"strategy": {"period": 0}}, "period"),
+    ],
+)
+def test_what_does_not_fit_is_refused(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        estimator().copy(params)
+
+
+class Unspeakable:
+    def __repr__(self) -> str:
+        raise ValueError("no")
+
+
+@every(
+    ("value", "expected"),
+    [
+        (3, 3),
+        (None, None),
+        (True, True),
+        ("x" * 1000, "x" * LONGEST),
+        (partial(torch.optim.SGD, lr=0.1), "SGD(lr=0.1)"),
+        (torch.optim.Adam, "Adam"),
+        (nn.Sequential(nn.Linear(1, 1)), "Sequential"),
+        (["a", "b"], "['a', 'b']"),
+        ([EarlyStopping(patience=2)], None),
+        (object(), "object"),
+        (Unspeakable(), "Unspeakable"),
+    ],
+)
+def test_a_value_is_described_as_it_was_written(value: Any, expected: Any) -> None:
+    found = described(value)
+    if isinstance(value, list) and expected is None:
+        assert "EarlyStopping(" in str(found)
+        assert "patience=2" in str(found)
+        return
+    assert found == expected
+
+
+def test_every_param_is_there_and_says_the_same_each_time() -> None:
+    def made() -> dict[str, object]:
+        return settings_of(
+            TorchEstimator(
+                model=nn.Linear(2, 1),
+                loss=nn.MSELoss(),
+                optimizer=partial(torch.optim.SGD, lr=0.5),
+                learningRate=0.25,
+                strategy=ParameterAveraging(period=3),
+            )
+        )
+
+    settings = made()
+    assert settings == made()
+    assert (settings["batchSize"], settings["learningRate"]) == (32, 0.25)
+    assert settings["loss"] == "MSELoss"
+    assert "period=3" in str(settings["strategy"])
+    assert set(settings) >= {"epochs", "seed", "featuresCol", "model", "optimizer"}

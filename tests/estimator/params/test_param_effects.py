@@ -196,7 +196,7 @@ def told(estimator: TorchEstimator, rows: DataFrame) -> dict[str, str]:
 WIDTHS = {None: 3, "a": 3, "b": 2}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_changes_what_a_fit_tells_workers_and_driver(spark: SparkSession) -> None:
     rows = frame(spark).select(
         "*",

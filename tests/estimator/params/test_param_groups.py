@@ -36,7 +36,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_users_strict_mypy_takes_what_is_right_and_refuses_what_is_wrong(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(USER + "\n".join(WRONG) + "\n")

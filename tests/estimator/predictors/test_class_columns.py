@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from sparkdl import TorchClassifier, TorchRegressor
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.head import Head
-from sparkdl.estimator.labels import indexed, require_known, with_names
+from sparkdl.estimator.labels import indexed, labels_of, require_known, with_names
 from sparkdl.outputs import Widths
 
 CLASSES = 3
@@ -192,12 +192,25 @@ def test_a_label_that_is_not_among_the_labels_is_named(
     assert f"label column '{column}' holds {in_spark}{told}" in str(by_spark.value)
 
 
-def test_labels_that_are_known_have_their_index(spark: SparkSession) -> None:
-    rows = spark.createDataFrame([("b",), ("a",)], ["x.y"])
+@every(
+    ("values", "labels"),
+    [
+        (["b", "a"], ["a", "b"]),
+        ([date(2024, 2, 29), date(1999, 12, 31)], ["1999-12-31", "2024-02-29"]),
+        ([Decimal("10.50"), Decimal("0.10")], [0.1, 10.5]),
+        ([30.0, 10.5], [10.5, 30.0]),
+        ([True, False], [False, True]),
+    ],
+)
+def test_labels_that_are_known_have_their_index(
+    spark: SparkSession, values: list[Any], labels: list[Any]
+) -> None:
+    rows = spark.createDataFrame([(value,) for value in values], ["x.y"])
+    assert labels_of(rows, "x.y") == (labels if isinstance(labels[0], str) else None)
     for strict in (False, True):
-        found, index = indexed(rows, "x.y", ["a", "b"], strict=strict)
-        assert [tuple(row) for row in found.collect()] == [("b", 1.0), ("a", 0.0)]
-        require_known(found, index, "x.y", ["a", "b"], ValueError())
+        found, index = indexed(rows, "x.y", labels, strict=strict)
+        assert [row[index] for row in found.collect()] == [1.0, 0.0]
+        require_known(found, index, "x.y", labels, ValueError())
 
 
 @every("name", ["a.b", "a`b", "*", "a b"])

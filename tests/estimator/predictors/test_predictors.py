@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,7 @@ def named(rows: DataFrame) -> DataFrame:
     return rows.withColumn("label", F.array(*map(F.lit, NAMES.tolist()))[F.col("label")])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.versions
 def test_texts_are_classes_and_the_columns_are_those_of_pyspark(
     spark: SparkSession, tmp_path: Path
@@ -128,7 +127,7 @@ def test_a_model_that_comes_with_an_error_has_the_columns_that_were_named(
     assert (model.getLabels(), model.getLabelCol()) == (SORTED, "label")
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_numbers_are_classes_by_their_labels_and_evaluators_compare_those(
     spark: SparkSession,
 ) -> None:
@@ -151,7 +150,7 @@ def test_numbers_are_classes_by_their_labels_and_evaluators_compare_those(
         classifier.setLabels([10.5, 20.0, 31.0]).fit(rows)
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 @pytest.mark.parametrize("labels", [[True, False], None], ids=["true-first", "in-order"])
 def test_a_column_of_booleans_is_learned_predicted_measured_and_saved(
     spark: SparkSession, tmp_path: Path, labels: list[bool] | None
@@ -182,34 +181,7 @@ def test_a_column_of_booleans_is_learned_predicted_measured_and_saved(
     assert loaded.evaluate(rows, metrics) == {"accuracy": accuracy}
 
 
-@pytest.mark.slow
-def test_dates_and_decimals_are_classes_by_their_labels(spark: SparkSession) -> None:
-    days = np.array(["2024-03-01", "1999-12-31", "2024-02-29"])
-    at = F.col("label")
-    dated = frame(spark, ROWS).withColumn("label", F.array(*map(F.lit, days.tolist()))[at])
-    dated = dated.withColumn("label", F.col("label").cast("date"))
-    model = TorchClassifier(model=network(), **SETTINGS).fit(dated)
-    assert model.getLabels() == sorted(days)
-    added = model.transform(dated)
-    texts = IndexToString(inputCol="prediction", outputCol="day").transform(added)
-    predicted = np.array(sorted(days))[scores(model.module).argmax(1)]
-    assert [row["day"] for row in texts.orderBy("id").collect()] == predicted.tolist()
-    metrics = {"accuracy": MulticlassAccuracy(CLASSES, average="micro")}
-    right = sk.accuracy_score(days[labels_of(IDS)], predicted)
-    assert model.evaluate(dated, metrics)["accuracy"] == pytest.approx(right)
-    prices = [Decimal("10.50"), Decimal("0.10"), Decimal("7.00")]
-    literal = F.array(*(F.lit(str(price)).cast("decimal(6,2)") for price in prices))
-    priced = frame(spark, ROWS).withColumn("label", literal[at])
-    model = TorchClassifier(model=network(), labels=prices, **SETTINGS).fit(priced)
-    amounts = np.array([10.5, 0.1, 7.0])
-    predicted = amounts[scores(model.module).argmax(1)]
-    found = model.transform(priced).orderBy("id").collect()
-    np.testing.assert_array_equal([row["prediction"] for row in found], predicted)
-    right = sk.accuracy_score(amounts[labels_of(IDS)].astype(str), predicted.astype(str))
-    assert model.evaluate(priced, metrics)["accuracy"] == pytest.approx(right)
-
-
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_pipeline_keeps_string_indexer_s_labels_and_is_saved_without_a_pickle(
     spark: SparkSession, tmp_path: Path
 ) -> None:
@@ -253,7 +225,7 @@ def test_a_regressor_passes_its_evaluator_and_is_saved(spark: SparkSession, tmp_
         TorchRegressionModel.load(str(tmp_path / "without")).setScoreCol("e").transform(rows)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_versus_rest_takes_the_classifier(spark: SparkSession) -> None:
     rows = frame(spark, ROWS).withColumn("label", F.col("label").cast("double"))
     binary = TorchClassifier(model=network(1), loss=nn.BCEWithLogitsLoss(), **SETTINGS)
@@ -283,7 +255,7 @@ def test_what_is_no_label_column_of_classes_is_refused(spark: SparkSession) -> N
         classifier.fit(named(frame(spark)).where("label != 'cat'"))
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_columns_may_have_any_names(spark: SparkSession) -> None:
     texts = F.array(*map(F.lit, NAMES.tolist()))
     for name in ("my.column", "a `quoted` one"):

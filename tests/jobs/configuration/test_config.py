@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -277,20 +276,11 @@ def test_a_result_file_that_cannot_be_written_is_told_before_the_job_begins(
     assert f"the result file {tmp_path / 'file' / 'r'} cannot be written" in caplog.text
 
 
-@pytest.fixture
-def logging_as_it_was() -> Iterator[None]:
-    root, steps = logging.getLogger(), logging.getLogger("sparkdl.jobs.steps")
-    before = (root.handlers, root.level, steps.handlers, steps.propagate)
-    yield
-    root.handlers, root.level, steps.handlers, steps.propagate = before
-    logging.captureWarnings(False)
-
-
-@pytest.mark.usefixtures("logging_as_it_was")
 def test_of_several_jobs_in_a_process_each_logs_in_its_own_format(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logging.getLogger().handlers = []  # pytest's, with which text is not set up anew
+    # Pytest's handlers, with which text is not set up anew.
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
     for log_format in ("text", "json", "text"):
         logs.configure(log_format, None, {})
         logs.say("read")

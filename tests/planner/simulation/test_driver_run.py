@@ -47,7 +47,7 @@ def epoch(strategy: Strategy[Any], steps: int, octets: float = LARGE, **given: A
     return run(strategy, steps, octets, **given).train()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every(
     "barrier, steps",
     [

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from sparkdl import Batch
 from sparkdl.errors import ConfigError, ModelError
+from sparkdl.planner.step.blocks import plan_blocks
+from sparkdl.planner.step.layers import layer_balance
 from sparkdl.planner.step.memory import StepMemory, rows_of, step_memory
 from sparkdl.replica import Replica
 
@@ -84,15 +86,27 @@ def test_lines_that_cross_have_the_peak_of_the_higher_one() -> None:
     assert found.largest_batch(2010) == 20
 
 
-def test_the_model_its_gradients_and_the_random_numbers_stay_as_they_are() -> None:
+@every(
+    "look",
+    [
+        partial(step_memory, optimizer=ADAM),
+        partial(plan_blocks, batch_size=4, budget=10**9, optimizer=SGD),
+        partial(layer_balance, batch_size=4, workers=2, link=1e9),
+    ],
+)
+def test_a_model_its_gradients_and_the_random_numbers_stay_as_they_are(look: Any) -> None:
     model = convolutions().eval()
     model.head.weight.grad = torch.ones_like(model.head.weight)
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    step_memory(model, KINDS["convolutions"][1], optimizer=ADAM, loss=CLASSES)
+    look(model, KINDS["convolutions"][1], loss=CLASSES)
     assert torch.equal(torch.get_rng_state(), state)
     assert not model.training
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
     assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))
+    for part in model.modules():
+        assert not part._forward_hooks
+        assert not part._forward_pre_hooks
+        assert "forward" not in vars(part)
 
 
 def test_the_second_time_it_is_the_same() -> None:
@@ -141,6 +155,10 @@ def test_models_of_other_forms_are_measured() -> None:
     assert varied.peak(32) > varied.peak(16) > varied.gradients
 
 
+def of_mlp(budget: Any) -> int:
+    return step_memory(mlp(), torch.ones(2, 256), optimizer=ADAM).largest_batch(budget)
+
+
 @every(
     "wrong, error, said",
     [
@@ -166,18 +184,15 @@ def test_models_of_other_forms_are_measured() -> None:
         ),
         (lambda: step_memory(mlp(), torch.ones(2, 256), optimizer=3), ModelError, "not callable"),
         (lambda: step_memory(Pairs(), torch.ones(2, 4), optimizer=SGD), ModelError, "not linear"),
+        *(
+            (partial(of_mlp, budget), ConfigError, "a step with one row takes")
+            for budget in (0, 1000, 3.5, math.inf, "1 GB")
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_said(wrong: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         wrong()
-
-
-@every("budget", [0, 1000, 3.5, math.inf, "1 GB"])
-def test_a_budget_in_which_nothing_fits_is_said(budget: Any) -> None:
-    found = step_memory(mlp(), torch.ones(2, 256), optimizer=ADAM)
-    with pytest.raises(ConfigError, match="a step with one row takes"):
-        found.largest_batch(budget)
 
 
 def test_weights_and_several_labels_are_rows_too() -> None:

@@ -115,7 +115,7 @@ def test_spark_takes_each_partitions_key_to_that_partition(spark: SparkSession) 
         assert [row.place for row in found] == list(range(partitions))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_more_partitions_are_put_together_each_group_in_the_order_of_their_numbers(
     spark: SparkSession,
 ) -> None:
@@ -132,7 +132,7 @@ def test_more_partitions_are_put_together_each_group_in_the_order_of_their_numbe
     assert ids_by_partition(found.frame) == [[0, 1], [2, 3], [], [], []]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_row_is_found_where_it_was_before(spark: SparkSession) -> None:
     rows = spark.range(0, 40, 1, 8)  # five in each partition
     few, many = grouped(rows.where("id % 5 < 3 or id < 20"), 3), grouped(rows, 9)
@@ -151,20 +151,19 @@ def test_what_is_found_to_be_empty_has_as_many_partitions_too(spark: SparkSessio
     assert ids_by_partition(found.frame) == [[], [], []]
 
 
-@pytest.mark.slow_variants(every=4)
+@pytest.mark.nightly_variants(every=2)
 @pytest.mark.parametrize(
-    "change",
+    ("change", "number"),
     [
-        lambda df: df.repartition(7),
-        lambda df: df.join(df.select("id"), "id"),
-        lambda df: df.union(df),
-        lambda df: df.where("id < 0"),
-        lambda df: df.orderBy("id").limit(30),
-        lambda df: df.cache(),
+        (lambda df: df.repartition(7), 2),
+        (lambda df: df.join(df.select("id"), "id"), 1),
+        (lambda df: df.union(df), 9),
+        (lambda df: df.where("id < 0"), 2),
+        (lambda df: df.orderBy("id").limit(30), 9),
+        (lambda df: df.cache(), 1),
     ],
     ids=["repartition", "join", "union", "where", "limit", "cache"],
 )
-@pytest.mark.parametrize("number", [1, 2, 9])
 def test_every_plan_has_the_same_rows_in_as_many_partitions_as_asked_for(
     spark: SparkSession, change: Callable[[DataFrame], DataFrame], number: int
 ) -> None:

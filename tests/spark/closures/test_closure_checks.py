@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from every_row import every
 from frames import estimator, frame
 from pyspark.sql import DataFrame, SparkSession
 from torch import nn
@@ -62,42 +63,28 @@ def test_an_attribute_is_named_with_its_type_and_the_fix() -> None:
     assert "__getstate__" in text
 
 
-def test_an_attribute_of_a_nested_module_is_named_by_its_path() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Net(guard=threading.Lock())))
-    assert "model.1.0.guard is a lock" in message(model)
+def holding(guard: Any) -> Any:
+    def build(width: int) -> Any:
+        return guard
+
+    return build
 
 
-def test_an_attribute_of_an_attribute_is_named() -> None:
-    assert "model.helper.lock is a lock" in message(Net(helper=NeedsLock(threading.Lock())))
-
-
-def test_an_element_of_a_container_is_named() -> None:
-    assert "model.parts[1]['x'] is a lock" in message(Net(parts=[1, {"x": threading.Lock()}]))
-    assert "model.pair[0] is a lock" in message(Net(pair=(threading.Lock(), 2)))
-
-
-def test_a_closure_variable_is_named() -> None:
-    guard = threading.Lock()
-
-    def build() -> nn.Module:
-        with guard:
-            return Net()
-
-    assert "model (its variable 'guard') is a lock" in message(build)
-
-
-def test_a_keyword_of_a_partial_is_named() -> None:
-    assert "model.keywords['note'] is a lock" in message(partial(Net, note=threading.Lock()))
-
-
-def test_an_argument_of_a_partial_is_named() -> None:
-    assert "model.args[0] is a lock" in message(partial(NeedsLock, threading.Lock()))
-
-
-def test_what_a_partial_calls_is_searched_too() -> None:
-    guard = threading.Lock()
-    text = message(partial(lambda width: guard, width=3))
-    assert "model.func (its variable 'guard') is a lock" in text
+@every(
+    ("value", "place"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.Sequential(Net(guard=threading.Lock()))), ".1.0.guard"),
+        (Net(helper=NeedsLock(threading.Lock())), ".helper.lock"),
+        (Net(parts=[1, {"x": threading.Lock()}]), ".parts[1]['x']"),
+        (Net(pair=(threading.Lock(), 2)), ".pair[0]"),
+        (holding(threading.Lock()), " (its variable 'guard')"),
+        (partial(Net, note=threading.Lock()), ".keywords['note']"),
+        (partial(NeedsLock, threading.Lock()), ".args[0]"),
+        (partial(holding(threading.Lock()), width=3), ".func (its variable 'guard')"),
+    ],
+)
+def test_what_cannot_travel_is_named_by_its_place(value: Any, place: str) -> None:
+    assert f"model{place} is a lock" in message(value)
 
 
 def test_an_open_file_is_named_with_its_type(tmp_path: Any) -> None:

@@ -217,7 +217,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("a_task", ["1", "0.5", ""], ids=["whole", "shared", "not-asked-for"])
 def test_spark_assigns_two_faked_gpus_to_two_ranks(tmp_path: Path, a_task: str) -> None:

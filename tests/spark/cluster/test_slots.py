@@ -174,7 +174,6 @@ def test_the_last_executor_of_a_session_registered_some_time_ago(spark: SparkSes
     assert 0.1 <= age <= time.time() - started
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize(("cpus", "slots"), [(1, 4), (2, 1)])
 def test_cores_max_is_what_spark_gives_and_nothing_more_is_waited_for(
@@ -195,7 +194,7 @@ def test_cores_max_is_what_spark_gives_and_nothing_more_is_waited_for(
     assert f"chosen {slots} True" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_fit_without_num_workers_trains_on_every_slot(spark: SparkSession) -> None:
     model = estimator(numWorkers=None, batchSize=10).fit(frame(spark, rows=60))
     assert description_of_last_fit(spark).startswith("sparkdl: train Sequential on 3 workers")

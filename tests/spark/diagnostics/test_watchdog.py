@@ -130,7 +130,7 @@ class Stuck(nn.Module):
         return self.layer(features)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_error_about_a_silent_worker_has_its_stacks(
     spark: SparkSession, tmp_path: Path, driver: Driver, asked: str
 ) -> None:
@@ -152,7 +152,7 @@ def test_the_error_about_a_silent_worker_has_its_stacks(
     assert "in waits_for_a_lock" in told[told.index("rank 1 on ") :]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_stacks_of_a_worker_that_is_dropped_are_logged_and_training_goes_on(
     spark: SparkSession,
     tmp_path: Path,
@@ -189,7 +189,7 @@ def signal_soon(path: Path) -> threading.Thread:
     return thread
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_at_sigusr1_the_driver_writes_where_the_workers_of_a_fit_are(
     spark: SparkSession, tmp_path: Path, asked: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,7 +203,7 @@ def test_at_sigusr1_the_driver_writes_where_the_workers_of_a_fit_are(
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_at_sigusr1_the_driver_writes_where_the_workers_of_a_function_are(
     spark: SparkSession, tmp_path: Path, asked: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,7 +250,7 @@ def slowly(folder: str, look: Callable[[int], int]) -> Any:
     return F.udf(wait, LongType(), useArrow=False)
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_an_upstream_that_takes_longer_than_the_timeout_is_waited_for(
     spark: SparkSession, driver: Driver, looks: str
 ) -> None:
@@ -263,7 +263,7 @@ def test_an_upstream_that_takes_longer_than_the_timeout_is_waited_for(
     assert driver.clock.passed > 3 * TIMEOUT_S
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_a_single_task_upstream_that_takes_longer_than_the_timeout_is_waited_for(
     spark: SparkSession, driver: Driver, looks: str
 ) -> None:
@@ -276,7 +276,7 @@ def test_a_single_task_upstream_that_takes_longer_than_the_timeout_is_waited_for
     assert driver.clock.passed > 3 * TIMEOUT_S
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_workers_that_are_never_started_are_named_at_the_timeout(
     spark: SparkSession, tmp_path: Path, driver: Driver
 ) -> None:

@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 __all__ = ["connect_address"]
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_calls_return_in_a_client_what_they_return_in_the_driver(
     spark: SparkSession, connect_address: str, tmp_path: Path
 ) -> None:
@@ -26,13 +26,13 @@ def test_calls_return_in_a_client_what_they_return_in_the_driver(
     assert lines.count("[rank 1] a script's sum 5.0") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_client_can_import_all_there_is(connect_address: str, tmp_path: Path) -> None:
     found, _ = asked_of_client(connect_address, calls_anywhere.modules, tmp_path)
     assert {"sparkdl.spark.session.prepare", "TorchEstimator"} <= set(found)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_calls_that_fail_say_why_in_a_client(connect_address: str, tmp_path: Path) -> None:
     found, _ = asked_of_client(connect_address, calls_anywhere.refusals, tmp_path)
     for name, words in {

@@ -33,7 +33,7 @@ def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("[rank 0] ")]
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_a_module_beside_a_script_that_was_edited_is_new_in_the_next_run(
     spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -44,7 +44,7 @@ def test_a_module_beside_a_script_that_was_edited_is_new_in_the_next_run(
         assert shown(capsys) == [f"[rank 0] {text}"]
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_each_projects_module_is_its_own(
     spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,7 +90,7 @@ def look_around_and_leave_a_mess() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_a_run_finds_nothing_of_the_run_before(spark: SparkSession) -> None:
     first = sparkdl.run(look_around_and_leave_a_mess, num_workers=3)
     second = sparkdl.run(look_around, num_workers=3)
@@ -100,7 +100,7 @@ def test_a_run_finds_nothing_of_the_run_before(spark: SparkSession) -> None:
     assert first[0]["gradients"]
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_random_numbers_are_not_those_of_the_run_before(spark: SparkSession) -> None:
     """But for torch's, which begin at the same one in every process."""
 
@@ -115,7 +115,7 @@ def test_random_numbers_are_not_those_of_the_run_before(spark: SparkSession) -> 
     assert len({value for pair in drawn for value in pair}) == 8
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_logging_that_is_set_up_by_every_run_is_shown_in_every_run(
     spark: SparkSession, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,7 +128,7 @@ def test_logging_that_is_set_up_by_every_run_is_shown_in_every_run(
         assert shown(capsys) == ["[rank 0] said"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_a_program_does_at_its_end_is_done_and_shown(
     spark: SparkSession, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,7 +168,7 @@ def in_dirty_processes(spark: SparkSession) -> Iterator[None]:
     assert found == [("torch.float64", False)] * 3  # what was another job's is as that left it
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_a_fit_computes_with_the_drivers_settings_whatever_another_job_has_left(
     spark: SparkSession, request: pytest.FixtureRequest
 ) -> None:

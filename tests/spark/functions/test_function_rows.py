@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from torch.nn.functional import cross_entropy
 
 import sparkdl
 from sparkdl.errors import ConfigError, DataError, WorkerError
-from sparkdl.spark.functions import serving
 from sparkdl.spark.rows import scratch
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -75,13 +73,12 @@ def train_alone(seen_by_rank: list[Ids]) -> list[float]:
 
 UNEQUAL = {
     "skewed": [41, 7, 12],
-    "equal": [20, 20, 20],
     "fewer rows than steps": [54, 3, 3],
     "an empty one": [30, 0, 30],
 }
 
 
-@pytest.mark.slow_variants
+@pytest.mark.nightly_variants
 @pytest.mark.parametrize("sizes", UNEQUAL.values(), ids=UNEQUAL)
 def test_a_ddp_loop_on_unequal_partitions_is_single_process_training_on_every_row_once(
     spark: SparkSession, sizes: list[int]
@@ -197,7 +194,7 @@ def test_rows_are_spread_evenly_and_fed_in_another_order_each_epoch(
     assert ids[0] != ids[1] != sorted(ids[1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_shuffle_seed_changes_only_the_order_of_rows_that_stay_where_they_are(
     spark: SparkSession,
 ) -> None:
@@ -333,13 +330,7 @@ BAD: dict[str, tuple[Callable[[DataFrame], DataFrame], dict[str, Any], str]] = {
         {},
         r"'label' has 1 null value in 60 rows \(the first is row 3 of partition 1\)",
     ),
-    "ragged": (
-        lambda rows: rows.withColumn("features", F.expr("slice(features, 1, if(id = 33, 3, 4))")),
-        {},
-        "'features' holds arrays of 3 to 4 elements",
-    ),
     "text": (lambda rows: rows.withColumn("name", F.lit("a")), {}, "'name'.*string.*StringIndexer"),
-    "empty": (lambda rows: rows.where("id < 0"), {}, "the DataFrame is empty"),
     "fewer rows than workers": (lambda rows: rows.where("id = 3"), {}, "1 row, fewer than the 2"),
     "range": (
         lambda rows: rows.withColumn("id", F.col("id") * 2000),
@@ -349,7 +340,7 @@ BAD: dict[str, tuple[Callable[[DataFrame], DataFrame], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.slow_variants(fast=2)
+@pytest.mark.nightly_variants(daily=2)
 @pytest.mark.parametrize("kind", BAD)
 def test_rows_that_cannot_be_fed_are_refused_before_the_function_is_called(
     spark: SparkSession, kind: str
@@ -384,23 +375,6 @@ def test_what_makes_no_sense_is_refused(spark: SparkSession) -> None:
         sparkdl.run(lambda: sparkdl.current_worker().batches(0), num_workers=1, df=rows)
     with pytest.raises(WorkerError, match="report takes numbers"):
         sparkdl.run(lambda: sparkdl.current_worker().report(x="many"), num_workers=1)  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_rows_that_take_longer_than_workers_to_start_are_waited_for(
-    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def slowly(batches: Any) -> Any:
-        time.sleep(16)
-        yield from batches
-
-    monkeypatch.setattr(serving, "JOIN_S", 15.0)
-    rows = frame(spark, rows=12, partitions=3).select("id").mapInArrow(slowly, "id bigint")
-
-    def count() -> int:
-        return sum(len(batch["id"]) for batch in sparkdl.current_worker().batches(4))
-
-    assert sparkdl.run(count, num_workers=2, df=rows) == [6, 6]
 
 
 def test_nothing_of_the_rows_is_left_on_the_workers_disks(spark: SparkSession) -> None:

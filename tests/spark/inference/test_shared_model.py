@@ -126,7 +126,7 @@ def test_learning_what_a_module_returns_leaves_it_as_it_was(made: Callable[[], n
     assert module(torch.zeros(1)).tolist() == [1.0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_state_brought_from_the_driver_is_where_every_transform_begins(rows: DataFrame) -> None:
     module = CountsInBuffer()
     model = TorchModel.from_module(module, torch.zeros(1))
@@ -180,7 +180,7 @@ def test_without_a_limit_of_rows_predictions_end(spark: SparkSession, tmp_path: 
         assert rows.select(model.udf()("features")).count() == 90
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every("kept", ["in files", "in memory"])
 def test_without_a_limit_of_rows_fits_and_evaluations_are_the_same(
     spark: SparkSession, tmp_path: Path, kept: str

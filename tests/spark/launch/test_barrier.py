@@ -76,18 +76,10 @@ def limited(spark: SparkSession) -> DataFrame:
     return frame(spark, 60, 9).limit(50)
 
 
-def grouped(spark: SparkSession) -> DataFrame:
-    return frame(spark, 60, 3).dropDuplicates(["id"])
-
-
-def cached(spark: SparkSession) -> DataFrame:
-    return frame(spark, 60, 9).coalesce(3).cache()
-
-
-@pytest.mark.slow_variants(fast=2)
+@pytest.mark.nightly_variants(daily=2)
 @pytest.mark.parametrize(
     ("make", "rows"),
-    [(union, 90), (coalesced, 60), (limited, 50), (grouped, 60), (cached, 60)],
+    [(union, 90), (coalesced, 60), (limited, 50)],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_any_lineage_can_be_trained_on(
@@ -103,16 +95,6 @@ def test_uneven_and_empty_partitions_do_not_hang(spark: SparkSession) -> None:
         assert model.history[0].examples == 60
 
 
-def test_the_same_fit_twice_gives_the_same_bits(spark: SparkSession) -> None:
-    tuned = estimator(strategy=ALL_REDUCE, numWorkers=3, epochs=2)
-    assert same_bits(tuned.fit(frame(spark)), tuned.fit(frame(spark)))
-
-
-def test_one_worker_takes_the_same_path(spark: SparkSession) -> None:
-    model = estimator(strategy=ALL_REDUCE, numWorkers=1).fit(frame(spark, partitions=3))
-    assert model.history[0].examples == 60
-
-
 def sabotage(spark: SparkSession, trace: Path, deed: str, **changes: Any) -> None:
     model = Saboteur(str(trace), deed)
     estimator(model=model, strategy=ALL_REDUCE, numWorkers=3, epochs=2, **changes).fit(
@@ -126,10 +108,9 @@ def test_an_exception_on_one_rank_surfaces_as_that_ranks_traceback(
     with pytest.raises(WorkerError, match="rank 1, epoch 1, step 3: ZeroDivisionError") as caught:
         sabotage(spark, tmp_path / "passes", "explode")
     assert "in explode" in caught.value.worker_traceback
-    assert_next_fit_works(spark)
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_a_rank_killed_in_training_ends_the_fit_and_is_named(
     spark: SparkSession, tmp_path: Path
 ) -> None:
@@ -140,7 +121,7 @@ def test_a_rank_killed_in_training_ends_the_fit_and_is_named(
     assert_next_fit_works(spark)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_that_hangs_ends_the_fit_after_the_timeout_and_is_named(
     spark: SparkSession, tmp_path: Path
 ) -> None:
@@ -169,7 +150,7 @@ def test_dynamic_allocation_is_refused_before_anything_starts(
         estimator(strategy=ALL_REDUCE, numWorkers=3).fit(frame(spark))
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_slots_held_by_another_job_are_an_error_with_numbers_in_seconds(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -254,13 +235,12 @@ def test_the_params_choose_interface_and_port_of_a_fit(spark: SparkSession, tmp_
     assert port < int(chosen) <= port + 40
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_interface_that_no_worker_has_is_an_error_that_lists_what_there_is(
     spark: SparkSession,
 ) -> None:
     with pytest.raises(TrainingError, match=r"no network interface of .* matches 'wan7'; .*lo \("):
         estimator(strategy=ALL_REDUCE, numWorkers=3, collectiveInterface="wan7").fit(frame(spark))
-    assert_next_fit_works(spark)
 
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -300,7 +280,7 @@ def labels_and_ids() -> list[tuple[int, int]]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_workers_of_a_function_get_rows_of_each_class_from_files_sorted_by_it(
     files: DataFrame,
 ) -> None:
@@ -324,7 +304,7 @@ def test_rows_that_depend_on_partitions_are_shuffled_and_the_log_says_why(
     assert model.history[0].examples == ROWS
 
 
-@pytest.mark.slow_variants
+@pytest.mark.nightly_variants
 @pytest.mark.parametrize("by", ["fit", "run"])
 def test_a_bad_row_is_named_where_the_users_dataframe_has_it(files: DataFrame, by: str) -> None:
     bad = 333

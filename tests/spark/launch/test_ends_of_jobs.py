@@ -73,7 +73,7 @@ def test_an_interrupt_before_spark_has_the_job_leaves_none_running(
     assert all_jobs_end(spark, PATIENCE_S)
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_rows_that_spark_cannot_read_end_a_fit_or_run_with_sparks_own_error(
     spark: SparkSession, tmp_path: Path
 ) -> None:
@@ -192,7 +192,7 @@ def _seen_as_the_jvm_ends(tmp_path: Path, during: str) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_the_end_of_the_jvm_is_told_as_such(tmp_path: Path) -> None:
     seen = _seen_as_the_jvm_ends(tmp_path, "fit")
     assert seen["error"][0] == "TrainingError"
@@ -200,11 +200,11 @@ def test_the_end_of_the_jvm_is_told_as_such(tmp_path: Path) -> None:
     assert list((tmp_path / "checkpoints").glob("checkpoint-*"))
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_the_end_of_the_jvm_in_an_evaluation_is_told_as_such(tmp_path: Path) -> None:
     assert _seen_as_the_jvm_ends(tmp_path, "evaluate")["error"][0] == "ConfigError"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_end_of_the_jvm_in_a_run_is_told_as_such(tmp_path: Path) -> None:
     assert _seen_as_the_jvm_ends(tmp_path, "call")["error"][0] == "TrainingError"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_row import every
 from frames import estimator, frame
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
@@ -19,36 +20,41 @@ from sparkdl.errors import SetupError
 from sparkdl.spark.launch import environments
 from sparkdl.spark.launch.bootstrap import require
 
-FIXES = {
-    "./environment/bin/python": r"spark\.archives .*#environment.*have bin/python\?.*conda-pack",
-    "/nowhere/python3": "Install it on every host",
-    "no-such-python": "not on the PATH there",
-}
 
-
-def told(path: str) -> str:
+def told(path: str, fix: str) -> str:
     names = rf"cannot start the Python that PYSPARK_PYTHON names, {re.escape(path)}: "
-    return rf"{names}No such file or directory\. .*{FIXES[path]}"
+    return rf"^the executor on \S+ {names}No such file or directory\. .*{fix}"
 
 
-@pytest.mark.parametrize("path", FIXES)
 def test_a_fit_without_python_on_the_executors_says_where_it_is_sought_and_the_fix(
-    spark: SparkSession, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
-    monkeypatch.setattr(spark.sparkContext, "pythonExec", path)
-    with pytest.raises(SetupError, match=rf"^the executor on \S+ {told(path)}"):
-        estimator().fit(frame(spark))
-
-
-def test_workers_that_start_together_say_it_too(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = "./environment/bin/python"
+    words = told(path, r"spark\.archives .*#environment.*have bin/python\?.*conda-pack")
     monkeypatch.setattr(spark.sparkContext, "pythonExec", path)
-    with pytest.raises(SetupError, match=told(path)):
+    with pytest.raises(SetupError, match=words):
+        estimator().fit(frame(spark))
+    with pytest.raises(SetupError, match=words):  # of workers that start together
         estimator(strategy=GradientAllReduce()).fit(frame(spark))
-    with pytest.raises(SetupError, match=told(path)):
+    with pytest.raises(SetupError, match=words):
         sparkdl.run(lambda: None, num_workers=2)
+
+
+@every(
+    ("path", "fix"),
+    [
+        ("/nowhere/python3", "Install it on every host"),
+        ("no-such-python", "not on the PATH there"),
+    ],
+)
+def test_the_fix_depends_on_how_python_is_named(path: str, fix: str) -> None:
+    error = environments.setup_error(
+        "Lost task 0.0 in stage 1.0 (TID 3) (10.1.2.3 executor 1): java.io.IOException: Cannot run "
+        f'program "{path}": error=2, No such file or directory\n'
+        "\tat java.base/java.lang.ProcessBuilder.start(ProcessBuilder.java:1143)\n"
+        "\tat org.apache.spark.api.python.PythonWorkerFactory.startDaemon(Python.scala)"
+    )
+    assert re.search(told(path, fix), str(error))
 
 
 def model() -> Any:
@@ -59,7 +65,7 @@ def metrics() -> dict[str, Any]:
     return {"error": MeanSquaredError()}
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 @pytest.mark.versions
 def test_another_minor_version_of_python_is_told_with_the_host(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
@@ -80,7 +86,7 @@ def test_another_minor_version_of_python_is_told_with_the_host(
         model().evaluate(rows, metrics())
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_predictions_compare_the_versions_before_they_unpickle_anything(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:

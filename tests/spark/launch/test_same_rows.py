@@ -73,20 +73,15 @@ DATA: dict[str, Callable[[SparkSession, Path], DataFrame]] = {
     "partitions": lambda spark, path: frame(spark, ROWS, 7),
     "cached": lambda spark, path: cached(frame(spark, ROWS, 5).repartition(3)),
     "uneven": lambda spark, path: cached(frame_of_sizes(spark, [50, 10, 30])),
-    "one": lambda spark, path: frame(spark, ROWS, 1),
-    "union": lambda spark, path: frame(spark, 45, 1).union(frame(spark, ROWS, 2).where("id >= 45")),
-    "coalesced": lambda spark, path: frame(spark, ROWS, 9).coalesce(3),
-    "grouped": lambda spark, path: frame(spark, ROWS, 2).dropDuplicates(["id"]),
     "files": lambda spark, path: files_of(frame(spark, ROWS, 5), path),
     "unsplittable": lambda spark, path: files_of(frame(spark, ROWS, 5), path, compression="gzip"),
-    "coalesced files": lambda spark, path: files_of(frame(spark, ROWS, 9), path).coalesce(3),
     "computed": lambda spark, path: files_of(frame(spark, ROWS, 5), path).where(
         F.col("id") >= F.lit(0) + F.rand(1) * 0
     ),
 }
 
 
-@pytest.mark.slow_variants(fast=2)
+@pytest.mark.nightly_variants(daily=2)
 @pytest.mark.parametrize(
     "data",
     [

@@ -68,7 +68,7 @@ def read_through(rows: DataFrame, trace: Path) -> DataFrame:
     return rows.mapInArrow(note, rows.schema)
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_a_fit_is_one_spark_job_in_a_group_of_its_own(spark: SparkSession) -> None:
     (first,) = jobs_during_fit(frame(spark, partitions=2), epochs=3)
     (second,) = jobs_during_fit(frame(spark, partitions=2))
@@ -76,15 +76,15 @@ def test_a_fit_is_one_spark_job_in_a_group_of_its_own(spark: SparkSession) -> No
     assert first.group != second.group
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_a_fit_computes_what_is_upstream_once(spark: SparkSession, tmp_path: Path) -> None:
     rows = read_through(frame(spark, partitions=3), tmp_path / "computed")
     estimator(numWorkers=3, epochs=3).fit(rows)
     assert Counter(lines(tmp_path / "computed")) == {"0": 1, "1": 1, "2": 1}
 
 
-@pytest.mark.slow_variants
-@pytest.mark.parametrize("spreads", ["exchange", "spark", "none"])
+@pytest.mark.nightly_variants
+@pytest.mark.parametrize("spreads", ["exchange", "spark"])
 def test_a_fit_on_more_partitions_than_workers_computes_what_is_upstream_once(
     spark: SparkSession, tmp_path: Path, spreads: str
 ) -> None:
@@ -110,7 +110,7 @@ def test_data_that_are_refused_were_computed_once(spark: SparkSession, tmp_path:
     assert Counter(lines(tmp_path / "computed")) == {"0": 1, "1": 1, "2": 1}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_description_says_model_workers_and_strategy(spark: SparkSession) -> None:
     (job,) = training_jobs(
         jobs_during_fit(
@@ -148,7 +148,7 @@ def test_a_skewed_frame_is_trained_on_after_a_shuffle_if_that_is_wanted(
     assert len({job.group for job in trained}) == 1
 
 
-@pytest.mark.slow_variants
+@pytest.mark.nightly_variants
 @pytest.mark.parametrize(
     "changes",
     [{"shuffleRows": "spark"}, {"strategy": GradientAllReduce()}],
@@ -222,7 +222,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_task_of_three_cores_computes_on_three_threads(tmp_path: Path) -> None:
     program, notes = tmp_path / "program.py", tmp_path / "notes"

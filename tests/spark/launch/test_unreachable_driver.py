@@ -30,7 +30,7 @@ def wrong_address(monkeypatch: pytest.MonkeyPatch) -> None:
     "strategy",
     [
         # Spark starts each task four times before it gives up.
-        pytest.param(ParameterAveraging(), marks=pytest.mark.slow),
+        pytest.param(ParameterAveraging(), marks=pytest.mark.nightly),
         GradientAllReduce(),
     ],
     ids=["averaging", "all-reduce"],

@@ -19,10 +19,9 @@ from pyspark.sql import SparkSession
 from torch import nn
 
 import sparkdl
-from sparkdl import GradientAllReduce, ParameterAveraging, TorchEstimator
+from sparkdl import ParameterAveraging, TorchEstimator
 from sparkdl.errors import WorkerError
 from sparkdl.spark.modules import shipping
-from sparkdl.strategies import Strategy
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -75,7 +74,7 @@ def estimator(model: Any, **changes: Any) -> TorchEstimator:
 
 
 @pytest.mark.usefixtures("elsewhere")
-@pytest.mark.slow
+@pytest.mark.gate
 def test_a_model_and_its_loss_are_found_by_fit_and_the_edited_model_by_transform(
     spark: SparkSession, project: Path, tmp_path: Path
 ) -> None:
@@ -120,12 +119,9 @@ def test_a_model_and_its_loss_are_found_by_fit_and_the_edited_model_by_transform
 
 
 @pytest.mark.usefixtures("elsewhere")
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy", [ParameterAveraging(2), GradientAllReduce()], ids=["alone", "all-again"]
-)
+@pytest.mark.nightly
 def test_an_executor_in_the_place_of_one_that_was_killed_gets_the_modules_too(
-    spark: SparkSession, project: Path, tmp_path: Path, strategy: Strategy
+    spark: SparkSession, project: Path, tmp_path: Path
 ) -> None:
     place = tmp_path / "executors"
     place.mkdir()
@@ -142,7 +138,7 @@ def test_an_executor_in_the_place_of_one_that_was_killed_gets_the_modules_too(
     rows = frame(spark, rows=90)
     model = estimator(
         own_net.Net,
-        strategy=strategy,
+        strategy=ParameterAveraging(2),
         batchTransform=own_killer.transform,
         numWorkers=3,  # of three executors, so that one has to be started anew
         epochs=2,
@@ -154,7 +150,7 @@ def test_an_executor_in_the_place_of_one_that_was_killed_gets_the_modules_too(
     assert len(model.transform(rows).collect()) == 90
 
 
-@pytest.mark.slow_variants
+@pytest.mark.nightly_variants
 @pytest.mark.parametrize("in_place", [True, False])
 def test_each_fit_runs_the_code_that_the_driver_has_and_leaves_nothing_of_it(
     spark: SparkSession,
@@ -199,7 +195,7 @@ def test_each_fit_runs_the_code_that_the_driver_has_and_leaves_nothing_of_it(
 
 
 @pytest.mark.usefixtures("elsewhere")
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_function_has_its_module_its_data_and_its_classes(
     spark: SparkSession, project: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -134,7 +134,7 @@ def test_the_driver_and_the_executors_compile_hot_code_later(spark: SparkSession
     assert [option in command_line(executor.pid()) for executor in executors] == [True] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_java_options_and_a_python_of_ones_own_count_and_the_compiler_comes_beside_java() -> None:
     settings = {
         "spark.driver.extraJavaOptions": "-Dmine=1",
@@ -156,7 +156,7 @@ def test_java_options_and_a_python_of_ones_own_count_and_the_compiler_comes_besi
     assert "-XX:Tier4CompileThreshold=" in arguments
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_archive_that_is_not_there_is_named_with_the_setting_and_the_fix() -> None:
     settings = {"spark.archives": "nowhere/environment.tar.gz#environment"}
     script = f"import sparkdl; sparkdl.create_session('app', 'local[1]', {settings!r})"
@@ -284,7 +284,6 @@ assert spark.range(3).count() == 3
 """
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_sessions_of_a_prepared_machine_map_sparks_classes(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import resource
 import shutil
@@ -276,22 +275,6 @@ def test_checkpoints_are_published_found_verified_and_deleted(view: str, tmp_pat
         assert file.read() == contents[-1]
 
 
-def test_a_damaged_one_is_skipped(
-    view: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = CheckpointStore(f"{view}/job", keep_last=2, open_elsewhere=open_hadoop)
-    save(store, b"first")
-    save(store, b"second")
-    damaged = tmp_path / "real" / "job" / "checkpoint-000002"
-    (damaged / ".center.crc").unlink(missing_ok=True)
-    (damaged / "center").write_bytes(b"secone")
-    with caplog.at_level(logging.WARNING):
-        saved = store.newest()
-    assert saved is not None
-    assert saved.description == {"length": 5}
-    assert "checkpoint-000002 is damaged" in caplog.text
-
-
 def test_what_is_not_there_is_said_to_be_missing(view: str) -> None:
     files, root = open_hadoop(view)
     assert files.get_file_info(f"{root}/nothing").type == fs.FileType.NotFound
@@ -301,7 +284,7 @@ def test_what_is_not_there_is_said_to_be_missing(view: str) -> None:
         files.delete_file(f"{root}/nothing")
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_a_fit_goes_on_from_there(spark: SparkSession, view: str) -> None:
     rows = frame(spark)
     settings = {"checkpointPath": f"{view}/fit", "seed": 5}
@@ -316,7 +299,7 @@ def test_a_scheme_that_nobody_knows_is_refused_in_words(spark: SparkSession) -> 
             estimator(checkpointPath=path).fit(frame(spark))
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_a_function_cannot_save_there_and_is_told_why(view: str) -> None:
     def save() -> None:
         sparkdl.current_worker().save_checkpoint(f"{view}/run", {"epoch": 1})

@@ -72,7 +72,6 @@ class Slow(nn.Module):
         return self.layer(features)
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "strategy", [GradientAllReduce(), ParameterAveraging(period=2, aggregation="executors")]
@@ -230,7 +229,7 @@ def error_of(data: Data, model: nn.Module, **strategy: Any) -> NonFiniteError:
     return caught.value
 
 
-@pytest.mark.slow_variants(every=5)
+@pytest.mark.nightly_variants(every=5)
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
 @pytest.mark.parametrize("loss_too", [False, True], ids=["gradient", "loss"])

@@ -8,8 +8,7 @@ import torch
 from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recorded import recorded_decisions
-from replayed import Delayed
+from replayed import Delayed, recorded_decisions
 from toys import relative_error
 from trainings import DATA, job
 

@@ -13,8 +13,7 @@ import pytest
 import trainings
 from every_row import every
 from misbehaving import die_after
-from recorded import recorded_decisions
-from replayed import ByHand
+from replayed import ByHand, recorded_decisions
 from toys import relative_error
 from trainings import DATA, SIZES
 
@@ -44,7 +43,6 @@ def test_the_center_is_what_the_decisions_say(barrier: Any, scale_by_staleness: 
         outcome = run_world(job(strategy=strategy), DATA.shards())
     assert relative_error(outcome.module, by_hand(strategy).follow(decisions)) < 1e-9
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
-    assert outcome.history[-1].loss < outcome.history[0].loss
 
 
 def test_with_everyone_in_each_update_nothing_is_stale() -> None:

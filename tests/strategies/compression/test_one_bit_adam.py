@@ -256,7 +256,8 @@ def test_what_was_sent_and_what_is_left_are_what_was_to_be_sent_on_both_sides() 
 
 
 @pytest.mark.parametrize(
-    "sizes", [pytest.param([40], id="one"), pytest.param(SIZES, id="two", marks=pytest.mark.slow)]
+    "sizes",
+    [pytest.param([40], id="one"), pytest.param(SIZES, id="two", marks=pytest.mark.nightly)],
 )
 def test_in_the_warm_up_it_is_all_reduced_adam_to_the_bit(sizes: list[int]) -> None:
     shards, ranks_as = classification(sizes).shards(), "threads" if len(sizes) == 1 else "processes"

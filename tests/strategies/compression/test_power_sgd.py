@@ -72,7 +72,7 @@ class OfTorch(GradientAllReduce):
 
 @pytest.mark.parametrize(
     "sizes",
-    [pytest.param([120], id="one"), pytest.param([120, 99], id="two", marks=pytest.mark.slow)],
+    [pytest.param([120], id="one"), pytest.param([120, 99], id="two", marks=pytest.mark.nightly)],
 )
 @pytest.mark.parametrize(
     ("model", "settings"),

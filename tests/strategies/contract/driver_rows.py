@@ -8,12 +8,24 @@ from functools import partial
 import springs
 import torch
 from replayed import ByHand, Delayed, HeavyBall
-from strategy_row import SCHEDULE, Row, followed, in_fragments, on_springs, with_momentum
+from strategy_row import (
+    SCHEDULE,
+    TWO,
+    Row,
+    averaged,
+    followed,
+    in_fragments,
+    noisy,
+    on_springs,
+    with_momentum,
+)
 from streams import ROUNDED, STREAMS
 from thresholds import STRATEGY as SHARED
 from thresholds import ByHand as SharedByHand
+from toys import classification
 from trainings import ADAGRAD, ADAM, DATA, MOMENTUM, SGD, STRATEGY, normed
 
+from sparkdl.feed.feed import FeedOptions
 from sparkdl.strategies import (
     ASP,
     BSP,
@@ -36,18 +48,95 @@ PREDICTED = ParameterAveraging(2, cutoff="predicted")
 OUTER_CUT_OFF = OuterOptimizer(2, OuterSGD(0.7, 0.5, nesterov=False), cutoff=1)
 ASYNCHRONOUS = AsynchronousSGD(period=2, rate=0.8)
 DELAYED = AsynchronousOuterOptimizer(DelayedNesterov(3, 0.7, 0.5), period=2)
+FEW = classification([22, 14, 5])
+"""Of batches of 4: 6, 4 and 2 steps an epoch."""
+ONE_CYCLE = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.5, total_steps=25)
 NOISY = {"model": partial(normed, dropout=0.3)}
 DELAYS = {"optimizer": partial(torch.optim.SGD, lr=0.05), **SCHEDULE}
 
 ROWS = [
-    Row("averaging", ParameterAveraging(2), {"optimizer": ADAM}, normed, springs.DATA, twice=True),
+    Row(
+        "averaging",
+        ParameterAveraging(2),
+        {"optimizer": ADAM},
+        normed,
+        springs.DATA,
+        every_rounds=None,
+        resumed=(14,),
+        stopped=(14,),
+        killed=averaged(springs.DATA),
+        twice=True,
+        nightly=("killed",),
+    ),
     Row(
         "averaging in bfloat16",
         ParameterAveraging(2, wire_dtype="bfloat16"),
         {"optimizer": MOMENTUM},
         normed,
         springs.DATA,
+        every_rounds=None,
+        resumed=(14,),
+        stopped=(14,),
         twice=True,
+    ),
+    Row(
+        "averaging of kept states in bfloat16",
+        ParameterAveraging(2, average_optimizer_state=False, wire_dtype="bfloat16"),
+        {"optimizer": ADAM},
+        data=FEW,
+        every_rounds=None,
+        resumed=(8,),
+        stopped=(8,),
+    ),
+    *(
+        Row(
+            f"averaging on one cycle by {unit}",
+            ParameterAveraging(1),
+            {"optimizer": MOMENTUM, "epochs": 4, "scheduler": ONE_CYCLE, "scheduler_every": unit},
+            data=FEW,
+            every_rounds=None,
+            # Where an epoch ended, workers with fewer rows stand some steps behind the others.
+            resumed=(26,),
+            stopped=(20,),
+            killed=averaged(FEW),
+            killed_after=0,
+            nightly=("killed",),
+        )
+        for unit in ("step", "epoch")
+    ),
+    *(
+        Row(
+            f"averaging of rows exchanged {name}",
+            ParameterAveraging(1),
+            {"feed": feed},
+            data=FEW,
+            every_rounds=None,
+            resumed=(14,),
+            stopped=(14,),
+            restarted=restarted,
+            killed_after=6,
+            nightly=("restarted",),
+        )
+        for name, feed, restarted in (
+            ("again and again", FeedOptions(reshuffle_every=1), {"optimizer": ADAM}),
+            ("once", FeedOptions(exchange_rows=True), None),
+            ("and not kept", FeedOptions(exchange_rows=True, keep_exchanged=False), {}),
+        )
+    ),
+    Row(
+        "averaging of what draws random numbers",
+        ParameterAveraging(2),
+        {"optimizer": ADAM},
+        noisy,
+        TWO,
+        "processes",
+        every_rounds=None,
+        resumed=(10,),
+        stopped=(10,),
+        restarted={},
+        killed_after=13,
+        net=noisy,
+        nightly=("resumed", "restarted"),
     ),
     Row(
         "elastic",
@@ -87,7 +176,7 @@ ROWS = [
         alone=(3, 5, 6, 9),
         goes_on=(4, 14),
         killed=on_springs(reads=True),
-        restarted_learns=True,
+        restarted_counts=True,
         **NOISY,
     ),
     Row(
@@ -95,7 +184,7 @@ ROWS = [
         replace(HOGWILD, period=1),
         DELAYS,
         alone=(3, 5, 6, 9),
-        slow=("alone",),
+        nightly=("alone",),
         **NOISY,
     ),
     Row(
@@ -103,7 +192,7 @@ ROWS = [
         replace(HOGWILD, period=3, momentum=0.5),
         DELAYS,
         alone=(3, 5, 6, 9),
-        slow=("alone",),
+        nightly=("alone",),
         **NOISY,
     ),
     Row(
@@ -135,7 +224,7 @@ ROWS = [
         every_rounds=None,
         resumed=(10,),
         restarted={"optimizer": SGD},
-        slow=("resumed", "restarted"),
+        nightly=("resumed", "restarted"),
     ),
     Row(
         "outer",
@@ -154,7 +243,7 @@ ROWS = [
         {"optimizer": ADAM},
         resumed=(20,),
         restarted={"optimizer": MOMENTUM},
-        slow=("restarted",),
+        nightly=("restarted",),
     ),
     Row(
         "outer of states begun anew",
@@ -162,7 +251,7 @@ ROWS = [
         {"optimizer": ADAGRAD},
         resumed=(14,),
         restarted={"optimizer": MOMENTUM},
-        slow=("restarted",),
+        nightly=("restarted",),
     ),
     Row(
         "outer of two fragments",
@@ -170,7 +259,7 @@ ROWS = [
         {"optimizer": MOMENTUM, **SCHEDULE},
         resumed=(4, 16),
         killed=in_fragments(STREAMS[0]),
-        slow=("killed",),
+        nightly=("killed",),
     ),
     Row(
         "outer under way",
@@ -179,7 +268,7 @@ ROWS = [
         resumed=(4, 13, 20),
         killed=in_fragments(STREAMS[2]),
         restarted={"optimizer": SGD},
-        slow=("killed",),
+        nightly=("killed",),
     ),
     Row("outer merged", STREAMS[4], {"optimizer": ADAM, **SCHEDULE}, resumed=(13,)),
     Row("outer of fragments under way", STREAMS[5], killed=in_fragments(STREAMS[5])),
@@ -191,32 +280,38 @@ ROWS = [
         restarted={"optimizer": SGD},
         twice=True,
         killed_after=7,
-        slow=("restarted",),
+        nightly=("restarted",),
     ),
     Row(
         "outer of rounded fragments",
         ROUNDED,
         {"optimizer": MOMENTUM, **SCHEDULE},
         resumed=(20,),
-        killed_learns=True,
+        killed_counts=True,
         twice=True,
-        slow=("killed_learns",),
+        nightly=("killed_counts",),
     ),
-    Row("cut off", CUT_OFF, goes_on=(14,), killed=followed(lambda: ByHand(DATA)), slow=("killed",)),
+    Row(
+        "cut off",
+        CUT_OFF,
+        goes_on=(14,),
+        killed=followed(lambda: ByHand(DATA)),
+        nightly=("killed",),
+    ),
     Row("cut off as predicted", PREDICTED, goes_on=(14,), killed=followed(lambda: ByHand(DATA))),
     Row(
         "outer cut off",
         OUTER_CUT_OFF,
         goes_on=(4,),
         killed=followed(lambda: HeavyBall(DATA, rate=0.7, momentum=0.5)),
-        slow=("killed",),
+        nightly=("killed",),
     ),
     Row(
         "outer cut off as predicted",
         replace(OUTER_CUT_OFF, cutoff="predicted"),
         goes_on=(20,),
         killed=followed(lambda: HeavyBall(DATA, rate=0.7, momentum=0.5)),
-        slow=("killed",),
+        nightly=("killed",),
     ),
     Row("asynchronous", replace(ASYNCHRONOUS, barrier=ASP()), goes_on=(4, 14)),
     Row("asynchronous SSP 0", replace(ASYNCHRONOUS, barrier=SSP(0)), goes_on=(4,)),
@@ -241,6 +336,6 @@ ROWS = [
         killed=followed(lambda: SharedByHand(DATA)),
         restarted={},
         twice=True,
-        slow=("restarted",),
+        nightly=("restarted",),
     ),
 ]

@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from strategy_row import SCHEDULE, Row
+from strategy_row import SCHEDULE, TWO, Row, noisy
 from thresholds import AMONG as SHARED_AMONG
 from toys import classification
 from trainings import ADAM, MOMENTUM, normed
 
+from sparkdl.feed.feed import FeedOptions
 from sparkdl.strategies import (
     AdaScale,
     ColorTrees,
@@ -25,10 +26,27 @@ from sparkdl.strategies import (
     TopK,
 )
 
-TWO = classification([40, 33])
+PAIR = classification([40, 33])
 LOW_RANK = PowerSGD(1, start_after=3, min_compression_rate=0)
 RING = GossipAveraging(1, "symmetric", "ring")
-OF_TWO: dict[str, Any] = {"data": TWO, "ranks_as": "processes", "slow": ("resumed", "restarted")}
+TOGETHER: dict[str, Any] = {"data": TWO, "ranks_as": "processes", "restarted": {}, "net": noisy}
+OF_TWO: dict[str, Any] = {
+    "data": PAIR,
+    "ranks_as": "processes",
+    "nightly": ("resumed", "restarted"),
+}
+
+
+class EightBit(torch.optim.SGD):
+    """Keeps 2 MiB of whole numbers, which decide how far each step goes."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            codes = state.setdefault("codes", torch.zeros(1 << 19, dtype=torch.uint8))
+            codes += 1
+            parameter.grad.mul_(codes[-1] / 100)
+        super().step(closure)
 
 
 def preconditioned(fraction: float) -> GradientAllReduce:
@@ -38,13 +56,80 @@ def preconditioned(fraction: float) -> GradientAllReduce:
 
 ROWS = [
     Row(
+        "all-reduce",
+        GradientAllReduce(bucket_mb=0.0001, commit_every=3),
+        {"optimizer": ADAM, **SCHEDULE},
+        resumed=(5,),
+        killed_after=10,
+        backward=True,
+        repeats=2,
+        **TOGETHER,
+    ),
+    Row(
+        "all-reduce with a commit an epoch",
+        GradientAllReduce(),
+        {"optimizer": MOMENTUM, **SCHEDULE, "scheduler_every": "epoch"},
+        resumed=(3,),
+        killed_after=10,
+        repeats=5,
+        nightly=("resumed",),
+        **TOGETHER,
+    ),
+    Row(
+        "all-reduce of accumulated gradients",
+        GradientAllReduce(accumulate=2, commit_every=1),
+        {"optimizer": partial(EightBit, lr=0.5), **SCHEDULE},
+        resumed=(5,),
+        killed_after=9,
+        repeats=2,
+        nightly=("resumed",),
+        **TOGETHER,
+    ),
+    Row(
+        "all-reduce of rows exchanged again and again",
+        GradientAllReduce(commit_every=2),
+        {"optimizer": ADAM, "feed": FeedOptions(reshuffle_every=1)},
+        resumed=(9,),  # in the middle of the second epoch
+        killed_after=5,
+        nightly=("restarted",),
+        **TOGETHER | {"data": classification([22, 6])},
+    ),
+    Row(
+        "all-reduce of rows exchanged once",
+        GradientAllReduce(commit_every=3),
+        {"optimizer": ADAM, "feed": FeedOptions(exchange_rows=True)},
+        killed_after=13,
+        nightly=("restarted",),
+        **TOGETHER,
+    ),
+    Row(
+        "averaging among executors",
+        ParameterAveraging(2, aggregation="executors", commit_every=3),
+        {"optimizer": ADAM, **SCHEDULE},
+        resumed=(5,),
+        killed_after=11,
+        backward=True,
+        repeats=2,
+        nightly=("resumed", "restarted"),
+        **TOGETHER,
+    ),
+    Row(
+        "averaging among executors from the first step",
+        ParameterAveraging(2, aggregation="executors"),
+        {"optimizer": ADAM, **SCHEDULE},
+        killed_after=0,
+        repeats=1,
+        nightly=("restarted",),
+        **TOGETHER,
+    ),
+    Row(
         "threshold among executors",
         SHARED_AMONG,
         ranks_as="processes",
         resumed=(7,),
         restarted={},
         twice=True,
-        slow=("resumed", "restarted", "twice"),
+        nightly=("resumed", "restarted", "twice"),
     ),
     Row(
         "threshold among executors with commits",
@@ -65,7 +150,7 @@ ROWS = [
         alone=(2, 6),
         restarted={},
         killed_after=25,
-        **OF_TWO | {"slow": ("resumed", "alone", "restarted")},
+        **OF_TWO | {"nightly": ("resumed", "alone", "restarted")},
     ),
     Row(
         "PowerSGD",
@@ -75,7 +160,7 @@ ROWS = [
         alone=(1, 5),
         restarted={},
         killed_after=17,  # the last copy that the driver has is of step 16
-        **OF_TWO | {"slow": ("resumed", "alone", "restarted")},
+        **OF_TWO | {"nightly": ("resumed", "alone", "restarted")},
     ),
     Row(
         "PowerSGD of many buckets",
@@ -93,7 +178,7 @@ ROWS = [
         alone=(1, 4),
         restarted={},
         killed_after=17,
-        **OF_TWO | {"slow": ("resumed", "alone", "restarted")},
+        **OF_TWO | {"nightly": ("resumed", "alone", "restarted")},
     ),
     Row(
         "sharded parameters",
@@ -106,10 +191,7 @@ ROWS = [
         twice=True,
         killed_after=17,
         **OF_TWO
-        | {
-            "data": classification([40, 34]),
-            "slow": ("resumed", "alone", "restarted", "twice"),
-        },
+        | {"data": classification([40, 34]), "nightly": ("resumed", "alone", "restarted", "twice")},
     ),
     Row(
         "sharded parameters with momentum",
@@ -128,7 +210,7 @@ ROWS = [
         restarted={},
         twice=True,
         killed_after=17,
-        **OF_TWO | {"slow": ("resumed", "restarted", "twice")},
+        **OF_TWO | {"nightly": ("resumed", "restarted", "twice")},
     ),
     Row(
         "all-reduce along trees",
@@ -138,7 +220,7 @@ ROWS = [
         restarted={},
         twice=True,
         killed_after=17,
-        **OF_TWO | {"slow": ("resumed", "restarted", "twice")},
+        **OF_TWO | {"nightly": ("resumed", "restarted", "twice")},
     ),
     Row(
         "averaging along trees",
@@ -148,7 +230,7 @@ ROWS = [
         restarted={},
         twice=True,
         killed_after=17,
-        **OF_TWO | {"slow": ("resumed", "restarted", "twice")},
+        **OF_TWO | {"nightly": ("resumed", "restarted", "twice")},
     ),
     *(
         Row(
@@ -160,7 +242,7 @@ ROWS = [
             resumed=(4,),
             restarted={},
             killed_after=4,  # of 3 steps an epoch; the last copy that the driver has is of step 4
-            slow=("restarted",),
+            nightly=("restarted",),
         )
         for name, fraction in (("COMM-OPT", 1.0), ("MEM-OPT", 0.5))
     ),
@@ -179,7 +261,7 @@ ROWS = [
             resumed=(9,),
             restarted={} if bucket_mb == 25 else None,
             killed_after=7,
-            slow=("restarted",) if bucket_mb == 25 else ("resumed",),
+            nightly=("restarted",) if bucket_mb == 25 else ("resumed",),
         )
         # DistributedDataParallel puts the parameters into these after a step in another order.
         for name, bucket_mb in (("one bucket", 25.0), ("buckets", 0.0001))
@@ -190,7 +272,7 @@ ROWS = [
         GossipAveraging(topology="ring"),
         every_rounds=None,
         goes_on=(3,),
-        killed_learns=True,
+        killed_counts=True,
     ),
     Row(
         "gossip without visits",
@@ -206,9 +288,9 @@ ROWS = [
             {"optimizer": MOMENTUM, "epochs": 4},
             data=classification([40, 33, 21, 16]),
             resumed=(8,),
-            killed_learns=topology == "ring",
+            killed_counts=topology == "ring",
             twice=True,
-            slow=("killed_learns",),
+            nightly=("killed_counts",),
         )
         for topology in ("ring", "random")
     ),

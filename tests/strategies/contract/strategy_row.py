@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,21 +15,35 @@ from streams import AsDecided as AsDecidedInFragments
 from streams import ByHand as FragmentsByHand
 from support.replay import replay
 from torch import Tensor, nn
-from toys import Data, make_job, mlp, relative_error
+from toys import Data, classification, make_job, mlp, relative_error
 from trainings import DATA, SGD
 
 from sparkdl.averager.coordination import decisions as do
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.strategies import (
-    OuterOptimizer,
-    Strategy,
-)
+from sparkdl.strategies import OuterOptimizer, ParameterAveraging, Strategy
 from sparkdl.worker import Job
 
 SCHEDULE = {
     "scheduler": partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.97),
     "scheduler_every": "step",
 }
+
+
+TWO = classification([42, 22])
+"""Of batches of 4: 11 and 6 steps an epoch."""
+
+
+class Noise(nn.Module):
+    """Draws from torch, from numpy and from Python."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        dropped = nn.functional.dropout(features, 0.5)
+        return dropped * np.random.normal(1.0, 0.1) * random.gauss(1.0, 0.1)
+
+
+def noisy() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), Noise(), nn.Linear(8, 3)).double()
 
 
 @dataclass(frozen=True)
@@ -57,17 +72,21 @@ class Row:
         ranks_as: what ranks are where nobody is killed.
         every_rounds: how often there is a checkpoint; by default each epoch.
         resumed: interrupted behind so many commits, it ends in the bits of one that was not.
+        stopped: the same where it is asked for a checkpoint behind the next, and stops there.
         alone: the same of one worker with 42 rows, for strategies whose order is by chance.
-        goes_on: interrupted behind so many commits, it counts each row once an epoch, and learns.
+        goes_on: interrupted behind so many commits, each worker's rows count once an epoch.
         killed: what the center is when a killed worker has come back alone; SGD has no settings.
-        killed_learns: where nothing more is known of the center.
+        killed_counts: where no more is known of the center than whose rows it has.
         restarted: all workers start again as one was killed, and it ends in the bits of one where
             none was, with these changes of the job. Where they could come back alone, they
             reshuffle their rows.
-        restarted_learns: where the order is by chance.
+        restarted_counts: where the order is by chance.
         twice: two runs end in the same bits.
         killed_after: passes of the killed worker.
-        slow: which of these, by name, take more than about 5 s.
+        net: layers that are trained where all workers start again.
+        backward: whether the worker is killed in backward.
+        repeats: passes of the killed worker that are made again, which are those since a commit.
+        nightly: which of these, by name, are for the night.
     """
 
     name: str
@@ -78,15 +97,19 @@ class Row:
     ranks_as: Any = "threads"
     every_rounds: int | None = 1
     resumed: tuple[int, ...] = ()
+    stopped: tuple[int, ...] = ()
     alone: tuple[int, ...] = ()
     goes_on: tuple[int, ...] = ()
     killed: Killed | None = None
-    killed_learns: bool = False
+    killed_counts: bool = False
     restarted: Mapping[str, Any] | None = None
-    restarted_learns: bool = False
+    restarted_counts: bool = False
     twice: bool = False
     killed_after: int = 12
-    slow: tuple[str, ...] = ()
+    net: Callable[[], nn.Sequential] = mlp
+    backward: bool = False
+    repeats: int | None = None
+    nightly: tuple[str, ...] = ()
 
     def job(self, model: nn.Module | None = None, **changes: Any) -> Job:
         settings = {"epochs": 3, "max_failures": 1, **self.settings, **changes}
@@ -94,13 +117,19 @@ class Row:
 
     def starts_all_again(self) -> dict[str, Any]:
         """Changes of the job by which workers cannot be replaced one by one."""
-        alone = self.strategy.needs.resumes_alone
+        alone = self.strategy.needs.resumes_alone and "feed" not in self.settings
         return {"feed": FeedOptions(reshuffle_every=1)} if alone else {}
 
 
 def followed(make: Callable[[], Any], within: float = 1e-9) -> Killed:
     """By an oracle that follows decisions."""
     return Killed(lambda decisions, _: make().follow(decisions), within)
+
+
+def averaged(data: Data) -> Killed:
+    """By what was committed, in windows of 2 steps."""
+    job = make_job(mlp(), strategy=ParameterAveraging(2), epochs=3)
+    return Killed(lambda _, commits: replay(job, data.shards(), commits))
 
 
 def on_springs(reads: bool = False) -> Killed:
@@ -123,7 +152,7 @@ class Momentum:
 
 
 def with_momentum(strategy: Strategy[Any]) -> Killed:
-    job = make_job(mlp(), strategy=strategy, epochs=3, max_failures=1)
+    job = make_job(mlp(), strategy=strategy, epochs=3)
     return Killed(
         lambda _, commits: replay(job, DATA.shards(), commits, Momentum().move), within=1e-12
     )

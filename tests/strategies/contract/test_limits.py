@@ -80,7 +80,7 @@ class Limit:
         mine = self._run(self.strategy)
         if self.other is None:
             oracle = sgd_on_union(
-                mlp(), self.data, lr=self.rate, epochs=3, batch_size=4, dtype=torch.float64
+                mlp(), self.data, partial(torch.optim.SGD, lr=self.rate), epochs=3
             )
         else:
             oracle = (other := self._run(self.other)).module
@@ -220,7 +220,7 @@ def test_in_this_limit_it_is_the_other(name: str, limit: Limit) -> None:
     limit.holds()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every(("name", "limit"), SLOW.items())
 def test_in_this_limit_workers_among_themselves_are_the_other(name: str, limit: Limit) -> None:
     limit.holds()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,19 @@ import pytest
 import springs
 import strategy_row
 import strategy_table
-from interruptions import same_bits
-from misbehaving import Misbehaves, kill, kill_once, resume_after
-from recorded import recorded_decisions
+from interruptions import die_after, same_bits, save_and_stop
+from misbehaving import Misbehaves, kill, kill_once, passes_in, resume_after
+from replayed import recorded_decisions
 from strategy_row import Row
 from strategy_table import ROWS
 from support.replay import recorded_commits
 from torch import Tensor, nn
 from toys import classification, mlp, relative_error
 
+from sparkdl.averager.coordination import decisions as do
 from sparkdl.driver import Outcome
+from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.testing import run_world
 
 for module in (
@@ -62,50 +66,83 @@ class Overtaking(nn.Module):
 
 
 def rows_with(fact: str) -> Any:
-    slow = pytest.mark.slow
+    night = [pytest.mark.nightly]
     marked = [
-        pytest.param(row, id=row.name, marks=[slow] if fact in row.slow else [])
+        pytest.param(row, id=row.name, marks=night if fact in row.nightly else [])
         for row in ROWS
         if getattr(row, fact) not in (None, (), False)
     ]
     return pytest.mark.parametrize("row", marked)
 
 
-def resumed(row: Row, windows: int, folder: Path) -> Outcome:
-    shards = row.data.shards()
-    return resume_after(windows, row.job(), shards, folder, row.ranks_as, row.every_rounds)
+def resumed(row: Row, windows: int, folder: Path, stop: Any = die_after) -> Outcome:
+    job = row.job()
+    return resume_after(windows, job, row.data, folder, row.ranks_as, row.every_rounds, stop)
 
 
-def require_same_bits(row: Row, windows: Sequence[int], folder: Path) -> None:
+def require_same_bits(row: Row, folder: Path) -> None:
     whole = run_world(row.job(), row.data.shards(), ranks_as=row.ranks_as)
     others = []
-    for each in windows:
-        found = resumed(row, each, folder)
-        if not (same_bits(found, whole) and measured(found) == measured(whole)):
-            others.append(each)
-    assert not others, f"resumed after {others} of {windows} commits it is another"
+    cuts = [(die_after, each) for each in row.resumed]
+    for stop, windows in cuts + [(save_and_stop, each) for each in row.stopped]:
+        found = resumed(row, windows, folder / stop.__name__, stop)
+        if not (same_bits(found, whole) and same_history(found, whole)):
+            others.append((stop.__name__, windows))
+    assert not others, f"resumed after {others} of {cuts} commits it is another"
 
 
-def measured(outcome: Outcome) -> list[Any]:
-    return [row.measured for row in outcome.history]
+def same_history(first: Outcome, second: Outcome) -> bool:
+    """Losses to their precision: gloo adds up three ranks' in an order of its own."""
+    return all(
+        mine.measured == other.measured and mine.loss == pytest.approx(other.loss, rel=1e-12)
+        for mine, other in zip(first.history, second.history, strict=True)
+    )
+
+
+def committed(decisions: list[do.Decision]) -> list[WindowReport]:
+    """The windows that the driver was told of, which are what has moved the center, each once."""
+    events = [each.event for each in decisions if isinstance(each, do.Report)]
+    windows = [each for each in events if isinstance(each, WindowReport)]
+    commits = [each.contributions for each in decisions if isinstance(each, do.Commit)]
+    weights = Counter(weight for each in commits for weight in each.weights)
+    assert weights == Counter(each.weight for each in windows if each.weight)
+    return windows
+
+
+def require_rows_once(row: Row, epochs: int, windows: Iterable[WindowReport]) -> None:
+    """Each rank's rows, in each epoch."""
+    rows = Counter[tuple[int, int]]()
+    for window in windows:
+        rows[window.rank, window.epoch] += window.examples
+    sizes = enumerate(row.data.sizes)
+    assert rows == {(rank, 1 + e): size for rank, size in sizes for e in range(epochs)}
+
+
+def misbehaving_job(row: Row, folder: Path, net: Any = mlp, **changes: Any) -> Any:
+    model = Misbehaves(folder, kill, row.killed_after, backward=row.backward, net=net())
+    return row.job(model, **changes)
 
 
 @rows_with("resumed")
 def test_resumed_it_ends_in_the_same_bits(row: Row, tmp_path: Path) -> None:
-    require_same_bits(row, row.resumed, tmp_path)
+    require_same_bits(row, tmp_path)
 
 
 @rows_with("alone")
 def test_alone_and_resumed_it_ends_in_the_same_bits(row: Row, tmp_path: Path) -> None:
-    alone = replace(row, data=classification([42]), ranks_as="threads")
-    require_same_bits(alone, row.alone, tmp_path)
+    one = classification([42])
+    alone = replace(row, data=one, ranks_as="threads", resumed=row.alone, stopped=())
+    require_same_bits(alone, tmp_path)
 
 
 @rows_with("goes_on")
 def test_resumed_it_goes_on_where_each_worker_was(row: Row, tmp_path: Path) -> None:
-    for windows in row.goes_on:
-        outcome = resumed(row, windows, tmp_path)
-        assert outcome.history[-1].loss < outcome.history[0].loss, windows
+    for cut in row.goes_on:
+        with recorded_decisions() as decisions:
+            outcome = resumed(row, cut, tmp_path)
+        # Windows behind the checkpoint are trained again: the last report of each counts.
+        windows = {(each.rank, each.step): each for each in committed(decisions) if each.examples}
+        require_rows_once(row, len(outcome.history), windows.values())
 
 
 @rows_with("killed")
@@ -115,38 +152,48 @@ def test_a_killed_worker_comes_back_to_the_center_that_the_commits_give(
     assert row.killed is not None
     plain = replace(row, settings={})
     with recorded_decisions() as decisions, recorded_commits() as commits:
-        outcome = kill_once(
-            plain.job(Misbehaves(tmp_path, kill, row.killed_after)), row.data.shards()
-        )
+        outcome = kill_once(misbehaving_job(plain, tmp_path), row.data.shards())
     oracle = row.killed.oracle(decisions, commits)
     assert relative_error(outcome.module.get_submodule("net"), oracle) < row.killed.within
 
 
-@rows_with("killed_learns")
+@rows_with("killed_counts")
 def test_a_killed_worker_is_done_without_until_it_comes_back(row: Row, tmp_path: Path) -> None:
     plain = replace(row, settings={})
-    outcome = kill_once(plain.job(Misbehaves(tmp_path, kill, row.killed_after)), row.data.shards())
-    assert outcome.history[-1].loss < outcome.history[0].loss
+    with recorded_decisions() as decisions:
+        outcome = kill_once(misbehaving_job(plain, tmp_path), row.data.shards())
+    require_rows_once(row, len(outcome.history), committed(decisions))
 
 
 @rows_with("restarted")
 def test_when_all_start_again_it_ends_in_the_same_bits(row: Row, tmp_path: Path) -> None:
+    """Behind the last commit, since when all is done once more, but is told once."""
     again = {**row.starts_all_again(), **(row.restarted or {})}
-    whole = run_world(row.job(mlp(), **again), row.data.shards(), ranks_as="processes")
-    outcome = kill_once(
-        row.job(Misbehaves(tmp_path, kill, row.killed_after), **again), row.data.shards()
-    )
+    whole = run_world(row.job(row.net(), **again), row.data.shards(), ranks_as="processes")
+    events: list[object] = []
+    job = misbehaving_job(row, tmp_path, row.net, **again)
+    outcome = kill_once(job, row.data.shards(), on_event=events.append)
     assert same_bits(outcome, whole)
-    assert measured(outcome) == measured(whole)
+    assert [each.measured for each in outcome.history] == [each.measured for each in whole.history]
     if row.strategy.needs.collective:
         assert [each.loss for each in outcome.history] == [each.loss for each in whole.history]
+    if row.repeats is not None:
+        passes = job.epochs * -(-row.data.sizes[1] // job.batch_size)
+        assert passes_in(tmp_path) == passes + row.repeats
+    windows = [event.examples for event in events if isinstance(event, WindowReport)]
+    assert sum(windows) == job.epochs * sum(row.data.sizes)
+    ended = [event.epoch for event in events if isinstance(event, EpochSummary)]
+    assert ended == list(range(1, job.epochs + 1))
+    assert sum(isinstance(event, DataStatistics) for event in events) == 1
 
 
-@rows_with("restarted_learns")
+@rows_with("restarted_counts")
 def test_when_all_start_again_no_row_is_lost(row: Row, tmp_path: Path) -> None:
-    killed = row.job(Misbehaves(tmp_path, kill, row.killed_after), **row.starts_all_again())
-    outcome = kill_once(killed, row.data.shards())
-    assert outcome.history[-1].loss < outcome.history[0].loss
+    job = misbehaving_job(row, tmp_path, **row.starts_all_again())
+    with recorded_decisions() as decisions:
+        kill_once(job, row.data.shards())
+    windows = [(each.rank, each.step) for each in committed(decisions) if each.examples]
+    assert len(windows) == len(set(windows))
 
 
 @rows_with("twice")

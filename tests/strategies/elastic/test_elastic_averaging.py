@@ -13,7 +13,7 @@ import torch
 from every_row import every
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded import recorded_decisions
+from replayed import recorded_decisions
 from springs import DATA, SIZES, ByHand, Watched, as_decided, in_step, job, replicas
 from torch import nn
 from toys import classification, relative_error, schema

@@ -11,7 +11,7 @@ import pytest
 import torch
 from every_row import every
 from oracles import pulled
-from recorded import recorded_decisions
+from replayed import recorded_decisions
 from springs import DATA, SIZES, ByHand, job
 from test_elastic_stability import Point, parabola
 from torch import Tensor, nn

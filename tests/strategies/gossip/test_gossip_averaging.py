@@ -97,7 +97,7 @@ def test_over_connections_that_are_encrypted_too() -> None:
     assert outcome.history[0].examples == sum(SIZES)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("topology", ["random", "ring", "exponential"])
 @pytest.mark.parametrize("mode", MODES)
 def test_over_ten_seeds_losses_stay_in_a_band(mode: Any, topology: Any) -> None:

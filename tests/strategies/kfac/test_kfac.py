@@ -12,12 +12,22 @@ import numpy as np
 import pytest
 import torch
 from every_row import every
+from interruptions import Interrupted, dying_after
 from torch import Tensor, nn
-from toys import Data, batches_by_hand, classification, cnn, make_job, mlp, relative_error, schema
+from toys import (
+    Data,
+    classification,
+    cnn,
+    make_job,
+    mlp,
+    relative_error,
+    schema,
+    union,
+    windows_by_hand,
+)
 
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Outcome
-from sparkdl.events import WindowReport
 from sparkdl.strategies import GradientAllReduce, KFACPreconditioner
 from sparkdl.strategies.kfac.layers import assign, factored_layers
 from sparkdl.strategies.worker_group import Grid
@@ -76,47 +86,43 @@ def by_hand(module: nn.Module, data: Data, epochs: int, settings: KFACPreconditi
     """On the union of the workers' minibatches in one process; inverts whole Kronecker products."""
     module.train()
     layers = [each for each in module.modules() if isinstance(each, (nn.Linear, nn.Conv2d))]
-    optimizer, step = SGD(module.parameters()), 0
+    optimizer = SGD(module.parameters())
     factors: list[list[np.ndarray]] = [
         [np.eye(each.weight[0].numel() + 1), np.eye(len(each.weight))] for each in layers
     ]
     inverses: list[np.ndarray] = []
-    for epoch in range(1, epochs + 1):
-        plans = [batches_by_hand(data, rank, epoch, 4) for rank in range(len(data.sizes))]
-        for index in range(max(map(len, plans))):
-            parts = [plan[index] for plan in plans if index < len(plan)]
-            features, targets = (np.concatenate(each) for each in zip(*parts, strict=True))
-            if step < 100 or step % settings.factors_every == 0:
-                for kept, now in zip(
-                    factors, moments_by_hand(module, layers, features, targets), strict=True
-                ):
-                    for k in range(2):
-                        kept[k] = settings.decay * kept[k] + (1 - settings.decay) * now[k]
-            every = settings.decompositions_every
-            if step % (min(10, every) if step < 100 else every) == 0:
-                inverses = [
-                    np.linalg.inv(np.kron(a, g) + settings.damping * np.eye(len(a) * len(g)))
-                    for a, g in factors
-                ]
-            step += 1
-            optimizer.zero_grad()
-            outputs = module(torch.from_numpy(features))
-            nn.functional.cross_entropy(outputs, torch.from_numpy(targets)).backward()
-            found, length = [], 0.0
-            for layer, inverse in zip(layers, inverses, strict=True):
-                weight = layer.weight.grad.numpy().reshape(len(layer.weight), -1)
-                gradient = np.column_stack([weight, layer.bias.grad.numpy()])
-                flat = gradient.ravel(order="F")
-                found.append((inverse @ flat).reshape(gradient.shape, order="F"))
-                length += float(np.sum(found[-1] * gradient)) * 0.1**2
-            nu = 1.0
-            if settings.kl_clip is not None:
-                nu = min(1.0, (settings.kl_clip / abs(length)) ** 0.5)
-            for layer, values in zip(layers, found, strict=True):
-                shape = layer.weight.shape
-                layer.weight.grad = torch.from_numpy(nu * values[:, :-1]).reshape(shape)
-                layer.bias.grad = torch.from_numpy(nu * values[:, -1])
-            optimizer.step()
+    for step, (_, windows) in enumerate(windows_by_hand(data, epochs)):
+        features, targets = union([part for (part,) in windows.values()])
+        if step < 100 or step % settings.factors_every == 0:
+            for kept, now in zip(
+                factors, moments_by_hand(module, layers, features, targets), strict=True
+            ):
+                for k in range(2):
+                    kept[k] = settings.decay * kept[k] + (1 - settings.decay) * now[k]
+        every = settings.decompositions_every
+        if step % (min(10, every) if step < 100 else every) == 0:
+            inverses = [
+                np.linalg.inv(np.kron(a, g) + settings.damping * np.eye(len(a) * len(g)))
+                for a, g in factors
+            ]
+        optimizer.zero_grad()
+        outputs = module(torch.from_numpy(features))
+        nn.functional.cross_entropy(outputs, torch.from_numpy(targets)).backward()
+        found, length = [], 0.0
+        for layer, inverse in zip(layers, inverses, strict=True):
+            weight = layer.weight.grad.numpy().reshape(len(layer.weight), -1)
+            gradient = np.column_stack([weight, layer.bias.grad.numpy()])
+            flat = gradient.ravel(order="F")
+            found.append((inverse @ flat).reshape(gradient.shape, order="F"))
+            length += float(np.sum(found[-1] * gradient)) * 0.1**2
+        nu = 1.0
+        if settings.kl_clip is not None:
+            nu = min(1.0, (settings.kl_clip / abs(length)) ** 0.5)
+        for layer, values in zip(layers, found, strict=True):
+            shape = layer.weight.shape
+            layer.weight.grad = torch.from_numpy(nu * values[:, :-1]).reshape(shape)
+            layer.bias.grad = torch.from_numpy(nu * values[:, -1])
+        optimizer.step()
     return module
 
 
@@ -164,9 +170,9 @@ def test_after_a_hundred_steps_it_is_as_often_as_asked_for_and_before_more_often
     [
         (mlp, (14, 9), 1.0),
         (mlp, (14, 9), 0.5),
-        pytest.param(mlp, (14, 9, 9, 5), 0.5, marks=pytest.mark.slow),
-        pytest.param(cnn, (14, 9), 1.0, marks=pytest.mark.slow),
-        pytest.param(cnn, (14, 9), 0.5, marks=pytest.mark.slow),
+        pytest.param(mlp, (14, 9, 9, 5), 0.5, marks=pytest.mark.nightly),
+        pytest.param(cnn, (14, 9), 1.0, marks=pytest.mark.nightly),
+        pytest.param(cnn, (14, 9), 0.5, marks=pytest.mark.nightly),
     ],
     ids=["COMM-OPT", "MEM-OPT", "HYBRID", "COMM-OPT of a cnn", "MEM-OPT of a cnn"],
 )
@@ -179,20 +185,13 @@ def test_workers_together_take_the_steps_of_one(
     assert relative_error(whole.module, by_hand(build(), data, 2, settings)) < 1e-9
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_four_workers_in_groups_of_two_resume(tmp_path: Path) -> None:
     """The contract resumes two, to the bit; four add up in another order at their first step."""
     data = classification((14, 9, 9, 5), width=6)
     settings = KFACPreconditioner(0.05, 0.95, 2, 3, 0.02, 0.5)
-    policy, left = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1), 8
-
-    def on_event(event: object) -> None:
-        nonlocal left
-        left -= isinstance(event, WindowReport)
-        if left < 0:
-            raise InterruptedError
-
-    with pytest.raises(InterruptedError):
+    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
+    with pytest.raises(Interrupted), dying_after(8) as on_event:
         trained(mlp, data, settings, checkpoints=policy, on_event=on_event)
     resumed = trained(mlp, data, settings, checkpoints=policy)
     assert relative_error(resumed.module, trained(mlp, data, settings).module) < 1e-12
@@ -345,7 +344,7 @@ class BesideNorm(nn.Module):
         return self.mlp(features) + 0.0 * self.norm(features).sum()
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_rows_that_a_worker_runs_for_others_only_are_not_counted() -> None:
     """With synchronized BatchNorm, one whose rows are used up runs the model on earlier ones."""
     data = classification((14, 5))

@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from toys import (
     _average_optimizers,
     _train_by_hand,
-    batches_by_hand,
     classification,
     mlp,
     relative_error,
+    rows_of,
+    sgd_on_union,
+    windows_by_hand,
 )
 from trainings import ADAGRAD, ADAM, DATA, MOMENTUM, SGD, SIZES, SLOW_MOMENTUM, job
 
@@ -52,7 +54,7 @@ from sparkdl.testing import run_world
 
 def by_hand(
     epochs: int,
-    period: Any = lambda epoch: 2,
+    period: Any = 2,
     outer: OuterSGD = SLOW_MOMENTUM,
     inner: Any = SGD,
     inner_state: str = "keep",
@@ -64,27 +66,21 @@ def by_hand(
     )
     replicas = [copy.deepcopy(center) for _ in SIZES]
     optimizers = [inner(replica.parameters()) for replica in replicas]
-    for epoch in range(1, epochs + 1):
-        plans = [batches_by_hand(DATA, rank, epoch, 4) for rank in range(len(SIZES))]
-        for start in range(0, max(map(len, plans)), period(epoch)):
-            weights = {}
-            for rank, plan in enumerate(plans):
-                if window := plan[start : start + period(epoch)]:
-                    _train_by_hand(replicas[rank], optimizers[rank], window)
-                    weights[rank] = sum(len(targets) for _, targets in window)
-            trained = [list(replicas[rank].parameters()) for rank in weights]
-            for parameter, mine in zip(
-                center.parameters(), zip(*trained, strict=True), strict=True
-            ):
-                mean = np.average([p.detach().numpy() for p in mine], 0, list(weights.values()))
-                parameter.grad = parameter.detach() - torch.from_numpy(mean)
-            step_center.step()
-            for replica in replicas:
-                replica.load_state_dict(center.state_dict())
-            if inner_state == "average":
-                _average_optimizers(optimizers, weights)
-            if inner_state == "reset":
-                optimizers = [inner(replica.parameters()) for replica in replicas]
+    for _, windows in windows_by_hand(DATA, epochs, 4, period):
+        for rank, window in windows.items():
+            _train_by_hand(replicas[rank], optimizers[rank], window)
+        weights = rows_of(windows)
+        trained = [list(replicas[rank].parameters()) for rank in weights]
+        for parameter, mine in zip(center.parameters(), zip(*trained, strict=True), strict=True):
+            mean = np.average([p.detach().numpy() for p in mine], 0, list(weights.values()))
+            parameter.grad = parameter.detach() - torch.from_numpy(mean)
+        step_center.step()
+        for replica in replicas:
+            replica.load_state_dict(center.state_dict())
+        if inner_state == "average":
+            _average_optimizers(optimizers, weights)
+        if inner_state == "reset":
+            optimizers = [inner(replica.parameters()) for replica in replicas]
     return center
 
 
@@ -150,14 +146,8 @@ def test_rounds_come_after_every_period_and_at_the_end_of_an_epoch(
 def test_at_period_one_it_is_sgd_with_that_momentum_on_the_union_batch(nesterov: bool) -> None:
     strategy = OuterOptimizer(1, OuterSGD(0.7, 0.9, nesterov))
     outcome = run_world(job(strategy=strategy), DATA.shards())
-    oracle = copy.deepcopy(mlp())
-    sgd = torch.optim.SGD(oracle.parameters(), 0.1 * 0.7, 0.9, nesterov=nesterov)
-    for epoch in range(1, 4):
-        plans = [batches_by_hand(DATA, rank, epoch, 4) for rank in range(3)]
-        for step in range(max(map(len, plans))):
-            parts = [plan[step] for plan in plans if step < len(plan)]
-            union = tuple(np.concatenate(part) for part in zip(*parts, strict=True))
-            _train_by_hand(oracle, sgd, [union])  # type: ignore[list-item]
+    momentum = partial(torch.optim.SGD, lr=0.1 * 0.7, momentum=0.9, nesterov=nesterov)
+    oracle = sgd_on_union(mlp(), DATA, momentum, epochs=3)
     assert relative_error(outcome.module, oracle) < 1e-10
 
 

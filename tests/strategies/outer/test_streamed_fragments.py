@@ -21,7 +21,7 @@ from sparkdl.strategies import OuterOptimizer
 from sparkdl.testing import run_world
 
 
-@pytest.mark.slow_variants(every=2)
+@pytest.mark.nightly_variants(every=2)
 @every("inner", [SGD, MOMENTUM, ADAM])
 @every("strategy", STREAMS)
 def test_it_is_the_algorithm_by_hand_on_unequal_shards(

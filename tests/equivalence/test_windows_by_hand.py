@@ -1,13 +1,11 @@
-"""Averaging equals what it stands for: single-process SGD, or the algorithm written out by hand."""
+"""Averaging in windows of several steps equals the algorithm written out by hand."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from every_row import every
@@ -17,75 +15,14 @@ from torch import nn
 from toys import (
     average_by_hand,
     classification,
-    cnn,
     enough_rows,
     make_job,
     mlp,
     relative_error,
-    schema,
-    sgd_on_union,
 )
 
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
-
-Model = Callable[[], nn.Module]
-
-
-@every("workers", [2, 3])
-@every(("model", "width"), [(mlp, 6), (cnn, 36)])
-@every("batch_size", [12, 5])
-def test_period_one_equals_sgd_on_the_union_batch_in_float64(
-    workers: int, model: Model, width: int, batch_size: int
-) -> None:
-    data = classification([12] * workers, width=width)
-    job = make_job(model(), schema=schema(width), epochs=4, batch_size=batch_size)
-
-    outcome = run_world(job, data.shards())
-
-    oracle = sgd_on_union(
-        model(), data, lr=0.1, epochs=4, batch_size=batch_size, dtype=torch.float64
-    )
-    assert relative_error(outcome.module, oracle) <= 1e-10
-
-
-@every(("model", "width"), [(mlp, 6), (cnn, 36)])
-def test_period_one_equals_sgd_on_the_union_batch_in_float32(model: Model, width: int) -> None:
-    data = classification([10, 10, 10], width=width, dtype=np.float32)
-    job = make_job(model().float(), schema=schema(width, torch.float32), epochs=4, batch_size=5)
-
-    outcome = run_world(job, data.shards())
-
-    oracle = sgd_on_union(model(), data, lr=0.1, epochs=4, batch_size=5, dtype=torch.float64)
-    assert relative_error(outcome.module, oracle.float()) <= 1e-5
-
-
-def test_one_worker_is_ordinary_sgd() -> None:
-    data = classification([23])
-
-    outcome = run_world(make_job(mlp(), epochs=3, batch_size=5), data.shards())
-
-    oracle = sgd_on_union(mlp(), data, lr=0.1, epochs=3, batch_size=5, dtype=torch.float64)
-    assert relative_error(outcome.module, oracle) <= 1e-12
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    sizes=st.lists(st.integers(0, 17), min_size=1, max_size=4).filter(enough_rows),
-    batch_size=st.integers(1, 9),
-    rows_a_batch=st.integers(1, 9),
-)
-def test_unequal_shards_equal_sgd_on_the_union_batch(
-    sizes: list[int], batch_size: int, rows_a_batch: int
-) -> None:
-    data = classification(sizes)
-
-    outcome = run_world(make_job(mlp(), epochs=2, batch_size=batch_size), data.shards(rows_a_batch))
-
-    oracle = sgd_on_union(mlp(), data, lr=0.1, epochs=2, batch_size=batch_size, dtype=torch.float64)
-    assert relative_error(outcome.module, oracle) <= 1e-10
-    assert [row.examples for row in outcome.history] == [sum(sizes)] * 2
-
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.1),
@@ -181,7 +118,7 @@ def test_batch_norm_statistics_are_averaged_and_its_counter_is_carried() -> None
     assert counted == oracle.get_buffer("1.num_batches_tracked") == 16
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_as_processes_give_the_same_bits_as_ranks_as_threads() -> None:
     data = classification([13, 9])
     job = make_job(mlp(), strategy=ParameterAveraging(period=2), epochs=2)

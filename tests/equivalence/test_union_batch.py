@@ -1,0 +1,585 @@
+"""However workers put their steps together, they train as one process on their minibatches' union.
+
+The oracle of all is ``sgd_on_union`` of toys, in plain torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as functional
+from every_row import every
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from misbehaving import die_after
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from toys import (
+    Data,
+    classification,
+    cnn,
+    enough_rows,
+    make_job,
+    mlp,
+    relative_error,
+    schema,
+    sgd_on_union,
+)
+
+from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.driver import Outcome
+from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.protocols import ColumnSpec
+from sparkdl.replica.losses import ModelLoss
+from sparkdl.strategies import ColorTrees, GradientAllReduce, Hybrid, ParameterAveraging, Strategy
+from sparkdl.testing import batches_of, run_world
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+OPTIMIZERS: dict[str, Any] = {
+    "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-2),
+    "adam": partial(torch.optim.Adam, lr=0.02),
+}
+ADAM = OPTIMIZERS["adam"]
+RAGGED = [5, 9, 3, 2]
+"""Rows of four workers, in minibatches of 4: some are smaller, and some workers run out."""
+
+
+def hybrid(groups: Any = 1, layers: str = "*", **settings: Any) -> GradientAllReduce:
+    return GradientAllReduce(hybrid=Hybrid(layers, groups), **settings)
+
+
+ALL_REDUCE = GradientAllReduce()
+SHARDED = GradientAllReduce(bucket_mb=0.0001, shard_parameters=True)
+"""Of a few hundred bytes, so each layer is gathered by itself."""
+SMALL = ColorTrees(2, 0.05)
+"""Chunks of six numbers."""
+TREES = GradientAllReduce(bucket_mb=0.0001, reduction=SMALL)
+AVERAGING = ParameterAveraging(period=1)
+ON_HOSTS = [ParameterAveraging(period=1, aggregation="hierarchical")]
+
+
+def trained(data: Data, model: Any, strategy: Strategy[Any], **changes: Any) -> Outcome:
+    job = make_job(model, strategy=strategy, **changes)
+    return run_world(
+        job,
+        data.shards(),
+        ranks_as="processes" if strategy.needs.collective else "threads",
+        hosts=["a", "a", "b"] if strategy in ON_HOSTS else None,
+    )
+
+
+@pytest.mark.nightly_variants(every=4)
+@pytest.mark.parametrize(
+    ("strategy", "sizes"),
+    [
+        *((ALL_REDUCE, sizes) for sizes in ([12, 12], [13, 6], [11, 0], [0, 9], [7, 12, 1])),
+        (GradientAllReduce(shard_optimizer=True), [13, 6]),
+        *((SHARDED, sizes) for sizes in ([12, 12], [13, 6], [7, 12, 1], RAGGED)),
+        *((TREES, sizes) for sizes in ([7, 12, 1], [13, 6], [11], [5, 9, 0, 2])),
+        *((hybrid(groups), RAGGED) for groups in (1, 2, 4, "auto")),
+        *((hybrid(1), sizes) for sizes in ([13], [13, 6], [0, 9])),
+        (hybrid(2), [13, 6]),
+        (hybrid(2), [9, 4, 0, 0]),  # a group that has no rows at all
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_shards_equal_one_process(strategy: Any, sizes: list[int], name: str) -> None:
+    data = classification(sizes)
+    outcome = trained(data, mlp(), strategy, optimizer=OPTIMIZERS[name], epochs=3)
+    oracle = sgd_on_union(mlp(), data, OPTIMIZERS[name], epochs=3)
+    assert relative_error(outcome.module, oracle) <= (1e-9 if strategy.hybrid else 1e-10)
+    assert [row.examples for row in outcome.history] == [sum(sizes)] * 3
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 17), min_size=1, max_size=4).filter(enough_rows),
+    batch_size=st.integers(1, 9),
+    rows_a_batch=st.integers(1, 9),
+)
+def test_averages_in_every_step_equal_one_process_whatever_the_shards(
+    sizes: list[int], batch_size: int, rows_a_batch: int
+) -> None:
+    data = classification(sizes)
+    job = make_job(mlp(), epochs=2, batch_size=batch_size)
+    outcome = run_world(job, data.shards(rows_a_batch))
+    oracle = sgd_on_union(mlp(), data, epochs=2, batch_size=batch_size)
+    assert relative_error(outcome.module, oracle) <= 1e-10
+    assert [row.examples for row in outcome.history] == [sum(sizes)] * 2
+
+
+@every("strategy", [ALL_REDUCE, AVERAGING])
+def test_one_worker_is_ordinary_sgd(strategy: Any) -> None:
+    data = classification([23])
+    outcome = trained(data, mlp(), strategy, epochs=3)
+    assert relative_error(outcome.module, sgd_on_union(mlp(), data, epochs=3)) <= 1e-12
+
+
+@every(
+    ("strategy", "sizes"),
+    [
+        (ALL_REDUCE, [12, 12]),
+        (ALL_REDUCE, [23, 5, 0]),
+        (SHARDED, [23, 5, 2]),
+        (hybrid(2), [23, 5, 2, 8]),
+    ],
+)
+@every("accumulate", [2, 3])
+def test_accumulated_minibatches_equal_one_larger_batch(
+    strategy: Any, sizes: list[int], accumulate: int
+) -> None:
+    data, momentum = classification(sizes), OPTIMIZERS["momentum"]
+    strategy = replace(strategy, accumulate=accumulate)
+    outcome = trained(data, mlp(), strategy, optimizer=momentum, epochs=2)
+    oracle = sgd_on_union(mlp(), data, momentum, epochs=2, accumulate=accumulate)
+    assert relative_error(outcome.module, oracle) <= (1e-9 if strategy.hybrid else 1e-10)
+
+
+@every(
+    ("strategy", "sizes"),
+    [
+        (ALL_REDUCE, [13, 6]),
+        (GradientAllReduce(shard_optimizer=True), [13, 6]),
+        (SHARDED, [13, 6]),
+        (hybrid(2, "0"), RAGGED),
+    ],
+)
+def test_the_norm_that_is_clipped_is_that_of_the_union_batch(
+    strategy: Any, sizes: list[int]
+) -> None:
+    data = classification(sizes)
+    outcome = trained(data, mlp(), strategy, epochs=3, clip_norm=0.05)
+    oracle = partial(sgd_on_union, mlp(), data, epochs=3)
+    within = 1e-9 if strategy.hybrid else 1e-10
+    assert relative_error(outcome.module, oracle(clip_norm=0.05)) <= within
+    assert relative_error(outcome.module, oracle()) > 1e-3
+
+
+@every("strategy", [AVERAGING, GradientAllReduce(bucket_mb=0.0001)])
+def test_convolutions_equal_one_process(strategy: Any) -> None:
+    data = classification([9, 14], width=36)
+    outcome = trained(data, cnn(), strategy, schema=schema(36), epochs=2)
+    assert relative_error(outcome.module, sgd_on_union(cnn(), data, epochs=2)) <= 1e-10
+
+
+@every(
+    ("strategy", "within"),
+    [(AVERAGING, 1e-5), (ALL_REDUCE, 1e-6), (SHARDED, 1e-6), (hybrid(2), 1e-6)],
+)
+def test_float32_is_exact_to_its_precision(strategy: Any, within: float) -> None:
+    data = classification([21, 16, 8, 3], width=36, dtype=np.float32)
+    columns = schema(36, torch.float32)
+    outcome = trained(data, cnn().float(), strategy, schema=columns, epochs=3)
+    oracle = sgd_on_union(cnn().float(), data, epochs=3)
+    assert relative_error(outcome.module, oracle) <= within
+
+
+@every(
+    ("strategy", "sizes"), [(ALL_REDUCE, [20, 12]), (SHARDED, [20, 12]), (hybrid(1), [20, 12, 3])]
+)
+def test_autocast_to_bfloat16_is_that_of_one_process_on_each_ranks_minibatches(
+    strategy: Any, sizes: list[int]
+) -> None:
+    """Layers that several workers compute together round other sums."""
+    data = classification(sizes, dtype=np.float32)
+    columns = schema(6, torch.float32)
+    rounded = trained(
+        data, mlp().float(), strategy, precision="bf16", schema=columns, epochs=3
+    ).module
+    exact = sgd_on_union(mlp().float(), data, epochs=3)
+    assert 1e-4 < relative_error(rounded, exact) < 5e-2
+    if strategy.hybrid is None:
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            oracle = sgd_on_union(mlp().float(), data, epochs=3, by_parts=True)
+        assert relative_error(rounded, oracle) <= 1e-6
+
+
+# Losses that divide by something else than rows
+
+WEIGHT = torch.tensor([1.0, 20.0, 0.5], dtype=torch.float64)
+WEIGHTED = nn.CrossEntropyLoss(weight=WEIGHT)
+
+
+def pair(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """What ``WEIGHTED`` divides, and what it divides it by."""
+    counts = WEIGHT[targets.clamp(min=0)] * (targets != -100)
+    rows = functional.cross_entropy(outputs, targets.clamp(min=0), reduction="none")
+    return (rows * counts).sum(), counts.sum()
+
+
+def some_ignored(sizes: list[int]) -> Data:
+    """Of every worker's rows a part does not count; of the second's first eight, none does."""
+    data = classification(sizes)
+    targets = data.targets.copy()
+    targets[::5] = -100
+    targets[sizes[0] : sizes[0] + 8] = -100
+    return Data(data.features, targets, data.sizes)
+
+
+def require_one_process_on_labels(
+    strategy: Any, sizes: list[int], loss: Any, epochs: int = 2
+) -> None:
+    data, accumulate = some_ignored(sizes), getattr(strategy, "accumulate", 1)
+    outcome = trained(data, mlp(), strategy, loss=loss, epochs=epochs)
+    told: list[tuple[float, float]] = []
+
+    def divided(outputs: Tensor, targets: Tensor) -> Tensor:
+        total, divisor = pair(outputs, targets)
+        told.append((total.item(), divisor.item()))
+        return total / divisor if divisor else total
+
+    oracle = sgd_on_union(mlp(), data, epochs=epochs, accumulate=accumulate, loss=divided)
+    assert relative_error(outcome.module, oracle) <= 1e-9
+    totals, divisors = zip(*told[-len(told) // epochs :], strict=True)
+    assert outcome.history[-1].loss == pytest.approx(sum(totals) / sum(divisors), rel=1e-9)
+    assert [row.examples for row in outcome.history] == [sum(sizes)] * epochs
+
+
+@every("loss", [WEIGHTED, pair])
+@every("sizes", [[13, 19], [23]])
+def test_averaging_equals_one_process_whatever_labels_count(sizes: list[int], loss: Any) -> None:
+    require_one_process_on_labels(AVERAGING, sizes, loss, epochs=3)
+
+
+@pytest.mark.nightly_variants(every=3)
+@pytest.mark.parametrize("loss", [WEIGHTED, pair], ids=["torch's", "a pair"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ALL_REDUCE,
+        GradientAllReduce(accumulate=2),
+        GradientAllReduce(bucket_mb=0.0001),
+        ParameterAveraging(period=1, aggregation="executors"),
+        *ON_HOSTS,
+        hybrid(1),
+        hybrid(3),
+        hybrid(1, accumulate=2),
+    ],
+    ids=repr,
+)
+def test_workers_among_themselves_equal_one_process_whatever_labels_count(
+    strategy: Any, loss: Any
+) -> None:
+    require_one_process_on_labels(strategy, [13, 19, 5], loss)
+
+
+def test_a_window_in_which_nothing_counts_goes_on_as_in_torch() -> None:
+    data = classification([12])
+    data.targets[:4] = -100
+    momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    job = make_job(mlp(), optimizer=momentum, epochs=3, batch_size=1)
+    outcome = run_world(job, data.shards())
+    summed = partial(functional.cross_entropy, reduction="sum")
+    oracle = sgd_on_union(mlp(), data, momentum, epochs=3, batch_size=1, loss=summed)
+    assert relative_error(outcome.module, oracle) <= 1e-9
+    assert np.isfinite(outcome.history[-1].loss)
+
+
+def test_a_loss_that_is_a_sum_equals_plain_all_reduce() -> None:
+    data, loss = classification([7, 12, 1]), nn.CrossEntropyLoss(reduction="sum")
+    small = partial(torch.optim.SGD, lr=0.01)
+    found, known = (
+        trained(data, mlp(), each, loss=loss, optimizer=small, epochs=2).module
+        for each in (hybrid(1), ALL_REDUCE)
+    )
+    assert relative_error(found, known) <= 1e-9
+
+
+class Own(nn.Module):
+    """Its logits, or with labels also the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.layers = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+    def forward(self, features: Tensor, *, kind: Tensor | None = None) -> Any:
+        logits = self.layers(features)
+        if kind is None:
+            return logits
+        return {"logits": logits, "loss": functional.cross_entropy(logits, kind)}
+
+
+@every("strategy", [AVERAGING, ALL_REDUCE])
+@every("as_kwargs", [False, True])
+def test_the_loss_of_the_model_itself_equals_one_process(strategy: Any, as_kwargs: bool) -> None:
+    data = classification([12, 9])
+    outcome = trained(
+        data,
+        Own(),
+        strategy,
+        loss=ModelLoss(("kind",)),
+        schema=replace(schema(), by_name=as_kwargs),
+        features_as_kwargs=as_kwargs,
+        epochs=3,
+    )
+    assert relative_error(outcome.module, sgd_on_union(Own(), data, epochs=3)) <= 1e-10
+
+
+# Weights and held-out rows
+
+HELD = ColumnSpec("held", torch.bool)
+
+
+def weighted_schema(*, held: bool = False) -> FeedSchema:
+    weight = ColumnSpec("weight", torch.float32)
+    plain = schema()
+    return FeedSchema(plain.features, plain.label, weight, HELD if held else None)
+
+
+def shards(data: Data, **more: np.ndarray) -> list[Any]:
+    starts = np.cumsum([0, *data.sizes])
+    result = []
+    for rank, (start, size) in enumerate(zip(starts[:-1], data.sizes, strict=True)):
+        features, targets = data.shard(rank)
+        columns = {name: values[start : start + size] for name, values in more.items()}
+        result.append(batches_of(5, features=features, label=targets, **columns) if size else [])
+    return result
+
+
+@every(
+    ("strategy", "sizes", "unit"),
+    [
+        *((AVERAGING, sizes, 1.0) for sizes in ([24], [12, 12])),
+        *((AVERAGING, [15, 7, 2], unit) for unit in (1.0, 1000.0)),
+        *((hybrid(groups), RAGGED, 1.0) for groups in (1, 2)),
+    ],
+)
+def test_weighted_rows_train_as_in_one_process_whatever_the_weights_unit(
+    strategy: Any, sizes: list[int], unit: float
+) -> None:
+    """By sum_i w_i l_i / n, the mean of all w being 1."""
+    data = classification(sizes)
+    weights = np.random.default_rng(3).integers(0, 5, sum(sizes)).astype(np.float64) * unit
+    job = make_job(mlp(), schema=weighted_schema(), epochs=3, strategy=strategy)
+    ranks_as: Any = "processes" if strategy.needs.collective else "threads"
+    outcome = run_world(job, shards(data, weight=weights), ranks_as=ranks_as)
+    scaled, labels = torch.from_numpy(weights / weights.mean()), torch.from_numpy(data.targets)
+
+    def weighted(outputs: Tensor, rows: Tensor) -> Tensor:
+        losses = functional.cross_entropy(outputs, labels[rows], reduction="none")
+        return (losses * scaled[rows]).mean()
+
+    numbered = replace(data, targets=np.arange(sum(sizes)))
+    oracle = sgd_on_union(mlp(), numbered, epochs=3, loss=weighted)
+    assert relative_error(outcome.module, oracle) <= 1e-6
+
+
+def test_the_loss_of_held_out_rows_is_in_the_history_of_every_epoch() -> None:
+    data = classification([20, 9, 6])
+    generator = np.random.default_rng(4)
+    weights = generator.integers(1, 5, 35).astype(np.float64)
+    held = generator.random(35) < 0.4
+    job = make_job(mlp(), schema=weighted_schema(held=True), epochs=2)
+    outcome = run_world(job, shards(data, weight=weights, held=held))
+
+    assert [epoch.examples for epoch in outcome.history] == [int((~held).sum())] * 2
+    assert [epoch.validation_examples for epoch in outcome.history] == [int(held.sum())] * 2
+    with torch.no_grad():
+        outputs = outcome.module(torch.from_numpy(data.features[held]))
+        targets = torch.from_numpy(data.targets[held])
+        rows = functional.cross_entropy(outputs, targets, reduction="none").numpy()
+    expected = np.average(rows, weights=weights[held])
+    assert outcome.history[-1].validation_loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_held_out_rows_are_seen_by_whole_layers() -> None:
+    data = classification([24, 9, 15, 2])
+    held = np.arange(50) % 3 == 1
+    found, known = (
+        run_world(
+            make_job(mlp(), strategy=each, schema=weighted_schema(held=True), epochs=2),
+            shards(data, weight=np.ones(50), held=held),
+            ranks_as="processes",
+        ).history
+        for each in (hybrid(2), ALL_REDUCE)
+    )
+    losses = [[row.validation_loss for row in each] for each in (found, known)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+def test_rows_that_are_held_out_change_nothing_but_the_history() -> None:
+    data = classification([14, 8])
+    held = np.zeros(22, dtype=bool)
+    held[[1, 5, 15, 21]] = True
+    plain = schema()
+    with_held = make_job(
+        mlp(), schema=FeedSchema(plain.features, plain.label, validation=HELD), epochs=2
+    )
+    kept = Data(data.features[~held], data.targets[~held], (12, 6))
+    first = run_world(with_held, shards(data, held=held))
+    second = run_world(make_job(mlp(), epochs=2), kept.shards())
+    mine, other = first.module.state_dict(), second.module.state_dict()
+    assert all(torch.equal(mine[key], other[key]) for key in other)
+    assert second.history[0].validation_loss is None
+
+
+# Models of all kinds
+
+
+class Tied(nn.Module):
+    """Two layers have one matrix, another layer is called twice, and a bias is the module's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(6, 5)
+        self.blocks = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+        self.back = nn.Linear(5, 6)
+        self.last = nn.Linear(6, 5)
+        self.last.weight = self.first.weight
+        self.bias = nn.Parameter(torch.zeros(3))
+        self.double()
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = self.first(features).tanh()
+        for block in [*self.blocks, self.blocks[0]]:
+            hidden = block(hidden).tanh()
+        outputs: Tensor = self.last(self.back(hidden))
+        return outputs[:, :3] + self.bias
+
+
+class Frozen(nn.Module):
+    """A backbone of which only one bias is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.backbone = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5)).double()
+        self.backbone.requires_grad_(False)
+        self.backbone[2].bias.requires_grad_(True)
+        self.head = nn.Linear(5, 3).double()
+
+    def forward(self, features: Tensor) -> Tensor:
+        outputs: Tensor = self.head(self.backbone(features))
+        return outputs
+
+
+class Attending(nn.Module):
+    """torch's own layers that read the parameters of the layers in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        layer = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True)
+        self.embed = nn.Linear(1, 4)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.recurrent = nn.LSTM(4, 3, batch_first=True, num_layers=2)
+        self.head = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+        self.double()
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden, _ = self.recurrent(self.encoder(self.embed(features.unsqueeze(-1))))
+        outputs: Tensor = self.head(hidden[:, -1])
+        return outputs
+
+
+class Recomputing(Tied):
+    """Keeps nothing of its first layers for the backward pass."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        def begin(x: Tensor) -> Tensor:
+            outputs: Tensor = self.blocks[1](self.blocks[0](self.first(x)).tanh())
+            return outputs
+
+        hidden = checkpoint(begin, features, use_reentrant=False)
+        outputs: Tensor = self.last(self.back(hidden))
+        return outputs[:, :3] + self.bias
+
+
+class OfAllKinds(nn.Module):
+    """Layers without a bias, called twice, of sequences, side by side, and called for no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.scale = nn.Parameter(torch.ones(6))
+        self.items = nn.Linear(1, 4, bias=False)
+        self.twice = nn.Linear(4, 4)
+        self.left, self.right = nn.Linear(24, 5), nn.Linear(24, 5, bias=False)
+        self.last = nn.Linear(5, 3)
+        self.double()
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = self.items((features * self.scale).unsqueeze(-1)).tanh()
+        hidden = self.twice(self.twice(hidden).tanh()).flatten(1)
+        with torch.no_grad():
+            shown = self.left(hidden).mean(1, keepdim=True)
+        outputs: Tensor = self.last(self.left(hidden).tanh() * self.right(hidden) - shown)
+        return outputs
+
+
+@every(
+    ("model", "strategy", "sizes"),
+    [
+        *((each, SHARDED, [9, 6, 3]) for each in (Tied, Frozen, Attending, Recomputing)),
+        *(
+            (OfAllKinds, hybrid(groups, layers), RAGGED)
+            for groups, layers in ((1, "*"), (2, "*"), (1, "right"), (2, "[tlr]*"))
+        ),
+    ],
+)
+def test_models_of_all_kinds_equal_one_process(model: Any, strategy: Any, sizes: list[int]) -> None:
+    data = classification(sizes)
+    outcome = trained(data, model, strategy, optimizer=ADAM, epochs=2)
+    assert relative_error(outcome.module, sgd_on_union(model(), data, ADAM, epochs=2)) <= 1e-9
+
+
+@every("strategy", [SHARDED, hybrid(1)])
+@every("synchronized", [False, True])
+def test_statistics_and_random_numbers_are_those_of_plain_all_reduce(
+    strategy: Any, synchronized: bool
+) -> None:
+    torch.manual_seed(5)
+    norm, drops = nn.BatchNorm1d(5), nn.Dropout(0.5)
+    model = nn.Sequential(nn.Linear(6, 5), norm, drops, nn.Linear(5, 3)).double()
+    data = classification([18, 10])
+    found, known = (
+        trained(data, model, replace(each, sync_batch_norm=synchronized), epochs=3).module
+        for each in (strategy, ALL_REDUCE)
+    )
+    assert relative_error(found, known) <= (1e-9 if strategy.hybrid else 1e-10)
+    assert found[1].num_batches_tracked == known[1].num_batches_tracked
+
+
+AMONG = partial(ParameterAveraging, 1, aggregation="executors")
+
+
+@pytest.mark.nightly
+@every(
+    ("before", "after", "name"),
+    [
+        *(
+            (*ways, name)
+            for ways in ((hybrid(1), hybrid(2)), (hybrid(2), ALL_REDUCE), (ALL_REDUCE, hybrid(1)))
+            for name in OPTIMIZERS
+        ),
+        (ALL_REDUCE, TREES, "momentum"),
+        (TREES, ALL_REDUCE, "momentum"),
+        (AMONG(), AMONG(reduction=SMALL), "momentum"),
+        (AMONG(reduction=SMALL), AMONG(), "momentum"),
+    ],
+)
+def test_a_training_goes_on_from_a_checkpoint_of_another_way(
+    before: Any, after: Any, name: str, tmp_path: Path
+) -> None:
+    """With the optimizer's state: a step from another would be off by more than 1e-9."""
+    data, optimizer = classification(RAGGED), OPTIMIZERS[name]
+    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
+    first, then = (
+        make_job(mlp(), strategy=each, optimizer=optimizer, epochs=3) for each in (before, after)
+    )
+    die_after(1, first, data.shards(), policy, "processes")
+    outcome = run_world(then, data.shards(), ranks_as="processes", checkpoints=policy)
+    oracle = sgd_on_union(mlp(), data, optimizer, epochs=3)
+    assert relative_error(outcome.module, oracle) <= 1e-9
