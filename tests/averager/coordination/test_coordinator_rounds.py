@@ -387,7 +387,7 @@ def typical_instructions(world_size: int, rounds: int) -> dict[str, float]:
     """How many of Python's instructions the events of a round typically take, by kind.
 
     Instructions, because they are the same on a busy machine. A scan in C is one of them:
-    `benchmarks/averager_scale.py` measures what those cost.
+    `benchmarks/rounds.py scale` measures what those cost.
     """
     run = started(world_size)
     instructions: dict[str, list[int]] = {}
