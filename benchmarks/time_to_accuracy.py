@@ -46,7 +46,7 @@ import digits
 import fit_session
 import harness
 import torch
-from accuracy_curves import crossing, take_module
+from accuracy_curves import take_module
 from peers import averaging_loop
 from pyspark.sql import SparkSession
 from torch import nn
@@ -84,21 +84,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "one_process": {"learning_rate": 0.1, "threads": 1},
 }
 
-INK, FAINT = "#767e8a", "#767e8a59"
-LOOKS: dict[str, tuple[str, str, str]] = {
-    "sparkdl": ("sparkdl, ParameterAveraging", "#2b7de9", "-"),
-    "sparkdl_all_reduce": ("sparkdl, GradientAllReduce", "#0e9aa7", "-"),
-    "one_process": ("one process, rows collected", INK, "--"),
-    "averaging_loop": ("loop by hand, its best case", "#d9661f", "-"),
-    "averaging_frame": ("loop by hand, on a DataFrame", "#c2902a", "-"),
-    "elephas": ("elephas", "#b455c8", "-"),
-    "torch_distributor": ("TorchDistributor, DDP", "#d8496a", "-"),
-}
-"""Name, colour and stroke; contenders not listed, like ours in another session, are not drawn."""
-PANELS = {"First fit of a session": slice(1), "Later fits": slice(1, None)}
-LOWEST = 0.7
-FIGURE_SPACE = "\u2007"
-"""A space as wide as a digit."""
 Fits = list[dict[str, Any]]
 """``seconds`` and ``curve`` of the fits of one session; see accuracy_curves.py."""
 Session = Callable[[Sequence[dict[str, Any]]], Fits]
@@ -142,7 +127,7 @@ def main() -> None:
             }
             runs[kind] = harness.interleave(turns, repeats=chosen.repeats)
     if chosen.plot is not None:
-        draw(runs[kinds[0]], WANTED, chosen.plot)
+        accuracy_curves.draw(runs[kinds[0]], WANTED, chosen.plot)
     report(runs, settings)
 
 
@@ -291,7 +276,7 @@ def turn(name: str, session: Session, settings: Mapping[str, Any]) -> Callable[[
 
 def seconds_to(fit: Mapping[str, Any]) -> float:
     """Returns the seconds that a fit took to reach the accuracy; infinity if it never did."""
-    return _crossing_of(fit["curve"], WANTED)
+    return accuracy_curves.seconds_to(fit["curve"], WANTED)
 
 
 @dataclass
@@ -448,92 +433,6 @@ def claims_of(which: str, seconds: dict[str, float]) -> list[harness.Claim]:
         for text, name in others.items()
         if name in seconds and text != best
     ]
-
-
-def draw(runs: Mapping[str, Sequence[Fits]], wanted: float, path: Path) -> None:
-    """Writes the picture.
-
-    Args:
-        runs: by contender, the sessions, each a list of fits with their ``curve``.
-        wanted: the accuracy to reach.
-        path: where to write; the suffix determines the format.
-    """
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    style = {
-        "font.size": 10.5,
-        "font.family": "sans-serif",
-        "svg.hashsalt": "time-to-accuracy",  # otherwise every run names its shapes differently
-        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
-        "axes.edgecolor": INK,
-    }
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(9, 6.6), layout="constrained")
-        panels = figure.subplots(len(PANELS), sharex=True)
-        for axes, (title, part) in zip(panels, PANELS.items(), strict=True):
-            fits = {
-                name: [fit["curve"] for session in runs[name] for fit in session[part]]
-                for name in LOOKS
-                if name in runs
-            }
-            _panel(axes, title, fits, wanted)
-        panels[-1].set_xlabel("seconds since fit() was called")
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(path, transparent=True, dpi=160, metadata=metadata)
-
-
-def _panel(axes: Any, title: str, fits: Mapping[str, Sequence[Any]], wanted: float) -> None:
-    """Draws one kind of fit: all curves faint, the median, with its crossing, in full colour."""
-    from matplotlib.lines import Line2D
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    order = {}
-    for name, curves in fits.items():
-        _, colour, stroke = LOOKS[name]
-        ranked = sorted(curves, key=lambda curve: _crossing_of(curve, wanted))
-        middle = ranked[(len(ranked) - 1) // 2]
-        there = crossing(middle, wanted)
-        order[name] = statistics.median(_crossing_of(curve, wanted) for curve in curves)
-        for curve in curves:
-            width, opacity = (2.2, 1.0) if curve is middle else (0.9, 0.3)
-            seconds, accuracies = zip(*curve, strict=True)
-            axes.plot(seconds, accuracies, stroke, color=colour, linewidth=width, alpha=opacity)
-        if there is not None:
-            axes.plot(there, dict(middle)[there], "o", color=colour, markersize=6.5)
-    axes.axhline(wanted, color=INK, linewidth=0.9, linestyle=(0, (2, 3)))
-    axes.set_xscale("log")
-    axes.set_ylim(LOWEST, 0.99)
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
-    axes.set_ylabel("test accuracy")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
-    axes.set_yticks([0.7, 0.8, 0.9, wanted])
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.tick_params(labelbottom=True)
-    axes.grid(axis="x", color=FAINT, linewidth=0.5)
-    axes.spines[["top", "right"]].set_visible(False)
-    lines, labels = [], []
-    for name in sorted(order, key=order.__getitem__):
-        label, colour, stroke = LOOKS[name]
-        lines.append(Line2D([], [], color=colour, linestyle=stroke, linewidth=2.2))
-        reached = f"{order[name]:.1f} s" if math.isfinite(order[name]) else "never"
-        labels.append(f"{reached.rjust(6, FIGURE_SPACE)}   {label}")
-    axes.legend(
-        lines,
-        labels,
-        title=f"to {wanted:.0%}",
-        alignment="left",
-        loc="center left",
-        bbox_to_anchor=(1.0, 0.5),
-        frameon=False,
-    )
-
-
-def _crossing_of(curve: Sequence[tuple[float, float]], wanted: float) -> float:
-    seconds = crossing(curve, wanted)
-    return math.inf if seconds is None else seconds
 
 
 if __name__ == "__main__":

@@ -187,8 +187,7 @@ class CheckpointStore:
     def _useless(self, error: Exception) -> ConfigError:
         return ConfigError(
             f"checkpointPath '{self.path}' cannot be used: {without_credentials(str(error))}. "
-            "Use a directory on this machine, or a URI that pyarrow.fs or Spark accepts, for "
-            "example s3://bucket/directory"
+            "Use a directory, or a URI such as s3://bucket/directory"
         )
 
     def _newest_number(self) -> int:

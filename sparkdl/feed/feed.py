@@ -106,7 +106,13 @@ class Feed:
         self._options = options or FeedOptions()
         self._training = self._new_store()
         self._held_out = self._new_store()
-        self._reading = self._reading_of(())
+        self._reading = Reading(
+            schema,
+            rank,
+            self._training,
+            self._held_out,
+            skip_invalid=self._options.skip_invalid,
+        )
         self._orders: dict[PartitionStore, Tensor | None] = {}
         self._exchanged_before = 0
         self._held_out_exchanged = False
@@ -144,8 +150,7 @@ class Feed:
             source: the rows, once; the columns of the schema, then perhaps ``ORDER_COLUMN``.
             on_rows: called after each part of a record batch with the rows read so far.
         """
-        self._reading = self._reading_of(source, on_rows)
-        return self._reading.read()
+        return self._reading.read(source, on_rows)
 
     def scale_weights(self, mean: float) -> None:
         """Divide the rows' weights by their mean over all workers' rows to train on.
@@ -225,19 +230,6 @@ class Feed:
 
     def _new_store(self) -> PartitionStore:
         return PartitionStore(self._directory)
-
-    def _reading_of(
-        self, source: Iterable[pa.RecordBatch], on_rows: OnRows = lambda rows: None
-    ) -> Reading:
-        return Reading(
-            self._schema,
-            self._rank,
-            self._training,
-            self._held_out,
-            source,
-            on_rows,
-            skip_invalid=self._options.skip_invalid,
-        )
 
     def _exchanged(self, old: PartitionStore, exchange: RowExchange, epoch: int) -> PartitionStore:
         new = self._new_store()

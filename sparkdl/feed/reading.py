@@ -45,8 +45,6 @@ class Reading:
         rank: the worker's rank, for places in messages.
         training: receives the rows to train on.
         held_out: receives those to validate with.
-        source: the rows; the columns of the schema, then perhaps ``ORDER_COLUMN``.
-        on_rows: called after each part of a record batch with the rows read so far.
         skip_invalid: whether rows whose features cannot be used are left out, not refused.
 
     Attributes:
@@ -61,8 +59,6 @@ class Reading:
         rank: int,
         training: PartitionStore,
         held_out: PartitionStore,
-        source: Iterable[pa.RecordBatch],
-        on_rows: OnRows = lambda rows: None,
         *,
         skip_invalid: bool = False,
     ) -> None:
@@ -75,10 +71,8 @@ class Reading:
         self._rank = rank
         self._training = training
         self._held_out = held_out
-        self._on_rows = on_rows
         self._weights: list[Tensor] = []
         self._fingerprints = {training: 0, held_out: 0}
-        self._source = source
 
     @property
     def sound(self) -> bool:
@@ -86,13 +80,17 @@ class Reading:
         columns = zip(self.statistics, self._schema.columns, strict=True)
         return all(found.can_become(spec) for found, spec in columns)
 
-    def read(self) -> ShardStatistics:
+    def read(self, source: Iterable[pa.RecordBatch], on_rows: OnRows) -> ShardStatistics:
         """Read every row; returns what was found in them.
 
         Rows that cannot be trained on do not stop the reading, but from then on nothing is stored.
+
+        Args:
+            source: the rows; the columns of the schema, then perhaps ``ORDER_COLUMN``.
+            on_rows: called after each part of a record batch with the rows read so far.
         """
         specs = self._schema.columns
-        for record_batch in self._source:
+        for record_batch in source:
             if record_batch.num_rows == 0:
                 continue
             for columns in small_parts(record_batch.columns, specs):
@@ -108,7 +106,7 @@ class Reading:
                 none_left = valid is not None and not valid.any()
                 if self.sound and not none_left:
                     self._store(decoded, keys)
-                self._on_rows(self.rows)
+                on_rows(self.rows)
         self._training.flush()
         self._held_out.flush()
         return self._shard()

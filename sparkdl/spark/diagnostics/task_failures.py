@@ -45,7 +45,10 @@ def memory_advice(text: str) -> str:
         One sentence; empty if it certainly ended for another reason.
     """
     if _HEAP.search(text):
-        return "The executor's JVM ran out of memory: raise spark.executor.memory"
+        return (
+            "The executor's JVM ran out of memory: raise spark.executor.memory, or, if rows are "
+            "large, lower spark.sql.execution.arrow.maxRecordsPerBatch"
+        )
     if _KILLED.search(text):
         return (
             "The executor was killed, as the system and cluster managers do when one takes too "

@@ -311,6 +311,6 @@ def working_as(worker: FunctionWorker) -> Iterator[None]:
 
 def _without_hadoop(uri: str) -> NoReturn:
     raise OSError(
-        "pyarrow cannot open it on this worker, which has no Java: use storage that all executors "
-        "have mounted, or a URI that pyarrow opens itself (for hdfs: it needs libhdfs)"
+        "pyarrow cannot open it (for hdfs: it needs libhdfs), and a worker has no Java to ask "
+        "Hadoop: use storage that all executors have mounted, or a scheme of pyarrow's"
     )

@@ -20,6 +20,7 @@ from sparkdl.spark.diagnostics.task_failures import end_of_a_rank, memory_advice
 from sparkdl.spark.launch.launcher import as_training_error
 
 LOST = "ExecutorLostFailure (executor 3 exited caused by one of the running tasks) Reason: "
+HEAP_ADVICE = r"raise spark\.executor\.memory, or, if rows .* lower .*maxRecordsPerBatch$"
 
 
 def test_want_of_memory_names_the_setting_to_raise() -> None:
@@ -35,8 +36,14 @@ def test_want_of_memory_names_the_setting_to_raise() -> None:
             + "The executor with id 3 exited with exit code 137(SIGKILL, possible container OOM).",
             "spark.executor.memoryOverhead",
         ),
-        (LOST + "Command exited with code 52", "raise spark.executor.memory$"),
-        ("java.lang.OutOfMemoryError: Java heap space", "raise spark.executor.memory$"),
+        (
+            LOST + "Command exited with code 52",
+            HEAP_ADVICE,
+        ),
+        (
+            "java.lang.OutOfMemoryError: Java heap space",
+            HEAP_ADVICE,
+        ),
         ("Python worker exited unexpectedly (crashed)", "spark.executor.memoryOverhead"),
     ]
     told = [(reason, setting, memory_advice(reason)) for reason, setting in reasons]

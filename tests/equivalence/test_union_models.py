@@ -1,0 +1,145 @@
+"""Models of all kinds of layers train as one process does, whatever is split among workers.
+
+The oracle is that of ``test_union_batch``.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import cloudpickle
+import torch
+from every_row import every
+from test_union_batch import ADAM, ALL_REDUCE, RAGGED, SHARDED, hybrid, trained
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from toys import classification, relative_error, sgd_on_union
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Tied(nn.Module):
+    """Two layers have one matrix, another layer is called twice, and a bias is the module's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(6, 5)
+        self.blocks = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+        self.back = nn.Linear(5, 6)
+        self.last = nn.Linear(6, 5)
+        self.last.weight = self.first.weight
+        self.bias = nn.Parameter(torch.zeros(3))
+        self.double()
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = self.first(features).tanh()
+        for block in [*self.blocks, self.blocks[0]]:
+            hidden = block(hidden).tanh()
+        outputs: Tensor = self.last(self.back(hidden))
+        return outputs[:, :3] + self.bias
+
+
+class Frozen(nn.Module):
+    """A backbone of which only one bias is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.backbone = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5)).double()
+        self.backbone.requires_grad_(False)
+        self.backbone[2].bias.requires_grad_(True)
+        self.head = nn.Linear(5, 3).double()
+
+    def forward(self, features: Tensor) -> Tensor:
+        outputs: Tensor = self.head(self.backbone(features))
+        return outputs
+
+
+class Attending(nn.Module):
+    """torch's own layers that read the parameters of the layers in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        layer = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True)
+        self.embed = nn.Linear(1, 4)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.recurrent = nn.LSTM(4, 3, batch_first=True, num_layers=2)
+        self.head = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+        self.double()
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden, _ = self.recurrent(self.encoder(self.embed(features.unsqueeze(-1))))
+        outputs: Tensor = self.head(hidden[:, -1])
+        return outputs
+
+
+class Recomputing(Tied):
+    """Keeps nothing of its first layers for the backward pass."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        def begin(x: Tensor) -> Tensor:
+            outputs: Tensor = self.blocks[1](self.blocks[0](self.first(x)).tanh())
+            return outputs
+
+        hidden = checkpoint(begin, features, use_reentrant=False)
+        outputs: Tensor = self.last(self.back(hidden))
+        return outputs[:, :3] + self.bias
+
+
+class OfAllKinds(nn.Module):
+    """Layers without a bias, called twice, of sequences, side by side, and called for no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.scale = nn.Parameter(torch.ones(6))
+        self.items = nn.Linear(1, 4, bias=False)
+        self.twice = nn.Linear(4, 4)
+        self.left, self.right = nn.Linear(24, 5), nn.Linear(24, 5, bias=False)
+        self.last = nn.Linear(5, 3)
+        self.double()
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = self.items((features * self.scale).unsqueeze(-1)).tanh()
+        hidden = self.twice(self.twice(hidden).tanh()).flatten(1)
+        with torch.no_grad():
+            shown = self.left(hidden).mean(1, keepdim=True)
+        outputs: Tensor = self.last(self.left(hidden).tanh() * self.right(hidden) - shown)
+        return outputs
+
+
+@every(
+    ("model", "strategy", "sizes"),
+    [
+        *((each, SHARDED, [9, 6, 3]) for each in (Tied, Frozen, Attending, Recomputing)),
+        *(
+            (OfAllKinds, hybrid(groups, layers), RAGGED)
+            for groups, layers in ((1, "*"), (2, "*"), (1, "right"), (2, "[tlr]*"))
+        ),
+    ],
+)
+def test_models_of_all_kinds_equal_one_process(model: Any, strategy: Any, sizes: list[int]) -> None:
+    data = classification(sizes)
+    outcome = trained(data, model, strategy, optimizer=ADAM, epochs=2)
+    assert relative_error(outcome.module, sgd_on_union(model(), data, ADAM, epochs=2)) <= 1e-9
+
+
+@every("strategy", [SHARDED, hybrid(1)])
+@every("synchronized", [False, True])
+def test_statistics_and_random_numbers_are_those_of_plain_all_reduce(
+    strategy: Any, synchronized: bool
+) -> None:
+    torch.manual_seed(5)
+    norm, drops = nn.BatchNorm1d(5), nn.Dropout(0.5)
+    model = nn.Sequential(nn.Linear(6, 5), norm, drops, nn.Linear(5, 3)).double()
+    data = classification([18, 10])
+    found, known = (
+        trained(data, model, replace(each, sync_batch_norm=synchronized), epochs=3).module
+        for each in (strategy, ALL_REDUCE)
+    )
+    assert relative_error(found, known) <= (1e-9 if strategy.hybrid else 1e-10)
+    assert found[1].num_batches_tracked == known[1].num_batches_tracked
