@@ -51,6 +51,9 @@ def main() -> None:
     options.add_argument("--against", metavar="COMMIT", help="measures that commit in turns")
     options.add_argument("--write", action="store_true", help="puts the tables into the pages")
     chosen = options.parse_args()
+    for name in chosen.names:
+        if not (harness.FOLDER / f"{name.partition(' ')[0]}.py").exists():
+            options.error(f"there is no benchmark {name!r}; there are {', '.join(NAMES)}")
     if chosen.write and (chosen.quick or chosen.against):
         options.error("--write is for whole results, without --quick and --against")
     if chosen.write and (load := os.getloadavg()[0]) > BUSY:

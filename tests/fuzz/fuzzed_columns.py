@@ -94,8 +94,8 @@ class ColumnsTarget(Target):
         batches = [_batch(kind, part) for part in (rows, rows[:1])]
         store, held_out = PartitionStore(self._folder), PartitionStore(self._folder)
         try:
-            reading = Reading(FeedSchema((spec,), LABEL), 0, store, held_out, batches)
-            statistics = DataStatistics.of([reading.rest()])
+            reading = Reading(FeedSchema((spec,), LABEL), 0, store, held_out)
+            statistics = DataStatistics.of([reading.read(batches, lambda rows: None)])
             check_statistics(statistics, (spec, LABEL))
             if statistics.columns[0].fractions or statistics.columns[0].not_finite:
                 return True  # the driver knows, and decides by the column's purpose
