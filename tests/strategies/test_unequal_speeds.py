@@ -76,7 +76,7 @@ def test_with_everyone_in_each_round_they_do_at_any_rate(strategy: Strategy[Any]
 
 
 def test_with_large_steps_the_center_has_last_seen_the_slow_one_unless_a_bound_holds() -> None:
-    """As strategy-cutoff.md says, with its figures."""
+    """As averaging.md#stragglers-cut-off says, with its figures."""
     rate = 1 / STEPS
     assert ends_at(averaging(cutoff=1), rate) == pytest.approx(0.33, abs=0.01)
     assert ends_at(AsynchronousSGD(2), rate) == pytest.approx(0.32, abs=0.01)
@@ -94,7 +94,7 @@ def test_scaled_by_staleness_the_slow_one_counts_several_times() -> None:
 
 
 def test_an_elastic_center_is_nearer_to_a_slow_worker_and_gossip_is_not() -> None:
-    """As strategy-elastic.md says, with its figures."""
+    """As averaging.md#elastic-averaging says, with its figures."""
     elastic = ElasticAveraging(2, mode="asynchronous")
     assert ends_at(elastic, rate=0.005) == pytest.approx(0.35, abs=0.01)
     assert ends_at(elastic, rate=0.05) == pytest.approx(0.45, abs=0.01)
