@@ -214,7 +214,8 @@ def test_the_package_of_an_extra_is_imported_by_the_room_that_has_it_only() -> N
     setup.read(ROOT.parent / "setup.cfg")
     of_extras = {
         "PIL": ("pillow", {"encodings"}, ("images", "dedup")),
-        "scipy": ("scipy", {"dedup"}, ("dedup",)),
+        "imagehash": ("imagehash", {"dedup"}, ("dedup",)),
+        "scipy": ("scipy", {"planner"}, ("planning",)),
         "tensorstore": ("tensorstore", {"volumes"}, ("volumes",)),
     }
     for root, (distribution, layers, extras) in of_extras.items():

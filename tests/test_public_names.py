@@ -40,7 +40,7 @@ def test_a_name_is_what_its_home_has() -> None:
 
 
 def test_no_name_of_the_list_needs_a_package_of_an_extra() -> None:
-    extras = ["PIL", "cryptography", "jsonargparse", "matplotlib", "mlflow", "scipy"]
+    extras = ["PIL", "cryptography", "imagehash", "jsonargparse", "matplotlib", "mlflow", "scipy"]
     extras += ["tensorboard", "tensorstore", "torchmetrics"]
     program = f"import sys, sparkdl; sys.modules.update(dict.fromkeys({extras})); "
     program += "print(*(getattr(sparkdl, name) for name in sparkdl.__all__), sep='\\n')"

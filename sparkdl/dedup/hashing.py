@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from sparkdl.dedup.image_hashes import IMAGE_HASHES, grey_images, hashed, reduced
+from sparkdl.dedup.image_hashes import IMAGE_HASHES, as_words, grey_images, hashed
 from sparkdl.dedup.texts import not_utf8, simhash
 from sparkdl.spark.rows.columns import quoted
 
@@ -75,16 +75,16 @@ def hash_rows(kind: str, rows: pa.Array) -> tuple[pa.Array, pa.Array, pa.Array]:
         for index in np.flatnonzero(known)[~full].tolist():
             faults[index], known[index] = NO_TEXT, False
     else:
-        small = []
+        bits = []
         for index, image in enumerate(grey_images(rows)):
             if image is None or isinstance(image, str):
                 faults[index] = image
             else:
-                small.append(reduced(image, kind))
+                bits.append(hashed(image, kind))
                 known[index], (least, most) = True, image.getextrema()
                 blank[index] = least == most
-        if small:
-            words[known] = hashed(np.stack(small), kind)
+        if bits:
+            words[known] = as_words(np.stack(bits))
     return pa.array(words, mask=~known), pa.array(faults, pa.string()), pa.array(blank)
 
 

@@ -1,4 +1,4 @@
-"""Rows of images as grey ones, and their hashes of 64 bits, equal to those of ``imagehash``.
+"""Rows of images as grey ones, and their hashes of 64 bits, by ``imagehash``.
 
 A hash is an int64 whose most significant bit is the first of the 8 x 8, row by row, so that it is
 ``int(str(imagehash.dhash(image)), 16)`` as a signed number.
@@ -6,7 +6,6 @@ A hash is an int64 whose most significant bit is the first of the 8 x 8, row by 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,15 +17,17 @@ from sparkdl.encodings.images import pillow
 from sparkdl.errors import SetupError
 from sparkdl.user_code.tracebacks import message_of
 
-IMAGE_HASHES = ("dhash", "ahash", "phash", "whash")
-_SIZES = {"ahash": (8, 8), "dhash": (9, 8), "phash": (32, 32)}
-"""Width and height to which an image is reduced."""
+IMAGE_HASHES = {
+    "dhash": "dhash",
+    "ahash": "average_hash",
+    "phash": "phash",
+    "whash": "whash",
+}
+"""By what ``imagehash`` calls each."""
 _GROUNDS = np.array([255, 0, 128])
 """Greys that transparent images are laid on; of those with equal contrast, the first."""
 _CONTRAST = 64
 """From this difference of greys on, a larger one does not make a ground better."""
-_ROOT = 0.7071067811865476
-"""Of one half, as PyWavelets rounds it: bits that hang on a tie come out as its do."""
 
 
 def grey_images(rows: pa.Array) -> Iterator[Any]:
@@ -63,112 +64,33 @@ def _ground(image: Any) -> int:
     return int(_GROUNDS[(distances @ shades).argmax()])
 
 
-def reduced(image: Any, kind: str) -> np.ndarray:
-    """What the hash of an image depends on.
+def hashed(image: Any, kind: str) -> np.ndarray:
+    """The bits of an image's hash, shape (64,), the most significant first.
 
     Args:
         image: Pillow's, of mode ``L``.
         kind: one of ``IMAGE_HASHES``.
-
-    Returns:
-        The pixels of the reduced image, shape (height, width), uint8; for ``whash`` the low
-        frequencies, shape (8, 8), float64.
     """
-    lanczos = 1  # PIL.Image.Resampling.LANCZOS, in all versions
-    if kind != "whash":
-        return np.asarray(image.resize(_SIZES[kind], lanczos))
-    side = max(2 ** int(math.log2(min(image.size))), 8)
-    return _low_frequencies(np.asarray(image.resize((side, side), lanczos)) / 255.0)
+    bits: np.ndarray = getattr(imagehash(), IMAGE_HASHES[kind])(image).hash
+    return bits.reshape(64)
 
 
-def hashed(images: np.ndarray, kind: str) -> np.ndarray:
-    """The hashes of reduced images.
-
-    Args:
-        images: as ``reduced`` returns them, stacked, shape (rows, height, width).
-        kind: one of ``IMAGE_HASHES``.
-
-    Returns:
-        Shape (rows,), int64.
-    """
-    if kind == "dhash":
-        bits = images[:, :, 1:] > images[:, :, :-1]
-    elif kind == "ahash":
-        bits = images > images.mean(axis=(1, 2), keepdims=True)
-    else:
-        values = _cosines(images) if kind == "phash" else images
-        bits = values > np.median(values, axis=(1, 2), keepdims=True)
-    return as_words(bits.reshape(len(images), 64))
-
-
-def as_words(bits: np.ndarray) -> np.ndarray:
-    """Bits of shape (rows, 64), the most significant first, as int64 of shape (rows,)."""
-    return np.packbits(bits, axis=1).view(">u8").astype(np.uint64).view(np.int64).reshape(-1)
-
-
-def _cosines(images: np.ndarray) -> np.ndarray:
-    """The 8 x 8 lowest frequencies of the discrete cosine transform (type II, not normalised)."""
-    dct = cosine_transform()
-    frequencies: np.ndarray = dct(dct(images, axis=1), axis=2)
-    return frequencies[:, :8, :8]
-
-
-def cosine_transform() -> Any:
-    """SciPy's.
+def imagehash() -> Any:
+    """The package.
 
     Raises:
         SetupError: it is not installed.
     """
     try:
-        from scipy.fft import dct
+        import imagehash as found
     except ImportError as error:
         raise SetupError(
-            "hash='phash' needs SciPy, which is not installed here: "
+            "hashes of images need imagehash, which is not installed here: "
             "pip install 'sparkdl-torch[dedup]'"
         ) from error
-    return dct
+    return found
 
 
-def _low_frequencies(pixels: np.ndarray) -> np.ndarray:
-    """Haar's approximation of 8 x 8, of an image whose mean has been taken away.
-
-    The mean goes as in ``imagehash``: the image is taken apart down to one number and put together
-    without it.
-
-    Args:
-        pixels: float64, shape (side, side), side a power of 2 and at least 8.
-    """
-    details, low = [], pixels
-    while len(low) > 1:
-        low, detail = _apart(low)
-        details.append(detail)
-    low = low * 0
-    for detail in reversed(details):
-        low = _together(low, detail)
-    while len(low) > 8:
-        low, _ = _apart(low)
-    return low
-
-
-def _apart(image: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    (low, high) = _halves(image)
-    (mean, across), (down, both) = _halves(low.T), _halves(high.T)
-    return mean.T, (across.T, down.T, both.T)
-
-
-def _halves(image: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sums and differences of pairs of rows."""
-    even, odd = image[0::2] * _ROOT, image[1::2] * _ROOT
-    return even + odd, even - odd
-
-
-def _together(mean: np.ndarray, details: tuple[np.ndarray, ...]) -> np.ndarray:
-    across, down, both = details
-    low, high = _whole(mean.T, across.T).T, _whole(down.T, both.T).T
-    return _whole(low, high)
-
-
-def _whole(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    rows = np.empty((2 * len(low), low.shape[1]))
-    rows[0::2], rows[1::2] = low * _ROOT + high * _ROOT, low * _ROOT - high * _ROOT
-    return rows
+def as_words(bits: np.ndarray) -> np.ndarray:
+    """Bits of shape (rows, 64), the most significant first, as int64 of shape (rows,)."""
+    return np.packbits(bits, axis=1).view(">u8").astype(np.uint64).view(np.int64).reshape(-1)

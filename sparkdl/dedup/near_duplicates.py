@@ -17,7 +17,7 @@ from sparkdl.arguments import counted
 from sparkdl.dedup.bands import Keys, keys_for
 from sparkdl.dedup.columns import require_columns
 from sparkdl.dedup.hashing import hashes, persisted
-from sparkdl.dedup.image_hashes import cosine_transform
+from sparkdl.dedup.image_hashes import imagehash
 from sparkdl.dedup.model import Found, NearDuplicatesModel
 from sparkdl.dedup.pairs import decided
 from sparkdl.dedup.params import DedupParams
@@ -81,10 +81,9 @@ class NearDuplicates(
         require_frame(dataset, to_end="Fit on")
         require_columns(self, dataset)
         kind = self.getHash()
-        if kind == "phash":
-            cosine_transform()
         if kind not in ("simhash", "given"):
             pillow()
+            imagehash()
         with small_record_batches(dataset.sparkSession):
             rows = hashes(dataset, kind, self.getInputCol(), self.getWithin(), self.getKeep())
             words = (

@@ -20,7 +20,7 @@ from PIL import Image, ImageDraw, ImageOps
 from sparkdl import NearDuplicates
 from sparkdl.dedup.bands import MOST_KEYS, Keys, dealt, keys_for, signed
 from sparkdl.dedup.hashing import hash_rows
-from sparkdl.dedup.image_hashes import cosine_transform, grey_images
+from sparkdl.dedup.image_hashes import grey_images, imagehash
 from sparkdl.dedup.texts import simhash
 from sparkdl.encodings import any_size
 from sparkdl.errors import SetupError
@@ -227,12 +227,12 @@ def test_an_image_that_announces_too_many_pixels_is_not_decoded(
 
 
 def test_a_missing_package_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("PIL.Image", "scipy.fft"):
+    for module in ("PIL.Image", "imagehash"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SetupError, match=r"Pillow.*pip install 'sparkdl-torch\[images\]'"):
         grey(b"")
-    with pytest.raises(SetupError, match=r"SciPy.*pip install 'sparkdl-torch\[dedup\]'"):
-        cosine_transform()
+    with pytest.raises(SetupError, match=r"imagehash.*pip install 'sparkdl-torch\[dedup\]'"):
+        imagehash()
 
 
 TEXT = (

@@ -9,30 +9,24 @@
     order  memory = max over k of (h_1 + ... + h_k + w_k)      of a step: when layer k's backward
            pass runs, the layers after it have given up what they held
 
-This is the multiple-choice knapsack. Layer by layer, the states that no other one beats in both
-memory and seconds are kept (Nemhauser and Ullmann 1969), so nothing is rounded to buckets of bytes;
-a state is dropped too where the linear relaxation of the layers after it (Sinha and Zoltners 1979)
-shows that it cannot be part of something faster than what is known. The programme itself is known
+This is the multiple-choice knapsack, solved as an integer programme (HiGHS, by SciPy). It is known
 to us second hand (arXiv 1709.06622, section on mini-batch size and algorithms); "max" and "order"
 are derived here.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
 from sparkdl.arguments import as_number, as_whole
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, SetupError
 
 Constraint = Literal["sum", "max", "order"]
-_SLACK = 1e-9
-"""Relative; bounds are sums of floats in another order than what they bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +105,7 @@ def fastest(
 
     Raises:
         ConfigError: nothing fits, a layer has no options, or an argument is out of range.
+        SetupError: SciPy is not installed.
     """
     bytes_left = as_whole(budget)
     if bytes_left is None:
@@ -120,151 +115,71 @@ def fastest(
     empty = [index for index, options in enumerate(layers) if not options]
     if empty:
         raise ConfigError(f"layer {empty[0]} has no options to choose from")
-    best: tuple[float, tuple[int, ...]] | None = None
-    for limit, capacity in _workspaces(layers, bytes_left, constraint):
-        tables = [_table(options, limit, constraint) for options in layers]
-        ceiling = math.inf if best is None else best[0]
-        found = _search(tables, capacity, ceiling)
-        if found is not None and (best is None or found[0] < best[0]):
-            best = found
-    if best is None:
-        least = _least_memory(layers, constraint)
-        raise ConfigError(
-            f"a budget of {bytes_left:,} bytes is too small: even the options that need least take "
-            f"{least:,}. Raise the budget, or take smaller minibatches"
-        )
-    chosen = [options[pick] for options, pick in zip(layers, best[1], strict=True)]
-    seconds = math.fsum(each.seconds for each in chosen)
-    return Selection(best[1], seconds, memory_of(chosen, constraint))
-
-
-def _workspaces(
-    layers: Sequence[Sequence[Option]], budget: int, constraint: Constraint
-) -> Iterator[tuple[int | None, int]]:
-    """The most that an option may need while it works, and what that leaves for what is held."""
-    if constraint != "max":
-        yield None, budget
-        return
-    least = max((min(option.working for option in options) for options in layers), default=0)
-    sizes = {option.working for options in layers for option in options} | {least}
-    yield from ((size, budget - size) for size in sorted(sizes) if size >= least)
-
-
-def _least_memory(layers: Sequence[Sequence[Option]], constraint: Constraint) -> int:
-    """The smallest budget that is enough."""
-    if constraint == "max":
-        sizes = [size for size, _ in _workspaces(layers, 0, constraint) if size is not None]
-        return min(
-            size + sum(min(o.held for o in options if o.working <= size) for options in layers)
-            for size in sizes
-        )
-    need = 0
-    for options in reversed(layers):
-        after = need
-        need = min(
-            o.held + (o.working + after if constraint == "sum" else max(o.working, after))
-            for o in options
-        )
-    return need
-
-
-@dataclass(frozen=True)
-class _Table:
-    """A layer's options that may be chosen, arrays of shape (options,)."""
-
-    held: Any
-    working: Any
-    seconds: Any
-    place: Any
-
-
-def _table(options: Sequence[Option], limit: int | None, constraint: Constraint) -> _Table:
-    allowed = [
-        (option.held, option.working, option.seconds, place)
-        for place, option in enumerate(options)
-        if limit is None or option.working <= limit
-    ]
-    held, working, seconds, place = map(np.array, zip(*allowed, strict=True))
-    if constraint == "sum":
-        held, working = held + working, 0 * working
-    return _Table(held, 0 * working if constraint == "max" else working, seconds, place)
-
-
-def _search(
-    tables: Sequence[_Table], capacity: int, ceiling: float
-) -> tuple[float, tuple[int, ...]] | None:
-    """The fastest picks that fit and are not slower than the ceiling, with their seconds."""
-    rest = np.array([int(each.held.min()) for each in tables] + [0], dtype=np.int64)
-    rest = rest[::-1].cumsum()[::-1]
-    steps = sorted(
-        (gain / size, owner, size, gain)
-        for owner, table in enumerate(tables)
-        for size, gain in _hull(table)[1]
+    if not layers:
+        return Selection((), 0.0, 0)
+    capacity = bytes_left
+    while (picks := _solved(layers, constraint, capacity)) is not None:
+        chosen = [options[pick] for options, pick in zip(layers, picks, strict=True)]
+        memory = memory_of(chosen, constraint)
+        if memory <= bytes_left:
+            return Selection(picks, math.fsum(each.seconds for each in chosen), memory)
+        capacity -= memory - bytes_left  # what the solver takes for equal is some bytes apart
+    picks = _solved(layers, constraint)
+    assert picks is not None
+    least = memory_of([o[pick] for o, pick in zip(layers, picks, strict=True)], constraint)
+    raise ConfigError(
+        f"a budget of {bytes_left:,} bytes is too small: even the options that need least take "
+        f"{least:,}. Raise the budget, or take smaller minibatches"
     )
-    owner, size, gain = (np.array([each[i] for each in steps], dtype=float) for i in (1, 2, 3))
-    floor = np.array([_hull(each)[0] for each in tables] + [0.0])[::-1].cumsum()[::-1]
-    working = max((int(each.working.max()) for each in tables), default=0)
-    ceiling = min(ceiling, floor[0] + _rounded(steps, capacity - working - int(rest[0])))
-    ceiling += _SLACK * abs(ceiling) if math.isfinite(ceiling) else 0.0
-
-    held, seconds = np.zeros(1, np.int64), np.zeros(1)
-    trail = []
-    for layer, table in enumerate(tables):
-        taken, total = held[:, None] + table.held, seconds[:, None] + table.seconds
-        room = capacity - taken - rest[layer + 1]
-        after = owner > layer
-        bytes_more, saved = (np.append(0.0, each[after].cumsum()) for each in (size, gain))
-        bound = total + floor[layer + 1] + np.interp(room, bytes_more, saved)
-        fits = (room >= 0) & (taken + table.working <= capacity) & (bound <= ceiling)
-        state, option = np.nonzero(fits)
-        taken, total = taken[fits], total[fits]
-        order = np.lexsort((total, taken))
-        before = np.minimum.accumulate(np.append(np.inf, total[order]))[:-1]
-        order = order[total[order] < before]
-        if not len(order):
-            return None
-        held, seconds = taken[order], total[order]
-        trail.append((state[order], table.place[option[order]]))
-    at, picks = len(seconds) - 1, []
-    for states, places in reversed(trail):
-        picks.append(int(places[at]))
-        at = states[at]
-    return float(seconds[-1]), tuple(reversed(picks))
 
 
-def _hull(table: _Table) -> tuple[float, list[tuple[int, float]]]:
-    """The lower convex hull of a layer's options.
+def _solved(
+    layers: Sequence[Sequence[Option]], constraint: Constraint, capacity: int | None = None
+) -> tuple[int, ...] | None:
+    """The picks of least seconds within the capacity, if any; without one, of least memory.
 
-    Returns:
-        The seconds of the option that holds least, and the further bytes and (negative) seconds
-        from one corner of the hull to the next.
+    One variable for each option, one for the largest workspace and one for the memory.
     """
-    points = sorted(zip(table.held.tolist(), table.seconds.tolist(), strict=True))
-    corners = [points[0]]
-    for point in points[1:]:
-        if point[1] >= corners[-1][1]:
-            continue
-        while len(corners) > 1 and _slope(corners[-2], point) <= _slope(*corners[-2:]):
-            corners.pop()
-        corners.append(point)
-    pairs = itertools.pairwise(corners)
-    return corners[0][1], [(b[0] - a[0], b[1] - a[1]) for a, b in pairs]
-
-
-def _slope(a: tuple[int, float], b: tuple[int, float]) -> float:
-    return (b[1] - a[1]) / (b[0] - a[0])
-
-
-def _rounded(steps: Sequence[tuple[float, int, int, float]], room: int) -> float:
-    """The seconds that the relaxation's whole steps save; inf where not even none fits."""
-    if room < 0:
-        return math.inf
-    saved, stuck = 0.0, set()
-    for _, owner, size, gain in steps:
-        if owner in stuck:
-            continue
-        if size > room:
-            stuck.add(owner)
-            continue
-        room, saved = room - size, saved + gain
-    return saved
+    try:
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_array
+    except ImportError as error:
+        raise SetupError(
+            "choosing options within a memory budget needs SciPy, which is not installed here: "
+            "pip install 'sparkdl-torch[planning]'"
+        ) from error
+    if capacity is not None and capacity < 0:
+        return None
+    options = [option for layer in layers for option in layer]
+    layer_of = np.repeat(np.arange(len(layers)), [len(layer) for layer in layers])
+    count, one_each = len(options), layer_of == np.arange(len(layers))[:, None]
+    unit = max(1, *(option.held + option.working for option in options))
+    held, working = (
+        np.array([getattr(option, name) / unit for option in options])
+        for name in ("held", "working")
+    )
+    seconds = np.array([option.seconds for option in options])
+    rows = [np.append(held + (working if constraint == "sum" else 0), [constraint == "max", -1])]
+    if constraint == "max":
+        rows += [np.append(working * own, [-1, 0]) for own in one_each]
+    if constraint == "order":
+        so_far = layer_of <= np.arange(len(layers))[:, None]
+        rows = [
+            np.append(held * until + working * own, [0, -1])
+            for until, own in zip(so_far, one_each, strict=True)
+        ]
+    most = np.inf if capacity is None else capacity / unit
+    found = milp(
+        np.append(seconds if capacity is not None else 0 * seconds, [0, capacity is None]),
+        integrality=np.append(np.ones(count), [0, 0]),
+        bounds=Bounds(0, np.append(np.ones(count), [np.inf, most])),
+        constraints=[
+            LinearConstraint(csr_array(np.pad(one_each * 1.0, ((0, 0), (0, 2)))), 1, 1),
+            LinearConstraint(csr_array(np.array(rows)), -np.inf, 0),
+        ],
+        options={"mip_rel_gap": 0.0},
+    )
+    if found.x is None:
+        return None
+    taken = found.x[:count] > 0.5
+    return tuple(int(np.flatnonzero(taken[own])[0]) for own in one_each)
