@@ -18,7 +18,9 @@ _HARMLESS = {
     "os.scandir",
     "sys._getframe",
 }
+_STARTS = {"os.fork", "os.forkpty", "os.posix_spawn", "socket.bind", "subprocess.Popen"}
 _watching: dict[int, list[str]] = {}
+_started: list[list[str]] = []
 
 
 @contextmanager
@@ -36,7 +38,21 @@ def deeds() -> Iterator[list[str]]:
         del _watching[threading.get_ident()]
 
 
+@contextmanager
+def starts() -> Iterator[list[str]]:
+    """Processes, and ports, that any thread of this process asks for inside the block."""
+    _hook_once()
+    found: list[str] = []
+    _started.append(found)
+    try:
+        yield found
+    finally:
+        _started.remove(found)
+
+
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if _started and event in _STARTS:
+        _started[-1].append(f"{event} {arguments!r:.200}")
     found = _watching.get(threading.get_ident())
     if found is not None and event not in _HARMLESS and not _is_reading(event, arguments):
         found.append(f"{event} {arguments!r:.200}")

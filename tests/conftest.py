@@ -9,10 +9,12 @@ import random
 import re
 from collections import Counter
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from auditing import starts
 from hypothesis import HealthCheck, settings
 from pyspark.sql import SparkSession
 from toys import sparkdl_threads
@@ -33,6 +35,12 @@ settings.load_profile("sparkdl")
 
 MAY_SKIP = os.environ.get("MAY_SKIP")
 """Where all is installed: what the reason of a skipped test has to match, or it fails."""
+
+
+STARTS_NOTHING = {"planner"}
+"""Folders whose tests start no process and open no port, unless they are marked."""
+APART = {"dedup", "parallel", "volumes"}
+"""Folders of rooms that nothing else imports: what has Spark or ranks of its own there is gate."""
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -61,8 +69,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     met = Counter[str]()
     for item in items:
-        if "spark" in getattr(item, "fixturenames", ()):
+        fixtures = getattr(item, "fixturenames", ())
+        if "spark" in fixtures:
             item.add_marker(pytest.mark.xdist_group("spark"))
+        if item.path.parent.name in APART and {"spark", "ranks"} & {*fixtures}:
+            item.add_marker(pytest.mark.gate)
         mark = item.get_closest_marker("nightly_variants")
         if mark is None:
             continue
@@ -106,6 +117,8 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
             "spark.sql.shuffle.partitions": "3",
             "spark.sql.warehouse.dir": str(directory / "warehouse"),
             "spark.ui.enabled": "false",
+            # What fails would fail again, each time in a new Python process.
+            "spark.task.maxFailures": "1",
         },
     )
     session.sparkContext.setLogLevel("OFF")
@@ -119,6 +132,18 @@ def _same_numbers() -> None:
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _starts_what_its_tier_may(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Without a mark: no Java but that of ``spark``, and nothing at all in some folders."""
+    with starts() as started:
+        yield
+    if any(request.node.get_closest_marker(mark) for mark in ("gate", "nightly")):
+        return
+    nothing = request.path.relative_to(Path(__file__).parent).parts[0] in STARTS_NOTHING
+    java = re.compile(r"subprocess\.Popen \('[^']*(java|spark-submit)'")
+    assert not [each for each in started if nothing or java.match(each)]
 
 
 @pytest.fixture(autouse=True)

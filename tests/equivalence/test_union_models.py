@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import cloudpickle
+import pytest
 import torch
 from every_row import every
 from test_union_batch import ADAM, ALL_REDUCE, RAGGED, SHARDED, hybrid, trained
@@ -112,7 +113,8 @@ class OfAllKinds(nn.Module):
         return outputs
 
 
-@every(
+@pytest.mark.nightly_variants(every=2)
+@pytest.mark.parametrize(
     ("model", "strategy", "sizes"),
     [
         *((each, SHARDED, [9, 6, 3]) for each in (Tied, Frozen, Attending, Recomputing)),

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(
     "seeds",
     [
-        range(2_500),
+        range(800),
         *(
             pytest.param(range(first, first + 20_000), marks=pytest.mark.nightly)
             for first in range(0, 100_000, 20_000)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 from every_row import every
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdl.errors import ConfigError
@@ -132,6 +132,7 @@ def test_blocks_are_near_a_cube_and_fit_the_chunk_or_the_stride(
     assert default_blocks(shape, stride, chunk) == blocks
 
 
+@settings(max_examples=20)
 @given(
     st.sampled_from([1, 2, 7, 100]),
     st.integers(128, 4096),

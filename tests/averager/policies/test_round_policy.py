@@ -201,8 +201,8 @@ def test_a_straggler_contributes_to_the_next_round() -> None:
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("policy", [All, Nobody, AllButStragglers])
 def test_every_schedule_ends_as_its_faults_allow(policy: Callable[[], RoundPolicy]) -> None:
-    ended = outcomes(policy, range(300))
-    assert sum(outcome.failure is None for outcome in ended) > 200
+    ended = outcomes(policy, range(100))
+    assert sum(outcome.failure is None for outcome in ended) > 65
 
 
 @every("policy", [Nobody(), AllButStragglers(1)])
