@@ -11,6 +11,7 @@ import dataclasses
 import math
 import numbers
 import re
+from collections.abc import Iterable
 from decimal import Decimal
 from typing import Any
 
@@ -114,15 +115,16 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{ending}"
 
 
-def convert_numbers(owner: Any) -> None:
+def convert_numbers(owner: Any, fields: Iterable[dataclasses.Field[Any]] | None = None) -> None:
     """Convert the numbers and bools in the fields of a dataclass, before they are checked.
 
     Floats without a fraction become ints where only an int is declared.
 
     Args:
         owner: it may be frozen.
+        fields: which of its fields; None for all.
     """
-    for field in dataclasses.fields(owner):
+    for field in dataclasses.fields(owner) if fields is None else fields:
         declared = set(re.findall(r"\w+", str(field.type)))
         whole = "float" not in declared and not declared.isdisjoint(_WHOLE)
         given = getattr(owner, field.name)

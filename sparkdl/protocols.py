@@ -28,10 +28,6 @@ Features = tuple[Tensor, ...] | dict[str, Tensor]
 Targets = Tensor | tuple[Tensor, ...]
 """What the loss compares with, each of shape (examples, ...): a tuple unless it is one label."""
 
-TargetDims = tuple[int | None, ...]
-"""By label 1 where the loss takes shape (rows,), 2 for (rows, 1), None for the column's own; empty
-for the columns' own of all."""
-
 LossFunction = Callable[..., Any]
 """(outputs, targets) -> scalar tensor, the mean over the minibatch's rows; or two, (sum, weight):
 the sum over what counts in the minibatch, and what to divide it by."""

@@ -31,7 +31,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, are_measured, are_metrics
 from sparkdl.outputs import OutputKey, Widths, names_output
 from sparkdl.process.randomness import borrowed_random_numbers
-from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding, SequenceInput, TargetDims
+from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding, SequenceInput
 from sparkdl.user_code.tracebacks import message_of, text_of
 
 DESCRIPTION = "module.json"
@@ -57,7 +57,6 @@ class SavedModule:
         history: one summary per epoch.
         labels: the tensors that the outputs are compared with, as far as they are known.
         loss: the loss that compares them, if it was saved.
-        target_dims: the shapes in which it takes them; None where that is not known.
     """
 
     module: nn.Module
@@ -68,7 +67,6 @@ class SavedModule:
     history: Sequence[EpochSummary]
     labels: Sequence[ColumnSpec] = ()
     loss: Any = None
-    target_dims: TargetDims | None = None
 
 
 def write_module(saved: SavedModule, directory: Path) -> None:
@@ -82,7 +80,6 @@ def write_module(saved: SavedModule, directory: Path) -> None:
         "features": list(map(_column_fields, saved.features)),
         "labels": list(map(_column_fields, saved.labels)),
         "loss": None if saved.loss is None else save_object(saved.loss, directory, "loss"),
-        "target_dims": saved.target_dims,
         "head": saved.head,
         "outputs": [{"key": key, "width": width} for key, width in saved.widths.items()],
         "history": [dataclasses.asdict(epoch) for epoch in saved.history],
@@ -125,16 +122,7 @@ def read_module(directory: Path, *, trust: TrustArgument) -> SavedModule:
         history=history,
         labels=tuple(labels),
         loss=loss,
-        target_dims=_target_dims(path, description.get("target_dims")),
     )
-
-
-def _target_dims(path: Path, found: Any) -> TargetDims | None:
-    if found is None:
-        return None
-    if not isinstance(found, list) or not all(each in (1, 2, None) for each in found):
-        raise ConfigError(f"{path} is damaged: its target_dims are {found!r:.100}")
-    return tuple(found)
 
 
 def _build_module(builder: Any) -> nn.Module:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.collective.network import Gather, Meeting, Network, interface_settings, meet
-from sparkdl.collective.tree_sum import Messages, TreeSum
+from sparkdl.collective.tree_sum import TreeSum
 from sparkdl.errors import CollectiveError
 from sparkdl.phases import EXCHANGE, PhaseClock
 from sparkdl.user_code.tracebacks import text_of
@@ -114,7 +113,7 @@ class Collective:
             store = PrefixStore(f"{name}/group/{number}", self._store)
             timeout = timedelta(seconds=self.deadline_s)
             group = dist.ProcessGroupGloo(store, self.index, self.world_size, timeout)
-        return TreeSum(cast(Messages, group), colors, chunk_bytes)
+        return TreeSum(group, colors, chunk_bytes)
 
     def all_reduce_by(self, add_up: TreeSum, tensor: Tensor) -> None:
         """As ``all_reduce``, along trees."""

@@ -34,13 +34,11 @@ what all receive: the same bits on all members, and the same in every run.
 
 from __future__ import annotations
 
-import queue
-import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,8 +47,6 @@ from torch.futures import Future
 
 AHEAD = 4
 """Chunks of each child for which there is room at a time."""
-CLOSE_S = 5.0
-"""Seconds to wait for the thread to end; one that waits for a dead member ends at the deadline."""
 _FIRST_TAG = 7000
 """Tags from here on are used, two for each tree."""
 
@@ -108,27 +104,12 @@ def _depth(position: int, colors: int) -> int:
     return depth
 
 
-class Messages(Protocol):
-    """What is needed of gloo's group, whose type hints leave half of it out."""
-
-    def rank(self) -> int:
-        """This member's number."""
-
-    def size(self) -> int:
-        """How many members there are."""
-
-    def send(self, tensors: list[Tensor], member: int, tag: int) -> dist.Work:
-        """Begin to send a tensor to a member."""
-
-    def recv(self, tensors: list[Tensor], member: int, tag: int) -> dist.Work:
-        """Begin to receive a tensor from a member."""
-
-
 class TreeSum:
     """Adds up the tensors of a group's members.
 
     Args:
-        group: of gloo, for this alone; every member must make one.
+        group: of gloo, for this alone; every member must make one. Half of what is used of it is
+            missing in torch's type hints.
         colors: how many trees are asked for.
         chunk_bytes: size of a message; at least a value of each tensor.
 
@@ -136,13 +117,14 @@ class TreeSum:
         places: this member's, in each tree.
     """
 
-    def __init__(self, group: Messages, colors: int, chunk_bytes: int) -> None:
+    def __init__(self, group: Any, colors: int, chunk_bytes: int) -> None:
         members = group.size()
         colors = usable_colors(members, colors)
         self.places = [
             place_of(group.rank(), color, members=members, colors=colors) for color in range(colors)
         ]
-        self._group: Messages | None = group
+        self._group = group
+        self._thread = ThreadPoolExecutor(1, "sparkdl-trees")
         self._height = height_of(members, colors)
         self._chunk_bytes = chunk_bytes
 
@@ -163,13 +145,28 @@ class TreeSum:
         except BaseException as error:
             # Those who wait for this member notice once nothing holds a connection.
             traceback.clear_frames(error.__traceback__)
-            self.close()
+            self._group = None
             raise
         return tensor
 
+    def begin(self, tensor: Tensor) -> Future[Tensor]:
+        """Begin the same in a thread, after the sums that were begun before; returns its future."""
+        done: Future[Tensor] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(self(tensor))
+            except Exception as error:
+                done.set_exception(error)  # type: ignore[arg-type]
+
+        self._thread.submit(run)
+        # C++ code that waits sees an error only if a callback has raised it.
+        return done.then(lambda each: each.value())
+
     def close(self) -> None:
-        """End the connections to the others."""
+        """End the thread, and the connections to the others."""
         self._group = None
+        self._thread.shutdown(wait=False)
 
     def _add_up(self, tensor: Tensor) -> None:
         group = self._group
@@ -203,7 +200,7 @@ class TreeSum:
 class _Lane:
     """One tree's part of a sum, as one member sees it."""
 
-    group: Messages
+    group: Any
     tag: int
     place: Place
     chunks: tuple[Tensor, ...]
@@ -248,43 +245,8 @@ class _Lane:
         self._coming.append([(self._receive(each, child, 0), each) for child, each in from_all])
 
     def _receive(self, values: Tensor, member: int, way: int) -> dist.Work:
-        return self.group.recv([values], member, self.tag + way)
+        work: dist.Work = self.group.recv([values], member, self.tag + way)
+        return work
 
     def _send(self, values: Tensor, member: int, way: int) -> None:
         self.sent.append(self.group.send([values], member, self.tag + way))
-
-
-class InBackground:
-    """Runs sums in a thread, one after the other in the order in which they were begun.
-
-    Args:
-        add_up: overwrites a tensor with the sum over all members.
-    """
-
-    def __init__(self, add_up: Callable[[Tensor], object]) -> None:
-        self._add_up = add_up
-        self._begun: queue.SimpleQueue[tuple[Tensor, Future[Tensor]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="sparkdl-trees", daemon=True)
-        self._thread.start()
-
-    def begin(self, tensor: Tensor) -> Future[Tensor]:
-        """Begin a sum; the future has the tensor, or the error."""
-        done: Future[Tensor] = Future()
-        self._begun.put((tensor, done))
-        # C++ code that waits sees an error only if a callback has raised it.
-        return done.then(lambda each: each.value())
-
-    def close(self) -> None:
-        """End the thread, after the sums that were begun."""
-        self._begun.put(None)
-        self._thread.join(CLOSE_S)
-
-    def _run(self) -> None:
-        while (begun := self._begun.get()) is not None:
-            tensor, done = begun
-            try:
-                self._add_up(tensor)
-            except Exception as error:
-                done.set_exception(error)  # type: ignore[arg-type]
-            else:
-                done.set_result(tensor)

@@ -266,7 +266,6 @@ class BaseEstimator(
             widths=checked.widths,
             labels=checked.labels,
             loss=plan.job.loss,
-            loss_use=checked.loss_use,
             history=outcome.history,
             summary=TrainingSummary(outcome.recording),
         )

@@ -30,7 +30,7 @@ from sparkdl.metrics.metrics import WEIGHTS
 from sparkdl.outputs import Widths
 from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.protocols import ColumnSpec, LossFunction
-from sparkdl.replica.losses import LossUse, ModelLoss
+from sparkdl.replica.losses import ModelLoss
 from sparkdl.report import TrainingSummary
 from sparkdl.spark.closures.pickling import References, pickled
 from sparkdl.spark.inference.columns import (
@@ -69,7 +69,6 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
         history: Sequence[EpochSummary],
         labels: Sequence[ColumnSpec] = (),
         loss: LossFunction | None = None,
-        loss_use: LossUse | None = None,
         summary: TrainingSummary | None = None,
     ) -> None:
         super().__init__()
@@ -79,7 +78,6 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
         self._features = tuple(features)
         self._labels = tuple(labels)
         self._loss = loss
-        self._loss_use = loss_use
         self._builder = builder
         self._head = head
         self._widths = widths
@@ -190,7 +188,7 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
             )
         rows, label_columns, labels = self._labelled(dataset)
         used = References()
-        octets = pickled(Score(self._loss_of_rows(), labels, self._loss_use), used)
+        octets = pickled(Score(self._loss_of_rows(), labels), used)
         predictor = self._predictor(outputs, given, spark, used=used, score=octets)
         both = [*columns, *label_columns]
         added = readable(rows, columns[0]).withColumns(
@@ -297,7 +295,6 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
             history=self.history,
             labels=self._labels,
             loss=None if self.getScoreCol() is None else self._loss,
-            target_dims=None if self._loss_use is None else self._loss_use.target_dims,
         )
         return ModelWriter(self, saved)
 
@@ -337,7 +334,6 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
             history=saved.history,
             labels=saved.labels,
             loss=saved.loss,
-            loss_use=None if saved.target_dims is None else LossUse(saved.target_dims),
         )
 
     def copy(self, extra: Any = None) -> Self:

@@ -1,66 +1,78 @@
-"""How a loss is used: the shapes of its targets, tried out on some rows, and what it divides by."""
+"""How a loss is used: whether it compares each row with its own target, and what it divides by.
+
+Shapes (rows, 1) and (rows,) broadcast to (rows, rows) without an error, which compares each row
+with the targets of all others. torch's own losses get targets in the shape of the outputs. One of
+the user's gets them as the columns have them, and is watched on a few rows: what broadcasts like
+that is refused, unless both shapes are written with two dimensions.
+"""
 
 from __future__ import annotations
 
-import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from sparkdl.errors import ModelError
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.outputs import parts_of
 from sparkdl.protocols import Batch, LossFunction, Targets
-from sparkdl.replica.losses import ClassIndexLoss, LossUse, MinibatchLoss, ModelLoss, unwrapped
+from sparkdl.replica.losses import ClassIndexLoss, LossUse, MinibatchLoss, ModelLoss, is_known
 from sparkdl.replica.replica import Replica
-from sparkdl.replica.targets import ROWS, chosen_dims, crosses_rows, distinct_rows, shaped, widths
+
+ROWS = (11, 13, 17, 19)
+"""Numbers of rows to try with: the first that is no width of the outputs."""
 
 
-def use_for(
-    loss: LossFunction,
-    outputs: Any,
-    targets: Targets,
-    rows: int,
-    *,
-    weights: Tensor | None = None,
-    by_row: bool = False,
-) -> LossUse:
-    """Find the shapes in which a loss takes its targets.
+def require_own_targets(
+    loss: LossFunction, outputs: Any, batch: Batch, rows: int, *, by_row: bool
+) -> None:
+    """Check that a loss compares each row of the outputs with its own target only.
 
     Args:
         loss: the loss.
         outputs: what the model returns for the rows.
-        targets: of the rows, as the columns have them.
+        batch: the rows' targets, as the columns have them, and their weights.
         rows: how many: the width of nothing.
-        weights: of the rows, if they have some.
-        by_row: whether a value per row will be wanted in any case.
+        by_row: whether a value per row will be wanted, as it is with weights.
 
     Raises:
-        ModelError: a value per row is wanted, but depends on other rows.
+        ModelError: it compares rows with each other, by broadcasting or where a value per row is
+            wanted.
     """
-    tried = MinibatchLoss(loss, LossUse())
-    use = LossUse(
-        chosen_dims(lambda given: tried(outputs, Batch((), given, True, weights)), targets)
-    )
-    if weights is None and not by_row:
-        return use
+    tried, watch = MinibatchLoss(loss, LossUse()), _Watch()
+    values: Any = ()
     try:
-        values = tried.values(outputs, shaped(targets, use.target_dims))
+        with warnings.catch_warnings(), watch:
+            warnings.simplefilter("ignore")  # it will warn again
+            tried(outputs, batch)
+            if by_row or batch.weights is not None:
+                values = tried.values(outputs, batch.targets)
     except Exception:  # the user's loss may raise anything; it is called again, and reported
-        return use
-    if crosses_rows(values, rows):
+        return
+    if watch.crossed:
         raise ModelError(
-            f"weightCol and scoreCol need a loss with one value per row, but for {rows} rows it "
-            f"gives {tuple(values.shape)}: each row is compared with all others. Have the loss "
-            "compare each row of the outputs with its own target"
+            f"on {rows} rows, the loss broadcasts shape {watch.crossed}: it compares each row with "
+            "the targets of all others. Have it compare equal shapes, by outputs.squeeze(1) or "
+            "targets.unsqueeze(1); if all pairs are meant, write x[:, None] and x[None, :]"
         )
-    return use
+    for each in _tensors(values):
+        if list(each.shape).count(rows) > 1:
+            raise ModelError(
+                f"weightCol and scoreCol need a loss with one value per row, but for {rows} rows "
+                f"it gives {tuple(each.shape)}: each row is compared with all others. Have the "
+                "loss compare each row of the outputs with its own target"
+            )
 
 
-def use_in(replica: Replica, batch_of: Callable[[int], Batch], *, scores: bool) -> LossUse:
+def require_own_targets_in(
+    replica: Replica, batch_of: Callable[[int], Batch], *, scores: bool
+) -> None:
     """The same for a replica's loss, on made-up rows.
 
     Args:
@@ -69,29 +81,24 @@ def use_in(replica: Replica, batch_of: Callable[[int], Batch], *, scores: bool) 
         scores: whether rows will be scored with the loss.
 
     Raises:
-        ModelError: a row's loss, where one is wanted, depends on other rows.
+        ModelError: as above.
     """
     if isinstance(replica.loss, ModelLoss):
-        return LossUse()
-    batches: dict[int, Batch] = {}
-
-    def outputs_of(rows: int) -> Any:
-        batches[rows] = batch_of(rows)
-        return replica.outputs(batches[rows])
-
+        return
     replica.module.train()
     with torch.no_grad():
         try:
-            rows, outputs = distinct_rows(outputs_of)
+            for rows in ROWS:
+                batch = batch_of(rows)
+                outputs = replica.outputs(batch)
+                if rows not in _widths(outputs):
+                    break
         except Exception:  # the user's forward may raise anything; it is called again, and reported
-            return LossUse()
-        batch = batches[rows]
-        return use_for(
-            replica.loss, outputs, batch.targets, rows, weights=batch.weights, by_row=scores
-        )
+            return
+        require_own_targets(replica.loss, outputs, batch, rows, by_row=scores)
 
 
-def use_for_some(loss: LossFunction, outputs: Any, targets: Targets, rows: int) -> LossUse:
+def require_own_scores(loss: LossFunction, outputs: Any, targets: Targets, rows: int) -> None:
     """The same for rows that are there, of a model of which nothing else is known.
 
     Args:
@@ -103,17 +110,55 @@ def use_for_some(loss: LossFunction, outputs: Any, targets: Targets, rows: int) 
     Raises:
         ModelError: as above.
     """
-    taken = widths(outputs) | widths(targets)
+    taken = _widths(outputs) | _widths(targets)
     few = next((each for each in (*ROWS, 3, 2) if each <= rows and each not in taken), 0)
-    if not few:
-        return LossUse()  # a single row is not compared with any other
 
     def first(value: Any) -> Any:
         is_rows = isinstance(value, Tensor) and value.shape[:1] == (rows,)
         return value[:few] if is_rows else value
 
-    with torch.no_grad():
-        return use_for(loss, tree_map(first, outputs), tree_map(first, targets), few, by_row=True)
+    if few:  # a single row is not compared with any other
+        with torch.no_grad():
+            batch = Batch((), tree_map(first, targets), True)
+            require_own_targets(loss, tree_map(first, outputs), batch, few, by_row=True)
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks for values of all pairs of rows in each operation, inside of torch's functions too.
+
+    Attributes:
+        crossed: the shapes of which such values were made, though one of them has fewer dimensions
+            than the result; empty for none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.crossed = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one of torch's elementary operations."""
+        result = func(*args, **(kwargs or {}))
+        broadcasts = torch.Tag.pointwise in func.tags or func is torch.ops.aten.expand.default
+        if broadcasts and isinstance(result, Tensor) and result.dim() and len(result) > 1:
+            given = [each for each in args if isinstance(each, Tensor) and each.dim()]
+            smaller = all(each.numel() < result.numel() for each in given)
+            unsaid = any(each.dim() < result.dim() for each in given)
+            if smaller and unsaid and len(result) in result.shape[1:]:
+                shapes = [str(tuple(each.shape)) for each in (*given, result)]
+                self.crossed = " with ".join(shapes[:-1]) + f" to {shapes[-1]}"
+        return result
+
+
+def _widths(values: Any) -> set[int]:
+    """The sizes of all dimensions but the first."""
+    return {size for each in _tensors(values) for size in each.shape[1:]}
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    leaves = [value] if isinstance(value, Tensor) else tree_leaves(value)
+    if not isinstance(value, (Tensor, tuple, list)):
+        leaves = tree_leaves(dict(parts_of(value)))
+    return [each for each in leaves if isinstance(each, Tensor)]
 
 
 def divides_by(
@@ -133,7 +178,7 @@ def divides_by(
     """
     indices = ClassIndexLoss.of(loss)
     if indices is None:
-        return "rows" if _is_known(loss) else None
+        return "rows" if is_known(loss) else None
     label, found = schema.labels[0], statistics.columns[len(schema.features)]
     if label.dtype.is_floating_point:
         return "rows"
@@ -145,14 +190,3 @@ def divides_by(
         return "counts"
     ignored = found.smallest <= indices.ignore_index <= found.largest
     return "counts" if ignored else "rows"
-
-
-def _is_known(loss: LossFunction) -> bool:
-    """Whether a loss is torch's or the model's own, none of which returns a pair."""
-    loss = unwrapped(loss)
-    while isinstance(loss, functools.partial):
-        loss = unwrapped(loss.func)
-    if isinstance(loss, nn.Module):
-        return type(loss).__module__ == nn.modules.loss.__name__
-    of_torch = getattr(nn.functional, getattr(loss, "__name__", ""), None) is loss
-    return of_torch or isinstance(loss, ModelLoss)

@@ -20,8 +20,7 @@ from torch.nn._reduction import legacy_get_string  # type: ignore[attr-defined]
 
 from sparkdl.errors import ModelError
 from sparkdl.outputs import described, parts_of
-from sparkdl.protocols import Batch, LossFunction, TargetDims, Targets
-from sparkdl.replica.targets import shaped
+from sparkdl.protocols import Batch, LossFunction, Targets
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -63,23 +62,19 @@ class LossUse:
     """How a loss is used, as the driver has found out before the first step.
 
     Attributes:
-        target_dims: the shapes of its targets.
         divides_by: ``rows`` where every row's label counts, and equally; ``counts`` where each
             minibatch has a divisor of its own; None where nobody has looked.
     """
 
-    target_dims: TargetDims = ()
     divides_by: Literal["rows", "counts"] | None = None
 
     def told(self) -> dict[str, str]:
         """What a report shows of it."""
-        names = {1: "(rows,)", 2: "(rows, 1)", None: "as in the column"}
-        shapes = ", ".join(names[each] for each in self.target_dims) or names[None]
-        return {"targets": shapes, "loss divides by": self.divides_by or "not known"}
+        return {"loss divides by": self.divides_by or "not known"}
 
     def as_json(self) -> dict[str, Any]:
         """For ``from_json``."""
-        return {"target_dims": list(self.target_dims), "divides_by": self.divides_by}
+        return {"divides_by": self.divides_by}
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> LossUse:
@@ -88,10 +83,10 @@ class LossUse:
         Raises:
             AttributeError, TypeError, ValueError: it is something else.
         """
-        dims, by = tuple(told.get("target_dims", ())), told.get("divides_by")
-        if not all(each in (1, 2, None) for each in dims) or by not in ("rows", "counts", None):
+        by = told.get("divides_by")
+        if by not in ("rows", "counts", None):
             raise ValueError(f"a loss cannot be used as {told!r:.100} says")
-        return cls(dims, by)
+        return cls(by)
 
 
 @dataclass(frozen=True)
@@ -132,6 +127,17 @@ class ClassIndexLoss:
         if self.weight is None:
             return counts
         return self.weight.to(targets.device)[torch.where(counts, targets, 0).long()] * counts
+
+
+def is_known(loss: LossFunction) -> bool:
+    """Whether a loss is torch's or the model's own, none of which returns a pair."""
+    loss = unwrapped(loss)
+    while isinstance(loss, functools.partial):
+        loss = unwrapped(loss.func)
+    if isinstance(loss, nn.Module):
+        return type(loss).__module__ == nn.modules.loss.__name__
+    of_torch = getattr(nn.functional, getattr(loss, "__name__", ""), None) is loss
+    return of_torch or isinstance(loss, ModelLoss)
 
 
 def unwrapped(loss: LossFunction) -> LossFunction:
@@ -221,7 +227,7 @@ class MinibatchLoss:
 
     def __init__(self, loss: LossFunction, use: LossUse) -> None:
         self._loss = loss
-        self._use = use
+        self._is_known = is_known(loss)
         self._reduction = reduction_of(loss)
         self.is_sum = self._reduction == "sum"
         self._indices = None if use.divides_by == "rows" else ClassIndexLoss.of(loss)
@@ -247,7 +253,7 @@ class MinibatchLoss:
             ModelError: the loss gives neither a mean nor a pair, or, with weights, not one value
                 per row.
         """
-        targets = shaped(batch.targets, self._use.target_dims)
+        targets = self._in_shape(outputs, batch.targets)
         if batch.weights is not None:
             return self._weighted(outputs, targets, batch.weights)
         counts = self._counts(targets)
@@ -257,6 +263,14 @@ class MinibatchLoss:
         if isinstance(outputs, Tensor) and outputs.dtype in HALVES:
             outputs = outputs.float()  # the sum of many labels would be rounded
         return _ratio(self._sum(outputs, targets), counts.sum(dtype=torch.float64))
+
+    def _in_shape(self, outputs: Any, targets: Targets) -> Targets:
+        """One number per row in the shape of the outputs, (rows, 1) or (rows,), for torch's own."""
+        if self._is_known and isinstance(outputs, Tensor) and isinstance(targets, Tensor):
+            rows = len(targets)
+            if {outputs.shape, targets.shape} == {(rows,), (rows, 1)}:
+                return targets.view_as(outputs)
+        return targets
 
     def _counts(self, targets: Targets) -> Tensor | None:
         if self._indices is None or not isinstance(targets, Tensor):
@@ -296,9 +310,9 @@ class MinibatchLoss:
 
         Args:
             outputs: what the model returned.
-            targets: the labels, in the shapes that the loss takes.
+            targets: the labels.
         """
-        return self._of_rows(outputs, targets)
+        return self._of_rows(outputs, self._in_shape(outputs, targets))
 
     def scores(self, outputs: Any, targets: Targets, rows: int) -> Tensor:
         """The loss of each row, shape (rows,), float64: its sum, or its mean over what counts.
@@ -311,7 +325,7 @@ class MinibatchLoss:
         Raises:
             ModelError: the loss does not give one value per row.
         """
-        targets = shaped(targets, self._use.target_dims)
+        targets = self._in_shape(outputs, targets)
         values = self._of_rows(outputs, targets)
         if isinstance(values, tuple):
             sums, counts = (each.double() for each in _pair(values, (rows,)))

@@ -67,7 +67,6 @@ class Replica:
 
     Attributes:
         frozen: the parameters that require no gradient; they are not in the segments.
-        loss_use: how the loss is used.
         divisor: what the loss of the last minibatch was divided by, a float64 scalar; None where
             that was its number of rows.
         shards: what this worker has of the trained parameters; None while that is all.
@@ -146,7 +145,6 @@ class Replica:
 
     def use_loss(self, use: LossUse) -> None:
         """Use the loss as the driver has found out."""
-        self.loss_use = use
         self._minibatch_loss = MinibatchLoss(self.loss, use)
 
     @property

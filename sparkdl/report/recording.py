@@ -62,8 +62,7 @@ class Setup:
         trained: those of them that are trained.
         model_bytes: of the model's parameters and buffers.
         settings: what else to show, by name.
-        loss_use: in which shape the loss takes its targets, and what it divides by, in words by
-            name; empty before the rows are known.
+        loss_use: what the loss divides by, in words by name; empty before the rows are known.
         traffic: what the replicas exchange; None if there is no formula for it.
     """
 

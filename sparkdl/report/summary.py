@@ -118,7 +118,7 @@ class TrainingSummary:
 
     @property
     def loss_use(self) -> Mapping[str, str]:
-        """The shape in which the loss takes its targets, and what it divides by, in words."""
+        """What the loss divides by, in words."""
         return self.recording.setup.loss_use
 
     @property

@@ -4,85 +4,56 @@
 ``compression`` and ``kfac``), ``asynchronous``, ``elastic``, ``gossip``, ``outer``, ``threshold``.
 """
 
-from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy, RoundRobin
-from sparkdl.averager.values.center_update import CenterUpdate, Contributions, ReplaceByMean
-from sparkdl.averager.values.packing import Packing
-from sparkdl.averager.values.wire_format import (
-    BFloat16Changes,
-    Changes,
-    Float4Changes,
-    Float8Changes,
-    FullPrecision,
-    ParameterChanges,
-    SparseChanges,
-    WireFormat,
-)
-from sparkdl.strategies.all_reduce.adascale import AdaScale
-from sparkdl.strategies.all_reduce.gradient_all_reduce import GradientAllReduce
-from sparkdl.strategies.all_reduce.hybrid import Hybrid
+from sparkdl.averager.policies.round_policy import All as All
+from sparkdl.averager.policies.round_policy import Nobody as Nobody
+from sparkdl.averager.policies.round_policy import RoundPolicy as RoundPolicy
+from sparkdl.averager.policies.round_policy import RoundRobin as RoundRobin
+from sparkdl.averager.values.center_update import CenterUpdate as CenterUpdate
+from sparkdl.averager.values.center_update import Contributions as Contributions
+from sparkdl.averager.values.center_update import ReplaceByMean as ReplaceByMean
+from sparkdl.averager.values.packing import Packing as Packing
+from sparkdl.averager.values.wire_format import BFloat16Changes as BFloat16Changes
+from sparkdl.averager.values.wire_format import Changes as Changes
+from sparkdl.averager.values.wire_format import Float4Changes as Float4Changes
+from sparkdl.averager.values.wire_format import Float8Changes as Float8Changes
+from sparkdl.averager.values.wire_format import FullPrecision as FullPrecision
+from sparkdl.averager.values.wire_format import ParameterChanges as ParameterChanges
+from sparkdl.averager.values.wire_format import SparseChanges as SparseChanges
+from sparkdl.averager.values.wire_format import WireFormat as WireFormat
+from sparkdl.strategies.all_reduce.adascale import AdaScale as AdaScale
+from sparkdl.strategies.all_reduce.gradient_all_reduce import GradientAllReduce as GradientAllReduce
+from sparkdl.strategies.all_reduce.hybrid import Hybrid as Hybrid
 from sparkdl.strategies.asynchronous.asynchronous_outer_optimizer import (
-    AsynchronousOuterOptimizer,
-    DelayedNesterov,
+    AsynchronousOuterOptimizer as AsynchronousOuterOptimizer,
 )
-from sparkdl.strategies.asynchronous.asynchronous_sgd import AsynchronousSGD
-from sparkdl.strategies.asynchronous.barriers import ASP, BSP, PBSP, PSSP, SSP, Barrier, Softsync
-from sparkdl.strategies.base import Needs, Run, Strategy
-from sparkdl.strategies.color_trees import ColorTrees
-from sparkdl.strategies.compression.base import Compression, Compressor
-from sparkdl.strategies.compression.one_bit_adam import OneBitAdam
-from sparkdl.strategies.compression.power_sgd import PowerSGD
-from sparkdl.strategies.compression.top_k import TopK
-from sparkdl.strategies.elastic.elastic_averaging import ElasticAveraging
-from sparkdl.strategies.gossip.gossip_averaging import GossipAveraging
-from sparkdl.strategies.kfac import KFACPreconditioner
-from sparkdl.strategies.outer.outer_optimizer import OuterOptimizer, OuterSGD
-from sparkdl.strategies.parameter_averaging import ParameterAveraging
-from sparkdl.strategies.threshold.threshold_gradient_sharing import ThresholdGradientSharing
+from sparkdl.strategies.asynchronous.asynchronous_outer_optimizer import (
+    DelayedNesterov as DelayedNesterov,
+)
+from sparkdl.strategies.asynchronous.asynchronous_sgd import AsynchronousSGD as AsynchronousSGD
+from sparkdl.strategies.asynchronous.barriers import ASP as ASP
+from sparkdl.strategies.asynchronous.barriers import BSP as BSP
+from sparkdl.strategies.asynchronous.barriers import PBSP as PBSP
+from sparkdl.strategies.asynchronous.barriers import PSSP as PSSP
+from sparkdl.strategies.asynchronous.barriers import SSP as SSP
+from sparkdl.strategies.asynchronous.barriers import Barrier as Barrier
+from sparkdl.strategies.asynchronous.barriers import Softsync as Softsync
+from sparkdl.strategies.base import Needs as Needs
+from sparkdl.strategies.base import Run as Run
+from sparkdl.strategies.base import Strategy as Strategy
+from sparkdl.strategies.color_trees import ColorTrees as ColorTrees
+from sparkdl.strategies.compression.base import Compression as Compression
+from sparkdl.strategies.compression.base import Compressor as Compressor
+from sparkdl.strategies.compression.one_bit_adam import OneBitAdam as OneBitAdam
+from sparkdl.strategies.compression.power_sgd import PowerSGD as PowerSGD
+from sparkdl.strategies.compression.top_k import TopK as TopK
+from sparkdl.strategies.elastic.elastic_averaging import ElasticAveraging as ElasticAveraging
+from sparkdl.strategies.gossip.gossip_averaging import GossipAveraging as GossipAveraging
+from sparkdl.strategies.kfac import KFACPreconditioner as KFACPreconditioner
+from sparkdl.strategies.outer.outer_optimizer import OuterOptimizer as OuterOptimizer
+from sparkdl.strategies.outer.outer_optimizer import OuterSGD as OuterSGD
+from sparkdl.strategies.parameter_averaging import ParameterAveraging as ParameterAveraging
+from sparkdl.strategies.threshold.threshold_gradient_sharing import (
+    ThresholdGradientSharing as ThresholdGradientSharing,
+)
 
-__all__ = [
-    "ASP",
-    "BSP",
-    "PBSP",
-    "PSSP",
-    "SSP",
-    "AdaScale",
-    "All",
-    "AsynchronousOuterOptimizer",
-    "AsynchronousSGD",
-    "BFloat16Changes",
-    "Barrier",
-    "CenterUpdate",
-    "Changes",
-    "ColorTrees",
-    "Compression",
-    "Compressor",
-    "Contributions",
-    "DelayedNesterov",
-    "ElasticAveraging",
-    "Float4Changes",
-    "Float8Changes",
-    "FullPrecision",
-    "GossipAveraging",
-    "GradientAllReduce",
-    "Hybrid",
-    "KFACPreconditioner",
-    "Needs",
-    "Nobody",
-    "OneBitAdam",
-    "OuterOptimizer",
-    "OuterSGD",
-    "Packing",
-    "ParameterAveraging",
-    "ParameterChanges",
-    "PowerSGD",
-    "ReplaceByMean",
-    "RoundPolicy",
-    "RoundRobin",
-    "Run",
-    "Softsync",
-    "SparseChanges",
-    "Strategy",
-    "ThresholdGradientSharing",
-    "TopK",
-    "WireFormat",
-]
+__all__ = sorted(name for name, value in globals().items() if isinstance(value, type))

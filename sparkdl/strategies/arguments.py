@@ -1,4 +1,4 @@
-"""Arguments that several strategies have: their checks, ``cutoff``, and momentum.
+"""Arguments of strategies: how they are declared and checked; ``cutoff``, and momentum.
 
 ``cutoff`` says which workers synchronous rounds through the driver do without.
 
@@ -21,10 +21,11 @@ per second.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from typing import Literal, TypeGuard
+from collections.abc import Callable
+from dataclasses import field, fields
+from typing import Any, Literal, TypeVar, cast
 
-from sparkdl.arguments import require_whole
+from sparkdl.arguments import as_number, convert_numbers
 from sparkdl.averager.policies.cutoff import BackupWorkers, PredictedCutoff
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.errors import ConfigError
@@ -40,61 +41,92 @@ of 0.9 and a round every 5 steps, a CNN on scikit-learn's digits reached 95.6 % 
 at 7 times, with which Adam and plain SGD reached 96.4 and 97.5 %."""
 
 
-def is_number(value: object) -> TypeGuard[float]:
-    """Whether an argument is an int or float; a bool is none."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+T = TypeVar("T")
+Rule = dict[str, Any]
+"""What an argument must be, as the metadata of its field: in words, and as a function."""
 
 
-def require_fraction(name: str, value: object) -> None:
-    """Refuse an argument that is no number in [0, 1)."""
-    if not is_number(value) or not 0 <= value < 1:
-        raise ConfigError(f"{name} must be a number >= 0 and < 1, got {value!r}")
-
-
-def require_steps(name: str, steps: object) -> None:
-    """Refuse an argument that is neither None nor a whole number of steps >= 1."""
-    if steps is not None and (type(steps) is not int or steps < 1):
-        raise ConfigError(f"{name} must be None or a whole number of steps >= 1, got {steps!r}")
-
-
-def require_period(period: object) -> None:
-    """Refuse a period that is no whole number of steps >= 1."""
-    require_whole("period", period, 1, "steps")
-
-
-def require_bools(owner: object, *names: str) -> None:
-    """Refuse fields that are no truth values."""
-    for name in names:
-        if not isinstance(value := getattr(owner, name), bool):
-            raise ConfigError(f"{name} must be a bool, got {value!r}")
-
-
-def require_one_of(name: str, value: object, known: Iterable[str]) -> None:
-    """Refuse an argument that is none of these."""
-    if value not in (names := tuple(known)):
-        raise ConfigError(f"{name} must be one of {', '.join(names)}, got {value!r}")
-
-
-def require_cutoff(cutoff: object, others: dict[str, bool]) -> None:
-    """Check the argument.
-
-    Args:
-        cutoff: as given.
-        others: other arguments that need everyone in every round, and whether they were given.
+class CheckedFields:
+    """Base of dataclasses whose fields have rules: numbers are converted, and all are checked.
 
     Raises:
-        ConfigError: it is not a cut-off, or is given together with such an argument.
+        ConfigError: an argument is not what its rule says.
     """
-    if cutoff not in ("none", "predicted") and (type(cutoff) is not int or cutoff < 1):
+
+    def __post_init__(self) -> None:
+        ruled = [each for each in fields(cast(Any, self)) if "must" in each.metadata]
+        convert_numbers(self, ruled)
+        for each in ruled:
+            value, be = getattr(self, each.name), each.metadata["must"]
+            if not each.metadata["holds"](value):
+                raise ConfigError(f"{each.name} must be {be}, got {value!r:.200}")
+
+
+def argument(default: T, rule: Rule) -> T:
+    """A field with a default and a rule."""
+    return field(default=default, metadata=rule)
+
+
+def must(be: str, holds: Callable[[Any], bool]) -> Rule:
+    """A rule."""
+    return {"must": be, "holds": holds}
+
+
+def whole(least: int, of: str = "") -> Rule:
+    """A whole number, of what is counted."""
+    words = f"a whole number{' of ' if of else ''}{of} >= {least}"
+    return must(words, lambda value: type(value) is int and value >= least)
+
+
+def number(words: str, holds: Callable[[float], bool]) -> Rule:
+    """A finite number, in a range."""
+
+    def is_in_range(value: Any) -> bool:
+        found = as_number(value)
+        return found is not None and holds(found)
+
+    return must(f"a number {words}", is_in_range)
+
+
+def one_of(*names: str) -> Rule:
+    """One of some texts."""
+    return must(f"one of {', '.join(names)}", lambda value: value in names)
+
+
+def instance(kind: Any, words: str) -> Rule:
+    """An object of a class, or of one of several."""
+    return must(words, lambda value: isinstance(value, kind))
+
+
+def or_none(rule: Rule) -> Rule:
+    """What another rule says, or None."""
+    return must(f"None or {rule['must']}", lambda value: value is None or rule["holds"](value))
+
+
+BOOL = instance(bool, "a bool")
+STEPS = whole(1, "steps")
+FRACTION = number(">= 0 and < 1", lambda value: 0 <= value < 1)
+POSITIVE = number("> 0", lambda value: value > 0)
+CUTOFF = must(
+    "'none', 'predicted' or a whole number >= 1, the workers not waited for",
+    lambda value: value in ("none", "predicted") or (type(value) is int and value >= 1),
+)
+
+
+def require_everyone(cutoff: Cutoff, needing: dict[str, bool]) -> None:
+    """Refuse a cut-off beside arguments that need everyone in every round.
+
+    Args:
+        cutoff: who is not waited for.
+        needing: such arguments, and whether they were given.
+
+    Raises:
+        ConfigError: it is given together with one of them.
+    """
+    for name in [name for name, given in needing.items() if given and cutoff != "none"]:
         raise ConfigError(
-            "cutoff must be 'none', 'predicted' or a whole number >= 1, the workers not waited "
-            f"for, got {cutoff!r}"
-        )
-    needing = [name for name, given in others.items() if given]
-    if cutoff != "none" and needing:
-        raise ConfigError(
-            f"{needing[0]} needs every worker in every round, and with cutoff={cutoff!r} some "
-            f"are left out: set cutoff='none', or drop {needing[0]}"
+            f"{name} needs every worker in every round, and with cutoff={cutoff!r} some are left "
+            f"out: set cutoff='none', or drop {name}"
         )
 
 
@@ -117,8 +149,8 @@ def warn_of_inner_momentum(
         may_reset: whether the workers' momentum can start over in each round.
     """
     reach = learning_rate / (1 - momentum)
-    momenta = [group.get("momentum") for group in replica.optimizer.param_groups]
-    inner = max((each for each in momenta if is_number(each)), default=0)
+    groups = replica.optimizer.param_groups
+    inner = max((as_number(group.get("momentum")) or 0 for group in groups), default=0)
     if inner > 0 and reach > FARTHEST:
         logger.warning(
             "the optimizer's own momentum of %g is multiplied by the outer one of %g, which moves "

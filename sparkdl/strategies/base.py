@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from torch import Tensor
 
@@ -21,7 +21,11 @@ from sparkdl.events import WindowReport
 from sparkdl.phases import PhaseClock
 from sparkdl.protocols import Batch, CenterExchange
 from sparkdl.replica import Replica
+from sparkdl.strategies.arguments import CheckedFields
 from sparkdl.worker_callback import StepCalls
+
+if TYPE_CHECKING:
+    from sparkdl.strategies.worker_group import WorkerGroup
 
 
 @dataclass
@@ -39,6 +43,8 @@ class Run:
     """Rows per minibatch; the last of an epoch may have fewer."""
     collective: Collective | None = None
     """The group of all workers, for strategies that need one."""
+    group: WorkerGroup | None = None
+    """The same as a strategy sees it, which has made it."""
     peers: Peers | None = None
     """The other workers, one by one, for strategies that need them."""
     cleanup: ExitStack = field(default_factory=ExitStack)
@@ -212,7 +218,7 @@ class Needs:
 State = TypeVar("State")
 
 
-class Strategy(ABC, Generic[State]):
+class Strategy(CheckedFields, ABC, Generic[State]):
     """How replicas agree. Held by the driver and, as a copy, by every worker.
 
     ``State`` is what it keeps on a worker between calls, as returned by ``start``.
@@ -286,15 +292,18 @@ class Strategy(ABC, Generic[State]):
         """The part of the state a worker needs to go on from a commit: tensors, numbers and text.
 
         It becomes part of the worker's state in checkpoints, and of what is kept for restarting all
-        workers. A worker that comes back alone starts without it.
+        workers. A worker that comes back alone starts without it. By default it is what the state's
+        ``saved`` returns, if it has that.
         """
-        return {}
+        found: Mapping[str, Any] = getattr(state, "saved", dict)()
+        return found
 
     def restore_state(self, state: State, saved: Mapping[str, Any]) -> None:
-        """Called after ``start`` with what ``saved_state`` returned, if there is any."""
+        """Called after ``start`` with what ``saved_state`` returned, if there is any.
 
-    def rows_changed(self, run: Run, state: State) -> None:
-        """Called on every worker at the start of an epoch if rows were exchanged before it."""
+        By default the state's ``restore`` is called with it.
+        """
+        cast(Any, state).restore(saved)
 
     def train_epoch(self, run: Run, state: State, batches: Iterable[Batch]) -> None:
         """Train on an epoch's minibatches, making the replicas agree on the way and at the end."""
@@ -309,3 +318,29 @@ class Strategy(ABC, Generic[State]):
     @abstractmethod
     def end_epoch(self, run: Run, state: State) -> None:
         """Called on every worker once per epoch, after its last step, even if it had none."""
+
+
+class PeriodicStrategy(Strategy[State]):
+    """Workers exchange after steps p, 2p, ... and at the end of an epoch."""
+
+    period: int
+    """Local steps between two exchanges, p >= 1."""
+
+    def after_step(self, run: Run, state: State, batch: Batch) -> None:
+        """Exchange after every ``period`` steps; the epoch's last window is ``end_epoch``'s."""
+        if run.step_of_epoch % self.period == 0 and not batch.last:
+            self.exchange(run, state, last=False)
+
+    def end_epoch(self, run: Run, state: State) -> None:
+        """Exchange the tail, 0 to ``period`` steps, and take the epoch's final center."""
+        self.exchange(run, state, last=True)
+
+    @abstractmethod
+    def exchange(self, run: Run, state: State, *, last: bool) -> None:
+        """Take part in the next round, or in all that are left in the epoch.
+
+        Args:
+            run: the worker's.
+            state: as ``start`` returned it.
+            last: whether this worker has taken its last step of the epoch.
+        """

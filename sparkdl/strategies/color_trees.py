@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparkdl.arguments import as_number, convert_numbers, require_whole
 from sparkdl.collective import Collective
 from sparkdl.collective.tree_sum import TreeSum
 from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
+from sparkdl.strategies.arguments import CheckedFields, argument, instance, number, whole
 
 
 @dataclass(frozen=True)
-class ColorTrees:
+class ColorTrees(CheckedFields):
     """Has workers add up values along several trees, in the place of gloo's ring.
 
     For averaging among executors and ``GradientAllReduce``, on CPUs. Trees have fewer messages
@@ -30,25 +30,16 @@ class ColorTrees:
         ConfigError: an argument is out of range.
     """
 
-    colors: int = 4
-    chunk_kb: float = 256
-
-    def __post_init__(self) -> None:
-        convert_numbers(self)
-        require_whole("colors", self.colors, 1, "trees")
-        number = as_number(self.chunk_kb)
-        if number is None or number <= 0:
-            raise ConfigError(f"chunk_kb must be a number of KB > 0, got {self.chunk_kb!r}")
+    colors: int = argument(4, whole(1, "trees"))
+    chunk_kb: float = argument(256, number("of KB > 0", lambda kb: kb > 0))
 
     def among(self, workers: Collective) -> TreeSum:
         """What adds up tensors; each of the workers has to make it."""
         return workers.in_trees(self.colors, int(self.chunk_kb * 1024))
 
 
-def require_trees(reduction: object) -> None:
-    """Refuse a reduction that is neither None nor trees."""
-    if not isinstance(reduction, ColorTrees | None):
-        raise ConfigError(f"reduction must be None or a ColorTrees, got {reduction!r:.200}")
+REDUCTION = instance(ColorTrees | None, "None or a ColorTrees")
+"""The rule for an argument ``reduction``."""
 
 
 def require_no_gpu(reduction: ColorTrees | None, replica: Replica) -> None:

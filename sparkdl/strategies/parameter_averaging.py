@@ -9,34 +9,33 @@ are fast enough, and those that were too slow for the round before.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
-from sparkdl.arguments import convert_numbers
 from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.averager.values.wire_format import WIRE_FORMATS, ParameterChanges, WireFormat
 from sparkdl.errors import ConfigError
-from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
 from sparkdl.strategies.arguments import (
+    BOOL,
+    CUTOFF,
+    STEPS,
     Cutoff,
+    argument,
     cutoff_policy,
-    require_bools,
-    require_cutoff,
-    require_one_of,
-    require_period,
-    require_steps,
+    one_of,
+    or_none,
+    require_everyone,
 )
-from sparkdl.strategies.base import Needs, Run, Strategy
-from sparkdl.strategies.color_trees import ColorTrees, require_no_gpu, require_trees
+from sparkdl.strategies.base import Needs, PeriodicStrategy, Run, Strategy
+from sparkdl.strategies.color_trees import REDUCTION, ColorTrees, require_no_gpu
 from sparkdl.strategies.worker_group import WorkerGroup
 
 
 @dataclass(frozen=True)
-class ParameterAveraging(Strategy["Aggregation"]):
+class ParameterAveraging(PeriodicStrategy[WorkerGroup | None]):
     """Average parameters after steps p, 2p, ... and once at the end of each epoch.
 
     Rule:
@@ -108,21 +107,18 @@ class ParameterAveraging(Strategy["Aggregation"]):
         ConfigError: an argument is out of range, or some do not go together.
     """
 
-    period: int = 5
-    average_optimizer_state: bool = True
-    wire_dtype: Literal["float32", "bfloat16"] = "float32"
-    aggregation: Literal["driver", "executors", "hierarchical"] = "driver"
-    commit_every: int | None = None
-    cutoff: Cutoff = "none"
-    reduction: ColorTrees | None = None
+    period: int = argument(5, STEPS)
+    average_optimizer_state: bool = argument(True, BOOL)
+    wire_dtype: Literal["float32", "bfloat16"] = argument("float32", one_of(*WIRE_FORMATS))
+    aggregation: Literal["driver", "executors", "hierarchical"] = argument(
+        "driver", one_of("driver", "executors", "hierarchical")
+    )
+    commit_every: int | None = argument(None, or_none(STEPS))
+    cutoff: Cutoff = argument("none", CUTOFF)
+    reduction: ColorTrees | None = argument(None, REDUCTION)
 
     def __post_init__(self) -> None:
-        convert_numbers(self)
-        require_period(self.period)
-        require_bools(self, "average_optimizer_state")
-        require_one_of("wire_dtype", self.wire_dtype, WIRE_FORMATS)
-        require_one_of("aggregation", self.aggregation, AGGREGATIONS)
-        require_steps("commit_every", self.commit_every)
+        super().__post_init__()
         if self.aggregation != "executors" and self.commit_every is not None:
             raise ConfigError(
                 "commit_every is for aggregation='executors'; the driver has every round's center"
@@ -132,12 +128,11 @@ class ParameterAveraging(Strategy["Aggregation"]):
                 f"wire_dtype={self.wire_dtype!r} is for aggregation='driver'; among executors "
                 "values travel in the replica's own precision"
             )
-        require_trees(self.reduction)
         if self.aggregation != "executors" and self.reduction is not None:
             raise ConfigError(
                 f"reduction is for aggregation='executors', not {self.aggregation!r}: drop it"
             )
-        require_cutoff(
+        require_everyone(
             self.cutoff,
             {
                 f"aggregation={self.aggregation!r}": self.aggregation != "driver",
@@ -158,7 +153,7 @@ class ParameterAveraging(Strategy["Aggregation"]):
     @property
     def needs(self) -> Needs:
         """Only the driver, if the mean is formed there."""
-        among_workers = not AGGREGATIONS[self.aggregation].in_driver
+        among_workers = self.aggregation != "driver"
         return Needs(
             exchanges_optimizer_state=self.average_optimizer_state,
             collective=among_workers,
@@ -176,141 +171,41 @@ class ParameterAveraging(Strategy["Aggregation"]):
         """Check that trees are for this device."""
         require_no_gpu(self.reduction, replica)
 
-    def start(self, run: Run) -> Aggregation:
-        """Set up the place where the mean is formed."""
+    def start(self, run: Run) -> WorkerGroup | None:
+        """Join the group that forms the mean, if it is not formed in the driver."""
         self.require_fits(run.replica)
-        return AGGREGATIONS[self.aggregation](run, self)
+        if self.aggregation == "driver":
+            return None
+        within_host = self.aggregation == "hierarchical"
+        return WorkerGroup(run, run.batch_size, within_host=within_host, trees=self.reduction)
 
-    def rows_changed(self, run: Run, state: Aggregation) -> None:
-        """Find out how many windows all workers have now."""
-        state.rows_changed(run)
+    def exchange(self, run: Run, state: WorkerGroup | None, *, last: bool) -> None:
+        """Form the mean, among executors also in the windows for which this worker has no rows."""
+        segments = run.replica.segments(with_optimizer=self.average_optimizer_state)
+        if state is None:
+            run.averager.exchange(segments, run.close_window(last=last))
+        elif self.aggregation == "hierarchical":
+            self._exchange_by_host(run, state, segments, last=last)
+        else:
+            every = self.commit_every
+            for window in state.rounds(run, self.period, every, lambda: segments, last=last):
+                state.average(segments, state.weights_of(run, window), run.window())
 
-    def after_step(self, run: Run, state: Aggregation, batch: Batch) -> None:
-        """Average after every ``period`` steps; the epoch's last window is ``end_epoch``'s."""
-        if run.step_of_epoch % self.period == 0 and not batch.last:
-            state.average(run, self._segments(run))
-
-    def end_epoch(self, run: Run, state: Aggregation) -> None:
-        """Average the tail, 0 to ``period`` steps, and take the epoch's final center."""
-        state.finish(run, self._segments(run))
-
-    def _segments(self, run: Run) -> list[Tensor]:
-        return run.replica.segments(with_optimizer=self.average_optimizer_state)
-
-
-class Aggregation(ABC):
-    """Where the mean is formed; one object for each time that a worker joins.
-
-    Args:
-        run: the worker's; where it needs the others, all must make one at the same time.
-        strategy: what is averaged, and when.
-    """
-
-    in_driver: ClassVar[bool] = False
-    """Whether the worker needs no others."""
-
-    @abstractmethod
-    def __init__(self, run: Run, strategy: ParameterAveraging) -> None: ...
-
-    def rows_changed(self, run: Run) -> None:  # noqa: B027 - not all need to know
-        """Note that the workers have other rows."""
-
-    @abstractmethod
-    def average(self, run: Run, segments: list[Tensor]) -> None:
-        """Take part in the next round.
-
-        Args:
-            run: this worker's.
-            segments: its replica's state, overwritten by the mean.
-        """
-
-    @abstractmethod
-    def finish(self, run: Run, segments: list[Tensor]) -> None:
-        """Take part in all remaining rounds of the epoch."""
-
-
-class InDriver(Aggregation):
-    """Each worker contributes to the driver's rounds."""
-
-    in_driver = True
-
-    def __init__(self, run: Run, strategy: ParameterAveraging) -> None:
-        pass
-
-    def average(self, run: Run, segments: list[Tensor]) -> None:
-        """Contribute the window."""
-        run.averager.exchange(segments, run.close_window(last=False))
-
-    def finish(self, run: Run, segments: list[Tensor]) -> None:
-        """Contribute the last window."""
-        run.averager.exchange(segments, run.close_window(last=True))
-
-
-class AmongExecutors(Aggregation):
-    """The workers form the mean, including those that have used up their rows in an epoch."""
-
-    def __init__(self, run: Run, strategy: ParameterAveraging) -> None:
-        self._group = WorkerGroup(run, run.batch_size, trees=strategy.reduction)
-        self._period = strategy.period
-        self._commit_every = strategy.commit_every
-
-    def rows_changed(self, run: Run) -> None:
-        """Find out how many windows all workers have now."""
-        self._group.agree(run)
-
-    def average(self, run: Run, segments: list[Tensor]) -> None:
-        """Form the mean, and commit it if that is due."""
-        group = self._group
-        window = range(group.steps, group.steps + self._period)
-        group.average(segments, group.weights_of(run, window), run.window())
-        group.steps = window.stop
-        group.heartbeat(run)
-        group.commit_if_due(run, self._commit_every, lambda: segments)
-
-    def finish(self, run: Run, segments: list[Tensor]) -> None:
-        """Take part in all remaining rounds, and commit the last mean."""
-        while not self._group.done:
-            self.average(run, segments)
-        self._group.commit(run, segments, last=True)
-
-
-class ByHost(Aggregation):
-    """Each host forms a mean and contributes it, as often as it has windows."""
-
-    def __init__(self, run: Run, strategy: ParameterAveraging) -> None:
-        self._group = WorkerGroup(run, run.batch_size, within_host=True)
-        self._period = strategy.period
-
-    def rows_changed(self, run: Run) -> None:
-        """Find out how many windows the host has now."""
-        self._group.agree(run)
-
-    def average(self, run: Run, segments: list[Tensor], *, last: bool = False) -> None:
-        """Take part in the next round; the epoch's ``last`` one ends with its final center."""
-        group = self._group
-        window = range(group.steps, group.steps + self._period)
-        examples = group.examples_of(window)
-        group.require_announced(run, examples)
-        weights = group.weights_of(run, window)
-        group_weight = sum(weights) if group.collective.index == 0 else 0
-        mine = run.window()
-        report = run.close_window(last=last, group_weight=group_weight)
-        if any(weights):
-            group.average(segments, weights, mine)
-        group.exchange(run, segments, report)
-        group.steps = 0 if last else window.stop
-
-    def finish(self, run: Run, segments: list[Tensor]) -> None:
-        """Take part in all remaining rounds of the host."""
-        group = self._group
-        while group.steps + self._period < group.steps_an_epoch:
-            self.average(run, segments)
-        self.average(run, segments, last=True)
-
-
-AGGREGATIONS: dict[str, type[Aggregation]] = {
-    "driver": InDriver,
-    "executors": AmongExecutors,
-    "hierarchical": ByHost,
-}
-"""Implementations, by the value of ``aggregation`` in ``ParameterAveraging``."""
+    def _exchange_by_host(
+        self, run: Run, group: WorkerGroup, segments: list[Tensor], *, last: bool
+    ) -> None:
+        """Have the host form a mean and contribute it; if ``last``, as often as it has windows."""
+        while True:
+            window = range(group.steps, group.steps + self.period)
+            ends = last and window.stop >= group.steps_an_epoch
+            group.require_announced(run, group.examples_of(window))
+            weights = group.weights_of(run, window)
+            group_weight = sum(weights) if group.collective.index == 0 else 0
+            mine = run.window()
+            report = run.close_window(last=ends, group_weight=group_weight)
+            if any(weights):
+                group.average(segments, weights, mine)
+            group.exchange(run, segments, report)
+            group.steps = 0 if ends else window.stop
+            if ends or not last:
+                return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +56,7 @@ class WorkerGroup:
         if self._trees is not None:
             run.cleanup.callback(self._trees.close)
         self.rows_a_step = rows_a_step
+        run.group = self
         self.agree(run)
         self._calls = 0
         self._next_heartbeat = 1
@@ -160,6 +161,35 @@ class WorkerGroup:
     def done(self) -> bool:
         """Whether the epoch's last step has been taken."""
         return self.steps >= self.steps_an_epoch
+
+    def rounds(
+        self,
+        run: Run,
+        period: int,
+        every: int | None,
+        segments: Callable[[], Sequence[Tensor]],
+        *,
+        last: bool,
+    ) -> Iterator[range]:
+        """The steps of the next window, after which the caller exchanges; commits what is due.
+
+        Args:
+            run: this worker's.
+            period: steps in a window.
+            every: as for ``commit_if_due``.
+            segments: likewise.
+            last: whether this worker has taken its last step of the epoch: it takes part in all
+                windows that are left, and the epoch ends with a commit.
+        """
+        while not (last and self.done):
+            window = range(self.steps, self.steps + period)
+            yield window
+            self.steps = window.stop
+            self.heartbeat(run)
+            self.commit_if_due(run, every, segments)
+            if not last:
+                return
+        self.commit(run, segments(), last=True)
 
     def commit_if_due(
         self,

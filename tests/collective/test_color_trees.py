@@ -24,7 +24,6 @@ from torch import Tensor
 
 from sparkdl.collective import Collective
 from sparkdl.collective.tree_sum import (
-    InBackground,
     Place,
     TreeSum,
     height_of,
@@ -164,7 +163,7 @@ def test_the_bits_do_not_depend_on_who_is_slow() -> None:
 
 def test_sums_in_the_background_come_in_the_order_in_which_they_were_begun() -> None:
     def body(group: Any) -> Any:
-        background = InBackground(TreeSum(group, 2, 1024))
+        background = TreeSum(group, 2, 1024)
         begun = [background.begin(random_values(group.rank(), 100 * n)) for n in range(1, 8)]
         sums = [each.wait() for each in begun]
         background.close()
@@ -184,16 +183,15 @@ def test_a_member_that_is_killed_is_named_by_the_others(background: bool) -> Non
 
     def body(collective: Collective, _: Any) -> Any:
         add_up = collective.in_trees(1, 65536)
-        in_thread = InBackground(add_up) if background else None
         for step in range(1000):
             if collective.rank == 1 and step == 20:
                 threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
             values = torch.ones(200_000)
-            if in_thread is None:
+            if not background:
                 collective.all_reduce_by(add_up, values)
             else:
                 with collective.guarded("the sum of gradients"):
-                    in_thread.begin(values).wait()
+                    add_up.begin(values).wait()
             if step >= 20:
                 time.sleep(0.01)
 

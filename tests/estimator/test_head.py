@@ -175,7 +175,7 @@ def test_of_several_outputs_the_one_of_prediction_col() -> None:
 
 
 def score(loss: Any, dtype: torch.dtype = torch.float32) -> Score:
-    return Score(loss, Labels([ColumnSpec("y", dtype)], as_one=True), None)
+    return Score(loss, Labels([ColumnSpec("y", dtype)], as_one=True))
 
 
 @given(st.integers(0, 1000))

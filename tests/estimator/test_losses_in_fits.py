@@ -76,10 +76,14 @@ def same(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.allclose(mine, theirs, atol=1e-5) for mine, theirs in pairs)
 
 
-def test_a_loss_of_ones_own_gets_targets_in_the_shape_that_it_takes(rows: DataFrame) -> None:
+def test_a_loss_of_ones_own_gets_targets_as_in_the_column(rows: DataFrame) -> None:
     fitted = fit(rows, 1, squeezed, "number")
     assert same(fitted.module, by_torch(1, squeezed, NUMBERS.astype(np.float32)))
-    assert fitted.summary.loss_use["targets"] in ("(rows,)", "as in the column")
+
+
+def test_a_loss_that_compares_each_row_with_all_targets_is_refused(rows: DataFrame) -> None:
+    with pytest.raises(ModelError, match=r"broadcasts shape \(11, 1\) with \(11,\) to \(11, 11\)"):
+        fit(rows, 1, lambda outputs, targets: (outputs - targets).square().mean(), "number")
 
 
 def test_the_loss_of_held_out_rows_does_not_depend_on_how_those_without_a_label_lie(

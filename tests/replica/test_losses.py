@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from sparkdl.errors import ModelError
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
-from sparkdl.replica.loss_use import use_for, use_for_some
+from sparkdl.replica.loss_use import (
+    require_own_scores,
+    require_own_targets,
+    require_own_targets_in,
+)
 from sparkdl.replica.losses import LossUse, MinibatchLoss, ModelLoss, with_reduction
-from sparkdl.replica.targets import chosen_dims, distinct_rows, shaped
 
 LOGITS = torch.tensor([[1.0, 2.0, 0.5], [0.0, -1.0, 1.0], [3.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
 CLASSES = torch.tensor([1, 0, 2, 2])
@@ -126,8 +129,10 @@ def test_a_model_without_a_loss_of_its_own_is_refused_with_what_it_returns(
 
 
 torch.manual_seed(0)
-FLAT, COLUMN, WIDE = torch.randn(5), torch.randn(5, 1), torch.randn(5, 3)
+FLAT, WIDE = torch.randn(5), torch.randn(5, 3)
+COLUMN = FLAT[:, None]
 NUMBERS, WHOLE = torch.rand(5), torch.tensor([0, 1, 0, 1, 0])
+BROADCASTS = r"loss broadcasts shape \(\d.*\): it compares .* outputs.squeeze\(1\)"
 
 
 def own(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -138,60 +143,79 @@ def squeezed(outputs: Tensor, targets: Tensor) -> Tensor:
     return ((outputs.squeeze(1) - targets) ** 2).mean()
 
 
-def in_place(outputs: Tensor, targets: Tensor) -> Tensor:
-    return outputs.clone().sub_(targets).abs().mean()
-
-
 def within_a_tuple(outputs: Tensor, targets: Tensor) -> Tensor:
     return torch.broadcast_tensors(outputs, targets)[0].mean()
 
 
-ELEMENTWISE: list[Any] = [
-    own,
-    in_place,
-    within_a_tuple,
-    functional.mse_loss,
-    functional.l1_loss,
-    functional.huber_loss,
-    functional.smooth_l1_loss,
-    functional.poisson_nll_loss,
-    functional.soft_margin_loss,
-    functional.hinge_embedding_loss,
-    functools.partial(functional.kl_div, reduction="batchmean"),
-    functional.binary_cross_entropy_with_logits,
-    nn.BCEWithLogitsLoss(),
-    nn.MSELoss(),
-    lambda o, t: torch.addcmul(o, o, t).mean(),
-    lambda o, t: -torch.distributions.Normal(o, 1.0).log_prob(t).mean(),
-]
+def taken(loss: Any, outputs: Tensor, targets: Any, **wanted: Any) -> None:
+    batch = Batch((), targets, True, wanted.get("weights"))
+    require_own_targets(loss, outputs, batch, 5, by_row=wanted.get("by_row", False))
 
 
-@every("loss", ELEMENTWISE)
+def refused(loss: Any, outputs: Tensor, targets: Any) -> None:
+    with pytest.raises(ModelError, match=BROADCASTS):
+        taken(loss, outputs, targets)
+
+
+@every(
+    "loss",
+    [
+        functional.mse_loss,
+        functional.l1_loss,
+        functional.huber_loss,
+        functional.smooth_l1_loss,
+        functional.poisson_nll_loss,
+        functional.soft_margin_loss,
+        functional.hinge_embedding_loss,
+        functools.partial(functional.kl_div, reduction="batchmean"),
+        functional.binary_cross_entropy_with_logits,
+        nn.BCEWithLogitsLoss(),
+        nn.MSELoss(),
+    ],
+)
 def test_elementwise_losses_get_targets_like_the_outputs(loss: Any) -> None:
-    def chosen(outputs: Tensor, targets: Tensor) -> Any:
-        return chosen_dims(lambda given: loss(outputs, given), targets)
+    mine, expected = MinibatchLoss(loss, LossUse()), loss(FLAT, NUMBERS)
+    for outputs in (FLAT, COLUMN):
+        for targets in (NUMBERS, NUMBERS[:, None]):
+            torch.testing.assert_close(mine(outputs, Batch((), targets, True))[0], expected)
+            taken(loss, outputs, targets)
 
-    assert chosen(COLUMN, NUMBERS) == (2,)
-    assert chosen(FLAT, NUMBERS[:, None]) == (1,)
-    assert chosen(FLAT, NUMBERS) == chosen(COLUMN, NUMBERS[:, None]) == ()
+
+@every(
+    "loss",
+    [
+        own,
+        within_a_tuple,
+        lambda o, t: functional.mse_loss(o, t),
+        lambda o, t: torch.addcmul(o, o, t).mean(),
+        lambda o, t: -torch.distributions.Normal(o, 1.0).log_prob(t).mean(),
+    ],
+)
+def test_a_loss_of_ones_own_that_broadcasts_rows_with_rows_is_refused(loss: Any) -> None:
+    refused(loss, COLUMN, NUMBERS)
+    refused(loss, FLAT, NUMBERS[:, None])
+    taken(loss, FLAT, NUMBERS)
+    taken(loss, COLUMN, NUMBERS[:, None])
 
 
 @every("targets", [NUMBERS, WHOLE])
 def test_the_choice_does_not_depend_on_the_dtype(targets: Tensor) -> None:
-    assert chosen_dims(lambda given: own(COLUMN, given), targets) == (2,)
-    assert chosen_dims(lambda given: squeezed(COLUMN, given), targets) == ()
-    assert chosen_dims(lambda given: squeezed(COLUMN, given), targets[:, None]) == (1,)
+    found, _ = MinibatchLoss(nn.L1Loss(), LossUse())(COLUMN, Batch((), targets, True))
+    torch.testing.assert_close(found, (FLAT - targets).abs().mean())
+    refused(own, COLUMN, targets)
+    refused(squeezed, COLUMN, targets[:, None])
+    taken(squeezed, COLUMN, targets)
 
 
 def test_rows_that_a_loss_chooses_are_compared_with_their_own_targets_too() -> None:
     labels = torch.tensor([-1, 3, -1, 3, -1])
 
-    def masked(targets: Tensor) -> Tensor:
-        return own(COLUMN[targets >= 0], targets[targets >= 0])
+    def masked(outputs: Tensor, targets: Tensor) -> Tensor:
+        return own(outputs[targets >= 0], targets[targets >= 0])
 
-    assert chosen_dims(masked, labels) == (2,)
-    assert chosen_dims(masked, labels[:, None]) == ()  # chosen by (5, 1), both are (2,)
-    assert chosen_dims(lambda given: squeezed(COLUMN[given >= 0], given[given >= 0]), labels) == ()
+    refused(masked, COLUMN, labels)
+    taken(masked, COLUMN, labels[:, None])
+    taken(masked, FLAT, labels)
 
 
 @every(
@@ -201,35 +225,43 @@ def test_rows_that_a_loss_chooses_are_compared_with_their_own_targets_too() -> N
         (nn.MSELoss(), WIDE, torch.randn(5, 3)),  # not one number per row
         (own, WIDE, NUMBERS),  # the error is torch's
         (lambda o, t: ((o @ o.T) * (t[:, None] == t[None, :])).mean(), WIDE, WHOLE),  # contrastive
-        (lambda o, t: torch.relu(1 - (o - o.T) * (t[:, None] - t)).mean(), COLUMN, NUMBERS),
+        (
+            lambda o, t: torch.relu(1 - (o - o.T) * (t[:, None] - t[None, :])).mean(),
+            COLUMN,
+            NUMBERS,
+        ),
+        (lambda o, t: ((o @ o.T) * t).mean(), WIDE, NUMBERS),
+        (lambda o, t: own(o - torch.tensor([0.1, 0.5, 0.9]), t[:, None]), COLUMN, NUMBERS),
     ],
 )
-def test_targets_stay_as_in_the_column_where_no_other_shape_is_right(
+def test_targets_stay_as_in_the_column_and_pairs_that_are_meant_are_taken(
     loss: Any, outputs: Tensor, targets: Tensor
 ) -> None:
-    assert chosen_dims(lambda given: loss(outputs, given), targets) == ()
+    taken(loss, outputs, targets)
 
 
-def test_a_shape_that_raises_is_not_taken() -> None:
-    assert chosen_dims(lambda given: WIDE.gather(1, given).mean(), WHOLE) == (2,)
-
-
-def test_of_several_labels_each_has_its_own_shape() -> None:
-    def loss(targets: Any) -> Tensor:
+def test_of_several_labels_each_is_as_in_its_column() -> None:
+    def loss(outputs: Tensor, targets: Any) -> Tensor:
         return (
-            own(COLUMN, targets[0])
+            own(outputs, targets[0])
             + functional.cross_entropy(WIDE, targets[1])
-            + squeezed(COLUMN, targets[2])
+            + squeezed(outputs, targets[2])
         )
 
-    dims = chosen_dims(loss, (NUMBERS, WHOLE, NUMBERS))
-    assert dims == (2, None, None)
-    assert [each.shape for each in shaped((NUMBERS, WHOLE, NUMBERS), dims)] == [(5, 1), (5,), (5,)]
+    taken(loss, COLUMN, (NUMBERS[:, None], WHOLE, NUMBERS))
+    refused(loss, COLUMN, (NUMBERS, WHOLE, NUMBERS))
 
 
 def test_the_rows_tried_with_are_no_width_of_the_outputs() -> None:
-    assert distinct_rows(lambda rows: torch.zeros(rows, 3))[0] == 5
-    assert distinct_rows(lambda rows: (torch.zeros(rows, 5), torch.zeros(rows, 7)))[0] == 11
+    each = Replica(
+        nn.Linear(3, 11),
+        partial(torch.optim.SGD, lr=0.1),
+        lambda outputs, targets: own(outputs[:, :1] - torch.arange(11.0), targets[:, None]),
+    )
+    made_up = partial(torch.zeros, dtype=torch.float32)
+    require_own_targets_in(
+        each, lambda rows: Batch((made_up(rows, 3),), made_up(rows), True), scores=False
+    )
 
 
 def across(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -240,22 +272,24 @@ def across(outputs: Tensor, targets: Tensor) -> Tensor:
 def test_a_rows_loss_that_depends_on_other_rows_is_refused() -> None:
     for wanted in ({"weights": torch.ones(5)}, {"by_row": True}):
         with pytest.raises(ModelError, match=r"for 5 rows it gives \(5, 5\)"):
-            use_for(across, COLUMN, NUMBERS, 5, **wanted)
+            taken(across, COLUMN, NUMBERS, **wanted)
+
+
+def scores(loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
+    require_own_scores(loss, outputs, targets, len(outputs))
+    return MinibatchLoss(loss, LossUse()).scores(outputs, targets, len(outputs))
 
 
 def test_rows_as_wide_as_there_are_rows_are_scored() -> None:
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs - targets) ** 2
 
-    outputs, targets = torch.randn(8, 8), torch.randn(8, 8)
-    use = use_for_some(loss, outputs, targets, 8)
-    found = MinibatchLoss(loss, use).scores(outputs, targets, 8)
+    outputs, targets = torch.randn(11, 11), torch.randn(11, 11)
+    found = scores(loss, outputs, targets)
     torch.testing.assert_close(found, loss(outputs, targets).double().mean(1))
 
 
 def test_rows_are_scored_by_their_own_targets_after_training_elsewhere() -> None:
     outputs, targets = torch.randn(9, 1), torch.randn(9)
-    use = use_for_some(nn.MSELoss(), outputs, targets, 9)
-    assert use == LossUse((2,))
-    found = MinibatchLoss(nn.MSELoss(), use).scores(outputs, targets, 9)
+    found = scores(nn.MSELoss(), outputs, targets)
     torch.testing.assert_close(found, ((outputs[:, 0] - targets) ** 2).double())

@@ -32,9 +32,8 @@ from sparkdl.protocols import Batch, ColumnSpec, Features, LossFunction, Targets
 from sparkdl.replica import Replica
 from sparkdl.replica.buffers import left_as_it_was
 from sparkdl.replica.flat import persistent_buffers
-from sparkdl.replica.loss_use import use_in
+from sparkdl.replica.loss_use import require_own_targets_in
 from sparkdl.replica.losses import ModelLoss
-from sparkdl.replica.targets import shaped
 
 PREDICTED_ROWS = (0, 1, 0, 1, 0)
 """Rows of the made-up batch to predict for: a number that few models have of layers or classes, so
@@ -73,7 +72,7 @@ def probe(
     batch = schema.batch(columns, last=True)
     built = _shapes_of(replica.module)
     with borrowed_random_numbers():
-        replica.use_loss(use_in(replica, partial(_rows_of, schema, columns), scores=scores))
+        require_own_targets_in(replica, partial(_rows_of, schema, columns), scores=scores)
         with torch.enable_grad():
             outputs, loss = _try_out(replica, batch, schema, statistics, head)
         predicted = _rows_of(schema, columns, len(PREDICTED_ROWS))
@@ -85,7 +84,7 @@ def probe(
             loss.backward()  # type: ignore[no-untyped-call]
             replica.optimizer.step()
         except Exception as error:  # a detached output, an optimizer that needs a closure, ...
-            both = _both(replica, outputs, batch)
+            both = _both(outputs, batch)
             fail(f"the backward pass or the optimizer's step fails after {both}", error)
     return predictions
 
@@ -262,7 +261,7 @@ def _outputs(
 
 def _loss(replica: Replica, outputs: Any, batch: Batch, labels: Sequence[ColumnSpec]) -> Tensor:
     """The loss of what the model returned."""
-    both = _both(replica, outputs, batch)
+    both = _both(outputs, batch)
     mode = "" if replica.module.training else " in evaluation mode, which validation uses,"
     try:
         with warnings.catch_warnings():
@@ -292,9 +291,8 @@ def _loss(replica: Replica, outputs: Any, batch: Batch, labels: Sequence[ColumnS
     return loss
 
 
-def _both(replica: Replica, outputs: Any, batch: Batch) -> str:
-    targets = shaped(batch.targets, replica.loss_use.target_dims)
-    return f"outputs {described(outputs)} and targets {_shapes(targets)}"
+def _both(outputs: Any, batch: Batch) -> str:
+    return f"outputs {described(outputs)} and targets {_shapes(batch.targets)}"
 
 
 def _ignored_label(loss: LossFunction) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from sparkdl.arguments import counted
@@ -52,20 +52,17 @@ class Checked:
         features: its inputs.
         widths: of its outputs, as ``outputs.widths_of`` returns them.
         labels: what its outputs are compared with.
-        loss_use: how the loss does that.
     """
 
     features: tuple[ColumnSpec, ...]
     widths: Widths
     labels: tuple[ColumnSpec, ...]
-    loss_use: LossUse
 
     def as_json(self) -> dict[str, Any]:
         """Return it in JSON's types, for ``from_json``."""
         return {
             "elements": [each.elements for each in (*self.features, *self.labels)],
             "widths": list(map(list, self.widths.items())),
-            "loss_use": self.loss_use.as_json(),
         }
 
     @classmethod
@@ -88,8 +85,7 @@ class Checked:
                 raise TypeError(f"{key!r:.100} does not name an output")
             widths[key] = None if width is None else _COUNTS[width]
         features = len(schema.features)
-        use = LossUse.from_json(told["loss_use"])
-        return cls(known[:features], widths, known[features:], use)
+        return cls(known[:features], widths, known[features:])
 
 
 class RowChecks:
@@ -144,7 +140,7 @@ class RowChecks:
         by = divides_by(plan.job.loss, schema, statistics, transforms=transforms)
         if by is None:
             by = "rows" if replica.divisor is None else "counts"
-        loss_use = replace(replica.loss_use, divides_by=by)
+        loss_use = LossUse(by)
         replica.use_loss(loss_use)
         shorter = widths_of_shorter_rows(replica, schema, columns)
         _tell_of_skipped(plan, schema, statistics)
@@ -158,7 +154,7 @@ class RowChecks:
         if shorter is not None:
             require_any_length(widths, shorter, keys)
         self._params.predicted_columns(plan.head, widths)
-        self._result = Checked(schema.features, widths, schema.labels, loss_use)
+        self._result = Checked(schema.features, widths, schema.labels)
         return loss_use
 
     def _check_values(self, plan: FitPlan, statistics: DataStatistics) -> None:

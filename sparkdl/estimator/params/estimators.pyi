@@ -192,12 +192,12 @@ class TorchEstimatorParams(EstimatorParams, OutputParams):
             loss: (outputs, targets) -> scalar tensor, the mean over the minibatch; or 'model' for
                 the one that the model computes when it is given the labels. It may return two,
                 (sum, weight): the sum over what counts, and what to divide it by. torch's losses of
-                classes divide by the labels that count. One number per row is given as (rows,) or
-                (rows, 1), whichever compares no row with another's target, or else as in the
-                column. The outputs are all that the model returns: a tensor, tuple, dict or object.
-                A model with ``loss="model"`` is called with ``labelCol`` as ``labels=``, or with
-                each of ``labelCols`` by name, and returns the loss as output ``loss``, first in a
-                tuple, or alone.
+                classes divide by the labels that count, and get one number per row in the shape of
+                the outputs, (rows,) or (rows, 1). A loss of your own gets it as in the column, and
+                is refused if it broadcasts it to all pairs of rows. The outputs are all that the
+                model returns: a tensor, tuple, dict or object. A model with ``loss="model"`` is
+                called with ``labelCol`` as ``labels=``, or with each of ``labelCols`` by name, and
+                returns the loss as output ``loss``, first in a tuple, or alone.
             optimizer: parameters -> Optimizer, for example torch.optim.Adam or
                 partial(torch.optim.SGD, momentum=0.9); or named_parameters -> Optimizer, of pairs
                 (name, parameter); or the name of one of torch's, such as 'Adam'. It is given the
@@ -450,12 +450,12 @@ class TorchClassifierParams(ClassParams, EstimatorParams):
             loss: (outputs, targets) -> scalar tensor, the mean over the minibatch; or 'model' for
                 the one that the model computes when it is given the labels. It may return two,
                 (sum, weight): the sum over what counts, and what to divide it by. torch's losses of
-                classes divide by the labels that count. One number per row is given as (rows,) or
-                (rows, 1), whichever compares no row with another's target, or else as in the
-                column. The outputs are all that the model returns: a tensor, tuple, dict or object.
-                A model with ``loss="model"`` is called with ``labelCol`` as ``labels=``, or with
-                each of ``labelCols`` by name, and returns the loss as output ``loss``, first in a
-                tuple, or alone.
+                classes divide by the labels that count, and get one number per row in the shape of
+                the outputs, (rows,) or (rows, 1). A loss of your own gets it as in the column, and
+                is refused if it broadcasts it to all pairs of rows. The outputs are all that the
+                model returns: a tensor, tuple, dict or object. A model with ``loss="model"`` is
+                called with ``labelCol`` as ``labels=``, or with each of ``labelCols`` by name, and
+                returns the loss as output ``loss``, first in a tuple, or alone.
             optimizer: parameters -> Optimizer, for example torch.optim.Adam or
                 partial(torch.optim.SGD, momentum=0.9); or named_parameters -> Optimizer, of pairs
                 (name, parameter); or the name of one of torch's, such as 'Adam'. It is given the
@@ -707,12 +707,12 @@ class TorchRegressorParams(EstimatorParams):
             loss: (outputs, targets) -> scalar tensor, the mean over the minibatch; or 'model' for
                 the one that the model computes when it is given the labels. It may return two,
                 (sum, weight): the sum over what counts, and what to divide it by. torch's losses of
-                classes divide by the labels that count. One number per row is given as (rows,) or
-                (rows, 1), whichever compares no row with another's target, or else as in the
-                column. The outputs are all that the model returns: a tensor, tuple, dict or object.
-                A model with ``loss="model"`` is called with ``labelCol`` as ``labels=``, or with
-                each of ``labelCols`` by name, and returns the loss as output ``loss``, first in a
-                tuple, or alone.
+                classes divide by the labels that count, and get one number per row in the shape of
+                the outputs, (rows,) or (rows, 1). A loss of your own gets it as in the column, and
+                is refused if it broadcasts it to all pairs of rows. The outputs are all that the
+                model returns: a tensor, tuple, dict or object. A model with ``loss="model"`` is
+                called with ``labelCol`` as ``labels=``, or with each of ``labelCols`` by name, and
+                returns the loss as output ``loss``, first in a tuple, or alone.
             optimizer: parameters -> Optimizer, for example torch.optim.Adam or
                 partial(torch.optim.SGD, momentum=0.9); or named_parameters -> Optimizer, of pairs
                 (name, parameter); or the name of one of torch's, such as 'Adam'. It is given the

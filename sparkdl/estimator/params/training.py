@@ -62,9 +62,10 @@ class TrainingParams(HasSeed, DeclaredParams, group="Training"):
         "(outputs, targets) -> scalar tensor, the mean over the minibatch; or 'model' for the one "
         "that the model computes when it is given the labels",
         "It may return two, (sum, weight): the sum over what counts, and what to divide it by. "
-        "torch's losses of classes divide by the labels that count. One number per row is given "
-        "as (rows,) or (rows, 1), whichever compares no row with another's target, or else as in "
-        "the column. The outputs are all that the model returns: a tensor, tuple, dict or object. "
+        "torch's losses of classes divide by the labels that count, and get one number per row in "
+        "the shape of the outputs, (rows,) or (rows, 1). A loss of your own gets it as in the "
+        "column, and is refused if it broadcasts it to all pairs of rows. "
+        "The outputs are all that the model returns: a tensor, tuple, dict or object. "
         'A model with ``loss="model"`` is called with ``labelCol`` as ``labels=``, or with each '
         "of ``labelCols`` by name, and returns the loss as output ``loss``, first in a tuple, or "
         "alone.",

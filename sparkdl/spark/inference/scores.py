@@ -15,7 +15,7 @@ from sparkdl.feed.columns.ragged import dense
 from sparkdl.feed.record_batches.decode import tensors_of
 from sparkdl.outputs import described
 from sparkdl.protocols import ColumnSpec, LossFunction, Targets
-from sparkdl.replica.loss_use import use_for_some
+from sparkdl.replica.loss_use import require_own_scores
 from sparkdl.replica.losses import LossUse, MinibatchLoss
 from sparkdl.spark.inference.failures import as_model_error
 
@@ -55,12 +55,10 @@ class Score:
     Attributes:
         loss: (outputs, targets) -> the mean; also by row, if it is one of torch's own.
         labels: of the rows.
-        use: how the loss was used in training; None for a model trained elsewhere.
     """
 
     loss: LossFunction
     labels: Labels
-    use: LossUse | None
 
     def __call__(self, outputs: Any, targets: Targets, rows: int) -> Tensor:
         """The losses of some rows, shape (rows,), float64.
@@ -75,11 +73,9 @@ class Score:
         """
         device = _device(targets)
         loss = self.loss.to(device) if isinstance(self.loss, torch.nn.Module) else self.loss
-        use = self.use
         try:
-            if use is None:
-                use = use_for_some(loss, outputs, targets, rows)
-            return MinibatchLoss(loss, use).scores(outputs, targets, rows)
+            require_own_scores(loss, outputs, targets, rows)
+            return MinibatchLoss(loss, LossUse()).scores(outputs, targets, rows)
         except ModelError:
             raise
         except BaseException as error:  # the user's loss may raise anything

@@ -9,20 +9,18 @@ agree, the gain is small; later it approaches S.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from sparkdl.errors import ConfigError, TrainingError
+from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
 from sparkdl.strategies.all_reduce.gradient_all_reduce import GradientAllReduce
 from sparkdl.strategies.all_reduce.gradient_noise import NoiseMeter, gain, total_square
-from sparkdl.strategies.all_reduce.model_and_loss import PiggybackedScalar
 from sparkdl.strategies.all_reduce.reducer import Paced, Reducer
+from sparkdl.strategies.arguments import FRACTION, argument, must, or_none
 from sparkdl.strategies.base import Needs, Run
 from sparkdl.strategies.worker_group import WorkerGroup
 
@@ -75,16 +73,10 @@ class AdaScale(GradientAllReduce):
         ConfigError: an argument is out of range.
     """
 
-    measure_noise: bool = True
-    decay: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.measure_noise:
-            raise ConfigError("AdaScale needs the gradient noise: drop measure_noise=False")
-        known = self.decay is None or type(self.decay) in (int, float)
-        if not known or not 0 <= (self.decay or 0) < 1:
-            raise ConfigError(f"decay must be None or a number in [0, 1), got {self.decay!r}")
+    measure_noise: bool = argument(
+        True, must("True, as AdaScale needs the gradient noise", lambda value: value is True)
+    )
+    decay: float | None = argument(None, or_none(FRACTION))
 
     @property
     def needs(self) -> Needs:
@@ -110,7 +102,7 @@ class AdaScale(GradientAllReduce):
     def _meter(self, run: Run, group: WorkerGroup) -> NoiseMeter:
         workers = group.collective.world_size
         decay = max(1 - workers / 1000, 0.0) if self.decay is None else self.decay
-        return _AgreedNoise(run, group, decay, rounded=self.compression is not None)
+        return _AgreedNoise(run, group, decay)
 
     def saved_state(self, state: Reducer) -> Mapping[str, Any]:
         """What the noise was, and what the steps were worth."""
@@ -129,63 +121,16 @@ class AdaScale(GradientAllReduce):
 
 
 class _AgreedNoise(NoiseMeter):
-    """Measures every step, and combines at once what the workers have measured.
+    """Measures every step, and combines at once what the workers have measured."""
 
-    On CPUs that is one more gradient in the message that is sent anyway. A single-threaded backward
-    pass ends with what the forward pass began with, when all other gradients have been seen.
-    Elsewhere, and where gradients are rounded, it takes a separate message.
-
-    Args:
-        run: this worker's.
-        group: this worker among the others.
-        decay: of the running means.
-        rounded: whether gradients travel in fewer bits.
-    """
-
-    def __init__(self, run: Run, group: WorkerGroup, decay: float, *, rounded: bool) -> None:
-        super().__init__(run, group, decay)
-        parameters = run.replica.trainable()
-        for each in parameters:
-            hook = each.register_hook(self._look_at)  # type: ignore[no-untyped-call]
-            run.cleanup.callback(hook.remove)
-        self._looks = False
-        self._weight = 1.0
-        self._local = 0.0
-        if run.replica.device.type == "cpu" and not rounded:
-            wide = parameters[0].dtype == torch.float64
-            dtype = torch.float64 if wide else torch.float32
-            self.scalar = PiggybackedScalar(self._square, dtype)
-
-    @contextmanager
-    def backward(self, weight: float, rows: int) -> Iterator[None]:
-        """Like every meter's, without installing hooks first."""
-        self._looks, self._weight = rows > 0, weight
-        try:
-            yield
-        finally:
-            self._looks = False
-        if self.scalar is None:
-            self._local += self._square()
-        elif self._norms:
-            raise TrainingError("gradients arrived after the sum of their squares had been sent")
-
-    def _look_at(self, gradient: Tensor) -> None:
-        if self._looks:
-            super()._look_at(gradient)
-
-    def _square(self) -> float:
-        """The square of the minibatch's mean gradient."""
-        norms, self._norms = self._norms, []
-        return total_square(torch.stack(norms)) / self._weight**2 if norms else 0.0
+    _due = True
 
     def end_step(self, rows: Sequence[int]) -> bool:
         """Note the step's gradients."""
         collective, size = self._group.collective, self._run.batch_size
-        if self.scalar is None:
-            ours = torch.tensor([self._local], dtype=torch.float64, device=collective.device)
-            local, self._local = float(collective.all_reduce(ours)), 0.0
-        else:
-            local = self.scalar.take_sum(collective.world_size)
+        mine, self._minibatches = self._minibatches, []
+        ours = torch.tensor([sum(each.square for each in mine)], dtype=torch.float64)
+        local = collective.all_reduce(ours.to(collective.device)).item()
         minibatches = [min(size, n - start) for n in rows for start in range(0, n, size)]
         count, inverse_rows = len(minibatches), sum(1 / n for n in minibatches)
         mean = total_square(self._mean_norms())

@@ -7,7 +7,6 @@ driver takes copies of the result, to resume from should a worker be lost.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -15,7 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sparkdl.arguments import convert_numbers, require_whole
 from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
 from sparkdl.collective import release_model
 from sparkdl.errors import ConfigError
@@ -24,12 +22,7 @@ from sparkdl.replica import Replica
 from sparkdl.replica.optimizer_state import NamedParameters, takes_names
 from sparkdl.replica.shards import ShardedSegment
 from sparkdl.strategies.all_reduce.gradient_noise import DECAY, NoiseMeter
-from sparkdl.strategies.all_reduce.gradients import (
-    ROUNDED,
-    FiniteGradients,
-    InTrees,
-    reduce_by,
-)
+from sparkdl.strategies.all_reduce.gradients import ROUNDED, FiniteGradients, reduce_by
 from sparkdl.strategies.all_reduce.hybrid import Hybrid
 from sparkdl.strategies.all_reduce.model_and_loss import (
     ForwardPass,
@@ -42,46 +35,53 @@ from sparkdl.strategies.all_reduce.reducer import Reducer
 from sparkdl.strategies.all_reduce.sharded import ShardedModel, require_shardable
 from sparkdl.strategies.all_reduce.split_layers import SplitLayers
 from sparkdl.strategies.arguments import (
-    is_number,
-    require_bools,
-    require_steps,
+    BOOL,
+    STEPS,
+    argument,
+    instance,
+    must,
+    number,
+    or_none,
+    whole,
 )
 from sparkdl.strategies.base import Needs, Run, Strategy
-from sparkdl.strategies.color_trees import ColorTrees, require_no_gpu, require_trees
+from sparkdl.strategies.color_trees import REDUCTION, ColorTrees, require_no_gpu
 from sparkdl.strategies.compression.base import Compression
 from sparkdl.strategies.kfac import KFACPreconditioner
 from sparkdl.strategies.worker_group import WorkerGroup
 
-SWITCHES = (
-    "shard_optimizer",
-    "find_unused_parameters",
-    "sync_batch_norm",
-    "measure_noise",
-    "shard_parameters",
-)
-NOT_WITH_SHARDS = {
-    "shard_optimizer": "is part of what shard_parameters does",
-    "compression": "needs the whole gradients",
-    "preconditioner": "needs the whole gradients",
-    "measure_noise": "needs the whole gradients",
-    "find_unused_parameters": "lets workers use different parameters in a step, of which each has "
-    "only a part",
+NOT_TOGETHER = {
+    "hybrid": {
+        "shard_optimizer": "gives each worker whole parameters to step",
+        "shard_parameters": "gives each worker other rows to keep",
+        "compression": "sends smaller gradients, and hybrid hardly any",
+        "preconditioner": "needs the whole gradients of a layer on each worker",
+        "measure_noise": "needs the whole gradients of each worker's own rows",
+        "find_unused_parameters": "lets some rows leave out layers which others of their group "
+        "need",
+    },
+    "reduction": {
+        "hybrid": "adds up the gradients of its layers among workers of different groups",
+        "shard_parameters": "gives each worker its share of the sum only",
+    },
+    "shard_parameters": {
+        "shard_optimizer": "is part of what shard_parameters does",
+        "compression": "needs the whole gradients",
+        "preconditioner": "needs the whole gradients",
+        "measure_noise": "needs the whole gradients",
+        "find_unused_parameters": "lets workers use different parameters in a step, of which each "
+        "has only a part",
+    },
 }
-"""What cannot be combined with shard_parameters, and why."""
-NOT_WITH_HYBRID = {
-    "shard_optimizer": "gives each worker whole parameters to step",
-    "shard_parameters": "gives each worker other rows to keep",
-    "compression": "sends smaller gradients, and hybrid hardly any",
-    "preconditioner": "needs the whole gradients of a layer on each worker",
-    "measure_noise": "needs the whole gradients of each worker's own rows",
-    "find_unused_parameters": "lets some rows leave out layers which others of their group need",
+"""What cannot be combined with an argument, and why."""
+NOT_WITH_COMPRESSOR = {
+    "reduction": "has messages of its own, too small for trees",
+    "shard_optimizer": "needs the whole optimizer state on every worker, but with shard_optimizer "
+    "each has only a part",
+    "measure_noise": "leaves too little of the gradients to measure their noise",
+    "preconditioner": "and a preconditioner both need the gradients as the workers computed them",
 }
-"""What cannot be combined with hybrid, and why."""
-NOT_WITH_TREES = {
-    "hybrid": "adds up the gradients of its layers among workers of different groups",
-    "shard_parameters": "gives each worker its share of the sum only",
-}
-"""What cannot be combined with reduction, and why."""
+"""What cannot be combined with a compressor, and why; the optimizer's state only if it reads it."""
 
 
 @dataclass(frozen=True)
@@ -158,74 +158,39 @@ class GradientAllReduce(Strategy["Reducer"]):
         ConfigError: an argument is out of range.
     """
 
-    bucket_mb: float = 25
-    accumulate: int = 1
-    compression: Literal["fp16", "bf16"] | Compression | None = None
-    shard_optimizer: bool = False
-    commit_every: int | None = None
-    find_unused_parameters: bool = False
-    sync_batch_norm: bool = False
-    measure_noise: bool = False
-    preconditioner: KFACPreconditioner | None = None
-    shard_parameters: bool = False
-    hybrid: Hybrid | None = None
-    reduction: ColorTrees | None = None
+    bucket_mb: float = argument(25, number("of MB > 0", lambda mb: mb > 0))
+    accumulate: int = argument(1, whole(1, "minibatches"))
+    compression: Literal["fp16", "bf16"] | Compression | None = argument(
+        None,
+        must(
+            "None, 'fp16', 'bf16' or a compressor such as PowerSGD(2)",
+            lambda value: value in (None, *ROUNDED) or isinstance(value, Compression),
+        ),
+    )
+    shard_optimizer: bool = argument(False, BOOL)
+    commit_every: int | None = argument(None, or_none(STEPS))
+    find_unused_parameters: bool = argument(False, BOOL)
+    sync_batch_norm: bool = argument(False, BOOL)
+    measure_noise: bool = argument(False, BOOL)
+    preconditioner: KFACPreconditioner | None = argument(
+        None, instance(KFACPreconditioner | None, "None or a KFACPreconditioner")
+    )
+    shard_parameters: bool = argument(False, BOOL)
+    hybrid: Hybrid | None = argument(None, instance(Hybrid | None, "None or a Hybrid"))
+    reduction: ColorTrees | None = argument(None, REDUCTION)
 
     def __post_init__(self) -> None:
-        convert_numbers(self)
-        if not is_number(self.bucket_mb) or not 0 < self.bucket_mb < math.inf:
-            raise ConfigError(f"bucket_mb must be a number of MB > 0, got {self.bucket_mb!r}")
-        require_whole("accumulate", self.accumulate, 1, "minibatches")
-        smaller = isinstance(self.compression, Compression) or self.compression in ROUNDED
-        if self.compression is not None and not smaller:
-            raise ConfigError(
-                "compression must be None, 'fp16', 'bf16' or a compressor such as PowerSGD(2), "
-                f"got {self.compression!r}"
-            )
-        require_steps("commit_every", self.commit_every)
-        require_bools(self, *SWITCHES)
-        if not isinstance(self.preconditioner, KFACPreconditioner | None):
-            raise ConfigError(
-                "preconditioner must be None or a KFACPreconditioner, got "
-                f"{self.preconditioner!r:.200}"
-            )
-        if not isinstance(self.hybrid, Hybrid | None):
-            raise ConfigError(f"hybrid must be None or a Hybrid, got {self.hybrid!r:.200}")
-        for name, why in NOT_WITH_HYBRID.items():
-            if self.hybrid is not None and getattr(self, name):
-                raise ConfigError(f"{name} {why}: drop it, or hybrid")
-        require_trees(self.reduction)
-        for name, why in NOT_WITH_TREES.items():
-            if self.reduction is not None and getattr(self, name):
-                raise ConfigError(f"{name} {why}: drop it, or reduction")
+        super().__post_init__()
+        for given, others in NOT_TOGETHER.items():
+            for name, why in others.items():
+                if getattr(self, given) and getattr(self, name):
+                    raise ConfigError(f"{name} {why}: drop it, or {given}")
         if isinstance(self.compression, Compression):
-            self._require_compressible(self.compression)
-        for name, why in NOT_WITH_SHARDS.items():
-            if self.shard_parameters and getattr(self, name):
-                raise ConfigError(f"{name} {why}: drop it, or shard_parameters")
-
-    def _require_compressible(self, given: Compression) -> None:
-        compression = type(given).__name__
-        if self.reduction is not None:
-            raise ConfigError(
-                f"compression={compression}(...) has messages of its own, too small for trees: "
-                "drop it, or reduction"
-            )
-        if self.shard_optimizer and given.reads_optimizer:
-            raise ConfigError(
-                f"compression={compression}(...) needs the whole optimizer state on every "
-                "worker, but with shard_optimizer each has only a part: drop one of the two"
-            )
-        if self.measure_noise:
-            raise ConfigError(
-                f"compression={compression}(...) leaves too little of the gradients to measure "
-                "their noise: drop one of the two"
-            )
-        if self.preconditioner is not None:
-            raise ConfigError(
-                f"compression={compression}(...) and a preconditioner both need the gradients "
-                "as the workers computed them: drop one of the two"
-            )
+            compression = f"compression={type(self.compression).__name__}(...)"
+            for name, why in NOT_WITH_COMPRESSOR.items():
+                reads = name != "shard_optimizer" or self.compression.reads_optimizer
+                if getattr(self, name) and reads:
+                    raise ConfigError(f"{compression} {why}: drop it, or {name}")
 
     @property
     def wire_format(self) -> WireFormat:
@@ -292,7 +257,6 @@ class GradientAllReduce(Strategy["Reducer"]):
         model = distribute(
             run.replica,
             forward_pass,
-            None if meter is None else meter.scalar,
             bucket_mb=self.bucket_mb,
             find_unused_parameters=self.find_unused_parameters,
             split=split,
@@ -305,7 +269,7 @@ class GradientAllReduce(Strategy["Reducer"]):
             rounding = self.compression
         trees = None
         if self.reduction is not None:
-            trees = InTrees(self.reduction, group.collective, rounding)
+            trees = self.reduction.among(group.collective)
             run.cleanup.callback(trees.close)
         finite = reduce_by(rounding, compressor, model, run, split, trees)
         preconditioning = None
@@ -328,7 +292,7 @@ class GradientAllReduce(Strategy["Reducer"]):
             run.cleanup.enter_context(torch.cuda.device(run.replica.device))  # fully_shard asks it
         finite = FiniteGradients(run)
         model = ShardedModel(
-            ModelAndLoss(run.replica, forward_pass, None, all_used=True),
+            ModelAndLoss(run.replica, forward_pass, all_used=True),
             run.replica,
             group.collective,
             self.bucket_mb * 2**20,
@@ -365,10 +329,6 @@ class GradientAllReduce(Strategy["Reducer"]):
     def _runs_as_one(self) -> bool:
         """Whether each worker runs the model as often as the others."""
         return self.sync_batch_norm or self.shard_parameters or self.hybrid is not None
-
-    def rows_changed(self, run: Run, state: Reducer) -> None:
-        """Find out how many steps all workers have now."""
-        state.group.agree(run)
 
     def train_epoch(self, run: Run, state: Reducer, batches: Iterable[Batch]) -> None:
         """Take as many optimizer steps as the worker with the most rows, then tell the driver."""

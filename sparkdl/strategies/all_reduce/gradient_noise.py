@@ -29,7 +29,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparkdl.strategies.all_reduce.model_and_loss import PiggybackedScalar
 from sparkdl.strategies.base import Run
 from sparkdl.strategies.worker_group import HALVES, WorkerGroup
 
@@ -157,10 +156,7 @@ class NoiseMeter:
 
     Attributes:
         noise: the estimates.
-        scalar: what it sends along with the gradients; None for nothing.
     """
-
-    scalar: PiggybackedScalar | None = None
 
     def __init__(self, run: Run, group: WorkerGroup, decay: float) -> None:
         self.noise = GradientNoise(decay)

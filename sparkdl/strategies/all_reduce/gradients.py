@@ -20,13 +20,11 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.averager.values.finite import ADVICE, count_non_finite
-from sparkdl.collective import Collective
-from sparkdl.collective.tree_sum import InBackground
+from sparkdl.collective.tree_sum import TreeSum
 from sparkdl.errors import ConfigError, NonFiniteError
 from sparkdl.protocols import Batch
 from sparkdl.strategies.all_reduce.split_layers import SplitLayers
 from sparkdl.strategies.base import Run
-from sparkdl.strategies.color_trees import ColorTrees
 from sparkdl.strategies.compression.base import Compressor
 
 ROUNDED = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -215,47 +213,25 @@ class FiniteSum:
         )
 
 
-class InTrees:
-    """Adds up DDP's buckets along trees, in a thread, while the backward pass goes on.
+def _add_up_in_trees(
+    bucket: GradBucket, add_up: TreeSum, workers: int, dtype: torch.dtype | None
+) -> Future[Tensor]:
+    """Begin with a bucket, which is overwritten by the mean of all workers'.
 
-    Args:
-        trees: how many, and the size of chunks.
-        collective: the workers; each must make one.
-        rounding: one of ``ROUNDED``; None for none.
+    Raises:
+        ConfigError: the gradients are sparse.
     """
-
-    def __init__(self, trees: ColorTrees, collective: Collective, rounding: str | None) -> None:
-        self._workers = collective.world_size
-        self._dtype = None if rounding is None else ROUNDED[rounding]
-        self._add_up = trees.among(collective)
-        self._thread = InBackground(self._average)
-
-    def take_bucket(self, bucket: GradBucket) -> Future[Tensor]:
-        """Begin with a bucket, which is overwritten by the mean of all workers'.
-
-        Raises:
-            ConfigError: the gradients are sparse.
-        """
-        values = bucket.buffer()
-        if values.is_sparse:
-            raise ConfigError(
-                "reduction=ColorTrees(...) takes dense gradients, but a layer of this model has "
-                "sparse ones (nn.Embedding(sparse=True)): build it with sparse=False, or drop "
-                "reduction"
-            )
-        return self._thread.begin(values)
-
-    def close(self) -> None:
-        """End the thread and its connections."""
-        self._thread.close()
-        self._add_up.close()
-
-    def _average(self, values: Tensor) -> None:
-        sent = values if self._dtype is None else values.to(self._dtype)
-        # Divided first, as in DDP: half precision would overflow the other way around.
-        self._add_up(sent.div_(self._workers))
-        if sent is not values:
-            values.copy_(sent)
+    values = bucket.buffer()
+    if values.is_sparse:
+        raise ConfigError(
+            "reduction=ColorTrees(...) takes dense gradients, but a layer of this model has "
+            "sparse ones (nn.Embedding(sparse=True)): build it with sparse=False, or drop "
+            "reduction"
+        )
+    sent = values if dtype is None else values.to(dtype)
+    # Divided first, as in DDP: half precision would overflow the other way around.
+    total = add_up.begin(sent.div_(workers))
+    return total.then(lambda each: values.copy_(each.value()))
 
 
 def reduce_by(
@@ -264,7 +240,7 @@ def reduce_by(
     model: DistributedDataParallel,
     run: Run,
     split: SplitLayers | None = None,
-    trees: InTrees | None = None,
+    trees: TreeSum | None = None,
 ) -> FiniteGradients | FiniteSum:
     """Have a model's gradients reduced and checked.
 
@@ -275,7 +251,8 @@ def reduce_by(
         run: of the worker whose model it is.
         split: its layers that groups of workers compute together, whose gradients are of others'
             rows too, so that only sums can be checked; None for none.
-        trees: what adds them up, rounded by itself; None for gloo's ring, or NCCL.
+        trees: what adds them up, in a thread while the backward pass goes on; None for gloo's ring,
+            or NCCL.
 
     Returns:
         What checks them.
@@ -283,7 +260,8 @@ def reduce_by(
     plain = rounding is None and compressor is None and trees is None
     if split is not None or (plain and run.replica.device.type == "cpu"):
         return FiniteSum(run, model.module, split)
-    finite = FiniteGradients(run, None if rounding is None else ROUNDED[rounding])
+    dtype = None if rounding is None else ROUNDED[rounding]
+    finite = FiniteGradients(run, dtype)
     reduce = default_hooks.allreduce_hook if rounding is None else HOOKS[rounding]
     places: dict[Tensor, int] = {p: place for place, p in enumerate(run.replica.trainable())}
 
@@ -292,7 +270,7 @@ def reduce_by(
         if compressor is not None and run.step > compressor.start_after:
             return compressor.take_bucket(bucket, places)
         if trees is not None:
-            return trees.take_bucket(bucket)
+            return _add_up_in_trees(bucket, trees, run.world_size, dtype)
         return reduce(state, bucket)
 
     # DDP refuses torch's bfloat16 hook by name on gloo, which has long supported it.

@@ -20,19 +20,19 @@ from __future__ import annotations
 import fnmatch
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
 
-from sparkdl.arguments import convert_numbers, require_whole
 from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
+from sparkdl.strategies.arguments import CheckedFields, argument, must
 from sparkdl.strategies.worker_group import Grid
 
 
 @dataclass(frozen=True)
-class Hybrid:
+class Hybrid(CheckedFields):
     """Has groups of workers compute fully connected layers together, in ``GradientAllReduce``.
 
     Such layers have many parameters and little to compute, so their gradients are most of what
@@ -50,18 +50,19 @@ class Hybrid:
         ConfigError: an argument is out of range.
     """
 
-    layers: str
-    groups: int | Literal["auto"] = "auto"
-
-    def __post_init__(self) -> None:
-        convert_numbers(self)
-        if not isinstance(self.layers, str) or not self.layers:
-            raise ConfigError(
-                "layers must be a pattern of names such as 'classifier.*', got "
-                f"{self.layers!r:.200}"
-            )
-        if self.groups != "auto":
-            require_whole("groups", self.groups, 1, "groups (or 'auto')")
+    layers: str = field(
+        metadata=must(
+            "a pattern of names such as 'classifier.*'",
+            lambda value: isinstance(value, str) and value != "",
+        )
+    )
+    groups: int | Literal["auto"] = argument(
+        "auto",
+        must(
+            "a whole number of groups >= 1, or 'auto'",
+            lambda value: value == "auto" or (type(value) is int and value >= 1),
+        ),
+    )
 
     def named(self, module: nn.Module) -> dict[str, nn.Linear]:
         """The layers of a model that are split, by name.

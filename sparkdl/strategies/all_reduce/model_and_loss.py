@@ -15,9 +15,8 @@ backward.
 from __future__ import annotations
 
 import functools
-import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -158,58 +157,12 @@ class _Sum(torch.autograd.Function):
         return total
 
 
-class _Told(torch.autograd.Function):
-    """Zero, whose backward pass gives a parameter a number as its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, slot: Tensor, number: Callable[[], float]) -> Tensor:
-        """The zero."""
-        ctx.slot, ctx.number = slot, number
-        return slot.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """The number, as it is at that time."""
-        return torch.full_like(ctx.slot, ctx.number()), None
-
-
-class PiggybackedScalar(nn.Module):
-    """A number that travels with the gradients, as that of a parameter no layer has.
-
-    Args:
-        number: called in the backward pass.
-        dtype: of the gradients.
-    """
-
-    def __init__(self, number: Callable[[], float], dtype: torch.dtype) -> None:
-        super().__init__()
-        self.slot = nn.Parameter(torch.zeros(1, dtype=dtype))
-        self._number = number
-        self._most = torch.finfo(dtype).max / 2  # the sum is checked, and has to be finite
-
-    def forward(self) -> Tensor:
-        """A zero for the loss."""
-        zero: Tensor = _Told.apply(self.slot, self._bounded)  # type: ignore[no-untyped-call]
-        return zero
-
-    def _bounded(self) -> float:
-        return min(self._number(), self._most)
-
-    def take_sum(self, workers: int) -> float:
-        """The sum of all workers' numbers since the last call; infinity if it was too large."""
-        assert self.slot.grad is not None
-        total = float(self.slot.grad) * workers  # DistributedDataParallel makes it a mean
-        self.slot.grad = None
-        return total if total < self._most * 0.99 else math.inf
-
-
 class ModelAndLoss(nn.Module):
     """From a minibatch to its loss: DDP has the whole graph, even without a minibatch.
 
     Args:
         replica: the worker's.
         forward_pass: that of its synchronized BatchNorm layers, if it has any.
-        scalar: what travels with the gradients; None for nothing.
         all_used: whether every parameter takes part in every loss.
         split: the layers that groups of workers compute together; None for none.
     """
@@ -218,7 +171,6 @@ class ModelAndLoss(nn.Module):
         self,
         replica: Replica,
         forward_pass: ForwardPass | None,
-        scalar: PiggybackedScalar | None,
         *,
         all_used: bool,
         split: SplitLayers | None = None,
@@ -229,10 +181,10 @@ class ModelAndLoss(nn.Module):
         self._forward = replica.forward
         apart = set() if split is None else split.parameters
         self._trainable = [each for each in replica.trainable() if each not in apart]
+        self.anchor: nn.Parameter | None = None
         if not self._trainable:  # DistributedDataParallel needs one
-            scalar = PiggybackedScalar(lambda: 0.0, replica.trainable()[0].dtype)
-            self._trainable = [scalar.slot]
-        self._scalar = scalar
+            self.anchor = nn.Parameter(torch.zeros(1, device=replica.device))
+            self._trainable = [self.anchor]
         # DistributedDataParallel looks for it.
         self._ddp_params_and_buffers_to_ignore = [
             name for name, each in self.named_parameters() if each in apart
@@ -245,13 +197,6 @@ class ModelAndLoss(nn.Module):
 
     def forward(self, batch: Batch | None) -> Tensor:
         """The mean loss; without a batch, a zero whose gradients are zero."""
-        if self._scalar is None:
-            return self._loss(batch)
-        zero: Tensor = self._scalar()  # first, so that backward has it last
-        loss = self._loss(batch)
-        return loss + zero.to(loss.dtype)
-
-    def _loss(self, batch: Batch | None) -> Tensor:
         if batch is None and self._forward_pass is None:
             zero: Tensor = _NoRows.apply(*self._touched)  # type: ignore[no-untyped-call]
             return zero if self._split is None else self._split.serve(zero)
@@ -262,6 +207,8 @@ class ModelAndLoss(nn.Module):
             loss = self._forward(batch)
         if self._split is not None:
             self._split.end_forward()
+        if self.anchor is not None:
+            loss = loss + _NoRows.apply(self.anchor).to(loss.dtype)  # type: ignore[no-untyped-call]
         return loss
 
     def remember_used(self) -> None:
@@ -330,7 +277,6 @@ class _NoRows(torch.autograd.Function):
 def distribute(
     replica: Replica,
     forward_pass: ForwardPass | None,
-    scalar: PiggybackedScalar | None = None,
     *,
     bucket_mb: float,
     find_unused_parameters: bool,
@@ -341,7 +287,6 @@ def distribute(
     Args:
         replica: the worker's.
         forward_pass: of its synchronized BatchNorm layers, if it has any.
-        scalar: as in ``ModelAndLoss``.
         bucket_mb: MB of gradients that are sent together.
         find_unused_parameters: whether a parameter may take no part in the loss.
         split: the layers that groups of workers compute together, which have exchanges of their
@@ -351,7 +296,7 @@ def distribute(
         The module from a minibatch, or None, to its loss.
     """
     used = not find_unused_parameters
-    module = ModelAndLoss(replica, forward_pass, scalar, all_used=used, split=split)
+    module = ModelAndLoss(replica, forward_pass, all_used=used, split=split)
     with warnings.catch_warnings():
         # torch is renaming the argument; older versions do not know the new name.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)

@@ -10,25 +10,28 @@ half is left out: dynamic local updates (DyLU), which give slow workers shorter 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from sparkdl.arguments import convert_numbers, require_positive, require_whole
 from sparkdl.averager.policies.round_policy import Nobody, RoundPolicy
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions
-from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
 from sparkdl.strategies.arguments import (
-    require_fraction,
-    require_period,
+    FRACTION,
+    POSITIVE,
+    STEPS,
+    CheckedFields,
+    argument,
+    instance,
     warn_of_inner_momentum,
+    whole,
 )
 from sparkdl.strategies.asynchronous.asynchronous_sgd import ContributesChanges
 
 
 @dataclass(frozen=True)
-class DelayedNesterov(CenterUpdate):
+class DelayedNesterov(CheckedFields, CenterUpdate):
     """Every contribution moves the center; momentum steps with every ``buffer``-th.
 
     Args:
@@ -42,17 +45,11 @@ class DelayedNesterov(CenterUpdate):
         ConfigError: an argument is out of range.
     """
 
-    buffer: int
-    learning_rate: float = 0.7
-    momentum: float = 0.5
+    buffer: int = field(metadata=whole(1, "contributions"))
+    learning_rate: float = argument(0.7, POSITIVE)
+    momentum: float = argument(0.5, FRACTION)
     keeps = ("velocity", "gathered")
     by_share = False
-
-    def __post_init__(self) -> None:
-        convert_numbers(self)
-        require_whole("buffer", self.buffer, 1, "contributions")
-        require_positive("learning_rate", self.learning_rate)
-        require_fraction("momentum", self.momentum)
 
     def scale(self, staleness: int) -> float:
         """One over N, however stale; for buffers too, whose change every worker sends."""
@@ -116,14 +113,8 @@ class AsynchronousOuterOptimizer(ContributesChanges):
         ConfigError: an argument is out of range.
     """
 
-    outer: DelayedNesterov
-    period: int = 500
-
-    def __post_init__(self) -> None:
-        convert_numbers(self)
-        if not isinstance(self.outer, DelayedNesterov):
-            raise ConfigError(f"outer must be a DelayedNesterov(buffer), got {self.outer!r}")
-        require_period(self.period)
+    outer: DelayedNesterov = field(metadata=instance(DelayedNesterov, "a DelayedNesterov(buffer)"))
+    period: int = argument(500, STEPS)
 
     def require_fits(self, replica: Replica) -> None:
         """Warn if outer momentum is multiplied by the workers' own."""

@@ -14,32 +14,24 @@ except for rounding: here changes are added to the center, there values are aver
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparkdl.arguments import convert_numbers, require_positive
 from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions
 from sparkdl.averager.values.wire_format import Changes, WireFormat
-from sparkdl.errors import ConfigError
-from sparkdl.protocols import Batch, Segment
-from sparkdl.strategies.arguments import (
-    require_bools,
-    require_period,
-)
+from sparkdl.protocols import Segment
+from sparkdl.strategies.arguments import BOOL, POSITIVE, STEPS, argument, instance
 from sparkdl.strategies.asynchronous.barriers import ASP, Barrier
-from sparkdl.strategies.base import Needs, Run, Strategy
+from sparkdl.strategies.base import Needs, PeriodicStrategy, Run
 
 
-class ContributesChanges(Strategy[None]):
+class ContributesChanges(PeriodicStrategy[None]):
     """Each worker contributes after steps p, 2p, ... and at the end of an epoch, when all wait.
 
     The base of asynchronous strategies: the changes of windows meet the center one by one.
     """
-
-    period: int
-    """Local steps between two contributions, p >= 1."""
 
     @property
     def needs(self) -> Needs:
@@ -51,16 +43,8 @@ class ContributesChanges(Strategy[None]):
         """Changes, since values would undo what others have added meanwhile."""
         return Changes()
 
-    def after_step(self, run: Run, state: None, batch: Batch) -> None:
-        """Contribute after every ``period`` steps; the epoch's tail is ``end_epoch``'s."""
-        if run.step_of_epoch % self.period == 0 and not batch.last:
-            self._exchange(run, last=False)
-
-    def end_epoch(self, run: Run, state: None) -> None:
-        """Contribute the rest, and wait for the epoch to end."""
-        self._exchange(run, last=True)
-
-    def _exchange(self, run: Run, *, last: bool) -> None:
+    def exchange(self, run: Run, state: None, *, last: bool) -> None:
+        """Contribute the window; after the ``last``, wait for the epoch to end."""
         segments = run.replica.segments(with_optimizer=False)
         run.averager.exchange(segments, run.close_window(last=last))
 
@@ -157,21 +141,13 @@ class AsynchronousSGD(ContributesChanges):
         ConfigError: an argument is out of range.
     """
 
-    period: int = 5
-    rate: float = 1.0
-    scale_by_staleness: bool = False
-    barrier: Barrier = field(default_factory=ASP)
-
-    def __post_init__(self) -> None:
-        convert_numbers(self)
-        require_period(self.period)
-        require_positive("rate", self.rate)
-        require_bools(self, "scale_by_staleness")
-        if not isinstance(self.barrier, Barrier):
-            raise ConfigError(
-                "barrier must be ASP(), BSP(), SSP(s), PBSP(beta), PSSP(beta, s) or Softsync(n), "
-                f"got {self.barrier!r}"
-            )
+    period: int = argument(5, STEPS)
+    rate: float = argument(1.0, POSITIVE)
+    scale_by_staleness: bool = argument(False, BOOL)
+    barrier: Barrier = argument(
+        ASP(),
+        instance(Barrier, "ASP(), BSP(), SSP(s), PBSP(beta), PSSP(beta, s) or Softsync(n)"),
+    )
 
     @property
     def center_update(self) -> CenterUpdate:

@@ -26,18 +26,18 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from sparkdl.arguments import convert_numbers, require_whole
 from sparkdl.averager.messages.progress import Position
 from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy
 from sparkdl.events import WindowReport
+from sparkdl.strategies.arguments import CheckedFields, whole
 
 Clock = tuple[int, int]
 """An epoch, and its committed windows; after an epoch's last window, the next one's start."""
 
 
-class Barrier(ABC):
+class Barrier(CheckedFields, ABC):
     """Who waits for whom; a value that a strategy is given."""
 
     @abstractmethod
@@ -98,11 +98,7 @@ class SSP(Barrier):
         ConfigError: it is not such a number.
     """
 
-    s: int
-
-    def __post_init__(self) -> None:
-        convert_numbers(self)
-        require_whole("s", self.s, 0, "windows")
+    s: int = field(metadata=whole(0, "windows"))
 
     def policy(self, period: int) -> RoundPolicy:
         """Bounded by the slowest of all."""
@@ -127,11 +123,7 @@ class PBSP(Barrier):
         ConfigError: it is not such a number.
     """
 
-    beta: int
-
-    def __post_init__(self) -> None:
-        convert_numbers(self)
-        require_whole("beta", self.beta, 0, "workers")
+    beta: int = field(metadata=whole(0, "workers"))
 
     def policy(self, period: int) -> RoundPolicy:
         """Bounded by a sample."""
@@ -156,13 +148,8 @@ class PSSP(Barrier):
         ConfigError: they are not such numbers.
     """
 
-    beta: int
-    s: int
-
-    def __post_init__(self) -> None:
-        convert_numbers(self)
-        require_whole("beta", self.beta, 0, "workers")
-        require_whole("s", self.s, 0, "windows")
+    beta: int = field(metadata=whole(0, "workers"))
+    s: int = field(metadata=whole(0, "windows"))
 
     def policy(self, period: int) -> RoundPolicy:
         """Bounded by a sample."""
@@ -189,11 +176,7 @@ class Softsync(Barrier):
         ConfigError: it is not such a number.
     """
 
-    n: int
-
-    def __post_init__(self) -> None:
-        convert_numbers(self)
-        require_whole("n", self.n, 1, "contributions")
+    n: int = field(metadata=whole(1, "contributions"))
 
     def policy(self, period: int) -> RoundPolicy:
         """The first to come."""

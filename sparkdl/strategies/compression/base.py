@@ -31,16 +31,17 @@ from torch.futures import Future
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
+from sparkdl.strategies.arguments import CheckedFields
 from sparkdl.strategies.worker_group import HALVES
 
 
-class Compression(ABC):
+class Compression(CheckedFields, ABC):
     """What workers send in place of their gradients; an argument of ``GradientAllReduce``."""
 
     reads_optimizer: ClassVar[bool] = False
     """Whether every worker needs the whole state of the optimizer."""
 
-    def require_fits(self, replica: Replica) -> None:  # noqa: B027 - most go with any
+    def require_fits(self, replica: Replica) -> None:
         """Check that this goes with a replica's optimizer and settings.
 
         Raises:

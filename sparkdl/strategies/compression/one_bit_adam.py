@@ -20,16 +20,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from sparkdl.arguments import convert_numbers, require_whole
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.replica import Replica
+from sparkdl.strategies.arguments import whole
 from sparkdl.strategies.compression.base import (
     Compression,
     Compressor,
@@ -82,13 +82,7 @@ class OneBitAdam(Compression):
 
     reads_optimizer: ClassVar[bool] = True
 
-    start_after: int
-
-    def __post_init__(self) -> None:
-        convert_numbers(self)
-        require_whole("start_after", self.start_after, 0, "steps")
-        if self.start_after < 1:
-            raise ConfigError("start_after must be >= 1: Adam's variance must be known by then")
+    start_after: int = field(metadata=whole(1, "steps (Adam's variance must be known by then)"))
 
     def require_fits(self, replica: Replica) -> None:
         """Check that the optimizer is one whose variance can be frozen.

@@ -9,7 +9,6 @@ from the mean of all M_r. The error is what the mean lacks of this worker's M, a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdl.arguments import convert_numbers, require_whole
 from sparkdl.collective import Collective
-from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
+from sparkdl.strategies.arguments import argument, number, whole
 from sparkdl.strategies.compression.base import (
     Compression,
     Compressor,
@@ -71,17 +69,9 @@ class PowerSGD(Compression):
         ConfigError: an argument is out of range.
     """
 
-    rank: int = 2
-    start_after: int = 10
-    min_compression_rate: float = 2.0
-
-    def __post_init__(self) -> None:
-        convert_numbers(self)
-        require_whole("rank", self.rank, 1)
-        require_whole("start_after", self.start_after, 0, "steps")
-        rate = self.min_compression_rate
-        if type(rate) not in (int, float) or not 0 <= rate < math.inf:
-            raise ConfigError(f"min_compression_rate must be a number >= 0, got {rate!r}")
+    rank: int = argument(2, whole(1))
+    start_after: int = argument(10, whole(0, "steps"))
+    min_compression_rate: float = argument(2.0, number(">= 0", lambda rate: rate >= 0))
 
     def compresses(self, shape: torch.Size) -> bool:
         """Whether a gradient of some shape is sent as factors."""

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparkdl.arguments import convert_numbers, require_whole
 from sparkdl.collective import Collective
-from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
+from sparkdl.strategies.arguments import argument, number, whole
 from sparkdl.strategies.compression.base import Compression, Compressor
 
 
@@ -59,17 +58,10 @@ class TopK(Compression):
         ConfigError: an argument is out of range.
     """
 
-    fraction: float = 0.01
-    start_after: int = 0
-
-    def __post_init__(self) -> None:
-        convert_numbers(self)
-        if type(self.fraction) not in (int, float) or not 0 < self.fraction <= 1:
-            raise ConfigError(
-                "fraction must be a number > 0 and <= 1, the share of entries sent, got "
-                f"{self.fraction!r}"
-            )
-        require_whole("start_after", self.start_after, 0, "steps")
+    fraction: float = argument(
+        0.01, number("> 0 and <= 1, the share of entries sent", lambda share: 0 < share <= 1)
+    )
+    start_after: int = argument(0, whole(0, "steps"))
 
     def entries(self, numel: int) -> int:
         """How many entries of a parameter a worker sends: k."""

@@ -30,34 +30,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
-from sparkdl.arguments import convert_numbers
 from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy, RoundRobin
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions, ReplaceByMean
 from sparkdl.averager.values.wire_format import Changes, FullPrecision, WireFormat
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, Segment
 from sparkdl.replica import Replica
-from sparkdl.strategies.arguments import (
-    is_number,
-    require_fraction,
-    require_one_of,
-    require_period,
-)
-from sparkdl.strategies.base import Needs, Run, Strategy
+from sparkdl.strategies.arguments import FRACTION, STEPS, argument, must, number, one_of
+from sparkdl.strategies.base import Needs, PeriodicStrategy, Run
 from sparkdl.strategies.elastic.springs import HogwildSpring, Spring, SpringAmongWorkers
 
-MODES = ("synchronous", "asynchronous", "hogwild", "round_robin")
-AGGREGATIONS = ("driver", "executors")
 CENTER_RATE = 0.9
 """b = workers * a in the experiments of Zhang et al."""
+_RATE = number("> 0 and <= 1", lambda rate: 0 < rate <= 1)
 
 
 @dataclass(frozen=True)
-class ElasticAveraging(Strategy[Spring]):
+class ElasticAveraging(PeriodicStrategy[Spring]):
     """Pull replicas and center together after steps p, 2p, ... and at the end of each epoch.
 
     Rule:
@@ -122,30 +115,30 @@ class ElasticAveraging(Strategy[Spring]):
         ConfigError: an argument is out of range, or some do not go together.
     """
 
-    period: int = 10
-    moving_rate: float | None = None
-    momentum: float = 0.0
-    mode: Literal["synchronous", "asynchronous", "hogwild", "round_robin"] = "synchronous"
-    aggregation: Literal["driver", "executors"] = "driver"
+    period: int = argument(10, STEPS)
+    moving_rate: float | None = argument(
+        None,
+        must(
+            f"None, for {CENTER_RATE} / workers, or {_RATE['must']}",
+            lambda rate: rate is None or _RATE["holds"](rate),
+        ),
+    )
+    momentum: float = argument(0.0, FRACTION)
+    mode: Literal["synchronous", "asynchronous", "hogwild", "round_robin"] = argument(
+        "synchronous", one_of("synchronous", "asynchronous", "hogwild", "round_robin")
+    )
+    aggregation: Literal["driver", "executors"] = argument("driver", one_of("driver", "executors"))
 
     def __post_init__(self) -> None:
-        convert_numbers(self)
-        require_period(self.period)
-        require_one_of("mode", self.mode, MODES)
-        require_one_of("aggregation", self.aggregation, AGGREGATIONS)
+        super().__post_init__()
         if self._among_workers and not self._in_step:
             raise ConfigError(
                 f"mode={self.mode!r} is for aggregation='driver': among executors the sums are "
                 "all-reduced, in step"
             )
-        require_fraction("momentum", self.momentum)
-        rate, most = self.moving_rate, f"< 1 in {self.mode} mode" if self._meets else "<= 1"
-        if rate is None:
-            return
-        if not is_number(rate) or not 0 < rate <= 1 or (rate == 1 and self._meets):
+        if self.moving_rate == 1 and self._meets:
             raise ConfigError(
-                f"moving_rate must be None, for {CENTER_RATE} / workers, or a number > 0 and "
-                f"{most}, got {rate!r}"
+                f"moving_rate must be < 1 in {self.mode} mode, got {self.moving_rate!r}"
             )
 
     @property
@@ -235,43 +228,27 @@ class ElasticAveraging(Strategy[Spring]):
             return HogwildSpring(run, rate, self.momentum)
         return Spring(run.replica, rate, self.momentum, from_last=not self._meets)
 
-    def saved_state(self, state: Spring) -> Mapping[str, Any]:
-        """The replica's own parameters and buffers, and how far it still has to move."""
-        return state.saved()
-
-    def restore_state(self, state: Spring, saved: Mapping[str, Any]) -> None:
-        """Put the replica back where it was."""
-        state.restore(saved)
-
-    def rows_changed(self, run: Run, state: Spring) -> None:
-        """Find out how many windows all workers have now."""
-        state.rows_changed(run)
-
     def train_epoch(self, run: Run, state: Spring, batches: Iterable[Batch]) -> None:
         """Train the replica's own parameters, and leave it with the epoch's final center."""
         state.swap()
         batches = iter(batches)
         skipped = state.skip(batches)
         if skipped is not None:
-            self._exchange_if_due(run, state, skipped)
+            super().after_step(run, state, skipped)
         super().train_epoch(run, state, batches)
         state.swap()
 
     def after_step(self, run: Run, state: Spring, batch: Batch) -> None:
         """Give up what the center has received; exchange after every ``period`` steps."""
         state.move()
-        self._exchange_if_due(run, state, batch)
+        super().after_step(run, state, batch)
 
-    def _exchange_if_due(self, run: Run, state: Spring, batch: Batch) -> None:
-        if run.step_of_epoch % self.period == 0 and not batch.last:
-            state.exchange(run, last=False)
-
-    def end_epoch(self, run: Run, state: Spring) -> None:
-        """Exchange the tail, 0 to ``period`` steps, and take the epoch's final center."""
-        if self._meets and run.examples:
+    def exchange(self, run: Run, state: Spring, *, last: bool) -> None:
+        """Move both ends of the spring, and in the epoch's last window take its final center."""
+        if last and self._meets and run.examples:
             # The final center includes what others did, so that this one's part cannot be told.
             state.exchange(run, last=False)
-        state.exchange(run, last=True)
+        state.exchange(run, last=last)
 
 
 @dataclass(frozen=True)

@@ -68,9 +68,6 @@ class Spring:
         # ``_pull`` already says how much.
         self._due = self._known = False
 
-    def rows_changed(self, run: Run) -> None:
-        """Note that the workers have other rows."""
-
     def exchange(self, run: Run, *, last: bool) -> None:
         """Contribute the replica's values, unless the window has no rows.
 
@@ -194,19 +191,10 @@ class SpringAmongWorkers(Spring):
         # Waits for the pending sums, and moves the center.
         self._arrive: Callable[[], None] | None = None
 
-    def rows_changed(self, run: Run) -> None:
-        """Find out how many windows all workers have now."""
-        self._group.agree(run)
-
     def exchange(self, run: Run, *, last: bool) -> None:
         """Begin a round; with the epoch's ``last`` one, finish all and commit the center."""
-        if not last:
-            self._begin_round(run)
-            return
-        while not self._group.done:
-            self._begin_round(run)
-        self._settle()
-        self._group.commit(run, self._other, last=True)
+        for window in self._group.rounds(run, self._period, None, self._settled, last=last):
+            self._begin_round(run, window)
 
     def saved(self) -> dict[str, Any]:
         """For ``restore``, while the replica trains; the center only if kept in float32 here."""
@@ -223,11 +211,10 @@ class SpringAmongWorkers(Spring):
         ends = zip(self._exact, self._parameters(self._other), strict=True)
         return {i: exact for i, (exact, center) in enumerate(ends) if exact is not center}
 
-    def _begin_round(self, run: Run) -> None:
+    def _begin_round(self, run: Run, window: range) -> None:
         """Send the replica, if it trained in the window, without waiting for the others'."""
         self._settle()
         group = self._group
-        window = range(group.steps, group.steps + self._period)
         pulls = [min(1, examples) for examples in group.examples_of(window)]
         takes_part = bool(pulls[group.collective.index])
         mine, report = self._segments(), run.window()
@@ -255,9 +242,6 @@ class SpringAmongWorkers(Spring):
         group.average([center for _, center in buffers], pulls, report)
         arrivals = [group.collective.begin_all_reduce(total) for total in self._sums]
         self._arrive = lambda: self._move_center(arrivals, sum(pulls))
-        group.steps = window.stop
-        group.heartbeat(run)
-        group.commit_if_due(run, None, self._settled)
 
     def _settled(self) -> list[Tensor]:
         """The center, including pending rounds."""

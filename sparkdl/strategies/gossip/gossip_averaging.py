@@ -28,15 +28,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from sparkdl.arguments import convert_numbers
 from sparkdl.averager.values.finite import require_finite
 from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
 from sparkdl.collective.peers import AWAY_TIMES, PATIENCE_S
 from sparkdl.protocols import Batch
-from sparkdl.strategies.arguments import (
-    require_one_of,
-    require_period,
-)
+from sparkdl.strategies.arguments import STEPS, argument, one_of
 from sparkdl.strategies.base import Needs, Run, Strategy
 from sparkdl.strategies.gossip.lockstep import Snapshots, lead_of, neighbors_of
 from sparkdl.strategies.gossip.shown import MODES, Shown
@@ -100,15 +96,11 @@ class GossipAveraging(Strategy["_Gossip"]):
         ConfigError: an argument is out of range.
     """
 
-    period: int = 1
-    mode: Literal["push", "pull", "push_pull", "symmetric"] = "push_pull"
-    topology: Literal["random", "ring", "exponential"] = "random"
-
-    def __post_init__(self) -> None:
-        convert_numbers(self)
-        require_period(self.period)
-        for name, known in (("mode", (*MODES, SYMMETRIC)), ("topology", TOPOLOGIES)):
-            require_one_of(name, getattr(self, name), known)
+    period: int = argument(1, STEPS)
+    mode: Literal["push", "pull", "push_pull", "symmetric"] = argument(
+        "push_pull", one_of(*MODES, SYMMETRIC)
+    )
+    topology: Literal["random", "ring", "exponential"] = argument("random", one_of(*TOPOLOGIES))
 
     @property
     def needs(self) -> Needs:

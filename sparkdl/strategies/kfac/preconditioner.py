@@ -20,10 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparkdl.arguments import convert_numbers, require_whole
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError, ModelError
 from sparkdl.replica import Replica
+from sparkdl.strategies.arguments import (
+    FRACTION,
+    POSITIVE,
+    STEPS,
+    CheckedFields,
+    argument,
+    number,
+    or_none,
+)
 from sparkdl.strategies.base import Run
 from sparkdl.strategies.kfac.layers import FactoredLayer, assign, factored_layers
 from sparkdl.strategies.worker_group import Grid
@@ -34,7 +42,7 @@ EARLY_DECOMPOSITIONS_EVERY = 10
 
 
 @dataclass(frozen=True)
-class KFACPreconditioner:
+class KFACPreconditioner(CheckedFields):
     """Has ``GradientAllReduce`` precondition the gradients of Linear and Conv2d layers by K-FAC.
 
     Rule:
@@ -87,23 +95,12 @@ class KFACPreconditioner:
         ConfigError: an argument is out of range.
     """
 
-    damping: float = 0.001
-    decay: float = 0.95
-    factors_every: int = 10
-    decompositions_every: int = 100
-    kl_clip: float | None = 0.001
-    fraction: float = 1.0
-
-    def __post_init__(self) -> None:
-        convert_numbers(self)
-        tiny = math.ulp(0.0)
-        _require("damping", self.damping, tiny, math.inf, "> 0")
-        _require("decay", self.decay, 0, 1, "in [0, 1)")
-        if self.kl_clip is not None:
-            _require("kl_clip", self.kl_clip, tiny, math.inf, "> 0, or None")
-        _require("fraction", self.fraction, tiny, math.nextafter(1, 2), "in (0, 1]")
-        for name in ("factors_every", "decompositions_every"):
-            require_whole(name, getattr(self, name), 1, "steps")
+    damping: float = argument(0.001, POSITIVE)
+    decay: float = argument(0.95, FRACTION)
+    factors_every: int = argument(10, STEPS)
+    decompositions_every: int = argument(100, STEPS)
+    kl_clip: float | None = argument(0.001, or_none(POSITIVE))
+    fraction: float = argument(1.0, number("> 0 and <= 1", lambda share: 0 < share <= 1))
 
     def require_fits(self, replica: Replica) -> None:
         """Check that there are layers for it, and learning rates to clip their steps by.
@@ -359,8 +356,3 @@ def _share(parts: Sequence[Tensor], group: Collective) -> None:
         sizes = [part.numel() for part in alike]
         for part, values in zip(alike, torch.split(flat, sizes), strict=True):
             part.copy_(values.view(part.shape))
-
-
-def _require(name: str, value: object, least: float, below: float, words: str) -> None:
-    if type(value) not in (int, float) or not least <= value < below:  # type: ignore[operator]
-        raise ConfigError(f"{name} must be a number {words}, got {value!r}")

@@ -26,13 +26,12 @@ those that still train.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
-from sparkdl.arguments import convert_numbers, require_positive, require_whole
 from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions
 from sparkdl.averager.values.wire_format import NARROW_FORMATS, ParameterChanges, WireFormat
@@ -40,25 +39,30 @@ from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, Segment
 from sparkdl.replica import Replica
 from sparkdl.strategies.arguments import (
+    BOOL,
+    CUTOFF,
+    FRACTION,
+    POSITIVE,
+    CheckedFields,
     Cutoff,
+    argument,
     cutoff_policy,
-    require_bools,
-    require_cutoff,
-    require_fraction,
-    require_one_of,
+    instance,
+    must,
+    one_of,
+    require_everyone,
     warn_of_inner_momentum,
+    whole,
 )
 from sparkdl.strategies.base import Needs, Run, Strategy
 from sparkdl.strategies.outer.streaming import Stream
-
-INNER_STATES = ("keep", "average", "reset")
 
 Periods = tuple[tuple[int, int], ...]
 """Pairs of an epoch, counted from 1, and the period from that epoch on."""
 
 
 @dataclass(frozen=True)
-class OuterSGD(CenterUpdate):
+class OuterSGD(CheckedFields, CenterUpdate):
     """SGD on the center, as ``torch.optim.SGD`` takes it with the workers' mean change reversed.
 
     ============== ============= ========================= ======== ==============================
@@ -87,15 +91,9 @@ class OuterSGD(CenterUpdate):
         ConfigError: an argument is out of range.
     """
 
-    learning_rate: float = 0.7
-    momentum: float = 0.9
-    nesterov: bool = True
-
-    def __post_init__(self) -> None:
-        convert_numbers(self)
-        require_positive("learning_rate", self.learning_rate)
-        require_fraction("momentum", self.momentum)
-        require_bools(self, "nesterov")
+    learning_rate: float = argument(0.7, POSITIVE)
+    momentum: float = argument(0.9, FRACTION)
+    nesterov: bool = argument(True, BOOL)
 
     @property
     def keeps(self) -> tuple[str, ...]:
@@ -197,56 +195,50 @@ class OuterOptimizer(Strategy["Stream | None"]):
             ``inner_state`` other than ``keep``, or with a cut-off.
     """
 
-    period: int | Periods = 500
-    outer: CenterUpdate = field(default_factory=OuterSGD)
-    inner_state: Literal["keep", "average", "reset"] = "keep"
-    wire_dtype: Literal["float32", "bfloat16", "float8", "float4"] = "float32"
-    fragments: int = 1
-    overlap: int = 0
-    merge: float = 0.0
-    cutoff: Cutoff = "none"
+    period: int | Periods = argument(
+        500,
+        must(
+            "a whole number of steps >= 1, or pairs of an epoch and the period from that epoch on, "
+            "such as ((1, 1), (31, 16)), starting with epoch 1",
+            lambda value: _is_whole(value) or _are_periods(value),
+        ),
+    )
+    outer: CenterUpdate = argument(
+        OuterSGD(), instance(CenterUpdate, "a CenterUpdate such as OuterSGD()")
+    )
+    inner_state: Literal["keep", "average", "reset"] = argument(
+        "keep", one_of("keep", "average", "reset")
+    )
+    wire_dtype: Literal["float32", "bfloat16", "float8", "float4"] = argument(
+        "float32", one_of(*NARROW_FORMATS)
+    )
+    fragments: int = argument(1, whole(1))
+    overlap: int = argument(0, whole(0, "steps"))
+    merge: float = argument(0.0, FRACTION)
+    cutoff: Cutoff = argument("none", CUTOFF)
 
     def __post_init__(self) -> None:
-        convert_numbers(self)
-        if not _is_whole(self.period) and not _are_periods(self.period):
+        super().__post_init__()
+        periods = [self.period] if isinstance(self.period, int) else [p for _, p in self.period]
+        apart = min(periods) // self.fragments
+        if apart <= self.overlap:
             raise ConfigError(
-                "period must be a whole number of steps >= 1, or pairs of an epoch and the "
-                "period from that epoch on, such as ((1, 1), (31, 16)), starting with epoch 1; "
-                f"got {self.period!r}"
+                f"with period={self.period!r} and fragments={self.fragments} there are {apart} "
+                f"steps between two rounds; there must be more than overlap={self.overlap}"
             )
-        if not isinstance(self.outer, CenterUpdate):
-            raise ConfigError(
-                f"outer must be a CenterUpdate such as OuterSGD(), got {self.outer!r}"
-            )
-        require_one_of("inner_state", self.inner_state, INNER_STATES)
-        require_one_of("wire_dtype", self.wire_dtype, NARROW_FORMATS)
-
-        self._require_rounds_apart()
-        require_fraction("merge", self.merge)
         if self._streams and self.inner_state != "keep":
             raise ConfigError(
                 f"inner_state={self.inner_state!r} needs blocking rounds over all parameters; "
                 "with fragments, overlap or merge each worker keeps its own optimizer's state: "
                 "set inner_state='keep'"
             )
-        require_cutoff(
+        require_everyone(
             self.cutoff,
             {
                 f"wire_dtype={self.wire_dtype!r}": self.wire_dtype != "float32",
                 "fragments, overlap or merge": self._streams,
             },
         )
-
-    def _require_rounds_apart(self) -> None:
-        require_whole("fragments", self.fragments, 1)
-        require_whole("overlap", self.overlap, 0, "steps")
-        periods = [self.period] if isinstance(self.period, int) else [p for _, p in self.period]
-        if min(periods) // self.fragments <= self.overlap:
-            raise ConfigError(
-                f"with period={self.period!r} and fragments={self.fragments} there are "
-                f"{min(periods) // self.fragments} steps between two rounds; there must be more "
-                f"than overlap={self.overlap}"
-            )
 
     @property
     def _streams(self) -> bool:
@@ -293,15 +285,6 @@ class OuterOptimizer(Strategy["Stream | None"]):
         if not self._streams:
             return None
         return Stream(run, self.fragments, self.overlap, self.merge)
-
-    def saved_state(self, state: Stream | None) -> Mapping[str, Any]:
-        """With fragments or overlap: how the replica differs from the center, and what is due."""
-        return {} if state is None else state.saved()
-
-    def restore_state(self, state: Stream | None, saved: Mapping[str, Any]) -> None:
-        """Put the replica back where it was."""
-        if state is not None:
-            state.restore(saved)
 
     def train_epoch(self, run: Run, state: Stream | None, batches: Iterable[Batch]) -> None:
         """Train on an epoch's minibatches, except those trained on before a restart."""

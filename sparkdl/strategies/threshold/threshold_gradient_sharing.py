@@ -16,8 +16,6 @@ the first worker's. The optimizer's state stays with the workers.
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,21 +23,31 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sparkdl.arguments import convert_numbers
+from sparkdl.arguments import as_number
 from sparkdl.averager.values.finite import require_finite
 from sparkdl.averager.values.sparse import Sparse
 from sparkdl.averager.values.wire_format import FullPrecision, SparseChanges, WireFormat, as_held
+from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
-from sparkdl.protocols import Batch
-from sparkdl.strategies.arguments import is_number, require_period, require_steps
-from sparkdl.strategies.base import Needs, Run, Strategy
+from sparkdl.strategies.arguments import STEPS, argument, must, number, one_of, or_none
+from sparkdl.strategies.base import Needs, PeriodicStrategy, Run
 from sparkdl.strategies.threshold.threshold_encoding import Encoding, ThresholdEncoder
 from sparkdl.strategies.worker_group import WorkerGroup
 
+_SPARSITY = must(
+    "two numbers, the smallest and largest share of entries in a message, such as (1e-4, 1e-2)",
+    lambda value: (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and None not in map(as_number, value)
+        and 0 < value[0] <= value[1] <= 1
+    ),
+)
+
 
 @dataclass(frozen=True)
-class ThresholdGradientSharing(Strategy["_Sharing"]):
+class ThresholdGradientSharing(PeriodicStrategy["_Sharing"]):
     """Send the part of each change that is above a threshold, and keep the rest for later.
 
     Rule:
@@ -92,36 +100,20 @@ class ThresholdGradientSharing(Strategy["_Sharing"]):
         ConfigError: an argument is out of range.
     """
 
-    threshold: float = 1e-3
-    sparsity: tuple[float, float] | None = (1e-4, 1e-2)
-    clip: float | None = 5.0
-    shake_every: int | None = None
-    period: int = 1
-    aggregation: Literal["driver", "executors"] = "driver"
-    commit_every: int | None = None
+    threshold: float = argument(
+        1e-3, number("> 0, or 0 to send everything", lambda threshold: threshold >= 0)
+    )
+    sparsity: tuple[float, float] | None = argument((1e-4, 1e-2), or_none(_SPARSITY))
+    clip: float | None = argument(
+        5.0, or_none(number("of thresholds >= 1", lambda clip: clip >= 1))
+    )
+    shake_every: int | None = argument(None, or_none(STEPS))
+    period: int = argument(1, STEPS)
+    aggregation: Literal["driver", "executors"] = argument("driver", one_of("driver", "executors"))
+    commit_every: int | None = argument(None, or_none(STEPS))
 
     def __post_init__(self) -> None:
-        convert_numbers(self)
-        if not is_number(self.threshold) or not 0 <= self.threshold < math.inf:
-            raise ConfigError(
-                f"threshold must be a number > 0, or 0 to send everything, got {self.threshold!r}"
-            )
-        if not _is_sparsity(self.sparsity):
-            raise ConfigError(
-                "sparsity must be None or two numbers, the smallest and largest share of "
-                f"entries in a message, such as (1e-4, 1e-2), got {self.sparsity!r}"
-            )
-        if self.clip is not None and (not is_number(self.clip) or not 1 <= self.clip < math.inf):
-            raise ConfigError(
-                f"clip must be None or a number of thresholds >= 1, got {self.clip!r}"
-            )
-        require_steps("shake_every", self.shake_every)
-        require_steps("commit_every", self.commit_every)
-        require_period(self.period)
-        if self.aggregation not in AGGREGATIONS:
-            raise ConfigError(
-                f"aggregation must be 'driver' or 'executors', got {self.aggregation!r}"
-            )
+        super().__post_init__()
         if self.commit_every is not None and self.aggregation == "driver":
             raise ConfigError(
                 "commit_every is for aggregation='executors'; the driver has every round's center"
@@ -146,31 +138,14 @@ class ThresholdGradientSharing(Strategy["_Sharing"]):
 
     def start(self, run: Run) -> _Sharing:
         """Begin at the center, with nothing left over."""
-        return AGGREGATIONS[self.aggregation](run, self)
+        return _Sharing(run, self)
 
-    def saved_state(self, state: _Sharing) -> Mapping[str, Any]:
-        """The residual, and the threshold of the next message."""
-        return state.saved()
-
-    def restore_state(self, state: _Sharing, saved: Mapping[str, Any]) -> None:
-        """Resume with both."""
-        state.restore(saved)
-
-    def rows_changed(self, run: Run, state: _Sharing) -> None:
-        """Find out how many windows all workers have now."""
-        state.rows_changed(run)
-
-    def after_step(self, run: Run, state: _Sharing, batch: Batch) -> None:
-        """Exchange after every ``period`` steps; the epoch's last window is ``end_epoch``'s."""
-        if run.step_of_epoch % self.period == 0 and not batch.last:
-            state.exchange(run)
-
-    def end_epoch(self, run: Run, state: _Sharing) -> None:
-        """Exchange the tail, 0 to ``period`` steps, and take the epoch's final center."""
-        state.finish(run)
+    def exchange(self, run: Run, state: _Sharing, *, last: bool) -> None:
+        """Share what is above the threshold, among executors also without rows."""
+        state.exchange(run, last=last)
 
 
-class _Sharing(ABC):
+class _Sharing:
     """One worker's part.
 
     Args:
@@ -193,35 +168,51 @@ class _Sharing(ABC):
         )
         self.encoder = ThresholdEncoder(encoding, self._encoded(self._center))
 
+        self._strategy = strategy
+        among_workers = strategy.aggregation == "executors"
+        self._group = WorkerGroup(run, run.batch_size) if among_workers else None
+        self._shares = list(map(torch.zeros_like, self._center)) if among_workers else self._center
+        # The driver is sent the center in the replicas' precision.
+        mine = self._mine(run) if among_workers else []
+        self._rounded = [i for i, v in enumerate(mine) if v.dtype != self._center[i].dtype]
+
     def saved(self) -> dict[str, Any]:
-        """For ``restore``."""
-        return self.encoder.saved()
+        """For ``restore``; the center too if nobody else has it without rounding."""
+        centers = {f"center.{index}": self._center[index] for index in self._rounded}
+        return self.encoder.saved() | centers
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Take over what was ``saved``, while the replica holds the center of that commit."""
         self.encoder.restore(saved)
+        for index in self._rounded:
+            self._center[index].copy_(saved[f"center.{index}"])
 
-    def rows_changed(self, run: Run) -> None:  # noqa: B027 - not all need to know
-        """Note that the workers have other rows."""
+    def exchange(self, run: Run, *, last: bool) -> None:
+        """Take part in the next round, or in all that are left in the epoch."""
+        group, every = self._group, self._strategy.commit_every
+        if group is None:
+            # Without rows, nothing is sent, so nothing may leave the residual.
+            if run.examples:
+                self._find_shares(run, run.window())
+            run.averager.exchange(self._center, run.close_window(last=last))
+            self._take_center(run)
+            return
+        for window in group.rounds(
+            run, self._strategy.period, every, lambda: self._mine(run), last=last
+        ):
+            self._share(run, group, group.examples_of(window))
+            self._take_center(run)
 
-    @abstractmethod
-    def exchange(self, run: Run) -> None:
-        """Take part in the next round."""
-
-    @abstractmethod
-    def finish(self, run: Run) -> None:
-        """Take part in all remaining rounds of the epoch."""
-
-    def _find_shares(self, run: Run, window: WindowReport, out: Sequence[Tensor]) -> None:
-        """Write what to send for a window into ``out``, which may be the center."""
+    def _find_shares(self, run: Run, window: WindowReport) -> None:
+        """Write what to send for a window into the shares, which are the center in the driver."""
         mine = self._mine(run)
         for values in mine:
             # NaN is not above the threshold either, and would stay forever.
             require_finite(values, window)
-        learned, known, shares = map(self._encoded, (mine, self._center, out))
+        learned, known, shares = map(self._encoded, (mine, self._center, self._shares))
         held = [as_held(c, v.dtype) for c, v in zip(known, learned, strict=True)]
         self.encoder.encode(learned, held, shares)
-        parts = zip(mine, self._center, out, self._is_encoded, strict=True)
+        parts = zip(mine, self._center, self._shares, self._is_encoded, strict=True)
         for values, center, share, is_encoded in parts:
             if not is_encoded:
                 here = values.detach().to("cpu", center.dtype)
@@ -240,88 +231,19 @@ class _Sharing(ABC):
     def _mine(self, run: Run) -> list[Tensor]:
         return run.replica.segments(with_optimizer=False)
 
-
-class _ThroughDriver(_Sharing):
-    """Each worker contributes what it shares to the driver's rounds."""
-
-    def exchange(self, run: Run) -> None:
-        """Contribute the window."""
-        self._contribute(run, last=False)
-
-    def finish(self, run: Run) -> None:
-        """Contribute the last window."""
-        self._contribute(run, last=True)
-
-    def _contribute(self, run: Run, *, last: bool) -> None:
-        # Without rows, nothing is sent, so nothing may leave the residual.
-        if run.examples:
-            self._find_shares(run, run.window(), self._center)
-        run.averager.exchange(self._center, run.close_window(last=last))
-        self._take_center(run)
-
-
-class _AmongWorkers(_Sharing):
-    """Each worker sends to all others, even after it has used up its rows."""
-
-    def __init__(self, run: Run, strategy: ThresholdGradientSharing) -> None:
-        super().__init__(run, strategy)
-        self._group = WorkerGroup(run, run.batch_size)
-        self._period = strategy.period
-        self._commit_every = strategy.commit_every
-        self._shares = [torch.zeros_like(values) for values in self._center]
-        # The driver is sent the center in the replicas' precision.
-        self._rounded = [
-            index
-            for index, (values, center) in enumerate(
-                zip(self._mine(run), self._center, strict=True)
-            )
-            if values.dtype != center.dtype
-        ]
-
-    def saved(self) -> dict[str, Any]:
-        """For ``restore``; the center too if nobody else has it without rounding."""
-        centers = {f"center.{index}": self._center[index] for index in self._rounded}
-        return super().saved() | centers
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take over what was ``saved``."""
-        super().restore(saved)
-        for index in self._rounded:
-            self._center[index].copy_(saved[f"center.{index}"])
-
-    def rows_changed(self, run: Run) -> None:
-        """Find out how many windows all workers have now."""
-        self._group.agree(run)
-
-    def exchange(self, run: Run) -> None:
-        """Exchange with all others, and commit if that is due."""
-        group = self._group
-        window = range(group.steps, group.steps + self._period)
-        self._share(run, group.examples_of(window))
-        self._take_center(run)
-        group.steps = window.stop
-        group.heartbeat(run)
-        group.commit_if_due(run, self._commit_every, lambda: self._mine(run))
-
-    def finish(self, run: Run) -> None:
-        """Take part in all remaining rounds, and commit."""
-        while not self._group.done:
-            self.exchange(run)
-        self._group.commit(run, self._mine(run), last=True)
-
-    def _share(self, run: Run, examples: Sequence[int]) -> None:
+    def _share(self, run: Run, group: WorkerGroup, examples: Sequence[int]) -> None:
         """Form the center from everyone's shares, on each worker in the same order."""
-        collective = self._group.collective
+        collective = group.collective
         if examples[collective.index]:
-            self._find_shares(run, run.window(), self._shares)
+            self._find_shares(run, run.window())
         messages = [_message(share) for share in self._shares]
         if not examples[collective.index]:
             messages = [message[:0] for message in messages]
         mine = torch.tensor([len(message) for message in messages])
-        lengths = [sizes.tolist() for sizes in self._everyones(mine)]
+        lengths = [sizes.tolist() for sizes in _everyones(collective, mine)]
         room = torch.zeros(max(map(sum, lengths)), dtype=torch.uint8)
         torch.cat(messages, out=room[: sum(lengths[collective.index])])
-        bodies = self._everyones(room)
+        bodies = _everyones(collective, room)
         first, total = next(i for i, count in enumerate(examples) if count), sum(examples)
         for index, count in enumerate(examples):
             if not count:
@@ -333,26 +255,12 @@ class _AmongWorkers(_Sharing):
                 elif index == first:
                     center.copy_(part.clone().view(center.dtype))
 
-    def _everyones(self, mine: Tensor) -> list[Tensor]:
-        collective = self._group.collective
-        return [each.cpu() for each in collective.all_gather(mine.to(collective.device))]
+
+def _everyones(collective: Collective, mine: Tensor) -> list[Tensor]:
+    return [each.cpu() for each in collective.all_gather(mine.to(collective.device))]
 
 
 def _message(share: Tensor) -> Tensor:
     if not share.is_floating_point():
         return share.view(torch.uint8)
     return Sparse(share.dtype).pack(share)
-
-
-AGGREGATIONS: dict[str, type[_Sharing]] = {
-    "driver": _ThroughDriver,
-    "executors": _AmongWorkers,
-}
-"""Implementations, by the value of ``aggregation`` in ``ThresholdGradientSharing``."""
-
-
-def _is_sparsity(value: object) -> bool:
-    if value is None:
-        return True
-    pair = isinstance(value, tuple) and len(value) == 2 and all(map(is_number, value))
-    return pair and 0 < value[0] <= value[1] <= 1  # type: ignore[index]

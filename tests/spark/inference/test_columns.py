@@ -160,7 +160,7 @@ def test_a_loss_is_that_of_the_rows_own_label(monkeypatch: pytest.MonkeyPatch) -
     def own(outputs: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.mse_loss(outputs[:, 3], targets, reduction="none")
 
-    score = Score(own, Labels([LABEL], as_one=True), None)
+    score = Score(own, Labels([LABEL], as_one=True))
     pickled = cloudpickle.dumps(score)
     (found,) = predictions_of(
         Colours(), columns, monkeypatch, 2, batch_rows=2, score=pickled, skip_invalid=True

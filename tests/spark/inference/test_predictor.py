@@ -113,7 +113,7 @@ def test_a_failing_loss_is_named_with_outputs_and_targets(monkeypatch: pytest.Mo
     def loss(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         raise Silent
 
-    score = Score(loss, Labels([ColumnSpec("label", torch.float32)], as_one=True), None)
+    score = Score(loss, Labels([ColumnSpec("label", torch.float32)], as_one=True))
     told = (
         r"scoreCol, fails on outputs float32 \(3, 2\) and targets float32 \(3,\): \S*Silent: <exc"
     )

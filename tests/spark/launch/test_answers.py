@@ -20,7 +20,6 @@ from sparkdl.errors import SparkDLError, TrainingError, WorkerError, WorkerLostE
 from sparkdl.estimator.checks.row_checks import Checked
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import UNKNOWN, ColumnSpec
-from sparkdl.replica.losses import LossUse
 from sparkdl.report.recording import Recording, Setup
 from sparkdl.spark.launch.answers import (
     MAX_HEADER_BYTES,
@@ -35,7 +34,7 @@ from sparkdl.spark.launch.answers import (
 from sparkdl.spark.launch.launcher import as_training_error
 
 COLUMN, LABEL = ColumnSpec("x", torch.float32, (UNKNOWN,)), ColumnSpec("y", torch.int64)
-CHECKED = Checked((COLUMN.of_length(3),), {None: 2, "score": None}, (LABEL,), LossUse((1,), "rows"))
+CHECKED = Checked((COLUMN.of_length(3),), {None: 2, "score": None}, (LABEL,))
 HEADER: dict[str, Any] = {
     "lines": [[0, ["a word"], 2]],
     "logged": [["sparkdl.test_answers", logging.WARNING, "careful"]],

@@ -148,7 +148,7 @@ def learn_once(run: Run) -> None:
 def share(run: Run, state: Any, times: int) -> None:
     for _ in range(times):
         run.examples = 1
-        state.exchange(run)
+        state.exchange(run, last=False)
 
 
 @every("aggregation", ["driver", "executors"])
