@@ -17,7 +17,7 @@ import importlib
 import inspect
 import pickle
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -98,11 +98,14 @@ def save_object(value: Any, directory: Path, name: str) -> dict[str, Any]:
     try:
         spec = _describe(value)
     except _Indescribable:
-        spec = {}
-    if not spec or _needs_main(spec):
+        spec = None
+    paths: list[str] = []
+    _walk(spec, name, paths.append, build=False)
+    # What lives in the running script is not in another.
+    if not spec or any(path.startswith("__main__:") for path in paths):
         file = _pickle_of(name)
         (directory / file).write_bytes(pickled_apart(value))
-        spec = {**spec, "pickle": file}
+        spec = {**(spec or {}), "pickle": file}
     return {KEY: spec}
 
 
@@ -131,22 +134,39 @@ def load_object(
             f"{name} was saved as {_shortened.repr(saved)}, which is not an object spec"
         )
     described = {key: value for key, value in spec.items() if key != "pickle"}
-    if described:
-        try:
-            found = _find_all(described, name, expected, trusted)
-        except ConfigError:
-            if "pickle" not in spec:
-                raise
-        else:
-            return _built(described, found, name, expected, trusted)
-    return _load_pickle(spec["pickle"], directory, name, trusted)
+    try:
+        found = _find_all(described, name, expected, trusted) if described else None
+    except ConfigError:
+        if "pickle" not in spec:
+            raise
+        found = None
+    if found is None:
+        return _load_pickle(spec["pickle"], directory, name, trusted)
+    try:
+        value = _walk(described, name, found.__getitem__, build=True)
+    except Exception as error:  # a constructor may raise anything
+        raise ConfigError(f"{name} cannot be built as it was saved: {message_of(error)}") from error
+    if trusted.everything or expected.takes(value, trusted):
+        return value
+    raise ConfigError(f"{name} must be {expected.what}, but {_shortened.repr(described)} was saved")
 
 
 def _find_all(spec: dict[str, Any], name: str, expected: Expected, trust: Trust) -> dict[str, Any]:
     """What the names in a spec stand for; imports nothing if one of them is not trusted."""
     harmless = {**torchs_own(), **expected.harmless}
-    paths = dict.fromkeys(_names(spec, name))
-    _require_trust([path for path in paths if path not in harmless], trust, name)
+    paths: list[str] = []
+    _walk(spec, name, paths.append, build=False)
+    module_of = {path: path.partition(":")[0] for path in paths if path not in harmless}
+    unknown = sorted({module for module in module_of.values() if not trust.covers(module)})
+    if unknown:
+        names = ", ".join(path for path, module in module_of.items() if module in unknown)
+        shown = _shortened.repr(unknown)
+        raise ConfigError(
+            f"{name} was saved as {_shortened.repr(names)}, which is not torch's own: loading it "
+            f"imports {shown} and calls what is named there with arguments from the file. Only if "
+            f"that is your model's own code, load with trust={shown} (TorchModel.load(path, "
+            "trust=...)), or inside `with sparkdl.trusted_modules(...):`"
+        )
     try:
         return {path: find(path, trust, harmless) for path in paths}
     except NotFoundError as error:
@@ -155,38 +175,6 @@ def _find_all(spec: dict[str, Any], name: str, expected: Expected, trust: Trust)
             f"{error}. Install its package, put its folder on sys.path, or add it with "
             "spark.submit.pyFiles"
         ) from error
-
-
-def _built(
-    spec: dict[str, Any], found: dict[str, Any], name: str, expected: Expected, trust: Trust
-) -> Any:
-    try:
-        value = _build(spec, found)
-    except Exception as error:  # a constructor may raise anything
-        raise ConfigError(f"{name} cannot be built as it was saved: {message_of(error)}") from error
-    if trust.everything or expected.takes(value, trust):
-        return value
-    raise ConfigError(f"{name} must be {expected.what}, but {_shortened.repr(spec)} was saved")
-
-
-def _require_trust(paths: list[str], trust: Trust, name: str) -> None:
-    """Check that nothing is named that the user does not trust.
-
-    Raises:
-        ConfigError: something is.
-    """
-    modules = sorted({path.partition(":")[0] for path in paths})
-    unknown = [module for module in modules if not trust.covers(module)]
-    if not unknown:
-        return
-    names = ", ".join(path for path in paths if path.partition(":")[0] in unknown)
-    shown = _shortened.repr(unknown)
-    raise ConfigError(
-        f"{name} was saved as {_shortened.repr(names)}, which is not torch's own: loading it "
-        f"imports {shown} and calls what is named there with arguments from the file. Only if "
-        f"that is your model's own code, load with trust={shown} (TorchModel.load(path, "
-        "trust=...)), or inside `with sparkdl.trusted_modules(...):`"
-    )
 
 
 def _load_pickle(file: Any, directory: Path, name: str, trust: Trust) -> Any:
@@ -238,21 +226,17 @@ def _describe(value: Any, depth: int = 0) -> Any:
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"dict": {key: describe(item) for key, item in value.items()}}
     if isinstance(value, functools.partial):
-        return {
-            "partial": describe(value.func),
-            "args": [describe(item) for item in value.args],
-            "kwargs": {key: describe(item) for key, item in value.keywords.items()},
-        }
+        kwargs = {key: describe(item) for key, item in value.keywords.items()}
+        func, *args = map(describe, [value.func, *value.args])
+        return {"partial": func, "args": args, "kwargs": kwargs}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
     elif isinstance(value, torch.nn.modules.loss._Loss):
         fields = _loss_arguments(value)
     else:
         return {"import": _import_path(value)}
-    return {
-        "new": {"import": _import_path(type(value))},
-        "kwargs": {key: describe(item) for key, item in fields.items()},
-    }
+    kwargs = {key: describe(item) for key, item in fields.items()}
+    return {"new": {"import": _import_path(type(value))}, "kwargs": kwargs}
 
 
 def _loss_arguments(loss: torch.nn.modules.loss._Loss) -> dict[str, Any]:
@@ -283,62 +267,42 @@ def _import_path(value: Any) -> str:
     return f"{module}:{name}"
 
 
-def _needs_main(spec: Any) -> bool:
-    """Whether part of a spec lives in the running script, which another script will not have."""
-    if isinstance(spec, dict):
-        return any(
-            (key == "import" and str(value).startswith("__main__:")) or _needs_main(value)
-            for key, value in spec.items()
-        )
-    return isinstance(spec, list) and any(_needs_main(item) for item in spec)
+def _walk(spec: Any, name: str, find: Callable[[str], Any], build: bool, depth: int = 0) -> Any:
+    """Build an object from its spec, or only look at every part of it.
 
-
-def _names(spec: Any, name: str, depth: int = 0) -> Iterator[str]:
-    """Every import path in a spec; checks that all parts of it are a spec.
+    Args:
+        spec: the spec, from a file.
+        name: the object's name, for messages.
+        find: returns what an import path stands for.
+        build: whether to call what was found.
+        depth: how deep this part of the spec is.
 
     Raises:
-        ConfigError: it is not a spec, or is nested too deeply.
+        ConfigError: some part of it is no spec, or is nested too deeply.
     """
     if depth > DEEPEST:
         raise ConfigError(f"the object spec of {name} is nested more than {DEEPEST} deep")
+    again = functools.partial(_walk, name=name, find=find, build=build, depth=depth + 1)
     match spec:
         case None | bool() | int() | float() | str():
-            inner: list[Any] = []
+            return spec
         case {"import": str(path), **rest} if not rest:
-            inner = []
-            yield path
-        case {"tuple": list(items), **rest} | {"list": list(items), **rest} if not rest:
-            inner = items
+            return find(path)
+        case {"tuple": list(items), **rest} if not rest:
+            return tuple(map(again, items))
+        case {"list": list(items), **rest} if not rest:
+            return list(map(again, items))
         case {"dict": dict(items), **rest} if not rest:
-            inner = list(items.values())
-        case {"new": dict(made), "kwargs": dict(kwargs), **rest} if not rest and "import" in made:
-            yield from _names(made, name, depth)
-            inner = list(kwargs.values())
+            return {key: again(item) for key, item in items.items()}
+        case {"new": {"import": str(path), **more}, "kwargs": dict(kwargs), **rest} if not (
+            more or rest
+        ):
+            kind, arguments = find(path), {key: again(item) for key, item in kwargs.items()}
+            if build and not isinstance(kind, type):
+                raise TypeError(f"{kind!r} is not a class")
+            return kind(**arguments) if build else None
         case {"partial": called, "args": list(args), "kwargs": dict(kwargs), **rest} if not rest:
-            inner = [called, *args, *kwargs.values()]
-        case _:
-            raise ConfigError(f"the object spec of {name} is damaged: {_shortened.repr(spec)}")
-    for item in inner:
-        yield from _names(item, name, depth + 1)
-
-
-def _build(spec: Any, found: dict[str, Any]) -> Any:
-    """Build what ``_names`` has checked, from what was found under those names."""
-    if not isinstance(spec, dict):
-        return spec
-    if "import" in spec:
-        return found[spec["import"]]
-    if "tuple" in spec:
-        return tuple(_build(item, found) for item in spec["tuple"])
-    if "list" in spec:
-        return [_build(item, found) for item in spec["list"]]
-    if "dict" in spec:
-        return {key: _build(item, found) for key, item in spec["dict"].items()}
-    arguments = {key: _build(item, found) for key, item in spec["kwargs"].items()}
-    if "new" in spec:
-        kind = _build(spec["new"], found)
-        if not isinstance(kind, type):
-            raise TypeError(f"{kind!r} is not a class")
-        return kind(**arguments)
-    positional = [_build(item, found) for item in spec["args"]]
-    return functools.partial(_build(spec["partial"], found), *positional, **arguments)
+            arguments = {key: again(item) for key, item in kwargs.items()}
+            func, *positional = map(again, [called, *args])
+            return functools.partial(func, *positional, **arguments) if build else None
+    raise ConfigError(f"the object spec of {name} is damaged: {_shortened.repr(spec)}")

@@ -44,14 +44,7 @@ def save_state(store: CheckpointStore, state: Mapping[str, Any]) -> None:
             f"a checkpoint cannot hold {', '.join(sorted(unsafe))}: reading it back would run "
             "code. Pass its state_dict(), or plain numbers and tensors"
         )
-    pending = store.begin()
-    try:
-        with pending.create(STATE_FILE) as file:
-            file.write(octets.getbuffer())
-        pending.publish(_KIND)
-    except BaseException:
-        pending.abandon()
-        raise
+    store.write({STATE_FILE: lambda file: file.write(octets.getbuffer())}, _KIND)
     store.prune()
 
 

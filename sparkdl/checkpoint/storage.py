@@ -7,7 +7,7 @@
 
 A checkpoint exists once its manifest does. The manifest is written last, under another name, and
 then renamed: every file system can rename, or put, one small file atomically, which is not true of
-a directory. On local file systems a checkpoint is safe from a loss of power before ``publish``
+a directory. On local file systems a checkpoint is safe from a loss of power before ``write``
 returns, and so before an older one is deleted; others keep what was written to a stream once it is
 closed. A reader takes the newest checkpoint whose every byte is as its manifest says.
 """
@@ -20,9 +20,9 @@ import os
 import posixpath
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from pyarrow import fs
 
@@ -52,6 +52,8 @@ _CONTENTS = re.compile(
 )
 """Names of all that a checkpoint may hold; nothing else is ever deleted."""
 
+Contents = Mapping[str, Callable[[BinaryIO], object]]
+"""What writes each file of a checkpoint, by the file's name."""
 OpenElsewhere = Callable[[str], tuple[fs.FileSystem, str]]
 """Opens a URI that pyarrow cannot; returns a file system and the path in it. Raises OSError if it
 cannot either."""
@@ -81,7 +83,7 @@ class CheckpointStore:
         try:
             self._files, self._root = _resolve(path, open_elsewhere)
             self._files.create_dir(self._root, recursive=True)
-            self._next = self._newest_number() + 1
+            self._next = max(self._numbered(), default=0) + 1
         except (*STORAGE_ERRORS, ValueError) as error:
             raise self._useless(error) from error
 
@@ -99,7 +101,7 @@ class CheckpointStore:
         with contextlib.ExitStack() as stack:
             try:
                 self._lease = stack.enter_context(held(self._files, self._root, application))
-                self._next = self._newest_number() + 1
+                self._next = max(self._numbered(), default=0) + 1
             except STORAGE_ERRORS as error:
                 raise self._useless(error) from error
             try:
@@ -107,23 +109,45 @@ class CheckpointStore:
             finally:
                 self._lease = None
 
-    def begin(self) -> PendingCheckpoint:
-        """Start writing a checkpoint, newer than all existing ones.
+    def write(self, contents: Contents, description: dict[str, Any]) -> str:
+        """Publish a checkpoint, newer than all existing ones: all of it or nothing.
+
+        Args:
+            contents: what is in it.
+            description: what it is; JSON.
+
+        Returns:
+            Its directory.
 
         Raises:
-            CheckpointError: its directory cannot be made, or another process is writing there now.
+            CheckpointError: the file system refuses (the disk may be full), or another process is
+                writing there now.
         """
-        lease = self._lease
-        directory = self._root
-        try:
-            _check(lease)
-            self._files.create_dir(self._root, recursive=True)
+        files, lease = self._files, self._lease
+        _check(lease)
+        with _told(f"no checkpoint can be created in {self.path}"):
+            files.create_dir(self._root, recursive=True)
             directory = self._new_directory()
-            files = LocalFiles(directory) if isinstance(self._files, LocalFiles) else self._files
-        except (CheckpointError, *STORAGE_ERRORS) as error:
+        path = posixpath.join(directory, MANIFEST)
+        try:
+            with _told(f"{path} could not be written"):
+                # Whatever is given its name later is another directory.
+                place = files.below(directory) if isinstance(files, LocalFiles) else files
+                entries = {name: _put(place, directory, name, contents[name]) for name in contents}
+                text = manifest_text(path, entries, description)
+                _check(lease)
+                put_file(place, path, text)
+        except BaseException:
+            with _warned(f"{directory} could not be deleted"):
+                _delete(files, directory)
+            raise
+        finally:
             self._pending.discard(directory)
-            raise CheckpointError(f"{directory} cannot be created: {error}") from error
-        return PendingCheckpoint(files, directory, lease, self._pending.discard)
+        with _told(f"{path} could not be written"):
+            synchronize(files, self._root)
+            if isinstance(place, LocalFiles) and not place.is_in_place():
+                raise OSError("its directory was moved or replaced meanwhile")
+        return directory
 
     def _new_directory(self) -> str:
         while True:
@@ -147,10 +171,8 @@ class CheckpointStore:
         Raises:
             CheckpointError: the directory cannot be read, or a newer version wrote it.
         """
-        try:
-            directories = self._directories()
-        except STORAGE_ERRORS as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
+        with _told(f"{self.path} cannot be read"):
+            directories = self._numbered().values()
         for directory in directories:
             try:
                 manifest = verified_manifest(self._files, directory)
@@ -164,25 +186,22 @@ class CheckpointStore:
     def prune(self) -> None:
         """Delete all but the last ``keep_last`` checkpoints, and those that nobody will finish.
 
-        Checkpoints that this store has begun and neither published nor abandoned stay.
+        Those that this store is writing stay.
         """
         finished = 0
         try:
             _check(self._lease)
-            directories = self._directories()
+            directories = self._numbered().values()
         except (CheckpointError, *STORAGE_ERRORS) as error:
             logger.warning("old checkpoints in %s were not deleted: %s", self.path, error)
             return
         for directory in directories:
-            if directory in self._pending:
-                continue
-            try:
-                is_finished = exists(self._files, posixpath.join(directory, MANIFEST))
-                finished += is_finished
-                if finished > self.keep_last or not is_finished:
-                    _delete(self._files, directory)
-            except STORAGE_ERRORS as error:
-                logger.warning("%s could not be deleted: %s", directory, error)
+            with _warned(f"{directory} could not be deleted"):
+                if directory not in self._pending:
+                    is_finished = exists(self._files, posixpath.join(directory, MANIFEST))
+                    finished += is_finished
+                    if finished > self.keep_last or not is_finished:
+                        _delete(self._files, directory)
 
     def _useless(self, error: Exception) -> ConfigError:
         return ConfigError(
@@ -190,107 +209,13 @@ class CheckpointStore:
             "Use a directory, or a URI such as s3://bucket/directory"
         )
 
-    def _newest_number(self) -> int:
-        return max(self._numbered(), default=0)
-
-    def _directories(self) -> list[str]:
-        """The directories of checkpoints, newest first."""
-        found = self._numbered()
-        return [found[number] for number in sorted(found, reverse=True)]
-
     def _numbered(self) -> dict[int, str]:
-        """The directories that are named like a checkpoint, by number."""
+        """The directories that are named like a checkpoint, by number, newest first."""
         found = self._files.get_file_info(fs.FileSelector(self._root, allow_not_found=True))
         directories = [info for info in found if info.type == fs.FileType.Directory]
         matches = ((_NAME.fullmatch(info.base_name), info.path) for info in directories)
-        return {int(match[1]): path for match, path in matches if match}
-
-
-class PendingCheckpoint:
-    """A checkpoint that is being written; nobody reads it before ``publish``.
-
-    Args:
-        files: the file system.
-        directory: where its files go, empty.
-        lease: the lease that it is written under, if there is one.
-        on_end: called with the directory once nothing more is written there.
-    """
-
-    def __init__(
-        self,
-        files: Files,
-        directory: str,
-        lease: Lease | None,
-        on_end: Callable[[str], None],
-    ) -> None:
-        self.directory = directory
-        self._files = files
-        self._lease = lease
-        self._on_end = on_end
-        self._published = False
-        self._entries: dict[str, dict[str, Any]] = {}
-
-    @contextlib.contextmanager
-    def create(self, name: str) -> Iterator[BinaryIO]:
-        """Write one file; several may be written at once, from different threads.
-
-        Args:
-            name: the file's name in the checkpoint.
-
-        Yields:
-            The file, to be written from beginning to end.
-
-        Raises:
-            CheckpointError: the file system refuses; the disk may be full.
-        """
-        path = posixpath.join(self.directory, name)
-        if not _CONTENTS.fullmatch(name):
-            raise ValueError(f"{name!r} is not in the list of a checkpoint's files")
-        try:
-            with self._files.open_output_stream(path) as stream:
-                file = Checksummed(stream)
-                yield file  # type: ignore[misc]
-        except STORAGE_ERRORS as error:
-            raise CheckpointError(f"{path} could not be written: {error}") from error
-        self._entries[name] = file.entry
-
-    def publish(self, description: dict[str, Any]) -> None:
-        """Make the checkpoint exist, durably.
-
-        Args:
-            description: what the checkpoint is; JSON.
-
-        Raises:
-            CheckpointError: the file system refuses, or another process is writing there now.
-        """
-        entries = dict(self._entries)  # a worker that has left may still have its file open
-        path = posixpath.join(self.directory, MANIFEST)
-        text = manifest_text(path, entries, description)
-        try:
-            _check(self._lease)
-            # Here rather than when each file is closed, because workers wait for that.
-            for name in entries:
-                synchronize(self._files, posixpath.join(self.directory, name))
-            _check(self._lease)
-            put_file(self._files, path, text)
-            self._published = True
-            synchronize(self._files, posixpath.dirname(self.directory))
-            if isinstance(self._files, LocalFiles) and not self._files.is_in_place():
-                raise OSError("its directory was moved or replaced meanwhile")
-        except STORAGE_ERRORS as error:
-            raise CheckpointError(f"{path} could not be written: {error}") from error
-        self._on_end(self.directory)
-
-    def abandon(self) -> None:
-        """Delete what was written so far, if anything; a published checkpoint stays."""
-        if self._published:
-            return
-        try:
-            if exists(self._files, self.directory):
-                _delete(self._files, self.directory)
-        except STORAGE_ERRORS as error:
-            logger.warning("%s could not be deleted: %s", self.directory, error)
-        self._on_end(self.directory)
+        numbered = ((int(match[1]), path) for match, path in matches if match)
+        return dict(sorted(numbered, reverse=True))
 
 
 class SavedCheckpoint:
@@ -298,7 +223,7 @@ class SavedCheckpoint:
 
     Attributes:
         directory: where it is, for messages.
-        description: what the checkpoint is, as given to ``publish``.
+        description: what the checkpoint is, as given to ``write``.
     """
 
     def __init__(self, files: Files, directory: str, manifest: dict[str, Any]) -> None:
@@ -329,11 +254,40 @@ class SavedCheckpoint:
             CheckpointError: there is no such file, or it cannot be read.
         """
         self.size(name)
-        try:
-            with self._files.open_input_stream(posixpath.join(self.directory, name)) as stream:
-                yield stream
-        except STORAGE_ERRORS as error:
-            raise CheckpointError(f"{self.directory}/{name} cannot be read: {error}") from error
+        path = posixpath.join(self.directory, name)
+        with _told(f"{path} cannot be read"), self._files.open_input_stream(path) as stream:
+            yield stream
+
+
+@contextlib.contextmanager
+def _told(failure: str) -> Iterator[None]:
+    """Turn a file system's errors into ours, which begin with what failed."""
+    try:
+        yield
+    except STORAGE_ERRORS as error:
+        raise CheckpointError(f"{failure}: {error}") from error
+
+
+@contextlib.contextmanager
+def _warned(failure: str) -> Iterator[None]:
+    """Go on after a file system's errors, with a warning that begins with what failed."""
+    try:
+        yield
+    except STORAGE_ERRORS as error:
+        logger.warning("%s: %s", failure, error)
+
+
+def _put(
+    files: Files, directory: str, name: str, write: Callable[[BinaryIO], object]
+) -> dict[str, Any]:
+    """Write one file of a checkpoint; returns what the manifest says of it."""
+    path = posixpath.join(directory, name)
+    with _told(f"{path} could not be written"):
+        with files.open_output_stream(path) as stream:
+            file = Checksummed(stream)
+            write(cast(BinaryIO, file))
+        synchronize(files, path)
+    return file.entry
 
 
 def _check(lease: Lease | None) -> None:
@@ -369,13 +323,11 @@ def _delete(files: Files, directory: str) -> None:
     foreign += [info for info in found if info.type == fs.FileType.Directory]
     if foreign:
         raise OSError(f"it holds {foreign[0].base_name!r}, which no checkpoint does")
-    for info in found:
-        if info.base_name == MANIFEST:
+    is_local = isinstance(files, LocalFiles)
+    for info in sorted(found, key=lambda info: info.base_name != MANIFEST):
+        if is_local or info.base_name == MANIFEST:
             files.delete_file(info.path)
-    if not isinstance(files, LocalFiles):
+    if isinstance(files, LocalFiles):
+        files.delete_empty_dir(directory)
+    else:
         files.delete_dir(directory)
-        return
-    for info in found:
-        if info.base_name != MANIFEST:
-            files.delete_file(info.path)
-    files.delete_empty_dir(directory)

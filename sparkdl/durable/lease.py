@@ -40,6 +40,8 @@ EXPIRES_S = 20.0
 """A process that is stopped for this long may lose its lease."""
 GRACE_S = 5.0
 """How long a process that was told to end may still hold its lock."""
+RETRY_S = 0.25
+"""Seconds between two attempts to take it."""
 MAX_BYTES = 1 << 16
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -58,13 +60,13 @@ class Lease:
 
     Attributes:
         path: where the lease is.
+        holder: as given.
     """
 
     def __init__(self, files: Files, root: str, holder: Holder) -> None:
         self._files = files
         self.path = posixpath.join(root, LEASE)
-        self._holder = holder
-        self._renewals = 0
+        self.holder = holder
         self._lock = threading.Lock()  # so that no half-written lease is read
         self._ended = threading.Event()
 
@@ -78,7 +80,7 @@ class Lease:
             raise CheckpointError("the training it belongs to has ended")
         with self._lock:
             holder = self.read()
-        if holder and holder["id"] not in ("", self._holder["id"]):
+        if holder and holder["id"] not in ("", self.holder["id"]):
             raise CheckpointError(
                 f"this process did not renew its lease for {EXPIRES_S:g} s, and the directory is "
                 f"now in use by {_describe(holder)}"
@@ -90,24 +92,21 @@ class Lease:
             return None
         try:
             with self._files.open_input_stream(self.path) as stream:
-                octets = stream.read(MAX_BYTES)
+                fields = json.loads(stream.read(MAX_BYTES))
+            return {name: str(fields[name])[:200] for name in self.holder}
         except FileNotFoundError:
             return None  # it was given back meanwhile
-        try:
-            fields = json.loads(octets)
-            return {name: str(fields[name])[:200] for name in self._holder}
         except (ValueError, RecursionError, TypeError, KeyError):
-            return dict.fromkeys(self._holder, "")  # it is only half written
+            return dict.fromkeys(self.holder, "")  # it is only half written
 
     def write(self) -> None:
         """Write who holds it, thereby renewing it."""
         with self._lock:
             if self._ended.is_set():
                 return
-            self._renewals += 1
-            text = json.dumps({**self._holder, "renewals": str(self._renewals)})
+            self.holder["renewals"] = str(int(self.holder["renewals"]) + 1)
             with self._files.open_output_stream(self.path) as stream:
-                stream.write(text.encode())
+                stream.write(json.dumps(self.holder).encode())
 
     def keep(self) -> None:
         """Renew it until it ends; runs in a thread."""
@@ -130,7 +129,7 @@ class Lease:
         try:
             with self._lock:
                 holder = self.read()
-                if holder and holder["id"] == self._holder["id"]:
+                if holder and holder["id"] == self.holder["id"]:
                     self._files.delete_file(self.path)
         except (StoppedError, *STORAGE_ERRORS) as error:
             logger.warning("%s could not be deleted: %s", self.path, error)
@@ -157,16 +156,13 @@ def held(files: Files, root: str, application: str | None = None) -> Iterator[Le
     """
     lease = Lease(files, root, _this_process(application))
     with contextlib.ExitStack() as locks:
-        is_locked = isinstance(files, LocalFiles) and _lock(files, root, locks)
-        if is_locked is None:
-            raise _in_use(root, lease.read())
-        _wait_for_its_end(lease, root, is_locked)
+        _await_turn(files, lease, root, locks)
         if isinstance(files, LocalFiles):
             files.delete_partial_files(lease.path)
         lease.write()
-        found = lease.read()
-        if found and found["id"] != lease._holder["id"]:
-            raise _in_use(root, found)
+        now = lease.read()
+        if now and now["id"] != lease.holder["id"]:
+            raise _in_use(root, now)
         keeper = threading.Thread(target=lease.keep, name="sparkdl-lease", daemon=True)
         keeper.start()
         try:
@@ -174,7 +170,7 @@ def held(files: Files, root: str, application: str | None = None) -> Iterator[Le
         finally:
             lease.end()
             keeper.join(RENEWED_EVERY_S)
-            if is_locked is False and isinstance(files, LocalFiles):  # nobody has the lock either
+            if isinstance(files, LocalFiles):  # nobody else has the lock
                 with contextlib.suppress(OSError):
                     files.delete_file(posixpath.join(root, LOCK))
 
@@ -184,63 +180,51 @@ def belongs_to_lease(name: str) -> bool:
     return name.lstrip(".").startswith((LEASE, LOCK))
 
 
-def _wait_for_its_end(lease: Lease, root: str, is_locked: bool) -> None:
-    """Return once an existing lease is no obstacle."""
-    found = lease.read()
-    if found is None or (is_locked and found["boot"] == lease._holder["boot"]):
-        return  # nobody on this machine has the lock, so the writer is gone
-    logger.warning(
-        "%s was in use by %s; waiting up to %g s to see whether it still is",
-        root,
-        _describe(found),
-        EXPIRES_S,
-    )
-    deadline = time.monotonic() + EXPIRES_S
-    while time.monotonic() < deadline:
-        time.sleep(RENEWED_EVERY_S / 10)
+def _await_turn(files: Files, lease: Lease, root: str, locks: contextlib.ExitStack) -> None:
+    """Return once nobody else holds a lease, with the lock if there can be one.
+
+    Raises:
+        InUseError: somebody else holds it.
+    """
+    started, waited_s, is_locked, found = time.monotonic(), 0.0, None, lease.read()
+    while True:
+        if is_locked is None:
+            is_locked = isinstance(files, LocalFiles) and _lock(files, root, locks)
         now = lease.read()
-        if now is None:
+        if is_locked is None:
+            if waited_s > GRACE_S:
+                raise _in_use(root, now)
+        elif now is None or (is_locked and now["boot"] == lease.holder["boot"]):
+            return  # nobody on this machine has the lock, so the writer is gone
+        elif now != found:
+            raise _in_use(root, now)
+        elif waited_s > EXPIRES_S:
+            logger.warning("%s was in use by %s, which is gone", root, _describe(now))
             return
-        if now != found:
-            raise _in_use(root, found)
-    logger.warning("%s was in use by %s, which is gone", root, _describe(found))
+        if not waited_s:
+            logger.warning("%s is in use by %s; waiting for its end", root, _describe(now))
+        time.sleep(RETRY_S)
+        waited_s = time.monotonic() - started
 
 
 def _lock(files: LocalFiles, root: str, locks: contextlib.ExitStack) -> bool | None:
     """Lock a directory; returns whether that is possible, None if somebody else has the lock."""
     path = posixpath.join(root, LOCK)
-    deadline = time.monotonic() + GRACE_S
-    while True:
-        descriptor = None
+    with contextlib.ExitStack() as opened:
         try:
-            descriptor = files.open_private(path)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if files.is_at(descriptor, path):  # and not deleted by whoever had the lock before
-                locks.callback(_unlock, files, path, descriptor)
-                return True
-            os.close(descriptor)
-        except OSError as error:
             # Opening it blocks too, where a file server has leased the file to another client.
-            if descriptor is not None:
-                os.close(descriptor)
-            if not isinstance(error, BlockingIOError):
-                logger.info("%s cannot be locked (%s)", root, error)
-                return False
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(GRACE_S / 50)
-
-
-def _unlock(files: LocalFiles, path: str, descriptor: int) -> None:
-    try:
-        if files.is_at(descriptor, path):
-            files.delete_file(path)
+            descriptor = files.open_private(path)
+            opened.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            logger.info("%s cannot be locked (%s)", root, error)
+            return None if isinstance(error, BlockingIOError) else False
+        if not files.is_at(descriptor, path):
+            return None  # deleted by whoever had the lock before
         # Unlocked, because a process forked meanwhile would keep the lock otherwise.
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    except OSError as error:
-        logger.warning("%s could not be deleted: %s", path, error)
-    finally:
-        os.close(descriptor)
+        opened.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
+        locks.enter_context(opened.pop_all())
+    return True
 
 
 def _this_process(application: str | None) -> Holder:
@@ -255,15 +239,15 @@ def _this_process(application: str | None) -> Holder:
     }
 
 
-def _describe(holder: Holder) -> str:
-    return (
-        f"process {holder['process']} ({holder['application']}) on {holder['host']} since "
-        f"{holder['since']}"
-    )
+def _describe(holder: Holder | None) -> str:
+    if not holder or not holder["id"]:
+        return "another process"
+    process, application, host, since = map(holder.get, ("process", "application", "host", "since"))
+    return f"process {process} ({application}) on {host} since {since}"
 
 
 def _in_use(root: str, holder: Holder | None) -> InUseError:
-    who = _describe(holder) if holder and holder["id"] else "another process"
+    who = _describe(holder)
     return InUseError(
         f"checkpointPath '{without_credentials(root)}' is in use by {who}. Two trainings would mix "
         "up and delete each other's checkpoints: wait for it to end, or use another checkpointPath",

@@ -7,12 +7,12 @@ import pyarrow as pa
 from sparkdl.encodings.any_size import FITS
 from sparkdl.encodings.encoding import Encoding
 from sparkdl.encodings.images import IMAGE
-from sparkdl.encodings.linalg import MATRIX, VECTOR
+from sparkdl.encodings.linalg import VECTOR
 from sparkdl.encodings.numbers import BYTES, NUMBERS
 from sparkdl.encodings.pixels import PIXELS
 
 _known: dict[str, Encoding] = {
-    each.name: each for each in (NUMBERS, VECTOR, MATRIX, BYTES, IMAGE, PIXELS, *FITS.values())
+    each.name: each for each in (NUMBERS, VECTOR, BYTES, IMAGE, PIXELS, *FITS.values())
 }
 
 

@@ -7,7 +7,9 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -31,12 +33,14 @@ def memory() -> Iterator[Path]:
 
 
 def save(store: CheckpointStore, epoch: int) -> None:
-    pending = store.begin()
-    for name in ("center", "rank-0"):
-        with pending.create(name) as file:
-            file.write(f"{name} of {epoch}".encode())
-    pending.publish({"epoch": epoch})
+    texts = {name: f"{name} of {epoch}".encode() for name in ("center", "rank-0")}
+    contents = {name: partial(_put, text) for name, text in texts.items()}
+    store.write(contents, {"epoch": epoch})
     store.prune()
+
+
+def _put(octets: bytes, file: BinaryIO) -> None:
+    file.write(octets)
 
 
 def newest(path: Path) -> int:

@@ -14,8 +14,9 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import hypothesis.strategies as st
 import pytest
@@ -32,12 +33,14 @@ from sparkdl.errors import CheckpointError, ConfigError
 
 
 def save(store: CheckpointStore, epoch: int, content: bytes = b"weights") -> str:
-    pending = store.begin()
-    for name in ("center", "rank-0"):
-        with pending.create(name) as file:
-            file.write(content + name.encode())
-    pending.publish({"epoch": epoch})
-    return pending.directory
+    texts = {name: content + name.encode() for name in ("center", "rank-0")}
+    return store.write(
+        {name: partial(_put, text) for name, text in texts.items()}, {"epoch": epoch}
+    )
+
+
+def _put(octets: bytes, file: BinaryIO) -> None:
+    file.write(octets)
 
 
 def content(saved: SavedCheckpoint, name: str = "center") -> bytes:
@@ -79,25 +82,29 @@ def test_an_unfinished_checkpoint_is_named_in_a_warning(
 ) -> None:
     store = CheckpointStore(str(tmp_path), keep_last=2)
     save(store, 1)
-    with store.begin().create("center") as file:
-        file.write(b"half")
+    (tmp_path / "checkpoint-000002").mkdir()
+    (tmp_path / "checkpoint-000002" / "center").write_bytes(b"half")
     with caplog.at_level(logging.WARNING):
         assert newest_epoch(tmp_path) == 1
     assert "checkpoint-000002 was never finished; trying the one before" in caplog.text
 
 
 def test_an_abandoned_checkpoint_leaves_nothing(tmp_path: Path) -> None:
-    pending = CheckpointStore(str(tmp_path), keep_last=2).begin()
-    with pending.create("center") as file:
+    def half(file: BinaryIO) -> None:
         file.write(b"half")
-    pending.abandon()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        CheckpointStore(str(tmp_path), keep_last=2).write(
+            {"rank-0": partial(_put, b"whole"), "center": half}, {}
+        )
     assert names(tmp_path) == []
 
 
 def test_the_last_ones_are_kept_and_debris_is_swept(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path), keep_last=2)
     save(store, 1)
-    store.begin()  # by a process that was killed then
+    (tmp_path / "checkpoint-000002").mkdir()  # by a process that was killed then
     store = CheckpointStore(str(tmp_path), keep_last=2)
     for epoch in (2, 3):
         save(store, epoch)
@@ -108,9 +115,11 @@ def test_the_last_ones_are_kept_and_debris_is_swept(tmp_path: Path) -> None:
 
 
 def test_a_name_is_never_used_twice(tmp_path: Path) -> None:
-    first = CheckpointStore(str(tmp_path), keep_last=2).begin().directory
-    second = CheckpointStore(str(tmp_path), keep_last=2).begin().directory
-    assert first != second
+    first, second = (CheckpointStore(str(tmp_path), keep_last=2) for _ in range(2))
+    between: list[str] = []
+    directory = first.write({"center": lambda file: between.append(save(second, 1))}, {"epoch": 2})
+    assert {directory, *between} == set(map(str, tmp_path.iterdir()))
+    assert len(names(tmp_path)) == 2
 
 
 @settings(
@@ -282,12 +291,14 @@ def test_what_cannot_be_deleted_does_not_keep_the_others(
 
 def test_a_checkpoint_that_is_being_written_is_not_swept(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path), keep_last=1)
-    pending = store.begin()
-    save(store, 2)
-    store.prune()
-    with pending.create("center") as file:
+
+    def late(file: BinaryIO) -> None:
+        save(store, 2)
+        store.prune()
         file.write(b"late")
-    pending.publish({"epoch": 1})
+
+    store.write({"center": late}, {"epoch": 1})
+    assert names(tmp_path) == ["checkpoint-000001", "checkpoint-000002"]
     store.prune()
     assert newest_epoch(tmp_path) == 2
     assert names(tmp_path) == ["checkpoint-000002"]
@@ -387,13 +398,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_an_error_of_ours_and_the_one_before_stays(small_disk: Path) -> None:
     store = CheckpointStore(str(small_disk), keep_last=2)
     save(store, 1)
-    pending = store.begin()
-    with (
-        pytest.raises(CheckpointError, match=r"could not be written: .*No space left"),
-        pending.create("center") as file,
-    ):
-        file.write(bytes(2 << 20))
-    pending.abandon()
+    with pytest.raises(CheckpointError, match=r"could not be written: .*No space left"):
+        store.write({"center": partial(_put, bytes(2 << 20))}, {"epoch": 2})
     assert names(small_disk) == ["checkpoint-000001"]
     save(store, 3)
     assert newest_epoch(small_disk) == 3

@@ -79,18 +79,16 @@ def test_a_state_that_somebody_else_wrote_is_refused_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, octets: bytes
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    pending = CheckpointStore(str(tmp_path / "run"), keep_last=1).begin()
-    with pending.create(STATE_FILE) as file:
-        file.write(octets)
-    pending.publish({"kind": "state of a training function"})
+    store = CheckpointStore(str(tmp_path / "run"), keep_last=1)
+    contents = {STATE_FILE: lambda file: file.write(octets)}
+    store.write(contents, {"kind": "state of a training function"})
     with pytest.raises(CheckpointError, match=r"checkpoint-000001.* cannot be read"):
         load_state(str(tmp_path / "run"))
     assert not (tmp_path / "touched").exists()
 
 
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
-    pending = CheckpointStore(str(tmp_path), keep_last=1).begin()
-    pending.publish({"kind": "other"})
+    CheckpointStore(str(tmp_path), keep_last=1).write({}, {"kind": "other"})
     with pytest.raises(ConfigError, match=r"not a checkpoint of a training function.*other"):
         load_state(str(tmp_path))
 

@@ -17,7 +17,7 @@ import torch
 from every_row import every
 from frames import estimator, frame, frame_of_sizes
 from models import RowIds, row_ids
-from pyspark.ml.linalg import Matrices, MatrixUDT, Vectors, VectorUDT
+from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
@@ -43,13 +43,12 @@ EXPECTED: dict[str, tuple[str, tuple[int, ...]]] = {
     "square": ("float32", (2, 2)),
     "nested": ("int64", (2, 3)),
     "vector": ("float32", (3,)),
-    "matrix": ("float64", (2, 2)),
     "raw": ("float16", (3,)),
     "photo": ("uint8", (3, 2, 2)),
     "image": ("uint8", (3, 2, 2)),
 }
 SHAPES = {n: list(shape) for n, (_, shape) in EXPECTED.items() if len(shape) > 1 or n == "raw"}
-DTYPES = {"int": "float16", "array": "bfloat16", "matrix": "float64", "raw": "float16"}
+DTYPES = {"int": "float16", "array": "bfloat16", "raw": "float16"}
 IMAGE = T.StructType(
     [
         T.StructField("origin", T.StringType()),
@@ -99,9 +98,6 @@ def row_of(i: int) -> tuple[dict[str, Any], float]:
         "square": [1.0, float(i), 0.0, 2.0],
         "nested": [[1, 2, i], [3, -4, 5]],
         "vector": Vectors.sparse(3, [1], [i / 2]) if sparse else Vectors.dense([1, 0, i]),
-        "matrix": Matrices.sparse(2, 2, [0, 1, 2], [0, 1], [i, 3.0])
-        if sparse
-        else Matrices.dense(2, 2, [1, 2, i, 4]),
         "raw": raw.tobytes(),
         "photo": png(pixels),
         "image": ("here", 2, 2, 3, 16, pixels.tobytes()),
@@ -110,9 +106,9 @@ def row_of(i: int) -> tuple[dict[str, Any], float]:
     sums = [
         float(np.sum(row[name]))
         for name in EXPECTED
-        if name not in ("vector", "matrix", "raw", "photo", "image")
+        if name not in ("vector", "raw", "photo", "image")
     ]
-    sums += [row["vector"].toArray().sum(), row["matrix"].toArray().sum(), float(raw.sum())]
+    sums += [row["vector"].toArray().sum(), float(raw.sum())]
     return row, sum(sums) + 2 * float(pixels.sum())
 
 
@@ -132,7 +128,6 @@ def everything(spark: SparkSession) -> DataFrame:
         "square": T.ArrayType(T.FloatType()),
         "nested": T.ArrayType(T.ArrayType(T.ShortType())),
         "vector": VectorUDT(),
-        "matrix": MatrixUDT(),
         "raw": T.BinaryType(),
         "photo": T.BinaryType(),
         "image": IMAGE,

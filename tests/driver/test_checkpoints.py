@@ -25,8 +25,9 @@ from sparkdl.averager.messages.progress import Progress
 from sparkdl.averager.service.loop import Loop
 from sparkdl.averager.service.saving import ResumedCheckpoint
 from sparkdl.callbacks import Callback, Training
+from sparkdl.checkpoint import storage
 from sparkdl.checkpoint.state_files import save_state
-from sparkdl.checkpoint.storage import CheckpointStore, PendingCheckpoint
+from sparkdl.checkpoint.storage import CheckpointStore, Contents
 from sparkdl.driver import as_builder
 from sparkdl.driver.resuming import require_progress, require_same_rows
 from sparkdl.durable.local_files import LocalFiles
@@ -45,12 +46,14 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     job, data = make_job(mlp(), epochs=3), classification([40, 40])
     whole = run_world(job, data.shards())
     published, windows_before = threading.Event(), list[bool]()
-    publish = PendingCheckpoint.publish
+    write = CheckpointStore.write
 
-    def wait_for_the_next_epoch(self: PendingCheckpoint, description: dict[str, Any]) -> None:
+    def wait_for_the_next_epoch(
+        self: CheckpointStore, contents: Contents, description: dict[str, Any]
+    ) -> str:
         if description["progress"]["epoch"] == 2:
             assert published.wait(20)
-        publish(self, description)
+        return write(self, contents, description)
 
     def on_event(event: object) -> None:
         if isinstance(event, WindowReport) and (event.epoch, event.step) == (2, 15):
@@ -58,7 +61,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
             windows_before.append(saved is None)
             published.set()
 
-    monkeypatch.setattr(PendingCheckpoint, "publish", wait_for_the_next_epoch)
+    monkeypatch.setattr(CheckpointStore, "write", wait_for_the_next_epoch)
     outcome = run_world(job, data.shards(), checkpoints=policy(tmp_path), on_event=on_event)
     assert windows_before[0]
     assert same_bits(outcome, whole)
@@ -165,12 +168,12 @@ def test_a_checkpoint_that_is_being_written_when_the_run_fails_is_there_afterwar
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached, goes_on = threading.Event(), threading.Event()
-    publish, join_writer = PendingCheckpoint.publish, Loop.join_writer
+    write, join_writer = CheckpointStore.write, Loop.join_writer
 
-    def slow(self: PendingCheckpoint, description: dict[str, Any]) -> None:
+    def slow(self: CheckpointStore, contents: Contents, description: dict[str, Any]) -> str:
         reached.set()
         assert goes_on.wait(30)
-        publish(self, description)
+        return write(self, contents, description)
 
     def after_the_service(self: Loop) -> None:
         goes_on.set()
@@ -181,7 +184,7 @@ def test_a_checkpoint_that_is_being_written_when_the_run_fails_is_there_afterwar
             assert reached.wait(30)
             raise Interrupted
 
-    monkeypatch.setattr(PendingCheckpoint, "publish", slow)
+    monkeypatch.setattr(CheckpointStore, "write", slow)
     monkeypatch.setattr(Loop, "join_writer", after_the_service)
     job, data = make_job(mlp(), epochs=9), classification([12])
     with pytest.raises(Interrupted):
@@ -218,13 +221,13 @@ def test_a_center_is_saved_beside_a_writer_that_is_not_done(
 ) -> None:
     """As after SIGTERM, when the storage is slow."""
     reached, goes_on = threading.Event(), threading.Event()
-    publish, save_center = PendingCheckpoint.publish, Averager.save_center
+    put, save_center = storage._put, Averager.save_center
 
-    def slow(self: PendingCheckpoint, description: dict[str, Any]) -> None:
+    def slow(*where: Any) -> dict[str, Any]:
         if not reached.is_set():
             reached.set()
             goes_on.wait(30)
-        publish(self, description)
+        return put(*where)
 
     def then_let_it_go_on(self: Averager) -> bool:
         saved = save_center(self)
@@ -238,7 +241,7 @@ def test_a_center_is_saved_beside_a_writer_that_is_not_done(
         if isinstance(event, WindowReport) and reached.wait(30):
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(PendingCheckpoint, "publish", slow)
+    monkeypatch.setattr(storage, "_put", slow)
     monkeypatch.setattr(Averager, "save_center", then_let_it_go_on)
     monkeypatch.setattr("sparkdl.averager.service.loop.CLOSE_S", 0.2)
     monkeypatch.setattr("sparkdl.driver.resuming.SIGTERM_S", 0.2)
@@ -397,7 +400,7 @@ def test_a_checkpoint_that_says_nothing_of_its_rows_is_refused_in_words(
 ) -> None:
     store = CheckpointStore(str(tmp_path), keep_last=1)
     progress = Progress.start(1).as_json()
-    store.begin().publish({"config": {}, "data": data, "progress": progress})
+    store.write({}, {"config": {}, "data": data, "progress": progress})
     saved = store.newest()
     assert saved is not None
     present = DataStatistics((3,), (), fingerprint=7).lasting()

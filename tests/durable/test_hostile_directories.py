@@ -10,12 +10,14 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
-from sparkdl.checkpoint.storage import CheckpointStore, PendingCheckpoint
+from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.durable import lease
 from sparkdl.durable.local_files import LocalFiles
 from sparkdl.durable.publishing import put_directory
@@ -72,10 +74,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "EXPIRES_S", 0.3)
 
 
-def write(pending: PendingCheckpoint, epoch: int) -> None:
-    with pending.create("center") as file:
-        file.write(b"weights")
-    pending.publish({"epoch": epoch})
+def write(store: CheckpointStore, epoch: int) -> None:
+    store.write({"center": lambda file: file.write(b"weights")}, {"epoch": epoch})
 
 
 def newest(path: Path) -> int | None:
@@ -98,7 +98,7 @@ def test_whatever_is_in_the_place_of_a_file_of_ours_no_file_elsewhere_changes(
                 try:
                     with store.held():
                         for epoch in (1, 2):
-                            write(store.begin(), epoch)
+                            write(store, epoch)
                         store.prune()
                 except ConfigError:  # any kind of file is no hindrance
                     assert (name, attack) in [
@@ -116,32 +116,40 @@ def test_a_checkpoint_is_written_where_it_was_begun_whatever_takes_its_place(
         with subtests.test(attack=attack):
             directory = tmp_path / str(number)
             directory.mkdir()
-            for at, ends in product(("begun", "being written", "written"), ("publish", "abandon")):
-                (root := directory / f"{at}, {ends}").mkdir()
+            for swapped, ends in product(("center", "rank-0"), ("published", "given up")):
+                (root := directory / f"{swapped}, {ends}").mkdir()
+                replace = partial(replaced, root, ATTACKS[attack], home)
+                contents: dict[str, Callable[[BinaryIO], None]] = {
+                    name: partial(written, replace if name == swapped else None)
+                    for name in ("center", "rank-0")
+                }
+                words = "moved or replaced"
+                if ends == "given up":
+                    contents["rank-1"], words = given_up, ends
                 store = CheckpointStore(str(root), keep_last=1)
                 with store.held():
-                    write(store.begin(), 1)
-                    pending = store.begin()
-                    place = Path(pending.directory)
-                    if at == "written":
-                        with pending.create("center") as file:
-                            file.write(b"weights")
-                    if at == "being written":
-                        with suppress(CheckpointError), pending.create("center") as file:
-                            file.write(b"weights")
-                            place.rename(root / "away")
-                            ATTACKS[attack](place, home)
-                    else:
-                        place.rename(root / "away")
-                        ATTACKS[attack](place, home)
-                    with pending.create("rank-0") as file:
-                        file.write(b"state")
-                    assert (root / "away" / "rank-0").read_bytes() == b"state"
-                    if ends == "publish":
-                        with pytest.raises(CheckpointError, match="moved or replaced"):
-                            pending.publish({"epoch": 2})
-                    pending.abandon()
+                    write(store, 1)
+                    with pytest.raises(CheckpointError, match=words):
+                        store.write(contents, {"epoch": 2})
+                for name in ("center", "rank-0"):
+                    assert (root / "away" / name).read_bytes() == b"weights"
                 assert newest(root) == 1
+
+
+def replaced(root: Path, attack: Callable[[Path, Path], None], home: Path) -> None:
+    """Put something else in the place of the second checkpoint."""
+    (root / "checkpoint-000002").rename(root / "away")
+    attack(root / "checkpoint-000002", home)
+
+
+def written(meanwhile: Callable[[], None] | None, file: BinaryIO) -> None:
+    file.write(b"weights")
+    if meanwhile is not None:
+        meanwhile()
+
+
+def given_up(file: BinaryIO) -> None:
+    raise CheckpointError("given up")
 
 
 def test_what_is_in_the_place_of_an_old_checkpoint_is_not_deleted_through(
@@ -154,7 +162,7 @@ def test_what_is_in_the_place_of_an_old_checkpoint_is_not_deleted_through(
             (root := directory / "checkpoints").mkdir()
             store = CheckpointStore(str(root), keep_last=1)
             for epoch in (1, 2):
-                write(store.begin(), epoch)
+                write(store, epoch)
             shutil.rmtree(root / "checkpoint-000001")
             ATTACKS[attack](root / "checkpoint-000001", home)
             store.prune()
@@ -259,7 +267,7 @@ def test_a_number_that_leaves_no_room_does_not_hide_the_others(
             for epoch in (1, 2):
                 with (store := CheckpointStore(str(directory), keep_last=1)).held():
                     assert newest(directory) == (None if epoch == 1 else 1)
-                    write(store.begin(), epoch)
+                    write(store, epoch)
                     store.prune()
             assert newest(directory) == 2
             assert sorted(os.listdir(directory)) == ["checkpoint-000002", name]
@@ -269,7 +277,7 @@ def test_the_last_number_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-999999999999").mkdir()
     store = CheckpointStore(str(tmp_path), keep_last=1)
     with pytest.raises(CheckpointError, match=r"no numbers from 1000000000000 on. Delete"):
-        store.begin()
+        write(store, 1)
 
 
 def test_entries_that_are_no_directories_have_no_numbers(tmp_path: Path) -> None:
@@ -277,7 +285,7 @@ def test_entries_that_are_no_directories_have_no_numbers(tmp_path: Path) -> None
         (tmp_path / name).write_text("the user's own")
     store = CheckpointStore(str(tmp_path), keep_last=9)
     for epoch in (1, 2):
-        write(store.begin(), epoch)
+        write(store, epoch)
     assert newest(tmp_path) == 2
     assert len(os.listdir(tmp_path)) == 4
 
@@ -289,7 +297,7 @@ def test_a_name_of_any_bytes_is_nobodys(tmp_path: Path, subtests: pytest.Subtest
             directory.mkdir()
             (directory / name).mkdir()
             with (store := CheckpointStore(str(directory), keep_last=1)).held():
-                write(store.begin(), 1)
+                write(store, 1)
                 store.prune()
             assert newest(directory) == 1
             assert (directory / name).is_dir()
@@ -299,5 +307,5 @@ def test_a_checkpoint_path_may_be_a_link_of_the_users_own(tmp_path: Path) -> Non
     (real := tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(real)
     with (store := CheckpointStore(f"{tmp_path}/link/checkpoints", keep_last=1)).held():
-        write(store.begin(), 1)
+        write(store, 1)
     assert newest(real / "checkpoints") == 1

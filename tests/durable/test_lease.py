@@ -28,10 +28,7 @@ from sparkdl.errors import CheckpointError, ConfigError, StoppedError
 
 
 def save(store: CheckpointStore, epoch: int) -> None:
-    pending = store.begin()
-    with pending.create("center") as file:
-        file.write(b"weights")
-    pending.publish({"epoch": epoch})
+    store.write({"center": lambda file: file.write(b"weights")}, {"epoch": epoch})
     store.prune()
 
 
@@ -202,18 +199,19 @@ def test_whose_lease_was_taken_over_writes_and_deletes_no_more(
 ) -> None:
     monkeypatch.setattr(lease.Lease, "keep", lambda self: None)  # as of a process that is stopped
     first, second = store_at(tmp_path), store_at(tmp_path)
-    with first.held("first"):
-        pending = first.begin()
-        with second.held("second"):
-            save(second, 7)
-            with pytest.raises(CheckpointError, match=r"did not renew .* in use by .*second"):
-                pending.publish({"epoch": 1})
-            pending.abandon()
-            with pytest.raises(CheckpointError, match="second"):
-                first.begin()
-            first.keep_last = 0
-            first.prune()
-            assert "were not deleted" in caplog.text
+    with first.held("first"), ExitStack() as stack:
+
+        def taken_over(_: object) -> None:
+            stack.enter_context(second.held("second"))
+            second.write({}, {"epoch": 7})
+
+        with pytest.raises(CheckpointError, match=r"did not renew .* in use by .*second"):
+            first.write({"center": taken_over}, {"epoch": 1})
+        with pytest.raises(CheckpointError, match="second"):
+            first.write({}, {"epoch": 1})
+        first.keep_last = 0
+        first.prune()
+        assert "were not deleted" in caplog.text
     saved = second.newest()
     assert saved is not None
     assert saved.description == {"epoch": 7}
@@ -223,10 +221,11 @@ def test_a_checkpoint_that_was_begun_in_a_training_is_not_published_after_its_en
     tmp_path: Path,
 ) -> None:
     store = store_at(tmp_path)
-    with store.held():
-        pending = store.begin()
-    with pytest.raises(CheckpointError, match="has ended"):
-        pending.publish({"epoch": 1})
+    with ExitStack() as training:
+        training.enter_context(store.held())
+        with pytest.raises(CheckpointError, match="has ended"):
+            store.write({"center": lambda file: training.close()}, {"epoch": 1})
+    assert store.newest() is None
 
 
 @pytest.mark.parametrize(

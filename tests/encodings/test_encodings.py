@@ -36,7 +36,7 @@ from sparkdl.spark.inference.columns import _as_it_comes
 from sparkdl.spark.rows import column_types
 from sparkdl.spark.rows.column_types import RowType, recognized, register_column_type
 
-NAMES = ["numbers", "vector", "matrix", "bytes", "image", "pixels"]
+NAMES = ["numbers", "vector", "bytes", "image", "pixels"]
 NAMES += ["image cropped", "image padded", "image stretched"]
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spark_structs import MATRIX, VECTOR, as_matrix, as_vector
+from spark_structs import VECTOR, as_vector
 from torch import Tensor
 
 from sparkdl import encodings
@@ -59,17 +59,6 @@ def vectors(draw: Any, name: str, rows: int) -> Column:
     return pa.array(column, VECTOR), spec, values
 
 
-def matrices(draw: Any, name: str, rows: int) -> Column:
-    shape = draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
-    values = values_of(draw, rows, *shape, largest=2)
-    column = [
-        as_matrix(m.astype(float), sparse=draw(st.booleans()), transposed=draw(st.booleans()))
-        for m in values
-    ]
-    spec = ColumnSpec(name, draw(st.sampled_from(DTYPES)), shape, encodings.MATRIX)
-    return pa.array(column, MATRIX), spec, values
-
-
 def raw_bytes(draw: Any, name: str, rows: int) -> Column:
     dtype = draw(st.sampled_from(DTYPES))
     shape = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
@@ -83,7 +72,7 @@ def raw_bytes(draw: Any, name: str, rows: int) -> Column:
 def columns(draw: Any) -> list[Column]:
     """The row's id, then columns of drawn types, all with the same number of rows."""
     rows = draw(st.integers(0, 30))
-    kinds = draw(st.lists(st.sampled_from([numbers, vectors, matrices, raw_bytes]), max_size=5))
+    kinds = draw(st.lists(st.sampled_from([numbers, vectors, raw_bytes]), max_size=5))
     ids = np.arange(rows)
     return [
         (pa.array(ids), ColumnSpec("id", torch.int64), ids),

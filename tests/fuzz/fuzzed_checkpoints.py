@@ -151,14 +151,16 @@ class CheckpointTarget(_Stored):
         replica = build_replica(job.model, job.optimizer, job.loss, job.seed)
         self._layout, center = initial_center(replica, with_optimizer=False)
         self._config = identity(job, WORKERS, replica, self._layout)
-        pending = store.begin()
-        with pending.create(CENTER) as file:
-            names = [f"{at}.{segment.kind}" for at, segment in enumerate(self._layout)]
-            write_tensors(file, dict(zip(names, center, strict=True)))
-        with pending.create(worker_state_file(0)) as file:
-            file.write(bytes(12))
+        names = [f"{at}.{segment.kind}" for at, segment in enumerate(self._layout)]
+        tensors = dict(zip(names, center, strict=True))
         description = {"data": FACTS.lasting(), "progress": PROGRESS.as_json()}
-        pending.publish({"config": self._config, **description})
+        store.write(
+            {
+                CENTER: partial(write_tensors, tensors=tensors),
+                worker_state_file(0): lambda file: file.write(bytes(12)),
+            },
+            {"config": self._config, **description},
+        )
 
     def attempt(self, draw: random.Random) -> bool:
         """One checkpoint."""

@@ -29,31 +29,10 @@ VECTOR = pa.struct(
         pa.field("values", pa.list_(pa.float64())),
     ]
 )
-MATRIX = pa.struct(
-    [
-        pa.field("type", pa.int8()),
-        pa.field("numRows", pa.int32()),
-        pa.field("numCols", pa.int32()),
-        pa.field("colPtrs", pa.list_(pa.int32())),
-        pa.field("rowIndices", pa.list_(pa.int32())),
-        pa.field("values", pa.list_(pa.float64())),
-        pa.field("isTransposed", pa.bool_()),
-    ]
-)
 ODD_NUMBERS = [0, 1, -1, 2, 3, 4, 5, 100, (1 << 31) - 1, -(1 << 31), 1 << 20]
 LABEL = ColumnSpec("label", torch.int64)
 DENSE: dict[str, Any] = {"type": 1, "size": None, "indices": None, "values": [1.0, 2.0, 3.0]}
 SPARSE: dict[str, Any] = {"type": 0, "size": 3, "indices": [0, 2], "values": [4.0, 5.0]}
-MATRICES: list[dict[str, Any]] = [
-    {
-        **{"type": 1, "numRows": 2, "numCols": 2, "colPtrs": None, "rowIndices": None},
-        **{"values": [1.0, 2.0, 3.0, 4.0], "isTransposed": False},
-    },
-    {
-        **{"type": 0, "numRows": 2, "numCols": 2, "colPtrs": [0, 1, 2], "rowIndices": [1, 0]},
-        **{"values": [1.0, 2.0], "isTransposed": True},
-    },
-]
 Kind = tuple[ColumnSpec, pa.DataType, list[Any]]
 KINDS: dict[str, Kind] = {
     "vector": (
@@ -61,7 +40,6 @@ KINDS: dict[str, Kind] = {
         VECTOR,
         [DENSE, SPARSE, {**SPARSE, "indices": [], "values": []}],
     ),
-    "matrix": (ColumnSpec("x", torch.float32, (2, 2), encodings.MATRIX), MATRIX, MATRICES),
     "nested": (
         ColumnSpec("x", torch.float32, (2, 2)),
         pa.list_(pa.list_(pa.float32())),
@@ -125,9 +103,7 @@ def _odd_row(draw: random.Random, row: Any, *, nested: bool) -> Any:
         old = row[key]
         if key == "type":
             new: Any = draw.choice([0, 1, 2, -1, 127, None])
-        elif key == "isTransposed":
-            new = draw.choice([not old, not old, None])
-        elif key in ("size", "numRows", "numCols"):
+        elif key == "size":
             new = draw.choice([*ODD_NUMBERS, None])
         else:
             odd: list[Any] = ODD_NUMBERS if key != "values" else [0.0, 1e300, float("nan")]
@@ -167,8 +143,6 @@ def _meaning(name: str, row: Any) -> Any:
         return None
     if name == "vector":
         return _vector(row)
-    if name == "matrix":
-        return _matrix(row)
     if name == "bytes":
         return np.frombuffer(row, np.int16) if len(row) == 4 else None
     if name == "nested" and not all(isinstance(inner, list) for inner in row):
@@ -190,27 +164,3 @@ def _vector(row: dict[str, Any]) -> list[float] | None:
     for index, value in zip(indices, values, strict=True):
         dense[index] = value
     return dense
-
-
-def _matrix(row: dict[str, Any]) -> list[list[float]] | None:
-    height, width, values = row["numRows"], row["numCols"], row["values"]
-    if (height, width) != (2, 2) or values is None or None in values or row["type"] not in (0, 1):
-        return None
-    flat = np.zeros((2, 2))
-    if row["type"] == 1:
-        if len(values) != 4:
-            return None
-        flat[:] = np.array(values).reshape(2, 2)
-    else:
-        ends, minors = row["colPtrs"], row["rowIndices"]
-        if ends is None or minors is None or None in ends or None in minors or len(ends) != 3:
-            return None
-        if ends[0] != 0 or ends != sorted(ends) or not len(minors) == len(values) == ends[-1]:
-            return None
-        if not all(0 <= minor < 2 for minor in minors):
-            return None
-        for major in range(2):
-            for at in range(ends[major], ends[major + 1]):
-                flat[major, minors[at]] = values[at]
-    transposed: list[list[float]] = (flat if row["isTransposed"] else flat.T).tolist()
-    return transposed

@@ -85,6 +85,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -389,22 +390,17 @@ class Worker:
         return state
 
     def _take_worker_state(self, header: dict[str, Any]) -> Conversation:
-        """Write the worker's state into the checkpoint that waits for it."""
-        edge, member = self._edge, self._member()
+        """Receive the worker's state for the checkpoint that waits for it."""
+        edge, member, state = self._edge, self._member(), WorkerState()
         size = read_worker_state(header, member.rank, MAX_WORKER_STATE_BYTES)
         self._owes_worker_state = False
-        assert edge.saving is not None
-        file = edge.saving.worker_state(member.rank)
-        try:
-            for block in self._blocks(size):
-                yield block
-                edge.in_background(lambda block=block: file.write(block), self.channel.wake)  # type: ignore[misc]
-                yield PAUSE
-        except BaseException:  # it has left: what it has sent is not its state
-            edge.in_background(file.discard, self.channel.wake)
-            raise
-        edge.in_background(file.close, self.channel.wake)
-        yield PAUSE
+        saving = edge.saving
+        assert saving is not None
+        for block in self._blocks(size):
+            yield block
+            edge.in_background(partial(saving.keep, state, block), self.channel.wake)
+            yield PAUSE
+        saving.worker_states[member.rank] = state.blocks
         edge.tell(on.WorkerStateWritten(member))
 
     def _member(self) -> Member:

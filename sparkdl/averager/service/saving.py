@@ -1,7 +1,7 @@
 """One checkpoint being put together: the workers' states arrive, then the center is written.
 
 It is made at a commit, from a copy of the center. Workers send their states once they have received
-that commit's center; the rest is written in the background while training goes on.
+that commit's center; then it is written in the background while training goes on.
 """
 
 from __future__ import annotations
@@ -9,24 +9,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import shutil
-import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from sparkdl.averager.messages.progress import Progress
+from sparkdl.averager.messages.progress import Progress, WorkerState
 from sparkdl.averager.service.snapshot import KeptModel
 from sparkdl.averager.values.center import named
 from sparkdl.averager.values.center_update import CenterUpdate, Memory, ReplaceByMean, new_memory
-from sparkdl.checkpoint.storage import CheckpointStore, PendingCheckpoint, SavedCheckpoint
-from sparkdl.checkpoint.tensor_file import read_tensors, write_tensors
-from sparkdl.errors import CheckpointError
+from sparkdl.checkpoint.storage import CheckpointStore, SavedCheckpoint
+from sparkdl.checkpoint.tensor_file import BLOCK_BYTES, read_tensors, write_tensors
+from sparkdl.errors import CheckpointError, TrainingError
 from sparkdl.protocols import Layout
 
 logger = logging.getLogger(__name__)
@@ -70,13 +68,14 @@ def worker_state_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
+@dataclass
 class Saving:
     """A checkpoint that is being put together.
 
-    A full disk does not end the training: the checkpoint is abandoned with a warning, and the
+    A full disk does not end the training: the checkpoint is given up with a warning, and the
     previous one stays.
 
-    Args:
+    Attributes:
         plan: where it goes.
         progress: the progress that it records.
         data: the rows' statistics, for whoever resumes; JSON.
@@ -84,156 +83,86 @@ class Saving:
         kept_model: what the fit is to return instead of the last center, if a callback asked for
             it.
         goes_on: whether the training goes on meanwhile.
+        worker_states: reads a rank's state, in blocks of so many bytes, by rank.
+        failed: whether it has been given up.
     """
 
-    def __init__(
-        self,
-        plan: CheckpointPlan,
-        progress: Progress,
-        data: dict[str, Any],
-        center: Mapping[str, Tensor],
-        kept_model: KeptModel | None = None,
-        *,
-        goes_on: bool = True,
-    ) -> None:
-        self.failed = False
-        self._started = time.monotonic()
-        self._plan = plan
-        self._progress = progress
-        self._data = data
-        self._center = center
-        self._kept_model = kept_model
-        self._goes_on = goes_on
-        self._lock = threading.Lock()
-        self._pending: PendingCheckpoint | None = None
+    plan: CheckpointPlan
+    progress: Progress
+    data: dict[str, Any]
+    center: Mapping[str, Tensor]
+    kept_model: KeptModel | None = None
+    _: KW_ONLY
+    goes_on: bool = True
+    worker_states: dict[int, Callable[[int], Iterator[bytes]]] = field(default_factory=dict)
+    failed: bool = False
 
-    def worker_state(self, rank: int) -> WorkerStateFile:
-        """Where a rank's state goes, block by block."""
-        return WorkerStateFile(self, worker_state_file(rank))
+    def keep(self, state: WorkerState, block: memoryview) -> None:
+        """Add a block to a worker's state, unless the checkpoint has been given up."""
+        if not self.failed:
+            with self._giving_up(TrainingError):
+                state.add(block)
 
     def take_over_worker_states(self) -> None:
         """Take the workers' states from the newest checkpoint, if it belongs to the same commit."""
-        with self.giving_up():
-            newest = self._plan.store.newest()
-            if newest is None or newest.description.get("training") != self._plan.training:
+        with self._giving_up():
+            newest = self.plan.store.newest()
+            if newest is None or newest.description.get("training") != self.plan.training:
                 return
-            before = ResumedCheckpoint.of(newest).progress
-            if (before.rounds, before.positions) != (
-                self._progress.rounds,
-                self._progress.positions,
-            ):
-                return
-            for name in map(worker_state_file, range(len(before.positions))):
-                if newest.has(name):
-                    with newest.open(name) as source, self.create(name) as target:
-                        shutil.copyfileobj(source, target)
+            before = ResumedCheckpoint.of(newest)
+            found, present = before.progress, self.progress
+            if (found.rounds, found.positions) == (present.rounds, present.positions):
+                for rank in filter(before.worker_state_bytes, range(len(found.positions))):
+                    self.worker_states[rank] = partial(before.worker_state, rank)
 
     def publish(self) -> None:
-        """Write the center and publish the checkpoint; every worker's state must be in."""
-        with self.giving_up():
-            with self.create(CENTER) as file:
-                write_tensors(file, self._center)
-            if (kept := self._kept_model) is not None:
-                with self.create(KEPT_MODEL) as file:
-                    names = {f"{index}": values for index, values in enumerate(kept.values)}
-                    write_tensors(file, names, {"epoch": f"{kept.epoch}"})
-            self._open().publish(
-                {
-                    "config": dict(self._plan.config),
-                    "training": self._plan.training,
-                    "data": self._data,
-                    "progress": self._progress.as_json(),
-                }
-            )
+        """Write the checkpoint; every worker's state must be in."""
         if self.failed:
-            self.abandon()
             return
-        if self._kept_model is not None:
-            self._kept_model.saved = True
-        self._plan.store.prune()
-        seconds = time.monotonic() - self._started
-        logger.info("wrote %s in %.2f s", self._open().directory, seconds)
+        contents: dict[str, Callable[[BinaryIO], object]] = {
+            CENTER: partial(write_tensors, tensors=self.center),
+            **{worker_state_file(n): partial(_copy, s) for n, s in self.worker_states.items()},
+        }
+        if (kept := self.kept_model) is not None:
+            model = {f"{index}": values for index, values in enumerate(kept.values)}
+            epoch = {"epoch": f"{kept.epoch}"}
+            contents[KEPT_MODEL] = partial(write_tensors, tensors=model, metadata=epoch)
+        description = {
+            "config": dict(self.plan.config),
+            "training": self.plan.training,
+            "data": self.data,
+            "progress": self.progress.as_json(),
+        }
+        started = time.monotonic()
+        with self._giving_up():
+            directory = self.plan.store.write(contents, description)
+            logger.info("wrote %s in %.2f s", directory, time.monotonic() - started)
+            if kept is not None:
+                kept.saved = True
+            self.plan.store.prune()
 
     def abandon(self) -> None:
-        """Give the checkpoint up, and delete what was written of it."""
+        """Give the checkpoint up."""
         self.failed = True
-        with self._lock:
-            pending = self._pending
-        if pending is not None:
-            pending.abandon()
 
     @contextlib.contextmanager
-    def create(self, name: str) -> Iterator[BinaryIO]:
-        """Create one of its files."""
-        if self.failed:
-            raise CheckpointError("another part of it could not be written")
-        with self._open().create(name) as file:
-            yield file
-
-    def _open(self) -> PendingCheckpoint:
-        with self._lock:
-            if self._pending is None:
-                self._pending = self._plan.store.begin()
-            return self._pending
-
-    @contextlib.contextmanager
-    def giving_up(self) -> Iterator[None]:
+    def _giving_up(self, refusal: type[Exception] = CheckpointError) -> Iterator[None]:
         """Give the checkpoint up, with a warning, if it cannot be written."""
         try:
             yield
-        except CheckpointError as error:
-            if not self.failed:
-                self.failed = True
-                logger.warning(
-                    "no checkpoint at epoch %d: %s. %she previous checkpoint is kept",
-                    self._progress.epoch,
-                    error,
-                    "Training continues; t" if self._goes_on else "T",
-                )
+        except refusal as error:
+            self.failed = True
+            logger.warning(
+                "no checkpoint at epoch %d: %s. %she previous checkpoint is kept",
+                self.progress.epoch,
+                error,
+                "Training continues; t" if self.goes_on else "T",
+            )
 
 
-class WorkerStateFile:
-    """One rank's state in a checkpoint; used by one thread at a time.
-
-    Args:
-        saving: the checkpoint.
-        name: the file's name in it.
-    """
-
-    def __init__(self, saving: Saving, name: str) -> None:
-        self._saving = saving
-        self._name = name
-        self._stack = contextlib.ExitStack()
-        self._file: BinaryIO | None = None
-        self._lock = threading.Lock()
-
-    def write(self, block: memoryview) -> None:
-        """Add a block; nothing is written if the checkpoint has been given up."""
-        with self._lock, self._saving.giving_up(), self._open() as file:
-            if not self._saving.failed:
-                file.write(block)
-
-    def close(self) -> None:
-        """Finish the file: it is whole, and part of the checkpoint from now on."""
-        with self._lock, self._saving.giving_up(), self._open():
-            self._stack.close()
-
-    def discard(self) -> None:
-        """Leave the file out of the checkpoint: the rest of it will not come."""
-        with self._lock, self._saving.giving_up():
-            left = CheckpointError("the worker has left")
-            self._stack.__exit__(type(left), left, None)
-
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[BinaryIO]:
-        if self._file is None:
-            self._file = self._stack.enter_context(self._saving.create(self._name))
-        try:
-            yield self._file
-        except BaseException:
-            # The context manager knows what its errors mean.
-            if not self._stack.__exit__(*sys.exc_info()):
-                raise
+def _copy(blocks: Callable[[int], Iterator[bytes]], file: BinaryIO) -> None:
+    for block in blocks(BLOCK_BYTES):
+        file.write(block)
 
 
 @dataclass(frozen=True, kw_only=True)

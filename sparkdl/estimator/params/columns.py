@@ -107,7 +107,7 @@ class ColumnParams(HasWeightCol, DeclaredParams, group="Columns"):
         None,
         "the shape of one row by column, where the type does not say; images have [channels, "
         "height, width], padded rows [None, ...]",
-        "For nested arrays, matrices, binary columns and images.",
+        "For nested arrays, binary columns and images.",
     )
     columnDtypes = Declaration(
         dict[str, str] | None,

@@ -250,8 +250,8 @@ class TorchEstimatorParams(EstimatorParams, OutputParams):
             weightCol: how much each row's loss counts, in any unit: weights are scaled to a mean of
                 1. A loss of your own must then give one value per row.
             columnShapes: the shape of one row by column, where the type does not say; images have
-                [channels, height, width], padded rows [None, ...]. For nested arrays, matrices,
-                binary columns and images.
+                [channels, height, width], padded rows [None, ...]. For nested arrays, binary
+                columns and images.
             columnDtypes: the tensor's dtype by column, for example 'bfloat16'; for a binary column,
                 also that of its bytes.
             imageCols: columns of images: encoded ones (BMP, GIF, JPEG, PNG or WebP) in binary
@@ -508,8 +508,8 @@ class TorchClassifierParams(ClassParams, EstimatorParams):
             weightCol: how much each row's loss counts, in any unit: weights are scaled to a mean of
                 1. A loss of your own must then give one value per row.
             columnShapes: the shape of one row by column, where the type does not say; images have
-                [channels, height, width], padded rows [None, ...]. For nested arrays, matrices,
-                binary columns and images.
+                [channels, height, width], padded rows [None, ...]. For nested arrays, binary
+                columns and images.
             columnDtypes: the tensor's dtype by column, for example 'bfloat16'; for a binary column,
                 also that of its bytes.
             imageCols: columns of images: encoded ones (BMP, GIF, JPEG, PNG or WebP) in binary
@@ -765,8 +765,8 @@ class TorchRegressorParams(EstimatorParams):
             weightCol: how much each row's loss counts, in any unit: weights are scaled to a mean of
                 1. A loss of your own must then give one value per row.
             columnShapes: the shape of one row by column, where the type does not say; images have
-                [channels, height, width], padded rows [None, ...]. For nested arrays, matrices,
-                binary columns and images.
+                [channels, height, width], padded rows [None, ...]. For nested arrays, binary
+                columns and images.
             columnDtypes: the tensor's dtype by column, for example 'bfloat16'; for a binary column,
                 also that of its bytes.
             imageCols: columns of images: encoded ones (BMP, GIF, JPEG, PNG or WebP) in binary

@@ -99,7 +99,7 @@ def run(
         df: rows for the workers; ``sparkdl.current_worker().batches(size)`` gives each its part as
             tensors, one for each column: integers as int64, fractions as float32.
         columnShapes: like the estimator's Param: the shape of one row by column, for nested arrays,
-            matrices, binary columns and images.
+            binary columns and images.
         columnDtypes: like the estimator's Param: the tensor's dtype by column.
         imageCols: like the estimator's Param: columns that hold images.
         imageSize: like the estimator's Param: height and width that images of any size are brought

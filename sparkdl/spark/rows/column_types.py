@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pyspark.ml.linalg import MatrixUDT, VectorUDT
+from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import types as T
 
-from sparkdl.encodings import BYTES, MATRIX, NUMBERS, PIXELS, VECTOR, Encoding, pixels, register
+from sparkdl.encodings import BYTES, NUMBERS, PIXELS, VECTOR, Encoding, pixels, register
 
 _INTEGRAL = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.BooleanType)
 _FRACTIONAL = (T.FloatType, T.DoubleType, T.DecimalType)
@@ -20,8 +20,8 @@ class RowType:
 
     Attributes:
         integral: whether their numbers are integers or booleans.
-        dimensions: those of one row's value: 0 for a number, 1 for an array or vector, 2 for a
-            matrix; None for bytes, which do not say.
+        dimensions: those of one row's value: 0 for a number, 1 for an array or vector;
+            None for bytes, which do not say.
     """
 
     integral: bool
@@ -73,10 +73,6 @@ def _vector(kind: T.DataType) -> RowType | None:
     return RowType(False, 1) if isinstance(kind, VectorUDT) else None
 
 
-def _matrix(kind: T.DataType) -> RowType | None:
-    return RowType(False, 2) if isinstance(kind, MatrixUDT) else None
-
-
 def _bytes(kind: T.DataType) -> RowType | None:
     return RowType(True, None) if isinstance(kind, T.BinaryType) else None
 
@@ -89,7 +85,6 @@ def _pixels(kind: T.DataType) -> RowType | None:
 _types: dict[Encoding, Recognize] = {
     NUMBERS: _numbers,
     VECTOR: _vector,
-    MATRIX: _matrix,
     BYTES: _bytes,
     PIXELS: _pixels,
 }

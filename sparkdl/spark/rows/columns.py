@@ -36,8 +36,8 @@ class InputColumn:
         type_name: its SQL type, for messages.
         integral: whether its numbers are integers or booleans.
         encoding: how its rows arrive, as far as its type tells.
-        dimensions: those of one row's value: 0 for a number, 1 for an array or vector, 2 for a
-            matrix; None for bytes, which do not say.
+        dimensions: those of one row's value: 0 for a number, 1 for an array or vector;
+            None for bytes, which do not say.
         cast: the type that Spark casts it to on the way; None to leave it as it is.
     """
 
@@ -225,7 +225,7 @@ def _input_column(
     raise DataError(
         f"column '{name}' ({param}) has type {kind.simpleString()}, which cannot become a tensor: "
         f"{fix}. A tensor can be made of numbers, booleans, (nested) arrays of them, pyspark.ml "
-        "vectors and matrices, binary columns and Spark's images"
+        "vectors, binary columns and Spark's images"
     )
 
 

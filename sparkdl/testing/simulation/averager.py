@@ -15,7 +15,7 @@ from sparkdl.averager.coordination.events import Member
 from sparkdl.averager.messages.progress import Position, Progress
 from sparkdl.averager.service.conversation import Worker
 from sparkdl.averager.service.loop import EdgeOptions, Loop
-from sparkdl.averager.service.saving import CheckpointFiles, Saving, WorkerStateFile
+from sparkdl.averager.service.saving import CheckpointFiles, Saving
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics
@@ -81,32 +81,6 @@ class _InMemory(Service):
         self._sessions[channel] = None
         channel.begin(self._introduction(channel))
         self._touched.add(channel)
-
-
-class _Saving(Saving):
-    """A checkpoint being put together in memory."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-        self.states: dict[int, Position] = {}
-
-    def worker_state(self, rank: int) -> WorkerStateFile:
-        """Where a rank's state goes."""
-        return _StateFile(self.states, rank)
-
-
-class _StateFile(WorkerStateFile):
-    def __init__(self, states: dict[int, Position], rank: int) -> None:
-        self._states, self._rank, self._octets = states, rank, b""
-
-    def write(self, block: memoryview) -> None:
-        self._octets += block
-
-    def close(self) -> None:
-        self._states[self._rank] = Position(**json.loads(self._octets))
-
-    def discard(self) -> None:
-        self._octets = b""
 
 
 class Averager(Loop, _InMemory):
@@ -278,11 +252,13 @@ class Averager(Loop, _InMemory):
     # Checkpoints.
 
     def _begin_checkpoint(self, decision: do.BeginCheckpoint) -> None:
-        self.saving = _Saving(decision.progress)
+        self.saving = Saving(cast(Any, None), decision.progress, {}, {})
 
     def _write_checkpoint(self) -> None:
-        assert isinstance(self.saving, _Saving)
-        self._observer.write(self.saving.progress, self.saving.states)
+        assert self.saving is not None
+        states = {n: b"".join(read(4096)) for n, read in self.saving.worker_states.items()}
+        positions = {rank: Position(**json.loads(octets)) for rank, octets in states.items()}
+        self._observer.write(self.saving.progress, positions)
 
 
 def _windows_after(commit: do.Commit, decisions: Sequence[do.Decision]) -> Iterator[WindowReport]:

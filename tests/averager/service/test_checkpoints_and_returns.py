@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ def test_a_checkpoint_that_says_nothing_of_its_progress_is_refused_in_words(
     store = CheckpointStore(str(tmp_path), keep_last=1)
     whole = Progress.start(1).as_json()
     said = progress and {**whole, **progress}
-    store.begin().publish({"config": {}, "data": None, "progress": said})
+    store.write({}, {"config": {}, "data": None, "progress": said})
     saved = store.newest()
     assert saved is not None
     with pytest.raises(CheckpointError, match="does not say how far"):
@@ -147,11 +148,10 @@ def test_a_checkpoint_that_says_nothing_of_its_progress_is_refused_in_words(
 
 
 def test_a_center_of_another_model_is_refused_in_words(tmp_path: Path) -> None:
-    pending = CheckpointStore(str(tmp_path), keep_last=1).begin()
-    with pending.create("center.safetensors") as file:
-        write_tensors(file, {"no number": torch.ones(3)})
-    pending.publish({"config": {}, "data": None, "progress": Progress.start(1).as_json()})
-    saved = CheckpointStore(str(tmp_path), keep_last=1).newest()
+    store = CheckpointStore(str(tmp_path), keep_last=1)
+    contents = {"center.safetensors": partial(write_tensors, tensors={"no number": torch.ones(3)})}
+    store.write(contents, {"config": {}, "data": None, "progress": Progress.start(1).as_json()})
+    saved = store.newest()
     assert saved is not None
     with pytest.raises(CheckpointError, match="belongs to a different model"):
         ResumedCheckpoint.of(saved).read_center((Segment("parameters", torch.float32, 3),))
@@ -161,11 +161,11 @@ def test_a_center_of_another_model_is_refused_in_words(tmp_path: Path) -> None:
 def test_a_kept_model_of_another_training_is_refused_in_words(
     tmp_path: Path, name: str, epoch: str
 ) -> None:
-    pending = CheckpointStore(str(tmp_path), keep_last=1).begin()
-    with pending.create("kept-model.safetensors") as file:
-        write_tensors(file, {name: torch.ones(3)}, {"epoch": epoch})
-    pending.publish({"config": {}, "data": None, "progress": Progress.start(1).as_json()})
-    saved = CheckpointStore(str(tmp_path), keep_last=1).newest()
+    store = CheckpointStore(str(tmp_path), keep_last=1)
+    write = partial(write_tensors, tensors={name: torch.ones(3)}, metadata={"epoch": epoch})
+    description = {"config": {}, "data": None, "progress": Progress.start(1).as_json()}
+    store.write({"kept-model.safetensors": write}, description)
+    saved = store.newest()
     assert saved is not None
     with pytest.raises(CheckpointError, match="belongs to a different model"):
         ResumedCheckpoint.of(saved).read_kept_model((Segment("parameters", torch.float32, 3),))

@@ -13,7 +13,7 @@ import torch
 from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spark_structs import MATRIX, VECTOR, as_matrix, as_vector
+from spark_structs import VECTOR, as_vector
 from torch import Tensor
 
 from sparkdl import encodings
@@ -51,25 +51,6 @@ def test_vectors_dense_and_sparse_become_the_same_rows(data: Any, rows: int, wid
     start = data.draw(st.integers(0, rows))
     spec = ColumnSpec("v", torch.float32, (width,), encodings.VECTOR)
     tensor = tensor_of(pa.array(column, VECTOR).slice(start), spec)
-    assert np.array_equal(tensor.numpy(), expected[start:])
-
-
-@settings(deadline=None)
-@given(data=st.data(), rows=st.integers(0, 6), height=st.integers(1, 3), width=st.integers(1, 3))
-def test_matrices_of_every_layout_become_the_same_rows(
-    data: Any, rows: int, height: int, width: int
-) -> None:
-    size = rows * height * width
-    expected = np.array(data.draw(st.lists(numbers, min_size=size, max_size=size))).reshape(
-        rows, height, width
-    )
-    column = [
-        as_matrix(matrix, sparse=data.draw(st.booleans()), transposed=data.draw(st.booleans()))
-        for matrix in expected
-    ]
-    start = data.draw(st.integers(0, rows))
-    spec = ColumnSpec("m", torch.float64, (height, width), encodings.MATRIX)
-    tensor = tensor_of(pa.array(column, MATRIX).slice(start), spec)
     assert np.array_equal(tensor.numpy(), expected[start:])
 
 
@@ -158,7 +139,6 @@ def test_sparks_images_become_rgb_channels_first(channels: int, mode: int) -> No
 PNG = encoded(np.zeros((2, 2, 3), np.uint8))
 SMALL = encoded(np.zeros((1, 2, 3), np.uint8))
 PIXELS = {"origin": "", "height": 2, "width": 2, "nChannels": 3, "mode": 16, "data": b"\0" * 12}
-MATRIX_ROW = as_matrix(np.array([[1.0, 0.0], [0.0, 2.0]]), sparse=True, transposed=False)
 BROKEN: dict[str, tuple[pa.Array, ColumnSpec, list[int], str]] = {
     "nested arrays": (
         pa.array([[[1, 2]], None, [[1, 2], [3]], [[1, 2]], []], pa.list_(pa.list_(pa.int64()))),
@@ -231,41 +211,6 @@ BROKEN: dict[str, tuple[pa.Array, ColumnSpec, list[int], str]] = {
         [1, 2, 3, 4, 5, 6, 7, 8, 9],
         "is not a vector: its type is 0 (1 is dense, 0 sparse), its size 2",
     ),
-    "matrices whose parts do not match": (
-        pa.array(
-            [
-                MATRIX_ROW,
-                {**MATRIX_ROW, "rowIndices": [0, 2]},
-                {**MATRIX_ROW, "rowIndices": [0, -1]},
-                {**MATRIX_ROW, "rowIndices": [0]},
-                {**MATRIX_ROW, "colPtrs": [0, 2]},
-                {**MATRIX_ROW, "colPtrs": [0, 2, 1]},
-                {**MATRIX_ROW, "colPtrs": [1, 1, 2]},
-                {**MATRIX_ROW, "colPtrs": [0, 1, 1 << 30]},
-                {**MATRIX_ROW, "colPtrs": None},
-                {**MATRIX_ROW, "values": [1.0, None]},
-                {**MATRIX_ROW, "type": 1},
-                {**MATRIX_ROW, "type": 2},
-                MATRIX_ROW,
-            ],
-            MATRIX,
-        ),
-        ColumnSpec("x", torch.float32, (2, 2), encodings.MATRIX),
-        list(range(1, 12)),
-        "column pointers do not match",
-    ),
-    "a matrix of another shape": (
-        pa.array(
-            [
-                as_matrix(np.ones(shape), sparse=False, transposed=False)
-                for shape in ((1, 2), (2, 1))
-            ],
-            MATRIX,
-        ),
-        ColumnSpec("x", torch.float32, (1, 2), encodings.MATRIX),
-        [1],
-        "shape (2, 1), but the declared shape is (1, 2)",
-    ),
 }
 
 
@@ -314,7 +259,6 @@ def test_vectors_of_unequal_length_are_told_as_arrays_are() -> None:
         (pa.array([[1.0] * 9]), encodings.NUMBERS, (UNKNOWN,), 0),
         (pa.array([as_vector(np.ones(9), sparse=True)], VECTOR), encodings.VECTOR, (UNKNOWN,), 9),
         (pa.array([as_vector(np.ones(9), sparse=False)], VECTOR), encodings.VECTOR, (UNKNOWN,), 0),
-        (pa.array([MATRIX_ROW], MATRIX), encodings.MATRIX, (2, 2), 4),
         (pa.array([PNG]), encodings.IMAGE, (3, 2, 2), 12),
         (pa.array([PIXELS], IMAGE), encodings.PIXELS, (3, 2, 2), 0),
         (pa.array([b"12"]), encodings.BYTES, (2,), 0),

@@ -255,10 +255,7 @@ def view(spark: SparkSession, tmp_path: Path) -> str:
 
 
 def save(store: CheckpointStore, content: bytes) -> None:
-    pending = store.begin()
-    with pending.create("center") as file:
-        file.write(content)
-    pending.publish({"length": len(content)})
+    store.write({"center": lambda file: file.write(content)}, {"length": len(content)})
 
 
 def test_checkpoints_are_published_found_verified_and_deleted(view: str, tmp_path: Path) -> None:
