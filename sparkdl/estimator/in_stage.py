@@ -44,7 +44,7 @@ from sparkdl.spark.closures.pickling import References, pickled
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.cluster.slots import require_free_slots
-from sparkdl.spark.diagnostics.console import Console
+from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.launch.answers import (
     Told,
     described,
@@ -228,7 +228,7 @@ class Served:
         @contextmanager
         def launch(averager: Averager) -> Iterator[None]:
             with (
-                Console(averager.service, told.show),
+                RunService(averager.service, None, told.show),
                 first.workers(averager.address, averager.fail),
             ):
                 yield

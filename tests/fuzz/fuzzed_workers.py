@@ -24,7 +24,7 @@ from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.reshuffle import RowExchange, RowServer
 from sparkdl.reshuffle.exchange import Everyone
 from sparkdl.reshuffle.server import Offer, exchange_plan
-from sparkdl.spark.diagnostics.console import Console, Display
+from sparkdl.spark.diagnostics.console import Display
 from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.port import Port
@@ -247,7 +247,7 @@ class ConsoleTarget(Target):
         try:
             with (
                 Service("127.0.0.1", encrypted=draw.random() < 0.1) as service,
-                Console(service, Display("the executor's log")) as console,
+                RunService(service, None, Display("the executor's log")) as console,
             ):
                 place = Place.of(console.address)
                 wrong = self._speak(draw, console, place)
@@ -268,7 +268,7 @@ class ConsoleTarget(Target):
             raise Fault("what a worker printed was not shown")
         return "[rank 1] two\n" in text
 
-    def _speak(self, draw: random.Random, console: Console, place: Place) -> bool:
+    def _speak(self, draw: random.Random, console: RunService, place: Place) -> bool:
         lines: Message = {"lines": ["one", "two"], "left_out": draw.choice([0, 3])}
         messages: list[Message] = [{"attend": 1, "host": "h", "pid": 12}, *[lines] * 2]
         octets, wrong = conversation(draw, [*messages, {"finish": True}])
@@ -284,7 +284,7 @@ class StacksTarget(ConsoleTarget):
 
     name = "stacks"
 
-    def _speak(self, draw: random.Random, console: Console, place: Place) -> bool:
+    def _speak(self, draw: random.Random, console: RunService, place: Place) -> bool:
         joins: Sequence[Message] = [{"attend": 1, "host": "h", "pid": 12}]
         said, wrong = conversation(draw, joins)
         answer, bad = conversation(draw, [{"stacks": "thread MainThread:\n..."}, {"finish": True}])

@@ -9,7 +9,8 @@ import reprlib
 import socket
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from sparkdl.averager.messages.headers import read_statistics, shard_header
@@ -18,7 +19,7 @@ from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 from sparkdl.spark.diagnostics.output import Output
 from sparkdl.spark.diagnostics.stacks import describe_threads
 from sparkdl.transport.connecting import ServiceAddress, introduced, reach
-from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError
+from sparkdl.transport.connection import ConnectionLostError, SilenceError
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,10 @@ class RunClient:
         self.address = address
         self._rank = rank
         self._asking = threading.Lock()
-        self._answers: queue.SimpleQueue[dict[str, Any] | StoppedError] = queue.SimpleQueue()
-        self._connection = reach(self._introduced, patience_s)
+        self._answers: queue.SimpleQueue[list[Any] | StoppedError] = queue.SimpleQueue()
+        host, port = address.host_and_port
+        proof = (f"the driver at {host}:{port}", (host, port), address.token, address.fingerprint)
+        self._connection = reach(partial(introduced, rank, *proof, None), patience_s)
         self._send({"attend": rank, "host": socket.gethostname(), "pid": os.getpid()})
         self._listener = threading.Thread(target=self._listen, name="sparkdl-run", daemon=True)
         self._listener.start()
@@ -67,8 +70,7 @@ class RunClient:
         Raises:
             StoppedError: the run ended.
         """
-        gathered: list[dict[str, Any]] = self._ask({"gather": value})["gathered"]
-        return gathered
+        return self._ask({"gather": value})
 
     def gather_statistics(self, shard: ShardStatistics) -> DataStatistics:
         """Report this worker's statistics of its rows, and receive those of all workers combined.
@@ -77,19 +79,16 @@ class RunClient:
             DataError: there are too many to report.
             StoppedError: the run ended.
         """
-        (statistics,) = self._ask(shard_header(shard))["gathered"]
+        (statistics,) = self._ask(shard_header(shard))
         return read_statistics(statistics)
 
     def send_lines(self, lines: list[str], left_out: int) -> None:
         """Send what was printed.
 
         Raises:
-            BrokenPipeError: the driver is gone.
+            StoppedError: the driver is gone.
         """
-        try:
-            self._send({"lines": lines, "left_out": left_out})
-        except StoppedError as error:
-            raise BrokenPipeError(str(error)) from error
+        self._send({"lines": lines, "left_out": left_out})
 
     def send_report(self, metrics: Mapping[str, float]) -> None:
         """Pass numbers to the caller of ``run``.
@@ -110,13 +109,8 @@ class RunClient:
             of_data: whether the rows cannot be fed, which is not the fault of the worker's code.
             of_exchange: whether an exchange with other ranks broke.
         """
-        failure = {
-            "message": message,
-            "traceback": traceback,
-            "of_data": of_data,
-            "of_exchange": of_exchange,
-        }
-        self._send({"failure": failure})
+        failure = {"message": message, "traceback": traceback}
+        self._send({"failure": failure | {"of_data": of_data, "of_exchange": of_exchange}})
 
     def say_returned(self) -> None:
         """Say that this rank's function has returned, and wait until every rank's has.
@@ -130,7 +124,7 @@ class RunClient:
         """Leave properly."""
         self._send({"finish": True})
 
-    def _ask(self, header: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, header: dict[str, Any]) -> list[Any]:
         with self._asking:
             self._send(header)
             answer = self._answers.get()
@@ -151,11 +145,8 @@ class RunClient:
                 header = self._connection.receive_header()
                 if "stacks" in header:
                     self._send({"stacks": describe_threads()})
-                elif isinstance(header.get("gathered"), list) or header.keys() & {
-                    "done",
-                    "refused",
-                }:
-                    self._answers.put(header)
+                elif isinstance(header.get("gathered"), list):
+                    self._answers.put(header["gathered"])
                 else:
                     raise TrainingError(
                         f"it sent a header that no driver sends: {reprlib.repr(header)}"
@@ -163,17 +154,6 @@ class RunClient:
         except (ConnectionLostError, SilenceError, TrainingError) as error:
             told = StoppedError(f"rank {self._rank} was stopped by the driver: {error}")
             self._answers.put(told)
-
-    def _introduced(self) -> Connection:
-        host, port = self.address.host_and_port
-        return introduced(
-            self._rank,
-            f"the driver at {host}:{port}",
-            (host, port),
-            self.address.token,
-            self.address.fingerprint,
-            None,
-        )
 
 
 @contextmanager
@@ -194,7 +174,5 @@ def forwarded(address: ServiceAddress, rank: int, *, echo: bool) -> Iterator[Non
     with client:
         with Output(client.send_lines) as output, output.capture(echo=echo):
             yield
-        try:
+        with suppress(StoppedError):  # the console was closed before
             client.finish()
-        except StoppedError as error:
-            logger.debug("the console was closed before rank %d: %s", rank, error)

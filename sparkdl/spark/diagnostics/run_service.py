@@ -1,34 +1,41 @@
-"""The driver's service through which the workers of ``sparkdl.run`` meet, print and fail.
+"""The driver's service to which workers send all but their rounds: output, stacks, failures.
 
     worker                              driver
     {"attend": rank, "host": ...,
      "pid": ...}                ------>
+    {"lines": [...], "left_out": n} --> shown in the driver
+                                <------ {"stacks": true}, at any time; see ``stacks.py``
+    {"stacks": text}            ------>
+    {"finish": true}            ------> the driver closes the connection
+
+    the workers of ``sparkdl.run`` also:
     {"gather": object}          ------> wait for all ranks
                                 <------ {"gathered": [object of rank 0, ...]}
     {"shard": statistics of its rows} > wait for all ranks
                                 <------ {"gathered": [those of all rows together]}
-    {"lines": [...], "left_out": n} --> shown in the driver
     {"report": {name: number}}  ------> passed to the caller
-                                <------ {"stacks": true}, at any time; see ``stacks.py``
-    {"stacks": text}            ------>
     {"failure": {...}}          ------> the run ends, with the worker's traceback
     {"returned": true}          ------> its function has returned
                                 <------ {"gathered": []} once all have
-    {"finish": true}            ------>
 
-A function may be silent for any length of time; if a worker's process ends without a word, its
-connection breaks.
+The connection is separate from that of the rounds: there, nothing is read from a worker that waits
+for its turn to contribute, and one that was dropped or dismissed can no longer be asked anything.
+A function may be silent for any length of time; if its process ends without a word, its connection
+breaks.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
+import reprlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
+
+from typing_extensions import Self
 
 from sparkdl.averager.messages.headers import (
     Types,
@@ -46,22 +53,23 @@ from sparkdl.errors import (
     WorkerLostError,
 )
 from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
-from sparkdl.spark.diagnostics.console import Console, ReportingWorker, Show
-from sparkdl.transport.channel import PAUSE, Conversation, LeftError
+from sparkdl.spark.diagnostics.run_client import JOIN_S
+from sparkdl.spark.diagnostics.stacks import ReportingWorker, Stacks
+from sparkdl.transport.channel import HEADER, PAUSE, Conversation, LeftError
 from sparkdl.transport.framing import header_message
 from sparkdl.transport.service import Service
 
 logger = logging.getLogger(__name__)
 
+Show = Callable[[int, Sequence[str], int], None]
+"""Shows a rank's lines, and how many were left out after them."""
 OnReport = Callable[[int, Mapping[str, float]], None]
 """(rank, numbers by name)."""
 
-_FAILURE: Types = {
-    "message": (str,),
-    "traceback": (str,),
-    "of_data": (bool,),
-    "of_exchange": (bool,),
-}
+ONLY_SHOWN = ("lines", "report", "stacks")
+"""The messages that a run can do without."""
+_FAILURE: Types = {"message": (str,), "traceback": (str,)}
+_FAILURE |= {"of_data": (bool,), "of_exchange": (bool,)}
 
 
 class _Waiting(NamedTuple):
@@ -73,55 +81,88 @@ class _Waiting(NamedTuple):
     since: float
 
 
-class RunService(Console):
-    """The driver's end; a context manager that ends the run.
+class RunService:
+    """The driver's end; a context manager that ends the connections, and with them the run.
 
     Args:
         service: accepts the workers' connections.
-        world_size: number of workers.
-        on_lines: called with what workers print, by ``show_next``.
+        world_size: number of workers of ``sparkdl.run``, of which the loss of one ends the run.
+            None in a fit, whose averager notices losses: here a lost worker's lines merely end.
+        on_lines: called with what workers print, by ``show_next``, which a fit has a thread for: a
+            slow reader delays only the workers whose lines it has not taken.
         on_report: called with what they report, by ``show_next``; None to show that too.
 
     Attributes:
+        address: the service's address.
+        world_size: as given.
+        stacks: asks the workers what they are doing.
         failure: why the run failed.
+        messages: by the field that a header has: the types of its fields, and what to do with it;
+            the worker is not listened to before a conversation about it has ended.
+        connected: the workers that are connected; of the service's thread.
+        dropped: none, as functions may be silent for any length of time.
     """
+
+    dropped: Sequence[int] = ()
 
     def __init__(
         self,
         service: Service,
-        world_size: int,
+        world_size: int | None,
         on_lines: Show,
         on_report: OnReport | None = None,
     ) -> None:
-        super().__init__(service, on_lines)
-        self.world_size = world_size
+        self.address, self.world_size = service.address, world_size
         self.failure: SparkDLError | None = None
-        self.handlers |= {
-            "gather": self._gather,
-            "shard": self._gather,
-            "failure": self._take_failure,
-            "returned": self._gather,
-            "report": self._report,
+        self.connected = list[ReportingWorker]()
+        self.stacks = Stacks(self.connected, service.post)
+        self.messages: dict[str, tuple[Types, Callable[..., Conversation | None]]] = {
+            "lines": ({"lines": (list,), "left_out": (int,)}, self._show_lines),
+            "report": ({"report": (dict,)}, self._report),
+            "stacks": ({"stacks": (str,)}, lambda worker, header: worker.note(header["stacks"])),
+            "failure": ({"failure": (dict,)}, self._take_failure),
+            "returned": ({"returned": (bool,)}, self._gather),
+            "gather": ({}, self._gather),
+            "shard": ({}, self._gather),
         }
-        self._on_report = on_report
+        self._service, self._on_lines, self._on_report = service, on_lines, on_report
         # What is to be shown, at most one thing of each rank: what else a rank prints waits there,
         # and not in the driver's memory. None once the run has failed.
         self._unshown: queue.SimpleQueue[tuple[ReportingWorker, Callable[[], None]] | None]
         self._unshown = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._joined: set[int] = set()
-        self._done: set[int] = set()
+        self._failing = threading.Lock()
+        self._joined, self._done = set[int](), set[int]()
         self._waiting: dict[int, _Waiting] = {}
+        self.postpone_deadline()
+        service.handlers["attend"] = partial(ReportingWorker, self)
         service.on_break(self.fail)
 
-    def __exit__(self, *error: object) -> None:
+    def __enter__(self) -> Self:
+        if self.world_size is None:
+            threading.Thread(target=self._show_all, name="sparkdl-console", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.fail(TrainingError("the driver left the run"))
-        super().__exit__(*error)
 
     @property
     def missing(self) -> list[int]:
         """Ranks that have not joined."""
-        return sorted(set(range(self.world_size)) - self._joined)
+        return sorted(set(range(self.world_size or 0)) - self._joined)
+
+    @property
+    def anyone_joined(self) -> bool:
+        """Whether a worker has ever joined."""
+        return bool(self._joined)
+
+    def postpone_deadline(self) -> None:
+        """Restart the time within which workers have to join."""
+        self._join_due = time.monotonic() + JOIN_S
+
+    @property
+    def late(self) -> bool:
+        """Whether ranks should have joined by now."""
+        return bool(self.missing) and time.monotonic() > self._join_due
 
     @property
     def all_finished(self) -> bool:
@@ -129,24 +170,15 @@ class RunService(Console):
         return len(self._done) == self.world_size
 
     def left_behind(self, seconds: float) -> tuple[list[int], list[int]]:
-        """Ranks whose functions have returned, and those still running some time later.
-
-        Args:
-            seconds: how long since the last of the former returned.
-        """
-        with self._lock:
-            returned = {rank: each.since for rank, each in self._waiting.items() if each.returned}
-            running = sorted(self._joined - returned.keys())
+        """Ranks whose functions have returned, and those still running so many seconds later."""
+        waiting = self._waiting.copy()
+        returned = {rank: each.since for rank, each in waiting.items() if each.returned}
         if not returned or time.monotonic() < max(returned.values()) + seconds:
             return [], []
-        return sorted(returned), running
+        return sorted(returned), sorted(self._joined - returned.keys())
 
-    def show_next(self, timeout_s: float) -> bool:
-        """Show the next thing that a worker has sent; False if there is none, or the run ends.
-
-        Args:
-            timeout_s: how long to wait for it, in seconds.
-        """
+    def show_next(self, timeout_s: float | None = None) -> bool:
+        """Show the next thing that a worker sends; False if none comes in time, or the run ends."""
         try:
             unshown = self._unshown.get(timeout=timeout_s)
         except queue.Empty:
@@ -155,56 +187,103 @@ class RunService(Console):
             return False
         worker, call = unshown
         call()
-        self._service.post(worker.wake)
+        self._service.post(partial(self._service.guard, worker.channel, worker.channel.wake))
         return True
 
     def fail(self, error: SparkDLError) -> None:
         """End the run; later failures are consequences of the first and are dropped."""
-        with self._lock:
+        with self._failing:
             if first := self.failure is None and not self.all_finished:
                 self.failure = error
         if first:
             self._unshown.put(None)
-        self.end()
+        self._service.post(self._close_all)
 
     # Called by the service's thread.
 
-    def joined(self, worker: ReportingWorker) -> None:
-        """Take note of a rank, which may join only once."""
-        super().joined(worker)
-        if self.failure is not None:
-            raise StoppedError(f"the run ended: {self.failure}")
-        if worker.rank not in self.missing:
-            raise TrainingError(
-                f"rank {worker.rank} on {worker.host} is not part of this run, or has already "
-                "joined"
-            )
-        with self._lock:
-            self._joined.add(worker.rank)
-
-    def show(self, worker: ReportingWorker, call: Callable[[], None]) -> Conversation:
-        """Have something shown by the thread that waits for the run's end."""
-        self._unshown.put((worker, call))
-        yield PAUSE
-
-    def finished(self, worker: ReportingWorker) -> None:
-        """Take note of a rank that is done."""
-        with self._lock:
+    def listen(self, worker: ReportingWorker, first: Mapping[str, Any]) -> Conversation:
+        """Listen to a worker until it leaves; ``first`` is the header with which it joins."""
+        try:
+            self._join(worker, first)
+            while not (header := (yield HEADER)).get("finish"):
+                yield from self._answer(worker, header) or ()
             self._done.add(worker.rank)
+        except SparkDLError:
+            raise
+        except Exception as error:  # nobody may wait for a rank that is no longer listened to
+            raise TrainingError(
+                f"what rank {worker.rank} sent could not be handled: {error!r}"
+            ) from error
+        self._service.part(worker.channel)
 
     def lost(self, worker: ReportingWorker, error: LeftError | SparkDLError) -> None:
-        """End the run: a process has ended, or has failed."""
-        if isinstance(error, SparkDLError):
+        """Close a worker's connection, and end the run unless it is a fit's."""
+        if self.world_size is None:
+            level = logging.DEBUG if isinstance(error, LeftError) else logging.WARNING
+            logger.log(level, "the output of a worker is no longer shown: %s", error)
+        elif isinstance(error, SparkDLError):
             self.fail(error)
         elif worker.rank < 0:
             # A worker that was too late to be let in comes back; one that never comes is missing.
             logger.info("a worker disconnected before giving its rank: %s", error)
         else:
-            self.fail(
-                WorkerLostError(
-                    f"rank {worker.rank} on {worker.host} exited without reporting why ({error})"
-                )
+            self.fail(WorkerLostError(f"{worker.where} exited without reporting why ({error})"))
+        self._service.close_channel(worker.channel)
+
+    def _join(self, worker: ReportingWorker, first: Mapping[str, Any]) -> None:
+        """Take note of a rank, which may join a run only once."""
+        if type(first.get("attend")) is not int or type(first.get("host")) is not str:
+            raise TrainingError(
+                f"a worker must join with a rank and a host, not with {reprlib.repr(first)}"
             )
+        worker.rank = first["attend"]
+        worker.where = f"rank {worker.rank} on {first['host']}, process {first.get('pid')}"
+        if self.failure is not None:
+            raise StoppedError(f"the run ended: {self.failure}")
+        if self.world_size is not None and worker.rank not in self.missing:
+            raise TrainingError(
+                f"{worker.where} is not part of this run, or the rank has already joined"
+            )
+        self._joined.add(worker.rank)
+
+    def _answer(self, worker: ReportingWorker, header: Mapping[str, Any]) -> Conversation | None:
+        """Handle a worker's header; what is only shown is left out if it cannot be read."""
+        unreadable = TrainingError(
+            f"rank {worker.rank} sent a header that no worker sends: {reprlib.repr(header)}"
+        )
+        name = next((name for name in self.messages if name in header), None)
+        if name is None:
+            raise unreadable
+        types, handle = self.messages[name]
+        try:
+            checked({field: header.get(field) for field in types}, types, worker.rank)
+            sound = all(isinstance(line, str) for line in header.get("lines", []))
+            # Numbers travel as floats; a whole number could be too large for one.
+            numbers = header.get("report", {}).values()
+            if not sound or header.get("left_out", 0) < 0 or {*map(type, numbers)} - {float}:
+                raise unreadable
+        except TrainingError as error:
+            if name not in ONLY_SHOWN:
+                raise
+            logger.warning("%s; it is left out", error)
+            return None
+        return handle(worker, header)
+
+    def _show(self, worker: ReportingWorker, call: Callable[[], None]) -> Conversation:
+        """Have something shown; until it is, its worker is not listened to."""
+        self._unshown.put((worker, call))
+        yield PAUSE
+
+    def _show_lines(self, worker: ReportingWorker, header: Mapping[str, Any]) -> Conversation:
+        lines, left_out = tuple(header["lines"]), header["left_out"]
+        return self._show(worker, partial(self._on_lines, worker.rank, lines, left_out))
+
+    def _report(self, worker: ReportingWorker, header: Mapping[str, Any]) -> Conversation:
+        metrics = header["report"]
+        if self._on_report is not None:
+            return self._show(worker, partial(self._on_report, worker.rank, metrics))
+        text = ", ".join(f"{name} {value:g}" for name, value in metrics.items())
+        return self._show(worker, partial(self._on_lines, worker.rank, [text], 0))
 
     def _take_failure(self, worker: ReportingWorker, header: Mapping[str, Any]) -> NoReturn:
         failure = checked(header["failure"], _FAILURE, worker.rank)
@@ -221,41 +300,38 @@ class RunService(Console):
             message, rank=worker.rank, epoch=0, step=0, worker_traceback=failure["traceback"]
         )
 
-    def _report(self, worker: ReportingWorker, header: Mapping[str, Any]) -> Conversation:
-        rank, metrics = worker.rank, header["report"]
-        if self._on_report is not None:
-            yield from self.show(worker, partial(self._on_report, rank, metrics))
-            return
-        text = ", ".join(f"{name} {value:g}" for name, value in metrics.items())
-        yield from self.show(worker, partial(self._on_lines, rank, [text], 0))
-
-    def _gather(self, worker: ReportingWorker, header: Mapping[str, Any]) -> None:
+    def _gather(self, worker: ReportingWorker, header: dict[str, Any]) -> None:
         """Take what a rank gives, or that it has returned; after the last one, all are told."""
-        rank, value = worker.rank, self._given(worker.rank, dict(header))
-        with self._lock:
-            if rank in self._waiting:
-                raise TrainingError(f"rank {rank} sent a second object while the first was pending")
-            self._waiting[rank] = _Waiting(worker, value, "returned" in header, time.monotonic())
-            returned = sorted(each for each, at in self._waiting.items() if at.returned)
-            gives = sorted(self._waiting.keys() - set(returned))
-            if returned and gives:
-                raise TrainingError(
-                    f"{named(gives)} would wait for all ranks, as save_checkpoint does, but "
-                    f"{named(returned)} already returned: all must call it the same number of times"
-                )
-            if len(self._waiting) < self.world_size:
-                return
-            waiting = [self._waiting[each] for each in sorted(self._waiting)]
-            self._waiting = {}
+        rank, value = worker.rank, None
+        if "gather" in header:
+            value = read_gather(header, rank, self.world_size or 1)
+        elif "shard" in header:
+            value = read_shard(header, rank)
+        if rank in self._waiting:
+            raise TrainingError(f"rank {rank} sent a second object while the first was pending")
+        self._waiting[rank] = _Waiting(worker, value, "returned" in header, time.monotonic())
+        returned = sorted(each for each, at in self._waiting.items() if at.returned)
+        gives = sorted(self._waiting.keys() - set(returned))
+        if returned and gives:
+            raise TrainingError(
+                f"{named(gives)} would wait for all ranks, as save_checkpoint does, but "
+                f"{named(returned)} already returned: all must call it the same number of times"
+            )
+        if len(self._waiting) != self.world_size:
+            return
+        waiting, self._waiting = [at for _, at in sorted(self._waiting.items())], {}
         gathered = _merged([each.value for each in waiting if not each.returned])
         message = memoryview(header_message({"gathered": gathered}))
         for each in waiting:
             each.worker.channel.send([message])
 
-    def _given(self, rank: int, header: dict[str, Any]) -> Any:
-        if "gather" in header:
-            return read_gather(header, rank, self.world_size)
-        return read_shard(header, rank) if "shard" in header else None
+    def _show_all(self) -> None:
+        while self.show_next():
+            pass
+
+    def _close_all(self) -> None:
+        for worker in self.connected.copy():
+            self._service.close_channel(worker.channel)
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -15,11 +15,15 @@ import faulthandler
 import signal
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # a task's process imports no torch for this
+    from sparkdl.spark.diagnostics.run_service import RunService
+    from sparkdl.transport.channel import Channel
 
 ANSWER_S = 2.0
 """Seconds that workers have to answer."""
@@ -48,48 +52,55 @@ def write_threads_on_signal() -> None:
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True, chain=False)
 
 
-class _Worker(NamedTuple):
-    """A worker that can be asked."""
+class ReportingWorker:
+    """A worker that is connected to the driver; see ``service.Session``.
 
-    where: str
-    ask: Callable[[], None]
+    Args:
+        run: listens to it, and handles its end; it is connected to this.
+        channel: its connection.
+
+    Attributes:
+        channel: as given.
+        rank: the worker's rank, once it has said so.
+        where: the rank, the host and the process, for messages.
+        answer: to the last question; empty if it left instead.
+    """
+
+    def __init__(self, run: RunService, channel: Channel) -> None:
+        self.channel, self.rank, self.where = channel, -1, ""
+        self.answer = Future[str]()
+        self.conversation = partial(run.listen, self)
+        self.failed = self.left = partial(run.lost, self)
+        self._connected = run.connected
+        self._connected.append(self)
+
+    def note_heartbeat(self) -> None:
+        """Heartbeats do nothing: its silence is not timed."""
+
+    def closed(self) -> None:
+        """Handle the closing of the connection."""
+        self._connected.remove(self)
+        self.note("")
+
+    def note(self, stacks: str) -> None:
+        """Take its answer."""
+        if not self.answer.done():
+            self.answer.set_result(stacks[:MAX_CHARACTERS])
 
 
 class Stacks:
-    """The driver's end: asks workers what they are doing, from any thread."""
+    """The driver's end: asks workers what they are doing, from any thread.
 
-    def __init__(self) -> None:
+    Args:
+        connected: the workers that are connected.
+        post: has something done in the service's thread.
+    """
+
+    def __init__(
+        self, connected: list[ReportingWorker], post: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self._connected, self._post = connected, post
         self._asking = threading.Lock()
-        self._condition = threading.Condition()
-        self._workers: dict[int, _Worker] = {}
-        self._answers: dict[int, str] = {}
-
-    @contextmanager
-    def of(self, rank: int, joined: Mapping[str, Any], ask: Callable[[], None]) -> Iterator[None]:
-        """Let a worker be asked for as long as it is connected.
-
-        Args:
-            rank: the worker's rank.
-            joined: the header with which it joined; it has the worker's host and process ID.
-            ask: sends it the question.
-        """
-        where = f"rank {rank} on {joined.get('host')}, process {joined.get('pid')}"
-        worker = _Worker(where, ask)
-        with self._condition:
-            self._workers[rank] = worker
-        try:
-            yield
-        finally:
-            with self._condition:
-                if self._workers.get(rank) is worker:
-                    del self._workers[rank]
-                self._condition.notify_all()
-
-    def note(self, rank: int, text: str) -> None:
-        """Take a worker's answer."""
-        with self._condition:
-            self._answers[rank] = text[:MAX_CHARACTERS]
-            self._condition.notify_all()
 
     def ask(self, ranks: Iterable[int] | None = None) -> str:
         """Ask connected workers, and wait up to ``ANSWER_S`` for their answers.
@@ -101,7 +112,7 @@ class Stacks:
             The stacks of each; empty if none is connected.
         """
         told = self._ask(ranks)
-        return "\n".join(_tell(worker.where, answer) for worker, answer in told.values())
+        return "\n".join(_tell(where, answer) for where, answer in told.values())
 
     def tops(self, ranks: Iterable[int]) -> dict[int, str]:
         """Ask connected workers which line their main threads are executing.
@@ -113,31 +124,26 @@ class Stacks:
             By rank: file, line, function and the line's text, or a note that it did not answer.
         """
         return {
-            rank: _top(answer) if answer is not None else _tell(worker.where, None)
-            for rank, (worker, answer) in self._ask(ranks).items()
+            rank: _top(answer) if answer is not None else _tell(where, None)
+            for rank, (where, answer) in self._ask(ranks).items()
         }
 
-    def _ask(self, ranks: Iterable[int] | None) -> dict[int, tuple[_Worker, str | None]]:
-        """Workers and their stacks, by rank; None for one that did not answer."""
+    def _ask(self, ranks: Iterable[int] | None) -> dict[int, tuple[str, str | None]]:
+        """Where workers are, and their stacks, by rank; None for one that did not answer."""
         with self._asking:
-            with self._condition:
-                self._answers.clear()
-                wanted = self._workers.keys() if ranks is None else set(ranks)
-                asked = {
-                    rank: self._workers[rank] for rank in sorted(wanted & self._workers.keys())
-                }
-            for worker in asked.values():
-                worker.ask()
-            until = time.monotonic() + ANSWER_S
-            with self._condition:
-                self._condition.wait_for(
-                    lambda: asked.keys() & self._workers.keys() <= self._answers.keys(),
-                    timeout=until - time.monotonic(),
-                )
-                answers = dict(self._answers)
-                # A worker that has left meanwhile was not stuck.
-                stayed = [rank for rank in asked if rank in answers or rank in self._workers]
-        return {rank: (asked[rank], answers.get(rank)) for rank in stayed}
+            known = {worker.rank: worker for worker in self._connected.copy() if worker.where}
+            wanted = sorted(known if ranks is None else known.keys() & set(ranks))
+            asked = [known[rank] for rank in wanted]
+            for worker in asked:
+                worker.answer = Future()
+                self._post(partial(worker.channel.send_header, {"stacks": True}))
+            wait([worker.answer for worker in asked], ANSWER_S)
+            # A worker that has left meanwhile was not stuck.
+            return {
+                worker.rank: (worker.where, answer)
+                for worker in asked
+                if (answer := worker.answer.result() if worker.answer.done() else None) != ""
+            }
 
 
 def _top(stacks: str) -> str:

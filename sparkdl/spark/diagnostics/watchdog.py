@@ -10,13 +10,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from pyspark.sql import SparkSession
-
 from sparkdl.averager.service.server import Averager
 from sparkdl.errors import CollectiveError, DeadlineError
 from sparkdl.spark.catalyst.cluster import feeds_a_shuffle
 from sparkdl.spark.catalyst.core import Py4JError, SparkContext, SparkStageInfo
 from sparkdl.spark.cluster.run_jobs import RunJobs
+from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.diagnostics.stacks import Stacks
 from sparkdl.user_code.tracebacks import add_note
 
@@ -30,33 +29,54 @@ LEAVE_S = 1.0
 
 @contextmanager
 def watched(
-    averager: Averager, stacks: Stacks, jobs: RunJobs, spark: SparkSession, tasks: int
+    service: Averager | RunService, stacks: Stacks, jobs: RunJobs, context: SparkContext, tasks: int
 ) -> Iterator[None]:
     """Watch the workers of a run while it lasts.
 
     The time until workers count as not started runs only while Spark does nothing for them: it
-    stops while tasks run whose results they need, and starts over on progress. The stacks of a
-    worker that is dropped for its silence are logged; an error that says who was waited for has
-    them as a note.
+    stops while Spark plans or tasks run whose results they need, and starts over on progress. The
+    stacks of a worker that is dropped for its silence are logged; an error that says who was waited
+    for has those of workers that stay as a note. On SIGUSR1 to this process, every worker's are
+    written to standard error.
 
     Args:
-        averager: the run's averager.
+        service: what the workers join.
         stacks: asks the workers.
         jobs: the run's jobs.
-        spark: the session.
+        context: the Spark context.
         tasks: the number of tasks in which the workers run.
     """
     ended = threading.Event()
-    thread = threading.Thread(
-        target=_watch,
-        args=(averager, stacks, spark.sparkContext, jobs, tasks, ended),
-        name="sparkdl-watchdog",
-        daemon=True,
-    )
+
+    def show() -> None:
+        print(stacks.ask() or "no worker is connected", file=sys.stderr, flush=True)
+
+    def watch() -> None:
+        before, seen = list[SparkStageInfo](), 0
+        while not ended.wait(INTERVAL_S):
+            if not service.anyone_joined:
+                try:
+                    now = jobs.stages()
+                    if not now or now != before or computes_upstream(context, now, tasks):
+                        service.postpone_deadline()
+                    before = now
+                except (Py4JError, OSError) as error:
+                    logger.debug("Spark no longer answers: %s", error)
+                    return
+            dropped = service.dropped
+            if told := stacks.ask(dropped[seen:]) if len(dropped) > seen else "":
+                logger.warning("a dropped worker is still running:\n%s", told)
+            seen = len(dropped)
+
+    thread = threading.Thread(target=watch, name="sparkdl-watchdog", daemon=True)
     thread.start()
+    # The user's own handler stays; outside the main thread none can be set.
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    handles = in_main_thread and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    if handles:
+        signal.signal(signal.SIGUSR1, lambda *_: threading.Thread(target=show, daemon=True).start())
     try:
-        with stacks_on_signal(stacks):
-            yield
+        yield
     except (DeadlineError, CollectiveError) as error:
         # The others were told to leave: those still there are stuck.
         time.sleep(LEAVE_S)
@@ -64,59 +84,10 @@ def watched(
             add_note(error, f"Workers that have not left:\n{told}")
         raise
     finally:
+        if handles:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         ended.set()
         thread.join(10 * INTERVAL_S)
-
-
-@contextmanager
-def stacks_on_signal(stacks: Stacks) -> Iterator[None]:
-    """On SIGUSR1 to this process, write every worker's stacks to standard error.
-
-    The user's own handler stays; outside the main thread none can be set.
-    """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
-        yield
-        return
-
-    def write() -> None:
-        sys.stderr.write((stacks.ask() or "no worker is connected") + "\n")
-        sys.stderr.flush()
-
-    def on_signal(number: int, frame: object) -> None:
-        threading.Thread(target=write, name="sparkdl-stacks", daemon=True).start()
-
-    signal.signal(signal.SIGUSR1, on_signal)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-
-
-def _watch(
-    averager: Averager,
-    stacks: Stacks,
-    context: SparkContext,
-    jobs: RunJobs,
-    tasks: int,
-    ended: threading.Event,
-) -> None:
-    before: list[SparkStageInfo] = []
-    seen = 0
-    while not ended.wait(INTERVAL_S):
-        if not averager.anyone_joined:
-            try:
-                now = jobs.stages()
-                if now != before or computes_upstream(context, now, tasks):
-                    averager.postpone_deadline()
-            except (Py4JError, OSError) as error:
-                logger.debug("Spark no longer answers: %s", error)
-                return
-            before = now
-        dropped = averager.dropped
-        if told := stacks.ask(dropped[seen:]) if len(dropped) > seen else "":
-            logger.warning("a dropped worker is still running:\n%s", told)
-        seen = len(dropped)
 
 
 def computes_upstream(context: SparkContext, stages: Sequence[SparkStageInfo], tasks: int) -> bool:

@@ -31,7 +31,7 @@ from sparkdl.spark.cluster.slots import (
 from sparkdl.spark.diagnostics.console import display, driver_hosts, echoes
 from sparkdl.spark.diagnostics.run_client import JOIN_S
 from sparkdl.spark.diagnostics.run_service import OnReport, RunService
-from sparkdl.spark.diagnostics.watchdog import stacks_on_signal
+from sparkdl.spark.diagnostics.watchdog import watched
 from sparkdl.spark.functions.program import Directory, Script, function_of
 from sparkdl.spark.functions.rows import Rows, rows_of
 from sparkdl.spark.functions.serving import ServedCall, results_of, watch
@@ -262,8 +262,8 @@ def run_call(
             unexplained=". The executor's log says why; a process killed for memory needs more "
             "spark.executor.memoryOverhead",
         )
-        with job, stacks_on_signal(service.stacks):
-            watch(service, job)
+        with job, watched(service, service.stacks, job.jobs, spark.sparkContext, tasks):
+            watch(service, job.jobs)
         return [cloudpickle.loads(row.result) for row in job.yielded()]
 
 

@@ -13,6 +13,7 @@ import cloudpickle
 
 from sparkdl.errors import DataError, DeadlineError
 from sparkdl.feed.statistics.shards import NO_ROWS
+from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.diagnostics.run_client import JOIN_S
 from sparkdl.spark.diagnostics.run_service import OnReport, RunService, named
 from sparkdl.spark.launch.answers import (
@@ -25,7 +26,6 @@ from sparkdl.spark.launch.answers import (
     understood,
 )
 from sparkdl.spark.launch.beside import FirstTask, RunInStage
-from sparkdl.spark.launch.launcher import WorkerJob
 from sparkdl.transport.service import Service
 
 logger = logging.getLogger(__name__)
@@ -63,10 +63,7 @@ class ServedCall:
                 with (
                     Service(first.host, advertised_host=first.host, encrypted=self.tls) as opened,
                     RunService(
-                        opened,
-                        self.num_workers,
-                        told.show,
-                        note if self.reports else None,
+                        opened, self.num_workers, told.show, note if self.reports else None
                     ) as service,
                     first.workers(service.address, service.fail),
                 ):
@@ -119,19 +116,17 @@ def _undelivered(num_workers: int) -> DeadlineError:
     )
 
 
-def watch(service: RunService, job: WorkerJob | None) -> None:
+def watch(service: RunService, jobs: RunJobs | None) -> None:
     """Show what the workers print and report until all have finished, or one has failed.
 
     Args:
         service: the one that the workers are connected to.
-        job: the one that runs them; None beside rank 0, where their rows have been made before,
-            and what they return is delivered later.
+        jobs: those that run them; None beside rank 0, where what they return is delivered later.
 
     Raises:
         DeadlineError: workers did not start, or what they returned did not arrive.
         SparkDLError: whatever ended the run.
     """
-    deadline = time.monotonic() + JOIN_S
     results_due: float | None = None
     tell_of_returned = True
     while True:
@@ -143,19 +138,19 @@ def watch(service: RunService, job: WorkerJob | None) -> None:
         elif service.failure is not None:
             raise service.failure
         elif service.all_finished:
-            if job is None or job.jobs.ended:
+            if jobs is None or jobs.ended:
                 return
             results_due = results_due or time.monotonic() + RESULTS_S
             if time.monotonic() > results_due:
-                raise _undelivered(service.world_size)
-        elif service.missing and job is not None and job.makes_rows:
-            deadline = time.monotonic() + JOIN_S
-        elif service.missing and time.monotonic() > deadline:
-            raise DeadlineError(
-                f"rank {', '.join(map(str, service.missing))} of {service.world_size} workers did "
-                f"not start within {JOIN_S:g} s, and they need a gang-scheduled start: are other "
-                "jobs using the cluster? An executor that cannot reach the driver says so in its "
-                "log"
+                raise _undelivered(service.world_size or 0)
+        elif service.late:
+            service.fail(
+                DeadlineError(
+                    f"rank {', '.join(map(str, service.missing))} of {service.world_size} workers "
+                    f"did not start within {JOIN_S:g} s, and they need a gang-scheduled start: are "
+                    "other jobs using the cluster? An executor that cannot reach the driver says "
+                    "so in its log"
+                )
             )
 
 

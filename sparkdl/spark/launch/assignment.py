@@ -27,7 +27,6 @@ from sparkdl.spark.closures.sending import SentBytes
 from sparkdl.spark.cluster.gpus import VISIBLE
 from sparkdl.spark.diagnostics.stacks import write_threads_on_signal
 from sparkdl.spark.launch.bootstrap import require
-from sparkdl.spark.launch.forked import ForkServer, fork_server
 from sparkdl.spark.launch.rank_host import RankCall, host_ranks
 from sparkdl.spark.modules.arrival import Arrived, Shipment, arrive, importable
 from sparkdl.user_code.tracebacks import message_of
@@ -172,24 +171,13 @@ def hosted(
             RankCall(
                 rank=each.rank,
                 entry=f"{__name__}:run_rank",
-                arguments=(surroundings, arrived, entry, arguments, each),
+                arguments=(versions, surroundings, arrived, entry, arguments, each),
                 environment=each.environment,
             )
             for each in assigned
         ],
         batches,
-        started_for(entry, versions),
     )
-
-
-def started_for(entry: str, versions: dict[str, str]) -> ForkServer:
-    """The process from which ranks are forked, without waiting for what it imports first.
-
-    Args:
-        entry: as in ``run_ranks``.
-        versions: as in ``run_ranks``.
-    """
-    return fork_server([__name__, entry.partition(":")[0]], versions)
 
 
 def given_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -211,6 +199,7 @@ def _delivered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def run_rank(
+    versions: dict[str, str],
     surroundings: Surroundings,
     arrived: Arrived,
     entry: str,
@@ -221,6 +210,7 @@ def run_rank(
     """Run the function in a rank's process, where PySpark is to work as it does in the task's.
 
     Args:
+        versions: as in ``run_ranks``.
         surroundings: what PySpark keeps in the task's process.
         arrived: the user's own modules.
         entry: as in ``run_ranks``.
@@ -231,6 +221,7 @@ def run_rank(
     Yields:
         What the function yields, then what it has added to accumulators.
     """
+    require(versions)
     surroundings.restore()
     with importable(arrived):
         put_broadcasts(surroundings.broadcasts)

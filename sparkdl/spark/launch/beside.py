@@ -47,7 +47,7 @@ from sparkdl.spark.diagnostics.task_failures import memory_advice
 from sparkdl.spark.launch import bootstrap, stage_task
 from sparkdl.spark.launch.assignment import OUTPUT_DDL, assignments, given_rows, hosted
 from sparkdl.spark.launch.environments import sparkdl_version, torch_version
-from sparkdl.spark.launch.forked import fork_server
+from sparkdl.spark.launch.forked import end_ranks
 from sparkdl.spark.launch.launcher import LEAVE_S
 from sparkdl.spark.launch.stage_rows import stage_rows
 from sparkdl.spark.launch.stage_task import MEET_S, SERVED, gathered
@@ -265,7 +265,7 @@ class FirstTask:
                 self._tell(str(patience_s))
             thread.join(patience_s)
             if thread.is_alive():  # they are stuck
-                fork_server([], {}).close()
+                end_ranks()
                 thread.join(JOB_END_S)
 
     def _tell(self, message: str) -> None:

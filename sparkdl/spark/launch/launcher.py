@@ -24,7 +24,6 @@ from sparkdl.errors import (
     WorkerLostError,
 )
 from sparkdl.feed.statistics.shards import NO_ROWS
-from sparkdl.spark.catalyst.core import Py4JError
 from sparkdl.spark.catalyst.jvm import end_of_jvm
 from sparkdl.spark.catalyst.versions import on_tasks
 from sparkdl.spark.closures.pickling import References, pickled
@@ -32,7 +31,8 @@ from sparkdl.spark.closures.sending import SentBytes, lent
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import JOB_END_S, RunJobs
 from sparkdl.spark.cluster.slots import require_free_slots
-from sparkdl.spark.diagnostics.console import Console, display, echoes
+from sparkdl.spark.diagnostics.console import display, echoes
+from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.diagnostics.task_failures import (
     end_of_a_rank,
     host_of_last_failure,
@@ -40,7 +40,7 @@ from sparkdl.spark.diagnostics.task_failures import (
     memory_advice,
     with_sparks_reason,
 )
-from sparkdl.spark.diagnostics.watchdog import computes_upstream, watched
+from sparkdl.spark.diagnostics.watchdog import watched
 from sparkdl.spark.launch import bootstrap
 from sparkdl.spark.launch.assignment import OUTPUT_DDL
 from sparkdl.spark.launch.environments import setup_error, sparkdl_version, torch_version
@@ -101,9 +101,9 @@ def launch(workers: Workers, job: Job) -> Launch:
             profile = gpu_profile(spark, workers.device)
             require_free_slots(spark, workers.num_tasks, profile, workers.ranks_a_task)
         with (
-            Console(averager.service, display(spark)) as console,
+            RunService(averager.service, None, display(spark)) as console,
             running,
-            watched(averager, console.stacks, running.jobs, spark, workers.num_tasks),
+            watched(averager, console.stacks, running.jobs, spark.sparkContext, workers.num_tasks),
         ):
             yield
 
@@ -182,19 +182,6 @@ class WorkerJob:
                 self.jobs.wait(JOB_END_S)
         finally:
             self._held.close()
-
-    @property
-    def makes_rows(self) -> bool:
-        """Whether Spark is planning or computing the rows, which may take any length of time."""
-        if self._input is None:
-            return False
-        try:
-            stages = self.jobs.stages()
-        except (Py4JError, OSError) as error:
-            logger.debug("Spark no longer answers: %s", error)
-            return False
-        context = self._spark.sparkContext
-        return not stages or computes_upstream(context, stages, self._tasks)
 
     def yielded(self) -> list[Row]:
         """What the tasks have yielded, by rank, once the job has ended.

@@ -1,15 +1,15 @@
 """The ranks of one task: a process for each, fed with its share of the task's rows.
 
     task's process                      process of a rank (``serve``)
-    where to find modules, pickled  -->
+    its environment, pickled    ------>
     what to call, pickled       ------>
     b"R" and an Arrow stream    ------> its rows, if the task has any
     b"E"                        ------> there are no more
                                 <------ the answer, pickled: record batches, or a traceback
 
-Each rank has a socket pair of its own. The processes are forked from a clean one
-(``fork_server.py``). A rank's process ends with the task's, however that ends: the kernel sees to
-it. Nothing here knows about Spark.
+Each rank has a socket pair of its own. The processes are forked from a clean one (``forked.py``). A
+rank's process ends with the task's, however that ends: the kernel sees to it. Nothing here knows
+about Spark.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -35,11 +35,13 @@ import pyarrow as pa
 from sparkdl.errors import TrainingError, WorkerLostError
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN
 from sparkdl.process.interrupts import Interrupted
-from sparkdl.spark.launch.forked import EXIT_S, ForkServer, search_path
+from sparkdl.spark.launch.forked import become_rank, first_environment, fork, set_environment
 from sparkdl.user_code.tracebacks import traceback_of
 
 ROWS = b"R"
 END = b"E"
+EXIT_S = 5.0
+"""Seconds within which a process must end once it was told to, or has nothing left to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +63,13 @@ class RankCall:
 
 
 def host_ranks(
-    calls: Sequence[RankCall], batches: Iterable[pa.RecordBatch], server: ForkServer
+    calls: Sequence[RankCall], batches: Iterable[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
     """Run ranks side by side, each in a process of its own, until all have ended.
 
     Args:
         calls: what each rank does; the ranks of one task, in order.
         batches: the task's rows, distributed to the ranks by ``shares``.
-        server: forks their processes.
 
     Yields:
         What all of them yield, in rank order.
@@ -79,7 +80,7 @@ def host_ranks(
         TrainingError: a function raised; the message has its traceback.
     """
     with ExitStack() as stack:
-        ranks = [stack.enter_context(_Rank(call, server)) for call in calls]
+        ranks = [stack.enter_context(_Rank(call)) for call in calls]
         _distribute(batches, ranks)
         _collect(ranks)
     for rank in ranks:
@@ -110,12 +111,12 @@ def shares(batch: pa.RecordBatch, ranks: int, before: int) -> list[pa.RecordBatc
 class _Rank:
     """The process of one rank, seen from the task's; a context manager that ends it."""
 
-    def __init__(self, call: RankCall, server: ForkServer) -> None:
+    def __init__(self, call: RankCall) -> None:
         self.answer: list[pa.RecordBatch] | None = None
         self._call = call
         self.channel, theirs = socket.socketpair()
         with theirs:
-            self._process = server.fork(theirs)
+            self.process = fork(serve, theirs)
         self._input, self._output = self.channel.makefile("wb"), self.channel.makefile("rb")
         self._rows: pa.RecordBatchStreamWriter | None = None
 
@@ -124,22 +125,20 @@ class _Rank:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # Before its channel is closed, which the process would take for the end of its rows.
-        self._process.__exit__(kind)
+        self.process.join(EXIT_S if kind is None else 0.0)
+        self.process.kill()  # if it has not ended
+        self.process.join(EXIT_S)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid or 0, signal.SIGKILL)  # what it has left running
         for each in (self._output, self.channel):
             each.close()
         with contextlib.suppress(OSError):  # there is output that it never read
             self._input.close()
 
-    @property
-    def lease(self) -> socket.socket:
-        """Ready to be read once its process has ended."""
-        return self._process.lease
-
     def call(self) -> None:
         """Tell the process what to do."""
-        settings = (search_path(), dict(self._call.environment))
-        work = (self._call.entry, self._call.arguments)
-        for part in (settings, work):
+        environment = first_environment() | dict(self._call.environment)
+        for part in (environment, (self._call.entry, self._call.arguments)):
             self._tell(functools.partial(pickle.dump, part, self._input, protocol=5))
 
     def put(self, batch: pa.RecordBatch) -> None:
@@ -174,15 +173,16 @@ class _Rank:
 
     def lost(self) -> WorkerLostError:
         """The error that says how its process ended."""
-        code = self._process.wait(EXIT_S)
-        if code is None:
-            how = "ended with the process it was forked from, or closed its connection"
+        self.process.join(EXIT_S)
+        code = self.process.exitcode
+        if code in (None, 255):  # the latter for whatever has ended with its server, too
+            how = "left with code 255, closed its connection, or ended with what it was forked from"
         elif code < 0:
             how = f"was ended by {signal.Signals(-code).name}"
         else:
             how = f"exited with code {code} and no answer, as with os._exit({code})"
         return WorkerLostError(
-            f"the process {self._process.number} of rank {self._call.rank} on "
+            f"the process {self.process.pid} of rank {self._call.rank} on "
             f"{socket.gethostname()} {how}"
         )
 
@@ -219,36 +219,41 @@ def _distribute(batches: Iterable[pa.RecordBatch], ranks: Sequence[_Rank]) -> No
 
 def _collect(ranks: Sequence[_Rank]) -> None:
     channels = {rank.channel: rank for rank in ranks if rank.answer is None}
-    leases = {rank.lease: rank for rank in channels.values()}
+    sentinels = {rank.process.sentinel: rank for rank in channels.values()}
     while channels:
-        ready = multiprocessing.connection.wait([*channels, *leases])
+        ready = multiprocessing.connection.wait([*channels, *sentinels])
         # Channels first: a process may end as soon as it has answered.
         for channel in [each for each in channels if each in ready]:
             rank = channels.pop(channel)
-            del leases[rank.lease]
+            del sentinels[rank.process.sentinel]
             rank.receive()
-        for lease in [each for each in leases if each in ready]:
+        for sentinel in [each for each in sentinels if each in ready]:
             # The channel alone does not tell: a child of the process may keep it open.
-            raise leases[lease].lost()
+            raise sentinels[sentinel].lost()
 
 
-def serve(channel: socket.socket) -> None:
-    """Call one function, and answer with what it yields.
+def serve(channel: socket.socket) -> NoReturn:
+    """In a rank's process: call one function, answer with what it yields, and exit.
 
     Args:
         channel: leads to the host.
     """
+    become_rank()
     # The fork left every process with the same state.
     np.random.seed()
     random.seed()
     with channel, channel.makefile("rb") as source, channel.makefile("wb") as sink:
         pickle.dump(_answer(source), sink, protocol=5)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    # Skips the interpreter's shutdown, where things that libraries still hold may deadlock.
+    os._exit(0)
 
 
 def _answer(source: BinaryIO) -> list[pa.RecordBatch] | str:
     try:
-        sys.path[:], environment = pickle.load(source)  # from the process that started this one
-        os.environ.update(environment)
+        set_environment(pickle.load(source))  # from the process that started this one
         importlib.invalidate_caches()
         entry, arguments = pickle.load(source)
         module, name = entry.split(":")

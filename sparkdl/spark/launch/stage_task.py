@@ -23,8 +23,8 @@ from sparkdl.spark.catalyst.accumulators import counted
 from sparkdl.spark.catalyst.core import Broadcast
 from sparkdl.spark.closures.sending import SentBytes
 from sparkdl.spark.launch import bootstrap
-from sparkdl.spark.launch.assignment import OUTPUT_SCHEMA, run_ranks, started_for
-from sparkdl.spark.launch.forked import fork_server
+from sparkdl.spark.launch.assignment import OUTPUT_SCHEMA, run_ranks
+from sparkdl.spark.launch.forked import end_ranks, start_server
 from sparkdl.spark.modules.arrival import Shipment, arrive, importable
 from sparkdl.user_code.tracebacks import message_of
 
@@ -85,7 +85,7 @@ def run_stage_task(
         )
 
     if serves or apart or ranks > 1:
-        started_for(entry, versions)
+        start_server()
     if serves:
         begun = raise_after(begin_s, lambda stack: late(f". It was here:\n{stack}"))
         from sparkdl.process.lazy_compiler import defer_compiler
@@ -180,7 +180,7 @@ def _ended_after(
             return
         run_over.set()
         if not left.wait(float(patience_s)):
-            fork_server([], {}).close()
+            end_ranks()
 
     watching = threading.Thread(target=watch, name="sparkdl-watch", daemon=True)
     watching.start()

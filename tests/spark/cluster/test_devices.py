@@ -99,7 +99,6 @@ def own_process_of(
     called: list[Any] = []
     monkeypatch.setattr(assignment.TaskContext, "get", lambda: fake_task(0, addresses))
     monkeypatch.setattr(assignment, "host_ranks", lambda calls, *_: called.extend(calls) or [])
-    monkeypatch.setattr(assignment, "fork_server", lambda *_: None)
     monkeypatch.setattr(surroundings.SparkFiles, "getRootDirectory", lambda: "/files")
     list(
         run_ranks(

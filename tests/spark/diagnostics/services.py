@@ -6,15 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sparkdl.spark.diagnostics.console import Console, Show
-from sparkdl.spark.diagnostics.run_service import RunService
+from sparkdl.spark.diagnostics.run_service import RunService, Show
 from sparkdl.transport.service import Service
 
 
 @contextmanager
-def console_of(on_lines: Show, *, tls: bool = False) -> Iterator[Console]:
+def console_of(on_lines: Show, *, tls: bool = False) -> Iterator[RunService]:
     """What a fit has of it."""
-    with Service("127.0.0.1", encrypted=tls) as service, Console(service, on_lines) as console:
+    with (
+        Service("127.0.0.1", encrypted=tls) as service,
+        RunService(service, None, on_lines) as console,
+    ):
         yield console
 
 

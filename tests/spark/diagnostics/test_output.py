@@ -22,6 +22,7 @@ from services import console_of
 from torch import Tensor
 from waiting import eventually
 
+from sparkdl.errors import StoppedError
 from sparkdl.spark.diagnostics.console import Display
 from sparkdl.spark.diagnostics.output import MAX_LINE, MAX_LINES_A_SECOND, Output
 from sparkdl.spark.diagnostics.run_client import RunClient, forwarded
@@ -123,7 +124,7 @@ def test_printing_does_not_wait_for_a_driver_that_takes_nothing() -> None:
 
 def test_a_driver_that_is_gone_ends_the_copying_only(capsys: pytest.CaptureFixture[str]) -> None:
     def gone(lines: list[str], left_out: int) -> None:
-        raise BrokenPipeError("gone")
+        raise StoppedError("gone")
 
     with Output(gone) as output, output.capture():
         print("one")

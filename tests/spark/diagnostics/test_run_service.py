@@ -18,9 +18,9 @@ from sparkdl.averager.messages import headers
 from sparkdl.errors import SparkDLError, StoppedError, TrainingError, WorkerError, WorkerLostError
 from sparkdl.feed.statistics.column import ColumnStatistics
 from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
-from sparkdl.spark.diagnostics.console import ReportingWorker
 from sparkdl.spark.diagnostics.run_client import RunClient
 from sparkdl.spark.diagnostics.run_service import RunService
+from sparkdl.spark.diagnostics.stacks import ReportingWorker
 from sparkdl.transport import framing
 from sparkdl.transport.connection import Connection
 
@@ -217,7 +217,7 @@ def test_a_rank_that_is_none_of_the_run_ends_it() -> None:
 
 def test_a_rank_that_joins_twice_ends_the_run(run: RunService) -> None:
     with RunClient(run.address, 0), RunClient(run.address, 0):
-        assert "or has already joined" in str(failure_of(run))
+        assert "or the rank has already joined" in str(failure_of(run))
 
 
 def test_missing_ranks_are_known(run: RunService) -> None:
@@ -353,7 +353,7 @@ def test_who_joins_without_rank_or_host_ends_the_run_in_words() -> None:
 def test_a_mistake_of_our_own_ends_the_run_as_well(
     run: RunService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(run.handlers, "lines", lambda *_: 1 // 0)
+    monkeypatch.setitem(run.messages, "lines", ({}, lambda *_: 1 // 0))
     with Intruder(run) as intruder:
         intruder.send_header({"lines": [], "left_out": 0})
         error = failure_of(run)
@@ -369,7 +369,7 @@ def test_a_driver_that_cannot_be_understood_stops_a_worker_that_gathers() -> Non
             worker.channel.send_header(answer)
 
         with run_of(2) as run, RunClient(run.address, 0) as client, ThreadPoolExecutor(1) as pool:
-            run.handlers["gather"] = answer_badly
+            run.messages["gather"] = ({}, answer_badly)
             with pytest.raises(StoppedError, match="it sent a header that no driver sends"):
                 pool.submit(client.gather, {}).result(timeout=60)
 

@@ -13,8 +13,8 @@ from waiting import eventually
 
 from sparkdl.errors import TrainingError, WorkerLostError
 from sparkdl.spark.diagnostics import stacks
-from sparkdl.spark.diagnostics.console import Console
 from sparkdl.spark.diagnostics.run_client import RunClient
+from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.diagnostics.stacks import describe_threads
 from sparkdl.spark.diagnostics.task_failures import end_of_a_rank, memory_advice
 from sparkdl.spark.launch.launcher import as_training_error
@@ -77,7 +77,7 @@ def test_how_a_ranks_process_has_ended_is_found_in_sparks_words() -> None:
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "encrypted"])
-def console(request: pytest.FixtureRequest) -> Iterator[Console]:
+def console(request: pytest.FixtureRequest) -> Iterator[RunService]:
     shown = lambda rank, lines, left_out: None  # noqa: E731
     with console_of(shown, tls=request.param) as opened:
         yield opened
@@ -98,8 +98,8 @@ def stuck() -> Iterator[None]:
     thread.join()
 
 
-def wait_until_connected(console: Console, ranks: set[int]) -> None:
-    assert eventually(lambda: set(console.stacks._workers) == ranks, 60)
+def wait_until_connected(console: RunService, ranks: set[int]) -> None:
+    assert eventually(lambda: {each.rank for each in console.connected if each.where} == ranks, 60)
 
 
 def test_the_stacks_of_every_other_thread_are_described_the_main_threads_first(
@@ -116,7 +116,7 @@ def test_the_stacks_of_every_other_thread_are_described_the_main_threads_first(
     assert "in waits_for_godot" in found[0]
 
 
-def test_workers_answer_beside_what_they_print(console: Console, stuck: None) -> None:
+def test_workers_answer_beside_what_they_print(console: RunService, stuck: None) -> None:
     with RunClient(console.address, 0) as first, RunClient(console.address, 1) as second:
         wait_until_connected(console, {0, 1})
         first.send_lines(["before"], 0)
@@ -130,7 +130,7 @@ def test_workers_answer_beside_what_they_print(console: Console, stuck: None) ->
             client.finish()
 
 
-def test_the_line_that_a_workers_main_thread_runs_is_told_alone(console: Console) -> None:
+def test_the_line_that_a_workers_main_thread_runs_is_told_alone(console: RunService) -> None:
     found: list[dict[int, str]] = []
     with RunClient(console.address, 0) as client:
         wait_until_connected(console, {0})
@@ -144,7 +144,7 @@ def test_the_line_that_a_workers_main_thread_runs_is_told_alone(console: Console
 
 
 def test_a_worker_that_cannot_answer_is_named_with_its_process(
-    console: Console, monkeypatch: pytest.MonkeyPatch
+    console: RunService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stacks, "ANSWER_S", 0.2)
     monkeypatch.setattr(RunClient, "_listen", lambda self: None)
@@ -153,7 +153,7 @@ def test_a_worker_that_cannot_answer_is_named_with_its_process(
         assert "did not answer within 0.2 s: it is stopped or cut off" in console.stacks.ask()
 
 
-def test_whoever_has_left_is_not_asked(console: Console) -> None:
+def test_whoever_has_left_is_not_asked(console: RunService) -> None:
     with RunClient(console.address, 0) as client:
         wait_until_connected(console, {0})
         client.finish()

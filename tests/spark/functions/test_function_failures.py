@@ -23,8 +23,9 @@ from waiting import eventually
 
 import sparkdl
 from sparkdl.errors import DeadlineError, TrainingError, WorkerError, WorkerLostError
-from sparkdl.spark.diagnostics import watchdog
+from sparkdl.spark.diagnostics import run_service, watchdog
 from sparkdl.spark.diagnostics.run_service import RunService
+from sparkdl.spark.diagnostics.watchdog import watched
 from sparkdl.spark.functions import serving
 from sparkdl.spark.functions.serving import watch
 from sparkdl.spark.launch.launcher import WorkerJob
@@ -211,7 +212,7 @@ def test_a_spark_job_that_outlives_its_ranks_ends_the_run(
     job = job_that(lambda: ends.wait(300), service)
     started = time.monotonic()
     with pytest.raises(DeadlineError, match=r"all 2 workers have finished, but .* within 0.5 s"):
-        watch(service, job)
+        watch(service, job.jobs)
     assert time.monotonic() - started < 150
     ends.set()
 
@@ -223,7 +224,7 @@ def test_results_that_arrive_late_are_waited_for(service: RunService) -> None:
         return [SimpleNamespace(rank=r, result=cloudpickle.dumps(v)) for r, v in results]
 
     job = job_that(late, service)
-    watch(service, job)
+    watch(service, job.jobs)
     assert [cloudpickle.loads(row.result) for row in job.yielded()] == ["a", "b"]
 
 
@@ -232,7 +233,7 @@ def test_results_that_are_lost_after_all_have_finished_are_an_error(service: Run
         raise RuntimeError("Total size of serialized results is bigger than spark.driver.maxResult")
 
     job = job_that(too_large, service)
-    watch(service, job)
+    watch(service, job.jobs)
     with pytest.raises(TrainingError, match="results is bigger than"):
         job.yielded()
 
@@ -240,7 +241,8 @@ def test_results_that_are_lost_after_all_have_finished_are_an_error(service: Run
 @pytest.fixture
 def joining(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunService]:
     """None of its ranks has joined, and time is up."""
-    monkeypatch.setattr(serving, "JOIN_S", 0.0)
+    for module in (run_service, serving):
+        monkeypatch.setattr(module, "JOIN_S", 0.0)
     with Service("127.0.0.1") as connections, RunService(connections, 2, lambda *_: None) as opened:
         yield opened
 
@@ -248,21 +250,25 @@ def joining(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunService]:
 def test_rows_are_waited_for_but_not_the_tasks_in_which_ranks_hang_before_they_join(
     joining: RunService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
+    asked, postponed = list[int](), list[int]()
     job = job_that(lambda: None, joining, reads=(None, 0))
 
     def stages() -> list[SparkStageInfo]:
         """First of five tasks, then of two whose rows are shuffled, then the workers' own."""
         asked.append(len(asked))
-        assert len(asked) < 20
         tasks = 5 if len(asked) <= 2 else 2
-        return [SparkStageInfo(len(asked), 0, "", tasks, tasks, 0, 0)]
+        return [SparkStageInfo(min(len(asked), 5) // 2, 0, "", tasks, tasks, 0, 0)]
 
+    monkeypatch.setattr(watchdog, "INTERVAL_S", 0.01)
     monkeypatch.setattr(job.jobs, "stages", stages)
-    monkeypatch.setattr(watchdog, "feeds_a_shuffle", lambda _, stage: stage <= 4)
+    monkeypatch.setattr(joining, "postpone_deadline", lambda: postponed.append(len(asked)))
+    monkeypatch.setattr(watchdog, "feeds_a_shuffle", lambda *_: len(asked) <= 4)
+    context: Any = None
+    with watched(joining, joining.stacks, job.jobs, context, 2):
+        assert eventually(lambda: len(asked) >= 20)
+    assert postponed == [1, 2, 3, 4]
     with pytest.raises(DeadlineError, match=r"rank 0, 1 of 2 workers did not start within 0 s"):
-        watch(joining, job)
-    assert len(asked) == 5
+        watch(joining, None)
 
 
 def test_a_rank_that_prints_all_the_time_delays_no_deadline_for_another(

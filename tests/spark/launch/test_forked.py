@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -10,29 +11,32 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 from subprocesses import run_python
 from waiting import eventually, eventually_gone
 
-from sparkdl.errors import TrainingError
-from sparkdl.spark.launch import forked
-from sparkdl.spark.launch.forked import ForkServer, fork_server
+from sparkdl.spark.launch.assignment import run_rank
+from sparkdl.spark.launch.forked import first_environment
 from sparkdl.spark.launch.rank_host import RankCall, host_ranks
 
 
-@pytest.fixture
-def server() -> Iterator[ForkServer]:
-    started = ForkServer(["torch"], {})
-    yield started
-    started.close()
-
-
-def call(server: ForkServer, function: str, *arguments: object) -> str:
+def call(function: str, *arguments: object) -> str:
     rank = RankCall(rank=0, entry=f"{__name__}:{function}", arguments=arguments)
-    (answer,) = host_ranks([rank], [], server)
+    (answer,) = host_ranks([rank], [])
     return str(answer["told"][0].as_py())
+
+
+def server() -> int:
+    """The number of the process that this one's ranks are forked from."""
+    return int(call("tell_parent"))
+
+
+def kill(process: int) -> None:
+    os.kill(process, signal.SIGKILL)
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
 
 
 # What runs in a process that was forked.
@@ -42,15 +46,23 @@ def tell(text: object) -> Iterator[pa.RecordBatch]:
     yield pa.record_batch({"told": [str(text)]})
 
 
+def tell_parent(batches: object) -> Iterator[pa.RecordBatch]:
+    yield from tell(os.getppid())
+
+
 def look(batches: object) -> Iterator[pa.RecordBatch]:
     import torch
 
     threads = threading.active_count()
-    yield from tell((threads, torch.cuda.is_initialized(), os.getsid(0) == os.getpid(), sys.argv))
+    on_gpu, leads = torch.cuda.is_initialized(), os.getsid(0) == os.getpid()
+    method = multiprocessing.get_start_method(allow_none=True)
+    name = multiprocessing.current_process().name
+    yield from tell((threads, on_gpu, leads, sys.argv, method, name))
 
 
 def say_where(batches: object) -> Iterator[pa.RecordBatch]:
-    yield from tell((os.getcwd(), os.environ.get("CHANGED"), os.environ.get("PATH")))
+    variables = map(os.environ.get, ("CHANGED", "PATH", "PYTHONPATH"))
+    yield from tell((os.getcwd(), *variables))
 
 
 def leave_a_process(batches: object) -> Iterator[pa.RecordBatch]:
@@ -58,32 +70,37 @@ def leave_a_process(batches: object) -> Iterator[pa.RecordBatch]:
 
 
 def sleep(path: str, batches: object) -> Iterator[pa.RecordBatch]:
-    Path(path).write_text(str(os.getpid()))
+    Path(path).write_text(f"{os.getpid()} {subprocess.Popen(['sleep', '300']).pid}")
     time.sleep(300)
     yield from tell("never")
 
 
-def test_the_server_has_begun_nothing_of_which_a_fork_would_lack_the_rest(
-    server: ForkServer,
-) -> None:
-    threads, on_gpu, leads_session, arguments = eval(call(server, "look"))
+def test_a_rank_finds_nothing_begun_of_which_a_fork_would_lack_the_rest() -> None:
+    threads, on_gpu, leads_session, arguments, method, name = eval(call("look"))
     assert threads == 1
     assert not on_gpu
     assert leads_session
     assert arguments == ["-c"]
+    assert method is None
+    assert name == "MainProcess"
 
 
 def test_the_environment_and_directory_are_those_with_which_this_process_began(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "left").mkdir()
+    monkeypatch.chdir(tmp_path / "left")
+    (tmp_path / "left").rmdir()
     monkeypatch.setenv("CHANGED", "by a task")
-    server = ForkServer([], {})
-    directory, changed, path = eval(call(server, "say_where"))
-    server.close()
-    assert directory != str(tmp_path)
+    kill(server())
+    before = dict(os.environ), multiprocessing.get_start_method(allow_none=True)
+    directory, changed, path, modules = eval(call("say_where"))
+    assert Path(directory).is_dir()
+    assert str(tmp_path) not in directory
     assert changed is None
     assert path == os.environ["PATH"]
+    assert modules == first_environment().get("PYTHONPATH")
+    assert before == (dict(os.environ), multiprocessing.get_start_method(allow_none=True))
 
 
 def test_a_task_imports_no_torch_to_start_its_ranks() -> None:
@@ -91,50 +108,57 @@ def test_a_task_imports_no_torch_to_start_its_ranks() -> None:
     subprocess.run([sys.executable, "-c", look], check=True, timeout=120)
 
 
-def test_what_a_process_leaves_running_ends_with_it(server: ForkServer) -> None:
-    assert eventually_gone(int(call(server, "leave_a_process")))
+def test_what_a_process_leaves_running_ends_with_it() -> None:
+    assert eventually_gone(int(call("leave_a_process")))
 
 
 def test_a_missing_package_and_another_version_are_refused_in_words() -> None:
+    unused: Any = None
     with pytest.raises(RuntimeError, match=r"'nothing_of_this_name' cannot be imported"):
-        ForkServer([], {"nothing_of_this_name": "1"}).wait_until_ready()
+        list(run_rank({"nothing_of_this_name": "1"}, *[unused] * 6))
     with pytest.raises(RuntimeError, match=r"'pyarrow' is .* here but 0\.0\.1 on the driver"):
-        ForkServer([], {"pyarrow": "0.0.1"}).wait_until_ready()
+        list(run_rank({"pyarrow": "0.0.1"}, *[unused] * 6))
 
 
-def test_a_server_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(TrainingError, match=r"exited at once on .*, with code 1"):
-        ForkServer([], {}).wait_until_ready()
+def test_a_server_that_cannot_start_is_an_error() -> None:
+    program = (
+        f"import multiprocessing, sys; sys.path[:] = {sys.path!r}\n"
+        f"from {__name__} import call\n"
+        "multiprocessing.set_executable('/bin/false')\n"
+        "call('look')"
+    )
+    done = run_python("-c", program)
+    assert "TrainingError: no process for a rank on" in done.stderr
 
 
-def test_a_server_that_was_killed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forked, "_server", None)
-    first = fork_server([], {})
-    assert fork_server([], {}) is first
-    os.kill(first._process.pid, signal.SIGKILL)
-    first._process.wait()
-    second = fork_server([], {})
-    assert call(second, "look")
-    second.close()
+def test_a_server_that_was_killed_is_replaced() -> None:
+    first = server()
+    assert server() == first
+    kill(first)
+    assert server() != first
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_ranks_end_with_the_server(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", ["server", "task"])
+def test_ranks_end_with_the_server_and_with_the_task(
+    victim: str, number: signal.Signals, tmp_path: Path
+) -> None:
     path = tmp_path / "pid"
     program = (
         f"import os, sys, threading, time; sys.path[:] = {sys.path!r}\n"
-        f"from {__name__} import ForkServer, call, end_server\n"
-        "server = ForkServer([], {})\n"
-        f"told = (server, {str(path)!r}, {int(number)})\n"
-        "threading.Thread(target=end_server, args=told).start()\n"
-        f"call(server, 'sleep', {str(path)!r})"
+        f"from {__name__} import call, end, server\n"
+        f"told = (server() if {victim!r} == 'server' else os.getpid(), {str(path)!r})\n"
+        f"threading.Thread(target=end, args=(*told, {int(number)})).start()\n"
+        f"call('sleep', {str(path)!r})"
     )
-    done = run_python("-c", program)
-    assert "WorkerLostError" in done.stderr
-    assert eventually_gone(int(path.read_text()))
+    done = run_python("-c", program, env=os.environ | {"TMPDIR": str(tmp_path)})
+    assert victim == "task" or "WorkerLostError" in done.stderr
+    rank, child = path.read_text().split()
+    assert eventually_gone(int(rank))
+    assert eventually_gone(int(child))
+    assert eventually(lambda: not list(tmp_path.glob("pymp-*")))
 
 
-def end_server(server: ForkServer, path: str, number: int) -> None:
+def end(process: int, path: str, number: int) -> None:
     eventually(lambda: os.path.exists(path) and Path(path).read_text(), 60)
-    os.kill(server._process.pid, number)
+    os.kill(process, number)

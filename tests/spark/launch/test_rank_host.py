@@ -20,7 +20,6 @@ from waiting import eventually, eventually_gone, is_there
 
 from sparkdl.errors import TrainingError, WorkerLostError
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN
-from sparkdl.spark.launch.forked import ForkServer
 from sparkdl.spark.launch.rank_host import RankCall, host_ranks, shares
 
 
@@ -111,14 +110,7 @@ def calls(function: str, *arguments: tuple[Any, ...]) -> list[RankCall]:
     ]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    started = ForkServer([__name__], {})
-    yield started
-    started.close()
-
-
-def test_ranks_run_in_processes_of_their_own_on_shares_of_the_rows(server: ForkServer) -> None:
+def test_ranks_run_in_processes_of_their_own_on_shares_of_the_rows() -> None:
     batches = [
         rows(range(start, start + 10), range(start, start + 10)) for start in range(0, 50, 10)
     ]
@@ -127,7 +119,7 @@ def test_ranks_run_in_processes_of_their_own_on_shares_of_the_rows(server: ForkS
         for r in range(2)
     ]
 
-    first, second = [answer.to_pylist()[0] for answer in host_ranks(ranks, iter(batches), server)]
+    first, second = [answer.to_pylist()[0] for answer in host_ranks(ranks, iter(batches))]
 
     assert [first["rank"], second["rank"]] == [0, 1]
     assert [first["set"], second["set"]] == ["to 0", "to 1"]
@@ -138,8 +130,8 @@ def test_ranks_run_in_processes_of_their_own_on_shares_of_the_rows(server: ForkS
     assert not is_there(second["pid"])
 
 
-def test_a_task_without_rows_is_ranks_without_rows(server: ForkServer) -> None:
-    (answer,) = host_ranks(calls("tell", (0,)), [], server)
+def test_a_task_without_rows_is_ranks_without_rows() -> None:
+    (answer,) = host_ranks(calls("tell", (0,)), [])
     assert answer.to_pylist()[0]["rows"] == []
 
 
@@ -152,16 +144,16 @@ def test_a_task_without_rows_is_ranks_without_rows(server: ForkServer) -> None:
     ],
 )
 def test_the_end_of_one_rank_is_told_and_ends_the_others(
-    server: ForkServer, tmp_path: Path, end: str, error: type[Exception], told: str
+    tmp_path: Path, end: str, error: type[Exception], told: str
 ) -> None:
     sleeper = tmp_path / "pid"
     ranks = calls("misbehave", ("sleep", str(sleeper)), (end, str(sleeper)))
     with pytest.raises(error, match=told):
-        list(host_ranks(ranks, [rows([1, 2])], server))
+        list(host_ranks(ranks, [rows([1, 2])]))
     assert not is_there(int(sleeper.read_text()))
 
 
-def test_an_error_among_the_rows_ends_all_ranks(server: ForkServer, tmp_path: Path) -> None:
+def test_an_error_among_the_rows_ends_all_ranks(tmp_path: Path) -> None:
     sleeper = tmp_path / "pid"
 
     def broken() -> Iterator[pa.RecordBatch]:
@@ -171,7 +163,7 @@ def test_an_error_among_the_rows_ends_all_ranks(server: ForkServer, tmp_path: Pa
         raise LookupError("upstream")
 
     with pytest.raises(LookupError, match="upstream"):
-        list(host_ranks(calls("misbehave", ("sleep", str(sleeper))), broken(), server))
+        list(host_ranks(calls("misbehave", ("sleep", str(sleeper))), broken()))
     assert not is_there(int(sleeper.read_text()))
 
 
@@ -179,9 +171,9 @@ def test_a_rank_ends_with_the_task_that_is_killed(tmp_path: Path) -> None:
     sleeper = tmp_path / "pid"
     program = (
         f"import sys; sys.path[:] = {sys.path!r}\n"
-        f"from {__name__} import ForkServer, calls, host_ranks\n"
+        f"from {__name__} import calls, host_ranks\n"
         f"sleeping = calls('misbehave', ('sleep', {str(sleeper)!r}))\n"
-        f"list(host_ranks(sleeping, [], ForkServer([], {{}})))"
+        f"list(host_ranks(sleeping, []))"
     )
     task = subprocess.Popen([sys.executable, "-c", program])
     assert eventually(lambda: sleeper.is_file() and sleeper.read_text(), 60)

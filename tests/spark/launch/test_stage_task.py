@@ -16,7 +16,6 @@ from pyspark import BarrierTaskContext
 
 from sparkdl.errors import DeadlineError, WorkerLostError
 from sparkdl.spark.launch import stage_task
-from sparkdl.spark.launch.forked import fork_server
 from sparkdl.spark.launch.rank_host import RankCall, host_ranks
 from sparkdl.spark.launch.stage_task import _ended_after, run_stage_task
 
@@ -36,7 +35,7 @@ class Meeting:
 def rank(function: str) -> Iterator[pa.RecordBatch]:
     """What a rank yields, in a process of its own."""
     call = RankCall(rank=1, entry=f"{__name__}:{function}", arguments=())
-    return host_ranks([call], [], fork_server([], {}))
+    return host_ranks([call], [])
 
 
 def answers(batches: object) -> Iterator[pa.RecordBatch]:
@@ -56,12 +55,6 @@ def dies(batches: object) -> Iterator[pa.RecordBatch]:
 def ended_after(meeting: Meeting, function: str) -> list[dict[str, Any]]:
     context = cast(BarrierTaskContext, meeting)
     return [each.to_pydict() for each in _ended_after(context, rank(function))]
-
-
-@pytest.fixture(autouse=True)
-def without_a_server() -> Iterator[None]:
-    yield
-    fork_server([], {}).close()
 
 
 def test_a_rank_that_leaves_before_the_run_ends_has_answered() -> None:
