@@ -28,8 +28,7 @@ from typing import Any, Self
 import cloudpickle
 import torch
 
-from sparkdl.averager.service.loop import EdgeOptions
-from sparkdl.averager.service.server import Averager
+from sparkdl.averager.service.server import Averager, EdgeOptions
 from sparkdl.collective import Network
 from sparkdl.driver import RunOptions, run
 from sparkdl.planner.profile import Profile

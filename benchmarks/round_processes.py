@@ -18,11 +18,9 @@ import torch
 
 from sparkdl.averager.client.client import AveragerClient
 from sparkdl.averager.coordination.run_state import RunSpec
-from sparkdl.averager.service.loop import EdgeOptions
-from sparkdl.averager.service.server import Averager, AveragerSpec
-from sparkdl.averager.service.snapshot import Snapshot
+from sparkdl.averager.service.server import Averager, EdgeOptions, Snapshot
 from sparkdl.averager.values.center import CenterSpec
-from sparkdl.averager.values.wire_format import FullPrecision
+from sparkdl.averager.values.wire_format import FULL_PRECISION
 from sparkdl.events import WindowReport
 from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.protocols import Segment
@@ -154,10 +152,8 @@ def averager(
     """
     layout = (Segment("parameters", torch.float32, numel),)
     with Averager(
-        AveragerSpec(
-            run=RunSpec(world_size=workers, **run),
-            center=CenterSpec(layout=layout, wire_format=FullPrecision()),
-        ),
+        RunSpec(world_size=workers, **run),
+        CenterSpec(layout=layout, wire_format=FULL_PRECISION),
         Snapshot(center=[torch.zeros(numel)]),
         edge,
     ) as opened:
@@ -197,7 +193,7 @@ def member(
 ) -> tuple[Callable[[], None], torch.Tensor]:
     """Returns what a worker does in a round, and what it contributes."""
     vector = torch.empty(numel)
-    client = AveragerClient(address, rank, FullPrecision())
+    client = AveragerClient(address, rank, FULL_PRECISION)
     layout = (Segment("parameters", torch.float32, numel),)
     client.start(ShardStatistics(rows=64, columns=()), [vector], layout)
     steps = itertools.count(1)

@@ -41,8 +41,8 @@ from peers import gloo
 from round_processes import RoundProcesses
 
 from sparkdl.averager.client.client import AveragerClient
-from sparkdl.averager.service.loop import EdgeOptions
-from sparkdl.averager.values.wire_format import FullPrecision
+from sparkdl.averager.service.server import EdgeOptions
+from sparkdl.averager.values.wire_format import FULL_PRECISION
 from sparkdl.collective import join_collective
 from sparkdl.events import WindowReport
 from sparkdl.feed.statistics.shards import ShardStatistics
@@ -416,7 +416,7 @@ def client_process(ranks: range, numel: int, address: Any, rounds: int, seconds:
 def client_rounds(rank: int, numel: int, address: Any, rounds: int, seconds: Any) -> None:
     """One worker: one round after another."""
     vector = torch.empty(numel)
-    with AveragerClient(address, rank, FullPrecision(), deadline_s=120) as client:
+    with AveragerClient(address, rank, FULL_PRECISION, deadline_s=120) as client:
         layout = (Segment("parameters", torch.float32, numel),)
         client.start(ShardStatistics(rows=64, columns=()), [vector], layout)
         for number in range(rounds):

@@ -16,7 +16,7 @@ SparkDLError
     CollectiveError  the workers' exchange among themselves broke
     DeadlineError    someone did not answer within the time allowed        (also TimeoutError)
     StoppedError     the averager ended the run; seen on workers only
-      DisconnectedError  the connection to the averager broke; seen on workers only
+      DisconnectedError  a connection to the averager broke; seen on workers only
       RowsLostError      Spark no longer delivers a worker's rows; seen on workers only
 """
 
@@ -152,7 +152,15 @@ class StoppedError(TrainingError):
 
 
 class DisconnectedError(StoppedError):
-    """The connection to the averager broke; raised on workers, which may reconnect."""
+    """A worker's connection to the averager, or to another worker, broke; it may reconnect.
+
+    Attributes:
+        retry: whether connecting once more may succeed.
+    """
+
+    def __init__(self, message: str, *, retry: bool = True) -> None:
+        super().__init__(message)
+        self.retry = retry
 
 
 class RowsLostError(StoppedError):

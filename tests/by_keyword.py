@@ -12,11 +12,10 @@ from sparkdl import driver
 from sparkdl.averager import Averager
 from sparkdl.averager.coordination.run_state import Restart, RunSpec
 from sparkdl.averager.messages.progress import Progress, WorkerState
-from sparkdl.averager.service.loop import EdgeOptions
-from sparkdl.averager.service.saving import CheckpointFiles, CheckpointPlan
-from sparkdl.averager.service.server import AveragerSpec
-from sparkdl.averager.service.snapshot import Snapshot
-from sparkdl.averager.values.center import CenterSpec
+from sparkdl.averager.service.saving import CheckpointPlan
+from sparkdl.averager.service.server import EdgeOptions, Snapshot
+from sparkdl.averager.values.center import Center, CenterSpec
+from sparkdl.averager.values.center_update import CenterUpdate, Memory, ReplaceByMean
 from sparkdl.averager.values.wire_format import WireFormat
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Launch, Observers, Outcome, RunOptions
@@ -42,14 +41,24 @@ def open_averager(
 ) -> Averager:
     """An averager; ``spec`` is more of its ``RunSpec``."""
     return Averager(
-        AveragerSpec(
-            run=RunSpec(world_size=world_size, **spec),
-            center=CenterSpec(layout=layout, wire_format=wire_format, fragments=fragments),
-            files=CheckpointFiles(plan=plan),
-        ),
+        RunSpec(world_size=world_size, checkpoints=plan, **spec),
+        CenterSpec(layout=layout, wire_format=wire_format, fragments=fragments),
         Snapshot(center=center, restart=Restart(progress=progress, kept=kept or {})),
         EdgeOptions(host=host, advertised_host=advertised_host, tls=tls, now=now),
     )
+
+
+def center_of(
+    layout: Layout,
+    values: Sequence[Tensor],
+    world_size: int,
+    wire_format: WireFormat,
+    update: CenterUpdate | None = None,
+    memory: Memory | None = None,
+) -> Center:
+    """A center; by default the mean replaces it."""
+    spec = CenterSpec(layout=layout, wire_format=wire_format, update=update or ReplaceByMean())
+    return Center(spec, values, world_size, memory)
 
 
 def run(

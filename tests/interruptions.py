@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 from by_keyword import run
+from decided import Told, do, told
 from toys import Data
 
 from sparkdl.averager import Averager
-from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
-from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Outcome
 from sparkdl.errors import TrainingError
@@ -56,16 +54,15 @@ def dying_after(windows: int) -> Iterator[Callable[[object], None]]:
     From then on, nothing else is decided than that the run fails: workers cannot get further while
     the driver has yet to hear of it, so what is left to train does not depend on whose turn it is.
     """
-    handle = Coordinator.handle
+    decide = Averager._decide
     committed = heard = 0
 
-    def handle_until_then(self: Coordinator, event: on.Event, now: float) -> list[do.Decision]:
+    def decide_until_then(self: Averager, event: Any, *arguments: Any, **options: Any) -> None:
         nonlocal committed
-        if committed > windows and not isinstance(event, on.Failed):
-            return []
-        decisions = handle(self, event, now)
-        committed += sum(map(tells_of_a_window, decisions))
-        return decisions
+        if committed > windows and event.__name__ != "fail":
+            return
+        decide(self, event, *arguments, **options)
+        committed += sum(map(tells_of_a_window, told(self.coordinator.do.decisions)))
 
     def on_event(event: object) -> None:
         nonlocal heard
@@ -73,15 +70,15 @@ def dying_after(windows: int) -> Iterator[Callable[[object], None]]:
         if heard > windows:
             raise Interrupted
 
-    Coordinator.handle = handle_until_then  # type: ignore[method-assign]
+    Averager._decide = decide_until_then  # type: ignore[method-assign]
     try:
         yield on_event
     finally:
-        Coordinator.handle = handle  # type: ignore[method-assign]
+        Averager._decide = decide  # type: ignore[method-assign]
 
 
-def tells_of_a_window(decision: do.Decision) -> bool:
-    return isinstance(decision, do.Report) and isinstance(decision.event, WindowReport)
+def tells_of_a_window(decision: Told) -> bool:
+    return isinstance(decision, do.report) and isinstance(decision.event, WindowReport)
 
 
 def die_after(

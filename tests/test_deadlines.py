@@ -163,10 +163,10 @@ def test_start_up_and_the_first_window_have_the_deadline_each(
 
     def launch(averager: Averager) -> Any:
         both_train = threading.Barrier(
-            2, lambda: clock.run(averager.service, 0.9 * DEADLINE_S), timeout=WAIT_S
+            2, lambda: clock.run(averager, 0.9 * DEADLINE_S), timeout=WAIT_S
         )
         monkeypatch.setattr(Acts, "deed", both_train.wait, raising=False)
-        clock.run(averager.service, 0.9 * DEADLINE_S)
+        clock.run(averager, 0.9 * DEADLINE_S)
         return start(averager)
 
     outcome = run(job, 2, launch, now=clock)

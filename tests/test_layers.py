@@ -32,7 +32,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("feed",),
     ("checkpoint", "metrics"),
     ("outputs",),
-    ("protocols",),
+    ("protocols", "untrusted"),
     ("encodings", "events", "phases"),
     ("durable", "process", "user_code"),
     ("arguments", "figures"),

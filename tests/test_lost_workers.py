@@ -151,7 +151,7 @@ def test_a_stopped_process_is_dropped_and_comes_back(tmp_path: Path) -> None:
         try:
             assert eventually(lambda: set(coordinator.round.waiting) == {0, 2})
             coordinator.members._longest_window = 1.0  # nobody is late before one has been seen
-            clock.run(averager.service, STRAGGLER_S + 1)
+            clock.run(averager, STRAGGLER_S + 1)
             assert eventually(lambda: bool(averager.losses))
         finally:
             for pid in pids:

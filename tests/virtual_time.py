@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from decided import Told, told
 from waiting import WAIT_S
 
 from sparkdl.averager import Averager
 from sparkdl.averager.coordination.coordinator import Coordinator
-from sparkdl.averager.coordination.decisions import Decision
-from sparkdl.averager.coordination.events import Event
 from sparkdl.transport.service import Service
 
 T = TypeVar("T")
@@ -52,7 +51,7 @@ class VirtualClock:
             while not (question() or left.is_set()):
                 time.sleep(0.005)
             while not (coordinator.ended or left.is_set()):
-                self.step(averager.service)
+                self.step(averager)
 
         thread = threading.Thread(target=pass_time)
         thread.start()
@@ -81,25 +80,23 @@ class Heard:
     """
 
     def __init__(self, averager: Averager) -> None:
-        self.decisions: list[Decision] = []
-        self._events: list[Event] = []
-        coordinator = coordinator_of(averager)
+        self.decisions: list[Told] = []
+        self._events: list[tuple[str, Any]] = []
+        decide = averager._decide
 
-        def heard(event: Event, now: float) -> list[Decision]:
-            decisions = Coordinator.handle(coordinator, event, now)
-            self.decisions += decisions
-            self._events.append(event)
-            return decisions
+        def heard(event: Any, *arguments: Any, **options: Any) -> None:
+            decide(event, *arguments, **options)
+            self.decisions += told(averager.coordinator.do.decisions)
+            self._events.append((event.__name__, arguments))
 
-        coordinator.handle = heard  # type: ignore[method-assign]
+        averager._decide = heard  # type: ignore[method-assign]
 
-    def __call__(self, kind: type[Any], rank: int, times: int = 1) -> bool:
+    def __call__(self, event: str, rank: int, times: int = 1) -> bool:
         """Whether a worker has done something so many times."""
-        events = [event for event in list(self._events) if isinstance(event, kind)]
-        return sum(event.member.rank == rank for event in events) >= times
+        told = [arguments[0].rank for name, arguments in list(self._events) if name == event]
+        return told.count(rank) >= times
 
 
 def coordinator_of(averager: Averager) -> Coordinator:
     """What decides for an averager."""
-    coordinator: Coordinator = averager.service.coordinator  # type: ignore[attr-defined]
-    return coordinator
+    return averager.coordinator

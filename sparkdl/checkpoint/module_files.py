@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,10 +28,11 @@ from sparkdl.durable.publishing import whole_directory
 from sparkdl.encodings import named
 from sparkdl.encodings.scale import LARGEST, Scale
 from sparkdl.errors import ConfigError
-from sparkdl.events import EpochSummary, are_measured, are_metrics
+from sparkdl.events import EpochSummary
 from sparkdl.outputs import OutputKey, Widths, names_output
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding, SequenceInput
+from sparkdl.untrusted import read
 from sparkdl.user_code.tracebacks import message_of, text_of
 
 DESCRIPTION = "module.json"
@@ -41,7 +42,6 @@ FORMAT = 4
 """Version of the files' format; a reader refuses any other."""
 MAX_JSON_BYTES = 64 << 20
 """Largest file; a thousand columns and ten thousand epochs take 3 MB."""
-_EPOCH_TYPES = get_type_hints(EpochSummary)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def read_module(directory: Path, *, trust: TrustArgument) -> SavedModule:
     description = _read_description(path)
     features = _entries(path, description, "features", _column)
     labels = _entries(path, description, "labels", _column)
-    history = _entries(path, description, "history", _epoch)
+    history = _entries(path, description, "history", lambda **each: read(EpochSummary, each))
     widths = dict(_entries(path, description, "outputs", _output))
     builder = load_object(description.get("model"), directory, "model", expected=MODEL, trust=trust)
     spec, loss = description.get("loss"), None
@@ -301,19 +301,6 @@ def _padding(value: float, input: SequenceInput | None) -> Padding:
     if not number or input not in (None, *get_args(SequenceInput)):
         raise ValueError(f"rows cannot be padded with {value!r}, {input!r}")
     return Padding(value, input)
-
-
-def _epoch(**fields: Any) -> EpochSummary:
-    if not are_metrics(fields.get("metrics", {})):
-        raise ValueError(f"metrics cannot be {fields['metrics']!r:.200}")
-    if not are_measured(fields.get("measured", {})):
-        raise ValueError(f"measured cannot be {fields['measured']!r:.200}")
-    for name, value in fields.items():
-        if name in ("metrics", "measured"):
-            continue
-        if isinstance(value, bool) or not isinstance(value, _EPOCH_TYPES.get(name, object) | int):
-            raise ValueError(f"{name} cannot be {value!r}")
-    return EpochSummary(**fields)
 
 
 def _output(key: Any, width: Any) -> tuple[OutputKey | None, int | None]:

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError
+from sparkdl.errors import DeadlineError, DisconnectedError
+from sparkdl.transport.connection import Connection
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +27,6 @@ AWAY_TIMES = 20
 T = TypeVar("T")
 Host = Callable[[Connection, dict[str, Any]], None]
 """Serves one visit, given the connection and the header with which it began."""
-
-
-class PeerAwayError(Exception):
-    """Another worker cannot be reached at the moment."""
 
 
 class Visitors:
@@ -51,7 +48,7 @@ class Visitors:
 
         Raises:
             TrainingError: the other end sends something that no worker sends.
-            ConnectionLostError: the other end has left.
+            DisconnectedError: the other end has left.
         """
         while True:
             host = self.host
@@ -68,7 +65,7 @@ class Peers:
     Args:
         rank: this worker's rank.
         reach: connects to a rank at its current address, with a limit on its silence in seconds;
-            raises ``PeerAwayError`` if it is not there.
+            raises ``DisconnectedError`` if it is not there.
         visitors: those who call on this worker.
     """
 
@@ -99,7 +96,8 @@ class Peers:
             if rank not in self._open:
                 self._open[rank] = self._reach(rank, PATIENCE_S)
             return talk(self._open[rank])
-        except (PeerAwayError, ConnectionLostError, SilenceError) as error:
+        except (DisconnectedError, DeadlineError) as error:
+            # Should it be the averager that is gone, the next heartbeat says so.
             connection = self._open.pop(rank, None)
             if connection is not None:
                 connection.close()

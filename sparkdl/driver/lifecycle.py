@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from sparkdl.averager.coordination.membership import Tolerance, too_many_losses
 from sparkdl.averager.coordination.run_state import Restart, RunSpec
 from sparkdl.averager.messages.run_events import WorkersRestarted
-from sparkdl.averager.service.loop import EdgeOptions
-from sparkdl.averager.service.saving import CheckpointFiles, CheckpointPlan
-from sparkdl.averager.service.server import Averager, AveragerSpec
-from sparkdl.averager.service.snapshot import Snapshot
+from sparkdl.averager.service.saving import CheckpointPlan
+from sparkdl.averager.service.server import Averager, EdgeOptions, Snapshot
 from sparkdl.averager.values.center import CenterSpec
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver.measuring import Measuring
@@ -28,7 +26,7 @@ from sparkdl.driver.resuming import (
     plan_of,
     saved_on_sigterm,
 )
-from sparkdl.driver.serving import Observers, RowExaminer, Serving, setup_of, training_of
+from sparkdl.driver.serving import Observers, Serving, setup_of, training_of
 from sparkdl.errors import (
     CallbackError,
     CollectiveError,
@@ -207,49 +205,43 @@ def run(
             if resumed is not None:
                 plan = replace(plan, training=resumed.saved.description.get("training"))
         update, memory, kept_model = job.strategy.center_update, None, None
+        progress = None if resumed is None else resumed.progress
         if resumed is not None:
             center, memory = resumed.read_center(layout, update)
             if observers.callbacks or has_ended(resumed, job.epochs):
                 kept_model = resumed.read_kept_model(layout)
 
-        files = CheckpointFiles(plan=plan, resumed=resumed)
-        edge = replace(options.edge, tls=job.tls)
+        spec = RunSpec(
+            world_size=world_size,
+            deadline_s=job.deadline_s,
+            tolerance=Tolerance(job.survivable_losses, job.min_workers),
+            checkpoints=plan,
+            frozen=replica.frozen.fingerprint,
+            followed=bool(observers.callbacks) or measuring is not None,
+            measures=measuring is not None,
+            metric=job.scheduler_metric,
+        )
+        center_spec = CenterSpec(
+            layout=layout,
+            wire_format=job.strategy.wire_format,
+            update=update,
+            fragments=job.strategy.fragments,
+        )
 
         def open_averager(snapshot: Snapshot) -> Averager:
-            spec = RunSpec(
-                world_size=world_size,
-                deadline_s=job.deadline_s,
-                tolerance=Tolerance(job.survivable_losses, job.min_workers),
-                policy=job.strategy.round_policy,
-                frozen=replica.frozen.fingerprint,
-                followed=bool(observers.callbacks) or measuring is not None,
-                measures=measuring is not None,
-                metric=job.scheduler_metric,
-            )
-            values = CenterSpec(
-                layout=layout,
-                wire_format=job.strategy.wire_format,
-                update=update,
-                fragments=job.strategy.fragments,
-            )
-            return Averager(AveragerSpec(run=spec, center=values, files=files), snapshot, edge)
+            own = replace(spec, policy=job.strategy.round_policy)
+            return Averager(own, center_spec, snapshot, replace(options.edge, tls=job.tls))
 
-        progress = None if resumed is None else resumed.progress
         training = training_of(job, world_size, progress, kept_model, plan, measuring)
         training.recording.setup = setup_of(job, replica, layout, observers.settings)
-        serve = Serving(
-            RowExaminer(job, observers.check, resumed),
-            observers,
-            training,
-            job.schema,
-            measuring,
-        )
+        serve = Serving(job, observers, training, resumed, measuring)
         averager = open_averager(
             Snapshot(
                 center=center,
                 memory=memory,
                 restart=Restart(progress=progress),
                 kept_model=kept_model,
+                resumed=resumed,
             )
         )
         losses: list[str] = []

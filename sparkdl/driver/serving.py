@@ -22,14 +22,12 @@ from sparkdl.averager.messages.run_events import (
     TimePassed,
 )
 from sparkdl.averager.messages.run_events import RunEvent as Event
-from sparkdl.averager.service.saving import CheckpointPlan, ResumedCheckpoint
+from sparkdl.averager.service.saving import CheckpointPlan, KeptModel, ResumedCheckpoint
 from sparkdl.averager.service.server import Averager
-from sparkdl.averager.service.snapshot import KeptModel
 from sparkdl.callbacks.base import Callback, Calls, Training
 from sparkdl.driver.measuring import Measuring
 from sparkdl.driver.resuming import has_ended, require_same_rows
 from sparkdl.errors import DataError, SparkDLError
-from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.statistics.shards import DataStatistics, check_statistics
 from sparkdl.planner.traffic import traffic_of
 from sparkdl.protocols import Layout
@@ -68,10 +66,10 @@ class Serving:
     """Checks what the workers report, lets them train, and passes the reports on.
 
     Args:
-        examine: checks their rows.
+        job: what is trained.
         observers: called with what concerns them.
         training: what the callbacks see.
-        schema: the columns that are trained on.
+        resumed: the checkpoint that this process started from, if there was one.
         measuring: computes the metrics; None if there are none.
 
     Attributes:
@@ -80,17 +78,17 @@ class Serving:
 
     def __init__(
         self,
-        examine: RowExaminer,
+        job: Job,
         observers: Observers,
         training: Training,
-        schema: FeedSchema,
+        resumed: ResumedCheckpoint | None = None,
         measuring: Measuring | None = None,
     ) -> None:
-        self._schema = schema
-        self._examine = examine
-        self._measuring = measuring
-        self._on_event = observers.on_event
+        self._job, self._resumed, self._measuring = job, resumed, measuring
+        self._check, self._on_event = observers.check, observers.on_event
         self._look_s = LOOK_S if observers.callbacks else math.inf
+        self._first: DataStatistics | None = None
+        self._loss_use = LossUse()
         self.calls = Calls(observers.callbacks, training)
 
     def __call__(self, averager: Averager) -> None:
@@ -109,7 +107,7 @@ class Serving:
         training.recording.note(event)
         if isinstance(event, DataStatistics):
             lengths = [column.longest for column in event.columns]
-            training.schema = self._schema.of_lengths(lengths)
+            training.schema = self._job.schema.of_lengths(lengths)
         if training.schema is not None:  # times may arrive before the rows are known
             self._on_event(event)
         self.calls(event)
@@ -122,7 +120,7 @@ class Serving:
         kept = averager.kept_model
         averager.save_center()
         if kept is None:
-            return averager.center
+            return averager.center.values
         logger.info("the model of epoch %d is returned", kept.epoch)
         return kept.values
 
@@ -141,7 +139,7 @@ class Serving:
         awaits_commit = training.stopped is not None
         is_news = not isinstance(event, DataStatistics) or self._examine(event)
         if is_news and isinstance(event, DataStatistics):
-            training.recording.note_loss_use(self._examine.loss_use.told())
+            training.recording.note_loss_use(self._loss_use.told())
         if is_news:
             self.tell(event)
         if isinstance(event, EpochValidated) and training.kept_epoch == event.summary.epoch:
@@ -152,55 +150,30 @@ class Serving:
         if training.stopped is not None and (is_commit or not awaits_commit):
             averager.stop(training.stopped)
         elif isinstance(event, DataStatistics):
-            averager.start(self._examine.loss_use.as_json())
+            averager.start(self._loss_use.as_json())
         elif isinstance(event, EpochValidated):
             averager.approve_epoch(event.summary.epoch)
 
-
-class RowExaminer:
-    """Checks what the workers found in their rows, before they train on them.
-
-    Args:
-        job: what is trained.
-        check: the caller's own checks, which may say how the loss is used.
-        resumed: the checkpoint that this process started from, if there was one.
-
-    Attributes:
-        loss_use: what the first check has said.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        check: Callable[[DataStatistics], LossUse | None],
-        resumed: ResumedCheckpoint | None,
-    ) -> None:
-        self._job = job
-        self._epochs = job.epochs
-        self._columns, self._features = job.schema.columns, len(job.schema.features)
-        self._check = check
-        self._resumed = resumed
-        self._first: DataStatistics | None = None
-        self.loss_use = LossUse()
-
-    def __call__(self, statistics: DataStatistics) -> bool:
-        """Raise if anything is wrong with the rows; returns whether this is the first check.
-
-        Args:
-            statistics: what was found.
-        """
+    def _examine(self, statistics: DataStatistics) -> bool:
+        """Raise if anything is wrong with the rows; returns whether this is the first check."""
+        job, resumed = self._job, self._resumed
         if self._first is None:
-            check_statistics(statistics, self._columns, self._features)
-            self._find_use(self._check(statistics), statistics)
-            if self._resumed is not None:
-                require_same_rows(self._resumed, statistics.lasting(), self._columns)
-                if has_ended(self._resumed, self._epochs):
+            columns = job.schema.columns
+            check_statistics(statistics, columns, len(job.schema.features))
+            # What the check has said of the loss, or what is known of torch's own.
+            transforms = job.feed.transform is not None
+            self._loss_use = self._check(statistics) or LossUse(
+                divides_by=divides_by(job.loss, job.schema, statistics, transforms=transforms)
+            )
+            if resumed is not None:
+                require_same_rows(resumed, statistics.lasting(), columns)
+                if has_ended(resumed, job.epochs):
                     logger.warning(
                         "the training in %s already ended with epoch %d: its model is returned "
                         "without another step. To train again use another checkpointPath, or "
                         "start over with resume='never'",
-                        self._resumed.saved.directory,
-                        self._epochs,
+                        resumed.saved.directory,
+                        job.epochs,
                     )
             self._first = statistics
             return True
@@ -212,16 +185,6 @@ class RowExaminer:
                 "Persist or write it first"
             )
         return False
-
-    def _find_use(self, found: LossUse | None, statistics: DataStatistics) -> None:
-        """Keep what the check has said of the loss, or what is known of torch's own."""
-        job = self._job
-        if found is None:
-            transforms = job.feed.transform is not None
-            found = LossUse(
-                divides_by=divides_by(job.loss, job.schema, statistics, transforms=transforms)
-            )
-        self.loss_use = found
 
 
 def setup_of(job: Job, replica: Replica, layout: Layout, settings: Mapping[str, object]) -> Setup:

@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame
 from torch import nn
 from typing_extensions import Self
 
-from sparkdl.averager.service.loop import EdgeOptions
+from sparkdl.averager.service.server import EdgeOptions
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.driver import Observers, Outcome, RunOptions, run
 from sparkdl.errors import CallbackError, ConfigError

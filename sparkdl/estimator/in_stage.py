@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparkdl.averager.service.loop import EdgeOptions
-from sparkdl.averager.service.server import Averager
+from sparkdl.averager.service.server import Averager, EdgeOptions
 from sparkdl.callbacks import EarlyStopping, ModelCheckpoint, TimeBudget
 from sparkdl.driver import Observers, Outcome, RunOptions, run
 from sparkdl.errors import (
@@ -228,7 +227,7 @@ class Served:
         @contextmanager
         def launch(averager: Averager) -> Iterator[None]:
             with (
-                RunService(averager.service, None, told.show),
+                RunService(averager, None, told.show),
                 first.workers(averager.address, averager.fail),
             ):
                 yield

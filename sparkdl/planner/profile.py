@@ -16,6 +16,7 @@ import numpy as np
 from sparkdl.errors import ConfigError
 from sparkdl.phases import COMPUTE, DECODE, EXCHANGE, WAIT
 from sparkdl.planner.traffic import Traffic
+from sparkdl.untrusted import read
 
 FORMAT = 1
 
@@ -167,11 +168,7 @@ class Profile:
             told = told.get("profile", told)
             if told["format"] != FORMAT:
                 raise ConfigError(f"it has format {told['format']!r}, this version {FORMAT}")
-            given = {each.name: told[each.name] for each in fields(cls)}
-            given |= {name: tuple(given[name]) for name in ("worker_step_s", "epoch_seconds")}
-            if (traffic := given["traffic"]) is not None:
-                given["traffic"] = Traffic(**traffic | {"places": tuple(traffic["places"])})
-            made = cls(**given)
+            made: Profile = read(cls, {each.name: told[each.name] for each in fields(cls)})
             seconds = [made.round_s, *made.worker_step_s, *made.epoch_seconds]
             counts = [made.workers, made.hosts, made.batch_size, made.rows, made.rounds]
             if made.traffic is not None:

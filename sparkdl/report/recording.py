@@ -10,14 +10,11 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
-from types import NoneType
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from sparkdl.averager.messages.headers import Types, checked, types_of
-from sparkdl.averager.messages.progress import read_epoch
 from sparkdl.averager.messages.run_events import (
     EpochValidated,
     RunEvent,
@@ -30,6 +27,7 @@ from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.phases import COMPUTE, DECODE, EXCHANGE, PHASES, WAIT
 from sparkdl.planner.traffic import Traffic
 from sparkdl.report.time_bins import TimeBins, array_of
+from sparkdl.untrusted import read
 
 LANES = 32
 """The most lanes for workers' time; if there are more workers, several share a lane."""
@@ -277,16 +275,10 @@ class Recording:
             TrainingError: the same.
         """
         workers = len(told["hosts"])
-        setup = checked(told["setup"], _SETUP_TYPES, None)
-        if (traffic := setup["traffic"]) is not None:
-            traffic = Traffic(**checked(traffic, _TRAFFIC_TYPES, None))
-        recording = cls(workers, Setup(**{**setup, "traffic": traffic}))
-        recording.history = list(map(read_epoch, told["history"]))
-        for name, value in checked({n: told[n] for n in _PLAIN}, _PLAIN, None).items():
-            setattr(recording, name, value)
-        if not all(isinstance(each, str) for each in recording.hosts):
-            raise TypeError(f"hosts are {recording.hosts!r:.100}")
-        recording.shard_rows = tuple(map(int, recording.shard_rows))
+        recording = cls(workers, read(Setup, told["setup"]))
+        recording.history = read(list[EpochSummary], told["history"])
+        for name, hint in _PLAIN.items():
+            setattr(recording, name, read(hint, told[name], name))
         for name, dtype in _ARRAYS.items():
             shape = getattr(recording, name).shape
             setattr(recording, name, array_of(told[name], shape, dtype))
@@ -366,19 +358,17 @@ class Recording:
             self.failures.append(Failure(time.monotonic() - self._began, rank, why))
 
 
-_SETUP_TYPES = types_of(Setup)
-_TRAFFIC_TYPES = types_of(Traffic)
-_PLAIN: Types = {
-    "epochs_before": (int,),
-    "started_at": (float, int),
-    "hosts": (list,),
-    "shard_rows": (tuple, list),
-    "held_out_rows": (int,),
-    "uncertainty_s": (float, int),
-    "num_failures": (int,),
-    "launched_s": (float, int, NoneType),
-    "outcome": (str, NoneType),
-    "error": (str, NoneType),
+_PLAIN: dict[str, Any] = {
+    "epochs_before": int,
+    "started_at": float,
+    "hosts": list[str],
+    "shard_rows": tuple[int, ...],
+    "held_out_rows": int,
+    "uncertainty_s": float,
+    "num_failures": int,
+    "launched_s": float | None,
+    "outcome": str | None,
+    "error": str | None,
 }
 """Attributes that travel as they are."""
 _ARRAYS: dict[str, DTypeLike] = {

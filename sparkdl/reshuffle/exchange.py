@@ -24,7 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkdl.errors import CollectiveError, DisconnectedError, StoppedError, TrainingError
+from sparkdl.errors import (
+    CollectiveError,
+    DeadlineError,
+    DisconnectedError,
+    StoppedError,
+    TrainingError,
+)
 from sparkdl.feed.columns.ragged import Column, Ragged
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
@@ -37,7 +43,7 @@ from sparkdl.reshuffle.server import (
     exchange_plan,
 )
 from sparkdl.transport.connecting import reach
-from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError
+from sparkdl.transport.connection import Connection
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +154,7 @@ class RowExchange:
             try:
                 self._fetch_once(peer, epoch, arrivals, everyone.row_servers)
                 return
-            except ConnectionLostError as error:
+            except DisconnectedError as error:
                 if not self.survives or time.monotonic() >= self._heard + self.deadline_s:
                     raise CollectiveError(
                         f"rank {self.rank} could not fetch its rows from rank {peer}: {error}. "
@@ -163,7 +169,7 @@ class RowExchange:
                     told = True
                 time.sleep(RETRY_S)
                 everyone = self.everyone()  # it may be back at another address
-            except SilenceError as error:
+            except DeadlineError as error:
                 raise CollectiveError(
                     f"no rows came from rank {peer} for {self.deadline_s:g} s while the "
                     "workers exchanged rows",
@@ -177,9 +183,8 @@ class RowExchange:
         connect = partial(address.connect, self.rank, self.token, self.deadline_s)
         try:
             connection = reach(connect, min(REACH_S, self.deadline_s))
-        except DisconnectedError as error:
-            # Renamed, because a DisconnectedError says that the averager is gone, not this peer.
-            raise ConnectionLostError(str(error)) from error
+        except DisconnectedError:
+            raise
         except StoppedError as error:
             raise TrainingError(f"rank {peer} does not know the job's token") from error
         try:
@@ -201,7 +206,7 @@ class RowExchange:
         until = time.monotonic() + self.deadline_s
         while "waiting" in (answer := connection.receive_header()):
             if time.monotonic() >= until:
-                raise SilenceError("it is itself waiting")
+                raise DeadlineError("it is itself waiting")
             self.on_rows(0)
         return answer
 
@@ -209,8 +214,7 @@ class RowExchange:
         self, connection: Connection, peer: int, arrivals: _Arrivals
     ) -> Iterable[list[Column]]:
         def receive(values: Tensor) -> None:
-            if connection.receive_values(values.view(-1)) is not None:
-                raise TrainingError(f"rank {peer} sent a header in the middle of its rows")
+            connection.receive_values(values.view(-1))
             self._heard = time.monotonic()
 
         lengths = arrivals.empty_lengths(peer)

@@ -28,14 +28,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkdl.errors import TrainingError
+from sparkdl.errors import DeadlineError, DisconnectedError, TrainingError
 from sparkdl.feed.columns.ragged import Column, Ragged
 from sparkdl.feed.columns.schema import bytes_of_rows
 from sparkdl.feed.order import HELD_OUT, full_sizes, stream_seed
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import ColumnSpec
 from sparkdl.transport.connecting import introduced
-from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError
+from sparkdl.transport.connection import Connection
 from sparkdl.transport.port import Port
 
 CHUNK_BYTES = 1 << 20
@@ -181,7 +181,7 @@ class RowServer:
 
     def _serve(self, connection: Connection) -> None:
         """Serve one fetch; called in a thread of the port, which expects lost connections."""
-        with contextlib.suppress(ConnectionLostError, SilenceError):
+        with contextlib.suppress(DisconnectedError, DeadlineError):
             try:
                 self._answer(connection)
             except TrainingError as error:

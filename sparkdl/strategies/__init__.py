@@ -12,13 +12,13 @@ from sparkdl.averager.values.center_update import CenterUpdate as CenterUpdate
 from sparkdl.averager.values.center_update import Contributions as Contributions
 from sparkdl.averager.values.center_update import ReplaceByMean as ReplaceByMean
 from sparkdl.averager.values.packing import Packing as Packing
-from sparkdl.averager.values.wire_format import BFloat16Changes as BFloat16Changes
-from sparkdl.averager.values.wire_format import Changes as Changes
-from sparkdl.averager.values.wire_format import Float4Changes as Float4Changes
-from sparkdl.averager.values.wire_format import Float8Changes as Float8Changes
-from sparkdl.averager.values.wire_format import FullPrecision as FullPrecision
-from sparkdl.averager.values.wire_format import ParameterChanges as ParameterChanges
-from sparkdl.averager.values.wire_format import SparseChanges as SparseChanges
+from sparkdl.averager.values.wire_format import BFLOAT16_CHANGES as BFLOAT16_CHANGES
+from sparkdl.averager.values.wire_format import CHANGES as CHANGES
+from sparkdl.averager.values.wire_format import FLOAT4_CHANGES as FLOAT4_CHANGES
+from sparkdl.averager.values.wire_format import FLOAT8_CHANGES as FLOAT8_CHANGES
+from sparkdl.averager.values.wire_format import FULL_PRECISION as FULL_PRECISION
+from sparkdl.averager.values.wire_format import PARAMETER_CHANGES as PARAMETER_CHANGES
+from sparkdl.averager.values.wire_format import SPARSE_CHANGES as SPARSE_CHANGES
 from sparkdl.averager.values.wire_format import WireFormat as WireFormat
 from sparkdl.strategies.all_reduce.adascale import AdaScale as AdaScale
 from sparkdl.strategies.all_reduce.gradient_all_reduce import GradientAllReduce as GradientAllReduce
@@ -56,4 +56,4 @@ from sparkdl.strategies.threshold.threshold_gradient_sharing import (
     ThresholdGradientSharing as ThresholdGradientSharing,
 )
 
-__all__ = sorted(name for name, value in globals().items() if isinstance(value, type))
+__all__ = sorted(name for name in globals() if name[0].isupper())

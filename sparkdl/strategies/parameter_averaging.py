@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from sparkdl.averager.policies.round_policy import RoundPolicy
-from sparkdl.averager.values.wire_format import WIRE_FORMATS, ParameterChanges, WireFormat
+from sparkdl.averager.values.wire_format import PARAMETER_CHANGES, WIRE_FORMATS, WireFormat
 from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
 from sparkdl.strategies.arguments import (
@@ -143,7 +143,7 @@ class ParameterAveraging(PeriodicStrategy[WorkerGroup | None]):
     @property
     def wire_format(self) -> WireFormat:
         """According to ``wire_dtype``; changes, if some may be from an older center."""
-        return WIRE_FORMATS[self.wire_dtype]() if self.cutoff == "none" else ParameterChanges()
+        return WIRE_FORMATS[self.wire_dtype] if self.cutoff == "none" else PARAMETER_CHANGES
 
     @property
     def round_policy(self) -> RoundPolicy:

@@ -14,13 +14,7 @@ from urllib.parse import urlsplit
 
 from sparkdl.errors import DisconnectedError, StoppedError
 from sparkdl.transport import local, sockets
-from sparkdl.transport.connection import (
-    Connection,
-    ConnectionLostError,
-    NotAnAveragerError,
-    SilenceError,
-    WrongTokenError,
-)
+from sparkdl.transport.connection import Connection, Takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +32,13 @@ class ServiceAddress:
         """The parts of ``uri``."""
         parts = urlsplit(self.uri)
         return parts.hostname or "", parts.port or 0
+
+    def connect(
+        self, rank: int, name: str, silence_s: float | None, takes: Takes = lambda _: True
+    ) -> Connection:
+        """Connect a worker to it; see ``introduced``."""
+        where = self.host_and_port
+        return introduced(rank, name, where, self.token, self.fingerprint, silence_s, takes)
 
 
 logger = logging.getLogger(__name__)
@@ -66,76 +67,51 @@ def introduced(
     token: str,
     fingerprint: str | None,
     silence_s: float | None,
+    takes: Takes = lambda _: True,
 ) -> Connection:
-    """Connect a worker to one of the driver's ports, once, and let both ends prove who they are.
+    """Connect a worker to one of our ports, once, and let both ends prove who they are.
+
+    It uses a local socket if the port is on this machine and has one.
 
     Args:
         rank: the worker's rank, for messages.
         name: who listens there, for messages.
-        address: the port's host and number.
-        token: the job's secret.
+        address: the host as advertised by the port's owner, and the port's number.
+        token: the job's secret, which both ends prove that they know.
         fingerprint: of the certificate that the port has to show; None for no encryption.
         silence_s: the longest that one message may make no progress, in seconds; None for no limit.
-
-    Returns:
-        The proved connection.
+        takes: as for a ``Connection``.
 
     Raises:
         DisconnectedError: the port cannot be reached.
         StoppedError: it belongs to another job.
     """
     timeout_s = CONNECT_S if silence_s is None else min(CONNECT_S, silence_s)
-    try:
-        return dial(address, token, fingerprint, timeout_s, silence_s)
-    except WrongTokenError as error:
-        raise StoppedError(
-            f"rank {rank} and {name} do not have the same token: it belongs to another job"
-        ) from error
-    except (OSError, ConnectionLostError, SilenceError) as error:
-        raise DisconnectedError(f"rank {rank} cannot reach {name}: {error}") from error
 
+    def proved(connected: socket.socket | sockets.Encrypted) -> Connection:
+        connection = Connection(connected, silence_s, (f"rank {rank}", name), takes)
+        try:
+            if connection.introduce(token):
+                return connection
+            raise StoppedError(
+                f"rank {rank} and {name} do not have the same token: it belongs to another job"
+            )
+        except BaseException:
+            connection.close()
+            raise
 
-def dial(
-    address: tuple[str, int],
-    token: str,
-    fingerprint: str | None,
-    timeout_s: float,
-    silence_s: float | None,
-) -> Connection:
-    """Connect to a port of ours, over a local socket if it is on this machine and has one.
-
-    Args:
-        address: the host as advertised by the port's owner, and the port's number.
-        token: the job's secret, which both ends prove that they know.
-        fingerprint: of the certificate that it has to show; None for a port without encryption.
-        timeout_s: seconds in which the port has to be reached.
-        silence_s: the longest that one message may make no progress, in seconds; None for no limit.
-
-    Raises:
-        OSError: nobody can be reached there, or the certificate is another one.
-        ConnectionLostError: the connection broke; WrongTokenError if the other end does not have
-            the token.
-        SilenceError: the other end did not prove itself in time.
-    """
     if fingerprint is None and (found := local.connect(address, token, timeout_s)) is not None:
         try:
-            return _proved(found, token, silence_s)
-        except (ConnectionLostError, SilenceError) as error:
+            return proved(found)
+        except StoppedError as error:
             logger.info("%s:%d is reached over TCP instead of locally: %s", *address, error)
-    return _proved(sockets.connect(address, fingerprint, timeout_s), token, silence_s)
-
-
-def _proved(
-    connected: socket.socket | sockets.Encrypted, token: str, silence_s: float | None
-) -> Connection:
-    connection = Connection(connected, silence_s)
     try:
-        if not connection.introduce(token):
-            raise WrongTokenError("the other end does not have the job's token")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+        connected = sockets.connect(address, fingerprint, timeout_s)
+    except OSError as error:
+        raise DisconnectedError(
+            f"rank {rank} cannot reach {name}: {error}", retry=_may_pass(error)
+        ) from error
+    return proved(connected)
 
 
 def reach(attempt: Callable[[], T], patience_s: float) -> T:
@@ -145,7 +121,7 @@ def reach(attempt: Callable[[], T], patience_s: float) -> T:
     port is closed for good. Nor will a port that belongs to somebody else.
 
     Args:
-        attempt: connects once; what went wrong is the cause of the errors it raises.
+        attempt: connects once.
         patience_s: seconds to keep trying.
 
     Returns:
@@ -160,7 +136,7 @@ def reach(attempt: Callable[[], T], patience_s: float) -> T:
         try:
             return attempt()
         except DisconnectedError as error:
-            if not _may_pass(error.__cause__) or time.monotonic() >= until:
+            if not error.retry or time.monotonic() >= until:
                 raise
             if not has_warned:
                 logger.warning("%s; retrying for %.0f s", error, patience_s)
@@ -168,11 +144,7 @@ def reach(attempt: Callable[[], T], patience_s: float) -> T:
             time.sleep(RETRY_S)
 
 
-def _may_pass(cause: BaseException | None) -> bool:
-    if isinstance(cause, NotAnAveragerError):
-        return False
-    if isinstance(cause, ConnectionLostError | SilenceError | TimeoutError | ssl.SSLEOFError):
-        return True
-    if isinstance(cause, socket.gaierror):
-        return cause.errno == socket.EAI_AGAIN
-    return isinstance(cause, OSError) and cause.errno in _AWAY
+def _may_pass(error: OSError) -> bool:
+    if isinstance(error, socket.gaierror):
+        return error.errno == socket.EAI_AGAIN
+    return isinstance(error, TimeoutError | ssl.SSLEOFError) or error.errno in _AWAY

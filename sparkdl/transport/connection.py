@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import reprlib
 import secrets
 import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from sparkdl.errors import TrainingError
+from sparkdl.errors import DeadlineError, DisconnectedError, TrainingError
 from sparkdl.transport.framing import (
     HEADER_KIND,
     PREFIX_BYTES,
@@ -50,24 +52,10 @@ kernel doubles it. A smaller one costs more steps, a larger one no longer fits a
 _SECONDS = struct.Struct("ll")
 _SHORTEST_S = 1e-3
 """The kernel may round anything shorter to 0, which means no limit."""
+Takes = Callable[[dict[str, Any]], bool]
+_SLOW = "the other end took too long to authenticate"
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 """A host that is cut off or loses power sends no goodbye, so the kernel probes it."""
-
-
-class ConnectionLostError(Exception):
-    """The other end is gone, or has sent something that no end of ours sends."""
-
-
-class NotAnAveragerError(ConnectionLostError):
-    """The other end does not speak as an averager does."""
-
-
-class WrongTokenError(NotAnAveragerError):
-    """The other end does not know the job's token, or says that this one does not."""
-
-
-class SilenceError(Exception):
-    """Nothing moved on a connection until its deadline passed."""
 
 
 class Connection:
@@ -78,51 +66,57 @@ class Connection:
     Args:
         connected: the socket, owned from here on.
         silence_s: the longest that one message may make no progress, in seconds; None for no limit.
+        ends: what errors call this end and the other.
+        takes: called with each header that comes, and may raise; those for which it returns False
+            are skipped.
+
+    Raises:
+        DisconnectedError: the other end is gone; raised by all methods.
+        DeadlineError: nothing moved for ``silence_s``; raised by all methods.
+        TrainingError: something else came than was to be received.
     """
 
-    def __init__(self, connected: socket.socket | Encrypted, silence_s: float | None) -> None:
+    def __init__(
+        self,
+        connected: socket.socket | Encrypted,
+        silence_s: float | None,
+        ends: tuple[str, str] = ("this end", "the other end"),
+        takes: Takes = lambda _: True,
+    ) -> None:
         self._socket = connected
         self._sending = threading.Lock()
         self._silence_s = silence_s
+        self._ends, self._takes = ends, takes
+        self._is_proved = True
         set_up(connected)
         self._limit_silence(silence_s)
 
     def welcome(self, proof: bytes) -> None:
-        """Averager: let in the worker, which has proved itself.
-
-        Args:
-            proof: the averager's own proof, for which the worker waits.
-
-        Raises:
-            ConnectionLostError: the other end is gone.
-        """
+        """Averager: let in the worker, which waits for the averager's own proof."""
         self._send(proof)
 
     def introduce(self, token: str) -> bool:
         """Worker: prove knowledge of the token; returns whether the averager did the same.
 
         Raises:
-            ConnectionLostError: the other end is gone; NotAnAveragerError if it is not an averager.
-            SilenceError: it did not complete the handshake within ``INTRODUCE_S``.
+            DisconnectedError: the other end is gone, is no averager, or did not complete the
+                handshake within ``INTRODUCE_S``.
         """
+        self._is_proved = False
         until = time.monotonic() + INTRODUCE_S
         channel = channel_of(self._socket)
         hello = self._receive_until(until, HELLO_BYTES)
         if not hello.startswith(MAGIC):
-            raise NotAnAveragerError("the other end is not an averager")
+            raise self._broken("the other end is not an averager", retry=False)
         challenge = secrets.token_bytes(CHALLENGE_BYTES)
         self._send(prove(token, WORKER, channel, hello[len(MAGIC) :]) + challenge)
         answer = self._receive_until(until, PROOF_BYTES)
         self._limit_silence(self._silence_s)
-        return hmac.compare_digest(answer, prove(token, AVERAGER, channel, challenge))
+        self._is_proved = hmac.compare_digest(answer, prove(token, AVERAGER, channel, challenge))
+        return self._is_proved
 
     def send_header(self, fields: Mapping[str, Any]) -> None:
-        """Send a JSON object.
-
-        Raises:
-            ConnectionLostError: the other end is gone.
-            SilenceError: it does not read what is sent.
-        """
+        """Send a JSON object."""
         message = header_message(fields)
         with self._sending:
             self._send(message)
@@ -134,10 +128,6 @@ class Connection:
             values: the tensor.
             header: a JSON object to send first, in the same message of the system: so the other end
                 wakes up once and not twice.
-
-        Raises:
-            ConnectionLostError: the other end is gone.
-            SilenceError: it does not read what is sent.
         """
         octets = octets_of(values)
         prefix = values_prefix(octets.nbytes)
@@ -146,59 +136,49 @@ class Connection:
         try:
             sent = self._socket.sendmsg([prefix, octets])
         except OSError as error:
-            raise self._as_ours(error) from error
+            raise self._broken(error) from error
         if sent < len(prefix):
             self._send(prefix[sent:])
             sent = len(prefix)
         if rest := octets[sent - len(prefix) :]:
             self._send(rest)
 
+    def send_octets(self, octets: bytes, block_bytes: int) -> None:
+        """Send bytes other than values, in messages of at most ``block_bytes``."""
+        if octets:
+            values = torch.frombuffer(bytearray(octets), dtype=torch.uint8)
+            for block in torch.split(values, block_bytes):
+                self.send_values(block)
+
+    def receive_octets(self, size: int, block_bytes: int) -> bytes:
+        """Receive ``size`` bytes other than values, in messages of at most ``block_bytes``."""
+        octets = torch.empty(size, dtype=torch.uint8)
+        for start in range(0, size, block_bytes):
+            self.receive_values(octets[start : start + block_bytes])
+        return octets.numpy().tobytes()
+
     def receive_header(self) -> dict[str, Any]:
-        """The next message, which has to be a header.
-
-        Raises:
-            ConnectionLostError: the other end is gone.
-            SilenceError: nothing came.
-            TrainingError: it is not a header.
-        """
-        kind, length = read_prefix(self._receive(PREFIX_BYTES))
-        if kind != HEADER_KIND:
+        """The next message, which has to be a header."""
+        header = self._receive_prefix()
+        if isinstance(header, int):
             raise TrainingError("values arrived where a header was expected")
-        return read_header(self._receive(length))
+        return header
 
-    def receive_values(self, into: Tensor) -> dict[str, Any] | None:
-        """Fill a tensor with the next message, or return the message if it is a header.
+    def receive_values(self, into: Tensor, *, varies: bool = False) -> Tensor:
+        """Fill a tensor with the next message; returns it, or its leading part.
 
         Args:
             into: contiguous, 1-D, on the CPU, of the length and dtype that must come.
-
-        Raises:
-            ConnectionLostError: the other end is gone.
-            SilenceError: nothing came.
-            TrainingError: another number of bytes came.
+            varies: whether fewer values may come.
         """
-        came = self._receive_message(into, "")
-        return came if isinstance(came, dict) else None
-
-    def receive_up_to(self, into: Tensor) -> dict[str, Any] | Tensor:
-        """The next message: the leading part of a tensor that it has filled, or a header.
-
-        Args:
-            into: as in ``receive_values``, with room for at least as many values as come.
-
-        Raises:
-            ConnectionLostError: the other end is gone.
-            SilenceError: nothing came.
-            TrainingError: more came.
-        """
-        return self._receive_message(into, "at most ")
-
-    def _receive_message(self, into: Tensor, most: str) -> dict[str, Any] | Tensor:
-        kind, length = read_prefix(self._receive(PREFIX_BYTES))
-        if kind == HEADER_KIND:
-            return read_header(self._receive(length))
+        length = self._receive_prefix()
+        if isinstance(length, dict):
+            mine, other = self._ends
+            header = reprlib.repr(length)
+            raise TrainingError(f"{mine} received {header} from {other} instead of values")
         octets, item = octets_of(into), into.dtype.itemsize
-        if length > octets.nbytes or length % item or (not most and length < octets.nbytes):
+        if length > octets.nbytes or length % item or (not varies and length < octets.nbytes):
+            most = "at most " if varies else ""
             raise TrainingError(
                 f"{length} bytes arrived where {most}{len(into)} values of {into.dtype} "
                 f"({octets.nbytes} bytes) were expected; both ends must train the same model"
@@ -216,16 +196,15 @@ class Connection:
         with contextlib.suppress(OSError):  # the other end was faster
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def close_after(self, seconds: float) -> None:
-        """Close once the other end has, since what was sent last could otherwise be lost.
+    def send_last(self, fields: Mapping[str, Any]) -> None:
+        """Send a JSON object, and close once the other end has, since it could be lost otherwise.
 
-        Args:
-            seconds: how long to wait for it.
+        Leaving before would also look like a crash.
         """
+        self.send_header(fields)
         scratch = bytearray(1 << 16)
         self.end_sending()
         with contextlib.suppress(OSError):  # gone, or silent: either way this end is done
-            self._limit_silence(seconds)
             while self._socket.recv_into(scratch):
                 pass
         self.close()
@@ -233,6 +212,16 @@ class Connection:
     def close(self) -> None:
         """Close at once."""
         self._socket.close()
+
+    def _receive_prefix(self) -> dict[str, Any] | int:
+        """The next header that is taken, or how many bytes of values follow."""
+        while True:
+            kind, length = read_prefix(self._receive(PREFIX_BYTES))
+            if kind != HEADER_KIND:
+                return length
+            header = read_header(self._receive(length))
+            if self._takes(header):
+                return header
 
     def _receive(self, size: int) -> bytes:
         octets = bytearray(size)
@@ -246,7 +235,7 @@ class Connection:
         while view.nbytes:
             left = until - time.monotonic()
             if left < _SHORTEST_S:
-                raise SilenceError("the other end took too long to authenticate")
+                raise self._broken(_SLOW)
             self._limit_silence(left)
             view = view[self._receive_some(view) :]
         return bytes(octets)
@@ -259,16 +248,16 @@ class Connection:
         try:
             count = self._socket.recv_into(octets, 0, socket.MSG_WAITALL)
         except OSError as error:
-            raise self._as_ours(error) from error
+            raise self._broken(error) from error
         if not count:
-            raise ConnectionLostError("the other end closed the connection")
+            raise self._broken("the other end closed the connection")
         return count
 
     def _send(self, octets: bytes | memoryview) -> None:
         try:
             self._socket.sendall(octets)
         except OSError as error:
-            raise self._as_ours(error) from error
+            raise self._broken(error) from error
 
     def _limit_silence(self, seconds: float | None) -> None:
         if isinstance(self._socket, Encrypted):
@@ -282,10 +271,18 @@ class Connection:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
-    def _as_ours(self, error: OSError) -> ConnectionLostError | SilenceError:
-        if isinstance(error, BlockingIOError):
-            return SilenceError("no data moved on the connection within its deadline")
-        return ConnectionLostError(f"the connection broke: {error}")
+    def _broken(
+        self, why: OSError | str, *, retry: bool = True
+    ) -> DisconnectedError | DeadlineError:
+        mine, other = self._ends
+        if self._is_proved and isinstance(why, BlockingIOError):
+            return DeadlineError(f"{mine} received nothing from {other} for {self._silence_s:g} s")
+        if isinstance(why, BlockingIOError):
+            why = _SLOW
+        elif isinstance(why, OSError):
+            why = f"the connection broke: {why}"
+        verb = "lost" if self._is_proved else "cannot reach"
+        return DisconnectedError(f"{mine} {verb} {other}: {why}", retry=retry)
 
 
 def set_up(connected: socket.socket | Encrypted) -> None:

@@ -12,8 +12,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from sparkdl.errors import DeadlineError, DisconnectedError
 from sparkdl.transport.acceptor import Acceptor
-from sparkdl.transport.connection import Connection, ConnectionLostError, SilenceError
+from sparkdl.transport.connection import Connection
 from sparkdl.transport.sockets import Encrypted
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class Port:
         try:
             connection.welcome(proof)
             self._serve(connection)
-        except (ConnectionLostError, SilenceError) as error:
+        except (DisconnectedError, DeadlineError) as error:
             logger.debug("a connection ended: %s", error)
         finally:
             connection.close()

@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from contextlib import nullcontext
+from functools import partial
 
 import pyarrow as pa
 import torch
 
 from sparkdl.averager.client.client import AveragerClient
-from sparkdl.averager.client.worker_channel import WorkerChannel
 from sparkdl.averager.messages.headers import failure_header
 from sparkdl.errors import (
     CollectiveError,
@@ -168,11 +168,9 @@ def report_failure(address: ServiceAddress, rank: int, error: BaseException) -> 
     """
     failure = failure_header(as_worker_error(error, rank, None))
     try:
-        channel = reach(lambda: WorkerChannel(address, rank, START_FAILURE_S), START_FAILURE_S)
-        try:
-            channel.send_last(failure)
-        finally:
-            channel.close()
+        name = f"the averager at {address.uri}"
+        connect = partial(address.connect, rank, name, START_FAILURE_S)
+        reach(connect, START_FAILURE_S).send_last(failure)
     except DisconnectedError as unreachable:
         raise unreachable from error
     except (StoppedError, DeadlineError) as answer:

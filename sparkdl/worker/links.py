@@ -11,7 +11,7 @@ from typing import Any
 from sparkdl.averager.client.client import AveragerClient
 from sparkdl.collective import Collective, join_collective
 from sparkdl.collective.network import local_address
-from sparkdl.collective.peers import PeerAwayError, Peers, Visitors
+from sparkdl.collective.peers import Peers, Visitors
 from sparkdl.errors import DisconnectedError, StoppedError
 from sparkdl.phases import PhaseClock
 from sparkdl.reshuffle import RowExchange, RowServer
@@ -109,5 +109,5 @@ class WorkerLinks:
         peer = Peer.of(rank, self.averager.row_servers, encrypted=self.job.tls)
         try:
             return peer.connect(self.placement.rank, self.token, silence_s)
-        except (DisconnectedError, StoppedError) as error:  # another job may listen there by now
-            raise PeerAwayError(str(error)) from error
+        except StoppedError as error:  # another job may listen there by now
+            raise DisconnectedError(str(error)) from error

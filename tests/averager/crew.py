@@ -20,7 +20,7 @@ from waiting import WAIT_S, eventually
 from sparkdl.averager import Averager, AveragerClient
 from sparkdl.averager.coordination.membership import Tolerance
 from sparkdl.averager.messages.run_events import RunEvent as Event
-from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
+from sparkdl.averager.values.wire_format import FULL_PRECISION, WireFormat
 from sparkdl.events import WindowReport
 from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.protocols import Segment
@@ -85,13 +85,13 @@ class Crew:
         self._clients[rank].__exit__(None, None, None)
         assert eventually(lambda: len(self.averager.losses) > before)
 
-    def wait_for(self, kind: type[Any], rank: int, times: int = 1) -> None:
+    def wait_for(self, event: str, rank: int, times: int = 1) -> None:
         """Wait until the averager has decided on what a worker does."""
-        assert eventually(lambda: self.heard(kind, rank, times))
+        assert eventually(lambda: self.heard(event, rank, times))
 
     def wait(self, seconds: float) -> None:
         """Time passes at the averager, which looks at its clock meanwhile."""
-        self.clock.run(self.averager.service, seconds)
+        self.clock.run(self.averager, seconds)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Call in a thread of its own."""
@@ -132,7 +132,7 @@ def crew(
         options: more arguments of the workers' clients.
         settings: more arguments of the averager.
     """
-    wire_format = wire_format or FullPrecision()
+    wire_format = wire_format or FULL_PRECISION
     clock = VirtualClock()
     with ExitStack() as stack:
         averager = open_averager(

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
+from decided import Kind, Told, do, told
 
-from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
-from sparkdl.averager.coordination.decisions import Decision
-from sparkdl.averager.coordination.events import Event, Member
-from sparkdl.averager.coordination.membership import Tolerance
+from sparkdl.averager.coordination.membership import Member, Tolerance
 from sparkdl.averager.coordination.run_state import Restart, RunSpec, Schedule
 from sparkdl.averager.messages.progress import Progress
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
@@ -21,8 +18,6 @@ from sparkdl.errors import SparkDLError
 from sparkdl.events import WindowReport
 from sparkdl.feed.statistics.column import ColumnStatistics
 from sparkdl.feed.statistics.shards import ShardStatistics
-
-T = TypeVar("T")
 
 
 def shard(rows: int = 1, *, columns: int = 1, **found: Any) -> ShardStatistics:
@@ -39,14 +34,15 @@ def report(
     )
 
 
-def only(kind: type[T], decisions: list[Decision]) -> list[T]:
+def only(kind: Kind, decisions: list[Told]) -> list[Told]:
     """The decisions of one kind."""
     return [decision for decision in decisions if isinstance(decision, kind)]
 
 
-def commit(run: Run, *weights: int, staleness: int = 0, share: float = 1.0) -> do.Commit:
+def commit(run: Run, *weights: int, staleness: int = 0, share: float = 1.0) -> Told:
     """The decision to commit what ranks with so many rows have contributed."""
-    return do.Commit(Contributions(weights, len(run.ranks), staleness, share=share))
+    decision: Told = do.commit(Contributions(weights, len(run.ranks), staleness, share=share))
+    return decision
 
 
 class Every:
@@ -100,69 +96,69 @@ class Run:
     def failure(self) -> SparkDLError | None:
         return self.coordinator.failure
 
-    def tell(self, event: Event) -> list[Decision]:
+    def tell(self, event: str, *arguments: Any, **options: Any) -> list[Told]:
         """Everything happens now, until somebody waits."""
-        return self.coordinator.handle(event, self.now)
+        return told(getattr(self.coordinator, event)(self.now, *arguments, **options))
 
-    def wait(self, seconds: float) -> list[Decision]:
+    def wait(self, seconds: float) -> list[Told]:
         """Let time pass, and look at the clock as often as the loop does."""
         tick_s, until = self.coordinator.members.tick_s, self.now + seconds
-        decisions: list[Decision] = []
+        decisions: list[Told] = []
         while self.now + tick_s <= until + 1e-9:
             self.now += tick_s
-            decisions += self.tell(on.Tick())
+            decisions += self.tell("tick")
         self.now = until
         return decisions
 
     def join(
         self, rank: int, attempt: int = 0, host: str | None = None, task: int = -1, frozen: str = ""
-    ) -> list[Decision]:
+    ) -> list[Told]:
         self.members[rank] = Member(rank, host or f"host-{rank}", attempt, task, frozen)
-        return self.tell(on.Joined(self.members[rank]))
+        return self.tell("joined", self.members[rank])
 
     def read(
         self, rank: int, found: ShardStatistics | None = None, row_server: object = None
-    ) -> list[Decision]:
-        return self.tell(on.RowsFound(self.members[rank], found or shard(), row_server))
+    ) -> list[Told]:
+        return self.tell("rows_found", self.members[rank], found or shard(), row_server)
 
-    def start(self) -> list[Decision]:
+    def start(self) -> list[Told]:
         """What the driver does once it has looked at the rows."""
-        return self.tell(on.Started())
+        return self.tell("start", {})
 
-    def take(self, *ranks: int) -> list[Decision]:
+    def take(self, *ranks: int) -> list[Told]:
         """Workers have taken the center or a reply; without any, all of them have."""
-        decisions: list[Decision] = []
+        decisions: list[Told] = []
         for rank in ranks or self.members:
-            decisions += self.tell(on.Taken(self.members[rank]))
+            decisions += self.tell("taken", self.members[rank])
         return decisions
 
-    def close(self, rank: int, *, takes_reply: bool = True, **window: Any) -> list[Decision]:
+    def close(self, rank: int, *, takes_reply: bool = True, **window: Any) -> list[Told]:
         """A worker is about to contribute."""
-        event = on.WindowClosed(self.members[rank], report(rank, **window), takes_reply=takes_reply)
-        return self.tell(event)
+        member, closed = self.members[rank], report(rank, **window)
+        return self.tell("window_closed", member, closed, takes_reply=takes_reply)
 
-    def add(self, rank: int) -> list[Decision]:
+    def add(self, rank: int) -> list[Told]:
         """A worker's contribution is in the sum."""
-        return self.tell(on.Contributed(self.members[rank]))
+        return self.tell("contributed", self.members[rank])
 
-    def contribute(self, rank: int, **window: Any) -> list[Decision]:
+    def contribute(self, rank: int, **window: Any) -> list[Told]:
         return self.close(rank, **window) + self.add(rank)
 
-    def round(self, *ranks: int, **window: Any) -> list[Decision]:
+    def round(self, *ranks: int, **window: Any) -> list[Told]:
         """Contributions of all, and everybody takes what came out."""
-        decisions: list[Decision] = []
+        decisions: list[Told] = []
         for rank in ranks or self.ranks:
             decisions += self.contribute(rank, **window)
         self.take()
         return decisions
 
-    def finish(self, rank: int) -> list[Decision]:
-        return self.tell(on.Finished(self.members[rank]))
+    def finish(self, rank: int) -> list[Told]:
+        return self.tell("finished", self.members[rank])
 
-    def lose(self, rank: int) -> list[Decision]:
-        return self.tell(on.Lost(self.members[rank], "was killed"))
+    def lose(self, rank: int) -> list[Told]:
+        return self.tell("lost", self.members[rank], "was killed")
 
-    def come_back(self, rank: int, attempt: int = 1, row_server: object = None) -> list[Decision]:
+    def come_back(self, rank: int, attempt: int = 1, row_server: object = None) -> list[Told]:
         """Join again and read the rows; the decisions are those of the latter."""
         self.join(rank, attempt, "elsewhere")
         return self.read(rank, row_server=row_server)
@@ -184,10 +180,8 @@ def started(world_size: int, **options: Any) -> Run:
     return run
 
 
-def expect_failure(
-    run: Run, decisions: list[Decision], kind: type[SparkDLError], words: str
-) -> None:
+def expect_failure(run: Run, decisions: list[Told], kind: type[SparkDLError], words: str) -> None:
     """The run has ended, with an error that says these words."""
-    assert decisions[-1:] == [do.End(run.failure)]
+    assert decisions[-1:] == [do.end(run.failure)]
     with pytest.raises(kind, match=words):
         raise run.failure or AssertionError("the run goes on")

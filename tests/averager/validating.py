@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from decided import Told, do
 from decisions import Run, only
 
-from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
 from sparkdl.events import ValidationReport
 from sparkdl.feed.statistics.shards import ShardStatistics
 
@@ -22,14 +21,14 @@ def with_held_out_rows(run: Run, found: ShardStatistics | None = HELD_OUT) -> Ru
     return run
 
 
-def validate(run: Run, rank: int, loss: float, epoch: int = 1) -> list[do.Decision]:
+def validate(run: Run, rank: int, loss: float, epoch: int = 1) -> list[Told]:
     report = ValidationReport(rank=rank, epoch=epoch, examples=1, loss_sum=loss, weight=1.0)
-    return run.tell(on.Validated(run.members[rank], report))
+    return run.tell("validated", run.members[rank], report)
 
 
-def ask(run: Run, rank: int, epochs: int = 1, known: int = 0) -> list[do.Decision]:
-    return run.tell(on.EpochLossesWanted(run.members[rank], known, epochs))
+def ask(run: Run, rank: int, epochs: int = 1, known: int = 0) -> list[Told]:
+    return run.tell("epoch_losses_wanted", run.members[rank], known, epochs)
 
 
-def told(decisions: list[do.Decision]) -> dict[int, tuple[float, ...]]:
-    return {each.member.rank: each.losses for each in only(do.TellEpochLosses, decisions)}
+def told(decisions: list[Told]) -> dict[int, tuple[float, ...]]:
+    return {each.member.rank: each.losses for each in only(do.send_epoch_losses, decisions)}

@@ -112,7 +112,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, changes: Any, words: str) -> 
 @every("value", [3, [1.0], {"a": "text"}, {"a": None}, {"a": [{"b": "c"}]}])
 def test_metrics_that_are_no_numbers_are_refused(tmp_path: Path, value: Any) -> None:
     saved(tmp_path)
-    with pytest.raises(ConfigError, match="an entry of history is invalid: metrics cannot be"):
+    with pytest.raises(ConfigError, match="an entry of history is invalid: metrics is"):
         read_changed(tmp_path, ("history", 0), {"metrics": value})
 
 

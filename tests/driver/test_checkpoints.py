@@ -22,7 +22,6 @@ from toys import classification, cnn, make_job, mlp, schema
 from sparkdl.averager import Averager
 from sparkdl.averager.coordination.run_state import Checkpointing
 from sparkdl.averager.messages.progress import Progress
-from sparkdl.averager.service.loop import Loop
 from sparkdl.averager.service.saving import ResumedCheckpoint
 from sparkdl.callbacks import Callback, Training
 from sparkdl.checkpoint import storage
@@ -168,14 +167,14 @@ def test_a_checkpoint_that_is_being_written_when_the_run_fails_is_there_afterwar
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached, goes_on = threading.Event(), threading.Event()
-    write, join_writer = CheckpointStore.write, Loop.join_writer
+    write, join_writer = CheckpointStore.write, Averager._join_writer
 
     def slow(self: CheckpointStore, contents: Contents, description: dict[str, Any]) -> str:
         reached.set()
         assert goes_on.wait(30)
         return write(self, contents, description)
 
-    def after_the_service(self: Loop) -> None:
+    def after_the_service(self: Averager) -> None:
         goes_on.set()
         join_writer(self)
 
@@ -185,7 +184,7 @@ def test_a_checkpoint_that_is_being_written_when_the_run_fails_is_there_afterwar
             raise Interrupted
 
     monkeypatch.setattr(CheckpointStore, "write", slow)
-    monkeypatch.setattr(Loop, "join_writer", after_the_service)
+    monkeypatch.setattr(Averager, "_join_writer", after_the_service)
     job, data = make_job(mlp(), epochs=9), classification([12])
     with pytest.raises(Interrupted):
         run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"), on_event=on_event)
@@ -243,7 +242,7 @@ def test_a_center_is_saved_beside_a_writer_that_is_not_done(
 
     monkeypatch.setattr(storage, "_put", slow)
     monkeypatch.setattr(Averager, "save_center", then_let_it_go_on)
-    monkeypatch.setattr("sparkdl.averager.service.loop.CLOSE_S", 0.2)
+    monkeypatch.setattr("sparkdl.averager.service.server.CLOSE_S", 0.2)
     monkeypatch.setattr("sparkdl.driver.resuming.SIGTERM_S", 0.2)
     job, data = make_job(mlp(), epochs=9), classification([12])
     with pytest.raises(SystemExit):

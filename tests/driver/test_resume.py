@@ -109,8 +109,8 @@ def test_a_training_goes_on_behind_a_checkpoint_during_which_a_worker_was_lost(
             return
         octets = self._worker_state()
         lost.append(len(octets) // self._codec.chunk_bytes)
-        self._channel.send_header({"worker_state": len(octets)})
-        self._channel.send_octets(octets[: self._codec.chunk_bytes], self._codec.chunk_bytes)
+        self._connection.send_header({"worker_state": len(octets)})
+        self._connection.send_octets(octets[: self._codec.chunk_bytes], self._codec.chunk_bytes)
         self._close()
         raise DisconnectedError("it dies")
 

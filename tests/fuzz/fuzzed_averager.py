@@ -16,12 +16,10 @@ from fuzzer import Fault, Target, require_threads_gone
 from sparkdl.averager.coordination.membership import Tolerance
 from sparkdl.averager.coordination.run_state import RunSpec
 from sparkdl.averager.messages.headers import window_header
-from sparkdl.averager.service.loop import EdgeOptions
-from sparkdl.averager.service.saving import CheckpointFiles, CheckpointPlan
-from sparkdl.averager.service.server import Averager, AveragerSpec
-from sparkdl.averager.service.snapshot import Snapshot
+from sparkdl.averager.service.saving import CheckpointPlan
+from sparkdl.averager.service.server import Averager, EdgeOptions, Snapshot
 from sparkdl.averager.values.center import CenterSpec
-from sparkdl.averager.values.wire_format import BFloat16Changes, FullPrecision, WireFormat
+from sparkdl.averager.values.wire_format import BFLOAT16_CHANGES, FULL_PRECISION, WireFormat
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.events import ValidationReport, WindowReport
@@ -68,7 +66,7 @@ class AveragerTarget(Target):
         """One run."""
         workers = draw.choice([1, 1, 1, WORKERS])
         saves = workers == 1 and draw.random() < 0.15
-        wire_format: WireFormat = BFloat16Changes() if draw.random() < 0.3 else FullPrecision()
+        wire_format: WireFormat = BFLOAT16_CHANGES if draw.random() < 0.3 else FULL_PRECISION
         steps = _steps(draw)
         said = [
             dialogue(draw, _messages(steps, rank, wire_format.name, saves=saves))
@@ -79,15 +77,13 @@ class AveragerTarget(Target):
         with ExitStack() as stack:
             averager = stack.enter_context(
                 Averager(
-                    AveragerSpec(
-                        run=RunSpec(
-                            world_size=workers,
-                            deadline_s=RIGHT_DEADLINE_S if good else WRONG_DEADLINE_S,
-                            tolerance=Tolerance(draw.choice([0] * 9 + [2])),
-                        ),
-                        center=CenterSpec(layout=LAYOUT, wire_format=wire_format),
-                        files=CheckpointFiles(plan=self._plan() if saves else None),
+                    RunSpec(
+                        world_size=workers,
+                        deadline_s=RIGHT_DEADLINE_S if good else WRONG_DEADLINE_S,
+                        tolerance=Tolerance(draw.choice([0] * 9 + [2])),
+                        checkpoints=self._plan() if saves else None,
                     ),
+                    CenterSpec(layout=LAYOUT, wire_format=wire_format),
                     Snapshot(center=[torch.ones(s.numel, dtype=s.center_dtype) for s in LAYOUT]),
                     EdgeOptions(tls=draw.random() < 0.1),
                 )
@@ -102,7 +98,7 @@ class AveragerTarget(Target):
             for each in spoken:
                 each.result()
             error = self._outcome(averager, driver)
-            if not all(bool(torch.isfinite(segment).all()) for segment in averager.center):
+            if not all(bool(torch.isfinite(segment).all()) for segment in averager.center.values):
                 raise Fault("the center has values that are not finite")
         require_threads_gone()
         if error is None and not proved:

@@ -134,7 +134,7 @@ def texts() -> Iterator[tuple[str, str]]:
     yield json.dumps({**good, "worker_step_s": [0.0, 0.0]}), "no profile"
     yield json.dumps({**good, "worker_step_s": [-1.0]}), "no profile"
     yield json.dumps({**good, "rows": 0}), "rows and rounds are not >= 1"
-    yield json.dumps({**good, "rows": "many"}), "rows and rounds are not >= 1"
+    yield json.dumps({**good, "rows": "many"}), "rows is 'many'"
     yield json.dumps({**good, "traffic": {**good["traffic"], "up": "x"}}), "no profile"
     yield json.dumps({**good, "traffic": {**good["traffic"], "period": 0}}), "are not >= 1"
     yield json.dumps({**good, "traffic": {"through": "driver"}}), "no profile"

@@ -266,7 +266,7 @@ OF_ANOTHER_NUMBER = f"rank 1 has {COUNT} rows for rank 0, but answered"
         ([FITS | {"shapes": [[4], [], []]}], "different shapes: rank 0 .*3.*, rank 1 .*4"),
         (
             [FITS, torch.zeros(3 * COUNT), {"waiting": True}],
-            "rank 1 sent a header in the middle of its rows",
+            r"rank 0 received \{'waiting': True\} from rank 1 instead of values",
         ),
         ([FITS, torch.zeros(1)], "4 bytes arrived where"),
     ],

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sparkdl.protocols import Batch, Segment
 from sparkdl.strategies import (
+    CHANGES,
     CenterUpdate,
-    Changes,
     Contributions,
     Needs,
     Nobody,
@@ -64,7 +64,7 @@ class EachForItself(Strategy[None]):
     @property
     def wire_format(self) -> WireFormat:
         """What has changed: values would undo what others have added meanwhile."""
-        return Changes()
+        return CHANGES
 
     @property
     def center_update(self) -> CenterUpdate:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
+from sparkdl.averager.values.wire_format import FULL_PRECISION, WireFormat
 from sparkdl.protocols import Batch
 from sparkdl.strategies import Needs, Run, Strategy
 
@@ -28,7 +28,7 @@ class Drifting(Strategy[Drift]):
 
     @property
     def wire_format(self) -> WireFormat:
-        return FullPrecision()
+        return FULL_PRECISION
 
     @property
     def needs(self) -> Needs:

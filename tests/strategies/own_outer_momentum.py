@@ -15,9 +15,9 @@ from torch import Tensor
 
 from sparkdl.protocols import Batch
 from sparkdl.strategies import (
+    FULL_PRECISION,
     CenterUpdate,
     Contributions,
-    FullPrecision,
     Needs,
     Run,
     Strategy,
@@ -62,7 +62,7 @@ class OuterMomentum(Strategy[None]):
     @property
     def wire_format(self) -> WireFormat:
         """Values, as they are."""
-        return FullPrecision()
+        return FULL_PRECISION
 
     @property
     def center_update(self) -> CenterUpdate:

@@ -4,33 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from decided import Told, do, told
 from torch import Tensor, nn
 from toys import Data, _train_by_hand, batches_by_hand, mlp
 
-from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
-from sparkdl.averager.coordination.coordinator import Coordinator
+from sparkdl.averager import Averager
 from sparkdl.events import WindowReport
 
 
 @contextmanager
-def recorded_decisions() -> Iterator[list[do.Decision]]:
+def recorded_decisions() -> Iterator[list[Told]]:
     """Take down what the runs of this process decide meanwhile."""
-    decided: list[do.Decision] = []
-    handle = Coordinator.handle
+    decided: list[Told] = []
+    decide = Averager._decide
 
-    def recording(self: Coordinator, event: on.Event, now: float) -> list[do.Decision]:
-        decisions = handle(self, event, now)
-        decided.extend(decisions)
-        return decisions
+    def recording(self: Averager, event: Any, *arguments: Any, **options: Any) -> None:
+        decide(self, event, *arguments, **options)
+        decided.extend(told(self.coordinator.do.decisions))
 
-    Coordinator.handle = recording  # type: ignore[method-assign]
+    Averager._decide = recording  # type: ignore[method-assign]
     try:
         yield decided
     finally:
-        Coordinator.handle = handle  # type: ignore[method-assign]
+        Averager._decide = decide  # type: ignore[method-assign]
 
 
 class Replay:
@@ -50,17 +49,17 @@ class Replay:
         self._round: list[WindowReport] = []
         self.share = 1.0
 
-    def follow(self, decisions: list[do.Decision]) -> nn.Module:
+    def follow(self, decisions: list[Told]) -> nn.Module:
         for decision in decisions:
-            if isinstance(decision, do.Report) and isinstance(decision.event, WindowReport):
+            if isinstance(decision, do.report) and isinstance(decision.event, WindowReport):
                 self._round.append(decision.event)
                 continue
             windows, self._round = self._round, []
             self.commit(windows)
-            if isinstance(decision, do.Commit):
+            if isinstance(decision, do.commit):
                 self.share = decision.contributions.share
-            if isinstance(decision, (do.Welcome, do.Reply)):
-                self.send_center(decision.member.rank, joins=isinstance(decision, do.Welcome))
+            if isinstance(decision, (do.welcome, do.reply)):
+                self.send_center(decision.member.rank, joins=isinstance(decision, do.welcome))
         self.put(self.center)
         return self.module
 

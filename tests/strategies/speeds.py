@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
+from sparkdl.averager.coordination.actions import Actions, carry_out
 from sparkdl.averager.coordination.coordinator import Coordinator
+from sparkdl.averager.coordination.membership import Member
 from sparkdl.averager.coordination.run_state import RunSpec
-from sparkdl.averager.values.center import Center
+from sparkdl.averager.messages.run_events import RunEvent
+from sparkdl.averager.values.center import Center, CenterSpec
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics.shards import ShardStatistics
@@ -29,7 +30,7 @@ LAYOUT = (Segment("parameters", torch.float64, 1),)
 
 
 @dataclass
-class Speeds:
+class Speeds(Actions):
     """One training.
 
     Attributes:
@@ -60,7 +61,8 @@ class Speeds:
         initial = [torch.tensor([start], dtype=torch.float64)]
         workers = len(self.goals)
         update = self.strategy.center_update
-        self._center = Center(LAYOUT, initial, workers, self._format, update)
+        spec = CenterSpec(layout=LAYOUT, wire_format=self._format, update=update)
+        self._center = Center(spec, initial, workers)
         self._coordinator = Coordinator(
             RunSpec(world_size=workers, deadline_s=1e9, policy=self.strategy.round_policy), 0.0
         )
@@ -70,11 +72,11 @@ class Speeds:
         self._values = [start] * workers
         self._sent: dict[int, Tensor] = {}
         self._taken: list[int] = []
-        self._members = [on.Member(rank, "host") for rank in range(workers)]
+        self._members = [Member(rank, "host") for rank in range(workers)]
         for member in self._members:
-            self._tell(on.Joined(member))
-            self._tell(on.RowsFound(member, ShardStatistics(1, ())))
-        self._tell(on.Started())
+            self._tell(self._coordinator.joined, member)
+            self._tell(self._coordinator.rows_found, member, ShardStatistics(1, ()))
+        self._tell(self._coordinator.start, {})
         while len(self.theta) < epochs:
             self._now, rank = heapq.heappop(self._due)
             self._close(rank)
@@ -94,40 +96,44 @@ class Speeds:
             last=self._done[rank] == self.steps[rank],
             step_of_epoch=self._done[rank],
         )
-        self._tell(on.WindowClosed(self._members[rank], report))
+        self._tell(self._coordinator.window_closed, self._members[rank], report)
 
-    def _tell(self, event: on.Event) -> None:
-        for decision in self._coordinator.handle(event, self._now):
-            self._carry_out(decision)
+    def _tell(self, event: Any, *arguments: Any) -> None:
+        carry_out(event(self._now, *arguments), self)
         while self._taken:
-            self._tell(on.Taken(self._members[self._taken.pop()]))
+            self._tell(self._coordinator.taken, self._members[self._taken.pop()])
         total = self._center.sum
         rank = None if total is None else total.turn(0)
         if total is not None and rank in self._sent:
             total.add(rank, 0, self._sent.pop(rank))
-            self._tell(on.Contributed(self._members[rank]))
+            self._tell(self._coordinator.contributed, self._members[rank])
 
-    def _carry_out(self, decision: do.Decision) -> None:
-        match decision:
-            case do.OpenSum(ranks):
-                self._center.open_sum(ranks)
-            case do.Skip(rank):
-                assert self._center.sum is not None
-                self._center.sum.declare(rank, 0)
-            case do.Receive(member, weight, staleness):
-                assert self._center.sum is not None
-                self._center.sum.declare(member.rank, weight, self._center.scale(staleness))
-                self._sent[member.rank] = self._contribution(member.rank)
-            case do.Commit(contributions):
-                self._center.commit(contributions)
-                self.contributions.append(contributions)
-            case do.Report(EpochSummary()):
-                self._center.start_epoch()
-                self.theta.append(self._center.values[0].item())
-            case do.Welcome(member):
-                self._begin(member.rank, final=False)
-            case do.Reply(member, final):
-                self._begin(member.rank, final=final)
+    def open_sum(self, ranks: tuple[int, ...]) -> None:
+        self._center.open_sum(ranks)
+
+    def skip(self, rank: int) -> None:
+        assert self._center.sum is not None
+        self._center.sum.declare(rank, 0)
+
+    def receive(self, member: Member, weight: float, staleness: int) -> None:
+        assert self._center.sum is not None
+        self._center.sum.declare(member.rank, weight, self._center.scale(staleness))
+        self._sent[member.rank] = self._contribution(member.rank)
+
+    def commit(self, contributions: Contributions) -> None:
+        self._center.commit(contributions)
+        self.contributions.append(contributions)
+
+    def report(self, event: RunEvent) -> None:
+        if isinstance(event, EpochSummary):
+            self._center.start_epoch()
+            self.theta.append(self._center.values[0].item())
+
+    def welcome(self, member: Member) -> None:
+        self._begin(member.rank, final=False)
+
+    def reply(self, member: Member, *, final: bool, values: bool, worker_state: bool) -> None:
+        self._begin(member.rank, final=final)
 
     def _begin(self, rank: int, *, final: bool) -> None:
         self._base[rank] = self._values[rank] = self._center.values[0].item()

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 import trainings
+from decided import Told, do
 from torch import nn
 from toys import batches_by_hand, classification, mlp
 
-from sparkdl.averager.coordination import decisions as do
 from sparkdl.events import WindowReport
 from sparkdl.strategies import ElasticAveraging, Run
 
@@ -105,12 +105,12 @@ def in_step(hand: ByHand, epochs: int) -> nn.Module:
     return hand.outcome()
 
 
-def as_decided(decisions: list[do.Decision], hand: ByHand | None = None) -> nn.Module:
+def as_decided(decisions: list[Told], hand: ByHand | None = None) -> nn.Module:
     """What a run has committed, and nothing else."""
     hand, steps = hand or ByHand(0.2), dict.fromkeys(range(3), 0)
     committed: list[WindowReport] = []
     for decision in decisions:
-        if isinstance(decision, do.Report) and isinstance(decision.event, WindowReport):
+        if isinstance(decision, do.report) and isinstance(decision.event, WindowReport):
             committed.append(decision.event)
             continue
         for window in committed:
@@ -119,9 +119,9 @@ def as_decided(decisions: list[do.Decision], hand: ByHand | None = None) -> nn.M
             steps[window.rank] = 0 if window.last else window.step_of_epoch
         hand.meet([window.rank for window in committed if window.examples])
         committed = []
-        if isinstance(decision, do.Welcome):
+        if isinstance(decision, do.welcome):
             hand.begin(decision.member.rank)
-        if isinstance(decision, do.Reply):
+        if isinstance(decision, do.reply):
             hand.read[decision.member.rank] = hand.center
     return hand.outcome()
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from decided import Told, do
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from toys import _train_by_hand, batches_by_hand, mlp
 from trainings import DATA, SIZES
 
-from sparkdl.averager.coordination import decisions as do
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.strategies import OuterOptimizer, OuterSGD
 
@@ -152,10 +152,10 @@ class AsDecided(ByHand):
         self.sent: dict[int, Sent] = {}
         self.steps = dict.fromkeys(range(len(SIZES)), 0)
 
-    def follow(self, decisions: list[do.Decision]) -> nn.Module:
+    def follow(self, decisions: list[Told]) -> nn.Module:
         committed: list[WindowReport] = []
         for decision in decisions:
-            event = decision.event if isinstance(decision, do.Report) else None
+            event = decision.event if isinstance(decision, do.report) else None
             if isinstance(event, WindowReport):
                 committed.append(event)
                 continue
@@ -166,7 +166,7 @@ class AsDecided(ByHand):
                 self.epoch, self.number = event.epoch + 1, 0
                 for rank in self.steps:
                     self.begin(rank)
-            if isinstance(decision, do.Welcome):
+            if isinstance(decision, do.welcome):
                 self.begin(decision.member.rank)
         vector_to_parameters(self.center.clone(), self.replicas[0].parameters())
         return self.replicas[0]

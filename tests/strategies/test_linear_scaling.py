@@ -1,4 +1,4 @@
-"""k workers at k times the learning rate, after a warm-up: as ``docs/all-reduce.md#large-batches`` says."""
+"""k workers at k times the learning rate, after a warm-up: as ``docs/all-reduce.md`` says."""
 
 from __future__ import annotations
 

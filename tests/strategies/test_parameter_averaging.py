@@ -219,7 +219,7 @@ def test_rounds_without_any_rows_leave_every_replica_at_the_initial_model(wire_d
         drive(averager)
         for worker in workers:
             worker.result(timeout=60)
-        assert torch.equal(averager.center[0], initial)
+        assert torch.equal(averager.center.values[0], initial)
     assert all(torch.equal(state, initial) for state in states.values())
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import trainings
+from by_keyword import center_of
 from every_row import every
 from replayed import ByHand, recorded_decisions
 from speeds import Speeds
@@ -15,22 +16,21 @@ from toys import relative_error
 from trainings import DATA, SIZES
 
 from sparkdl.averager.policies.round_policy import All
-from sparkdl.averager.values.center import Center
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.protocols import Segment
 from sparkdl.strategies import (
+    FULL_PRECISION,
+    PARAMETER_CHANGES,
     PBSP,
     SSP,
     AsynchronousOuterOptimizer,
     AsynchronousSGD,
     DelayedNesterov,
     ElasticAveraging,
-    FullPrecision,
     GossipAveraging,
     OuterOptimizer,
     OuterSGD,
     ParameterAveraging,
-    ParameterChanges,
     Softsync,
     Strategy,
 )
@@ -130,8 +130,8 @@ def test_the_center_moves_by_the_mean_change_whenever_contributions_began() -> N
 def test_late_parameters_count_as_changes_and_all_else_as_values() -> None:
     kinds = ("parameters", "buffers", "optimizer")
     layout = tuple(Segment(kind, torch.float32, 1) for kind in kinds)
-    wire_format = ParameterChanges()
-    center = Center(layout, [torch.tensor([10.0]) for _ in kinds], 2, wire_format)
+    wire_format = PARAMETER_CHANGES
+    center = center_of(layout, [torch.tensor([10.0]) for _ in kinds], 2, wire_format)
     # Rank 0 began at 10; rank 1 before, when all were 50, and has come to 47 and 44, 3 rows' worth.
     trained, begun, rows = (12.0, 44.0), (10.0, 50.0), (1, 3)
     total = center.open_sum([0, 1])
@@ -152,4 +152,4 @@ def test_late_parameters_count_as_changes_and_all_else_as_values() -> None:
 def test_without_a_cutoff_everyone_is_in_every_round_and_values_travel() -> None:
     for strategy in (ParameterAveraging(), OuterOptimizer()):
         assert type(strategy.round_policy) is All
-        assert type(strategy.wire_format) is FullPrecision
+        assert strategy.wire_format is FULL_PRECISION

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -12,12 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.shrinking import shrink
 
-from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
-from sparkdl.averager.coordination.coordinator import Coordinator
-from sparkdl.averager.coordination.membership import FencedError
-from sparkdl.averager.coordination.rank_states import RankState
-from sparkdl.averager.coordination.round_decisions import RoundDecisions
+from sparkdl.averager.coordination.coordinator import Coordinator, event
+from sparkdl.averager.coordination.membership import FencedError, Member
+from sparkdl.averager.coordination.rank_states import RankState, Window
 from sparkdl.testing.simulation import Fault, Kind, Plan, Violation, random_plan, simulate
 from sparkdl.testing.simulation.averager import Averager
 
@@ -85,56 +82,49 @@ def test_no_list_of_faults_that_a_run_survives_ends_it(plan: Plan) -> None:
     assert outcome.failure is None or preempted
 
 
-def decided_by(kind: type[RoundDecisions]) -> type[Coordinator]:
-    """A coordinator whose rounds are decided otherwise."""
-
-    class Otherwise(Coordinator):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            self._rounds.__class__ = kind
-
-    return Otherwise
+# What the events below come down to, without what is the same for all.
+join: Any = inspect.unwrap(Coordinator.joined)
+finish: Any = inspect.unwrap(Coordinator.finished)
+end_checkpoint: Any = inspect.unwrap(Coordinator.checkpoint_ended)
 
 
-class AsksWhoComesBack(RoundDecisions):
+class AsksWhoComesBack(Coordinator):
     """Waits for the worker state of who is let in after a checkpoint's commit, and asks nobody."""
 
-    def _save_if_due(self, now: float) -> list[do.Decision]:
-        begun = super()._save_if_due(now)
+    def _save_if_due(self) -> bool:
+        begun = super()._save_if_due()
         if begun:
-            self._checkpoints.awaited.update(self._run.to_let_in)
+            self.checkpoints.awaited.update(self.to_let_in)
         return begun
 
 
-class ActsInASuccessorsName(Coordinator):
-    """Takes what a member says that has lost its place for its successor's word."""
-
-    def handle(self, event: Any, now: float) -> list[do.Decision]:
-        member = getattr(event, "member", None)
-        if member is not None and member.gone and not isinstance(event, on.Lost):
-            event = dataclasses.replace(event, member=self.members.of(member.rank))
-        return super().handle(event, now)
-
-
 class HearsTheDropped(Averager):
-    """Goes through what has arrived on a connection although it was dropped."""
+    """Goes through what has arrived on a connection although it was dropped.
 
-    def _carry_out(self, decision: do.Decision) -> None:
-        if isinstance(decision, do.Drop):
-            self._do(decision.member, lambda worker: worker.channel.receive())
-        super()._carry_out(decision)
+    And takes what a member says that has lost its place for its successor's word.
+    """
+
+    def drop(self, member: Member, why: str) -> None:
+        self._do(member, lambda worker: worker.channel.receive())
+        super().drop(member, why)
+
+    def _decide(self, event: Any, *arguments: Any, **options: Any) -> None:
+        if arguments and isinstance(arguments[0], Member):
+            member, *others = arguments
+            if member.gone and event.__name__ != "lost":
+                arguments = self.coordinator.members.of(member.rank), *others
+        super()._decide(event, *arguments, **options)
 
 
-class JudgesByItsOwnPause(Coordinator):
-    """Takes silence for a worker's although it has itself not listened."""
+class JudgesByItsOwnPause(Averager):
+    """Takes silence for a worker's although it has itself not listened.
 
-    def handle(self, event: on.Event, now: float) -> list[do.Decision]:
-        self.members._last_look = now
-        return super().handle(event, now)
+    It looks at the clock before it looks at what has arrived during a pause.
+    """
 
-
-class LooksAtTheClockFirst(Averager):
-    """Looks at the clock before it looks at what has arrived during a pause."""
+    def _decide(self, event: Any, *arguments: Any, **options: Any) -> None:
+        self.coordinator.members._last_look = self.now()
+        super()._decide(event, *arguments, **options)
 
     def _iterate(self) -> None:
         if self.now() >= self._tick_at:
@@ -146,71 +136,76 @@ class LooksAtTheClockFirst(Averager):
 class CountsHalfAContribution(Coordinator):
     """Goes on with a sum of which a part came from a worker that was lost."""
 
-    def _lose(self, member: on.Member, why: str) -> list[do.Decision]:
-        if self.round.ranks[member.rank] is RankState.CONTRIBUTING:
+    def _lost(self: Any, member: Member, why: str) -> None:
+        if self.ranks[member.rank] is RankState.CONTRIBUTING:
             self.round.finish(member.rank)
-        return super()._lose(member, why)
+        Coordinator._lost(self, member, why)
+
+    lost = event(_lost)
 
 
-class CountsWhatWasStartedOver(RoundDecisions):
+class CountsWhatWasStartedOver(Coordinator):
     """Takes a contribution for complete that became whole as its sum was forgotten."""
 
-    def complete(self, rank: int, now: float) -> list[do.Decision]:
-        self._round.finish(rank)
-        self._members.pass_turn(now)
-        return self.commit_if_complete(now)
+    @event
+    def contributed(self: Any, member: Member) -> None:
+        self.round.finish(member.rank)
+        self.members.pass_turn(self._now)
+        self._commit_if_complete()
 
 
 class EndsAnEpochWithoutTheLost(Coordinator):
     """Takes who is lost for through with the epoch."""
 
-    def _lose(self, member: on.Member, why: str) -> list[do.Decision]:
+    def _lost(self: Any, member: Member, why: str) -> None:
         self.round.pending.discard(member.rank)
-        return super()._lose(member, why)
+        Coordinator._lost(self, member, why)
+
+    lost = event(_lost)
 
 
 class CountsAFailedCheckpoint(Coordinator):
     """Takes a checkpoint that could not be written for one."""
 
-    def _checkpoint_ended(self, *, saved: bool) -> list[do.Decision]:
-        return super()._checkpoint_ended(saved=True)
+    @event
+    def checkpoint_ended(self: Any, *, saved: bool) -> None:
+        end_checkpoint(self, saved=True)
 
 
 class TriesNoneAfterAFailedOne(Coordinator):
     """Leaves the storage alone once it has failed."""
 
-    def _checkpoint_ended(self, *, saved: bool) -> list[do.Decision]:
-        decided = super()._checkpoint_ended(saved=saved)
+    @event
+    def checkpoint_ended(self: Any, *, saved: bool) -> None:
+        end_checkpoint(self, saved=saved)
         if not saved:
-            self.checkpoints.end_epoch = lambda epoch: None  # type: ignore[method-assign]
-        return decided
+            self.checkpoints.end_epoch = lambda epoch: None
 
 
-class AsksTwiceForOneState(RoundDecisions):
+class AsksTwiceForOneState(Coordinator):
     """Asks whoever it waits for once more at the next commit."""
 
     _commits = False
 
-    def _commit(self, now: float) -> list[do.Decision]:
+    def _commit(self) -> None:
         self._commits = True
-        decided = super()._commit(now)
+        super()._commit()
         self._commits = False
-        return decided
 
-    def admit(self, now: float, *, saves: bool = False, **options: Any) -> list[do.Decision]:
-        asks = self._commits and bool(self._checkpoints.awaited)
-        return super().admit(now, saves=saves or asks, **options)
+    def _admit(self, *, saves: bool = False, **options: Any) -> None:
+        asks = self._commits and bool(self.checkpoints.awaited)
+        super()._admit(saves=saves or asks, **options)
 
 
 class LetsFinishedRanksJoin(Coordinator):
     """Lets another attempt of a rank in that has finished."""
 
-    def _joined(self, event: on.Joined) -> list[do.Decision]:
-        rank = event.member.rank
-        if self.round.ranks[rank] is RankState.FINISHED:
-            self.members.join(event.member, self._now)
-            return []
-        return super()._joined(event)
+    @event
+    def joined(self: Any, member: Member) -> None:
+        if self.ranks[member.rank] is RankState.FINISHED:
+            self.members.join(member, self._now)
+        else:
+            join(self, member)
 
 
 class FencesFinish(Coordinator):
@@ -220,54 +215,57 @@ class FencesFinish(Coordinator):
         super().__init__(*arguments, **options)
         self._sent_away: set[int] = set()
 
-    def _finish(self, event: on.Finished) -> list[do.Decision]:
-        if event.member.gone:
-            self._sent_away.add(event.member.rank)
-            return []
-        return super()._finish(event)
+    @event
+    def finished(self: Any, member: Member) -> None:
+        if member.gone:
+            self._sent_away.add(member.rank)
+        else:
+            finish(self, member)
 
-    def _joined(self, event: on.Joined) -> list[do.Decision]:
-        if event.member.rank in self._sent_away:
+    @event
+    def joined(self: Any, member: Member) -> None:
+        if member.rank in self._sent_away:
             raise FencedError("it has lost its place, and leaves")
-        return super()._joined(event)
+        join(self, member)
 
 
 class HearsLastWordsLate(Averager):
     """Decides on what a worker says last when it may have been dropped meanwhile."""
 
-    def tell(self, event: on.Event) -> None:
-        if isinstance(event, on.Finished):
-            decide = partial(super().tell, event)
+    def tell(self, event: Any, *arguments: Any, **options: Any) -> None:
+        decide = partial(super().tell, event, *arguments, **options)
+        if event.__name__ == "finished":
             self._clock.after(1.0, lambda: self.post(decide))
         else:
-            super().tell(event)
+            decide()
 
 
-class LetsTheLostStandForOthers(RoundDecisions):
+class LetsTheLostStandForOthers(Coordinator):
     """Goes on without one who has yet to contribute, for another that had, and was lost."""
 
-    def _enter(self, window: on.WindowClosed, now: float) -> list[do.Decision]:
-        decided, this = super()._enter(window, now), self._round
+    def _enter(self, window: Window) -> None:
+        super()._enter(window)
+        this = self.round
         if len(this.entered) >= len(this.group):
             left = sorted(this.group - this.entered.keys())
             this.group.difference_update(left)
-            decided += map(do.Skip, left)
-        return decided
+            for rank in left:
+                self.do.skip(rank)
 
 
-PUT_BACK = {
-    "asks who comes back": (decided_by(AsksWhoComesBack), Averager),
-    "acts in a successor's name": (ActsInASuccessorsName, HearsTheDropped),
-    "judges by its own pause": (JudgesByItsOwnPause, LooksAtTheClockFirst),
+PUT_BACK: dict[str, tuple[type[Coordinator], type[Averager]]] = {
+    "asks who comes back": (AsksWhoComesBack, Averager),
+    "acts in a successor's name": (Coordinator, HearsTheDropped),
+    "judges by its own pause": (Coordinator, JudgesByItsOwnPause),
     "counts half a contribution": (CountsHalfAContribution, Averager),
-    "counts what was started over": (decided_by(CountsWhatWasStartedOver), Averager),
+    "counts what was started over": (CountsWhatWasStartedOver, Averager),
     "ends an epoch without the lost": (EndsAnEpochWithoutTheLost, Averager),
-    "asks twice for one state": (decided_by(AsksTwiceForOneState), Averager),
+    "asks twice for one state": (AsksTwiceForOneState, Averager),
     "counts a failed checkpoint": (CountsAFailedCheckpoint, Averager),
     "tries none after a failed one": (TriesNoneAfterAFailedOne, Averager),
     "fences finish": (FencesFinish, HearsLastWordsLate),
     "lets finished ranks join": (LetsFinishedRanksJoin, Averager),
-    "lets the lost stand for others": (decided_by(LetsTheLostStandForOthers), Averager),
+    "lets the lost stand for others": (LetsTheLostStandForOthers, Averager),
 }
 """Faults that there were, or nearly."""
 FOUND_WITHIN = 2000

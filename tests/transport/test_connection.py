@@ -25,16 +25,11 @@ from toys import DTYPES
 from virtual_time import VirtualClock
 
 from sparkdl.averager.client.client import AveragerClient
-from sparkdl.averager.values.wire_format import FullPrecision
-from sparkdl.errors import DisconnectedError, TrainingError
+from sparkdl.averager.values.wire_format import FULL_PRECISION
+from sparkdl.errors import DeadlineError, DisconnectedError, TrainingError
 from sparkdl.transport import connecting, connection
-from sparkdl.transport.connecting import RETRY_S, ServiceAddress, reach
-from sparkdl.transport.connection import (
-    Connection,
-    ConnectionLostError,
-    NotAnAveragerError,
-    SilenceError,
-)
+from sparkdl.transport.connecting import RETRY_S, ServiceAddress, introduced, reach
+from sparkdl.transport.connection import Connection
 from sparkdl.transport.handshake import ANSWER_BYTES, MAGIC, REFUSAL, Challenge, channel_of
 from sparkdl.transport.sockets import Certificate, Encrypted, connect
 
@@ -42,21 +37,28 @@ CLOSED = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
 AWAY = OSError(errno.EHOSTUNREACH, "No route to host")
 
 
-def failing(times: int, cause: Exception) -> tuple[Callable[[], str], list[int]]:
-    """An attempt that fails so often before it succeeds; counts how often it was made."""
-    made: list[int] = []
+class Attempts:
+    """Attempts to reach a port, of which the first ``times`` fail; they count themselves."""
 
-    def connect() -> str:
-        made.append(1)
-        if len(made) <= times:
-            raise DisconnectedError(f"rank 0 cannot reach the averager: {cause}") from cause
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int, cause: OSError) -> None:
+        self.made, self._times, self._cause = 0, times, cause
+        monkeypatch.setattr(connecting.sockets, "connect", self._connect)
+        monkeypatch.setattr(connecting.local, "connect", lambda *_: None)
+
+    def __call__(self) -> str:
+        with contextlib.suppress(KeyError):
+            introduced(0, "the averager", ("there", 1), "token", None, SILENCE_S)
         return "connected"
 
-    return connect, made
+    def _connect(self, *_: Any) -> None:
+        self.made += 1
+        if self.made <= self._times:
+            raise self._cause
+        raise KeyError
 
 
 def test_what_may_pass_is_waited_for(
-    caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
     for cause in [
         AWAY,
@@ -64,32 +66,31 @@ def test_what_may_pass_is_waited_for(
         TimeoutError(errno.ETIMEDOUT, "Connection timed out"),
         TimeoutError("timed out"),
         ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
-        ConnectionLostError("the other end closed the connection"),
-        SilenceError("nothing moved for 20 s"),
         socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
     ]:
         with subtests.test(cause=cause):
             caplog.clear()
-            connect, made = failing(2, cause)
-            assert reach(connect, patience_s=20) == "connected"
-            assert len(made) == 3
+            attempts = Attempts(monkeypatch, 2, cause)
+            assert reach(attempts, patience_s=20) == "connected"
+            assert attempts.made == 3
             assert [record.message for record in caplog.records] == [
                 f"rank 0 cannot reach the averager: {cause}; retrying for 20 s"
             ]
 
 
-def test_what_will_not_pass_is_an_error_at_once(subtests: pytest.Subtests) -> None:
+def test_what_will_not_pass_is_an_error_at_once(
+    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
     for cause in [
         CLOSED,
-        NotAnAveragerError("the other end is not an averager"),
         OSError("the certificate found there has another SHA-256"),
         socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
     ]:
         with subtests.test(cause=cause):
-            connect, made = failing(1, cause)
+            attempts = Attempts(monkeypatch, 1, cause)
             with pytest.raises(DisconnectedError, match="rank 0 cannot reach the averager"):
-                reach(connect, patience_s=20)
-            assert len(made) == 1
+                reach(attempts, patience_s=20)
+            assert attempts.made == 1
 
 
 def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,11 +100,11 @@ def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         clock.passed += seconds
 
     monkeypatch.setattr(connecting, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
-    connect, made = failing(10_000, AWAY)
+    attempts = Attempts(monkeypatch, 10_000, AWAY)
     with pytest.raises(DisconnectedError, match="No route to host"):
-        reach(connect, patience_s=60.0)
+        reach(attempts, patience_s=60.0)
     assert clock.passed == 60.0
-    assert len(made) == 60 / RETRY_S + 1
+    assert attempts.made == 60 / RETRY_S + 1
 
 
 def test_a_closed_port_is_named(free_port: int) -> None:
@@ -111,7 +112,7 @@ def test_a_closed_port_is_named(free_port: int) -> None:
     with pytest.raises(
         DisconnectedError, match=rf"rank 3 cannot reach .*127.0.0.1:{free_port}: .*refused"
     ):
-        AveragerClient(address, 3, FullPrecision(), deadline_s=60)
+        AveragerClient(address, 3, FULL_PRECISION, deadline_s=60)
 
 
 @pytest.fixture
@@ -182,7 +183,7 @@ def test_values_survive_the_wire_bit_for_bit(connected: Connect, subtests: pytes
             received = torch.zeros(numel + 2, dtype=dtype)
             with connected() as (left, right):
                 receive = partial(right.receive_values, received[1:-1])
-                assert both(partial(left.send_values, values[1:-1]), receive)[1] is None
+                both(partial(left.send_values, values[1:-1]), receive)
             assert torch.equal(received, values)
 
 
@@ -200,7 +201,7 @@ def test_a_header_sent_along_with_values_arrives_before_them(
             with connected() as (left, right):
                 receive = partial(received_of, right, received)
                 _, came = both(partial(left.send_values, values, header), receive)
-            assert came == (header, None)
+            assert came[0] == header
             assert torch.equal(received, values)
 
 
@@ -228,12 +229,12 @@ def test_both_ends_may_send_and_receive_at_the_same_time(connected: Connect) -> 
 
 
 def test_silence_ends_at_the_deadline(connected: Connect) -> None:
-    with connected(silence_s=0.2) as (_, right), pytest.raises(SilenceError):
+    with connected(silence_s=0.2) as (_, right), pytest.raises(DeadlineError):
         right.receive_header()
 
 
 def test_an_end_that_takes_nothing_is_noticed_at_the_deadline(connected: Connect) -> None:
-    with connected(silence_s=0.2) as (left, _), pytest.raises(SilenceError):
+    with connected(silence_s=0.2) as (left, _), pytest.raises(DeadlineError):
         left.send_values(torch.zeros(50_000_000))
 
 
@@ -242,7 +243,7 @@ def test_an_interrupt_wakes_who_waits(connected: Connect) -> None:
         waiting = pool.submit(left.receive_header)
         time.sleep(0.1)
         left.interrupt()
-        assert isinstance(waiting.exception(timeout=10), ConnectionLostError)
+        assert isinstance(waiting.exception(timeout=10), DisconnectedError)
 
 
 def test_what_was_said_last_arrives_though_more_was_being_sent(connected: Connect) -> None:
@@ -259,8 +260,7 @@ def test_what_was_said_last_arrives_though_more_was_being_sent(connected: Connec
 
         def stop() -> None:
             assert sending.wait(10)
-            averager.send_header({"stopped": "why"})
-            averager.close_after(10)
+            averager.send_last({"stopped": "why"})
 
         assert both(work, stop)[0] == {"stopped": "why"}
 
@@ -341,8 +341,9 @@ class TestHandshake:
             right.close()
 
         worker = Connection(left, SILENCE_S)
-        with pytest.raises(ConnectionLostError, match="closed the connection"):
+        with pytest.raises(DisconnectedError, match="closed the connection") as left_alone:
             both(lambda: worker.introduce("t"), leave)
+        assert left_alone.value.retry
 
     def test_an_averager_that_trickles_is_left_at_the_deadline(
         self, pair: Callable[[], Ends], monkeypatch: pytest.MonkeyPatch
@@ -361,8 +362,9 @@ class TestHandshake:
             return given_up.is_set()
 
         def introduce() -> None:
-            with pytest.raises(SilenceError):
+            with pytest.raises(DisconnectedError, match="too long") as slow:
                 Connection(left, silence_s=60.0).introduce("t")
+            assert slow.value.retry
             given_up.set()
             left.close()
 
@@ -390,8 +392,9 @@ class TestHandshake:
     def test_whoever_is_no_averager_is_recognised(self, pair: Callable[[], Ends]) -> None:
         left, right = pair()
         right.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64))
-        with pytest.raises(ConnectionLostError, match="not an averager"):
+        with pytest.raises(DisconnectedError, match="not an averager") as refused:
             Connection(left, SILENCE_S).introduce("t")
+        assert not refused.value.retry
 
 
 def test_a_proof_for_one_kind_of_channel_is_none_for_another() -> None:
@@ -431,12 +434,21 @@ def test_what_no_end_of_ours_sends_is_refused(
             receive(Connection(right, SILENCE_S))
 
 
-def test_a_header_where_values_were_due_is_returned(connected: Connect) -> None:
-    target = torch.zeros(3)
+def test_a_header_where_values_were_due_is_shown(connected: Connect) -> None:
     with connected() as (left, right):
         left.send_header({"failure": "x"})
-        assert right.receive_values(target) == {"failure": "x"}
-    assert target.tolist() == [0.0] * 3
+        with pytest.raises(TrainingError, match=r"received \{'failure': 'x'\} from the other end"):
+            right.receive_values(torch.zeros(3))
+
+
+def test_headers_that_are_not_taken_are_skipped() -> None:
+    left, right = local()
+    with left, right:
+        here = Connection(left, SILENCE_S)
+        there = Connection(right, SILENCE_S, takes=lambda header: "waiting" not in header)
+        here.send_header({"waiting": True})
+        here.send_values(torch.ones(3), {"waiting": True})
+        assert there.receive_values(torch.zeros(3)).tolist() == [1.0] * 3
 
 
 @given(octets=st.binary(max_size=200))
@@ -448,7 +460,7 @@ def test_any_bytes_end_in_a_header_or_an_error_of_ours(octets: bytes) -> None:
         left.shutdown(socket.SHUT_WR)
         try:
             header = Connection(right, SILENCE_S).receive_header()
-        except (TrainingError, ConnectionLostError):
+        except (TrainingError, DisconnectedError):
             return
     assert header == json.loads(octets[5 : 5 + struct.unpack("!BI", octets[:5])[1]])
 
@@ -459,5 +471,5 @@ def test_an_end_that_leaves_in_the_middle_of_values_is_lost(ends: Callable[[], E
     with left, right:
         left.sendall(struct.pack("!BI", 2, 16) + b"12345")
         left.close()
-        with pytest.raises(ConnectionLostError, match="closed the connection"):
+        with pytest.raises(DisconnectedError, match="closed the connection"):
             Connection(right, SILENCE_S).receive_values(torch.zeros(4))

@@ -10,9 +10,10 @@ import pytest
 from virtual_time import VirtualClock
 from waiting import WAIT_S
 
+from sparkdl.errors import StoppedError
 from sparkdl.transport import local
-from sparkdl.transport.connecting import dial
-from sparkdl.transport.connection import Connection, WrongTokenError
+from sparkdl.transport.connecting import introduced
+from sparkdl.transport.connection import Connection
 from sparkdl.transport.port import Port
 
 pytestmark = pytest.mark.skipif(not local.HAS_LOCAL_NAMES, reason="only Linux has local names")
@@ -39,7 +40,7 @@ def name_of(host: str, port: int) -> bytes:
 
 
 def connect(port: int, host: str = HOST, fingerprint: str | None = None) -> Connection:
-    return dial((host, port), TOKEN, fingerprint, WAIT_S, WAIT_S)
+    return introduced(0, "the port", (host, port), TOKEN, fingerprint, WAIT_S)
 
 
 def family_of(port: Port, host: str = HOST) -> int:
@@ -124,8 +125,8 @@ def test_who_listens_under_the_name_without_the_token_is_passed_over(
 
 
 def test_a_token_that_is_not_the_ports_is_told_as_such(port: Port) -> None:
-    with pytest.raises(WrongTokenError, match="does not have the job's token"):
-        dial((HOST, port.number), "another job's", None, WAIT_S, WAIT_S)
+    with pytest.raises(StoppedError, match="do not have the same token"):
+        introduced(0, "the port", (HOST, port.number), "another job's", None, WAIT_S)
 
 
 def test_an_encrypted_port_is_reached_by_no_other_way() -> None:

@@ -15,10 +15,9 @@ from typing import Any, TypeAlias
 import pytest
 from toys import sparkdl_threads
 
-from sparkdl.errors import SparkDLError, TrainingError
+from sparkdl.errors import DisconnectedError, SparkDLError, TrainingError
 from sparkdl.transport.channel import HEADER, PAUSE, Channel, Conversation, LeftError
-from sparkdl.transport.connecting import dial
-from sparkdl.transport.connection import Connection, ConnectionLostError
+from sparkdl.transport.connection import Connection
 from sparkdl.transport.service import Service
 
 WAIT_S = 20.0
@@ -78,9 +77,7 @@ SEEN: Seen = queue.SimpleQueue()
 
 
 def connected(service: Service, *headers: dict[str, Any]) -> Connection:
-    address = service.address
-    where, token, fingerprint = address.host_and_port, address.token, address.fingerprint
-    connection = dial(where, token, fingerprint, WAIT_S, WAIT_S)
+    connection = service.address.connect(0, "the service", WAIT_S)
     for header in headers:
         connection.send_header(header)
     return connection
@@ -97,7 +94,7 @@ def test_the_first_header_decides_who_serves_a_connection_from_then_on(
         assert connection.receive_header() == {by: said}
         assert connection.receive_header() == {by: {"first": "again"}}
         assert connection.receive_header() == {"farewell": by}
-        with pytest.raises(ConnectionLostError):
+        with pytest.raises(DisconnectedError):
             connection.receive_header()
 
 
@@ -115,7 +112,7 @@ def test_one_that_cannot_be_understood_ends_alone(service: Service) -> None:
     with closing(connected(service, {"second": 1})) as good:
         assert good.receive_header() == {"second": {"second": 1}}
         bad = connected(service, {"first": 1, "wrong": True})
-        with closing(bad), pytest.raises(ConnectionLostError):
+        with closing(bad), pytest.raises(DisconnectedError):
             bad.receive_header()
         assert SEEN.get(timeout=WAIT_S) == ("first", "that was wrong")
         assert SEEN.get(timeout=WAIT_S) == ("first", "closed")
@@ -163,7 +160,7 @@ def test_a_signal_handler_may_post_in_the_middle_of_a_post_to_a_service_that_has
 
 
 def until_closed(connection: Connection) -> None:
-    with contextlib.suppress(ConnectionLostError):
+    with contextlib.suppress(DisconnectedError):
         while True:
             connection.receive_header()
 

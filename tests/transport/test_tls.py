@@ -18,7 +18,7 @@ from torch import nn
 from toys import classification, make_job, mlp, parameters_of
 
 from sparkdl.averager import Averager, AveragerClient
-from sparkdl.averager.values.wire_format import FullPrecision
+from sparkdl.averager.values.wire_format import FULL_PRECISION
 from sparkdl.driver import run
 from sparkdl.errors import ConfigError, DisconnectedError
 from sparkdl.feed.feed import FeedOptions
@@ -41,7 +41,7 @@ def certificate() -> Certificate:
 
 
 def test_a_worker_does_not_talk_to_a_man_in_the_middle_with_a_certificate_of_his_own() -> None:
-    with open_averager(LAYOUT, [torch.ones(5)], 1, FullPrecision(), tls=True) as averager:
+    with open_averager(LAYOUT, [torch.ones(5)], 1, FULL_PRECISION, tls=True) as averager:
         seen: list[bytes] = []
 
         def listen(met: Connection) -> None:
@@ -52,7 +52,7 @@ def test_a_worker_does_not_talk_to_a_man_in_the_middle_with_a_certificate_of_his
             uri = f"tcp://127.0.0.1:{middle.number}"
             told = rf"rank 0 cannot reach .*SHA-256 {middle.fingerprint}, but .* intercepting"
             with pytest.raises(DisconnectedError, match=told):
-                AveragerClient(replace(averager.address, uri=uri), 0, FullPrecision())
+                AveragerClient(replace(averager.address, uri=uri), 0, FULL_PRECISION)
         finally:
             middle.close()
     assert seen == []
@@ -64,11 +64,11 @@ def test_an_end_that_encrypts_and_one_that_does_not_never_meet(
 ) -> None:
     monkeypatch.setattr(connection, "INTRODUCE_S", 0.5)
     with open_averager(
-        LAYOUT, [torch.ones(5)], 1, FullPrecision(), deadline_s=5, tls=tls
+        LAYOUT, [torch.ones(5)], 1, FULL_PRECISION, deadline_s=5, tls=tls
     ) as averager:
         other = replace(averager.address, fingerprint=None if tls else certificate.fingerprint)
         with pytest.raises(DisconnectedError, match="rank 0"):
-            AveragerClient(other, 0, FullPrecision(), deadline_s=1)
+            AveragerClient(other, 0, FULL_PRECISION, deadline_s=1)
         assert averager.losses == []
 
 

@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from concurrent.futures import Future
+from dataclasses import asdict
+from functools import partial
+from itertools import chain, repeat
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from sparkdl.averager.client.overlapped import Contribution, OverlappedRound, merge
-from sparkdl.averager.client.worker_channel import Entry, TimeReports, WorkerChannel, blocks
+from sparkdl.averager.client.time_reports import TimeReports
 from sparkdl.averager.messages.headers import (
     failure_header,
     join_header,
     require_share_of_states,
     shard_header,
-    validation_header,
     window_header,
 )
 from sparkdl.averager.messages.progress import Position
 from sparkdl.averager.values.packing import Packing
 from sparkdl.averager.values.replica_codec import ReplicaChunk, ReplicaCodec
 from sparkdl.averager.values.wire_format import WireFormat
-from sparkdl.errors import CollectiveError, TrainingError, WorkerError
+from sparkdl.errors import CollectiveError, StoppedError, TrainingError, WorkerError
 from sparkdl.events import ValidationReport, WindowReport
 from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.phases import EXCHANGE, IDLE, WAIT, PhaseClock
 from sparkdl.protocols import Layout, SpreadValues
 from sparkdl.transport.connecting import ServiceAddress, reach
+from sparkdl.transport.connection import Connection
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 RECONNECT_S = 5.0
 """Seconds for which a worker tries to reach the averager again after losing it."""
@@ -92,13 +98,14 @@ class AveragerClient:
         self.commit_wanted = False
         self._times = TimeReports(clock)
         self._clock = self._times.clock
-        self._under_way: OverlappedRound | None = None
+        self._under_way: Future[list[Tensor]] | None = None
+        self._overlapped: WindowReport
+        self._notes: list[dict[str, Any]] | None = None
         self._codec = ReplicaCodec(wire_format, fragments)
         self._worker_state = worker_state
         self._restart_state = restart_state
         self._worker_state_bytes: int | None = None
         self._checkpoint_due = False
-        self._entry = Entry()
         self._now = now
         self._reported_reading = now()
         self._epoch_losses: list[float] = []
@@ -106,7 +113,7 @@ class AveragerClient:
         self._deadline_s = deadline_s
         self._hello = join_header(rank, attempt, task, frozen)
         # The driver waits as long for its workers to start.
-        self._own_channel = reach(self._connect, deadline_s)
+        self._own_connection = reach(self._connect, deadline_s)
 
     def __enter__(self) -> AveragerClient:
         return self
@@ -122,29 +129,42 @@ class AveragerClient:
         """
         self._close()
         self._checkpoint_due = False
-        self._own_channel = reach(self._connect, RECONNECT_S)
+        self._own_connection = reach(self._connect, RECONNECT_S)
 
     def _close(self) -> None:
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
-            under_way.abandon()
-        self._own_channel.close()
+            self._own_connection.interrupt()
+            under_way.exception()  # nobody uses it any more
+        self._notes = None
+        self._own_connection.close()
 
     @property
-    def _channel(self) -> WorkerChannel:
-        """The channel, while no round under way is using it."""
+    def _connection(self) -> Connection:
+        """The connection, while no round under way is using it."""
         if self._under_way is not None:
-            self._under_way.wait()
-        return self._own_channel
+            self._under_way.result()
+        return self._own_connection
 
-    def _connect(self) -> WorkerChannel:
-        channel = WorkerChannel(self._address, self.rank, 2 * self._deadline_s)
-        try:
-            channel.send_header(self._hello)
-        except BaseException:
-            channel.close()
-            raise
-        return channel
+    def _connect(self) -> Connection:
+        name, silence_s = f"the averager at {self._address.uri}", 2 * self._deadline_s
+        connection = self._address.connect(self.rank, name, silence_s, self._takes)
+        connection.send_header(self._hello)
+        return connection
+
+    def _takes(self, header: dict[str, Any]) -> bool:
+        """Whether a header is for whoever is receiving; what the averager says besides is noted."""
+        if "stopped" in header:
+            raise StoppedError(f"rank {self.rank} was stopped by the averager: {header['stopped']}")
+        if "again" in header:
+            raise _Again
+        if "checkpoint" not in header:
+            return "waiting" not in header
+        if self._notes is not None:
+            self._notes.append(header)
+        else:
+            self._note_checkpoint(header)
+        return False
 
     def report_reading(self, rows: int) -> None:
         """Report, but not too often, that this worker is still reading its rows.
@@ -162,7 +182,7 @@ class AveragerClient:
         now = self._now()
         if now - self._reported_reading >= READING_S:
             self._reported_reading = now
-            self._channel.send_header(header)
+            self._connection.send_header(header)
 
     def start(
         self,
@@ -182,17 +202,19 @@ class AveragerClient:
         Returns:
             Where this worker's training begins; ``resume`` has to follow if ``resumes`` is set.
         """
-        self._times.compare_clocks(self._channel)
+        self._times.compare_clocks(self._connection)
         with self._clock.phase(IDLE):
-            self._channel.send_header(
+            self._connection.send_header(
                 {**shard_header(shard), "row_server": row_server, **self._times.header()}
             )
-            header = self._channel.receive_header()
+            header = self._connection.receive_header()
         self._codec.begin(layout, int(header["chunk_bytes"]))
         self._worker_state_bytes = header["worker_state"]
         self.epoch_ended = bool(header["epoch_ended"])
         self.asks_leave = bool(header["asks_leave"])
-        self._entry.begin(first=bool(header["may_wait"]), each=bool(header["holds_windows"]))
+        each = bool(header["holds_windows"])
+        first = each or bool(header["may_wait"])
+        self._in_step, self._waits = not first, chain([first], repeat(each))
         self.next_fragment = int(header["rounds_of_epoch"]) % self._codec.fragments
         self._note_rows(header)
         with self._clock.phase(EXCHANGE):
@@ -204,8 +226,8 @@ class AveragerClient:
 
         One that was lost and is back serves its rows at another address.
         """
-        self._channel.send_header({"rows": True})
-        self._note_rows(self._channel.receive_header())
+        self._connection.send_header({"rows": True})
+        self._note_rows(self._connection.receive_header())
 
     def _note_rows(self, header: dict[str, Any]) -> None:
         self.mean_weight = float(header["mean_weight"])
@@ -231,72 +253,68 @@ class AveragerClient:
         chunks = self._codec.whole(segments)
         with self._clock.phase(EXCHANGE):
             self._receive_center(chunk for chunk in chunks if chunk.segment.kind == "optimizer")
-        return self._channel.receive_octets(self._worker_state_bytes or 0, self._codec.chunk_bytes)
+        return self._connection.receive_octets(
+            self._worker_state_bytes or 0, self._codec.chunk_bytes
+        )
 
     def exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
         """Take part in one round; see ``protocols.CenterExchange``."""
-        committed = False
         with self._clock.phase(EXCHANGE):
             chunks = self._codec.fragment(segments, self.next_fragment)
-            while not committed:
-                self._clock.switch(EXCHANGE)
-                self._contribute(chunks, window, takes_reply=True)
-                self._clock.switch(WAIT)
-                try:
-                    if window.last:
-                        self._receive_center(self._codec.whole(segments))
-                    else:
-                        for chunk in chunks:
-                            chunk.take_reply(self._receive(chunk, chunk.reply_packing))
-                    committed = True
-                except _Again:
-                    # Only before the reply's first chunk, so the state is unchanged.
-                    logger.info("rank %d is contributing again: another worker was lost", self.rank)
-            self._committed(window)
+
+            def receive() -> None:
+                if window.last:
+                    self._receive_center(self._codec.whole(segments))
+                    return
+                for chunk in chunks:
+                    chunk.take_reply(self._receive(chunk, chunk.reply_packing))
+
+            self._exchange(chunks, window, receive)
 
     def begin_exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
         """Start taking part in one round; see ``protocols.CenterExchange``."""
         with self._clock.phase(EXCHANGE):
             chunks = self._codec.fragment(segments, self.next_fragment)
-            channel = self._channel
-            header, kept = self._header_of(window, takes_reply=True)
-            values = [
+            copies = [
                 chunk.contribution(window).to("cpu", copy=True)
                 for chunk in (chunks if window.weight else ())
             ]
-            reply = [chunk.room_for_reply() for chunk in chunks]
-            varies = any(chunk.reply_packing.varies for chunk in chunks)
-            of_worker = blocks(kept, self._codec.chunk_bytes)
-            self._clock.sent += sum(message.nbytes for message in [*of_worker, *values])
-            contribution = Contribution(window, header, of_worker, values)
-            self._under_way = OverlappedRound(
-                channel, contribution, reply, self._entry, varies=varies
-            )
+            self._clock.sent += sum(copy.nbytes for copy in copies)
+            rooms = [(chunk.room_for_reply(), chunk.reply_packing.varies) for chunk in chunks]
+            connection, self._notes, self._overlapped = self._connection, [], window
+
+            def receive() -> list[Tensor]:
+                return [connection.receive_values(room, varies=varies) for room, varies in rooms]
+
+            announced, values = self._announced(window), [copy.cpu for copy in copies]
+            job = partial(self._take_part, connection, PhaseClock(), *announced, values, receive)
+            self._under_way = in_background(job)
 
     def end_exchange(self, segments: Sequence[Tensor], local: float) -> None:
         """Take the result of the round under way; see ``protocols.CenterExchange``."""
         with self._clock.phase(EXCHANGE):
-            round = self._under_way
-            assert round is not None
+            assert self._under_way is not None
             with self._clock.phase(WAIT):
-                round.wait()
+                reply = self._under_way.result()
             self._under_way = None
-            self._clock.received += sum(packed.nbytes for packed in round.reply)
-            for header in round.notes:
+            notes, self._notes = self._notes or [], None
+            for header in notes:
                 self._note_checkpoint(header)
             chunks = self._codec.fragment(segments, self.next_fragment)
-            for chunk, packed in zip(chunks, round.reply, strict=True):
+            for chunk, packed in zip(chunks, reply, strict=True):
+                self._clock.received += packed.nbytes
                 merge(chunk.values, chunk.center_after(packed), local)
-            self._committed(round.window)
+            self._committed(self._overlapped)
 
     def commit(self, segments: Sequence[Tensor | SpreadValues], window: WindowReport) -> None:
         """Take part in a round whose result is known; see ``protocols.CenterExchange``."""
+
+        def receive() -> None:
+            self._require("committed", self._connection.receive_header())
+            self._clock.switch(EXCHANGE)
+
         with self._clock.phase(EXCHANGE):
-            self._contribute(self._codec.whole(segments), window, takes_reply=False)
-            with self._clock.phase(WAIT):
-                while "committed" not in (header := self._channel.receive_header()):
-                    self._note_checkpoint(header)
-            self._committed(window)
+            self._exchange(self._codec.whole(segments), window, receive, takes_reply=False)
 
     def gather(self, value: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Exchange something small with every other worker; all have to call this equally often.
@@ -312,8 +330,8 @@ class AveragerClient:
             DeadlineError: the averager is gone.
         """
         with self._clock.phase(WAIT):
-            self._channel.send_header({"gather": value})
-            header = self._channel.receive_header()
+            self._connection.send_header({"gather": value})
+            header = self._connection.receive_header()
         self.commit_wanted = bool(header["commit"])
         gathered: list[dict[str, Any]] = header["gathered"]
         return gathered
@@ -329,10 +347,10 @@ class AveragerClient:
             DataError: the states exceed a worker's share of the driver's memory.
         """
         require_share_of_states(len(states), report, len(self.shard_rows))
-        self._channel.send_header(
-            {**validation_header(report, len(states)), **self._times.header()}
+        self._connection.send_header(
+            {"validation": asdict(report), "states": len(states), **self._times.header()}
         )
-        self._channel.send_octets(states, self._codec.chunk_bytes)
+        self._connection.send_octets(states, self._codec.chunk_bytes)
 
     def epoch_losses(self, epochs: int) -> Sequence[float]:
         """The losses of the first ``epochs`` epochs, on held-out rows if there are any.
@@ -345,10 +363,10 @@ class AveragerClient:
         """
         if len(self._epoch_losses) < epochs:
             with self._clock.phase(WAIT):
-                self._channel.send_header(
+                self._connection.send_header(
                     {"epoch_losses": epochs, "known": len(self._epoch_losses)}
                 )
-                self._epoch_losses += self._channel.receive_header()["epoch_losses"]
+                self._epoch_losses += self._connection.receive_header()["epoch_losses"]
         return self._epoch_losses[:epochs]
 
     def finish(self) -> None:
@@ -357,42 +375,80 @@ class AveragerClient:
         Raises:
             DisconnectedError: the averager may not know that this worker has finished.
         """
-        self._channel.send_header({"finish": True, **self._times.header()})
-        header = self._channel.receive_header()
-        if "finished" not in header:
-            raise TrainingError(f"rank {self.rank} received {header} after it had finished")
+        self._connection.send_header({"finish": True, **self._times.header()})
+        self._require("finished", self._connection.receive_header())
 
     def report_failure(self, error: WorkerError | CollectiveError) -> None:
         """End the run for everyone, with this worker's error as the reason."""
-        self._channel.send_last(failure_header(error))
+        self._connection.send_last(failure_header(error))
 
-    def _contribute(
-        self, chunks: Sequence[ReplicaChunk], window: WindowReport, *, takes_reply: bool
+    def _exchange(
+        self,
+        chunks: Sequence[ReplicaChunk],
+        window: WindowReport,
+        receive: Callable[[], None],
+        *,
+        takes_reply: bool = True,
     ) -> None:
-        header, kept = self._header_of(window, takes_reply=takes_reply)
-        unsent: dict[str, Any] | None = header
-        # If rounds go on without some, it counts who announces a window first.
-        if kept or not (self._entry.in_step and window.weight and chunks):
-            self._channel.send_header(header)
-            self._channel.send_octets(kept, self._codec.chunk_bytes)
-            unsent = None
-        if window.weight:
-            with self._clock.phase(WAIT):
-                self._entry.wait(self._channel, self._note_checkpoint)
-            for chunk in chunks:
-                packed = chunk.contribution(window)
-                self._channel.send_values(packed.to("cpu"), unsent)
-                unsent = None
-                self._clock.sent += packed.nbytes
+        """Contribute chunks, and receive what comes of it."""
+        values = [partial(chunk.contribution, window) for chunk in chunks if window.weight]
+        announced = self._announced(window, takes_reply=takes_reply)
+        self._take_part(self._connection, self._clock, *announced, values, receive)
+        self._committed(window)
 
-    def _header_of(
-        self, window: WindowReport, *, takes_reply: bool
+    def _announced(
+        self, window: WindowReport, *, takes_reply: bool = True
     ) -> tuple[dict[str, Any], bytes]:
         """A contribution's header, and what the averager is to keep of this worker."""
         kept = b"" if self._restart_state is None else self._restart_state()
         header = window_header(window, takes_reply=takes_reply, worker_state=len(kept))
-        due = window.last or self._times.due
-        return ({**header, **self._times.header()} if due else header), kept
+        if window.last or self._times.due:
+            header |= self._times.header()
+        return header, kept
+
+    def _take_part(
+        self,
+        connection: Connection,
+        clock: PhaseClock,
+        header: dict[str, Any],
+        kept: bytes,
+        values: Sequence[Callable[[], Tensor]],
+        receive: Callable[[], T],
+    ) -> T:
+        """Contribute and receive, again each time the round starts over since a worker was lost.
+
+        Args:
+            connection: this worker's.
+            clock: counts the time and the bytes sent of the thread in which this is called.
+            header: announces the contribution.
+            kept: what the averager is to keep of this worker.
+            values: return what is sent, message by message; none for a window that weighs nothing.
+            receive: receives the result; the round may start over until its first values.
+        """
+        while True:
+            clock.switch(EXCHANGE)
+            unsent: dict[str, Any] | None = header
+            # If rounds go on without some, it counts who announces a window first.
+            if kept or not (self._in_step and values):
+                connection.send_header(header)
+                connection.send_octets(kept, self._codec.chunk_bytes)
+                unsent = None
+            if len(values) and next(self._waits):
+                # This may take longer than the averager can go without reading what it is sent.
+                clock.switch(WAIT)
+                self._require("enter", connection.receive_header())
+                clock.switch(EXCHANGE)
+            for value in values:
+                packed = value().to("cpu")
+                connection.send_values(packed, unsent)
+                unsent = None
+                clock.sent += packed.nbytes
+            clock.switch(WAIT)
+            try:
+                return receive()
+            except _Again:
+                logger.info("rank %d is contributing again: another worker was lost", self.rank)
+                header = {name: field for name, field in header.items() if name != "phases"}
 
     def _receive_center(self, chunks: Iterable[ReplicaChunk]) -> None:
         for chunk in chunks:
@@ -401,12 +457,15 @@ class AveragerClient:
     def _receive(self, chunk: ReplicaChunk, packing: Packing) -> Tensor:
         """Receive a chunk's new values: in place if possible, else in separate memory."""
         room = self._codec.room(chunk, packing)
-        while isinstance(values := self._channel.receive_packed(room, varies=packing.varies), dict):
-            self._note_checkpoint(values)
+        values = self._connection.receive_values(room, varies=packing.varies)
         # The first values were waited for; the rest come as fast as they travel.
         self._clock.switch(EXCHANGE)
         self._clock.received += values.nbytes
         return packing.unpack(values, len(chunk.values))
+
+    def _require(self, field: str, header: dict[str, Any]) -> None:
+        if field not in header:
+            raise TrainingError(f"rank {self.rank} received {header} instead of '{field}'")
 
     def _committed(self, window: WindowReport) -> None:
         """After a round: if it becomes a checkpoint, send this worker's state for it."""
@@ -420,14 +479,10 @@ class AveragerClient:
 
     def _send_worker_state(self) -> None:
         octets = self._worker_state()
-        self._channel.send_header({"worker_state": len(octets)})
-        self._channel.send_octets(octets, self._codec.chunk_bytes)
+        self._connection.send_header({"worker_state": len(octets)})
+        self._connection.send_octets(octets, self._codec.chunk_bytes)
 
     def _note_checkpoint(self, header: dict[str, Any]) -> None:
-        if "again" in header:
-            raise _Again
-        if "checkpoint" not in header:
-            raise TrainingError(f"rank {self.rank} received {header} instead of values")
         if "now" in header:
             self._send_worker_state()
         else:
@@ -436,3 +491,31 @@ class AveragerClient:
 
 class _Again(Exception):
     """The round starts over."""
+
+
+def in_background(job: Callable[[], T]) -> Future[T]:
+    """Run a job in a thread that does not keep the process from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(job())
+        except BaseException as error:  # to be raised where the result is wanted
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="sparkdl-round", daemon=True).start()
+    return future
+
+
+def merge(values: Tensor, center: Tensor, local: float) -> None:
+    """Merge the center's values into those trained while the center was on its way.
+
+    Args:
+        values: of any dtype, 1-D; overwritten.
+        center: of the same shape.
+        local: weight of the worker's own values, if they are floating-point numbers.
+    """
+    if local and values.dtype.is_floating_point:
+        values.mul_(local).add_(center.to(values.device), alpha=1 - local)
+    else:
+        values.copy_(center)

@@ -7,10 +7,11 @@ more workers.
 
 from __future__ import annotations
 
-from sparkdl.averager.coordination.events import Member, WindowClosed
-from sparkdl.averager.coordination.rank_states import TRANSITIONS, Move, RankState
+from sparkdl.averager.coordination.membership import Member
+from sparkdl.averager.coordination.rank_states import BEFORE, RankState
 from sparkdl.averager.coordination.run_state import RunState
 from sparkdl.errors import DeadlineError, ModelError, TrainingError
+from sparkdl.events import WindowReport
 
 ONE_LAST_WINDOW = (
     "A strategy must exchange exactly one window with last=True in each epoch, on every rank"
@@ -54,22 +55,21 @@ def require_everyone(run: RunState, member: Member, what: str) -> None:
     Raises:
         TrainingError: somebody has left.
     """
-    if run.finished:
+    if run.left:
         raise TrainingError(
-            f"{member} {what}, but {run.members.name(run.finished)} had already left the run: "
+            f"{member} {what}, but {run.members.name(run.left)} had already left the run: "
             "all workers must train the same number of epochs"
         )
 
 
-def require_window_order(run: RunState, window: WindowClosed) -> None:
+def require_window_order(run: RunState, member: Member, report: WindowReport) -> None:
     """Check that a worker may contribute a window now.
 
     Raises:
         TrainingError: it may not.
     """
-    member, report = window.member, window.report
-    state, in_order = run.ranks[member.rank], TRANSITIONS[Move.CLOSE]
-    if state in in_order and report.epoch == run.committed.epoch and not run.finished:
+    state, in_order = run.ranks[member.rank], BEFORE[RankState.CLOSED]
+    if state in in_order and report.epoch == run.committed.epoch and not run.left:
         return
     require_admitted(run, member)
     if state is RankState.CLOSED:
@@ -115,7 +115,7 @@ def overdue(run: RunState, now: float) -> set[int]:
         return set()  # however long a callback takes: that is the user's own code
     if run.epoch_losses.wanted:
         return is_overdue(everyone - run.committed.validated_by, now)
-    return _overdue_in_round(run, now) - run.finished
+    return _overdue_in_round(run, now) - run.left
 
 
 def _overdue_in_round(run: RunState, now: float) -> set[int]:

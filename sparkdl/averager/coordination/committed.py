@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
-from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
-from sparkdl.averager.coordination.decisions import Decision
+from sparkdl.averager.coordination.actions import Actions
+from sparkdl.averager.coordination.membership import Member
 from sparkdl.averager.coordination.reports import Shards
 from sparkdl.averager.messages.progress import Position, Progress, WorkerState
 from sparkdl.averager.messages.run_events import EpochCounted, EpochValidated
@@ -198,6 +197,7 @@ class EpochLosses:
     """Who is told epochs' losses, and when.
 
     Args:
+        do: tells them.
         committed: how far the training has come.
         shards: what the workers found in their rows.
         followed: whether callbacks follow the run: they are told of each epoch first, and workers
@@ -206,11 +206,13 @@ class EpochLosses:
         metric: the metric that workers follow instead of the loss; None for the loss.
 
     Attributes:
-        wanted: what each waiting rank waits for.
+        wanted: who waits, by rank: the worker, for how many epochs it knows the loss, and for how
+            many it wants to know it.
     """
 
     def __init__(
         self,
+        do: Actions,
         committed: CommittedProgress,
         shards: Shards,
         *,
@@ -218,7 +220,8 @@ class EpochLosses:
         measures: bool,
         metric: str | None = None,
     ) -> None:
-        self.wanted: dict[int, on.EpochLossesWanted] = {}
+        self.wanted: dict[int, tuple[Member, int, int]] = {}
+        self._do = do
         self._committed = committed
         self._shards = shards
         self._followed = followed
@@ -231,65 +234,66 @@ class EpochLosses:
         """Whether those who wait do so for the driver alone: for its callbacks or its metrics."""
         validates = bool(self._shards.statistics.held_out)
         ended = self._committed.epochs_with_known_loss(validates=validates)
-        return any(event.epochs <= ended for event in self.wanted.values())
+        return any(epochs <= ended for _, _, epochs in self.wanted.values())
 
-    def validated(self, event: on.Validated) -> list[Decision]:
-        """Take what a worker found on its held-out rows."""
-        self._committed.validated(event.report, event.states if self._measures else None)
+    def validated(self, report: ValidationReport, states: WorkerState | None) -> bool:
+        """Take what a worker found on its held-out rows; returns what ``news`` does."""
+        self._committed.validated(report, states if self._measures else None)
         return self.news()
 
-    def news(self) -> list[Decision]:
-        """What to tell driver and workers about epochs that have now ended or been validated."""
+    def news(self) -> bool:
+        """Tell driver and workers of epochs that have now ended or been validated.
+
+        Returns:
+            Whether any worker need not wait any more.
+        """
         validates = bool(self._shards.statistics.held_out)
         before = self._known
         known = self._committed.epochs_with_known_loss(validates=validates)
         self._known = max(before, known)
-        decided: list[Decision] = []
         for summary in self._committed.history[before:known]:
             if self._measures:
-                states = self._committed.take_states()
-                decided.append(do.Report(EpochCounted(summary.epoch, states)))
+                self._do.report(EpochCounted(summary.epoch, self._committed.take_states()))
             else:
-                decided += self._for_callbacks(summary)
-        return decided + self._answers()
+                self._for_callbacks(summary)
+        return self._answer()
 
-    def measured(self, event: on.EpochMeasured) -> list[Decision]:
+    def measured(self, epoch: int, values: Mapping[str, MetricValue]) -> None:
         """Take the values of an epoch's metrics."""
-        return self._for_callbacks(self._committed.measured(event.epoch, event.values))
+        self._for_callbacks(self._committed.measured(epoch, values))
 
-    def approve(self, epoch: int) -> list[Decision]:
-        """Take note that the driver has approved an epoch."""
+    def approve(self, epoch: int) -> bool:
+        """Note that the driver has approved an epoch; returns what ``news`` does."""
         self._approved = max(self._approved, epoch)
-        return self._answers()
+        return self._answer()
 
-    def want(self, event: on.EpochLossesWanted) -> list[Decision]:
+    def want(self, member: Member, known: int, epochs: int) -> bool:
         """Have a worker wait, unless what it wants to know is known already.
+
+        Returns:
+            What ``news`` does.
 
         Raises:
             TrainingError: it asks about an epoch that has not ended.
         """
         ended = self._committed.epoch - 1
-        if event.epochs > ended:
+        if epochs > ended:
             raise TrainingError(
-                f"{event.member} asked for the losses of {event.epochs} epochs, but only {ended} "
-                "have ended"
+                f"{member} asked for the losses of {epochs} epochs, but only {ended} have ended"
             )
-        self.wanted[event.member.rank] = event
-        return self._answers()
+        self.wanted[member.rank] = member, known, epochs
+        return self._answer()
 
-    def _for_callbacks(self, summary: EpochSummary) -> list[Decision]:
-        return [do.Report(EpochValidated(summary))] if self._followed else []
+    def _for_callbacks(self, summary: EpochSummary) -> None:
+        if self._followed:
+            self._do.report(EpochValidated(summary))
 
-    def _answers(self) -> list[Decision]:
-        """The answers to workers that need not wait any more."""
-        known = min(self._known, self._approved) if self._followed else self._known
-        answered = [event for event in self.wanted.values() if event.epochs <= known]
-        for event in answered:
-            del self.wanted[event.member.rank]
-        return [
-            do.TellEpochLosses(
-                event.member,
-                self._committed.epoch_losses(event.known + 1, event.epochs, self._metric),
-            )
-            for event in answered
-        ]
+    def _answer(self) -> bool:
+        """Answer the workers that need not wait any more."""
+        ended = min(self._known, self._approved) if self._followed else self._known
+        answered = [each for each in self.wanted.values() if each[2] <= ended]
+        for member, known, epochs in answered:
+            del self.wanted[member.rank]
+            losses = self._committed.epoch_losses(known + 1, epochs, self._metric)
+            self._do.send_epoch_losses(member, losses)
+        return bool(answered)

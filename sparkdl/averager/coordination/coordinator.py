@@ -1,51 +1,109 @@
 """What the averager decides: events with their times in, decisions out.
 
 There is no lock, thread, socket or clock in here, so the same decisions serve two workers over TCP
-and ten thousand in a simulation. A run goes like this:
+and ten thousand in a simulation. Events are methods of the coordinator, and decisions are calls of
+``Actions`` that are recorded in order. A run goes like this:
 
-    every worker     Joined, RowsFound                      -> the driver is told the statistics
-    the driver       Started                                -> Welcome
-    every worker     Taken, WindowClosed, Contributed, ...  -> Receive; Commit and Reply
-    every worker     Finished                               -> End
+    every worker     joined, rows_found                     -> the driver is told the statistics
+    the driver       start                                  -> welcome
+    every worker     taken, window_closed, contributed, ... -> receive; commit and reply
+    every worker     finished                               -> end
 
 Workers may be lost as often as the run tolerates, and come back: they continue after their last
-committed window. The decisions of a round are in ``round_decisions``; this module decides on who
-comes and goes, on what the driver says, and on how the run ends.
+committed window.
+
+Rounds go on without lost workers; a round that holds part of a lost worker's contribution starts
+over from what the others still have. Positions count only what was committed, and an epoch ends
+when every rank is through with it, so no row is counted twice.
+
+A round after which a checkpoint is due waits for the one being written. A checkpoint holds the
+states of the workers whose state is that of its commit: those that contributed to it, and those
+waiting for the epoch's end.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
 
 from sparkdl.averager.coordination import checks
-from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
-from sparkdl.averager.coordination.decisions import Decision
-from sparkdl.averager.coordination.events import Event, Member
-from sparkdl.averager.coordination.membership import FencedError
-from sparkdl.averager.coordination.rank_states import Move, RankState
-from sparkdl.averager.coordination.round_decisions import RoundDecisions
+from sparkdl.averager.coordination.actions import Decision
+from sparkdl.averager.coordination.full_round import FullRound
+from sparkdl.averager.coordination.membership import FencedError, Member
+from sparkdl.averager.coordination.rank_states import RankState, Window
 from sparkdl.averager.coordination.run_state import Restart, RunSpec, RunState
-from sparkdl.averager.messages.run_events import CheckpointSaved, RunEvent, WorkerLost
+from sparkdl.averager.messages.progress import WorkerState
+from sparkdl.averager.messages.run_events import CheckpointSaved, RoundCommitted, WorkerLost
+from sparkdl.averager.values.center_update import Contributions
 from sparkdl.errors import SparkDLError, TrainingError
+from sparkdl.events import MetricValue, ValidationReport, WindowReport
+from sparkdl.feed.statistics.shards import ShardStatistics
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+Event = Callable[Concatenate[float, P], list[Decision]]
+"""An event as others tell of it: with the time, in seconds; never less than in the one before."""
 
-class Coordinator:
+
+def event(
+    decide: Callable[Concatenate[Coordinator, P], None],
+) -> Callable[Concatenate[Coordinator, float, P], list[Decision]]:
+    """Make an event of a method: it is also given the time, and returns what was decided.
+
+    Events of members that have lost their place are ignored, except ``finished``: they will not
+    come back, because their work is done. An error ends the run. Once that has ended, whoever joins
+    is refused, and a checkpoint may still be written.
+    """
+    name = decide.__name__.lstrip("_")
+
+    @wraps(decide)
+    def handled(
+        self: Coordinator, now: float, /, *arguments: P.args, **options: P.kwargs
+    ) -> list[Decision]:
+        decided: list[Decision] = []
+        self.do.decisions = decided
+        self._now = now
+        if self.members.look(now):
+            self.checkpoints.restart_clock(now)
+        if self.ended:
+            self._after_the_end(name, *arguments, **options)
+            return decided
+        member = next((each for each in arguments if isinstance(each, Member)), None)
+        if member is not None and name != "joined":
+            if member.gone and name != "finished":
+                return decided
+            self.members.note_heartbeat(member.rank, now)
+        certain = 0
+        try:
+            decide(self, *arguments, **options)
+            certain = len(decided)
+            if self.round.queue and not self.ended:
+                self._enter_held()
+        except SparkDLError as error:
+            del decided[certain:]
+            if isinstance(error, FencedError) and member is not None:
+                self._refuse(member, str(error))
+            else:
+                self._fail(error)
+        return decided
+
+    handled.__name__ = name
+    return handled
+
+
+class Coordinator(RunState):
     """The decisions of one run.
 
     Args:
         spec: how it was planned.
-        now: the time, in seconds, by the same clock as in ``handle``.
+        now: the time, in seconds, by the same clock as that of events.
         restart: where it goes on; by default it is just starting.
 
     Attributes:
-        state: how the run stands; also ``members``, ``shards``, ``round``, ``committed`` and
-            ``checkpoints`` of it.
-        followed: whether callbacks follow the run.
         failure: what ended the run, if it failed.
         stopped: why the run was stopped early, if it was.
         ended: whether the run is over.
@@ -53,86 +111,22 @@ class Coordinator:
     """
 
     def __init__(self, spec: RunSpec, now: float, restart: Restart | None = None) -> None:
-        self.state = RunState(spec, now, restart or Restart())
-        self.members = self.state.members
-        self.shards = self.state.shards
-        self.round = self.state.round
-        self.committed = self.state.committed
-        self.checkpoints = self.state.checkpoints
-        self.followed = spec.followed
+        super().__init__(spec, now, restart)
         self.failure: SparkDLError | None = None
         self.stopped: str | None = None
         self.ended = False
         self.log = logger
-        self._stop_wanted: on.StopWanted | None = None
-        self._ranks = self.state.ranks
+        self._stop_wanted: str | None = None
         # Those that have finished and wait for a checkpoint to be written.
         self._leaving: dict[int, Member] = {}
-        self._gathers = self.state.gathers
-        self._epoch_losses = self.state.epoch_losses
-        self._rounds = RoundDecisions(self.state)
-        self._said_waiting = now
-        self._now = now
-        self._handlers: dict[type, Callable[[Any], list[Decision]]] = {
-            on.Joined: self._joined,
-            on.Lost: lambda event: self._lose(event.member, event.why),
-            on.RowsFound: self._rows_found,
-            on.Gave: self._gave,
-            on.WindowClosed: self._window_closed,
-            on.Contributed: lambda event: self._rounds.complete(event.member.rank, self._now),
-            on.Taken: self._taken,
-            on.WorkerStateWritten: lambda event: self._do_without_worker_state(event.member.rank),
-            on.Validated: self._validated,
-            on.EpochLossesWanted: self._epoch_losses_wanted,
-            on.EpochApproved: lambda event: self._tell(self._epoch_losses.approve(event.epoch)),
-            on.EpochMeasured: lambda event: self._tell(self._epoch_losses.measured(event)),
-            on.Finished: self._finish,
-            on.Failed: lambda event: self._fail(event.error),
-            on.Started: self._start,
-            on.StopWanted: self._stop,
-            on.CommitWanted: self._want_commit,
-            on.Preempted: self._preempt,
-            on.WorkersExpected: self._expect_workers,
-            on.CheckpointWritten: self._checkpoint_written,
-            on.CheckpointGivenUp: lambda event: self._checkpoint_ended(saved=False),
-            on.Tick: self._tick,
-        }
-
-    def handle(self, event: Event, now: float) -> list[Decision]:
-        """Take note of an event, and decide what follows from it.
-
-        Args:
-            event: what has happened. From members that have lost their place only ``Finished``
-                counts: they will not come back, because their work is done.
-            now: when, in seconds; never less than in the call before.
-
-        Returns:
-            What is to be done, in this order.
-        """
-        self._now = now
-        if self.members.look(now):
-            self.checkpoints.restart_clock(now)
-        member: Member | None = getattr(event, "member", None)
-        if self.ended:
-            return self._after_the_end(event)
-        if member is not None and not isinstance(event, on.Joined):
-            if member.gone and not isinstance(event, on.Finished):
-                return []
-            self.members.note_heartbeat(member.rank, now)
-        decided: list[Decision] = []
-        try:
-            decided = self._handlers[type(event)](event)
-            if self.round.queue and not self.ended:
-                decided += self._rounds.enter_held(now)
-        except FencedError as error:
-            assert member is not None
-            decided += self._refuse(member, str(error))
-        except SparkDLError as error:
-            decided += self._fail(error)
-        return decided
+        # How often the center has been updated, in all and before each rank was sent it.
+        self._updates = 0
+        self._sent: dict[int, int] = {}
+        self._full_round = FullRound(spec.world_size, self.committed.progress().sums)
+        self._said_waiting = self._now = now
 
     def heartbeat(self, member: Member, now: float) -> None:
-        """Take note that something arrived from a worker, or that it read something."""
+        """Note that something arrived from a worker, or that it read something."""
         if not member.gone:
             self.members.note_heartbeat(member.rank, now)
 
@@ -149,209 +143,427 @@ class Coordinator:
         """Why the run is over, in words."""
         return f"the run ended: {self.failure or self.stopped or 'all workers have finished'}"
 
-    def _after_the_end(self, event: Event) -> list[Decision]:
-        if isinstance(event, on.Joined):
-            return self._refuse(event.member, self.farewell)
-        if isinstance(event, on.CheckpointWritten | on.CheckpointGivenUp):
-            self.checkpoints.finish(saved=isinstance(event, on.CheckpointWritten))
-        return []
+    def _after_the_end(self, name: str, *arguments: Any, **options: Any) -> None:
+        if name == "joined":
+            self._refuse(arguments[0], self.farewell)
+        elif name == "checkpoint_ended":
+            self.checkpoints.finish(**options)
 
     # Joining, reading, starting.
 
-    def _joined(self, event: on.Joined) -> list[Decision]:
-        rank = event.member.rank
-        if rank in self.members.everyone and self._ranks[rank] is RankState.FINISHED:
+    @event
+    def joined(self, member: Member) -> None:
+        """A worker has connected, for the first time or again."""
+        rank = member.rank
+        if rank in self.members.everyone and self.ranks[rank] is RankState.FINISHED:
             raise FencedError(f"rank {rank} has already finished its last epoch")
-        before = self.members.join(event.member, self._now)
-        decided: list[Decision] = []
+        before = self.members.join(member, self._now)
         if before is not None:
-            why = "was replaced before its connection was known to be lost"
-            decided = self._lose(before, why)
+            self._lost(before, "was replaced before its connection was known to be lost")
             if self.ended:
-                return decided
-        self._ranks.move(rank, Move.JOIN)
-        checks.require_same_frozen(self.state, event.member)
-        return decided
+                return
+        self.ranks.move(rank, RankState.READING)
+        checks.require_same_frozen(self, member)
 
-    def _rows_found(self, event: on.RowsFound) -> list[Decision]:
-        rank = event.member.rank
-        if rank in self._ranks.admitted:
+    @event
+    def rows_found(self, member: Member, shard: ShardStatistics, row_server: object = None) -> None:
+        """A worker reports what it found in its rows.
+
+        Args:
+            member: the worker.
+            shard: what it found.
+            row_server: where others fetch its rows, for them to interpret; None if they do not.
+        """
+        rank = member.rank
+        if rank in self.ranks.admitted:
             raise TrainingError(f"rank {rank} reported its rows twice")
-        self.shards.row_servers[rank] = event.row_server
-        news = self.shards.note(rank, event.shard)
-        decided: list[Decision] = [] if news is None else [do.Report(news)]
-        self._ranks.move(rank, Move.READ)
-        if self.state.started:
-            serves_rows = event.row_server is not None
-            decided += self._rounds.admit_when_possible(self._now, serves_rows=serves_rows)
-        return decided
+        self.shards.row_servers[rank] = row_server
+        statistics = self.shards.note(rank, shard)
+        if statistics is not None:
+            self.do.report(statistics)
+        self.ranks.move(rank, RankState.READY)
+        if not self.started:
+            return
+        if self.round.is_open and row_server is not None and self.round.awaits_anyone:
+            # One of those awaited may have to fetch rows from this rank before it can contribute.
+            self.do.start_over(self.round.start_over())
+        if not self.round.is_open:
+            self._admit()
+        self._commit_if_complete()
 
-    def _expect_workers(self, event: on.WorkersExpected) -> list[Decision]:
+    @event
+    def expect_workers(self) -> None:
+        """What workers wait for before they can start is making progress."""
         if self.members.joined < self.members.world_size:
             for rank in self.members.everyone - self.members.there:
                 self.members.note_heartbeat(rank, self._now)
-        return []
 
-    def _start(self, event: on.Started) -> list[Decision]:
-        if self.state.started:
-            return []
-        self.state.started = True
-        self.shards.loss_use = event.loss_use
+    @event
+    def start(self, loss_use: Mapping[str, Any]) -> None:
+        """The driver has approved the rows' statistics: the workers may train.
+
+        Args:
+            loss_use: how they use the loss, for them to interpret.
+        """
+        if self.started:
+            return
+        self.started = True
+        self.shards.loss_use = loss_use
         self.committed.start_epoch(self._now)
-        decided = self._rounds.admit(self._now)
+        self._admit()
         self.members.restart_clock(self._now)
-        return decided + self._tell(self._epoch_losses.news())
+        self.epoch_losses.news()
 
-    def _gave(self, event: on.Gave) -> list[Decision]:
-        checks.require_admitted(self.state, event.member)
-        what = "takes part in an exchange among the workers"
-        checks.require_everyone(self.state, event.member, what)
-        commit = self.committed.commit_wanted
-        told = self._gathers.give(event.member, event.value, commit=commit)
-        if told is None:
-            return []
-        self.members.restart_clock(self._now)
-        return [told]
-
-    def _want_commit(self, event: on.CommitWanted) -> list[Decision]:
-        """Ask for a commit with the next gather: all then learn of it at the same step."""
-        self.committed.commit_wanted = True
-        return []
-
-    # Rounds.
-
-    def _window_closed(self, event: on.WindowClosed) -> list[Decision]:
-        checks.require_window_order(self.state, event)
-        self._rounds.close_window(event, self._now)
-        return []
-
-    def _taken(self, event: on.Taken) -> list[Decision]:
-        self._rounds.take(event.member.rank, self._now)
-        return []
-
-    def _validated(self, event: on.Validated) -> list[Decision]:
-        checks.require_admitted(self.state, event.member)
-        return self._tell(self._epoch_losses.validated(event))
-
-    def _epoch_losses_wanted(self, event: on.EpochLossesWanted) -> list[Decision]:
-        checks.require_admitted(self.state, event.member)
-        return self._tell(self._epoch_losses.want(event))
-
-    def _tell(self, decisions: list[Decision]) -> list[Decision]:
-        """Tell driver and workers about epochs whose losses are now known."""
-        if any(isinstance(decision, do.TellEpochLosses) for decision in decisions):
+    @event
+    def gave(self, member: Member, value: object) -> None:
+        """A worker has given its part of a gather, and waits for the others' parts."""
+        checks.require_admitted(self, member)
+        checks.require_everyone(self, member, "takes part in an exchange among the workers")
+        if self.gathers.give(self.do, member, value, commit=self.committed.commit_wanted):
             self.members.restart_clock(self._now)
-        return decisions
+
+    @event
+    def want_commit(self) -> None:
+        """Have workers that exchange among themselves commit after their next gather.
+
+        All of them then learn of it at the same step.
+        """
+        self.committed.commit_wanted = True
+
+    # Contributing.
+
+    @event
+    def window_closed(
+        self,
+        member: Member,
+        report: WindowReport,
+        kept: WorkerState | None = None,
+        takes_reply: bool = True,
+    ) -> None:
+        """A worker is about to contribute; for the arguments see ``Window``."""
+        checks.require_window_order(self, member, report)
+        self.members.end_window(member.rank, self._now)
+        self.round.policy.closed(report, self._now)
+        self.round.hold(Window(member, report, kept, takes_reply))
+
+    @event
+    def taken(self, member: Member) -> None:
+        """A worker has been sent the center, or the round's result."""
+        if self.ranks[member.rank] is RankState.RECEIVING:
+            self.ranks.move(member.rank, RankState.TRAINING)
+            self.members.begin_window(member.rank, self._now)
+        if not self.ranks.of(RankState.RECEIVING):
+            self.members.pass_turn(self._now)
+
+    def _enter_held(self) -> None:
+        """Let those that wait contribute, as long as the sum may be added to."""
+        while (window := self.round.next()) is not None:
+            if not self.checkpoints.holds(window):
+                self._enter(window)
+
+    def _enter(self, window: Window) -> None:
+        member, weight = window.member, window.report.weight
+        if self.round.enter(window):
+            self.do.open_sum(tuple(sorted(self.round.group)))
+        if weight:
+            self.do.receive(member, weight, self._staleness(member.rank))
+        else:
+            self.do.skip(member.rank)
+        if not self.round.policy.in_step:
+            self._leave_out()
+        if not weight:
+            self._contributed(member)
+
+    def _leave_out(self) -> None:
+        for rank in self.round.leave_out():
+            self.do.skip(rank)
+
+    def _contributed(self, member: Member) -> None:
+        """A worker's contribution has been added to the sum."""
+        if member.rank not in self.round.entered:
+            return  # its last bytes arrived along with the loss that made everyone start over
+        self.round.finish(member.rank)
+        # Those waiting for their turn to add could not send anything.
+        self.members.pass_turn(self._now)
+        self._commit_if_complete()
+
+    contributed = event(_contributed)
+
+    # Committing.
+
+    def _commit_if_complete(self) -> None:
+        """Commit if everyone has contributed and enough workers are present."""
+        present = len(self.ranks.admitted) + len(self.ranks.of(RankState.READY))
+        if self.round.is_complete and present >= self.members.tolerance.min_workers:
+            self._commit()
+
+    def _commit(self) -> None:
+        """Make the round's sum the new center, and count its windows."""
+        windows = self.round.commit()
+        reports = [self._with_staleness(window) for window in windows]
+        weights = tuple(weight for report in reports if (weight := report.weight))
+        # Reports without weight have none.
+        staleness = max((report.staleness for report in reports), default=0)
+        share = 1.0 if self.round.policy.in_step else self._full_round.share(reports)
+        self.do.commit(Contributions(weights, self.members.world_size, staleness, share=share))
+        self._updates += bool(weights)
+        self.committed.commit(
+            reports,
+            {window.member.rank: window.kept for window in windows if window.kept is not None},
+        )
+        for report in reports:
+            self.do.report(report)
+        if self.spec.followed:
+            self.do.report(RoundCommitted(self.committed.round, tuple(reports)))
+        ends = not self.round.pending
+        if ends:
+            self._end_epoch()
+        saves = self._save_if_due()
+        self._admit(saves=saves, final=self.round.end_epoch() if ends else ())
+        self.members.restart_clock(self._now)
+
+    def _end_epoch(self) -> None:
+        summary = self.committed.end_epoch(self._now)
+        self._full_round.end_epoch()
+        self.checkpoints.end_epoch(summary.epoch)
+        self.do.report(summary)
+        self.epoch_losses.news()
+
+    def _save_if_due(self) -> bool:
+        """Begin a checkpoint of the latest commit, if it is time; returns whether it is."""
+        if not self.checkpoints.due:
+            return False
+        # Workers that come back later have another state.
+        ranks = (window.member.rank for window in self.round.committed_windows)
+        self.checkpoints.begin(ranks, self._now)
+        self.do.begin_checkpoint(self.committed.progress(), self.shards.statistics)
+        if not self.checkpoints.awaited:
+            self.do.write_checkpoint()
+        return True
+
+    def _with_staleness(self, window: Window) -> WindowReport:
+        """A window's report, with how often the center was updated meanwhile."""
+        staleness, report = self._staleness(window.member.rank), window.report
+        return replace(report, staleness=staleness) if staleness and report.weight else report
+
+    def _staleness(self, rank: int) -> int:
+        return self._updates - self._sent[rank]
+
+    # Between two rounds.
+
+    def _admit(self, *, saves: bool = False, final: Sequence[Window] = ()) -> None:
+        """Let in whoever is ready, and let those go on that need not wait for others any more.
+
+        Args:
+            saves: whether the last commit becomes a checkpoint.
+            final: the last windows of those that waited for the epoch's end.
+        """
+        let_in = self.to_let_in
+        self.round.admit(let_in)
+        for is_final, windows in ((False, self.round.release()), (True, final)):
+            for window in windows:
+                self._begin(window.member.rank)
+                self.do.reply(
+                    window.member,
+                    final=is_final,
+                    values=window.takes_reply,
+                    worker_state=saves,
+                )
+        if saves and not final:
+            for window in self.round.committed_windows:
+                self.do.ask_worker_state(window.member)
+        for rank in let_in:
+            self.members.note_heartbeat(rank, self._now)
+            self._begin(rank)
+            self.do.welcome(self.members.of(rank))
+
+    def _begin(self, rank: int) -> None:
+        """Note that a rank is sent the center."""
+        self._sent[rank] = self._updates
+        self.round.policy.began(rank, self._now)
+
+    # Epochs' losses.
+
+    @event
+    def validated(
+        self, member: Member, report: ValidationReport, states: WorkerState | None = None
+    ) -> None:
+        """A worker reports the loss on its held-out rows.
+
+        Args:
+            member: the worker.
+            report: the loss.
+            states: what its metrics counted; None without metrics.
+        """
+        checks.require_admitted(self, member)
+        self._told(self.epoch_losses.validated(report, states))
+
+    @event
+    def epoch_losses_wanted(self, member: Member, known: int, epochs: int) -> None:
+        """A worker waits for epochs' losses.
+
+        Args:
+            member: the worker.
+            known: for how many epochs it knows the loss.
+            epochs: for how many it wants to know it.
+        """
+        checks.require_admitted(self, member)
+        self._told(self.epoch_losses.want(member, known, epochs))
+
+    @event
+    def approve_epoch(self, epoch: int) -> None:
+        """The driver has approved an epoch: workers that ask for leave may begin the next one."""
+        self._told(self.epoch_losses.approve(epoch))
+
+    @event
+    def measured(self, epoch: int, values: Mapping[str, MetricValue]) -> None:
+        """The driver has computed an epoch's metrics; the answer to ``run_events.EpochCounted``.
+
+        Args:
+            epoch: counted from 1.
+            values: the metrics' values, by name.
+        """
+        self.epoch_losses.measured(epoch, values)
+
+    def _told(self, anyone: bool) -> None:
+        if anyone:
+            self.members.restart_clock(self._now)
 
     # Checkpoints.
 
-    def _preempt(self, event: on.Preempted) -> list[Decision]:
-        self.checkpoints.preempt(event.reason)
-        return []
+    @event
+    def preempt(self, reason: SparkDLError) -> None:
+        """End the run with ``reason`` once a commit has become a checkpoint."""
+        self.checkpoints.preempt(reason)
 
-    def _do_without_worker_state(self, rank: int) -> list[Decision]:
-        """Take note that a rank's state has arrived, or never will."""
-        return [do.WriteCheckpoint()] if self.checkpoints.forgo(rank) else []
+    def _worker_state_written(self, member: Member) -> None:
+        """A worker's state is in the checkpoint that waited for it, or will never be."""
+        if self.checkpoints.forgo(member.rank):
+            self.do.write_checkpoint()
 
-    def _checkpoint_written(self, event: on.CheckpointWritten) -> list[Decision]:
-        return self._for_callbacks(CheckpointSaved()) + self._checkpoint_ended(saved=True)
+    worker_state_written = event(_worker_state_written)
 
-    def _checkpoint_ended(self, *, saved: bool) -> list[Decision]:
+    @event
+    def checkpoint_ended(self, *, saved: bool) -> None:
+        """The checkpoint that was being written exists, or has failed: nothing of it is left."""
+        if saved and self.spec.followed:
+            self.do.report(CheckpointSaved())
         told_to_end = self.checkpoints.finish(saved=saved)
         if told_to_end is not None:
-            return self._fail(told_to_end)
-        if self._stop_wanted is not None:
-            return self._stop(self._stop_wanted)
-        for rank in self._ranks.of(RankState.CLOSED):
-            self.members.note_heartbeat(rank, self._now)
-        decided = self._dismiss_leaving() if self._leaving else []
-        self.round.requeue()
-        return decided
-
-    def _for_callbacks(self, event: RunEvent) -> list[Decision]:
-        return [do.Report(event)] if self.followed else []
+            self._fail(told_to_end)
+        elif self._stop_wanted is not None:
+            self._stop(self._stop_wanted)
+        else:
+            for rank in self.ranks.of(RankState.CLOSED):
+                self.members.note_heartbeat(rank, self._now)
+            self._dismiss_leaving()
+            self.round.requeue()
 
     # Losing, leaving, failing.
 
-    def _lose(self, member: Member, why: str) -> list[Decision]:
-        """Remove a worker from everything under way."""
+    def _lost(self, member: Member, why: str) -> None:
+        """A worker is lost for everything under way; ``why`` follows its name in messages."""
         rank = member.rank
-        if self._ranks[rank] is RankState.FINISHED:
-            return []
+        if self.ranks[rank] is RankState.FINISHED:
+            return
         error = self.members.lose(member, why, self._now)
+        self.do.drop(member, why)
         if error is not None:
-            return [do.Drop(member, why), *self._fail(error)]
+            self._fail(error)
+            return
         self.log.warning(
             "%s; continuing with the others until it comes back", self.members.losses[-1]
         )
-        decided = [do.Drop(member, why), *self._for_callbacks(WorkerLost(rank, why))]
-        self._gathers.withdraw(rank)
-        self._epoch_losses.wanted.pop(rank, None)
-        decided += self._rounds.lose(rank, self._now)
-        decided += self._do_without_worker_state(rank)
+        if self.spec.followed:
+            self.do.report(WorkerLost(rank, why))
+        self.gathers.withdraw(rank)
+        self.epoch_losses.wanted.pop(rank, None)
+        missing = self.round.lose(rank)
+        if missing is RankState.CONTRIBUTING:  # the sum holds part that will never be complete
+            self.do.start_over(self.round.start_over())
+        elif missing is not None:
+            self.do.skip(rank)
+            self._leave_out()
+        if not self.round.is_open:
+            self._admit()
+        self._worker_state_written(member)
         # Those that waited for the lost one may have had nothing to send.
         self.members.restart_clock(self._now)
-        return decided + self._rounds.commit_if_complete(self._now)
+        self._commit_if_complete()
 
-    def _finish(self, event: on.Finished) -> list[Decision]:
-        member = event.member
+    lost = event(_lost)
+
+    @event
+    def finished(self, member: Member) -> None:
+        """A worker has trained its last epoch."""
         if not member.gone:
-            checks.require_admitted(self.state, member)
-            checks.require_end_of_epoch(self.state, member)
+            checks.require_admitted(self, member)
+            checks.require_end_of_epoch(self, member)
         elif self.members.of(member.rank) is not member:
-            return []  # another worker has its place, and finishes for the rank
-        self._ranks.move(member.rank, Move.FINISH)
+            return  # another worker has its place, and finishes for the rank
+        self.ranks.move(member.rank, RankState.FINISHED)
         self._leaving[member.rank] = member
-        return [] if self.checkpoints.under_way else self._dismiss_leaving()
+        if not self.checkpoints.under_way:
+            self._dismiss_leaving()
 
-    def _dismiss_leaving(self) -> list[Decision]:
-        decided: list[Decision] = [do.Dismiss(member) for member in self._leaving.values()]
-        self._leaving = {}
-        finished = len(self._ranks.of(RankState.FINISHED)) == self.members.world_size
-        return [*decided, self._end()] if finished else decided
+    def _dismiss_leaving(self) -> None:
+        leaving, self._leaving = self._leaving, {}
+        for member in leaving.values():
+            self.do.dismiss(member)
+        if leaving and len(self.left) == self.members.world_size:
+            self._end()
 
-    def _stop(self, event: on.StopWanted) -> list[Decision]:
-        """End the run as it is, but only once a checkpoint being written exists."""
-        self._stop_wanted = event
-        if self.checkpoints.under_way:
-            return []
-        self.stopped = event.reason
-        return [self._end()]
+    def _stop(self, reason: str) -> None:
+        """End the run as it is, but only once a checkpoint being written exists.
 
-    def _fail(self, error: SparkDLError) -> list[Decision]:
+        Args:
+            reason: why, for logs.
+        """
+        self._stop_wanted = reason
+        if not self.checkpoints.under_way:
+            self.stopped = reason
+            self._end()
+
+    stop = event(_stop)
+
+    def _fail(self, error: SparkDLError) -> None:
+        """The run cannot go on; later failures are consequences of the first and are dropped."""
         # A driver that was told to end may see its workers fail too.
         self.failure = self.checkpoints.told_to_end or error
-        return [self._end()]
+        self._end()
 
-    def _end(self) -> Decision:
+    fail = event(_fail)
+
+    def _end(self) -> None:
         self.ended = True
-        return do.End(self.failure, self.stopped)
+        self.do.end(self.failure, self.stopped)
 
-    def _refuse(self, member: Member, reason: str) -> list[Decision]:
+    def _refuse(self, member: Member, reason: str) -> None:
         member.gone = True
-        return [do.Refuse(member, reason)]
+        self.do.refuse(member, reason)
 
     # The clock.
 
-    def _tick(self, event: on.Tick) -> list[Decision]:
-        decided: list[Decision] = []
+    @event
+    def tick(self) -> None:
+        """Time has passed; everything that arrived before has been reported."""
         if self._now - self._said_waiting >= self.members.deadline_s / 4:
-            decided += self._say_waiting()
+            self._say_waiting()
         self.checkpoints.require_in_time(self.members, self._now)
-        drops = checks.drops(self.state, self._now)
+        drops = checks.drops(self, self._now)
         for rank, granted_s in drops.items():
-            what = checks.what_is_missing(self.state, {rank})
+            what = checks.what_is_missing(self, {rank})
             self.members.dropped.append(rank)
-            decided += self._lose(self.members.of(rank), f"{what} within {granted_s:.1f} s")
+            self._lost(self.members.of(rank), f"{what} within {granted_s:.1f} s")
             if self.ended:
-                return decided
+                return
         if drops:
             self.members.double_patience()
-        return decided
 
-    def _say_waiting(self) -> list[Decision]:
+    def _say_waiting(self) -> None:
         self._said_waiting = self._now
-        ready = {rank: self.members.of(rank) for rank in self._ranks.of(RankState.READY)}
-        wanting = {rank: event.member for rank, event in self._epoch_losses.wanted.items()}
-        waiting = ready | self._gathers.waiting | self._leaving | self.round.waiting | wanting
-        return [do.SayWaiting(tuple(waiting.values()))] if waiting else []
+        ready = {rank: self.members.of(rank) for rank in self.ranks.of(RankState.READY)}
+        wanting = {rank: wanted[0] for rank, wanted in self.epoch_losses.wanted.items()}
+        waiting = ready | self.gathers.waiting | self._leaving | self.round.waiting | wanting
+        if waiting:
+            self.do.say_waiting(tuple(waiting.values()))

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sparkdl.averager.coordination.events import Member
 from sparkdl.errors import StoppedError, TrainingError, WorkerLostError
 
 STRAGGLER_S = 15.0
@@ -43,6 +42,34 @@ def too_many_losses(losses: Sequence[str], allowed: int) -> WorkerLostError:
         f"{len(losses)} workers were lost, more than maxFailures allows ({allowed}): "
         + "; ".join(losses[-5:])
     )
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """One worker's connection, from joining to leaving.
+
+    Attributes:
+        rank: the worker's rank.
+        host: the host that it runs on.
+        attempt: its Spark task's attempt; a later one replaces an earlier one.
+        task: its task's number, which several workers may share.
+        frozen: the fingerprint of its frozen parameters; empty if it has none.
+        gone: whether it was lost, dropped or replaced; what it says from then on is ignored.
+    """
+
+    rank: int
+    host: str
+    attempt: int = 0
+    task: int = -1
+    frozen: str = ""
+    gone: bool = False
+
+    def __post_init__(self) -> None:
+        if self.task < 0:
+            self.task = self.rank
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host}"
 
 
 class FencedError(StoppedError):

@@ -1,4 +1,4 @@
-"""Where each worker of a run stands: one state per rank, and one table of how states change.
+"""Where each worker of a run stands: one state per rank, and one table of what may follow what.
 
 A change that the table does not have ends the run: only bugs in a strategy, or a worker that runs
 other code, get that far. docs/architecture.md shows the table.
@@ -7,10 +7,32 @@ other code, get that far. docs/architecture.md shows the table.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, KeysView, Mapping
+from dataclasses import dataclass
 from enum import Enum
 
-from sparkdl.averager.coordination.events import WindowClosed
+from sparkdl.averager.coordination.membership import Member
+from sparkdl.averager.messages.progress import WorkerState
 from sparkdl.errors import TrainingError
+from sparkdl.events import WindowReport
+
+
+@dataclass(slots=True)
+class Window:
+    """A window that a worker has closed, and contributes.
+
+    It is not frozen only because it takes four times as long to make one that is.
+
+    Attributes:
+        member: the worker.
+        report: what it has trained on.
+        kept: what to keep of it in case all restart from this round; None for nothing.
+        takes_reply: whether it wants the result.
+    """
+
+    member: Member
+    report: WindowReport
+    kept: WorkerState | None = None
+    takes_reply: bool = True
 
 
 class RankState(Enum):
@@ -40,58 +62,25 @@ class RankState(Enum):
     """Has trained its last epoch."""
 
 
-class Move(Enum):
-    """What changes a rank's state."""
-
-    __hash__ = object.__hash__
-
-    JOIN = "joins"
-    READ = "reports its rows"
-    LET_IN = "is let in"
-    TAKE = "takes the center"
-    CLOSE = "closes a window"
-    ENTER = "contributes"
-    COMPLETE = "has contributed"
-    START_OVER = "starts over"
-    COMMIT = "commits"
-    END_EPOCH = "commits its last window of the epoch"
-    GO_ON = "goes on"
-    FINISH = "finishes"
-    LOSE = "is lost"
-
-
-TRANSITIONS: Mapping[Move, Mapping[RankState, RankState]] = {
-    Move.JOIN: {RankState.AWAY: RankState.READING},
-    Move.READ: {
-        RankState.READING: RankState.READY,
-        RankState.READY: RankState.READY,  # now of all its rows
-    },
-    Move.LET_IN: {RankState.READY: RankState.RECEIVING},
-    Move.TAKE: {RankState.RECEIVING: RankState.TRAINING},
-    Move.CLOSE: {
-        RankState.TRAINING: RankState.CLOSED,
-        RankState.RECEIVING: RankState.CLOSED,  # before the averager knows that it has it all
-    },
-    Move.ENTER: {RankState.CLOSED: RankState.CONTRIBUTING},
-    Move.COMPLETE: {RankState.CONTRIBUTING: RankState.CONTRIBUTED},
-    Move.START_OVER: {
-        RankState.CONTRIBUTING: RankState.TRAINING,
-        RankState.CONTRIBUTED: RankState.TRAINING,
-    },
-    Move.COMMIT: {RankState.CONTRIBUTED: RankState.AT_BARRIER},
-    Move.END_EPOCH: {RankState.CONTRIBUTED: RankState.THROUGH},
-    Move.GO_ON: {
-        RankState.AT_BARRIER: RankState.RECEIVING,
-        RankState.THROUGH: RankState.RECEIVING,
-    },
-    Move.FINISH: {
-        RankState.RECEIVING: RankState.FINISHED,
-        RankState.TRAINING: RankState.FINISHED,
-        RankState.AWAY: RankState.FINISHED,  # it was dropped with its last word on its way
-    },
-    Move.LOSE: dict.fromkeys(set(RankState) - {RankState.AWAY, RankState.FINISHED}, RankState.AWAY),
+BEFORE: Mapping[RankState, frozenset[RankState]] = {
+    RankState.READING: frozenset({RankState.AWAY}),
+    RankState.READY: frozenset({RankState.READING, RankState.READY}),  # again: of all its rows
+    RankState.RECEIVING: frozenset({RankState.READY, RankState.AT_BARRIER, RankState.THROUGH}),
+    # After a round that starts over, it contributes the same again.
+    RankState.TRAINING: frozenset(
+        {RankState.RECEIVING, RankState.CONTRIBUTING, RankState.CONTRIBUTED}
+    ),
+    # It may close a window before the averager knows that it has received all of the center.
+    RankState.CLOSED: frozenset({RankState.RECEIVING, RankState.TRAINING}),
+    RankState.CONTRIBUTING: frozenset({RankState.CLOSED}),
+    RankState.CONTRIBUTED: frozenset({RankState.CONTRIBUTING}),
+    RankState.AT_BARRIER: frozenset({RankState.CONTRIBUTED}),
+    RankState.THROUGH: frozenset({RankState.CONTRIBUTED}),
+    # One that was dropped may finish: its last message was on its way.
+    RankState.FINISHED: frozenset({RankState.AWAY, RankState.RECEIVING, RankState.TRAINING}),
+    RankState.AWAY: frozenset(RankState) - {RankState.AWAY, RankState.FINISHED},
 }
-"""By what happens: the state before, and the state after."""
+"""By state: those that a rank may come from."""
 NOT_ADMITTED = frozenset({RankState.AWAY, RankState.READING, RankState.READY})
 """The states of those who have not been let in."""
 NOT_ACTIVE = NOT_ADMITTED | {RankState.THROUGH}
@@ -108,8 +97,8 @@ WITH_WINDOW = frozenset(
 """The states of those who have closed a window, and wait."""
 
 
-CHANGES_ONLY_THE_STATE = frozenset({Move.TAKE, Move.CLOSE, Move.ENTER, Move.COMPLETE, Move.COMMIT})
-"""What changes neither who is active, nor who waits: the most frequent ones do not."""
+CHANGES_ONLY_THE_STATE = WITH_WINDOW - {RankState.THROUGH}
+"""Entering these changes neither who is active, nor who waits: the most frequent ones do not."""
 
 
 class Ranks(dict[int, RankState]):
@@ -127,7 +116,7 @@ class Ranks(dict[int, RankState]):
         super().__init__(dict.fromkeys(everyone, RankState.AWAY))
         self.admitted: set[int] = set()
         self.active: set[int] = set()
-        self.windows: dict[int, WindowClosed] = {}
+        self.windows: dict[int, Window] = {}
         self._in: dict[RankState, dict[int, None]] = {state: {} for state in RankState}
         self._in[RankState.AWAY] = dict.fromkeys(self)
         # Asked several times in each event: with a function of our own, rounds would take longer.
@@ -135,24 +124,23 @@ class Ranks(dict[int, RankState]):
             state: ranks.keys() for state, ranks in self._in.items()
         }.__getitem__
 
-    def windows_of(self, state: RankState) -> list[WindowClosed]:
+    def windows_of(self, state: RankState) -> list[Window]:
         """The windows of the ranks in a state."""
         return [self.windows[rank] for rank in self._in[state]]
 
-    def move(self, rank: int, how: Move) -> None:
+    def move(self, rank: int, after: RankState) -> None:
         """Change a rank's state.
 
         Raises:
-            TrainingError: that cannot happen in its state.
+            TrainingError: it cannot come to that from where it is.
         """
         before, places = self[rank], self._in
-        after = TRANSITIONS[how].get(before)
-        if after is None:
-            raise TrainingError(f"rank {rank} {how.value} out of order: it is {before.value}")
+        if before not in BEFORE[after]:
+            raise TrainingError(f"rank {rank} cannot be {after.value} now: it is {before.value}")
         self[rank] = after
         del places[before][rank]
         places[after][rank] = None
-        if how in CHANGES_ONLY_THE_STATE:
+        if after in CHANGES_ONLY_THE_STATE:
             return
         (self.admitted.discard if after in NOT_ADMITTED else self.admitted.add)(rank)
         (self.active.discard if after in NOT_ACTIVE else self.active.add)(rank)

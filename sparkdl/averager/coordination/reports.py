@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sparkdl.averager.coordination.decisions import Tell
-from sparkdl.averager.coordination.events import Member
+from sparkdl.averager.coordination.actions import Actions
+from sparkdl.averager.coordination.membership import Member
 from sparkdl.errors import DataError, TrainingError
 from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 
@@ -98,10 +98,11 @@ class Gathers:
         self._world_size = world_size
         self._given: dict[int, object] = {}
 
-    def give(self, member: Member, value: object, *, commit: bool = False) -> Tell | None:
-        """Take what a worker gives; after the last one, returns what all are told.
+    def give(self, do: Actions, member: Member, value: object, *, commit: bool) -> bool:
+        """Take what a worker gives; after the last one, tell all; returns whether it was the last.
 
         Args:
+            do: sends it.
             member: the worker.
             value: what it gives.
             commit: whether to ask the workers for a commit.
@@ -116,10 +117,12 @@ class Gathers:
         self.waiting[member.rank] = member
         self._given[member.rank] = value
         if len(self._given) < self._world_size:
-            return None
+            return False
         members, self.waiting = tuple(self.waiting.values()), {}
         given, self._given = self._given, {}
-        return Tell(members, tuple(given[rank] for rank in range(self._world_size)), commit)
+        gathered = tuple(given[rank] for rank in range(self._world_size))
+        do.send_gathered(members, gathered, commit=commit)
+        return True
 
     def withdraw(self, rank: int) -> None:
         """Forget what a lost rank gave without getting the others' values: it will give again."""

@@ -16,22 +16,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from enum import Enum, auto
 
-from sparkdl.averager.coordination.events import Member, WindowClosed
-from sparkdl.averager.coordination.rank_states import Move, Ranks, RankState
+from sparkdl.averager.coordination.membership import Member
+from sparkdl.averager.coordination.rank_states import Ranks, RankState, Window
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
-
-
-class Loss(Enum):
-    """What losing a rank means for the sum."""
-
-    NOTHING = auto()
-    """Nothing: the rank takes no part in it, or its contribution is complete."""
-    SKIPPED = auto()
-    """The rank had added nothing yet: the sum goes on without it."""
-    BROKEN = auto()
-    """The sum holds part of a contribution that will never be complete."""
 
 
 class Round:
@@ -48,14 +36,14 @@ class Round:
         self.ranks = Ranks(self._everyone)
         self.pending: set[int] = set(self._everyone)
         self.group: set[int] = set()
-        self.entered: dict[int, WindowClosed] = {}
+        self.entered: dict[int, Window] = {}
         self.late: set[int] = set()
         self.newcomers: set[int] = set()
         self.is_open = False
         # Those of the group who are late, counted after every contribution; and who was left out.
         self._late_begun: set[int] = set()
         self._left_out: list[int] = []
-        self.queue: deque[WindowClosed] = deque()
+        self.queue: deque[Window] = deque()
         # The waiting ranks that the policy has to be asked about.
         self._to_ask: list[int] = []
         self._ask_about_all = False
@@ -64,30 +52,33 @@ class Round:
         """Let ranks in, between two sums; those through with the epoch will say so again."""
         assert not self.is_open
         for rank in ranks:
-            self.ranks.move(rank, Move.LET_IN)
+            self.ranks.move(rank, RankState.RECEIVING)
             self.pending.add(rank)
             self.newcomers.add(rank)
             self._ask_about_all = True
 
-    def lose(self, rank: int) -> Loss:
-        """Remove a rank."""
+    def lose(self, rank: int) -> RankState | None:
+        """Remove a rank.
+
+        Returns:
+            Where it stood, if its contribution is missing; the sum may hold part of that if it was
+            contributing.
+        """
         state = self.ranks[rank]
         is_missing = rank in self.group and state is not RankState.CONTRIBUTED
-        self.ranks.move(rank, Move.LOSE)
+        self.ranks.move(rank, RankState.AWAY)
         for ranks in (self.group, self.newcomers, self.late, self._late_begun):
             ranks.discard(rank)
         self._ask_about_all = True
-        if not is_missing:
-            return Loss.NOTHING
-        return Loss.BROKEN if state is RankState.CONTRIBUTING else Loss.SKIPPED
+        return state if is_missing else None
 
-    def hold(self, window: WindowClosed) -> None:
+    def hold(self, window: Window) -> None:
         """Have a rank wait until it may contribute."""
-        self.ranks.move(window.member.rank, Move.CLOSE)
+        self.ranks.move(window.member.rank, RankState.CLOSED)
         self.ranks.windows[window.member.rank] = window
         self.queue.append(window)
 
-    def next(self) -> WindowClosed | None:
+    def next(self) -> Window | None:
         """The next closed window that may contribute, each once; None if none may now."""
         while self.queue and not self.ranks.of(RankState.RECEIVING):
             window = self.queue[0]
@@ -110,14 +101,14 @@ class Round:
         """Have ``next`` go through all closed windows again: their wait may be over."""
         self.queue = deque(self.ranks.windows_of(RankState.CLOSED))
 
-    def enter(self, window: WindowClosed) -> bool:
+    def enter(self, window: Window) -> bool:
         """Let a rank contribute; returns whether it is the first, for which a sum has to begin."""
         rank = window.member.rank
         is_first, self.is_open = not self.is_open, True
         if is_first:
             self.group = set(self.policy.group(rank, self.ranks.active))
             self.policy.opened(self.group, self.late)
-        self.ranks.move(rank, Move.ENTER)
+        self.ranks.move(rank, RankState.CONTRIBUTING)
         self.entered[rank] = window
         if rank in self.late:
             self._late_begun.add(rank)
@@ -134,7 +125,7 @@ class Round:
 
     def finish(self, rank: int) -> None:
         """Take note that a rank's contribution is complete."""
-        self.ranks.move(rank, Move.COMPLETE)
+        self.ranks.move(rank, RankState.CONTRIBUTED)
 
     @property
     def _begun(self) -> int:
@@ -143,14 +134,14 @@ class Round:
         return len(of(RankState.CONTRIBUTING)) + len(of(RankState.CONTRIBUTED))
 
     @property
-    def kept_out(self) -> dict[int, WindowClosed]:
+    def kept_out(self) -> dict[int, Window]:
         """The closed windows that the policy may keep from contributing."""
         closed = self.ranks.of(RankState.CLOSED)
         kept = closed if self.policy.holds_windows else closed & self.newcomers
         return {rank: self.ranks.windows[rank] for rank in kept}
 
     @property
-    def behind_others(self) -> dict[int, WindowClosed]:
+    def behind_others(self) -> dict[int, Window]:
         """The windows that have begun to contribute, but wait for others to do so."""
         first = min(self.group - self.ranks.of(RankState.CONTRIBUTED), default=None)
         return {rank: window for rank, window in self.entered.items() if rank != first}
@@ -164,7 +155,7 @@ class Round:
         return {each.member.rank: each.member for each in windows if not each.member.gone}
 
     @property
-    def committed_windows(self) -> list[WindowClosed]:
+    def committed_windows(self) -> list[Window]:
         """The windows of those that wait for the center after a commit."""
         of = self.ranks.windows_of
         return of(RankState.AT_BARRIER) + of(RankState.THROUGH)
@@ -184,11 +175,11 @@ class Round:
         windows = self.entered.values()
         again = tuple(window.member for window in windows if not window.member.gone)
         for member in again:
-            self.ranks.move(member.rank, Move.START_OVER)
+            self.ranks.move(member.rank, RankState.TRAINING)
         self._begin_next()
         return again
 
-    def commit(self) -> list[WindowClosed]:
+    def commit(self) -> list[Window]:
         """End the round; returns the windows that contributed, in rank order."""
         windows = [self.entered[rank] for rank in sorted(self.entered)]
         for window in windows:
@@ -196,7 +187,7 @@ class Round:
             if last:
                 self.pending.discard(rank)
             if not window.member.gone:
-                self.ranks.move(rank, Move.END_EPOCH if last else Move.COMMIT)
+                self.ranks.move(rank, RankState.THROUGH if last else RankState.AT_BARRIER)
                 if not last:
                     self._to_ask.append(rank)
         self.late -= self.entered.keys()
@@ -206,7 +197,7 @@ class Round:
         self._to_ask += self.policy.committed(reports, self.ranks.active)
         return windows
 
-    def release(self) -> list[WindowClosed]:
+    def release(self) -> list[Window]:
         """Let those ranks go on that the policy lets, between two sums.
 
         Returns:
@@ -222,17 +213,17 @@ class Round:
         for rank in ranks:
             if rank in at_barrier and self.policy.goes_on(rank, active):
                 released.append(windows[rank])
-                states.move(rank, Move.GO_ON)
+                states.move(rank, RankState.RECEIVING)
             elif rank in closed and rank in may_wait:
                 # ``next`` asks the policy about it, once it has trained.
                 self.queue.append(windows[rank])
         return released
 
-    def end_epoch(self) -> list[WindowClosed]:
+    def end_epoch(self) -> list[Window]:
         """Make everyone active again; returns the windows of those that wait for the center."""
         waiting = self.ranks.windows_of(RankState.THROUGH)
         for window in waiting:
-            self.ranks.move(window.member.rank, Move.GO_ON)
+            self.ranks.move(window.member.rank, RankState.RECEIVING)
         self.pending = set(self._everyone)
         return waiting
 

@@ -10,10 +10,10 @@ from collections.abc import Iterable, KeysView, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from sparkdl.averager.coordination import events as on
+from sparkdl.averager.coordination.actions import Recorder
 from sparkdl.averager.coordination.committed import CommittedProgress, EpochLosses
 from sparkdl.averager.coordination.membership import Membership, Tolerance
-from sparkdl.averager.coordination.rank_states import RankState
+from sparkdl.averager.coordination.rank_states import RankState, Window
 from sparkdl.averager.coordination.reports import Gathers, Shards
 from sparkdl.averager.coordination.round import Round
 from sparkdl.averager.messages.progress import Progress, WorkerState
@@ -77,7 +77,7 @@ class Checkpointing:
         if self._schedule is not None and self._schedule.due(epoch):
             self._asked = True
 
-    def holds(self, window: on.WindowClosed) -> bool:
+    def holds(self, window: Window) -> bool:
         """Whether a window's round may become a checkpoint while another is being written."""
         if self._schedule is None or self._since is None:
             return False
@@ -150,7 +150,6 @@ class RunSpec:
         tolerance: which losses of workers the run survives; none by default.
         policy: who is waited for in rounds; each run needs one of its own.
         checkpoints: which commits become checkpoints; none by default.
-        resumed: whether the training resumes from a checkpoint, which may belong to other rows.
         frozen: the fingerprint that every worker's frozen parameters must have.
         followed: whether callbacks follow the run: the driver is also told of rounds, lost workers
             and checkpoints, and workers begin an epoch only once it has approved the previous one.
@@ -164,7 +163,6 @@ class RunSpec:
     tolerance: Tolerance = field(default_factory=Tolerance)
     policy: RoundPolicy = field(default_factory=All)
     checkpoints: Schedule | None = None
-    resumed: bool = False
     frozen: str = ""
     followed: bool = False
     measures: bool = False
@@ -189,8 +187,14 @@ class Restart:
 class RunState:
     """How a run stands.
 
+    Args:
+        spec: how it was planned.
+        now: the time, in seconds, by the same clock as that of events.
+        restart: where it goes on; by default it is just starting.
+
     Attributes:
         spec: how it was planned.
+        do: what is called to have something done outside.
         members: who is in the run.
         shards: what the workers found in their rows.
         gathers: what they exchange in gathers.
@@ -202,8 +206,10 @@ class RunState:
         started: whether the driver has let the workers train.
     """
 
-    def __init__(self, spec: RunSpec, now: float, restart: Restart) -> None:
+    def __init__(self, spec: RunSpec, now: float, restart: Restart | None = None) -> None:
+        restart = restart or Restart()
         self.spec = spec
+        self.do = Recorder()
         self.members = Membership(spec.world_size, spec.deadline_s, spec.tolerance, now)
         self.shards = Shards(spec.world_size)
         self.gathers = Gathers(spec.world_size)
@@ -214,6 +220,7 @@ class RunState:
         self.ranks = self.round.ranks
         self.checkpoints = Checkpointing(spec.checkpoints, self.committed, saved=restart.saved)
         self.epoch_losses = EpochLosses(
+            self.do,
             self.committed,
             self.shards,
             followed=spec.followed,
@@ -228,6 +235,6 @@ class RunState:
         return sorted(self.ranks.of(RankState.READY)) if self.started else []
 
     @property
-    def finished(self) -> KeysView[int]:
+    def left(self) -> KeysView[int]:
         """The ranks that have trained their last epoch; nobody waits for them."""
         return self.ranks.of(RankState.FINISHED)

@@ -2,55 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 import reprlib
 import socket
-from types import UnionType
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from dataclasses import asdict, fields
+from typing import Any, TypeVar, cast
 
 from sparkdl.errors import CollectiveError, DataError, NonFiniteError, TrainingError, WorkerError
-from sparkdl.events import ValidationReport, WindowReport, are_measured
-from sparkdl.feed.statistics.column import COUNTS, ColumnStatistics, RowLocation
+from sparkdl.events import ValidationReport, WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 from sparkdl.phases import PHASES, PhaseTimes
 from sparkdl.transport.framing import MAX_HEADER_BYTES
+from sparkdl.untrusted import read
 from sparkdl.user_code.tracebacks import shortened
 
-Types = dict[str, tuple[type, ...]]
-"""The fields of a message by name, each with the types that it may have."""
+T = TypeVar("T")
 
-
-def _json_types(hint: Any) -> tuple[type, ...]:
-    """As what a field with a type hint arrives."""
-    if get_origin(hint) in (Union, UnionType):
-        return tuple(kind for each in get_args(hint) for kind in _json_types(each))
-    if get_origin(hint) is tuple:
-        return (list,)
-    if get_origin(hint) is Literal:
-        return (str,)
-    if dataclasses.is_dataclass(hint):
-        return (dict,)
-    if get_origin(hint) is not None:
-        return (dict,)
-    return (float, int) if hint is float else (hint,)
-
-
-def types_of(kind: type, *left_out: str) -> Types:
-    """The fields of a dataclass with the types that they have in JSON."""
-    hints = get_type_hints(kind)
-    return {name: _json_types(hint) for name, hint in hints.items() if name not in left_out}
-
-
-_WINDOW_TYPES = types_of(WindowReport, "staleness")
-_VALIDATION_TYPES = types_of(ValidationReport)
-_SHARD_TYPES = types_of(ShardStatistics)
-_PHASES_TYPES = types_of(PhaseTimes)
-_COLUMN_TYPES = types_of(ColumnStatistics)
-_PLACE_TYPES = [int, int]
-_INTEGERS = range(-(1 << 63), 1 << 64)
-"""Integers that fit in 64 bits. JSON may hold ones too large for a float, so sums would fail."""
 MOST = 1e200
 """No contribution counts as much; sums and ratios of weights stay finite."""
 ADDRESS_BYTES = 512
@@ -62,14 +29,10 @@ SAFE_COLUMNS = 1000
 """Statistics of this many columns fit into a header, whatever they are."""
 TEXT_CHARACTERS = 100_000
 """The longest text of an error in a header, which has room for ten such, each character escaped."""
-_FAILURE_TYPES: Types = {
-    "message": (str,),
-    "non_finite": (bool,),
-    "rank": (int,),
-    "epoch": (int,),
-    "step": (int,),
-    "worker_traceback": (str,),
-}
+_WHERE = ("rank", "epoch", "step")
+_FAILURE: Any = {"message": str, "worker_traceback": str, "non_finite": bool}
+_FAILURE |= dict.fromkeys(_WHERE, int)
+_JOIN = {"join": int, "host": str, "attempt": int, "task": int, "frozen": str}
 
 
 def failure_header(error: WorkerError | CollectiveError) -> dict[str, Any]:
@@ -80,11 +43,9 @@ def failure_header(error: WorkerError | CollectiveError) -> dict[str, Any]:
     return {
         "failure": {
             "message": shortened(str(error), TEXT_CHARACTERS),
-            "non_finite": isinstance(error, NonFiniteError),
-            "rank": error.rank,
-            "epoch": error.epoch,
-            "step": error.step,
             "worker_traceback": shortened(error.worker_traceback, TEXT_CHARACTERS),
+            "non_finite": isinstance(error, NonFiniteError),
+            **{name: getattr(error, name) for name in _WHERE},
         }
     }
 
@@ -104,9 +65,9 @@ def window_header(
         takes_reply: whether the worker wants the result.
         worker_state: number of bytes that follow, for the averager to keep of the worker.
     """
-    fields = {name: getattr(window, name) for name in _WINDOW_TYPES}
-    fields["measured"] = dict(window.measured)
-    return {"window": fields, "takes_reply": takes_reply, "worker_state": worker_state}
+    report = {each.name: getattr(window, each.name) for each in fields(window)}
+    report["measured"] = dict(window.measured)
+    return {"window": report, "takes_reply": takes_reply, "worker_state": worker_state}
 
 
 def shard_header(shard: ShardStatistics) -> dict[str, Any]:
@@ -115,8 +76,10 @@ def shard_header(shard: ShardStatistics) -> dict[str, Any]:
     Raises:
         DataError: the rows have more columns than a header holds.
     """
-    header = {"shard": dataclasses.asdict(shard)}
-    columns = len(shard.columns)
+    return _fitting({"shard": asdict(shard)}, len(shard.columns))
+
+
+def _fitting(header: dict[str, Any], columns: int) -> dict[str, Any]:
     if columns > SAFE_COLUMNS and (size := len(json.dumps(header))) > MAX_HEADER_BYTES:
         raise DataError(
             f"the statistics of {columns} columns take {size} bytes, but a worker can send the "
@@ -129,25 +92,7 @@ def shard_header(shard: ShardStatistics) -> dict[str, Any]:
 
 def statistics_header(statistics: DataStatistics) -> dict[str, Any]:
     """What a worker is told about all rows: as much as one worker reports about its own."""
-    everything = ShardStatistics(
-        statistics.rows,
-        statistics.columns,
-        statistics.held_out,
-        statistics.weight,
-    )
-    return {"shard_rows": list(statistics.shard_rows), **shard_header(everything)}
-
-
-def read_statistics(header: dict[str, Any]) -> DataStatistics:
-    """The rows of all workers.
-
-    Raises:
-        TrainingError: the header does not describe them.
-    """
-    everything, rows = read_shard(header, None), header.get("shard_rows")
-    if not isinstance(rows, list) or not all(type(count) is int and count >= 0 for count in rows):
-        raise TrainingError(f"the driver sent {rows!r} instead of the workers' row counts")
-    return DataStatistics(tuple(rows), everything.columns, everything.held_out, everything.weight)
+    return _fitting({"statistics": asdict(statistics)}, len(statistics.columns))
 
 
 def join_header(rank: int, attempt: int, task: int | None, frozen: str) -> dict[str, Any]:
@@ -162,14 +107,14 @@ def read_join(header: dict[str, Any]) -> tuple[int, str, int, int, str]:
     Raises:
         TrainingError: the header does not have them.
     """
-    rank, host = header.get("join"), header.get("host")
-    attempt, task = header.get("attempt", 0), header.get("task", rank)
-    frozen = header.get("frozen", "")
-    numbers = all(type(each) is int and each in _INTEGERS for each in (rank, attempt, task))
-    if not numbers or not isinstance(host, str) or not isinstance(frozen, str):
-        shown = _quoted(header)
-        raise TrainingError(f"a connection starts with a rank and a host, not with {shown}")
-    return cast(int, rank), host, attempt, cast(int, task), frozen
+    told = {"attempt": 0, "task": header.get("join"), "frozen": "", **header}
+    try:
+        rank, host, attempt, task, frozen = read(_JOIN, told).values()
+    except TypeError as error:
+        raise TrainingError(
+            f"a connection starts with a rank and a host, not with {quoted(header)}"
+        ) from error
+    return rank, host, attempt, task, frozen
 
 
 def read_shard(header: dict[str, Any], rank: int | None) -> ShardStatistics:
@@ -178,17 +123,7 @@ def read_shard(header: dict[str, Any], rank: int | None) -> ShardStatistics:
     Raises:
         TrainingError: the header does not say.
     """
-    fields = checked(header.get("shard"), _SHARD_TYPES, rank)
-    columns = [checked(column, _COLUMN_TYPES, rank) for column in fields["columns"]]
-    counts = [column[name] for column in columns for name in COUNTS]
-    if min([fields["rows"], fields["held_out"], fields["skipped"], *counts]) < 0:
-        shown = _quoted(fields)
-        raise TrainingError(f"rank {rank} reported negative counts for its rows: {shown}")
-    for column in columns:
-        column["places"] = {k: _place(place, rank) for k, place in column["places"].items()}
-    fields["columns"] = tuple(ColumnStatistics(**column) for column in columns)
-    fields["weight"] = float(fields["weight"])
-    return ShardStatistics(**fields)
+    return received(ShardStatistics, header.get("shard"), rank)
 
 
 def read_row_server(header: dict[str, Any], rank: int) -> object:
@@ -200,7 +135,7 @@ def read_row_server(header: dict[str, Any], rank: int) -> object:
     address = header.get("row_server")
     if address is not None and len(json.dumps(address)) > ADDRESS_BYTES:
         raise TrainingError(
-            f"rank {rank} sent {_quoted(address)} as the address of its rows, which is too long"
+            f"rank {rank} sent {quoted(address)} as the address of its rows, which is too long"
         )
     return address
 
@@ -228,19 +163,7 @@ def read_window(header: dict[str, Any], rank: int) -> WindowReport:
     Raises:
         TrainingError: the header is not one, or belongs to another rank.
     """
-    fields = checked(header.get("window"), _WINDOW_TYPES, rank)
-    counts = fields["examples"], fields["group_weight"] or 0, fields["counted"] or 0
-    possible = all(0 <= count < MOST for count in counts) and are_measured(fields["measured"])
-    if not possible or fields["rank"] != rank:
-        raise TrainingError(
-            f"rank {rank} sent the report of a window that cannot be its own: {fields}"
-        )
-    return WindowReport(**fields)
-
-
-def phases_header(times: PhaseTimes) -> dict[str, Any]:
-    """What a worker sends along with a report about where its time went."""
-    return {"phases": dataclasses.asdict(times)}
+    return received(WindowReport, header.get("window"), rank)
 
 
 def read_phases(header: dict[str, Any], rank: int) -> PhaseTimes | None:
@@ -249,19 +172,7 @@ def read_phases(header: dict[str, Any], rank: int) -> PhaseTimes | None:
     Raises:
         TrainingError: the header says something other than times.
     """
-    if "phases" not in header:
-        return None
-    fields = checked(header["phases"], _PHASES_TYPES, rank)
-    seconds = fields.pop("seconds")
-    times = [fields["began"], fields["ended"], fields["uncertainty"], *seconds]
-    if (
-        len(seconds) != len(PHASES)
-        or not all(type(each) in (float, int) and math.isfinite(each) for each in times)
-        or min(fields["sent"], fields["received"], fields["uncertainty"], *seconds) < 0
-        or fields["ended"] < fields["began"]
-    ):
-        raise TrainingError(f"rank {rank} sent impossible times: {_quoted(header['phases'])}")
-    return PhaseTimes(seconds=tuple(map(float, seconds)), **fields)
+    return received(PhaseTimes, header["phases"], rank) if "phases" in header else None
 
 
 def read_worker_state(header: dict[str, Any], rank: int, limit: int) -> int:
@@ -270,20 +181,7 @@ def read_worker_state(header: dict[str, Any], rank: int, limit: int) -> int:
     Raises:
         TrainingError: the header does not say, or more than ``limit``.
     """
-    size = header.get("worker_state")
-    if type(size) is not int or not 0 <= size <= limit:
-        raise TrainingError(f"rank {rank} sent {_quoted(header)} instead of its worker state")
-    return size
-
-
-def validation_header(report: ValidationReport, states: int = 0) -> dict[str, Any]:
-    """What a worker sends about its held-out rows.
-
-    Args:
-        report: the loss.
-        states: number of bytes that follow, with what its metrics counted.
-    """
-    return {"validation": dataclasses.asdict(report), "states": states}
+    return _read_size(header, "worker_state", "worker state", rank, limit)
 
 
 def require_share_of_states(size: int, report: ValidationReport, world_size: int) -> None:
@@ -313,9 +211,14 @@ def read_states_size(header: dict[str, Any], rank: int, world_size: int) -> int:
     Raises:
         TrainingError: the header does not say, or more than its share.
     """
-    size = header.get("states", 0)
-    if type(size) is not int or not 0 <= size <= MAX_STATES_BYTES // world_size:
-        raise TrainingError(f"rank {rank} sent {_quoted(header)} instead of its metrics' states")
+    limit = MAX_STATES_BYTES // world_size
+    return _read_size({"states": 0, **header}, "states", "metrics' states", rank, limit)
+
+
+def _read_size(header: dict[str, Any], field: str, what: str, rank: int, limit: int) -> int:
+    size = header.get(field)
+    if type(size) is not int or not 0 <= size <= limit:
+        raise TrainingError(f"rank {rank} sent {quoted(header)} instead of its {what}")
     return size
 
 
@@ -325,12 +228,7 @@ def read_validation(header: dict[str, Any], rank: int) -> ValidationReport:
     Raises:
         TrainingError: the header is not one, or belongs to another rank.
     """
-    fields = checked(header.get("validation"), _VALIDATION_TYPES, rank)
-    if fields["examples"] < 0 or fields["rank"] != rank:
-        raise TrainingError(
-            f"rank {rank} sent a validation report that cannot be its own: {fields}"
-        )
-    return ValidationReport(**fields)
+    return received(ValidationReport, header.get("validation"), rank)
 
 
 def read_epoch_losses(header: dict[str, Any], rank: int) -> tuple[int, int]:
@@ -341,7 +239,7 @@ def read_epoch_losses(header: dict[str, Any], rank: int) -> tuple[int, int]:
     """
     known, epochs = header.get("known"), header.get("epoch_losses")
     if type(known) is not int or type(epochs) is not int or not 0 <= known < epochs:
-        raise TrainingError(f"rank {rank} sent an invalid request for losses: {_quoted(header)}")
+        raise TrainingError(f"rank {rank} sent an invalid request for losses: {quoted(header)}")
     return known, epochs
 
 
@@ -360,40 +258,40 @@ def raise_reported_failure(header: dict[str, Any]) -> None:
         raise CollectiveError(header["broken"], ranks=known)
     if "failure" not in header:
         return
-    fields = checked(header["failure"], _FAILURE_TYPES, None)
-    kind = NonFiniteError if fields.pop("non_finite") else WorkerError
-    raise kind(fields.pop("message"), **fields)
+    failure = received(_FAILURE, header["failure"], None)
+    kind = NonFiniteError if failure.pop("non_finite") else WorkerError
+    raise kind(failure.pop("message"), **failure)
 
 
-def _place(place: Any, rank: int | None) -> RowLocation:
-    if (
-        not isinstance(place, list)
-        or [type(number) for number in place] != _PLACE_TYPES
-        or not all(number in _INTEGERS for number in place)
-    ):
-        shown = _quoted(place)
-        raise TrainingError(f"rank {rank} sent {shown} instead of a partition and a row")
-    return place[0], place[1]
-
-
-def checked(fields: Any, types: Types, rank: int | None) -> dict[str, Any]:
-    """The fields of a message, which are those of a table and of its types.
+def received(hint: type[T], value: Any, rank: int | None) -> T:
+    """What a worker has sent, as what a type hint says; see ``read``.
 
     Raises:
-        TrainingError: they are not; it shows them.
+        TrainingError: it is something else, or cannot be its own; the message shows it.
     """
-    if (
-        not isinstance(fields, dict)
-        or fields.keys() != types.keys()
-        or not all(type(fields[name]) in types[name] for name in types)
-        or not all(n in _INTEGERS for n in fields.values() if type(n) is int)
-    ):
+    try:
+        found = read(hint, value)
+        if getattr(found, "rank", rank) != rank or not _is_possible(found):
+            raise TypeError("no worker of that rank has such numbers")
+    except TypeError as error:
         sender = "a worker" if rank is None else f"rank {rank}"
-        raise TrainingError(f"{sender} sent a header that no worker sends: {_quoted(fields)}")
-    return fields
+        raise TrainingError(
+            f"{sender} sent a header that no worker sends: {quoted(value)}"
+        ) from error
+    return cast(T, found)
 
 
-def _quoted(value: Any) -> str:
+def _is_possible(found: Any) -> bool:
+    if isinstance(found, WindowReport):
+        counts = found.examples, found.group_weight or 0, found.counted or 0
+        return not found.staleness and all(0 <= count < MOST for count in counts)
+    if isinstance(found, PhaseTimes):
+        lengths = found.ended - found.began, found.uncertainty, *found.seconds
+        return len(found.seconds) == len(PHASES) and all(0 <= each < MOST for each in lengths)
+    return True
+
+
+def quoted(value: Any) -> str:
     """What was sent, abridged if it is long: the message goes to every worker and into the log."""
     brief = reprlib.Repr()
     brief.maxdict, brief.maxstring, brief.maxother = 20, 80, 80

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_type_hints
+from typing import Any
 
 from sparkdl.errors import TrainingError
-from sparkdl.events import EpochSummary, WindowReport, WindowSums, are_measured, are_metrics
-
-T = TypeVar("T")
-_COUNTS = range(1 << 63)
-_BY_NAME = {"metrics": are_metrics, "measured": are_measured}
-"""Fields that hold numbers by name, and the checks for them."""
+from sparkdl.events import EpochSummary, WindowReport, WindowSums
+from sparkdl.untrusted import read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,46 +72,12 @@ class Progress:
         """Restore what ``as_json`` returned, possibly read from a file.
 
         Raises:
-            AttributeError, KeyError, TypeError: it is something else.
+            TypeError: it is something else.
         """
-        numbers = {name: _checked(int, name, fields[name]) for name in ("epoch", "rounds")}
-        sums = tuple(_read(WindowSums, each) for each in fields["sums"])
-        if any(each.rank >= len(fields["positions"]) for each in sums):
-            raise TypeError(f"sums is {sums!r}")
-        return cls(
-            **numbers,
-            positions=tuple(_read(Position, each) for each in fields["positions"]),
-            sums=sums,
-            history=tuple(map(read_epoch, fields["history"])),
-        )
-
-
-def read_epoch(fields: Mapping[str, Any]) -> EpochSummary:
-    """Restore an epoch's summary from its fields.
-
-    Raises:
-        AttributeError, KeyError, TypeError: they are not such.
-    """
-    return _read(EpochSummary, fields)
-
-
-def _read(kind: type[T], fields: Mapping[str, Any]) -> T:
-    """Read one of our dataclasses of numbers."""
-    hints = get_type_hints(kind)
-    return kind(**{name: _checked(hints[name], name, value) for name, value in fields.items()})
-
-
-def _checked(hint: Any, name: str, value: Any) -> Any:
-    """A number of the wanted type; integers are counts."""
-    if name in _BY_NAME:
-        if not _BY_NAME[name](value):
-            raise TypeError(f"{name} is {value!r}")
-        return value
-    wanted = hint | int if hint in (float, float | None) else hint
-    counts = hint in (int, int | None)
-    if not isinstance(value, wanted) or (counts and value is not None and value not in _COUNTS):
-        raise TypeError(f"{name} is {value!r}")
-    return value
+        progress: Progress = read(cls, fields)
+        if any(each.rank >= len(progress.positions) for each in progress.sums):
+            raise TypeError(f"sums is {progress.sums!r}")
+        return progress
 
 
 IN_MEMORY_BYTES = 1 << 20

@@ -84,17 +84,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
-from sparkdl.averager.coordination.coordinator import Coordinator
-from sparkdl.averager.coordination.events import Member
+from sparkdl.averager.coordination.membership import Member
 from sparkdl.averager.messages.headers import (
     raise_reported_failure,
     read_epoch_losses,
@@ -107,61 +104,24 @@ from sparkdl.averager.messages.headers import (
     read_validation,
     read_window,
     read_worker_state,
+    stopped_header,
 )
 from sparkdl.averager.messages.progress import WorkerState
-from sparkdl.averager.messages.run_events import RunEvent, WorkerTimes
-from sparkdl.averager.service.saving import ResumedCheckpoint, Saving
+from sparkdl.averager.messages.run_events import WorkerTimes
 from sparkdl.averager.values.accumulator import Accumulator
-from sparkdl.averager.values.center import Center
 from sparkdl.averager.values.finite import require_finite
 from sparkdl.averager.values.packing import Chunk
 from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.transport.channel import HEADER, PAUSE, Channel, Conversation, LeftError, Need, UpTo
 from sparkdl.transport.framing import octets_of, values_prefix
 
+if TYPE_CHECKING:
+    from sparkdl.averager.service.server import Averager
+
 logger = logging.getLogger(__name__)
 
 MAX_WORKER_STATE_BYTES = 1 << 40
 """It goes to the checkpoint's storage block by block, or to a file: this bounds no memory."""
-
-T = TypeVar("T")
-
-
-class Edge(Protocol):
-    """What a conversation needs from the loop around it."""
-
-    coordinator: Coordinator
-    center: Center
-    saving: Saving | None
-    resumed: ResumedCheckpoint | None
-    now: Callable[[], float]
-
-    def tell(self, event: on.Event) -> None:
-        """Have the coordinator decide on an event, once this conversation has paused."""
-
-    def report(self, event: RunEvent) -> None:
-        """Tell the driver something that has no consequences for the run."""
-
-    def begins(self, worker: Worker) -> bool:
-        """Take note of a worker that has sent its first header; returns whether to listen to it."""
-
-    def joined(self, member: Member, worker: Worker) -> None:
-        """Take note of the worker that decisions about a member concern."""
-
-    def left(self, worker: Worker) -> None:
-        """Take note that a worker's connection is closed."""
-
-    def failed(self, worker: Worker, error: SparkDLError) -> None:
-        """End the run because of what a worker sent, unless it has already ended."""
-
-    def await_turn(self, worker: Worker, index: int) -> None:
-        """Wake a worker once it is its turn to add a chunk."""
-
-    def pass_turn(self, index: int) -> None:
-        """Wake whoever waits to add a chunk, if it is its turn now."""
-
-    def in_background(self, job: Callable[[], T], then: Callable[[T], None]) -> None:
-        """Do slow work with files in another thread; ``then`` gets the result."""
 
 
 class Worker:
@@ -169,7 +129,7 @@ class Worker:
 
     Args:
         channel: the channel to it.
-        edge: the loop that serves it.
+        averager: serves it.
 
     Attributes:
         channel: as given.
@@ -177,11 +137,11 @@ class Worker:
         sum: the sum it contributes to; None if it does not contribute, or the round started over.
     """
 
-    def __init__(self, channel: Channel, edge: Edge) -> None:
+    def __init__(self, channel: Channel, averager: Averager) -> None:
         self.channel = channel
         self.member: Member | None = None
         self.sum: Accumulator | None = None
-        self._edge = edge
+        self._averager = averager
         self._owes_worker_state = False
         self._awaits_entry = self._holds_windows = False
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -190,8 +150,9 @@ class Worker:
 
     def welcome(self) -> None:
         """Send the center, and the state that only this worker had."""
-        edge, member = self._edge, self._member()
-        committed, resumed, rank = edge.coordinator.committed, edge.resumed, member.rank
+        averager, member = self._averager, self._member()
+        coordinator, resumed, rank = averager.coordinator, averager.resumed, member.rank
+        committed = coordinator.committed
         position, kept = committed.positions[rank], committed.kept.get(rank)
         worker_state_bytes, from_checkpoint = None, False
         if kept is not None:
@@ -200,41 +161,41 @@ class Worker:
             worker_state_bytes, from_checkpoint = resumed.worker_state_bytes(rank), True
         elif committed.begun:
             worker_state_bytes = 0
-        policy = edge.coordinator.round.policy
+        policy = coordinator.round.policy
         self._awaits_entry, self._holds_windows = not policy.in_step, policy.holds_windows
         self.channel.send_header(
             {
-                "chunk_bytes": edge.center.chunk_bytes,
+                "chunk_bytes": averager.center.chunk_bytes,
                 "position": dataclasses.asdict(position),
                 "worker_state": worker_state_bytes,
                 "epoch_ended": committed.at_end_of_epoch,
-                "asks_leave": edge.coordinator.followed,
+                "asks_leave": coordinator.spec.followed,
                 "may_wait": self._awaits_entry,
                 "holds_windows": self._holds_windows,
-                "rounds_of_epoch": edge.center.rounds_of_epoch,
+                "rounds_of_epoch": averager.center.rounds_of_epoch,
                 **self._all_rows(),
             }
         )
-        self.channel.send(edge.center.state("parameters", "buffers"))
+        self.channel.send(averager.center.state("parameters", "buffers"))
         if worker_state_bytes is not None:
-            self.channel.send(edge.center.state("optimizer"))
+            self.channel.send(averager.center.state("optimizer"))
         if kept is not None:
-            self._send_blocks(kept.blocks(edge.center.chunk_bytes))
+            self._send_blocks(kept.blocks(averager.center.chunk_bytes))
         elif resumed is not None and from_checkpoint and worker_state_bytes:
-            self._send_blocks(resumed.worker_state(rank, edge.center.chunk_bytes))
+            self._send_blocks(resumed.worker_state(rank, averager.center.chunk_bytes))
         else:
             self.channel.send([], then=self._taken)
 
-    def reply(self, decision: do.Reply) -> None:
-        """Send the result of a round."""
-        if decision.worker_state:
+    def reply(self, *, final: bool, values: bool, worker_state: bool) -> None:
+        """Send the result of a round; ``Actions.reply`` has the arguments."""
+        if worker_state:
             self.ask_worker_state()
-        if not decision.values:
+        if not values:
             self.channel.send_header({"committed": True})
         # A worker that was done early has missed rounds: the last one's changes would not suffice.
-        center = self._edge.center
-        frames = center.state() if decision.final else center.reply()
-        self.channel.send(frames if decision.values else [], then=self._taken)
+        center = self._averager.center
+        frames = center.state() if final else center.reply()
+        self.channel.send(frames if values else [], then=self._taken)
 
     def ask_worker_state(self, *, now: bool = False) -> None:
         """Have the worker send its state, after the reply that follows or ``now``."""
@@ -254,10 +215,10 @@ class Worker:
         self.channel.send_header({"again": True})
         if self.sum is not None:
             self.sum = None
-            self.channel.redirect(self._scratch(self._edge.center.message_bytes))
+            self.channel.redirect(self._scratch(self._averager.center.message_bytes))
 
     def _taken(self) -> None:
-        self._edge.tell(on.Taken(self._member()))
+        self._averager.tell(self._averager.coordinator.taken, self._member())
 
     def _send_blocks(self, blocks: Iterator[bytes]) -> None:
         """Send the worker's state, reading each block once the previous one has been sent."""
@@ -270,7 +231,7 @@ class Worker:
                 self._taken()
 
         def read_next() -> None:
-            self._edge.in_background(lambda: next(blocks, b""), send)
+            self._averager.in_background(lambda: next(blocks, b""), send)
 
         self.channel.send([], then=read_next)
 
@@ -278,37 +239,48 @@ class Worker:
 
     def conversation(self, said: dict[str, Any]) -> Conversation:
         """Listen to the worker, from joining to leaving."""
-        edge = self._edge
-        if not edge.begins(self):
+        averager = self._averager
+        if averager.coordinator.ended:  # nothing it could say would change that
+            averager.part(self.channel, stopped_header(averager.coordinator.farewell))
             return
+        averager.workers.add(self)
         self.channel.check = raise_reported_failure
         raise_reported_failure(said)
         self.member = member = Member(*read_join(said))
-        edge.joined(member, self)
-        edge.tell(on.Joined(member))
+        averager.by_member[member] = self
+        averager.tell(averager.coordinator.joined, member)
         while True:
             header = yield HEADER
             times = read_phases(header, member.rank)
             if times is not None:
-                edge.report(WorkerTimes(member.rank, member.host, times))
+                averager.report(WorkerTimes(member.rank, member.host, times))
             if self._owes_worker_state:
                 yield from self._take_worker_state(header)
             elif "window" in header:
                 yield from self._contribute(header)
             elif "gather" in header:
-                value = read_gather(header, member.rank, edge.coordinator.members.world_size)
-                edge.tell(on.Gave(member, value))
+                value = read_gather(header, member.rank, averager.coordinator.members.world_size)
+                averager.tell(averager.coordinator.gave, member, value)
             elif "shard" in header:
                 shard = read_shard(header, member.rank)
-                edge.tell(on.RowsFound(member, shard, read_row_server(header, member.rank)))
-            elif "rows" in header and edge.coordinator.shards.known:
+                averager.tell(
+                    averager.coordinator.rows_found,
+                    member,
+                    shard,
+                    read_row_server(header, member.rank),
+                )
+            elif "rows" in header and averager.coordinator.shards.known:
                 self.channel.send_header(self._all_rows())
             elif "validation" in header:
                 yield from self._validate(header)
             elif "epoch_losses" in header:
-                edge.tell(on.EpochLossesWanted(member, *read_epoch_losses(header, member.rank)))
+                averager.tell(
+                    averager.coordinator.epoch_losses_wanted,
+                    member,
+                    *read_epoch_losses(header, member.rank),
+                )
             elif header.get("finish"):
-                edge.tell(on.Finished(member))
+                averager.tell(averager.coordinator.finished, member)
                 return
             elif "clock" in header:
                 self.channel.send_header({"clock": time.monotonic()})
@@ -318,7 +290,7 @@ class Worker:
     def note_heartbeat(self) -> None:
         """Take note that it is alive."""
         if self.member is not None:
-            self._edge.coordinator.heartbeat(self.member, self._edge.now())
+            self._averager.coordinator.heartbeat(self.member, self._averager.now())
 
     def left(self, error: LeftError) -> None:
         """Take note that it has left."""
@@ -326,40 +298,50 @@ class Worker:
             logger.info("a worker disconnected before joining: %s", error)
             return
         why = f"ended its connection in the middle of training ({error}). The executor's log "
-        self._edge.tell(on.Lost(self.member, why + "says why"))
+        self._averager.tell(self._averager.coordinator.lost, self.member, why + "says why")
 
     def failed(self, error: SparkDLError) -> None:
-        """Take note that it reported a failure, or sent something that no worker sends."""
-        self._edge.failed(self, error)
+        """End the run, for it reported a failure, or sent something that no worker sends."""
+        averager = self._averager
+        if averager.coordinator.ended:
+            farewell = stopped_header(str(averager.coordinator.failure or error))
+            averager.part(self.channel, farewell)
+        averager.workers.add(self)  # it is told why, even if this was its first message
+        averager.tell(averager.coordinator.fail, error)
 
     def closed(self) -> None:
         """Take note that nothing can be sent to it any more."""
-        self._edge.left(self)
+        averager, member = self._averager, self.member
+        averager.workers.discard(self)
+        if member is not None:
+            averager.by_member.pop(member, None)
+            if averager.await_turn.get(member.rank, (None,))[0] is self:
+                del averager.await_turn[member.rank]
 
     def _validate(self, header: dict[str, Any]) -> Conversation:
         """Take a validation report, and receive what the metrics counted."""
         member = self._member()
         report = read_validation(header, member.rank)
-        world_size = self._edge.coordinator.members.world_size
+        world_size = self._averager.coordinator.members.world_size
         states = yield from self._kept(read_states_size(header, member.rank, world_size))
-        self._edge.tell(on.Validated(member, report, states))
+        self._averager.tell(self._averager.coordinator.validated, member, report, states)
 
     def _contribute(self, header: dict[str, Any]) -> Conversation:
         """Receive a contribution, adding each chunk to the sum as soon as it is its turn."""
-        edge, member = self._edge, self._member()
+        averager, member = self._averager, self._member()
         rank = member.rank
         report = read_window(header, rank)
         size = read_worker_state({"worker_state": 0, **header}, rank, MAX_WORKER_STATE_BYTES)
         kept = yield from self._kept(size)
         takes_reply = header.get("takes_reply") is not False
-        edge.tell(on.WindowClosed(member, report, kept, takes_reply))
+        averager.tell(averager.coordinator.window_closed, member, report, kept, takes_reply)
         if not report.weight:
             return
         self.sum = total = yield PAUSE
         for index, chunk in enumerate(total.chunks):
             place = None if self.sum is None else self.sum.in_place(rank, index)
             packed = self._packed(chunk) if place is None else place
-            packing = edge.center.contribution(chunk)
+            packing = averager.center.contribution(chunk)
             if packing.varies:
                 count = yield UpTo(octets_of(packed))
                 packed = packed[: count // packed.dtype.itemsize]
@@ -370,14 +352,14 @@ class Worker:
             values = packing.unpack(packed, chunk.stop - chunk.start)
             require_finite(values, report)
             if self.sum.turn(index) != rank:
-                edge.await_turn(self, index)
+                averager.await_turn[rank] = self, index
                 yield PAUSE
             if self.sum is not None:
                 self.sum.add(rank, index, values if place is None else None)
-                edge.pass_turn(index)
+                averager.pass_turn(index)
         if self.sum is not None:
             self.sum = None
-            edge.tell(on.Contributed(member))
+            averager.tell(averager.coordinator.contributed, member)
 
     def _kept(self, size: int) -> Generator[Need, Any, WorkerState | None]:
         """Receive so many bytes, to be kept; None for no byte."""
@@ -391,24 +373,24 @@ class Worker:
 
     def _take_worker_state(self, header: dict[str, Any]) -> Conversation:
         """Receive the worker's state for the checkpoint that waits for it."""
-        edge, member, state = self._edge, self._member(), WorkerState()
+        averager, member, state = self._averager, self._member(), WorkerState()
         size = read_worker_state(header, member.rank, MAX_WORKER_STATE_BYTES)
         self._owes_worker_state = False
-        saving = edge.saving
+        saving = averager.saving
         assert saving is not None
         for block in self._blocks(size):
             yield block
-            edge.in_background(partial(saving.keep, state, block), self.channel.wake)
+            averager.in_background(partial(saving.keep, state, block), self.channel.wake)
             yield PAUSE
         saving.worker_states[member.rank] = state.blocks
-        edge.tell(on.WorkerStateWritten(member))
+        averager.tell(averager.coordinator.worker_state_written, member)
 
     def _member(self) -> Member:
         assert self.member is not None
         return self.member
 
     def _all_rows(self) -> dict[str, object]:
-        shards = self._edge.coordinator.shards
+        shards = self._averager.coordinator.shards
         return {
             "mean_weight": shards.statistics.mean_weight,
             "shard_rows": list(shards.statistics.shard_rows),
@@ -419,13 +401,13 @@ class Worker:
 
     def _blocks(self, size: int) -> Iterator[memoryview]:
         """Where to receive ``size`` bytes; each block overwrites the previous one."""
-        step = self._edge.center.chunk_bytes
+        step = self._averager.center.chunk_bytes
         for start in range(0, size, step):
             yield self._scratch(min(step, size - start))
 
     def _packed(self, chunk: Chunk) -> Tensor:
         """Where to receive a chunk that cannot be added yet."""
-        packing = self._edge.center.contribution(chunk)
+        packing = self._averager.center.contribution(chunk)
         size = packing.numel(chunk.stop - chunk.start) * packing.dtype.itemsize
         self._scratch(size)
         return self._buffer[:size].view(packing.dtype)

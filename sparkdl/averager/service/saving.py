@@ -10,7 +10,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, BinaryIO
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from sparkdl.averager.messages.progress import Progress, WorkerState
-from sparkdl.averager.service.snapshot import KeptModel
 from sparkdl.averager.values.center import named
 from sparkdl.averager.values.center_update import CenterUpdate, Memory, ReplaceByMean, new_memory
 from sparkdl.checkpoint.storage import CheckpointStore, SavedCheckpoint
@@ -61,6 +60,21 @@ class CheckpointPlan:
     def due_within(self, rounds: int) -> bool:
         """Whether it is time for a checkpoint, this many rounds after the last."""
         return self.every_rounds is not None and rounds >= self.every_rounds
+
+
+@dataclass
+class KeptModel:
+    """A copy of an earlier center, without the optimizer's state; not written to.
+
+    Attributes:
+        epoch: the epoch after which it was the center.
+        values: a tensor of ``center_dtype`` for each segment of the layout except the optimizer's.
+        saved: whether a checkpoint holds it.
+    """
+
+    epoch: int
+    values: Sequence[Tensor]
+    saved: bool = False
 
 
 def worker_state_file(rank: int) -> str:
@@ -194,7 +208,7 @@ class ResumedCheckpoint:
                 )
         try:
             return cls(saved=saved, progress=Progress.from_json(progress))
-        except (AttributeError, KeyError, TypeError) as error:
+        except TypeError as error:
             raise CheckpointError(
                 f"{saved.directory} does not say how far its training had progressed: {error!r}. "
                 "If another version of sparkdl-torch wrote it, use another checkpointPath, or set "
@@ -268,16 +282,3 @@ class ResumedCheckpoint:
         with self.saved.open(worker_state_file(rank)) as file:
             while block := file.read(block_bytes):
                 yield block
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointFiles:
-    """The checkpoints that a run reads and writes; by default none.
-
-    Attributes:
-        plan: which commits become checkpoints, and where they go.
-        resumed: the checkpoint that this process started from, if there was one.
-    """
-
-    plan: CheckpointPlan | None = None
-    resumed: ResumedCheckpoint | None = None

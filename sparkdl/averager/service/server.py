@@ -1,56 +1,107 @@
-"""The averager: a service in the driver that holds the center and runs rounds."""
+"""The averager: a service in the driver that holds the center and runs rounds.
+
+In its thread bytes become events, and decisions bytes. Values go from the socket straight into the
+memory where they are summed; slow work (files of checkpoints) is done in other threads. The clock
+is checked only after the sockets.
+"""
 
 from __future__ import annotations
 
 import math
 import queue
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Concatenate, TypeVar
 
 from torch import Tensor
 
-from sparkdl.averager.coordination import events as on
-from sparkdl.averager.coordination.coordinator import Coordinator
-from sparkdl.averager.coordination.run_state import RunSpec
+from sparkdl.averager.coordination.actions import Actions, Decision, carry_out
+from sparkdl.averager.coordination.coordinator import Coordinator, Event, P
+from sparkdl.averager.coordination.membership import Member
+from sparkdl.averager.coordination.run_state import Restart, RunSpec
+from sparkdl.averager.messages.headers import stopped_header
 from sparkdl.averager.messages.progress import Progress
-from sparkdl.averager.messages.run_events import RunEvent, TimePassed
-from sparkdl.averager.service.loop import EdgeOptions, Loop
-from sparkdl.averager.service.saving import CheckpointFiles, Saving
-from sparkdl.averager.service.snapshot import KeptModel, Snapshot
+from sparkdl.averager.messages.run_events import RunEvent, TimePassed, WorkerLost
+from sparkdl.averager.policies.round_policy import RoundPolicy
+from sparkdl.averager.service.conversation import Worker
+from sparkdl.averager.service.saving import CheckpointPlan, KeptModel, ResumedCheckpoint, Saving
 from sparkdl.averager.values.center import Center, CenterSpec
-from sparkdl.errors import ConfigError, SparkDLError, TrainingError
+from sparkdl.averager.values.center_update import Contributions, Memory
+from sparkdl.errors import CheckpointError, ConfigError, SparkDLError, TrainingError
 from sparkdl.events import EpochSummary, MetricValue
+from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.transport.framing import header_message
 from sparkdl.transport.service import Service
+
+CLOSE_S = 10.0
+"""Seconds to wait at the end for a checkpoint that is being written."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AveragerSpec:
-    """What is settled about an averager before it begins.
+class EdgeOptions:
+    """Where a run meets the world: its port and its clock.
 
     Attributes:
-        run: how the run is planned; its ``checkpoints`` and ``resumed`` follow from ``files``.
-        center: how the center is laid out, travels and changes.
-        files: the checkpoints that the run reads and writes; by default none.
+        host: the interface to bind to, as an address or name of this machine.
+        advertised_host: the name under which workers reach it; ``host`` by default.
+        tls: whether connections are encrypted.
+        now: reads the time, in seconds, by which workers are late.
     """
 
-    run: RunSpec
-    center: CenterSpec
-    files: CheckpointFiles = field(default_factory=CheckpointFiles)
+    host: str = "127.0.0.1"
+    advertised_host: str | None = None
+    tls: bool = False
+    now: Callable[[], float] = time.monotonic
 
 
-class Averager:
-    """Serve rounds to ``world_size`` workers; a context manager that opens and closes the port.
-
-    Args:
-        spec: what is settled about it.
-        snapshot: the initial center, and how far its training has come.
-        edge: where the averager listens, and its clock.
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """How far a training has come, with its values; an averager owns them from then on.
 
     Attributes:
-        service: accepts the workers' connections, and others if given handlers for them.
-        address: the service's address.
+        center: a tensor of ``center_dtype`` for each segment of the layout.
+        memory: what the center's update remembers; None if it starts fresh.
+        restart: how far the training of ``center`` has come.
+        kept_model: the copy of the center kept up to then, if any.
+        resumed: the checkpoint that this process started from, if there was one.
+    """
+
+    center: Sequence[Tensor]
+    memory: Memory | None = None
+    restart: Restart = field(default_factory=Restart)
+    kept_model: KeptModel | None = None
+    resumed: ResumedCheckpoint | None = None
+
+
+class Averager(Service, Actions):
+    """Serve rounds to the workers of a run; a context manager that opens and closes the port.
+
+    It may also serve others than workers in their rounds, if given handlers for them.
+
+    Args:
+        spec: how the run is planned.
+        center: how its center is laid out, travels and changes.
+        snapshot: the initial center, and how far its training has come.
+        edge: where it listens, and its clock.
+
+    Attributes:
+        coordinator: makes the decisions; only the service's thread gives it events.
+        center: what the decisions are about.
+        resumed: the checkpoint that this process started from, if there was one.
+        kept_model: what ``keep_model`` kept last, possibly before a checkpoint; part of each
+            checkpoint begun from then on.
+        saving: the checkpoint being put together.
+        workers: those that have said something, and are told when the run ends.
+        by_member: the worker that decisions about a member concern.
+        await_turn: by rank, the worker that is woken once it is its turn to add a chunk, and which.
+        lock: held while the coordinator decides; to be taken by whoever reads its state.
 
     Raises:
         ConfigError: the wire format, or fragments, need workers that stay in step, and the policy
@@ -59,106 +110,101 @@ class Averager:
 
     def __init__(
         self,
-        spec: AveragerSpec,
+        spec: RunSpec,
+        center: CenterSpec,
         snapshot: Snapshot,
-        edge: EdgeOptions = EdgeOptions(),  # noqa: B008
+        edge: EdgeOptions = EdgeOptions(),
     ) -> None:
-        center, files = spec.center, spec.files
-        run = replace(spec.run, checkpoints=files.plan, resumed=files.resumed is not None)
-        self._coordinator = Coordinator(run, edge.now(), snapshot.restart)
-        policy, wire_format, fragments = run.policy, center.wire_format, center.fragments
-        if wire_format.replies_changes and not policy.in_step:
-            raise ConfigError(
-                f"wire format {wire_format.name!r} sends workers only the changes of the center, "
-                "which they can apply only if they have received every one; with "
-                f"{type(policy).__name__} they have not. Use FullPrecision, or Changes"
-            )
-        if fragments > 1 and not policy.in_step:
-            raise ConfigError(
-                f"averaging in {fragments} fragments needs workers that stay in step, but "
-                f"{type(policy).__name__} lets them drift apart. Use All, or one fragment"
-            )
-        largest = max((segment.numel for segment in center.layout), default=0)
-        if fragments > 1 and fragments > largest:
-            raise ConfigError(
-                f"{fragments} fragments are too many for the model, which has at most {largest} "
-                "values of any one kind: use fewer"
-            )
-        self._plan = files.plan
+        _require_in_step(center, spec.policy)
         progress = snapshot.restart.progress
-        self._center = Center(
-            center.layout,
+        self.coordinator = Coordinator(spec, edge.now(), snapshot.restart)
+        self.center = Center(
+            center,
             snapshot.center,
-            run.world_size,
-            wire_format,
-            center.update,
+            spec.world_size,
             snapshot.memory,
-            fragments=fragments,
             rounds=0 if progress is None else progress.all_rounds,
             rounds_of_epoch=0 if progress is None else progress.rounds,
         )
-        self._loop = Loop(self._coordinator, self._center, files, snapshot.kept_model, edge)
-        self.service: Service = self._loop
-        self.address = self._loop.address
+        self.resumed = snapshot.resumed
+        self.kept_model = snapshot.kept_model
+        self.saving: Saving | None = None
+        self.lock = threading.RLock()
+        # What the driver is told, some events at a time; None once the run has ended.
+        self._reports: queue.SimpleQueue[tuple[RunEvent, ...] | None] = queue.SimpleQueue()
+        self._unreported: list[RunEvent] = []
+        self.workers: set[Worker] = set()
+        self.by_member: dict[Member, Worker] = {}
+        self.await_turn: dict[int, tuple[Worker, int]] = {}
+        self._events: deque[tuple[Callable[..., list[Decision]], Any, Any]] = deque()
+        self._wakes: deque[Worker] = deque()
+        self._writer: threading.Thread | None = None
+        self._end_reported = False
+        super().__init__(
+            edge.host,
+            {"join": lambda channel: Worker(channel, self)},
+            advertised_host=edge.advertised_host,
+            encrypted=edge.tls,
+            name="sparkdl-averager",
+            now=edge.now,
+        )
 
     def __enter__(self) -> Averager:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.fail(TrainingError("the driver closed the averager"))
-        self._loop.close()
+        self.close()
 
-    @property
-    def center(self) -> list[Tensor]:
-        """The current center, a tensor of ``center_dtype`` per segment."""
-        return self._center.values
+    # For the driver's threads.
 
     @property
     def history(self) -> list[EpochSummary]:
         """The epochs that have ended, including those before a checkpoint."""
-        with self._loop.lock:
-            return list(self._coordinator.committed.history)
+        with self.lock:
+            return list(self.coordinator.committed.history)
 
     @property
     def progress(self) -> Progress:
         """How far the training of ``center`` has come."""
-        with self._loop.lock:
-            return self._coordinator.committed.progress()
+        with self.lock:
+            return self.coordinator.committed.progress()
 
     def snapshot(self) -> Snapshot:
         """What another averager needs to go on after the last commit, once this one is closed."""
-        with self._loop.lock:
-            restart = self._coordinator.restart()
+        with self.lock:
+            restart = self.coordinator.restart()
         return Snapshot(
-            center=self._center.values,
-            memory=self._center.memory,
+            center=self.center.values,
+            memory=self.center.memory,
             restart=restart,
             kept_model=self.kept_model,
+            resumed=self.resumed,
         )
 
     @property
     def losses(self) -> list[str]:
         """Which workers have been lost so far, and why."""
-        with self._loop.lock:
-            return list(self._coordinator.members.losses)
+        with self.lock:
+            return list(self.coordinator.members.losses)
 
     @property
     def dropped(self) -> list[int]:
         """The ranks of workers dropped for their silence so far, in the order of the drops."""
-        with self._loop.lock:
-            return list(self._coordinator.members.dropped)
+        with self.lock:
+            return list(self.coordinator.members.dropped)
 
     @property
     def anyone_joined(self) -> bool:
         """Whether a worker has ever joined."""
-        return self._coordinator.members.joined > 0
+        return self.coordinator.members.joined > 0
 
     def postpone_deadline(self) -> None:
         """Restart the time within which workers have to join.
 
         To be called by whoever starts them and knows that they are about to start.
         """
-        self._loop.post_event(on.WorkersExpected())
+        self.post_event(self.coordinator.expect_workers)
 
     def start(self, loss_use: Mapping[str, Any] | None = None) -> None:
         """Let the workers train, if they do not already: their rows' statistics are good.
@@ -166,19 +212,19 @@ class Averager:
         Args:
             loss_use: how they use the loss, for them to interpret.
         """
-        self._loop.post_event(on.Started(loss_use or {}))
+        self.post_event(self.coordinator.start, loss_use or {})
 
     def approve_epoch(self, epoch: int) -> None:
         """Let workers that ask for leave begin the epoch after this one."""
-        self._loop.post_event(on.EpochApproved(epoch))
+        self.post_event(self.coordinator.approve_epoch, epoch)
 
     def measured(self, epoch: int, values: Mapping[str, MetricValue]) -> None:
         """Give the values of an epoch's metrics; the answer to ``EpochCounted``."""
-        self._loop.post_event(on.EpochMeasured(epoch, values))
+        self.post_event(self.coordinator.measured, epoch, values)
 
     def stop(self, reason: str) -> None:
         """End the run as if it had reached its end; ``center`` is that of the last commit."""
-        self._loop.post_event(on.StopWanted(reason))
+        self.post_event(self.coordinator.stop, reason)
 
     def want_commit(self) -> None:
         """Have workers that exchange among themselves commit before the epoch ends.
@@ -186,16 +232,19 @@ class Averager:
         They do so at their next gather, within a few seconds. Others commit after each window, and
         are not asked.
         """
-        self._loop.post_event(on.CommitWanted())
+        self.post_event(self.coordinator.want_commit)
 
     def save_and_fail(self, reason: SparkDLError) -> None:
         """End the run with ``reason`` as soon as a commit has become a checkpoint."""
-        self._loop.post_event(on.Preempted(reason))
+        self.post_event(self.coordinator.preempt, reason)
 
-    @property
-    def kept_model(self) -> KeptModel | None:
-        """What ``keep_model`` kept last, possibly before a checkpoint."""
-        return self._loop.kept_model
+    def fail(self, error: SparkDLError) -> None:
+        """End the run from the driver's side; ``events`` then raises the error."""
+        self.post_event(self.coordinator.fail, error)
+
+    def post_event(self, event: Event[P], *arguments: P.args, **options: P.kwargs) -> None:
+        """Have the coordinator decide on an event."""
+        self.post(partial(self.tell, event, *arguments, **options))
 
     def keep_model(self, epoch: int) -> None:
         """Keep a copy of the center, in memory and in the checkpoints that follow.
@@ -205,7 +254,7 @@ class Averager:
         Args:
             epoch: the epoch that has just ended.
         """
-        self._loop.kept_model = KeptModel(epoch, self._center.model())
+        self.kept_model = KeptModel(epoch, self.center.model())
 
     def save_center(self) -> bool:
         """After the end, write a checkpoint if the last one lacks the last commit or kept model.
@@ -216,26 +265,22 @@ class Averager:
         Returns:
             Whether there is one now, or there is nothing to save.
         """
-        self._loop.join_writer()
-        with self._loop.lock:
+        self._join_writer()
+        with self.lock:
             # Nothing more is committed, so the center does not change.
-            assert self._coordinator.ended
-            is_saved = self._coordinator.checkpoints.has_last_commit
-            kept = self.kept_model
-            if self._plan is None or (is_saved and (kept is None or kept.saved)):
+            assert self.coordinator.ended
+            plan, kept = self.coordinator.spec.checkpoints, self.kept_model
+            is_saved = self.coordinator.checkpoints.has_last_commit
+            if plan is None or (is_saved and (kept is None or kept.saved)):
                 return True
-            data = self._coordinator.shards.statistics.lasting()
-            progress = self._coordinator.committed.progress()
-            center = self._center.named()
-            saving = Saving(self._plan, progress, data, center, kept, goes_on=False)
+            assert isinstance(plan, CheckpointPlan)
+            data = self.coordinator.shards.statistics.lasting()
+            progress = self.coordinator.committed.progress()
+            saving = Saving(plan, progress, data, self.center.named(), kept, goes_on=False)
         if is_saved:
             saving.take_over_worker_states()
         saving.publish()
         return not saving.failed
-
-    def fail(self, error: SparkDLError) -> None:
-        """End the run from the driver's side; ``events`` then raises the error."""
-        self._loop.post_event(on.Failed(error))
 
     def events(self, *, look_s: float = math.inf) -> Iterator[RunEvent]:
         """Yield reports: the data's statistics, then what happens until all have finished.
@@ -260,12 +305,254 @@ class Averager:
                 next_look = time.monotonic() + look_s
                 yield TimePassed()
             try:
-                events = self._loop.reports.get(timeout=min(1.0, look_s))
+                events = self._reports.get(timeout=min(1.0, look_s))
             except queue.Empty:
                 continue
             if events is not None:
                 yield from events
-            elif failure := self._coordinator.failure or self._loop.cut_short:
-                raise failure
+            elif self.coordinator.failure is not None:
+                raise self.coordinator.failure
             else:
                 return
+
+    def close(self) -> None:
+        """End every connection, and wait a little for a checkpoint that is being written."""
+        super().close()
+        self._join_writer()
+        for event, arguments, options in list(self._events):  # too late for the thread
+            if event.__name__ == "checkpoint_ended":
+                self._decide(event, *arguments, **options)
+        if self.saving is not None and not (self._writer and self._writer.is_alive()):
+            self.saving.abandon()  # it is waiting for workers that have left
+
+    def _join_writer(self) -> None:
+        """Wait a little for a checkpoint that is being written."""
+        if self._writer is not None:
+            self._writer.join(CLOSE_S)
+
+    # For conversations.
+
+    def tell(self, event: Event[P], *arguments: P.args, **options: P.kwargs) -> None:
+        """Have the coordinator decide on an event, once the present conversation has paused."""
+        self._events.append((event, arguments, options))
+
+    def pass_turn(self, index: int) -> None:
+        """Wake whoever waits to add a chunk, if it is its turn now."""
+        total = self.center.sum
+        rank = None if total is None else total.turn(index)
+        if rank is not None and rank in self.await_turn and self.await_turn[rank][1] == index:
+            self._wakes.append(self.await_turn.pop(rank)[0])
+
+    def in_background(self, job: Callable[[], T], then: Callable[[T], None]) -> None:
+        """Do slow work with files in another thread; ``then`` gets the result."""
+
+        def done(future: Future[T]) -> None:
+            error = future.exception()
+            if error is None:
+                then(future.result())
+            elif isinstance(error, SparkDLError):
+                self.tell(self.coordinator.fail, error)
+            else:
+                raise error
+
+        self.elsewhere(job, done)
+
+    # The service's thread.
+
+    def follow_up(self) -> bool:
+        """Wake workers whose turn has come, and decide on what has happened."""
+        if not (self._wakes or self._events):
+            self._publish()  # workers have been sent their replies, so they need not wait for it
+            return False
+        while self._wakes or self._events:
+            if self._wakes:
+                channel = self._wakes.popleft().channel
+                self.guard(channel, channel.wake)
+            else:
+                event, arguments, options = self._events.popleft()
+                self._decide(event, *arguments, **options)
+        return True
+
+    def tick(self) -> float:
+        """Have the coordinator check the time."""
+        self.tell(self.coordinator.tick)
+        if self.coordinator.ended:  # whoever is still silent then would otherwise not hear of it
+            for channel in self.unintroduced():
+                self.part(channel, stopped_header(self.coordinator.farewell))
+        return self.coordinator.members.tick_s
+
+    def broke(self, failure: TrainingError) -> None:
+        """End the run, even if the bug is in the decisions."""
+        try:
+            self._decide(self.coordinator.fail, failure)
+        finally:
+            if not self._end_reported:
+                self.coordinator.failure = self.coordinator.failure or failure
+                self._report_end()
+
+    def _decide(self, event: Event[P], *arguments: P.args, **options: P.kwargs) -> None:
+        if event.__name__ == "checkpoint_ended":
+            self.saving = None
+        with self.lock:
+            carry_out(event(self.now(), *arguments, **options), self)
+
+    def _publish(self) -> None:
+        """Hand the driver's thread what it is told, which takes turns at Python's lock."""
+        if self._unreported:
+            self._reports.put(tuple(self._unreported))
+            self._unreported = []
+
+    def _report_end(self) -> None:
+        self._end_reported = True
+        self._publish()
+        self._reports.put(None)
+
+    # Decisions, carried out; ``Actions`` says what each means.
+
+    def _do(
+        self,
+        member: Member,
+        act: Callable[Concatenate[Worker, P], None],
+        *arguments: P.args,
+        **options: P.kwargs,
+    ) -> None:
+        worker = self.by_member.get(member)
+        if worker is not None:
+            self.guard(worker.channel, lambda: act(worker, *arguments, **options))
+
+    def _part(self, member: Member, farewell: dict[str, Any]) -> None:
+        self._do(member, lambda worker: self.part(worker.channel, farewell))
+
+    def _send_all(self, members: tuple[Member, ...], fields: dict[str, Any]) -> None:
+        message = memoryview(header_message(fields))
+        for member in members:
+            self._do(member, lambda worker: worker.channel.send([message]))
+
+    def welcome(self, member: Member) -> None:
+        """Send a worker its position and the center."""
+        self._do(member, Worker.welcome)
+
+    def send_gathered(
+        self, members: tuple[Member, ...], gathered: tuple[object, ...], *, commit: bool
+    ) -> None:
+        """Send workers what all gave."""
+        self._send_all(members, {"gathered": list(gathered), "commit": commit})
+
+    def send_epoch_losses(self, member: Member, losses: tuple[float, ...]) -> None:
+        """Send a worker the losses of epochs."""
+        self._send_all((member,), {"epoch_losses": losses})
+
+    def receive(self, member: Member, weight: float, staleness: int) -> None:
+        """Let a worker's conversation go on with its contribution."""
+        total, scale = self.center.sum, self.center.scale(staleness)
+        assert total is not None
+        self._do(member, Worker.receive, total, weight, scale)
+
+    def start_over(self, members: tuple[Member, ...]) -> None:
+        """Forget the sum, and wake whoever waited for a turn to add to it."""
+        self.center.sum = None
+        waiting, self.await_turn = self.await_turn, {}
+        for member in members:
+            self._do(member, Worker.start_over)
+        self._wakes.extend(worker for worker, _ in waiting.values())
+
+    def reply(self, member: Member, *, final: bool, values: bool, worker_state: bool) -> None:
+        """Send a worker the result of its round."""
+        self._do(member, Worker.reply, final=final, values=values, worker_state=worker_state)
+
+    def ask_worker_state(self, member: Member) -> None:
+        """Have a worker send its state now."""
+        self._do(member, Worker.ask_worker_state, now=True)
+
+    def say_waiting(self, members: tuple[Member, ...]) -> None:
+        """Tell workers that the run goes on."""
+        self._send_all(members, {"waiting": True})
+
+    def drop(self, member: Member, why: str) -> None:
+        """End a worker's connection at once."""
+        self._do(member, lambda worker: self.close_channel(worker.channel))
+        if not self.coordinator.spec.followed:  # otherwise the coordinator reports it
+            self.report(WorkerLost(member.rank, why))
+
+    def refuse(self, member: Member, reason: str) -> None:
+        """Tell a worker why it cannot take part, and end its connection."""
+        self._part(member, stopped_header(reason))
+
+    def dismiss(self, member: Member) -> None:
+        """End the connection of a worker that has finished."""
+        self._part(member, {"finished": True})
+
+    def open_sum(self, ranks: tuple[int, ...]) -> None:
+        """Begin a sum."""
+        self.center.open_sum(ranks)
+
+    def skip(self, rank: int) -> None:
+        """Go on without a rank, waking whoever waited for its turn to end."""
+        assert self.center.sum is not None
+        self.center.sum.declare(rank, 0)
+        for _, index in list(self.await_turn.values()):
+            self.pass_turn(index)
+
+    def commit(self, contributions: Contributions) -> None:
+        """Let the sum change the center."""
+        self.center.commit(contributions)
+
+    def begin_checkpoint(self, progress: Progress, statistics: DataStatistics) -> None:
+        """Copy the center for a checkpoint."""
+        plan = self.coordinator.spec.checkpoints
+        assert isinstance(plan, CheckpointPlan)
+        data = statistics.lasting()
+        self.saving = Saving(plan, progress, data, self.center.copy(), self.kept_model)
+
+    def write_checkpoint(self) -> None:
+        """Write the checkpoint in a thread of its own."""
+        saving = self.saving
+        assert saving is not None
+
+        def write() -> None:
+            try:
+                saving.publish()
+            except Exception as error:  # a bug of ours must not leave the workers waiting
+                failure = CheckpointError(f"the thread that writes checkpoints: {error!r}")
+                self.post_event(self.coordinator.fail, failure)
+                raise
+            self.post_event(self.coordinator.checkpoint_ended, saved=not saving.failed)
+
+        self._writer = threading.Thread(target=write, name="sparkdl-saving", daemon=True)
+        self._writer.start()
+
+    def report(self, event: RunEvent) -> None:
+        """Tell the driver of something, soon."""
+        if isinstance(event, EpochSummary):
+            self.center.start_epoch()
+        self._unreported.append(event)
+
+    def end(self, failure: SparkDLError | None, stopped: str | None) -> None:
+        """Tell workers and driver that the run is over."""
+        if failure is not None or stopped is not None:
+            self.await_turn.clear()
+            farewell = stopped_header(self.coordinator.farewell)
+            for worker in list(self.workers):
+                self.part(worker.channel, farewell)
+        self._report_end()
+
+
+def _require_in_step(center: CenterSpec, policy: RoundPolicy) -> None:
+    """Check that the policy keeps workers in step where a center's way to travel needs it."""
+    if center.wire_format.replies_changes and not policy.in_step:
+        raise ConfigError(
+            f"wire format {center.wire_format.name!r} sends workers only the changes of the "
+            "center, which they can apply only if they have received every one; with "
+            f"{type(policy).__name__} they have not. Use FULL_PRECISION, or CHANGES"
+        )
+    if center.fragments > 1 and not policy.in_step:
+        raise ConfigError(
+            f"averaging in {center.fragments} fragments needs workers that stay in step, but "
+            f"{type(policy).__name__} lets them drift apart. Use All, or one fragment"
+        )
+    largest = max((segment.numel for segment in center.layout), default=0)
+    if center.fragments > 1 and center.fragments > largest:
+        raise ConfigError(
+            f"{center.fragments} fragments are too many for the model, which has at most "
+            f"{largest} values of any one kind: use fewer"
+        )

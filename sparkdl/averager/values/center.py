@@ -65,18 +65,15 @@ class Center:
     """The center and one sum: twice the parameters' memory, whatever the number of workers.
 
     Args:
-        layout: kinds and sizes of the segments of the replicas' state.
+        spec: how it is laid out, travels and changes.
         center: the initial center, a tensor of ``center_dtype`` per segment; owned from here on.
         world_size: number of workers, which determines the size of chunks.
-        wire_format: how values travel.
-        update: what contributions do to the center.
         memory: what the update remembers; by default it starts fresh. Owned from here on.
-        fragments: how many parts of the state the rounds exchange in turn.
         rounds: how many rounds the training has had.
         rounds_of_epoch: how many of these were in the epoch under way.
 
     Attributes:
-        layout: as given.
+        layout: as specified.
         values: the center, a tensor of ``center_dtype`` per segment.
         memory: what the update remembers.
         chunk_bytes: size of the largest message of the center's values, unpacked.
@@ -87,26 +84,24 @@ class Center:
 
     def __init__(
         self,
-        layout: Layout,
+        spec: CenterSpec,
         center: Sequence[Tensor],
         world_size: int,
-        wire_format: WireFormat,
-        update: CenterUpdate | None = None,
         memory: Memory | None = None,
         *,
-        fragments: int = 1,
         rounds: int = 0,
         rounds_of_epoch: int = 0,
     ) -> None:
+        layout, wire_format = spec.layout, spec.wire_format
         self.layout = layout
         self.values = list(center)
-        self._update = update or ReplaceByMean()
+        self._update = spec.update
         self.memory = new_memory(self._update, layout) if memory is None else memory
         self.chunk_bytes = chunk_bytes(world_size)
         self.sum: Accumulator | None = None
         self.rounds_of_epoch = rounds_of_epoch
         self._rounds = rounds
-        self._fragments = plan_fragments(layout, self.chunk_bytes, fragments)
+        self._fragments = plan_fragments(layout, self.chunk_bytes, spec.fragments)
         self._wire_format = wire_format
         self._contributions = [wire_format.contribution(segment) for segment in layout]
         self._replies = [wire_format.reply(segment) for segment in layout]

@@ -9,6 +9,7 @@ after its last committed window.
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -18,14 +19,23 @@ from typing import Any
 
 import numpy as np
 
-from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
+from sparkdl.averager.coordination.actions import Actions, carry_out
+from sparkdl.averager.coordination.coordinator import Coordinator, Event, P
+from sparkdl.averager.coordination.membership import Member, Tolerance
+from sparkdl.averager.coordination.run_state import RunSpec
+from sparkdl.averager.messages.run_events import RunEvent
 from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.planner.simulation.array_rounds import BUFFERED_BYTES, own_s
 from sparkdl.planner.simulation.cluster import NEVER, Cluster, Epoch, Note
 from sparkdl.planner.simulation.exchanges import Exchange
-from sparkdl.planner.simulation.virtual_run import VirtualRun
 
+SILENT = logging.getLogger(f"{__name__}.silent")
+"""For losses, which are simulated by the hundred."""
+SILENT.addHandler(logging.NullHandler())
+SILENT.propagate = False
+FOREVER_S = 1e15
+"""A deadline that no simulated worker misses."""
 AT_ONCE = 1024
 """How many times are drawn together."""
 
@@ -136,8 +146,8 @@ class _Worker:
     stood: float = 0.0
 
 
-class DriverRun(VirtualRun):
-    """One epoch.
+class DriverRun(Actions):
+    """One epoch, by the averager's own decisions, without values.
 
     Args:
         exchange: what is exchanged with the driver.
@@ -147,6 +157,8 @@ class DriverRun(VirtualRun):
 
     Attributes:
         epoch: what it comes to so far.
+        now: the time, in seconds.
+        steps: windows that each worker has ended.
     """
 
     def __init__(
@@ -156,7 +168,20 @@ class DriverRun(VirtualRun):
         windows: Sequence[int],
         note: Note | None = None,
     ) -> None:
-        super().__init__(exchange.policy(), cluster.workers)
+        self.now = 0.0
+        self.steps = [0] * cluster.workers
+        self._coordinator = Coordinator(
+            RunSpec(
+                world_size=cluster.workers,
+                deadline_s=FOREVER_S,
+                tolerance=Tolerance(max_failures=1 << 60),
+                policy=exchange.policy(),
+            ),
+            0.0,
+        )
+        self._coordinator.log = SILENT
+        self._members = [Member(rank, "host") for rank in range(cluster.workers)]
+        self._due: list[tuple[float, int]] = []
         self.epoch = Epoch(strategy=exchange.name, rounds=len(windows))
         self._exchange, self._cluster, self._windows = exchange, cluster, windows
         self._note = note
@@ -178,7 +203,12 @@ class DriverRun(VirtualRun):
 
     def train(self, until: float = math.inf) -> Epoch:
         """Let the workers train until the epoch is over, or it is so late."""
-        for rank in self.windows(until):
+        for member in self._members:
+            self._join(member)
+        self._tell(self._coordinator.start, {})
+        while (window := self._next_window(until)) is not None:
+            self.now, rank = window
+            self.steps[rank] += 1
             worker, closed = self._workers[rank], self.now - self._cluster.link.latency
             self._count(rank, closed)
             worker.closed = closed
@@ -189,7 +219,7 @@ class DriverRun(VirtualRun):
         epoch.sent = max(self._sent, self._received)
         return epoch
 
-    def next_window(self, until: float) -> tuple[float, int] | None:
+    def _next_window(self, until: float) -> tuple[float, int] | None:
         """Pass the time until then with what links and lost workers do."""
         while self._finals != 0:
             while self._again:
@@ -203,7 +233,7 @@ class DriverRun(VirtualRun):
                 return heapq.heappop(self._due)
             self.now = first
             if first == self._sum.ends:
-                self.tell(on.Contributed(self._members[self._sum.pop()]))
+                self._tell(self._coordinator.contributed, self._members[self._sum.pop()])
             elif first == self._replies.ends:
                 self._passed(*self._replies.pop())
             elif first == back[0]:
@@ -214,21 +244,29 @@ class DriverRun(VirtualRun):
                 self._loss = next(self._losses)
         return None
 
-    def follow(self, decision: do.Decision) -> None:
-        """Count what is committed, and follow the sum."""
-        if isinstance(decision, do.Report):
-            self._reported(decision.event)
-        elif isinstance(decision, do.OpenSum):
-            self._sum.open(decision.ranks)
-        elif isinstance(decision, do.Skip):
-            self._sum.skip(decision.rank, self.now)
-        elif isinstance(decision, do.StartOver):
-            self._sum.open(())
-            self._again += [member.rank for member in decision.members]
-        else:
-            super().follow(decision)
+    def _tell(self, event: Event[P], *arguments: P.args, **options: P.kwargs) -> None:
+        """Have the coordinator decide, and do what it says."""
+        carry_out(event(self.now, *arguments, **options), self)
 
-    def _reported(self, event: object) -> None:
+    def _join(self, member: Member) -> None:
+        self._tell(self._coordinator.joined, member)
+        self._tell(self._coordinator.rows_found, member, ShardStatistics(1, ()))
+
+    def open_sum(self, ranks: tuple[int, ...]) -> None:
+        """Follow the sum."""
+        self._sum.open(ranks)
+
+    def skip(self, rank: int) -> None:
+        """Do without a rank."""
+        self._sum.skip(rank, self.now)
+
+    def start_over(self, members: tuple[Member, ...]) -> None:
+        """Have workers contribute again what they still have."""
+        self._sum.open(())
+        self._again += [member.rank for member in members]
+
+    def report(self, event: RunEvent) -> None:
+        """Count what is committed."""
         if isinstance(event, EpochSummary):
             self._finals = 0
         elif isinstance(event, WindowReport):
@@ -238,18 +276,26 @@ class DriverRun(VirtualRun):
             self.epoch.staleness += event.staleness
             self.epoch.max_staleness = max(self.epoch.max_staleness, event.staleness)
 
-    def receive(self, member: on.Member) -> None:
+    def receive(self, member: Member, weight: float, staleness: int) -> None:
         """A contribution is added once it is its turn."""
         self._sent += self._exchange.up
         self._sum.add(member.rank, self.now)
 
-    def send(self, member: on.Member, *, final: bool) -> None:
+    def reply(self, member: Member, *, final: bool, values: bool, worker_state: bool) -> None:
+        """Send a worker the result of its round."""
+        self._send(member, final=final)
+
+    def welcome(self, member: Member) -> None:
+        """Send a worker the center."""
+        self._send(member, final=False)
+
+    def _send(self, member: Member, *, final: bool) -> None:
         """Replies share the link; what is buffered of one does not keep the averager waiting."""
         if final:
             self._finals = (self._finals or 0) + 1
         if self._workers[member.rank].closed is None and not member.attempt:
-            self.begin(member.rank)  # with the center that everyone has
-            self.tell(on.Taken(member))
+            self._begin(member.rank)  # with the center that everyone has
+            self._tell(self._coordinator.taken, member)
             return
         octets = self._exchange.down
         if final and self._exchange.final is not None:
@@ -259,12 +305,12 @@ class DriverRun(VirtualRun):
             self._replies.add(self.now, octets - BUFFERED_BYTES, (member, final, BUFFERED_BYTES))
         else:
             self._replies.add(self.now, octets, (member, final, 0))
-            self.tell(on.Taken(member))
+            self._tell(self._coordinator.taken, member)
 
-    def _passed(self, member: on.Member, final: bool, more: int) -> None:
+    def _passed(self, member: Member, final: bool, more: int) -> None:
         if more and not member.gone:
             self._replies.add(self.now, more, (member, final, 0))
-            self.tell(on.Taken(member))
+            self._tell(self._coordinator.taken, member)
             return
         if final and self._finals:
             self._finals -= 1
@@ -273,9 +319,13 @@ class DriverRun(VirtualRun):
             worker.computed, worker.stood = 0.0, arrived - (worker.closed or 0.0)
             self._count(member.rank, arrived)
         elif not member.gone:
-            self.begin(member.rank)
+            self._begin(member.rank)
 
-    def begun(self, rank: int) -> float:
+    def _begin(self, rank: int) -> None:
+        """A worker begins its next window."""
+        heapq.heappush(self._due, (self._begun(rank), rank))
+
+    def _begun(self, rank: int) -> float:
         """When what a worker trains next reaches the driver."""
         worker, latency = self._workers[rank], self._cluster.link.latency
         arrived = self.now + latency if self.now else 0.0
@@ -317,7 +367,7 @@ class DriverRun(VirtualRun):
             last=index + 1 >= windows,
             step_of_epoch=step,
         )
-        self.close(report)
+        self._tell(self._coordinator.window_closed, self._members[rank], report)
 
     def _count(self, rank: int, until: float) -> None:
         """Count what a worker has done since it closed its window before."""
@@ -338,6 +388,6 @@ class DriverRun(VirtualRun):
         self._due = [due for due in self._due if due[1] != rank]
         heapq.heapify(self._due)
         self._workers[rank].closed = None
-        self.tell(on.Lost(member, "was lost"))
-        self._members[rank] = on.Member(rank, "host", attempt=member.attempt + 1)
+        self._tell(self._coordinator.lost, member, "was lost")
+        self._members[rank] = Member(rank, "host", attempt=member.attempt + 1)
         heapq.heappush(self._back, (self.now + self._cluster.restart_s, rank))

@@ -13,13 +13,12 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from sparkdl.averager.messages.headers import read_statistics, shard_header
-from sparkdl.errors import StoppedError, TrainingError
+from sparkdl.averager.messages.headers import received, shard_header
+from sparkdl.errors import DisconnectedError, StoppedError, TrainingError
 from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 from sparkdl.spark.diagnostics.output import Output
 from sparkdl.spark.diagnostics.stacks import describe_threads
-from sparkdl.transport.connecting import ServiceAddress, introduced, reach
-from sparkdl.transport.connection import ConnectionLostError, SilenceError
+from sparkdl.transport.connecting import ServiceAddress, reach
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +46,8 @@ class RunClient:
         self._rank = rank
         self._asking = threading.Lock()
         self._answers: queue.SimpleQueue[list[Any] | StoppedError] = queue.SimpleQueue()
-        host, port = address.host_and_port
-        proof = (f"the driver at {host}:{port}", (host, port), address.token, address.fingerprint)
-        self._connection = reach(partial(introduced, rank, *proof, None), patience_s)
+        name = "the driver at {}:{}".format(*address.host_and_port)
+        self._connection = reach(partial(address.connect, rank, name, None), patience_s)
         self._send({"attend": rank, "host": socket.gethostname(), "pid": os.getpid()})
         self._listener = threading.Thread(target=self._listen, name="sparkdl-run", daemon=True)
         self._listener.start()
@@ -80,7 +78,7 @@ class RunClient:
             StoppedError: the run ended.
         """
         (statistics,) = self._ask(shard_header(shard))
-        return read_statistics(statistics)
+        return received(DataStatistics, statistics.get("statistics"), None)
 
     def send_lines(self, lines: list[str], left_out: int) -> None:
         """Send what was printed.
@@ -135,7 +133,7 @@ class RunClient:
     def _send(self, header: dict[str, Any]) -> None:
         try:
             self._connection.send_header(header)
-        except (ConnectionLostError, SilenceError) as error:
+        except DisconnectedError as error:
             raise StoppedError(f"rank {self._rank} was stopped by the driver: {error}") from error
 
     def _listen(self) -> None:
@@ -151,7 +149,7 @@ class RunClient:
                     raise TrainingError(
                         f"it sent a header that no driver sends: {reprlib.repr(header)}"
                     )
-        except (ConnectionLostError, SilenceError, TrainingError) as error:
+        except TrainingError as error:
             told = StoppedError(f"rank {self._rank} was stopped by the driver: {error}")
             self._answers.put(told)
 

@@ -38,10 +38,9 @@ from typing import Any, NamedTuple, NoReturn
 from typing_extensions import Self
 
 from sparkdl.averager.messages.headers import (
-    Types,
-    checked,
     read_gather,
     read_shard,
+    received,
     statistics_header,
 )
 from sparkdl.errors import (
@@ -68,8 +67,8 @@ OnReport = Callable[[int, Mapping[str, float]], None]
 
 ONLY_SHOWN = ("lines", "report", "stacks")
 """The messages that a run can do without."""
-_FAILURE: Types = {"message": (str,), "traceback": (str,)}
-_FAILURE |= {"of_data": (bool,), "of_exchange": (bool,)}
+_ATTEND: Any = {"attend": int, "host": str}
+_FAILURE: Any = {"message": str, "traceback": str, "of_data": bool, "of_exchange": bool}
 
 
 class _Waiting(NamedTuple):
@@ -116,12 +115,12 @@ class RunService:
         self.failure: SparkDLError | None = None
         self.connected = list[ReportingWorker]()
         self.stacks = Stacks(self.connected, service.post)
-        self.messages: dict[str, tuple[Types, Callable[..., Conversation | None]]] = {
-            "lines": ({"lines": (list,), "left_out": (int,)}, self._show_lines),
-            "report": ({"report": (dict,)}, self._report),
-            "stacks": ({"stacks": (str,)}, lambda worker, header: worker.note(header["stacks"])),
-            "failure": ({"failure": (dict,)}, self._take_failure),
-            "returned": ({"returned": (bool,)}, self._gather),
+        self.messages: dict[str, tuple[Any, Callable[..., Conversation | None]]] = {
+            "lines": ({"lines": list[str], "left_out": int}, self._show_lines),
+            "report": ({"report": dict[str, float]}, self._report),
+            "stacks": ({"stacks": str}, lambda worker, header: worker.note(header["stacks"])),
+            "failure": ({"failure": dict[str, object]}, self._take_failure),
+            "returned": ({"returned": bool}, self._gather),
             "gather": ({}, self._gather),
             "shard": ({}, self._gather),
         }
@@ -232,10 +231,12 @@ class RunService:
 
     def _join(self, worker: ReportingWorker, first: Mapping[str, Any]) -> None:
         """Take note of a rank, which may join a run only once."""
-        if type(first.get("attend")) is not int or type(first.get("host")) is not str:
+        try:
+            received(_ATTEND, {field: first.get(field) for field in _ATTEND}, worker.rank)
+        except TrainingError as error:
             raise TrainingError(
                 f"a worker must join with a rank and a host, not with {reprlib.repr(first)}"
-            )
+            ) from error
         worker.rank = first["attend"]
         worker.where = f"rank {worker.rank} on {first['host']}, process {first.get('pid')}"
         if self.failure is not None:
@@ -248,20 +249,14 @@ class RunService:
 
     def _answer(self, worker: ReportingWorker, header: Mapping[str, Any]) -> Conversation | None:
         """Handle a worker's header; what is only shown is left out if it cannot be read."""
-        unreadable = TrainingError(
-            f"rank {worker.rank} sent a header that no worker sends: {reprlib.repr(header)}"
-        )
         name = next((name for name in self.messages if name in header), None)
         if name is None:
-            raise unreadable
-        types, handle = self.messages[name]
+            raise TrainingError(
+                f"rank {worker.rank} sent a header that no worker sends: {reprlib.repr(header)}"
+            )
+        hints, handle = self.messages[name]
         try:
-            checked({field: header.get(field) for field in types}, types, worker.rank)
-            sound = all(isinstance(line, str) for line in header.get("lines", []))
-            # Numbers travel as floats; a whole number could be too large for one.
-            numbers = header.get("report", {}).values()
-            if not sound or header.get("left_out", 0) < 0 or {*map(type, numbers)} - {float}:
-                raise unreadable
+            received(hints, {field: header.get(field) for field in hints}, worker.rank)
         except TrainingError as error:
             if name not in ONLY_SHOWN:
                 raise
@@ -286,7 +281,7 @@ class RunService:
         return self._show(worker, partial(self._on_lines, worker.rank, [text], 0))
 
     def _take_failure(self, worker: ReportingWorker, header: Mapping[str, Any]) -> NoReturn:
-        failure = checked(header["failure"], _FAILURE, worker.rank)
+        failure = received(_FAILURE, header["failure"], worker.rank)
         message = failure["message"]
         if failure["of_data"]:
             raise DataError(message)

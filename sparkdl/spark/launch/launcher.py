@@ -101,7 +101,7 @@ def launch(workers: Workers, job: Job) -> Launch:
             profile = gpu_profile(spark, workers.device)
             require_free_slots(spark, workers.num_tasks, profile, workers.ranks_a_task)
         with (
-            RunService(averager.service, None, display(spark)) as console,
+            RunService(averager, None, display(spark)) as console,
             running,
             watched(averager, console.stacks, running.jobs, spark.sparkContext, workers.num_tasks),
         ):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
+from sparkdl.averager.values.wire_format import FULL_PRECISION, WireFormat
 from sparkdl.collective import release_model
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, OptimizerBuilder
@@ -195,7 +195,7 @@ class GradientAllReduce(Strategy["Reducer"]):
     @property
     def wire_format(self) -> WireFormat:
         """The driver's copy is exact."""
-        return FullPrecision()
+        return FULL_PRECISION
 
     @property
     def needs(self) -> Needs:

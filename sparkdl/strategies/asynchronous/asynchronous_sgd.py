@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions
-from sparkdl.averager.values.wire_format import Changes, WireFormat
+from sparkdl.averager.values.wire_format import CHANGES, WireFormat
 from sparkdl.protocols import Segment
 from sparkdl.strategies.arguments import BOOL, POSITIVE, STEPS, argument, instance
 from sparkdl.strategies.asynchronous.barriers import ASP, Barrier
@@ -41,7 +41,7 @@ class ContributesChanges(PeriodicStrategy[None]):
     @property
     def wire_format(self) -> WireFormat:
         """Changes, since values would undo what others have added meanwhile."""
-        return Changes()
+        return CHANGES
 
     def exchange(self, run: Run, state: None, *, last: bool) -> None:
         """Contribute the window; after the ``last``, wait for the epoch to end."""

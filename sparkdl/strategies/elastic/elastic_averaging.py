@@ -36,7 +36,7 @@ from torch import Tensor
 
 from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy, RoundRobin
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions, ReplaceByMean
-from sparkdl.averager.values.wire_format import Changes, FullPrecision, WireFormat
+from sparkdl.averager.values.wire_format import CHANGES, FULL_PRECISION, WireFormat
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, Segment
 from sparkdl.replica import Replica
@@ -173,7 +173,7 @@ class ElasticAveraging(PeriodicStrategy[Spring]):
     @property
     def wire_format(self) -> WireFormat:
         """The replicas' values, if they are pulled to the center as it is at that moment."""
-        return Changes() if self._overlaps else FullPrecision()
+        return CHANGES if self._overlaps else FULL_PRECISION
 
     @property
     def center_update(self) -> CenterUpdate:

@@ -29,7 +29,7 @@ from typing import Literal
 from torch import Tensor
 
 from sparkdl.averager.values.finite import require_finite
-from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
+from sparkdl.averager.values.wire_format import FULL_PRECISION, WireFormat
 from sparkdl.collective.peers import AWAY_TIMES, PATIENCE_S
 from sparkdl.protocols import Batch
 from sparkdl.strategies.arguments import STEPS, argument, one_of
@@ -110,7 +110,7 @@ class GossipAveraging(Strategy["_Gossip"]):
     @property
     def wire_format(self) -> WireFormat:
         """Values, unchanged."""
-        return FullPrecision()
+        return FULL_PRECISION
 
     def start(self, run: Run) -> _Gossip:
         """Begin at the center, and accept visits."""

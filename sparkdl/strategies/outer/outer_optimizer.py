@@ -34,7 +34,7 @@ from torch import Tensor
 
 from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions
-from sparkdl.averager.values.wire_format import NARROW_FORMATS, ParameterChanges, WireFormat
+from sparkdl.averager.values.wire_format import NARROW_FORMATS, PARAMETER_CHANGES, WireFormat
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, Segment
 from sparkdl.replica import Replica
@@ -254,7 +254,7 @@ class OuterOptimizer(Strategy["Stream | None"]):
     @property
     def wire_format(self) -> WireFormat:
         """According to ``wire_dtype``; changes, if some may be from an older center."""
-        return NARROW_FORMATS[self.wire_dtype]() if self.cutoff == "none" else ParameterChanges()
+        return NARROW_FORMATS[self.wire_dtype] if self.cutoff == "none" else PARAMETER_CHANGES
 
     @property
     def round_policy(self) -> RoundPolicy:

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparkdl.averager.client.overlapped import merge
+from sparkdl.averager.client.client import merge
 from sparkdl.averager.values.packing import plan_fragments
 from sparkdl.protocols import Batch, Segment
 from sparkdl.strategies.base import Run

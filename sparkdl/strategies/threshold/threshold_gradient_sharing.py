@@ -26,7 +26,7 @@ from torch import Tensor
 from sparkdl.arguments import as_number
 from sparkdl.averager.values.finite import require_finite
 from sparkdl.averager.values.sparse import Sparse
-from sparkdl.averager.values.wire_format import FullPrecision, SparseChanges, WireFormat, as_held
+from sparkdl.averager.values.wire_format import FULL_PRECISION, SPARSE_CHANGES, WireFormat, as_held
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
@@ -122,7 +122,7 @@ class ThresholdGradientSharing(PeriodicStrategy["_Sharing"]):
     @property
     def wire_format(self) -> WireFormat:
         """Sparse; the driver's copy of what executors have agreed on is complete."""
-        return SparseChanges() if self.aggregation == "driver" else FullPrecision()
+        return SPARSE_CHANGES if self.aggregation == "driver" else FULL_PRECISION
 
     @property
     def needs(self) -> Needs:

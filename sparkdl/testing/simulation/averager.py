@@ -1,21 +1,23 @@
-"""The averager's real loop and conversations, over connections in memory and in virtual time."""
+"""The real averager and its conversations, over connections in memory and in virtual time."""
 
 from __future__ import annotations
 
 import json
 import queue
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar, cast
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
-from sparkdl.averager.coordination.coordinator import Coordinator
-from sparkdl.averager.coordination.events import Member
+from sparkdl.averager.coordination.actions import Decision
+from sparkdl.averager.coordination.coordinator import Coordinator, Event, P
+from sparkdl.averager.coordination.membership import Member
+from sparkdl.averager.coordination.run_state import Restart, RunSpec
 from sparkdl.averager.messages.progress import Position, Progress
-from sparkdl.averager.service.conversation import Worker
-from sparkdl.averager.service.loop import EdgeOptions, Loop
-from sparkdl.averager.service.saving import CheckpointFiles, Saving
+from sparkdl.averager.messages.run_events import RunEvent
+from sparkdl.averager.service.saving import Saving
+from sparkdl.averager.service.server import Averager as RealAverager
+from sparkdl.averager.service.server import EdgeOptions, Snapshot
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics
@@ -25,29 +27,10 @@ from sparkdl.transport.channel import Channel
 from sparkdl.transport.daemon_pool import DaemonPool
 from sparkdl.transport.service import STAGING_BYTES, Handler, Service
 
+if TYPE_CHECKING:
+    from sparkdl.testing.simulation.run import Simulation
+
 T = TypeVar("T")
-
-
-class Observer(Protocol):
-    """Is told what the averager does, and checks it."""
-
-    def before(self, event: on.Event) -> None:
-        """Called when an event is about to be decided on."""
-
-    def decided(self, decisions: Sequence[do.Decision]) -> None:
-        """Called when decisions have been made."""
-
-    def committed(self, windows: Sequence[WindowReport]) -> None:
-        """Called when a round has been committed."""
-
-    def epoch_ended(self, summary: EpochSummary) -> None:
-        """Called when an epoch has ended."""
-
-    def statistics_known(self, statistics: DataStatistics) -> None:
-        """Called when the driver has learned the statistics of the rows."""
-
-    def write(self, progress: Progress, states: Mapping[int, Position]) -> None:
-        """Called to write a checkpoint."""
 
 
 class _Channel(Channel):
@@ -83,30 +66,30 @@ class _InMemory(Service):
         self._touched.add(channel)
 
 
-class Averager(Loop, _InMemory):
-    """The averager's loop.
+class Averager(RealAverager, _InMemory):
+    """The averager, in one thread with the workers.
 
     Args:
-        coordinator: the decisions.
+        decides: makes what makes the decisions.
+        spec: how the run is planned.
+        restart: where it goes on.
         center: the center that the rounds change.
         pass_s: how long it takes for what it found at one look, in seconds.
         clock: the run's clock.
-        observer: checks what happens.
-
-    Attributes:
-        over: whether the run is over.
-        failure_of_run: why it failed.
+        observer: is told what happens, and checks it.
     """
 
     center: Center
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        decides: Callable[..., Coordinator],
+        spec: RunSpec,
+        restart: Restart,
         center: Center,
         pass_s: float,
         clock: Clock,
-        observer: Observer,
+        observer: Simulation,
     ) -> None:
         self._clock, self._pass_s, self._observer = clock, pass_s, observer
         self._paused_until = 0.0
@@ -116,13 +99,13 @@ class Averager(Loop, _InMemory):
         # The center from which each rank goes on, and the number of updates before it.
         self._begun: dict[int, tuple[list[float], int]] = {}
         self._updates = 0
-        self._decisions: list[do.Decision] = []
-        now = EdgeOptions(now=lambda: clock.now)
-        super().__init__(coordinator, center, CheckpointFiles(), None, now)
-        self._handle, coordinator.handle = coordinator.handle, self._watched  # type: ignore[method-assign]
+        self._decisions: list[Decision] = []
+        edge = EdgeOptions(now=lambda: clock.now)
+        super().__init__(spec, center.spec, Snapshot(center=center.values), edge)
+        self.coordinator, self.center = decides(spec, clock.now, restart), center
         self._look_soon()
 
-    def end(self) -> None:
+    def end_conversations(self) -> None:
         """End all conversations now, and not whenever their memory is collected."""
         self._close_all()
 
@@ -135,11 +118,11 @@ class Averager(Loop, _InMemory):
         """How many things are remembered that eventually have to be forgotten."""
         this = self.coordinator.round
         waiting = this.entered, this.late, this.queue, this.ranks.windows
-        return len(self._by_member) + sum(map(len, waiting))
+        return len(self.by_member) + sum(map(len, waiting))
 
     def knows(self, rank: int) -> bool:
         """Whether a worker of that rank is connected and has introduced itself."""
-        return any(member.rank == rank for member in self._by_member)
+        return any(member.rank == rank for member in self.by_member)
 
     # In place of a thread.
 
@@ -186,50 +169,55 @@ class Averager(Loop, _InMemory):
 
     # Checks.
 
-    def tell(self, event: on.Event) -> None:
+    def tell(self, event: Event[P], *arguments: P.args, **options: P.kwargs) -> None:
         """Have an event decided on, along with everything that follows from it."""
-        if isinstance(event, on.Taken):
-            self._reading.discard(event.member)
-        super().tell(event)
+        if event.__name__ == "taken":
+            self._reading.difference_update(arguments)
+        super().tell(event, *arguments, **options)
 
-    def left(self, worker: Worker) -> None:
-        """Take note that a worker's connection is closed."""
-        super().left(worker)
-        if worker.member is not None:
-            self._reading.discard(worker.member)
+    def _decide(self, event: Event[P], *arguments: P.args, **options: P.kwargs) -> None:
+        self._observer.before(event.__name__, saved=bool(options.get("saved")))
+        super()._decide(event, *arguments, **options)
+        self._observer.decided(self.coordinator.do.decisions)
 
-    def _watched(self, event: on.Event, now: float) -> list[do.Decision]:
-        self._decisions = self._handle(event, now)
-        return self._decisions
+    def open_sum(self, ranks: tuple[int, ...]) -> None:
+        """Check that nobody reads what the sum overwrites."""
+        reading = self._reading & self.by_member.keys()
+        assert not reading, f"what {reading} are being sent is overwritten"
+        super().open_sum(ranks)
 
-    def _decide(self, event: on.Event) -> None:
-        self._observer.before(event)
-        super()._decide(event)
-        self._observer.decided(self._decisions)
+    def receive(self, member: Member, weight: float, staleness: int) -> None:
+        """Check how stale it is said to be."""
+        if member in self.by_member:
+            assert staleness == self._updates - self._begun[member.rank][1]
+        super().receive(member, weight, staleness)
 
-    def _carry_out(self, decision: do.Decision) -> None:
-        match decision:
-            case do.Commit(contributions):
-                self._check_commit(decision, contributions)
-                return
-            case do.OpenSum():
-                assert not self._reading, f"what {self._reading} are being sent is overwritten"
-            case do.Receive(member, _, staleness) if member in self._by_member:
-                assert staleness == self._updates - self._begun[member.rank][1]
-            case do.Welcome(member) | do.Reply(member):
-                self._begun[member.rank] = self.center.numbers, self._updates
-                if member in self._by_member:
-                    self._reading.add(member)
-        super()._carry_out(decision)
-        match decision:
-            case do.Report(DataStatistics() as statistics):
-                self._observer.statistics_known(statistics)
-            case do.Report(EpochSummary() as summary):
-                self._observer.epoch_ended(summary)
+    def welcome(self, member: Member) -> None:
+        """Remember what a worker begins with."""
+        self._begins_to_read(member)
+        super().welcome(member)
 
-    def _check_commit(self, commit: do.Commit, contributions: Contributions) -> None:
+    def reply(self, member: Member, *, final: bool, values: bool, worker_state: bool) -> None:
+        """Remember what a worker goes on with."""
+        self._begins_to_read(member)
+        super().reply(member, final=final, values=values, worker_state=worker_state)
+
+    def _begins_to_read(self, member: Member) -> None:
+        self._begun[member.rank] = self.center.numbers, self._updates
+        if member in self.by_member:
+            self._reading.add(member)
+
+    def report(self, event: RunEvent) -> None:
+        """Tell the observer what it waits for."""
+        super().report(event)
+        if isinstance(event, DataStatistics):
+            self._observer.statistics_known(event)
+        elif isinstance(event, EpochSummary):
+            self._observer.epoch_ended(event)
+
+    def commit(self, contributions: Contributions) -> None:
         """Change the center, and check that it is what the windows give."""
-        windows = list(_windows_after(commit, self._decisions))
+        windows = self._committed(contributions)
         weighted = [window for window in windows if window.weight]
         assert contributions.weights == tuple(window.weight for window in weighted)
         fragment = self.center.rounds_of_epoch % self.center.fragments
@@ -244,27 +232,28 @@ class Averager(Loop, _InMemory):
         assert contributions.staleness == staleness
         assert not staleness or not self.coordinator.round.policy.in_step
         before = self.center.numbers[fragment]
-        super()._carry_out(commit)
+        super().commit(contributions)
         self.center.require(before, contributions, values, begun, fragment)
         self._updates += bool(weighted)
         self._observer.committed(windows)
 
+    def _committed(self, contributions: Contributions) -> list[WindowReport]:
+        """The reports of the windows that a commit consists of, which follow it."""
+        decisions = iter(self.coordinator.do.decisions)
+        next(each for each in decisions if contributions is next(iter(each.arguments), None))
+        reports = takewhile(lambda each: each.action == "report", decisions)
+        events = (each.arguments[0] for each in reports)
+        return list(takewhile(lambda event: isinstance(event, WindowReport), events))
+
     # Checkpoints.
 
-    def _begin_checkpoint(self, decision: do.BeginCheckpoint) -> None:
-        self.saving = Saving(cast(Any, None), decision.progress, {}, {})
+    def begin_checkpoint(self, progress: Progress, statistics: DataStatistics) -> None:
+        """Begin one in memory."""
+        self.saving = Saving(cast(Any, None), progress, {}, {})
 
-    def _write_checkpoint(self) -> None:
+    def write_checkpoint(self) -> None:
+        """Let the observer write it."""
         assert self.saving is not None
         states = {n: b"".join(read(4096)) for n, read in self.saving.worker_states.items()}
         positions = {rank: Position(**json.loads(octets)) for rank, octets in states.items()}
         self._observer.write(self.saving.progress, positions)
-
-
-def _windows_after(commit: do.Commit, decisions: Sequence[do.Decision]) -> Iterator[WindowReport]:
-    """The reports of the windows that a commit consists of, which follow it."""
-    (at,) = (index for index, each in enumerate(decisions) if each is commit)
-    for decision in decisions[at + 1 :]:
-        if not isinstance(decision, do.Report) or not isinstance(decision.event, WindowReport):
-            return
-        yield decision.event

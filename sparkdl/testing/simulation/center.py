@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from sparkdl.averager.values.center import Center as AveragerCenter
+from sparkdl.averager.values.center import CenterSpec
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions, ReplaceByMean
-from sparkdl.averager.values.wire_format import FullPrecision, WireFormat
+from sparkdl.averager.values.wire_format import FULL_PRECISION, WireFormat
 from sparkdl.protocols import Segment
 
 Oracle = Callable[[float, Contributions, Mapping[int, float], Mapping[int, float]], float]
@@ -71,14 +72,17 @@ class Center(AveragerCenter):
         fragments: int = 1,
         oracle: Oracle = mean,
     ) -> None:
-        self.wire_format = wire_format or FullPrecision()
+        self.wire_format = wire_format or FULL_PRECISION
         self.update = update or _Mean()
         self.fragments = fragments
         self._oracle = oracle
         # A segment travels in a message of its own.
         layout = (Segment("parameters", torch.float64, fragments),) * chunks
         ones = [torch.ones(fragments, dtype=torch.float64) for _ in layout]
-        super().__init__(layout, ones, 1, self.wire_format, self.update, fragments=fragments)
+        self.spec = CenterSpec(
+            layout=layout, wire_format=self.wire_format, update=self.update, fragments=fragments
+        )
+        super().__init__(self.spec, ones, 1)
 
     def replica(self) -> list[Tensor]:
         """Memory for a worker's copy."""

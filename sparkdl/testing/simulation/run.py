@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
+from sparkdl.averager.coordination.actions import Decision
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import Tolerance
 from sparkdl.averager.coordination.rank_states import RankState
@@ -94,7 +93,7 @@ def simulate(
     Raises:
         Violation: something that must always hold did not.
     """
-    return _Simulation(plan, coordinator, averager, center(plan.chunks), most_ahead).run()
+    return Simulation(plan, coordinator, averager, center(plan.chunks), most_ahead).run()
 
 
 def simulate_strategy(
@@ -128,7 +127,7 @@ def simulate_strategy(
     return simulate(plan, coordinator, center=center, most_ahead=most_ahead)
 
 
-class _Simulation:
+class Simulation:
     """One run; ``center.py`` has its parameters, ``workers.py`` its workers."""
 
     def __init__(
@@ -159,6 +158,7 @@ class _Simulation:
         self._ahead = 0
 
     def run(self) -> Outcome:
+        """Run the plan, as often as it allows."""
         restart, failures = Restart(), 0
         while True:
             failure, averager = self._submit(restart)
@@ -189,25 +189,25 @@ class _Simulation:
             tolerance=Tolerance(plan.max_failures, plan.min_workers),
             checkpoints=_Schedule(plan) if plan.saves else None,
         )
-        coordinator = self._make(spec, self._clock.now, restart)
-        averager = self._make_averager(coordinator, self._center, plan.pass_s, self._clock, self)
-        self._averager = averager
+        self._averager = averager = self._make_averager(
+            self._make, spec, restart, self._center, plan.pass_s, self._clock, self
+        )
         # Ranks whose last window of the epoch is committed; ranks training since they were let in.
         self._through: set[int] = set()
         self._newcomers: set[int] = set()
         self._started: list[Worker] = []
         self._workers = [self._worker(rank, 0) for rank in range(world_size)]
         try:
-            while not coordinator.ended:
+            while not averager.coordinator.ended:
                 if not self._clock.step() or self._clock.now > LONGEST_S:
                     raise Violation(f"the run did not end in {self._clock.now:.0f} s of its time")
         finally:
             # Nothing of this submission reaches the next.
             for worker in self._started:
                 worker.kill()
-            averager.end()
+            averager.end_conversations()
             self._clock.forget()
-        return coordinator.failure, averager
+        return averager.coordinator.failure, averager
 
     def _worker(self, rank: int, attempt: int) -> Worker:
         plan, accept = self._plan, self._averager.accept
@@ -217,11 +217,11 @@ class _Simulation:
 
     # What the averager reports.
 
-    def before(self, event: on.Event) -> None:
+    def before(self, event: str, *, saved: bool = False) -> None:
         """Count an event that is about to be decided on, and strike if it is time."""
-        if isinstance(event, on.Tick):
+        if event == "tick":
             return
-        if isinstance(event, on.CheckpointWritten):
+        if saved:
             self._saved_after = self._begun_after
         self._events += 1
         if self._events > MOST_EVENTS:
@@ -240,14 +240,14 @@ class _Simulation:
         elif fault.kind is Kind.KILL:
             if self._plan.max_failures == 0 and not self._averager.knows(fault.rank):
                 # Only Spark notices, and the job fails.
-                self._averager.post_event(on.Failed(WorkerLostError("a task has failed")))
+                self._averager.fail(WorkerLostError("a task has failed"))
             worker.strike(restart_s=fault.seconds)
         elif fault.kind is Kind.TWIN:
             if self._plan.max_failures:
                 self._workers[fault.rank] = self._worker(fault.rank, worker.attempt + 1)
         elif fault.kind is Kind.PREEMPT:
             if self._plan.saves:
-                self._averager.post_event(on.Preempted(PreemptedError("told to end")))
+                self._averager.save_and_fail(PreemptedError("told to end"))
         elif fault.kind is Kind.STALL:
             worker.stall(fault.seconds)
         elif fault.kind is Kind.PAUSE:
@@ -257,7 +257,7 @@ class _Simulation:
         else:
             self._storage_s = fault.seconds
 
-    def decided(self, decisions: Sequence[do.Decision]) -> None:
+    def decided(self, decisions: Sequence[Decision]) -> None:
         """Check decisions: they and what is remembered are few, and they keep the bound."""
         self._look_who_is_ahead(decisions)
         self._look_what_is_saved(decisions)
@@ -278,10 +278,10 @@ class _Simulation:
         if remembered > 16 * world_size + 16:
             raise Violation(f"{remembered} things are remembered about {world_size} workers")
 
-    def _look_what_is_saved(self, decisions: Sequence[do.Decision]) -> None:
+    def _look_what_is_saved(self, decisions: Sequence[Decision]) -> None:
         if not self._plan.saves:
             return
-        begins = any(isinstance(each, do.BeginCheckpoint) for each in decisions)
+        begins = any(each.action == "begin_checkpoint" for each in decisions)
         if begins:
             self._begun_after = self._commits
         ended, self._epoch_ended = self._epoch_ended, False
@@ -295,10 +295,11 @@ class _Simulation:
                 f"written after {self._saved_after}"
             )
 
-    def _look_who_is_ahead(self, decisions: Sequence[do.Decision]) -> None:
-        admitted = {each.member.rank for each in decisions if isinstance(each, do.Welcome)}
-        received = {each.member.rank for each in decisions if isinstance(each, do.Receive)}
-        begins = {each.member.rank for each in decisions if isinstance(each, do.Reply)}
+    def _look_who_is_ahead(self, decisions: Sequence[Decision]) -> None:
+        admitted, received, begins = (
+            {each.arguments[0].rank for each in decisions if each.action == action}
+            for action in ("welcome", "receive", "reply")
+        )
         self._newcomers |= admitted
         begins |= self._newcomers & received
         self._newcomers -= received
@@ -346,7 +347,7 @@ class _Simulation:
 
     def statistics_known(self, statistics: DataStatistics) -> None:
         """Let the workers start, as the driver does once it has checked the rows."""
-        self._clock.after(self._draw.random(), lambda: self._averager.post_event(on.Started()))
+        self._clock.after(self._draw.random(), lambda: self._averager.start())
 
     def write(self, progress: Progress, states: Mapping[int, Position]) -> None:
         """Check a checkpoint that is written: its states belong to it."""
@@ -360,10 +361,10 @@ class _Simulation:
     def _written(self) -> None:
         if self._clock.now < self._storage_fails_until:
             self._given_up += 1
-            self._averager.post_event(on.CheckpointGivenUp())
+            self._averager.post_event(self._averager.coordinator.checkpoint_ended, saved=False)
         else:
             self._checkpoints += 1
-            self._averager.post_event(on.CheckpointWritten())
+            self._averager.post_event(self._averager.coordinator.checkpoint_ended, saved=True)
 
     def _check_end(self, failure: SparkDLError | None, averager: Averager) -> None:
         if failure is None:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 
 from sparkdl.averager.client.client import AveragerClient
-from sparkdl.averager.client.worker_channel import WorkerChannel
 from sparkdl.averager.messages.progress import Position
 from sparkdl.errors import DisconnectedError, StoppedError
 from sparkdl.events import ValidationReport, WindowReport
@@ -99,16 +98,10 @@ class _Client(AveragerClient):
             **options,  # type: ignore[arg-type]
         )
 
-    def _connect(self) -> WorkerChannel:
-        channel = _Channel(self.rank, self._open())
-        channel.send_header(self._hello)
-        return channel
-
-
-class _Channel(WorkerChannel):
-    def __init__(self, rank: int, link: Link) -> None:
-        self._rank, self._deadline_s = rank, DEADLINE_S
-        self._connection = Connection(link, None)  # type: ignore[arg-type]
+    def _connect(self) -> Connection:
+        connection = Connection(self._open(), None, takes=self._takes)  # type: ignore[arg-type]
+        connection.send_header(self._hello)
+        return connection
 
 
 class Worker:

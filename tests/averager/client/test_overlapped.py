@@ -12,9 +12,9 @@ from sparkdl.averager.coordination.rank_states import RankState
 from sparkdl.averager.messages.headers import window_header
 from sparkdl.averager.policies.round_policy import RoundRobin
 from sparkdl.averager.values.wire_format import (
-    BFloat16Changes,
-    Changes,
-    FullPrecision,
+    BFLOAT16_CHANGES,
+    CHANGES,
+    FULL_PRECISION,
     WireFormat,
 )
 from sparkdl.errors import DisconnectedError, NonFiniteError, WorkerError
@@ -28,7 +28,7 @@ def begun(
     return client, state
 
 
-@every("wire_format", [FullPrecision(), BFloat16Changes()])
+@every("wire_format", [FULL_PRECISION, BFLOAT16_CHANGES])
 @every("local", [0.0, 0.25])
 def test_what_was_trained_meanwhile_is_merged_with_the_center(
     wire_format: WireFormat, local: float
@@ -47,9 +47,8 @@ def test_what_was_trained_meanwhile_is_merged_with_the_center(
 def test_what_is_sent_once_more_is_what_was_sent_first() -> None:
     with crew(2) as workers:
         client, state = begun(workers, 0, 5.0)
-        channel = workers.client(1)._channel
-        channel.send_header(window_header(window(1)))
-        entered = workers.averager._coordinator.round.entered
+        workers.client(1)._connection.send_header(window_header(window(1)))
+        entered = workers.averager.coordinator.round.entered
         assert eventually(lambda: len(entered) == 2)
         state.fill_(99.0)
         workers.lose(1)
@@ -60,7 +59,7 @@ def test_what_is_sent_once_more_is_what_was_sent_first() -> None:
 def test_who_leaves_while_a_round_is_under_way_comes_back_behind_it() -> None:
     with crew(2) as workers:
         client, state = begun(workers, 0, 5.0)
-        ranks = workers.averager._coordinator.round.ranks
+        ranks = workers.averager.coordinator.round.ranks
         assert eventually(lambda: ranks.of(RankState.CONTRIBUTED) == {0})
         workers.lose(0)
         other, back = workers.exchange(window(1), 3.0), workers.join(0)
@@ -75,7 +74,7 @@ def test_who_leaves_while_a_round_is_under_way_comes_back_behind_it() -> None:
 def test_a_connection_that_breaks_is_told_of_when_the_reply_is_wanted() -> None:
     with crew(2) as workers:
         client, state = begun(workers, 0, 5.0)
-        client._own_channel.break_off()
+        client._own_connection.interrupt()
         with pytest.raises(DisconnectedError):
             client.end_exchange([state], 0.0)
 
@@ -103,7 +102,7 @@ def test_what_is_not_finite_is_not_sent() -> None:
 
 def test_a_round_may_begin_before_others_let_the_worker_contribute() -> None:
     """Its first with any policy that is not in step; with one that holds windows, each."""
-    with crew(2, wire_format=Changes(), policy=RoundRobin(1)) as workers:
+    with crew(2, wire_format=CHANGES, policy=RoundRobin(1)) as workers:
         for step in (1, 2):
             (second, other), (first, mine) = (begun(workers, rank, 1.0, step) for rank in (1, 0))
             first.end_exchange([mine], 0.0)

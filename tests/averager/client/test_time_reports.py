@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any, cast
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkdl.averager.client.worker_channel import COMPARISONS, TimeReports, WorkerChannel
-from sparkdl.averager.messages.headers import phases_header, read_phases
+from sparkdl.averager.client.time_reports import COMPARISONS, TimeReports
+from sparkdl.averager.messages.headers import read_phases
 from sparkdl.phases import COMPUTE, PHASES, PhaseClock, PhaseTimes
+from sparkdl.transport.connection import Connection
 
 
 class Driver:
@@ -28,14 +30,14 @@ class Driver:
 
 def test_nothing_is_told_where_nobody_counts() -> None:
     reports, driver = TimeReports(None), Driver()
-    reports.compare_clocks(cast(WorkerChannel, driver))
+    reports.compare_clocks(cast(Connection, driver))
     assert (reports.header(), driver.asked) == ({}, 0)
 
 
 def test_what_was_counted_is_told_once() -> None:
     clock = PhaseClock()
     reports, driver = TimeReports(clock), Driver()
-    reports.compare_clocks(cast(WorkerChannel, driver))
+    reports.compare_clocks(cast(Connection, driver))
     assert driver.asked == COMPARISONS
     clock.sent = 5
     with clock.phase(COMPUTE):
@@ -52,4 +54,4 @@ def test_times_arrive_as_they_were_sent(
     by_phase: tuple[float, ...], began: float, length: float, octets: int
 ) -> None:
     times = PhaseTimes(began, began + length, by_phase, octets, octets // 2, length)
-    assert read_phases(json.loads(json.dumps(phases_header(times))), 0) == times
+    assert read_phases(json.loads(json.dumps({"phases": asdict(times)})), 0) == times

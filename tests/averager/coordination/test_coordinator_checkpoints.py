@@ -8,34 +8,33 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from decided import Told, do
 from decisions import Every, Run, only, report, started
 
-from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
 from sparkdl.errors import DeadlineError, PreemptedError, TrainingError
 from sparkdl.events import EpochSummary
 
 
-def asked(decisions: list[do.Decision]) -> list[int]:
+def asked(decisions: list[Told]) -> list[int]:
     """Whose states a checkpoint asks for, after a reply or at once."""
-    replies = [reply.member.rank for reply in only(do.Reply, decisions) if reply.worker_state]
-    return sorted(replies + [ask.member.rank for ask in only(do.AskWorkerState, decisions)])
+    replies = [reply.member.rank for reply in only(do.reply, decisions) if reply.worker_state]
+    return sorted(replies + [ask.member.rank for ask in only(do.ask_worker_state, decisions)])
 
 
-def write_worker_states(run: Run, *ranks: int) -> list[do.Decision]:
-    decisions: list[do.Decision] = []
+def write_worker_states(run: Run, *ranks: int) -> list[Told]:
+    decisions: list[Told] = []
     for rank in ranks:
-        decisions += run.tell(on.WorkerStateWritten(run.members[rank]))
+        decisions += run.tell("worker_state_written", run.members[rank])
     return decisions
 
 
-def written(run: Run) -> list[do.Decision]:
-    return run.tell(on.CheckpointWritten())
+def written(run: Run) -> list[Told]:
+    return run.tell("checkpoint_ended", saved=True)
 
 
 def test_without_a_schedule_there_is_none() -> None:
     decisions = started(2).round(last=True)
-    assert asked(decisions) == only(do.BeginCheckpoint, decisions) == []
+    assert asked(decisions) == only(do.begin_checkpoint, decisions) == []
 
 
 def test_it_asks_all_who_have_contributed_to_its_commit() -> None:
@@ -43,10 +42,10 @@ def test_it_asks_all_who_have_contributed_to_its_commit() -> None:
     assert asked(run.round(step=1)) == []
     decisions = run.round(step=2)
     assert asked(decisions) == [0, 1]
-    (begun,) = only(do.BeginCheckpoint, decisions)
+    (begun,) = only(do.begin_checkpoint, decisions)
     assert [position.step for position in begun.progress.positions] == [2, 2]
     assert begun.progress.rounds == 2
-    assert begun.data == run.coordinator.shards.statistics
+    assert begun.statistics == run.coordinator.shards.statistics
 
 
 def test_the_middle_of_an_epoch_is_as_large_after_two_thousand_windows_as_after_twenty() -> None:
@@ -56,14 +55,14 @@ def test_the_middle_of_an_epoch_is_as_large_after_two_thousand_windows_as_after_
         for rank in run.ranks:
             given = report(rank, examples=rows[rank], step=step, last=step == 1000)
             window = replace(given, loss_sum=sums[rank], measured={"noise": float(step)})
-            decisions = run.tell(on.WindowClosed(run.members[rank], window))
+            decisions = run.tell("window_closed", run.members[rank], window)
             decisions += run.add(rank) if rows[rank] else []
         run.take()
         if step in (10, 990):
             sizes.append(len(pickle.dumps(run.coordinator.committed)))
             sizes.append(len(json.dumps(run.coordinator.committed.progress().as_json())))
     assert sizes[2:] == pytest.approx(sizes[:2], abs=200)
-    (summary,) = (d.event for d in only(do.Report, decisions) if isinstance(d.event, EpochSummary))
+    (summary,) = (d.event for d in only(do.report, decisions) if isinstance(d.event, EpochSummary))
     assert summary.loss == pytest.approx(losses.sum() / examples.sum(), rel=1e-12)
     assert (summary.examples, summary.rounds) == (examples.sum(), 1000)
     assert summary.measured == {"noise": 1000.0}
@@ -71,15 +70,15 @@ def test_the_middle_of_an_epoch_is_as_large_after_two_thousand_windows_as_after_
 
 def test_the_center_is_copied_after_the_commit_and_before_anybody_goes_on() -> None:
     run = started(1, checkpoints=Every(1))
-    kinds = [type(decision) for decision in run.contribute(0)]
-    assert kinds[-4:] == [do.Commit, do.Report, do.BeginCheckpoint, do.Reply]
+    kinds = [decision.action for decision in run.contribute(0)]
+    assert kinds[-4:] == ["commit", "report", "begin_checkpoint", "reply"]
 
 
 def test_it_is_written_once_every_worker_state_has_come() -> None:
     run = started(2, checkpoints=Every(1))
     run.round()
     assert write_worker_states(run, 1) == []
-    assert write_worker_states(run, 0) == [do.WriteCheckpoint()]
+    assert write_worker_states(run, 0) == [do.write_checkpoint()]
     assert write_worker_states(run, 0, 1) == []
 
 
@@ -91,11 +90,11 @@ def test_who_waits_for_the_epochs_end_is_asked_at_once() -> None:
     run.take(0, 2)
     run.contribute(0)
     decisions = run.contribute(2, last=True)
-    assert only(do.AskWorkerState, decisions) == [
-        do.AskWorkerState(run.members[1]),
-        do.AskWorkerState(run.members[2]),
+    assert only(do.ask_worker_state, decisions) == [
+        do.ask_worker_state(run.members[1]),
+        do.ask_worker_state(run.members[2]),
     ]
-    replies = only(do.Reply, decisions)
+    replies = only(do.reply, decisions)
     assert [(reply.member.rank, reply.worker_state) for reply in replies] == [(0, True)]
 
 
@@ -105,11 +104,11 @@ def test_at_the_end_of_an_epoch_everyone_is_asked_with_the_final_center() -> Non
     run.contribute(1)
     run.take(1)
     decisions = run.contribute(1, last=True)
-    assert only(do.Reply, decisions) == [
-        do.Reply(run.members[rank], final=True, values=True, worker_state=True) for rank in (0, 1)
+    assert only(do.reply, decisions) == [
+        do.reply(run.members[rank], final=True, values=True, worker_state=True) for rank in (0, 1)
     ]
-    assert only(do.AskWorkerState, decisions) == []
-    (begun,) = only(do.BeginCheckpoint, decisions)
+    assert only(do.ask_worker_state, decisions) == []
+    (begun,) = only(do.begin_checkpoint, decisions)
     assert (begun.progress.epoch, len(begun.progress.history)) == (2, 1)
 
 
@@ -120,8 +119,8 @@ def test_nobody_is_asked_twice_for_one_checkpoint() -> None:
     run.take(1)
     # The next round has to wait for the checkpoint, and asks for the next one.
     assert run.close(1) == []
-    assert write_worker_states(run, 0, 1) == [do.WriteCheckpoint()]
-    assert written(run) == [do.OpenSum((1,)), do.Receive(run.members[1], 1)]
+    assert write_worker_states(run, 0, 1) == [do.write_checkpoint()]
+    assert written(run) == [do.open_sum((1,)), do.receive(run.members[1], 1)]
     assert asked(run.add(1)) == [0, 1]
 
 
@@ -130,7 +129,7 @@ def test_rounds_in_between_ask_nobody() -> None:
     for number in range(1, 7):
         decisions = run.round()
         assert asked(decisions) == ([0, 1] if number == 3 else [])
-        assert len(only(do.Commit, decisions)) == (number < 6)
+        assert len(only(do.commit, decisions)) == (number < 6)
 
 
 def test_who_has_come_back_is_not_asked_for_a_commit_that_is_not_its_own() -> None:
@@ -140,8 +139,8 @@ def test_who_has_come_back_is_not_asked_for_a_commit_that_is_not_its_own() -> No
     run.come_back(0)
     decisions = run.contribute(2)
     assert asked(decisions) == [1, 2]
-    assert decisions[-1] == do.Welcome(run.members[0])
-    assert write_worker_states(run, 1, 2) == [do.WriteCheckpoint()]
+    assert decisions[-1] == do.welcome(run.members[0])
+    assert write_worker_states(run, 1, 2) == [do.write_checkpoint()]
 
 
 def test_who_has_come_back_is_not_asked_in_the_name_of_who_was_lost() -> None:
@@ -151,14 +150,14 @@ def test_who_has_come_back_is_not_asked_in_the_name_of_who_was_lost() -> None:
     decisions = run.contribute(1)
     assert asked(decisions) == [1]
     run.come_back(0)
-    assert write_worker_states(run, 1) == [do.WriteCheckpoint()]
+    assert write_worker_states(run, 1) == [do.write_checkpoint()]
 
 
 def test_it_does_without_the_worker_state_of_who_is_lost() -> None:
     run = started(2, max_failures=1, checkpoints=Every(1))
     run.round()
     write_worker_states(run, 0)
-    assert run.lose(1) == [do.Drop(run.members[1]), do.WriteCheckpoint()]
+    assert run.lose(1) == [do.drop(run.members[1]), do.write_checkpoint()]
 
 
 def test_it_needs_no_worker_state_if_all_are_lost_that_have_contributed() -> None:
@@ -167,8 +166,8 @@ def test_it_needs_no_worker_state_if_all_are_lost_that_have_contributed() -> Non
     run.lose(0)
     run.lose(1)
     decisions = run.come_back(0)
-    kinds = [do.Commit, do.Report, do.BeginCheckpoint, do.WriteCheckpoint, do.Welcome]
-    assert [type(decision) for decision in decisions] == kinds
+    kinds = ["commit", "report", "begin_checkpoint", "write_checkpoint", "welcome"]
+    assert [decision.action for decision in decisions] == kinds
 
 
 class TestWaiting:
@@ -178,19 +177,19 @@ class TestWaiting:
         run = started(2, checkpoints=Every(2))
         run.round()
         run.round()
-        assert run.close(0)[-1] == do.Receive(run.members[0], 1)
+        assert run.close(0)[-1] == do.receive(run.members[0], 1)
         assert run.close(1, last=True) == []
         write_worker_states(run, 0, 1)
-        assert written(run) == [do.Receive(run.members[1], 1)]
+        assert written(run) == [do.receive(run.members[1], 1)]
 
     def test_rounds_go_on_until_the_next_is_due(self) -> None:
         run = started(1, checkpoints=Every(3))
         for _ in range(3):
             run.round()
-        assert len(only(do.Commit, run.round() + run.round())) == 2
+        assert len(only(do.commit, run.round() + run.round())) == 2
         assert run.close(0) == []
         write_worker_states(run, 0)
-        assert written(run) == [do.OpenSum((0,)), do.Receive(run.members[0], 1)]
+        assert written(run) == [do.open_sum((0,)), do.receive(run.members[0], 1)]
 
     def test_whoever_finishes_leaves_once_it_is_written(self) -> None:
         run = started(2, checkpoints=Every(epochs=True))
@@ -198,9 +197,9 @@ class TestWaiting:
         write_worker_states(run, 0, 1)
         assert run.finish(1) == run.finish(0) == []
         assert written(run) == [
-            do.Dismiss(run.members[1]),
-            do.Dismiss(run.members[0]),
-            do.End(None),
+            do.dismiss(run.members[1]),
+            do.dismiss(run.members[0]),
+            do.end(None),
         ]
 
     def test_whose_connection_breaks_meanwhile_has_finished_all_the_same(self) -> None:
@@ -209,9 +208,9 @@ class TestWaiting:
         write_worker_states(run, 0)
         run.finish(0)
         assert run.lose(0) == []
-        (refused,) = only(do.Refuse, run.join(0, attempt=1))
+        (refused,) = only(do.refuse, run.join(0, attempt=1))
         assert "has already finished its last epoch" in refused.reason
-        assert written(run)[-1] == do.End(None)
+        assert written(run)[-1] == do.end(None)
 
     def test_whoever_waits_to_leave_is_not_late(self) -> None:
         run = started(2, max_failures=1, deadline_s=100, checkpoints=Every(epochs=True))
@@ -220,7 +219,7 @@ class TestWaiting:
         write_worker_states(run, 0, 1)
         run.finish(0)
         run.finish(1)
-        assert only(do.Drop, run.wait(90)) == []
+        assert only(do.drop, run.wait(90)) == []
         assert run.coordinator.members.dropped == []
         assert run.coordinator.members.patience_s(0) == 15.0
 
@@ -231,15 +230,15 @@ class TestWaiting:
         run.close(0)
         run.wait(9)
         written(run)
-        assert only(do.End, run.wait(9)) == []
-        assert only(do.End, run.wait(1)) == [do.End(run.failure)]
+        assert only(do.end, run.wait(9)) == []
+        assert only(do.end, run.wait(1)) == [do.end(run.failure)]
 
 
 class TestSilence:
     """How long a checkpoint may take, and who is named."""
 
     def fails(self, run: Run, seconds: float, words: str) -> None:
-        assert only(do.End, run.wait(seconds)) == [do.End(run.failure)]
+        assert only(do.end, run.wait(seconds)) == [do.end(run.failure)]
         with pytest.raises(DeadlineError, match=words):
             raise run.failure or AssertionError("the run goes on")
 
@@ -255,7 +254,7 @@ class TestSilence:
         run.round()
         write_worker_states(run, 0)
         run.close(0)
-        assert only(do.End, run.wait(10)) == []
+        assert only(do.end, run.wait(10)) == []
         self.fails(run, 1, "the checkpoint of epoch 1 was not written within 10 s.*checkpointPath")
 
 
@@ -265,29 +264,29 @@ class TestPreemption:
     def test_it_ends_behind_the_next_commit(self) -> None:
         run = started(1, checkpoints=Every(100))
         reason = PreemptedError("the cluster shuts down")
-        run.tell(on.Preempted(reason))
+        run.tell("preempt", reason)
         assert asked(run.round()) == [0]
-        assert write_worker_states(run, 0) == [do.WriteCheckpoint()]
+        assert write_worker_states(run, 0) == [do.write_checkpoint()]
         assert run.close(0) == []
-        assert written(run) == [do.End(reason)]
+        assert written(run) == [do.end(reason)]
 
     def test_a_checkpoint_that_was_being_written_is_not_the_last(self) -> None:
         run = started(1, checkpoints=Every(100))
-        run.tell(on.Preempted(PreemptedError("first")))
+        run.tell("preempt", PreemptedError("first"))
         run.round()
-        run.tell(on.Preempted(reason := PreemptedError("second")))
+        run.tell("preempt", reason := PreemptedError("second"))
         write_worker_states(run, 0)
         assert run.close(0) == []
-        assert written(run) == [do.OpenSum((0,)), do.Receive(run.members[0], 1)]
+        assert written(run) == [do.open_sum((0,)), do.receive(run.members[0], 1)]
         assert asked(run.add(0)) == [0]
         write_worker_states(run, 0)
-        assert written(run) == [do.End(reason)]
+        assert written(run) == [do.end(reason)]
 
     def test_whatever_ends_it_earlier_it_was_told_to_end(self) -> None:
         run = started(1, checkpoints=Every(100))
         reason = PreemptedError("the cluster shuts down")
-        run.tell(on.Preempted(reason))
-        assert run.tell(on.Failed(TrainingError("the workers are gone"))) == [do.End(reason)]
+        run.tell("preempt", reason)
+        assert run.tell("fail", TrainingError("the workers are gone")) == [do.end(reason)]
 
 
 def test_it_is_known_whether_the_last_commit_has_become_one() -> None:
@@ -307,7 +306,7 @@ class TestOneThatCouldNotBeWritten:
         run = started(1, checkpoints=Every(1))
         run.round()
         write_worker_states(run, 0)
-        assert run.tell(on.CheckpointGivenUp()) == []
+        assert run.tell("checkpoint_ended", saved=False) == []
         assert not run.coordinator.checkpoints.has_last_commit
 
     def test_is_not_tried_again_before_the_next_is_due(self) -> None:
@@ -315,7 +314,7 @@ class TestOneThatCouldNotBeWritten:
         run.round(step=1)
         run.round(step=2)
         write_worker_states(run, 0)
-        run.tell(on.CheckpointGivenUp())
+        run.tell("checkpoint_ended", saved=False)
         assert asked(run.round(step=3)) == []
         assert asked(run.round(step=4)) == [0]
         write_worker_states(run, 0)
@@ -327,17 +326,17 @@ class TestOneThatCouldNotBeWritten:
         run.round()
         write_worker_states(run, 0)
         assert run.close(0) == []
-        assert run.tell(on.CheckpointGivenUp()) == [
-            do.OpenSum((0,)),
-            do.Receive(run.members[0], 1),
+        assert run.tell("checkpoint_ended", saved=False) == [
+            do.open_sum((0,)),
+            do.receive(run.members[0], 1),
         ]
 
     def test_ends_a_run_that_was_told_to_end(self) -> None:
         run = started(1, checkpoints=Every(100))
-        run.tell(on.Preempted(reason := PreemptedError("the cluster shuts down")))
+        run.tell("preempt", reason := PreemptedError("the cluster shuts down"))
         run.round()
         write_worker_states(run, 0)
-        assert run.tell(on.CheckpointGivenUp()) == [do.End(reason)]
+        assert run.tell("checkpoint_ended", saved=False) == [do.end(reason)]
         assert not run.coordinator.checkpoints.has_last_commit
 
 

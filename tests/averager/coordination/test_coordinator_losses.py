@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
+from decided import Told, do
 from decisions import Every, Run, commit, expect_failure, only, report, shard
 from decisions import started as started_with
 from every_row import every
 from stragglers import AllButStragglers
 
-from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
-from sparkdl.averager.coordination.events import Member
+from sparkdl.averager.coordination.membership import Member
 from sparkdl.averager.coordination.rank_states import RankState
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.errors import DataError, DeadlineError, WorkerLostError
@@ -22,9 +21,9 @@ def started(world_size: int, *, max_failures: int = 5, **options: object) -> Run
     return started_with(world_size, max_failures=max_failures, **options)
 
 
-def replied_to(decisions: list[do.Decision]) -> list[int]:
+def replied_to(decisions: list[Told]) -> list[int]:
     """The ranks that are told the outcome of the round."""
-    return [reply.member.rank for reply in only(do.Reply, decisions)]
+    return [reply.member.rank for reply in only(do.reply, decisions)]
 
 
 class TestRounds:
@@ -35,7 +34,7 @@ class TestRounds:
         run.contribute(0)
         run.contribute(1)
         decisions = run.lose(2)
-        assert decisions[:3] == [do.Drop(run.members[2]), do.Skip(2), commit(run, 1, 1)]
+        assert decisions[:3] == [do.drop(run.members[2]), do.skip(2), commit(run, 1, 1)]
         assert replied_to(decisions) == [0, 1]
         assert run.positions() == [1, 1, 0]
 
@@ -43,7 +42,7 @@ class TestRounds:
         run = started(3)
         run.close(1)
         run.close(2)
-        assert run.lose(0) == [do.Drop(run.members[0]), do.Skip(0)]
+        assert run.lose(0) == [do.drop(run.members[0]), do.skip(0)]
         assert run.add(1) == []
         assert replied_to(run.add(2)) == [1, 2]
 
@@ -51,9 +50,9 @@ class TestRounds:
         run = started(2)
         run.close(0)
         run.close(1)
-        again = do.StartOver((run.members[1],))
-        assert run.lose(0) == [do.Drop(run.members[0]), again]
-        assert run.close(1) == [do.OpenSum((1,)), do.Receive(run.members[1], 1)]
+        again = do.start_over((run.members[1],))
+        assert run.lose(0) == [do.drop(run.members[0]), again]
+        assert run.close(1) == [do.open_sum((1,)), do.receive(run.members[1], 1)]
         assert replied_to(run.add(1)) == [1]
         assert run.positions() == [0, 1]
 
@@ -64,8 +63,8 @@ class TestRounds:
         run.contribute(4)
         run.lose(4)
         run.close(2)
-        assert do.StartOver((run.members[0], run.members[1])) in run.lose(2)
-        assert only(do.Commit, run.round(0, 1, 3)) == [commit(run, 1, 1, 1)]
+        assert do.start_over((run.members[0], run.members[1])) in run.lose(2)
+        assert only(do.commit, run.round(0, 1, 3)) == [commit(run, 1, 1, 1)]
 
     def test_a_contribution_that_became_whole_as_the_sum_was_started_over_does_not_count(
         self,
@@ -74,18 +73,18 @@ class TestRounds:
         run = started(3)
         run.close(0)
         run.close(1)
-        assert do.StartOver((run.members[0],)) in run.lose(1)
+        assert do.start_over((run.members[0],)) in run.lose(1)
         assert run.add(0) == []
         run.lose(0)
-        assert only(do.Commit, run.contribute(2)) == [commit(run, 1)]
+        assert only(do.commit, run.contribute(2)) == [commit(run, 1)]
         assert run.positions() == [0, 0, 1]
 
     def test_a_whole_contribution_counts_although_its_sender_is_lost(self) -> None:
         run = started(2)
         run.contribute(0)
-        assert run.lose(0) == [do.Drop(run.members[0])]
+        assert run.lose(0) == [do.drop(run.members[0])]
         decisions = run.contribute(1)
-        assert only(do.Report, decisions) == [do.Report(report(0)), do.Report(report(1))]
+        assert only(do.report, decisions) == [do.report(report(0)), do.report(report(1))]
         assert replied_to(decisions) == [1]
         assert run.positions() == [1, 1]
 
@@ -96,8 +95,8 @@ class TestRounds:
         run = started(3, policy=policy)
         run.contribute(0)
         run.lose(0)
-        assert run.contribute(1) == [do.Receive(run.members[1], 1)]
-        assert only(do.Commit, run.contribute(2)) == [commit(run, 1, 1, 1)]
+        assert run.contribute(1) == [do.receive(run.members[1], 1)]
+        assert only(do.commit, run.contribute(2)) == [commit(run, 1, 1, 1)]
 
     def test_who_is_lost_as_an_epoch_ends_is_waited_for_at_the_end_of_the_next(self) -> None:
         run = started(2)
@@ -105,7 +104,10 @@ class TestRounds:
         run.lose(1)
         assert replied_to(run.contribute(0, last=True)) == [0]
         run.take(0)
-        assert run.close(0, last=True, epoch=2) == [do.OpenSum((0,)), do.Receive(run.members[0], 1)]
+        assert run.close(0, last=True, epoch=2) == [
+            do.open_sum((0,)),
+            do.receive(run.members[0], 1),
+        ]
         assert replied_to(run.add(0)) == []
 
     def test_it_is_committed_once_anybody_is_back_although_all_were_lost(self) -> None:
@@ -116,8 +118,8 @@ class TestRounds:
         assert run.positions() == [0, 0]
         assert run.come_back(1) == [
             commit(run, 1),
-            do.Report(report(0)),
-            do.Welcome(run.members[1]),
+            do.report(report(0)),
+            do.welcome(run.members[1]),
         ]
         assert run.positions() == [1, 0]
 
@@ -128,7 +130,7 @@ class TestRounds:
         run.take(0)
         assert run.close(0) == []
         decisions = run.lose(1)
-        assert decisions[1:] == [do.OpenSum((0,)), do.Receive(run.members[0], 1)]
+        assert decisions[1:] == [do.open_sum((0,)), do.receive(run.members[0], 1)]
 
     def test_a_window_that_waits_is_forgotten_with_who_has_closed_it(self) -> None:
         run = started(2)
@@ -138,7 +140,7 @@ class TestRounds:
         run.close(0)
         run.lose(0)
         assert run.take(1) == []
-        assert run.close(1) == [do.OpenSum((1,)), do.Receive(run.members[1], 1)]
+        assert run.close(1) == [do.open_sum((1,)), do.receive(run.members[1], 1)]
 
 
 class TestComingBack:
@@ -148,10 +150,10 @@ class TestComingBack:
         run = started(2)
         run.round(step=1)
         run.lose(0)
-        assert run.close(1, step=2) == [do.OpenSum((1,)), do.Receive(run.members[1], 1)]
+        assert run.close(1, step=2) == [do.open_sum((1,)), do.receive(run.members[1], 1)]
         run.add(1)
         run.take(1)
-        assert run.come_back(0) == [do.Welcome(run.members[0])]
+        assert run.come_back(0) == [do.welcome(run.members[0])]
         assert run.positions() == [1, 2]
         run.take(0)
         assert replied_to(run.round(step=3)) == [0, 1]
@@ -161,7 +163,7 @@ class TestComingBack:
         run.lose(0)
         run.come_back(0)
         assert run.close(1) == []
-        assert run.take(0) == [do.OpenSum((0, 1)), do.Receive(run.members[1], 1)]
+        assert run.take(0) == [do.open_sum((0, 1)), do.receive(run.members[1], 1)]
 
     def test_in_the_middle_of_a_round_it_is_let_in_at_its_end(self) -> None:
         run = started(3)
@@ -170,7 +172,7 @@ class TestComingBack:
         assert run.come_back(0) == []
         decisions = run.contribute(2)
         assert replied_to(decisions) == [1, 2]
-        assert decisions[-1] == do.Welcome(run.members[0])
+        assert decisions[-1] == do.welcome(run.members[0])
         assert run.coordinator.round.ranks.of(RankState.RECEIVING) == {0, 1, 2}
 
     def test_a_round_starts_over_for_one_whose_rows_another_may_have_to_fetch(self) -> None:
@@ -179,9 +181,9 @@ class TestComingBack:
         run.contribute(1)
         server = ["elsewhere", 4711]
         decisions = run.come_back(0, row_server=server)
-        assert decisions == [do.StartOver((run.members[1],)), do.Welcome(run.members[0])]
+        assert decisions == [do.start_over((run.members[1],)), do.welcome(run.members[0])]
         run.take(0)
-        assert only(do.Commit, run.round(0, 1, 2)) == [commit(run, 1, 1, 1)]
+        assert only(do.commit, run.round(0, 1, 2)) == [commit(run, 1, 1, 1)]
 
     def test_a_round_in_which_all_contribute_ends_before_one_comes_back_who_serves_rows(
         self,
@@ -191,7 +193,7 @@ class TestComingBack:
         run.contribute(1)
         run.close(2)
         assert run.come_back(0, row_server=["elsewhere", 4711]) == []
-        assert run.add(2)[-1] == do.Welcome(run.members[0])
+        assert run.add(2)[-1] == do.welcome(run.members[0])
 
     def test_in_a_round_that_starts_over_it_takes_part_at_once(self) -> None:
         run = started(3)
@@ -200,9 +202,9 @@ class TestComingBack:
         run.come_back(0)
         run.close(2)
         decisions = run.lose(1)
-        assert decisions[1:] == [do.StartOver((run.members[2],)), do.Welcome(run.members[0])]
+        assert decisions[1:] == [do.start_over((run.members[2],)), do.welcome(run.members[0])]
         assert run.close(2) == []
-        assert run.take(0) == [do.OpenSum((0, 2)), do.Receive(run.members[2], 1)]
+        assert run.take(0) == [do.open_sum((0, 2)), do.receive(run.members[2], 1)]
 
     def test_it_may_be_lost_again_while_it_waits_to_be_let_in(self) -> None:
         run = started(3)
@@ -211,8 +213,8 @@ class TestComingBack:
         run.come_back(0, attempt=1)
         run.lose(0)
         decisions = run.contribute(2)
-        assert only(do.Welcome, decisions) == []
-        assert run.come_back(0, attempt=2) == [do.Welcome(run.members[0])]
+        assert only(do.welcome, decisions) == []
+        assert run.come_back(0, attempt=2) == [do.welcome(run.members[0])]
 
     def test_an_epoch_does_not_end_before_a_lost_rank_is_through_with_it(self) -> None:
         run = started(2)
@@ -231,7 +233,7 @@ class TestComingBack:
         run.take(1)
         run.come_back(0)
         run.take(0)
-        assert run.close(0, last=True, examples=0) == [do.OpenSum((0, 1)), do.Skip(0)]
+        assert run.close(0, last=True, examples=0) == [do.open_sum((0, 1)), do.skip(0)]
         assert replied_to(run.contribute(1, last=True)) == [0, 1]
         assert [epoch.examples for epoch in run.coordinator.committed.history] == [3]
 
@@ -251,13 +253,13 @@ class TestComingBack:
         run.lose(0)
         run.join(0, attempt=1)
         # Another NaN, as from another process.
-        assert run.read(0, shard(smallest=float("nan"))) == [do.Welcome(run.members[0])]
+        assert run.read(0, shard(smallest=float("nan"))) == [do.welcome(run.members[0])]
 
     def test_who_reads_its_rows_again_tells_the_driver_nothing_new(self) -> None:
         run = started(2)
         run.lose(0)
         run.join(0, attempt=1)
-        assert run.read(0) == [do.Welcome(run.members[0])]
+        assert run.read(0) == [do.welcome(run.members[0])]
         assert run.coordinator.shards.statistics.shard_rows == (1, 1)
 
     def test_for_a_rank_that_has_finished_nobody_joins(self) -> None:
@@ -265,8 +267,8 @@ class TestComingBack:
         run.round(last=True)
         run.finish(0)
         reason = "rank 0 has already finished its last epoch"
-        assert run.join(0, attempt=1) == [do.Refuse(run.members[0], reason)]
-        assert run.finish(1)[-1] == do.End(None)
+        assert run.join(0, attempt=1) == [do.refuse(run.members[0], reason)]
+        assert run.finish(1)[-1] == do.end(None)
 
 
 class TestFencing:
@@ -276,13 +278,13 @@ class TestFencing:
         run = started(2)
         run.join(0, 5, "b")
         words = "attempt 4 of rank 0 on a is out of date: attempt 5 runs on b"
-        assert run.join(0, 4, "a") == [do.Refuse(run.members[0], words)]
+        assert run.join(0, 4, "a") == [do.refuse(run.members[0], words)]
         assert run.failure is None
 
     def test_the_later_attempt_has_the_earlier_dropped(self) -> None:
         run = started(2)
         before = run.members[0]
-        assert run.join(0, 6, "c") == [do.Drop(before)]
+        assert run.join(0, 6, "c") == [do.drop(before)]
         lost = "rank 0 on host-0 was replaced before its connection was known to be lost"
         assert run.coordinator.members.losses == [lost]
         assert run.coordinator.members.there == {0, 1}
@@ -293,27 +295,25 @@ class TestFencing:
         assert run.join(0, attempt=1) == []
 
     def test_whose_place_was_taken_says_nothing_in_its_successors_name(self) -> None:
-        before = Member(0, "host-0")
-        said: list[on.Event] = [
-            on.RowsFound(before, shard()),
-            on.Gave(before, ""),
-            on.WindowClosed(before, report(0)),
-            on.Contributed(before),
-            on.Taken(before),
-            on.WorkerStateWritten(before),
-            on.Finished(before),
-            on.Lost(before, "broke"),
-            on.Validated(
-                before, ValidationReport(rank=0, epoch=1, examples=1, loss_sum=0.0, weight=1.0)
-            ),
+        validation = ValidationReport(rank=0, epoch=1, examples=1, loss_sum=0.0, weight=1.0)
+        said: list[tuple[str, Any]] = [
+            ("rows_found", [shard()]),
+            ("gave", [""]),
+            ("window_closed", [report(0)]),
+            ("contributed", []),
+            ("taken", []),
+            ("worker_state_written", []),
+            ("finished", []),
+            ("lost", ["broke"]),
+            ("validated", [validation]),
         ]
         heard = []
-        for event in said:
+        for event, arguments in said:
             run = started(2)
-            event = replace(event, member=run.members[0])  # type: ignore[call-arg]
+            before = run.members[0]
             run.come_back(0)
             # The successor takes the center; nothing may be committed meanwhile.
-            decisions = run.tell(event)
+            decisions = run.tell(event, before, *arguments)
             receiving = set(run.coordinator.round.ranks.of(RankState.RECEIVING))
             run.take(0)
             if (decisions, receiving, replied_to(run.round())) != ([], {0}, [0, 1]):
@@ -332,11 +332,11 @@ class TestFencing:
     def test_who_has_no_place_has_not_finished_for_who_has(self, attempt: int) -> None:
         run = started(2)
         stranger, holder = Member(0, "elsewhere", attempt), Member(0, "here", attempt + 1)
-        run.tell(on.Joined(stranger))
+        run.tell("joined", stranger)
         if attempt == 0:
-            run.tell(on.Joined(holder))
+            run.tell("joined", holder)
         assert stranger.gone
-        assert run.tell(on.Finished(stranger)) == []
+        assert run.tell("finished", stranger) == []
 
 
 def test_who_was_dropped_with_its_last_word_on_the_way_has_finished() -> None:
@@ -345,7 +345,7 @@ def test_who_was_dropped_with_its_last_word_on_the_way_has_finished() -> None:
     run.round(last=True)
     run.lose(0)
     run.finish(0)
-    assert run.finish(1)[-1] == do.End(None)
+    assert run.finish(1)[-1] == do.end(None)
 
 
 def test_the_loss_of_who_has_finished_is_none() -> None:
@@ -361,10 +361,10 @@ class TestMinWorkers:
     def test_a_round_waits_for_min_workers(self) -> None:
         run = started(2, min_workers=2)
         run.lose(0)
-        assert only(do.Commit, run.contribute(1)) == []
+        assert only(do.commit, run.contribute(1)) == []
         decisions = run.come_back(0)
         assert replied_to(decisions) == [1]
-        assert decisions[-1] == do.Welcome(run.members[0])
+        assert decisions[-1] == do.welcome(run.members[0])
         assert run.positions() == [0, 1]
 
     def test_the_wait_ends_at_the_deadline(self) -> None:
@@ -377,7 +377,7 @@ class TestMinWorkers:
     def test_it_says_why_each_was_lost_that_is_waited_for(self) -> None:
         run = started(13, min_workers=12, deadline_s=10)
         for rank in (1, 12):
-            run.tell(on.Lost(run.members[rank], f"fell {rank}"))
+            run.tell("lost", run.members[rank], f"fell {rank}")
         for rank in {*run.ranks} - {1, 12}:
             run.contribute(rank)
         words = r"^rank 1 .*, rank 12 .*\(rank 1 on host-1 fell 1; rank 12 on host-12 fell 12; "
@@ -387,7 +387,7 @@ class TestMinWorkers:
         run = started(2, deadline_s=10)
         run.lose(0)
         run.contribute(1, last=True)
-        assert only(do.End, run.wait(9)) == []
+        assert only(do.end, run.wait(9)) == []
         expect_failure(run, run.wait(1), DeadlineError, r"rank 0 on host-0 did not come back")
 
 
@@ -400,19 +400,19 @@ class TestFinishing:
         run.finish(0)
         run.lose(2)
         run.finish(1)
-        assert only(do.End, run.wait(9)) == []
+        assert only(do.end, run.wait(9)) == []
         words = r"^rank 2 on host-2 did not come back \(rank 2 on host-2 was killed; .* within 10 s"
         expect_failure(run, run.wait(1), DeadlineError, words)
 
     def test_so_it_does_if_a_checkpoint_keeps_the_others_from_leaving(self) -> None:
         run = started(2, deadline_s=100, checkpoints=Every(epochs=True))
         run.round(last=True)
-        run.tell(on.WorkerStateWritten(run.members[0]))
+        run.tell("worker_state_written", run.members[0])
         run.lose(1)
         run.finish(0)
         run.wait(50)
-        run.tell(on.CheckpointWritten())
-        assert only(do.End, run.wait(49)) == []
+        run.tell("checkpoint_ended", saved=True)
+        assert only(do.end, run.wait(49)) == []
         expect_failure(run, run.wait(1), DeadlineError, "^rank 1 on host-1 did not come back")
 
     def test_it_comes_back_to_say_that_it_has_finished_too(self) -> None:
@@ -420,9 +420,9 @@ class TestFinishing:
         run.round(last=True)
         run.finish(0)
         run.lose(1)
-        assert run.come_back(1) == [do.Welcome(run.members[1])]
+        assert run.come_back(1) == [do.welcome(run.members[1])]
         run.take(1)
-        assert run.finish(1) == [do.Dismiss(run.members[1]), do.End(None)]
+        assert run.finish(1) == [do.dismiss(run.members[1]), do.end(None)]
 
 
 class TestTooMany:
@@ -430,15 +430,15 @@ class TestTooMany:
 
     def test_one_loss_too_many_ends_the_run(self) -> None:
         run = started(3, max_failures=1)
-        assert only(do.End, run.lose(0)) == []
+        assert only(do.end, run.lose(0)) == []
         words = "rank 0 on host-0 was killed; rank 1 on host-1 was killed"
         expect_failure(run, run.lose(1), WorkerLostError, words)
         assert run.contribute(2) == []
 
     @staticmethod
-    def join_and_lose(run: Run, rank: int, *, task: int, attempt: int = 0) -> list[do.Decision]:
+    def join_and_lose(run: Run, rank: int, *, task: int, attempt: int = 0) -> list[Told]:
         run.join(rank, attempt, task=task)
-        return only(do.End, run.lose(rank))
+        return only(do.end, run.lose(rank))
 
     def test_workers_that_are_lost_with_their_task_are_one_loss(self) -> None:
         run = Run(4, max_failures=2)

@@ -8,29 +8,28 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from decided import Told, do
 from decisions import Run, commit, expect_failure, only, report, started
 from every_row import every
 
-from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.membership import GAP_TICKS
 from sparkdl.errors import DeadlineError, TrainingError
 from sparkdl.events import EpochSummary, ValidationReport
 
 
-def plain_reply(run: Run, rank: int) -> do.Reply:
-    return do.Reply(run.members[rank], final=False, values=True, worker_state=False)
+def plain_reply(run: Run, rank: int) -> do.reply:
+    return do.reply(run.members[rank], final=False, values=True, worker_state=False)
 
 
-def final_reply(run: Run, rank: int) -> do.Reply:
-    return do.Reply(run.members[rank], final=True, values=True, worker_state=False)
+def final_reply(run: Run, rank: int) -> do.reply:
+    return do.reply(run.members[rank], final=True, values=True, worker_state=False)
 
 
 def test_the_first_who_contributes_begins_the_sum_of_all() -> None:
     run = started(3)
-    first = [do.OpenSum((0, 1, 2)), do.Receive(run.members[1], 5)]
+    first = [do.open_sum((0, 1, 2)), do.receive(run.members[1], 5)]
     assert run.close(1, examples=5) == first
-    assert run.close(0, examples=3) == [do.Receive(run.members[0], 3)]
+    assert run.close(0, examples=3) == [do.receive(run.members[0], 3)]
 
 
 def test_a_round_is_committed_when_everyone_has_contributed() -> None:
@@ -39,8 +38,8 @@ def test_a_round_is_committed_when_everyone_has_contributed() -> None:
     run.close(0, examples=3)
     assert run.add(0) == [
         commit(run, 3, 1),
-        do.Report(report(0, examples=3)),
-        do.Report(report(1, examples=1)),
+        do.report(report(0, examples=3)),
+        do.report(report(1, examples=1)),
         plain_reply(run, 0),
         plain_reply(run, 1),
     ]
@@ -48,46 +47,46 @@ def test_a_round_is_committed_when_everyone_has_contributed() -> None:
 
 def test_who_does_not_want_the_values_is_told_that_they_are_committed() -> None:
     run = started(1)
-    replies = only(do.Reply, run.close(0, takes_reply=False) + run.add(0))
-    assert replies == [do.Reply(run.members[0], final=False, values=False, worker_state=False)]
+    replies = only(do.reply, run.close(0, takes_reply=False) + run.add(0))
+    assert replies == [do.reply(run.members[0], final=False, values=False, worker_state=False)]
 
 
 def test_a_rank_whose_epoch_is_over_gets_the_epochs_last_center() -> None:
     run = started(2)
     run.contribute(0, last=True)
-    assert only(do.Reply, run.contribute(1)) == [plain_reply(run, 1)]
+    assert only(do.reply, run.contribute(1)) == [plain_reply(run, 1)]
     run.take(1)
-    assert run.close(1) == [do.OpenSum((1,)), do.Receive(run.members[1], 1)]
-    assert only(do.Reply, run.add(1)) == [plain_reply(run, 1)]
+    assert run.close(1) == [do.open_sum((1,)), do.receive(run.members[1], 1)]
+    assert only(do.reply, run.add(1)) == [plain_reply(run, 1)]
     run.take(1)
-    last = only(do.Reply, run.contribute(1, last=True))
+    last = only(do.reply, run.contribute(1, last=True))
     assert last == [final_reply(run, 0), final_reply(run, 1)]
 
 
 def test_every_rank_is_active_again_in_the_next_epoch() -> None:
     run = started(2)
     for epoch in (1, 2, 3):
-        assert run.close(0, last=True, epoch=epoch)[0] == do.OpenSum((0, 1))
+        assert run.close(0, last=True, epoch=epoch)[0] == do.open_sum((0, 1))
         run.add(0)
-        replies = only(do.Reply, run.contribute(1, last=True, epoch=epoch))
+        replies = only(do.reply, run.contribute(1, last=True, epoch=epoch))
         assert replies == [final_reply(run, 0), final_reply(run, 1)]
         run.take()
 
 
 def test_a_rank_without_examples_is_skipped_and_replied_to() -> None:
     run = started(2)
-    assert run.close(0, examples=0) == [do.OpenSum((0, 1)), do.Skip(0)]
+    assert run.close(0, examples=0) == [do.open_sum((0, 1)), do.skip(0)]
     decisions = run.contribute(1)
     assert commit(run, 1) in decisions
-    assert only(do.Reply, decisions) == [plain_reply(run, 0), plain_reply(run, 1)]
+    assert only(do.reply, decisions) == [plain_reply(run, 0), plain_reply(run, 1)]
 
 
 def test_a_round_to_which_nobody_contributes_leaves_the_center_as_it_is() -> None:
     run = started(2)
     run.close(0, examples=0)
     decisions = run.close(1, examples=0)
-    assert decisions[:2] == [do.Skip(1), commit(run)]
-    assert only(do.Reply, decisions) == [plain_reply(run, 0), plain_reply(run, 1)]
+    assert decisions[:2] == [do.skip(1), commit(run)]
+    assert only(do.reply, decisions) == [plain_reply(run, 0), plain_reply(run, 1)]
 
 
 def test_nobody_adds_to_the_next_sum_before_all_have_taken_the_reply() -> None:
@@ -99,9 +98,9 @@ def test_nobody_adds_to_the_next_sum_before_all_have_taken_the_reply() -> None:
     run.take(2)
     assert run.close(2) == []
     assert run.take(1) == [
-        do.OpenSum((0, 1, 2)),
-        do.Receive(run.members[0], 1),
-        do.Receive(run.members[2], 1),
+        do.open_sum((0, 1, 2)),
+        do.receive(run.members[0], 1),
+        do.receive(run.members[2], 1),
     ]
 
 
@@ -111,63 +110,62 @@ def test_windows_and_epoch_summaries_are_reported_in_order() -> None:
     reports = run.round(examples=2)
     run.wait(7)
     reports += run.round(examples=3, last=True, step=2)
-    told = [decision.event for decision in only(do.Report, reports)]
+    told = [decision.event for decision in only(do.report, reports)]
     assert told[:2] == windows
     assert told[2:] == [EpochSummary(epoch=1, loss=0.0, examples=5, rounds=2, seconds=7.0)]
-    assert run.finish(0) == [do.Dismiss(run.members[0]), do.End(None)]
+    assert run.finish(0) == [do.dismiss(run.members[0]), do.end(None)]
 
 
 def test_what_was_found_on_held_out_rows_is_in_the_epochs_summary() -> None:
     run = started(1)
     run.round(last=True)
     run.tell(
-        on.Validated(
-            run.members[0],
-            ValidationReport(rank=0, epoch=1, examples=4, loss_sum=6.0, weight=4.0),
-        )
+        "validated",
+        run.members[0],
+        ValidationReport(rank=0, epoch=1, examples=4, loss_sum=6.0, weight=4.0),
     )
     (summary,) = run.coordinator.committed.history
     assert (summary.validation_loss, summary.validation_examples) == (1.5, 4)
 
 
-def gather(run: Run, rank: int, value: object = "here") -> list[do.Decision]:
-    return run.tell(on.Gave(run.members[rank], value))
+def gather(run: Run, rank: int, value: object = "here") -> list[Told]:
+    return run.tell("gave", run.members[rank], value)
 
 
-def while_another_waits(run: Run) -> list[do.Decision]:
+def while_another_waits(run: Run) -> list[Told]:
     for rank in run.ranks:
         run.contribute(rank)
     run.take(0)
     return run.close(0) + run.close(0)
 
 
-def behind_the_last_of_the_epoch(run: Run) -> list[do.Decision]:
+def behind_the_last_of_the_epoch(run: Run) -> list[Told]:
     run.contribute(0, last=True)
     run.contribute(1)
     run.take(1)
     return run.close(0)
 
 
-def in_the_next_epoch(run: Run) -> list[do.Decision]:
+def in_the_next_epoch(run: Run) -> list[Told]:
     run.contribute(0, last=True)
     run.contribute(1)
     run.take(1)
     return run.close(1, epoch=2)
 
 
-def in_the_epoch_before(run: Run) -> list[do.Decision]:
+def in_the_epoch_before(run: Run) -> list[Told]:
     run.round(last=True)
     run.close(0, epoch=2)
     return run.close(1, last=True)
 
 
-def after_another_has_left(run: Run) -> list[do.Decision]:
+def after_another_has_left(run: Run) -> list[Told]:
     run.round(last=True)
-    assert run.finish(0) == [do.Dismiss(run.members[0])]
+    assert run.finish(0) == [do.dismiss(run.members[0])]
     return run.close(1, epoch=2)
 
 
-def after_a_window_that_was_not_the_last(run: Run) -> list[do.Decision]:
+def after_a_window_that_was_not_the_last(run: Run) -> list[Told]:
     run.contribute(1, last=True)
     run.contribute(0)
     run.take(0)
@@ -213,7 +211,7 @@ LEFT = "rank 0 on host-0 left the run before the end of epoch 1. .*last=True"
     ],
 )
 def test_what_no_worker_of_ours_does_ends_the_run_and_says_who_did_it(
-    act: Callable[[Run], list[do.Decision]], words: str
+    act: Callable[[Run], list[Told]], words: str
 ) -> None:
     run = started(2)
     expect_failure(run, act(run), TrainingError, words)
@@ -222,7 +220,7 @@ def test_what_no_worker_of_ours_does_ends_the_run_and_says_who_did_it(
 def test_nobody_needs_to_train_at_all() -> None:
     run = started(2)
     run.finish(0)
-    assert run.finish(1)[-1] == do.End(None)
+    assert run.finish(1)[-1] == do.end(None)
 
 
 class TestSilence:
@@ -239,7 +237,7 @@ class TestSilence:
         run = started(2, deadline_s=10)
         run.contribute(0, last=True)
         for number in range(8):
-            assert only(do.End, run.wait(9)) == []
+            assert only(do.end, run.wait(9)) == []
             run.contribute(1, last=number == 7)
             run.take(1)
         assert run.failure is None
@@ -250,7 +248,7 @@ class TestSilence:
         run.close(2)
         run.wait(5)
         run.close(0)
-        assert only(do.End, run.wait(9)) == []
+        assert only(do.end, run.wait(9)) == []
         words = r"^rank 0 on host-0 did not contribute to round 1"
         expect_failure(run, run.wait(1), DeadlineError, words)
 
@@ -260,7 +258,7 @@ class TestSilence:
         run.close(1)
         run.wait(9)
         run.add(0)
-        assert only(do.End, run.wait(9)) == []
+        assert only(do.end, run.wait(9)) == []
         expect_failure(run, run.wait(1), DeadlineError, "^rank 1 on host-1 did not contribute")
 
     def test_who_does_not_take_the_reply_is_named(self) -> None:
@@ -287,8 +285,8 @@ class TestSilence:
         run = started(2, deadline_s=deadline_s)
         run.contribute(0)
         run.now += pause_s
-        assert only(do.End, run.tell(on.Tick())) == []
-        assert only(do.End, run.wait(deadline_s - tick_s)) == []
+        assert only(do.end, run.tell("tick")) == []
+        assert only(do.end, run.wait(deadline_s - tick_s)) == []
         words = "^rank 1 on host-1 did not contribute"
         expect_failure(run, run.wait(tick_s), DeadlineError, words)
 
@@ -296,8 +294,8 @@ class TestSilence:
         run = started(2, deadline_s=10)
         run.contribute(0)
         run.now += GAP_TICKS
-        run.tell(on.Tick())
-        assert only(do.End, run.wait(5)) == []
+        run.tell("tick")
+        assert only(do.end, run.wait(5)) == []
         expect_failure(run, run.wait(1), DeadlineError, "^rank 1 on host-1 did not contribute")
 
     def test_who_waits_for_the_epochs_end_is_told_now_and_then_that_the_run_goes_on(self) -> None:
@@ -305,7 +303,7 @@ class TestSilence:
         run.contribute(0, last=True)
         run.contribute(1)
         run.take(1)
-        assert run.wait(2) == run.wait(2) == [do.SayWaiting((run.members[0],))]
+        assert run.wait(2) == run.wait(2) == [do.say_waiting((run.members[0],))]
 
     @every("trains", [0, 1])
     def test_while_one_trains_the_others_are_told_that_the_run_goes_on(self, trains: int) -> None:
@@ -318,7 +316,7 @@ class TestSilence:
             run.add(0)
         for _ in range(10):
             run.coordinator.heartbeat(run.members[trains], run.now)
-            (told,) = only(do.SayWaiting, run.wait(2))
+            (told,) = only(do.say_waiting, run.wait(2))
             assert set(told.members) == {run.members[rank] for rank in others}
 
 
@@ -330,25 +328,25 @@ class TestGather:
         for letter in "ab":
             assert gather(run, 2, f"{letter}2") == gather(run, 0, f"{letter}0") == []
             members = (run.members[2], run.members[0], run.members[1])
-            told = do.Tell(members, (f"{letter}0", f"{letter}1", f"{letter}2"))
+            told = do.send_gathered(members, (f"{letter}0", f"{letter}1", f"{letter}2"))
             assert gather(run, 1, f"{letter}1") == [told]
 
     def test_who_is_alone_is_told_at_once(self) -> None:
         run = started(1)
-        assert gather(run, 0, 5) == [do.Tell((run.members[0],), (5,))]
+        assert gather(run, 0, 5) == [do.send_gathered((run.members[0],), (5,))]
 
     def test_all_are_asked_for_a_commit_at_once_and_only_until_there_is_one(self) -> None:
         run = started(2)
         gather(run, 0, "a")
-        assert run.tell(on.CommitWanted()) == []  # who gave before waits for the same answer
+        assert run.tell("want_commit") == []  # who gave before waits for the same answer
         for letter in "ab":
             if letter == "b":
                 gather(run, 0, "b")
-            told = do.Tell((run.members[0], run.members[1]), (letter, letter), commit=True)
+            told = do.send_gathered((run.members[0], run.members[1]), (letter, letter), commit=True)
             assert gather(run, 1, letter) == [told]
         run.round()
         gather(run, 0, "c")
-        (told,) = only(do.Tell, gather(run, 1, "c"))
+        (told,) = only(do.send_gathered, gather(run, 1, "c"))
         assert not told.commit
 
     def test_a_rank_that_stays_away_is_named(self) -> None:
@@ -360,14 +358,14 @@ class TestGather:
     def test_who_waits_for_the_others_is_told_that_the_run_goes_on(self) -> None:
         run = started(2, deadline_s=8)
         gather(run, 0, "here")
-        assert run.wait(2) == [do.SayWaiting((run.members[0],))]
+        assert run.wait(2) == [do.say_waiting((run.members[0],))]
 
     def test_rounds_go_on_afterwards_with_a_deadline_of_their_own(self) -> None:
         run = started(2, deadline_s=10)
         gather(run, 0, 5)
         run.wait(9)
         gather(run, 1, 5)
-        assert only(do.End, run.wait(9)) == []
+        assert only(do.end, run.wait(9)) == []
         assert commit(run, 1, 1) in run.round()
 
     def test_who_gave_was_lost_and_is_back_gives_once_more(self) -> None:
@@ -377,10 +375,10 @@ class TestGather:
         assert gather(run, 1, "other") == []
         run.come_back(0)
         run.take(0)
-        told = do.Tell((run.members[1], run.members[0]), ("after", "other"))
+        told = do.send_gathered((run.members[1], run.members[0]), ("after", "other"))
         assert gather(run, 0, "after") == [told]
         assert gather(run, 1, "next") == []
-        assert only(do.Tell, gather(run, 0, "next")) != []
+        assert only(do.send_gathered, gather(run, 0, "next")) != []
 
 
 def typical_instructions(world_size: int, rounds: int) -> dict[str, float]:
@@ -399,26 +397,27 @@ def typical_instructions(world_size: int, rounds: int) -> dict[str, float]:
         executed += event == "opcode"
         return count
 
-    def measure(events: Iterator[on.Event]) -> None:
-        for event in events:
+    def measure(event: Any, arguments: Iterator[Any]) -> None:
+        for each in arguments:
             before, tracing = executed, sys.gettrace()
             sys.settrace(count)
             try:
-                run.tell(event)
+                event(run.now, *each)
             finally:
                 sys.settrace(tracing)
-            instructions.setdefault(type(event).__name__, []).append(executed - before)
+            instructions.setdefault(event.__name__, []).append(executed - before)
 
     for _ in range(rounds):
-        measure(on.WindowClosed(each, report(each.rank)) for each in run.members.values())
-        measure(on.Contributed(each) for each in run.members.values())
-        measure(on.Taken(each) for each in run.members.values())
+        members = run.members.values()
+        measure(run.coordinator.window_closed, ((each, report(each.rank)) for each in members))
+        measure(run.coordinator.contributed, ((each,) for each in members))
+        measure(run.coordinator.taken, ((each,) for each in members))
     return {kind: statistics.median(counts) for kind, counts in instructions.items()}
 
 
 def test_what_an_event_costs_does_not_depend_on_the_number_of_workers() -> None:
     """But for the first and the last of a round, which the median leaves out."""
     few, many = typical_instructions(100, 3), typical_instructions(3_000, 1)
-    assert few.keys() == {"WindowClosed", "Contributed", "Taken"}
+    assert few.keys() == {"window_closed", "contributed", "taken"}
     assert min(few.values()) > 10
     assert all(many[kind] < 1.1 * few[kind] for kind in few), (few, many)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+from decided import Told, do
 from decisions import Run, commit, expect_failure, only, report, shard, started
 from every_row import every
 
-from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
-from sparkdl.averager.coordination.events import Member
+from sparkdl.averager.coordination.membership import Member
 from sparkdl.errors import DeadlineError, ModelError, SparkDLError, StoppedError, TrainingError
 from sparkdl.events import ValidationReport
 from sparkdl.feed.statistics.column import ColumnStatistics
@@ -27,8 +27,8 @@ def test_nobody_is_let_start_before_the_driver_says_so() -> None:
     run = joined(2)
     assert run.read(0) == []
     told = DataStatistics((1, 1), (ColumnStatistics(),))
-    assert run.read(1) == [do.Report(told)]
-    assert run.start() == [do.Welcome(run.members[0]), do.Welcome(run.members[1])]
+    assert run.read(1) == [do.report(told)]
+    assert run.start() == [do.welcome(run.members[0]), do.welcome(run.members[1])]
 
 
 def test_a_second_start_starts_nothing() -> None:
@@ -40,7 +40,7 @@ def test_the_statistics_have_the_rows_by_rank_and_the_columns_added_whatever_the
     run.read(2, shard(7, nulls=2))
     run.read(0, shard(5, nulls=1))
     statistics = DataStatistics((5, 0, 7), (ColumnStatistics(nulls=3),))
-    assert run.read(1, shard(0)) == [do.Report(statistics)]
+    assert run.read(1, shard(0)) == [do.report(statistics)]
 
 
 @every(
@@ -71,7 +71,7 @@ def test_the_statistics_have_the_rows_by_rank_and_the_columns_added_whatever_the
     ],
 )
 def test_who_cannot_be_of_this_run_ends_it(
-    run: Run, act: Callable[[Run], list[do.Decision]], error: type[SparkDLError], words: str
+    run: Run, act: Callable[[Run], list[Told]], error: type[SparkDLError], words: str
 ) -> None:
     expect_failure(run, act(run), error, words)
 
@@ -83,20 +83,22 @@ class TestActingBeforeBeingLetStart:
     @every(
         "act",
         [
-            lambda member: on.WindowClosed(member, report(0)),
-            lambda member: on.Gave(member, "a value"),
-            lambda member: on.Finished(member),
-            lambda member: on.Validated(
-                member, ValidationReport(rank=0, epoch=1, examples=1, loss_sum=0.0, weight=1.0)
+            ("window_closed", report(0)),
+            ("gave", "a value"),
+            ("finished",),
+            (
+                "validated",
+                ValidationReport(rank=0, epoch=1, examples=1, loss_sum=0.0, weight=1.0),
             ),
         ],
     )
-    def test_it_is_refused(self, act: object, is_started: bool) -> None:
+    def test_it_is_refused(self, act: tuple[Any, ...], is_started: bool) -> None:
         run = started(2, max_failures=1) if is_started else joined(2)
         if is_started:
             run.lose(0)
             run.join(0, attempt=1, host="host-0")
-        decisions = run.tell(act(run.members[0]))  # type: ignore[operator]
+        event, *arguments = act
+        decisions = run.tell(event, run.members[0], *arguments)
         words = "rank 0 on host-0 behaves as if it had been told to start, but it has not"
         expect_failure(run, decisions, TrainingError, words)
 
@@ -110,7 +112,7 @@ class TestDeadlines:
         run.join(2)
         run.read(0)
         run.read(2)
-        assert only(do.End, run.wait(9)) == []
+        assert only(do.end, run.wait(9)) == []
         words = r"^rank 1 did not start \(2 of 3 workers did, and .* within 10 s"
         expect_failure(run, run.wait(1), DeadlineError, words)
         assert "rank 0" not in str(run.failure)
@@ -132,31 +134,31 @@ class TestDeadlines:
         run = joined(2, deadline_s=10)
         run.read(0)
         for _ in range(8):
-            assert only(do.End, run.wait(9)) == []
+            assert only(do.end, run.wait(9)) == []
             run.coordinator.heartbeat(run.members[1], run.now)
-        assert only(do.Report, run.read(1)) != []
+        assert only(do.report, run.read(1)) != []
 
     def test_workers_whose_turn_to_start_has_yet_to_come_are_not_overdue(self) -> None:
         run = Run(2, deadline_s=10)
         run.join(0)
         run.read(0)
         for _ in range(3):
-            assert only(do.End, run.wait(9)) == []
-            run.tell(on.WorkersExpected())
+            assert only(do.end, run.wait(9)) == []
+            run.tell("expect_workers")
         expect_failure(run, run.wait(10), DeadlineError, "^rank 1 did not start")
 
     def test_workers_that_have_joined_are_overdue_whoever_else_is_expected(self) -> None:
         run = Run(2, deadline_s=10)
         run.join(0)
         run.wait(5)
-        run.tell(on.WorkersExpected())
+        run.tell("expect_workers")
         words = "^rank 0 on host-0 did not receive more of its rows"
         expect_failure(run, run.wait(5), DeadlineError, words)
 
     def test_a_driver_that_looks_at_the_rows_for_long_makes_nobody_overdue(self) -> None:
         run = joined(1, deadline_s=10)
         run.read(0)
-        assert only(do.End, run.wait(100)) == []
+        assert only(do.end, run.wait(100)) == []
 
     def test_the_first_window_has_the_whole_deadline(self) -> None:
         run = joined(1, deadline_s=10)
@@ -164,7 +166,7 @@ class TestDeadlines:
         run.wait(100)
         run.start()
         run.take()
-        assert only(do.End, run.wait(9)) == []
+        assert only(do.end, run.wait(9)) == []
         words = r"rank 0 on host-0 did not contribute to round 1 \(epoch 1\) within 10 s"
         expect_failure(run, run.wait(1), DeadlineError, words)
 
@@ -173,7 +175,7 @@ class TestDeadlines:
         run.read(0)
         for _ in range(4):
             run.coordinator.heartbeat(run.members[1], run.now)
-            assert run.wait(2) == [do.SayWaiting((run.members[0],))]
+            assert run.wait(2) == [do.say_waiting((run.members[0],))]
 
 
 class TestAfterTheEnd:
@@ -183,36 +185,36 @@ class TestAfterTheEnd:
         run = joined(2)
         run.read(0)
         error = TrainingError("bad rows")
-        assert run.tell(on.Failed(error)) == [do.End(error)]
+        assert run.tell("fail", error) == [do.end(error)]
 
     def test_the_first_failure_is_the_one_that_counts(self) -> None:
         run = Run(2)
         first = TrainingError("first")
-        run.tell(on.Failed(first))
-        assert run.tell(on.Failed(TrainingError("second"))) == []
+        run.tell("fail", first)
+        assert run.tell("fail", TrainingError("second")) == []
         assert run.failure is first
 
     def test_a_failure_after_everyone_finished_is_none(self) -> None:
         run = started(1)
-        assert run.finish(0) == [do.Dismiss(run.members[0]), do.End(None)]
-        assert run.tell(on.Failed(TrainingError("late"))) == []
+        assert run.finish(0) == [do.dismiss(run.members[0]), do.end(None)]
+        assert run.tell("fail", TrainingError("late")) == []
         assert run.failure is None
 
     def test_whoever_joins_then_is_told_why_the_run_ended(self) -> None:
         run = Run(2)
-        run.tell(on.Failed(StoppedError("rank 1 is gone")))
+        run.tell("fail", StoppedError("rank 1 is gone"))
         late = run.join(0)
-        assert late == [do.Refuse(run.members[0], "the run ended: rank 1 is gone")]
+        assert late == [do.refuse(run.members[0], "the run ended: rank 1 is gone")]
 
     def test_whoever_joins_after_a_success_is_told_of_it(self) -> None:
         run = started(1)
         run.finish(0)
         (refused,) = run.join(0, attempt=1)
-        assert refused == do.Refuse(run.members[0], "the run ended: all workers have finished")
+        assert refused == do.refuse(run.members[0], "the run ended: all workers have finished")
 
     def test_nothing_else_is_decided(self) -> None:
         run = started(2)
-        run.tell(on.Failed(TrainingError("enough")))
+        run.tell("fail", TrainingError("enough"))
         assert run.contribute(0) == run.contribute(1) == run.finish(0) == run.lose(1) == []
         assert run.wait(1000) == []
 
@@ -222,14 +224,14 @@ def test_the_start_of_a_training_welcomes_only_who_is_there() -> None:
     for rank in run.ranks:
         run.read(rank)
     run.lose(1)
-    assert run.start() == [do.Welcome(run.members[0]), do.Welcome(run.members[2])]
+    assert run.start() == [do.welcome(run.members[0]), do.welcome(run.members[2])]
 
 
 def test_a_stranger_cannot_speak_for_a_member() -> None:
     """Whose joining was refused says nothing, not even that it has finished."""
     run = started(2, max_failures=1)
     old = Member(0, "elsewhere", attempt=-1)
-    assert only(do.Refuse, run.tell(on.Joined(old))) != []
-    assert run.tell(on.Finished(old)) == []
-    assert run.tell(on.RowsFound(old, shard())) == []
-    assert only(do.Commit, run.round()) == [commit(run, 1, 1)]
+    assert only(do.refuse, run.tell("joined", old)) != []
+    assert run.tell("finished", old) == []
+    assert run.tell("rows_found", old, shard()) == []
+    assert only(do.commit, run.round()) == [commit(run, 1, 1)]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from decided import do
 from decisions import Run, commit, expect_failure, only
 from decisions import started as started_with
 from every_row import every
 
-from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.membership import STRAGGLER_S, STRAGGLER_WINDOWS
 from sparkdl.errors import DeadlineError
 
@@ -27,15 +26,15 @@ class TestDropping:
             run.coordinator.heartbeat(run.members[rank], run.now)
             run.contribute(rank)
         run.take()
-        run.tell(on.Tick())
+        run.tell("tick")
 
     def test_a_silent_rank_is_dropped_once_windows_were_measured(self) -> None:
         run = started(2)
         self.window(run, 1.0)
         run.contribute(1)
-        assert only(do.Drop, run.wait(STRAGGLER_S - 1)) == []
+        assert only(do.drop, run.wait(STRAGGLER_S - 1)) == []
         decisions = run.wait(1)
-        assert decisions[:3] == [do.Drop(run.members[0]), do.Skip(0), commit(run, 1)]
+        assert decisions[:3] == [do.drop(run.members[0]), do.skip(0), commit(run, 1)]
         (loss,) = run.coordinator.members.losses
         assert loss == "rank 0 on host-0 did not contribute to round 2 (epoch 1) within 15.0 s"
         assert run.coordinator.members.dropped == [0]
@@ -43,7 +42,7 @@ class TestDropping:
     def test_nobody_is_dropped_before_windows_were_measured(self) -> None:
         run = started(2)
         run.contribute(1)
-        assert only(do.Drop, run.wait(59)) == []
+        assert only(do.drop, run.wait(59)) == []
 
     @every(("longest_s", "granted_s"), [(5.0, 5.0 * STRAGGLER_WINDOWS), (20.0, 60.0)])
     def test_windows_that_take_long_are_granted_more(
@@ -53,8 +52,8 @@ class TestDropping:
         self.window(run, longest_s)
         self.window(run, 1.0)
         run.contribute(1)
-        assert only(do.Drop, run.wait(granted_s - 1)) == []
-        assert only(do.Drop, run.wait(1)) == [do.Drop(run.members[0])]
+        assert only(do.drop, run.wait(granted_s - 1)) == []
+        assert only(do.drop, run.wait(1)) == [do.drop(run.members[0])]
 
     @every("max_failures", [0, 5])
     def test_who_cannot_be_dropped_has_the_whole_deadline(self, max_failures: int) -> None:
@@ -64,7 +63,7 @@ class TestDropping:
         if max_failures:
             run.lose(0)
         run.contribute(1)
-        assert only(do.End, run.wait(59)) == []
+        assert only(do.end, run.wait(59)) == []
         expect_failure(run, run.wait(1), DeadlineError, "^rank 0 on host-0 did not ")
 
     def test_a_wait_for_others_is_no_part_of_a_window(self) -> None:
@@ -89,8 +88,8 @@ class TestDropping:
         run.wait(STRAGGLER_S)
         run.take(1, 2)
         run.contribute(1)
-        assert only(do.Drop, run.wait(granted_s - 1)) == []
-        assert only(do.Drop, run.wait(1)) == [do.Drop(run.members[2])]
+        assert only(do.drop, run.wait(granted_s - 1)) == []
+        assert only(do.drop, run.wait(1)) == [do.drop(run.members[2])]
 
     def test_whoever_waits_is_not_dropped_for_one_that_is(self) -> None:
         run = started(3)
@@ -100,16 +99,16 @@ class TestDropping:
         run.close(0)
         run.close(2)
         decisions = run.wait(STRAGGLER_S)
-        assert only(do.Drop, decisions) == [do.Drop(run.members[0])]
-        assert only(do.StartOver, decisions) == [do.StartOver((run.members[1], run.members[2]))]
+        assert only(do.drop, decisions) == [do.drop(run.members[0])]
+        assert only(do.start_over, decisions) == [do.start_over((run.members[1], run.members[2]))]
 
     def test_nobody_is_dropped_whom_nobody_waits_for(self) -> None:
         """All may validate for long, or have trained their last epoch and be slow to say so."""
         run = started(2)
         run.wait(1)
         run.round(last=True)
-        assert only(do.Drop, run.wait(59)) == []
-        assert only(do.Drop, run.wait(1)) == [do.Drop(run.members[0]), do.Drop(run.members[1])]
+        assert only(do.drop, run.wait(59)) == []
+        assert only(do.drop, run.wait(1)) == [do.drop(run.members[0]), do.drop(run.members[1])]
         lost = "rank 1 on host-1 did not contribute to round 2 (epoch 2) within 60.0 s"
         assert run.coordinator.members.losses[1] == lost
 
@@ -118,5 +117,5 @@ class TestDropping:
         run.wait(1)
         run.round(last=True)
         run.finish(0)
-        assert only(do.Drop, run.wait(59)) == []
-        assert run.finish(1)[-1] == do.End(None)
+        assert only(do.drop, run.wait(59)) == []
+        assert run.finish(1)[-1] == do.end(None)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from decided import Told, do
 from decisions import Run, expect_failure, only, started
 from every_row import every
 from validating import HELD_OUT, ask, told, validate, with_held_out_rows
 
-from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import Tolerance
 from sparkdl.averager.coordination.run_state import RunSpec
@@ -62,7 +61,7 @@ def test_who_was_lost_before_it_had_validated_is_waited_for() -> None:
     ask(run, 0)
     assert not told(run.lose(1))
     run.join(1, 1, "elsewhere")
-    assert only(do.Welcome, run.read(1, HELD_OUT))
+    assert only(do.welcome, run.read(1, HELD_OUT))
     assert told(validate(run, 1, 4.0)) == {0: (3.0,)}
 
 
@@ -85,7 +84,7 @@ def test_who_does_not_validate_is_named() -> None:
     validate(run, 2, 2.0)
     ask(run, 2)
     decisions = run.wait(30.0)
-    assert only(do.SayWaiting, decisions)
+    assert only(do.say_waiting, decisions)
     expect_failure(
         run, decisions, DeadlineError, "rank 1 .*did not report the loss on its held-out rows"
     )
@@ -94,15 +93,15 @@ def test_who_does_not_validate_is_named() -> None:
 @every("held_out", [True, False])
 def test_nobody_is_overdue_while_the_driver_takes_its_time_with_an_epoch(held_out: bool) -> None:
     run = Run(2, deadline_s=10.0)
-    run.coordinator = Coordinator(replace(run.coordinator.state.spec, followed=True), run.now)
+    run.coordinator = Coordinator(replace(run.coordinator.spec, followed=True), run.now)
     with_held_out_rows(run, HELD_OUT if held_out else None)
     run.round(last=True)
     for rank in run.ranks if held_out else ():
         validate(run, rank, 2.0)
     assert not told(ask(run, 0))
-    assert only(do.SayWaiting, run.wait(300.0))  # a callback that evaluates much, or a dead server
+    assert only(do.say_waiting, run.wait(300.0))  # a callback that evaluates much, or a dead server
     assert run.failure is None
-    assert list(told(run.tell(on.EpochApproved(1)))) == [0]
+    assert list(told(run.tell("approve_epoch", 1))) == [0]
     run.wait(9.0)
     assert run.failure is None
     expect_failure(run, run.wait(2.0), DeadlineError, "did not contribute to round 2")
@@ -129,15 +128,15 @@ def measuring(max_failures: int = 0, metric: str | None = None) -> Run:
     return with_held_out_rows(run)
 
 
-def count(run: Run, rank: int, epoch: int = 1) -> list[do.Decision]:
+def count(run: Run, rank: int, epoch: int = 1) -> list[Told]:
     report = ValidationReport(rank=rank, epoch=epoch, examples=1, loss_sum=2.0, weight=1.0)
     states = WorkerState()
     states.add(f"{rank} in {epoch}".encode())
-    return run.tell(on.Validated(run.members[rank], report, states))
+    return run.tell("validated", run.members[rank], report, states)
 
 
-def counted(decisions: list[do.Decision]) -> list[Any]:
-    events = [each.event for each in only(do.Report, decisions)]
+def counted(decisions: list[Told]) -> list[Any]:
+    events = [each.event for each in only(do.report, decisions)]
     return [
         (each.epoch, [s and b"".join(s.blocks(99)).decode() for s in each.states])
         for each in events
@@ -145,8 +144,8 @@ def counted(decisions: list[do.Decision]) -> list[Any]:
     ]
 
 
-def validated(decisions: list[do.Decision]) -> list[Any]:
-    events = [each.event for each in only(do.Report, decisions)]
+def validated(decisions: list[Told]) -> list[Any]:
+    events = [each.event for each in only(do.report, decisions)]
     return [each.summary.metrics for each in events if isinstance(each, EpochValidated)]
 
 
@@ -159,11 +158,11 @@ def test_the_driver_is_given_what_all_have_counted_by_rank_and_callbacks_what_it
     assert counted(decisions) == [(1, ["0 in 1", "1 in 1"])]
     assert validated(decisions) == []
     assert told(decisions) == {}
-    decisions = run.tell(on.EpochMeasured(1, {"auroc": 0.75}))
+    decisions = run.tell("measured", 1, {"auroc": 0.75})
     assert validated(decisions) == [{"auroc": 0.75}]
     assert told(decisions) == {}
     # What follows a metric is told that, not the loss.
-    assert told(run.tell(on.EpochApproved(1))) == {1: (0.75,)}
+    assert told(run.tell("approve_epoch", 1)) == {1: (0.75,)}
 
 
 def test_who_was_lost_before_it_had_counted_is_waited_for_and_counts_once() -> None:
@@ -179,8 +178,8 @@ def test_who_was_lost_before_it_had_counted_is_waited_for_and_counts_once() -> N
     assert counted(count(run, 1)) == [(1, ["0 in 1", "1 in 1"])]
     # Again while the driver computes: it is told nothing new.
     assert counted(count(run, 1)) == []
-    run.tell(on.EpochMeasured(1, {}))
-    run.tell(on.EpochApproved(1))
+    run.tell("measured", 1, {})
+    run.tell("approve_epoch", 1)
     run.round(last=True, epoch=2, step=2)
     count(run, 0, epoch=2)
     assert counted(count(run, 1, epoch=2)) == [(2, ["0 in 2", "1 in 2"])]

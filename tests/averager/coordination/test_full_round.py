@@ -9,7 +9,7 @@ import pytest
 from every_row import every
 from summed import sums_of
 
-from sparkdl.averager.coordination.round_decisions import FullRound
+from sparkdl.averager.coordination.full_round import FullRound
 from sparkdl.events import WindowReport
 
 WINDOW = 10

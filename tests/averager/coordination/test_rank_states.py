@@ -1,4 +1,4 @@
-"""Where a worker may stand, and what may change that: the table, and the page that shows it."""
+"""Where a worker may stand, and from where it comes there: the table, and the page with it."""
 
 from __future__ import annotations
 
@@ -7,43 +7,45 @@ from pathlib import Path
 
 from decisions import report
 
-from sparkdl.averager.coordination.events import Member, WindowClosed
-from sparkdl.averager.coordination.rank_states import TRANSITIONS, Move, Ranks, RankState
+from sparkdl.averager.coordination.membership import Member
+from sparkdl.averager.coordination.rank_states import BEFORE, Ranks, RankState, Window
 from sparkdl.errors import TrainingError
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "architecture.md"
 WAYS = {
     RankState.AWAY: [],
-    RankState.READING: [Move.JOIN],
-    RankState.READY: [Move.JOIN, Move.READ],
-    RankState.RECEIVING: [Move.JOIN, Move.READ, Move.LET_IN],
+    RankState.READING: [RankState.READING],
+    RankState.READY: [RankState.READING, RankState.READY],
+    RankState.RECEIVING: [RankState.READING, RankState.READY, RankState.RECEIVING],
 }
-WAYS[RankState.TRAINING] = [*WAYS[RankState.RECEIVING], Move.TAKE]
-WAYS[RankState.CLOSED] = [*WAYS[RankState.TRAINING], Move.CLOSE]
-WAYS[RankState.CONTRIBUTING] = [*WAYS[RankState.CLOSED], Move.ENTER]
-WAYS[RankState.CONTRIBUTED] = [*WAYS[RankState.CONTRIBUTING], Move.COMPLETE]
-WAYS[RankState.AT_BARRIER] = [*WAYS[RankState.CONTRIBUTED], Move.COMMIT]
-WAYS[RankState.THROUGH] = [*WAYS[RankState.CONTRIBUTED], Move.END_EPOCH]
-WAYS[RankState.FINISHED] = [*WAYS[RankState.TRAINING], Move.FINISH]
+for before, after in [
+    (RankState.RECEIVING, RankState.TRAINING),
+    (RankState.TRAINING, RankState.CLOSED),
+    (RankState.CLOSED, RankState.CONTRIBUTING),
+    (RankState.CONTRIBUTING, RankState.CONTRIBUTED),
+    (RankState.CONTRIBUTED, RankState.AT_BARRIER),
+    (RankState.CONTRIBUTED, RankState.THROUGH),
+    (RankState.TRAINING, RankState.FINISHED),
+]:
+    WAYS[after] = [*WAYS[before], after]
 
 
 def brought_to(state: RankState) -> Ranks:
     """Rank 0 of two, the usual way."""
     ranks = Ranks(range(2))
-    for how in WAYS[state]:
-        ranks.move(0, how)
-        if how is Move.CLOSE:
-            ranks.windows[0] = WindowClosed(Member(0, "host"), report(0))
+    for after in WAYS[state]:
+        ranks.move(0, after)
+        if after is RankState.CLOSED:
+            ranks.windows[0] = Window(Member(0, "host"), report(0))
     return ranks
 
 
 def drawing() -> str:
     """The table as the page shows it."""
-    rows = ["| A worker | is then | if it was |", "|---|---|---|"]
-    for how, changes in TRANSITIONS.items():
-        for after in dict.fromkeys(changes.values()):
-            before = [state.value for state in RankState if changes.get(state) is after]
-            rows.append(f"| {how.value} | {after.value} | {', '.join(before)} |")
+    rows = ["| A worker is | and was before |", "|---|---|"]
+    for after, before in BEFORE.items():
+        names = ", ".join(state.value for state in RankState if state in before)
+        rows.append(f"| {after.value} | {names} |")
     return "\n".join(rows)
 
 
@@ -56,18 +58,18 @@ def test_the_page_shows_the_table() -> None:
 
 def test_what_the_table_has_happens_and_nothing_else() -> None:
     wrong = []
-    for state, how in product(RankState, Move):
+    for state, after in product(RankState, RankState):
         ranks = brought_to(state)
-        expected = TRANSITIONS[how].get(state)
+        expected = after if state in BEFORE[after] else None
         try:
-            ranks.move(0, how)
+            ranks.move(0, after)
         except TrainingError as error:
-            words = f"rank 0 {how.value} out of order: it is {state.value}"
+            words = f"rank 0 cannot be {after.value} now: it is {state.value}"
             happened = expected is None and str(error) == words and ranks[0] is state
         else:
             happened = ranks[0] is expected
         if not happened:
-            wrong.append((state, how))
+            wrong.append((state, after))
     assert not wrong
 
 

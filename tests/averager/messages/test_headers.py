@@ -16,19 +16,17 @@ from sparkdl.averager.messages.headers import (
     MAX_STATES_BYTES,
     failure_header,
     join_header,
-    phases_header,
     raise_reported_failure,
     read_epoch_losses,
     read_join,
     read_phases,
     read_shard,
     read_states_size,
-    read_statistics,
     read_validation,
     read_window,
+    received,
     shard_header,
     statistics_header,
-    validation_header,
     window_header,
 )
 from sparkdl.errors import CollectiveError, TrainingError
@@ -44,6 +42,10 @@ HUGE = 10**400
 """JSON can say it, and no float holds it: sums and means of it are an OverflowError."""
 TOO_LARGE: list[Any] = [HUGE, -HUGE, 1 << 64]
 STATISTICS = DataStatistics((3, 0), (ColumnStatistics(nulls=1, places={"nulls": (0, 2)}),), 4, 2.5)
+
+
+def statistics_of(header: dict[str, Any]) -> DataStatistics:
+    return received(DataStatistics, header["statistics"], None)
 
 
 def at(where: str, *names: str, wrong: list[Any]) -> dict[str, list[Any]]:
@@ -69,12 +71,18 @@ SAYS_SO = "rank 3 sent"
         (
             partial(read_window, rank=3),
             MEASURED,
-            "rank 3 sent the report of a window that cannot be its own",
+            SAYS_SO,
             {"window.measured.noise": [HUGE, -HUGE, math.inf, math.nan, True, None]},
         ),
         (
+            partial(read_window, rank=3),
+            MEASURED,
+            SAYS_SO,
+            {"window.rank": [2], "window.staleness": [1], "window.counted": [-1.0, math.nan]},
+        ),
+        (
             partial(read_validation, rank=3),
-            validation_header(VALIDATION),
+            {"validation": asdict(VALIDATION)},
             SAYS_SO,
             at("validation.", "examples", "loss_sum", "weight", wrong=TOO_LARGE),
         ),
@@ -93,10 +101,10 @@ SAYS_SO = "rank 3 sent"
             at("", "join", "attempt", "task", wrong=TOO_LARGE) | {"frozen": [7]},
         ),
         (
-            read_statistics,
+            statistics_of,
             statistics_header(STATISTICS),
-            "instead of the workers' row counts",
-            {"shard_rows": [[3, -1]]},
+            "a worker sent",
+            {"statistics.shard_rows": [[3, -1], 3, None]},
         ),
         (
             partial(read_states_size, rank=3, world_size=4),
@@ -112,7 +120,7 @@ SAYS_SO = "rank 3 sent"
         ),
         (
             partial(read_phases, rank=3),
-            phases_header(TIMES),
+            {"phases": asdict(TIMES)},
             SAYS_SO,
             {
                 "phases": [[asdict(TIMES)]],
@@ -182,7 +190,7 @@ def test_what_is_refused_is_quoted_in_part_only() -> None:
 
 
 def test_the_statistics_of_all_survive_their_header() -> None:
-    found = read_statistics(json.loads(json.dumps(statistics_header(STATISTICS))))
+    found = statistics_of(json.loads(json.dumps(statistics_header(STATISTICS))))
     assert found == STATISTICS
     assert found.columns[0].where("nulls") == "row 2 of partition 0"
 

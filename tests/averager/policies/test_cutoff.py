@@ -7,32 +7,31 @@ from functools import partial
 from typing import Any
 
 import pytest
+from decided import Told, do, told
 from decisions import Every, Run, commit, only, started
 from stragglers import AllButStragglers, Calls, outcomes
 
-from sparkdl.averager.coordination import decisions as do
 from sparkdl.averager.coordination.coordinator import Coordinator
-from sparkdl.averager.coordination.round_decisions import RoundDecisions
 from sparkdl.averager.policies.cutoff import BackupWorkers, PredictedCutoff
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.events import EpochSummary, WindowReport
 
 
-def left_out(decisions: list[do.Decision]) -> list[int]:
-    return [skip.rank for skip in only(do.Skip, decisions)]
+def left_out(decisions: list[Told]) -> list[int]:
+    return [skip.rank for skip in only(do.skip, decisions)]
 
 
-def committed(decisions: list[do.Decision]) -> list[tuple[int, int]]:
+def committed(decisions: list[Told]) -> list[tuple[int, int]]:
     """Who is part of the center now, and how stale."""
-    told = [d.event for d in only(do.Report, decisions) if isinstance(d.event, WindowReport)]
-    return [(window.rank, window.staleness) for window in told]
+    events = [d.event for d in only(do.report, decisions) if isinstance(d.event, WindowReport)]
+    return [(window.rank, window.staleness) for window in events]
 
 
-def finish(run: Run, *ranks: int, **window: Any) -> list[do.Decision]:
+def finish(run: Run, *ranks: int, **window: Any) -> list[Told]:
     """Contributions, and everybody who is sent a center takes it."""
     decisions = [each for rank in ranks for each in run.contribute(rank, **window)]
-    for reply in only(do.Reply, decisions):
+    for reply in only(do.reply, decisions):
         decisions += run.take(reply.member.rank)
     return decisions
 
@@ -49,7 +48,7 @@ class TestOneBackupWorker:
         decisions = run.contribute(0)
         assert left_out(decisions) == [1]
         assert committed(decisions) == [(0, 0), (2, 0)]
-        assert [reply.member.rank for reply in only(do.Reply, decisions)] == [0, 2]
+        assert [reply.member.rank for reply in only(do.reply, decisions)] == [0, 2]
 
     def test_who_comes_while_the_two_still_send_is_late_too(self) -> None:
         run = self.run()
@@ -63,12 +62,12 @@ class TestOneBackupWorker:
         run = self.run()
         finish(run, 0, 1)
         assert run.close(2, examples=7) == [
-            do.OpenSum((0, 1, 2)),
-            do.Receive(run.members[2], 7, staleness=1),
+            do.open_sum((0, 1, 2)),
+            do.receive(run.members[2], 7, staleness=1),
         ]
         run.add(2)
         decisions = run.contribute(0, step=2) + run.contribute(1, step=2)
-        assert only(do.Commit, decisions) == [do.Commit(Contributions((1, 1, 7), 3, 1))]
+        assert only(do.commit, decisions) == [do.commit(Contributions((1, 1, 7), 3, 1))]
         assert run.positions() == [2, 2, 1]
 
     def test_a_late_contribution_does_not_stand_for_one_that_is_due(self) -> None:
@@ -114,7 +113,7 @@ class TestOneBackupWorker:
         run = self.run(max_failures=1)
         run.close(0)
         assert left_out(run.close(1)) == [2]
-        assert only(do.StartOver, run.lose(1)) == [do.StartOver((run.members[0],))]
+        assert only(do.start_over, run.lose(1)) == [do.start_over((run.members[0],))]
         # Rank 2 stands for one that is due: it has the center of the round that was begun.
         run.close(2)
         assert committed(run.add(2)) == [(2, 0)]
@@ -135,7 +134,7 @@ class TestOneBackupWorker:
         finish(run, 0, 1, last=True)
         decisions = run.contribute(2, last=True)
         assert committed(decisions) == [(2, 1)]
-        assert {reply.final for reply in only(do.Reply, decisions)} == {True}
+        assert {reply.final for reply in only(do.reply, decisions)} == {True}
         (summary,) = [
             e.event for e in decisions if isinstance(getattr(e, "event", 0), EpochSummary)
         ]
@@ -145,21 +144,21 @@ class TestOneBackupWorker:
         run = self.run(max_failures=1)
         for step in range(1, 61):
             run.wait(1)
-            assert only(do.Drop, finish(run, 0, 1, step=step)) == []
+            assert only(do.drop, finish(run, 0, 1, step=step)) == []
         finish(run, 0, 1, step=61, last=True)
-        assert only(do.Drop, run.wait(20)) == [do.Drop(run.members[2])]
+        assert only(do.drop, run.wait(20)) == [do.drop(run.members[2])]
 
     def test_a_checkpoint_has_the_worker_states_of_those_of_its_commit(self) -> None:
         run = self.run(checkpoints=Every(1))
         decisions = [*run.contribute(0), *run.contribute(1)]
-        asked = {reply.member.rank for reply in only(do.Reply, decisions) if reply.worker_state}
+        asked = {reply.member.rank for reply in only(do.reply, decisions) if reply.worker_state}
         assert asked == run.coordinator.checkpoints.awaited == {0, 1}
 
 
 def test_one_contribution_is_waited_for_in_any_case() -> None:
     run = started(3, policy=BackupWorkers(99))
     decisions = run.contribute(1)
-    assert only(do.Commit, decisions) == [commit(run, 1, share=1 / 3)]
+    assert only(do.commit, decisions) == [commit(run, 1, share=1 / 3)]
     assert left_out(decisions) == [0, 2]
 
 
@@ -190,7 +189,7 @@ def calls_a_window(world_size: int, policy: RoundPolicy) -> float:
             with calls:
                 decisions = run.contribute(rank, step=step)
             windows += 1
-            for reply in only(do.Reply, decisions):
+            for reply in only(do.reply, decisions):
                 run.take(reply.member.rank)
     return calls.counted / windows
 
@@ -203,31 +202,22 @@ def test_what_a_contribution_costs_does_not_grow_with_the_workers() -> None:
 # In many schedules.
 
 
-class WatchedRounds(RoundDecisions):
-    """Looks at each commit: how many were left out of it, and how many who were not are stale."""
-
-    def _commit(self, now: float) -> list[do.Decision]:
-        present, before = set(self._round.ranks.active), dict(self._sent)
-        updates = self._updates
-        decided = super()._commit(now)
-        ranks = {rank for rank, _ in committed(decided)}
-        fresh = {rank for rank in ranks if before[rank] == updates}
-        Watched.most_left_out = max(Watched.most_left_out, len(present - ranks))
-        Watched.most_due = max(Watched.most_due, len(present) - len(fresh))
-        Watched.stale += len(ranks - fresh)
-        return decided
-
-
 class Watched(Coordinator):
-    """Counts what ``WatchedRounds`` sees."""
+    """Looks at each commit: how many were left out of it, and how many who were not are stale."""
 
     most_left_out = 0
     most_due = 0
     stale = 0
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._rounds.__class__ = WatchedRounds
+    def _commit(self) -> None:
+        present, before = set(self.ranks.active), dict(self._sent)
+        updates, earlier = self._updates, len(self.do.decisions)
+        super()._commit()
+        ranks = {rank for rank, _ in committed(told(self.do.decisions[earlier:]))}
+        fresh = {rank for rank in ranks if before[rank] == updates}
+        Watched.most_left_out = max(Watched.most_left_out, len(present - ranks))
+        Watched.most_due = max(Watched.most_due, len(present) - len(fresh))
+        Watched.stale += len(ranks - fresh)
 
 
 @pytest.mark.usefixtures("quiet")
@@ -277,14 +267,14 @@ class Cluster:
             decisions = self._receive(self.run.close(rank, step=self.steps[rank]))
             if ranks := {rank for rank, _ in committed(decisions)}:
                 self.run.now += self.between_s
-                for reply in only(do.Reply, decisions):
+                for reply in only(do.reply, decisions):
                     rank = reply.member.rank
                     self.due[rank] = self.run.now + self.seconds[rank]
                     self._receive(self.run.take(rank))  # and who was late by little contributes
                 return ranks
 
-    def _receive(self, decisions: list[do.Decision]) -> list[do.Decision]:
-        received = only(do.Receive, decisions)
+    def _receive(self, decisions: list[Told]) -> list[Told]:
+        received = only(do.receive, decisions)
         return [each for receive in received for each in self.run.add(receive.member.rank)]
 
 

@@ -9,27 +9,26 @@ from typing import Any
 import pytest
 import torch
 from by_keyword import open_averager
+from decided import Told, do
 from decisions import Run, commit, only, report, started
 from every_row import every
 from stragglers import AllButStragglers, Calls, outcomes
 
-from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
+from sparkdl.averager.coordination.actions import Decision
 from sparkdl.averager.coordination.coordinator import Coordinator
-from sparkdl.averager.coordination.decisions import Decision
-from sparkdl.averager.coordination.rank_states import Move, RankState
+from sparkdl.averager.coordination.rank_states import RankState
 from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy
 from sparkdl.averager.values.center_update import Contributions
-from sparkdl.averager.values.wire_format import BFloat16Changes, FullPrecision
+from sparkdl.averager.values.wire_format import BFLOAT16_CHANGES, FULL_PRECISION
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Segment
 
 
-def replied_to(decisions: list[do.Decision]) -> list[int]:
-    return [reply.member.rank for reply in only(do.Reply, decisions)]
+def replied_to(decisions: list[Told]) -> list[int]:
+    return [reply.member.rank for reply in only(do.reply, decisions)]
 
 
-def exchange(run: Run, rank: int, **window: Any) -> list[do.Decision]:
+def exchange(run: Run, rank: int, **window: Any) -> list[Told]:
     """A worker's contribution, and it takes what comes back."""
     decisions = run.contribute(rank, **window)
     run.take(rank)
@@ -44,11 +43,11 @@ class TestNobody:
 
     def test_a_contribution_is_a_round_and_is_answered_at_once(self) -> None:
         run = self.run(3)
-        assert run.close(1) == [do.OpenSum((1,)), do.Receive(run.members[1], 1)]
+        assert run.close(1) == [do.open_sum((1,)), do.receive(run.members[1], 1)]
         assert run.add(1) == [
             commit(run, 1, share=1 / 3),
-            do.Report(report(1)),
-            do.Reply(run.members[1], final=False, values=True, worker_state=False),
+            do.report(report(1)),
+            do.reply(run.members[1], final=False, values=True, worker_state=False),
         ]
         assert run.positions() == [0, 1, 0]
 
@@ -57,7 +56,7 @@ class TestNobody:
         run.close(0)
         assert run.close(1) == []
         run.add(0)
-        assert run.take(0) == [do.OpenSum((1,)), do.Receive(run.members[1], 1, staleness=1)]
+        assert run.take(0) == [do.open_sum((1,)), do.receive(run.members[1], 1, staleness=1)]
 
     def test_who_waits_is_let_in_in_the_order_of_arrival(self) -> None:
         run = self.run(4)
@@ -66,7 +65,7 @@ class TestNobody:
         order = [2]
         while len(order) < 4:
             run.add(order[-1])
-            (receive,) = only(do.Receive, run.take(order[-1]))
+            (receive,) = only(do.receive, run.take(order[-1]))
             order.append(receive.member.rank)
         assert order == [2, 3, 0, 1]
 
@@ -77,7 +76,7 @@ class TestNobody:
             # Rank 2 changes nothing.
             decisions = exchange(run, rank) if rank < 2 else run.close(rank, examples=0)
             run.take(rank)
-            told += [decision.contributions for decision in only(do.Commit, decisions)]
+            told += [decision.contributions for decision in only(do.commit, decisions)]
         assert [each.staleness for each in told] == [0, 0, 2, 0, 0, 2]
         assert told[-1] == Contributions((1,), 3, 2, share=1 / 3)
 
@@ -86,7 +85,7 @@ class TestNobody:
         assert replied_to(exchange(run, 0, last=True)) == []
         exchange(run, 1)
         last = run.contribute(1, last=True, step=2)
-        assert [reply.final for reply in only(do.Reply, last)] == [True, True]
+        assert [reply.final for reply in only(do.reply, last)] == [True, True]
         assert run.coordinator.committed.epoch == 2
 
     def test_those_without_rows_end_theirs_one_by_one(self) -> None:
@@ -95,7 +94,7 @@ class TestNobody:
         assert run.close(1, examples=0, last=True) == []
         assert run.close(2, examples=0, last=True) == []
         decisions = run.add(0) + run.take(0)
-        assert only(do.Commit, decisions) == [
+        assert only(do.commit, decisions) == [
             commit(run, 1, share=1 / 3),
             commit(run),
             commit(run),
@@ -106,10 +105,10 @@ class TestNobody:
         run.close(0)
         run.close(1)
         assert run.lose(0) == [
-            do.Drop(run.members[0]),
-            do.StartOver(()),
-            do.OpenSum((1,)),
-            do.Receive(run.members[1], 1),
+            do.drop(run.members[0]),
+            do.start_over(()),
+            do.open_sum((1,)),
+            do.receive(run.members[1], 1),
         ]
 
     def test_who_trains_for_long_is_not_dropped_while_another_adds_for_long(self) -> None:
@@ -131,7 +130,7 @@ class TestNobody:
             exchange(run, rank)
         run.close(0)
         run.close(1)
-        assert only(do.Drop, run.wait(20)) == [do.Drop(run.members[0])]
+        assert only(do.drop, run.wait(20)) == [do.drop(run.members[0])]
 
     def test_who_has_ended_its_epoch_waits_for_the_others_until_they_are_late(self) -> None:
         run = self.run(2, max_failures=1)
@@ -139,7 +138,7 @@ class TestNobody:
         for rank in run.ranks:
             exchange(run, rank)
         exchange(run, 0, last=True, step=2)
-        assert only(do.Drop, run.wait(20)) == [do.Drop(run.members[1])]
+        assert only(do.drop, run.wait(20)) == [do.drop(run.members[1])]
 
     def test_nobody_overwrites_the_center_that_others_are_still_sent_at_the_start(self) -> None:
         run = Run(2, policy=Nobody())
@@ -149,7 +148,7 @@ class TestNobody:
         run.start()
         run.take(0)
         assert run.close(0) == []
-        assert run.take(1) == [do.OpenSum((0,)), do.Receive(run.members[0], 1)]
+        assert run.take(1) == [do.open_sum((0,)), do.receive(run.members[0], 1)]
 
     def test_what_an_event_costs_does_not_depend_on_how_many_wait(self) -> None:
         assert self.calls(10) == self.calls(1000)
@@ -173,10 +172,10 @@ class TestNobody:
 class OverwritesWhatIsRead(Coordinator):
     """Has a contribution change the center that others are still sent at the start."""
 
-    def _start(self, event: on.Started) -> list[Decision]:
-        decided = super()._start(event)
-        for rank in list(self.round.ranks.of(RankState.RECEIVING)):
-            self.round.ranks.move(rank, Move.TAKE)
+    def start(self, *arguments: Any) -> list[Decision]:
+        decided = super().start(*arguments)
+        for rank in list(self.ranks.of(RankState.RECEIVING)):
+            self.ranks.move(rank, RankState.TRAINING)
         return decided
 
 
@@ -189,13 +188,13 @@ def test_the_simulation_finds_a_center_that_is_overwritten_while_it_is_sent() ->
 def test_a_straggler_contributes_to_the_next_round() -> None:
     run = started(3, policy=AllButStragglers(1))
     run.contribute(0)
-    assert run.close(2) == [do.Receive(run.members[2], 1), do.Skip(1)]
+    assert run.close(2) == [do.receive(run.members[2], 1), do.skip(1)]
     assert run.close(1) == []
-    assert only(do.Commit, run.add(2)) == [commit(run, 1, 1, share=2 / 3)]
+    assert only(do.commit, run.add(2)) == [commit(run, 1, 1, share=2 / 3)]
     run.take(0, 2)
-    assert run.close(2, step=2) == [do.Receive(run.members[2], 1), do.Skip(0)]
+    assert run.close(2, step=2) == [do.receive(run.members[2], 1), do.skip(0)]
     run.add(1)
-    assert only(do.Commit, run.add(2)) == [commit(run, 1, 1, staleness=1, share=2 / 3)]
+    assert only(do.commit, run.add(2)) == [commit(run, 1, 1, staleness=1, share=2 / 3)]
 
 
 @pytest.mark.usefixtures("quiet")
@@ -208,11 +207,11 @@ def test_every_schedule_ends_as_its_faults_allow(policy: Callable[[], RoundPolic
 @every("policy", [Nobody(), AllButStragglers(1)])
 def test_replies_of_changes_are_refused_where_not_all_get_each_of_them(policy: RoundPolicy) -> None:
     with pytest.raises(ConfigError, match=f"'bfloat16' .* with {type(policy).__name__}"):
-        open_averager((), [], 2, BFloat16Changes(), policy=policy)
+        open_averager((), [], 2, BFLOAT16_CHANGES, policy=policy)
 
 
 @every("policy", [Nobody(), AllButStragglers(1)])
 def test_fragments_are_refused_where_not_all_get_each_of_them(policy: RoundPolicy) -> None:
     layout = (Segment("parameters", torch.float32, 4),)
     with pytest.raises(ConfigError, match=f"2 fragments .* {type(policy).__name__} lets them"):
-        open_averager(layout, [torch.zeros(4)], 2, FullPrecision(), policy=policy, fragments=2)
+        open_averager(layout, [torch.zeros(4)], 2, FULL_PRECISION, policy=policy, fragments=2)

@@ -8,12 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from decided import Told, do
 from decisions import Every, Run, commit, expect_failure, only, report, started
 from every_row import every
 from stragglers import Calls, deciding_by, outcomes
 
-from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
 from sparkdl.averager.messages.progress import Position, Progress
 from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy
 from sparkdl.errors import ConfigError, TrainingError
@@ -30,9 +29,9 @@ def run_of(world_size: int, barrier: Barrier, **options: Any) -> Run:
     return started(world_size, policy=barrier.policy(1), **options)
 
 
-def going_on(decisions: list[do.Decision]) -> set[int]:
+def going_on(decisions: list[Told]) -> set[int]:
     """Who is sent a center."""
-    sent = [d for d in decisions if isinstance(d, (do.Reply, do.Welcome))]
+    sent = [d for d in decisions if isinstance(d, (do.reply, do.welcome))]
     return {decision.member.rank for decision in sent}
 
 
@@ -52,10 +51,10 @@ class Steps:
         return going_on(decisions)
 
 
-def contribute(run: Run, rank: int, steps: int, **window: Any) -> list[do.Decision]:
+def contribute(run: Run, rank: int, steps: int, **window: Any) -> list[Told]:
     """A contribution with its step in the epoch."""
     told = replace(report(rank, **window), step_of_epoch=steps)
-    return run.tell(on.WindowClosed(run.members[rank], told)) + run.add(rank)
+    return run.tell("window_closed", run.members[rank], told) + run.add(rank)
 
 
 class TestOneBound:
@@ -68,7 +67,7 @@ class TestOneBound:
     def test_a_contribution_changes_the_center_at_once(self, steps: Steps) -> None:
         for number in (1, 2):
             decisions = contribute(steps.run, 0, steps=number, step=number)
-            assert only(do.Commit, decisions) == [commit(steps.run, 1, share=1 / 2)]
+            assert only(do.commit, decisions) == [commit(steps.run, 1, share=1 / 2)]
             steps.run.take(0)
         assert steps.run.positions() == [2, 0]
 
@@ -116,19 +115,19 @@ class TestOneBound:
         run.take()
         assert run.close(0, step=3) == []
         contribute(run, 1, steps=1)
-        assert run.take(1) == [do.OpenSum((0,)), do.Receive(run.members[0], 1, 1)]
+        assert run.take(1) == [do.open_sum((0,)), do.receive(run.members[0], 1, 1)]
 
     def test_who_waits_is_told_that_the_run_goes_on(self, steps: Steps) -> None:
         steps.step(0)
         steps.step(0)
-        assert only(do.SayWaiting, steps.run.wait(20)) == [do.SayWaiting((steps.run.members[0],))]
+        assert only(do.say_waiting, steps.run.wait(20)) == [do.say_waiting((steps.run.members[0],))]
 
     def test_who_waits_is_not_late_and_who_is_waited_for_is(self, steps: Steps) -> None:
         steps.run.wait(1)
         for rank in (0, 1, 0, 0):
             steps.step(rank)
         decisions = steps.run.wait(20)
-        assert only(do.Drop, decisions) == [do.Drop(steps.run.members[1])]
+        assert only(do.drop, decisions) == [do.drop(steps.run.members[1])]
         assert going_on(decisions) == {0}
 
     def test_who_waits_and_contributes_is_an_error(self, steps: Steps) -> None:
@@ -149,7 +148,7 @@ def test_with_no_bound_at_all_everyone_waits_for_everyone() -> None:
 def test_a_loss_while_another_contributes_lets_those_go_on_who_waited_for_the_lost() -> None:
     run = run_of(3, SSP(0), max_failures=1)
     contribute(run, 0, steps=1)
-    run.tell(on.WindowClosed(run.members[1], replace(report(1), step_of_epoch=1)))
+    run.tell("window_closed", run.members[1], replace(report(1), step_of_epoch=1))
     assert going_on(run.lose(2)) == set()  # the sum is open
     assert going_on(run.add(1)) == {0, 1}
 
@@ -159,7 +158,7 @@ def test_everyone_starts_over_behind_a_barrier_if_the_contribution_breaks() -> N
     contribute(run, 0, steps=1)
     run.close(1)
     decisions = run.lose(1)
-    assert only(do.StartOver, decisions) == [do.StartOver(())]
+    assert only(do.start_over, decisions) == [do.start_over(())]
     assert going_on(decisions) == {0}
 
 
@@ -168,14 +167,14 @@ def test_a_checkpoint_has_the_worker_states_of_those_who_wait() -> None:
     contribute(run, 0, steps=1)
     run.take()
     decisions = contribute(run, 1, steps=1)
-    asked = {decision.member.rank for decision in only(do.AskWorkerState, decisions)}
+    asked = {decision.member.rank for decision in only(do.ask_worker_state, decisions)}
     assert asked == run.coordinator.checkpoints.awaited == {0, 1}
     for rank in asked:
-        run.tell(on.WorkerStateWritten(run.members[rank]))
-    run.tell(on.CheckpointWritten())
+        run.tell("worker_state_written", run.members[rank])
+    run.tell("checkpoint_ended", saved=True)
     decisions = contribute(run, 2, steps=1)
     assert going_on(decisions) == {0, 1, 2}
-    assert only(do.AskWorkerState, decisions) == []
+    assert only(do.ask_worker_state, decisions) == []
 
 
 @every("barrier", [SSP(1), PSSP(MANY, 1)])
@@ -193,7 +192,7 @@ def test_a_resumed_run_has_those_wait_who_were_ahead_when_they_have_trained(
     run.take()
     assert run.close(0, step=5) == []
     contribute(run, 1, steps=3, step=3)
-    assert only(do.Receive, run.take(1)) == [do.Receive(run.members[0], 1, 1)]
+    assert only(do.receive, run.take(1)) == [do.receive(run.members[0], 1, 1)]
 
 
 def test_a_window_is_a_period_of_steps() -> None:
@@ -210,14 +209,14 @@ class TestSoftsync:
     def test_the_others_contribute_to_the_next_what_is_stale(self) -> None:
         run = run_of(3, Softsync(2))
         run.contribute(2)
-        assert run.close(0) == [do.Receive(run.members[0], 1), do.Skip(1)]
-        assert only(do.Commit, run.add(0)) == [commit(run, 1, 1, share=2 / 3)]
+        assert run.close(0) == [do.receive(run.members[0], 1), do.skip(1)]
+        assert only(do.commit, run.add(0)) == [commit(run, 1, 1, share=2 / 3)]
         run.take(0, 2)
-        assert run.close(1) == [do.OpenSum((0, 1, 2)), do.Receive(run.members[1], 1, 1)]
+        assert run.close(1) == [do.open_sum((0, 1, 2)), do.receive(run.members[1], 1, 1)]
         run.add(1)
         decisions = run.contribute(2, step=2)
-        assert only(do.Commit, decisions) == [commit(run, 1, 1, staleness=1, share=2 / 3)]
-        told = [d.event for d in only(do.Report, decisions) if isinstance(d.event, WindowReport)]
+        assert only(do.commit, decisions) == [commit(run, 1, 1, staleness=1, share=2 / 3)]
+        told = [d.event for d in only(do.report, decisions) if isinstance(d.event, WindowReport)]
         assert [(window.rank, window.staleness) for window in told] == [(1, 1), (2, 0)]
 
     def test_all_who_are_there_are_enough(self) -> None:
@@ -239,7 +238,7 @@ def test_staleness_is_in_the_epochs_summary() -> None:
         contribute(run, rank, steps=steps, step=steps)
         run.take()
     contribute(run, 0, steps=3, last=True)
-    told = only(do.Report, contribute(run, 1, steps=1, examples=0, last=True))
+    told = only(do.report, contribute(run, 1, steps=1, examples=0, last=True))
     (summary,) = [each.event for each in told if isinstance(each.event, EpochSummary)]
     # Rank 1 has missed two updates, then rank 0 one; without rows there is nothing stale.
     assert (summary.mean_staleness, summary.max_staleness) == (3 / 4, 2)
@@ -251,7 +250,7 @@ def test_workers_of_the_same_speed_have_missed_one_update_of_each_other(workers:
     told = []
     for steps in range(1, 4):
         for rank in run.ranks:
-            told += only(do.Commit, contribute(run, rank, steps=steps, step=steps))
+            told += only(do.commit, contribute(run, rank, steps=steps, step=steps))
             run.take(rank)
     stale = [each.contributions.staleness for each in told[workers:]]
     assert stale == [workers - 1] * (2 * workers)

@@ -13,7 +13,6 @@ import torch
 from crew import WAIT_S, crew, eventually, window
 from every_row import every
 
-from sparkdl.averager.client.worker_channel import blocks as blocks_of
 from sparkdl.averager.messages.progress import Progress
 from sparkdl.averager.service.saving import CheckpointPlan, ResumedCheckpoint, worker_state_file
 from sparkdl.averager.values import packing
@@ -34,19 +33,19 @@ def test_a_state_that_ends_early_is_not_in_the_checkpoint(
     store = CheckpointStore(str(tmp_path), keep_last=9)
     plan = CheckpointPlan(store=store, every_epochs=1, every_rounds=1, last_epoch=1, config={})
     with crew(2, plan=plan, options={"worker_state": lambda: state}) as workers:
-        channel = workers.client(1)._own_channel
+        connection = workers.client(1)._own_connection
 
         def send_only_some(octets: bytes, block_bytes: int) -> None:
-            whole = blocks_of(octets, block_bytes)
+            whole = torch.frombuffer(bytearray(octets), dtype=torch.uint8).split(block_bytes)
             for block in whole[:blocks]:
-                channel.send_values(block)
+                connection.send_values(block)
             if blocks < 3:  # and half of one
                 cut = whole[blocks].numpy().tobytes()
-                channel._connection._send(bytes(values_prefix(len(cut))) + cut[: len(cut) // 2])
+                connection._send(bytes(values_prefix(len(cut))) + cut[: len(cut) // 2])
                 workers.client(1).__exit__(None, None, None)
                 raise ConnectionError
 
-        monkeypatch.setattr(channel, "send_octets", send_only_some)
+        monkeypatch.setattr(connection, "send_octets", send_only_some)
         rounds = [workers.exchange(window(rank)) for rank in (0, 1)]
         rounds[0].result(WAIT_S)
         assert (rounds[1].exception(WAIT_S) is None) is (blocks == 3)
@@ -84,14 +83,14 @@ def test_who_is_lost_as_it_reads_leaves_all_for_the_next_attempt(
             one.result(WAIT_S)
         before = workers.averager.snapshot().restart
     with crew(2, progress=before.progress, kept=before.kept) as workers:
-        channel = workers.client(1)._own_channel
+        connection = workers.client(1)._own_connection
 
         def receive_only_some(size: int, block_bytes: int) -> bytes:
             for _ in range(blocks):
-                channel.receive_values(torch.empty(block_bytes, dtype=torch.uint8))
+                connection.receive_values(torch.empty(block_bytes, dtype=torch.uint8))
             raise ConnectionError
 
-        monkeypatch.setattr(channel, "receive_octets", receive_only_some)
+        monkeypatch.setattr(connection, "receive_octets", receive_only_some)
         lost = workers.call(workers.client(1).resume, [torch.zeros(3)])
         assert isinstance(lost.exception(WAIT_S), ConnectionError)
         workers.lose(1)

@@ -9,9 +9,10 @@ import torch
 from crew import WAIT_S, crew, eventually, window
 from every_row import every
 
+from sparkdl.averager.client.client import _Again
 from sparkdl.averager.messages.headers import window_header
 from sparkdl.averager.values import replica_codec
-from sparkdl.averager.values.wire_format import BFloat16Changes, FullPrecision, WireFormat
+from sparkdl.averager.values.wire_format import BFLOAT16_CHANGES, FULL_PRECISION, WireFormat
 from sparkdl.errors import NonFiniteError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.transport.framing import octets_of, values_prefix
@@ -34,7 +35,7 @@ def test_a_contribution_weighs_what_it_stands_for_and_rows_count_where_they_were
     assert (summary.examples, summary.loss) == (5, 0.6)
 
 
-@every("wire_format", [FullPrecision(), BFloat16Changes()])
+@every("wire_format", [FULL_PRECISION, BFLOAT16_CHANGES])
 def test_rounds_without_any_weight_change_nothing(wire_format: WireFormat) -> None:
     def exchanged(step: int, value: float, **fields: object) -> list[list[float]]:
         rounds = [
@@ -53,7 +54,7 @@ def test_rounds_without_any_weight_change_nothing(wire_format: WireFormat) -> No
 
 @every("bad", [math.nan, -math.inf])
 @every("rank", [0, 1])
-@every("wire_format", [FullPrecision(), BFloat16Changes()])
+@every("wire_format", [FULL_PRECISION, BFLOAT16_CHANGES])
 def test_what_is_not_finite_never_reaches_the_center_and_is_said_whose_it_is(
     wire_format: WireFormat, rank: int, bad: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,22 +67,23 @@ def test_what_is_not_finite_never_reaches_the_center_and_is_said_whose_it_is(
         assert isinstance(error, NonFiniteError)
         assert (error.rank, error.epoch, error.step) == (rank, 1, 4)
         assert f"rank {rank} has 3 NaN or infinite values" in str(error)
-        assert workers.averager.center[0].tolist() == [1.0] * 3
+        assert workers.averager.center.values[0].tolist() == [1.0] * 3
 
 
 def test_what_is_on_its_way_into_a_sum_that_is_forgotten_goes_nowhere() -> None:
     with crew(2, max_failures=5) as workers:
-        for segment in workers.averager._center._spare:
+        for segment in workers.averager.center._spare:
             segment.fill_(float("nan"))  # what lies there is nobody's contribution
         octets = bytes(octets_of(torch.full((3,), 7.0)))
         for rank in (0, 1):
-            channel = workers.client(rank)._channel
-            channel.send_header(window_header(window(rank)))
-            channel._connection._send(bytes(values_prefix(len(octets))) + octets[:5])
-        entered = workers.averager._coordinator.round.entered
+            connection = workers.client(rank)._own_connection
+            connection.send_header(window_header(window(rank)))
+            connection._send(bytes(values_prefix(len(octets))) + octets[:5])
+        entered = workers.averager.coordinator.round.entered
         assert eventually(lambda: len(entered) == 2)
-        workers.client(1)._channel.close()
-        first = workers.client(0)._channel
-        assert first.receive_header() == {"again": True}
-        first._connection._send(octets[5:])
+        workers.client(1)._own_connection.close()
+        first = workers.client(0)._own_connection
+        with pytest.raises(_Again):
+            first.receive_header()
+        first._send(octets[5:])
         assert workers.exchange(window(0), 7.0).result(WAIT_S) == [7.0] * 3

@@ -10,16 +10,14 @@ import pytest
 import torch
 from by_keyword import open_averager
 from crew import LAYOUT, WAIT_S, Crew, crew, eventually, window
+from decided import do
 from every_row import every
 
-from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
+from sparkdl.averager import Averager
 from sparkdl.averager.coordination.coordinator import Coordinator
-from sparkdl.averager.service.loop import Loop
 from sparkdl.averager.values.center import Center
-from sparkdl.averager.values.wire_format import FullPrecision
+from sparkdl.averager.values.wire_format import FULL_PRECISION
 from sparkdl.errors import DeadlineError, DisconnectedError, StoppedError, TrainingError
-from sparkdl.transport.connecting import dial
 
 
 def finish(workers: Crew, rank: int) -> None:
@@ -49,10 +47,10 @@ def test_who_exchanges_something_in_an_epoch_that_the_other_has_ended_does_not_w
         workers.exchange(window(1, last=True))
         workers.exchange(window(0)).result(WAIT_S)
         workers.call(workers.client(0).gather, {})
-        workers.wait_for(on.Gave, 0)
+        workers.wait_for("gave", 0)
         workers.wait(59.0)
         assert not workers.outcome.done()
-        told = [each for each in workers.heard.decisions if isinstance(each, do.SayWaiting)]
+        told = [each for each in workers.heard.decisions if isinstance(each, do.say_waiting)]
         assert [[member.rank for member in each.members] for each in told] == [[0, 1]] * 3
         workers.wait(62.0)  # it is dropped, and does not come back
         error = workers.outcome.exception(WAIT_S)
@@ -74,12 +72,11 @@ def test_who_has_finished_may_leave_before_the_others_have() -> None:
 
 
 def test_who_comes_when_the_run_has_ended_hears_it_whatever_it_has_to_say() -> None:
-    with open_averager(LAYOUT, [torch.zeros(3)], 1, FullPrecision()) as averager:
+    with open_averager(LAYOUT, [torch.zeros(3)], 1, FULL_PRECISION) as averager:
         averager.fail(TrainingError("it was enough"))
         with pytest.raises(TrainingError):
             list(averager.events())
-        address = averager.address
-        late = dial(address.host_and_port, address.token, None, WAIT_S, 2.0)
+        late = averager.address.connect(0, "the averager", 2.0)
         late.send_header({"failure": "of no interest any more"})
         assert late.receive_header() == {"stopped": "the run ended: it was enough"}
         late.close()
@@ -97,13 +94,14 @@ def failure_of(workers: Crew) -> BaseException:
 
 def spoil_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on also what a failure leads to fails."""
-    monkeypatch.setattr(Coordinator, "handle", mistake)
+    monkeypatch.setattr(Coordinator, "_enter_held", mistake)
+    monkeypatch.setattr(Coordinator, "_end", mistake)
 
 
 def spoil_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run fails, and then so does telling everyone."""
     monkeypatch.setattr(Center, "commit", mistake)
-    monkeypatch.setattr(Loop, "part", mistake)
+    monkeypatch.setattr(Averager, "part", mistake)
 
 
 def spoil_commits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from toys import drive
 from sparkdl.averager import AveragerClient
 from sparkdl.averager.messages import headers
 from sparkdl.averager.messages.headers import shard_header
-from sparkdl.averager.values.wire_format import FullPrecision
+from sparkdl.averager.values.wire_format import FULL_PRECISION
 from sparkdl.errors import DataError
 from sparkdl.feed.statistics.column import ColumnStatistics
 from sparkdl.feed.statistics.shards import ShardStatistics
@@ -37,13 +37,11 @@ def test_the_statistics_about_columns_are_added_up_once_however_many_workers_ask
     with (
         ExitStack() as stack,
         ThreadPoolExecutor(WORKERS + 1) as pool,
-        open_averager(
-            LAYOUT, [torch.zeros(3)], WORKERS, FullPrecision(), deadline_s=10
-        ) as averager,
+        open_averager(LAYOUT, [torch.zeros(3)], WORKERS, FULL_PRECISION, deadline_s=10) as averager,
     ):
         pool.submit(drive, averager)
         clients = [
-            stack.enter_context(AveragerClient(averager.address, rank, FullPrecision()))
+            stack.enter_context(AveragerClient(averager.address, rank, FULL_PRECISION))
             for rank in range(WORKERS)
         ]
         starts = [pool.submit(one.start, shard, [torch.zeros(3)], LAYOUT) for one in clients]

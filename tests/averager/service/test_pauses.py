@@ -19,16 +19,15 @@ import pytest
 import torch
 from by_keyword import open_averager
 from crew import LAYOUT, SILENCE_S, WAIT_S, Crew, crew, sent_values, window
+from decided import do
 from every_row import every
 from toys import drive
 
 from sparkdl.averager import AveragerClient
-from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
 from sparkdl.averager.coordination.membership import Tolerance
 from sparkdl.averager.messages.progress import Position, Progress
 from sparkdl.averager.service.saving import CheckpointPlan
-from sparkdl.averager.values.wire_format import Changes, FullPrecision
+from sparkdl.averager.values.wire_format import CHANGES, FULL_PRECISION
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.protocols import Segment
@@ -41,7 +40,7 @@ def exchange(workers: Crew, step: int, last: bool = False) -> None:
 
 
 def pause(workers: Crew, seconds: float) -> None:
-    workers.clock.step(workers.averager.service, seconds)
+    workers.clock.step(workers.averager, seconds)
 
 
 @every("max_failures", [0, 5])
@@ -49,7 +48,7 @@ def test_workers_survive_a_pause_of_the_driver(max_failures: int) -> None:
     with crew(2, deadline_s=60.0, max_failures=max_failures) as workers:
         exchange(workers, step=1)
         early = workers.exchange(window(0, 2))
-        workers.wait_for(on.Contributed, 0, 2)
+        workers.wait_for("contributed", 0, 2)
         pause(workers, 85.0)
         workers.wait(2.0)  # longer than the driver takes to look at its clock
         workers.exchange(window(1, 2)).result(WAIT_S)
@@ -68,7 +67,7 @@ def test_a_pause_is_no_long_window_by_which_patience_is_measured() -> None:
         pause(workers, 40.0)
         exchange(workers, step=2)
         goes_on = workers.exchange(window(0, 3))
-        workers.wait_for(on.Contributed, 0, 3)
+        workers.wait_for("contributed", 0, 3)
         workers.wait(14.0)
         assert workers.averager.dropped == []
         workers.wait(2.0)
@@ -100,7 +99,7 @@ def serve(told: Pipe) -> None:
         LAYOUT,
         [torch.zeros(3)],
         2,
-        FullPrecision(),
+        FULL_PRECISION,
         deadline_s=DEADLINE_S,
         tolerance=Tolerance(5),
     )
@@ -124,9 +123,7 @@ def test_a_driver_whose_process_was_stopped_takes_nobody_for_lost() -> None:
         assert ours.poll(WAIT_S)
         address = ours.recv()
         clients = [
-            stack.enter_context(
-                AveragerClient(address, rank, FullPrecision(), deadline_s=SILENCE_S)
-            )
+            stack.enter_context(AveragerClient(address, rank, FULL_PRECISION, deadline_s=SILENCE_S))
             for rank in range(2)
         ]
         pool = stack.enter_context(ThreadPoolExecutor(2))
@@ -158,16 +155,16 @@ def test_who_is_held_sends_nothing_and_is_not_lost_though_others_take_long(
 ) -> None:
     """Values that nobody reads would fill the connection, and their sender's deadline pass."""
     sent = sent_values(monkeypatch)
-    settings = {"policy": SSP(0).policy(1), "progress": PROGRESS, "wire_format": Changes()}
+    settings = {"policy": SSP(0).policy(1), "progress": PROGRESS, "wire_format": CHANGES}
     with crew(2, deadline_s=60.0, max_failures=1, **settings) as workers:
         ahead = workers.exchange(window(0, AHEAD + 1))
-        workers.wait_for(on.WindowClosed, 0)
+        workers.wait_for("window_closed", 0)
         for step in range(1, AHEAD + 1):
             workers.wait(25.0)
             assert not ahead.done()
             assert len(sent) == step - 1  # by the other
             workers.exchange(window(1, step)).result(WAIT_S)
-        told = [each for each in workers.heard.decisions if isinstance(each, do.SayWaiting)]
+        told = [each for each in workers.heard.decisions if isinstance(each, do.say_waiting)]
         assert [[member.rank for member in each.members] for each in told] == [[0]] * 18
         through = workers.exchange(window(1, AHEAD + 1, last=True))
         ahead.result(WAIT_S)
@@ -194,7 +191,7 @@ def test_who_is_held_is_not_lost_though_its_values_would_not_fit_into_the_connec
             LARGE,
             [torch.zeros(VALUES)],
             2,
-            Changes(),
+            CHANGES,
             deadline_s=DEADLINE_S,
             tolerance=Tolerance(1),
             policy=SSP(0).policy(1),
@@ -203,7 +200,7 @@ def test_who_is_held_is_not_lost_though_its_values_would_not_fit_into_the_connec
         stack.enter_context(averager)
         clients = [
             stack.enter_context(
-                AveragerClient(averager.address, rank, Changes(), deadline_s=DEADLINE_S)
+                AveragerClient(averager.address, rank, CHANGES, deadline_s=DEADLINE_S)
             )
             for rank in range(2)
         ]

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 from crew import WAIT_S, crew, sent_values, window
+from decided import Told, do
 from decisions import Every, Run, only, report, started
 from every_row import every
 
-from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.coordination import events as on
 from sparkdl.averager.messages.progress import Position
 from sparkdl.averager.policies.round_policy import RoundRobin
-from sparkdl.averager.values.wire_format import Changes
+from sparkdl.averager.values.wire_format import CHANGES
 
 
 def run_of(world_size: int, **options: Any) -> Run:
@@ -24,7 +23,7 @@ def run_of(world_size: int, **options: Any) -> Run:
 def close(run: Run, rank: int, steps: int = 1, **fields: Any) -> list[int]:
     """A rank has trained a window; returns who may contribute then."""
     told = replace(report(rank, step=steps, **fields), step_of_epoch=steps)
-    return received(run.tell(on.WindowClosed(run.members[rank], told)))
+    return received(run.tell("window_closed", run.members[rank], told))
 
 
 def add(run: Run, rank: int) -> list[int]:
@@ -32,8 +31,8 @@ def add(run: Run, rank: int) -> list[int]:
     return received(run.add(rank) + run.take(rank))
 
 
-def received(decisions: list[do.Decision]) -> list[int]:
-    return [each.member.rank for each in only(do.Receive, decisions)]
+def received(decisions: list[Told]) -> list[int]:
+    return [each.member.rank for each in only(do.receive, decisions)]
 
 
 def test_who_is_ready_first_waits_for_those_before() -> None:
@@ -49,7 +48,7 @@ def test_who_is_ready_first_waits_for_those_before() -> None:
 def test_who_has_had_its_turn_goes_on_at_once() -> None:
     run = run_of(3)
     close(run, 0)
-    assert [each.member.rank for each in only(do.Reply, run.add(0))] == [0]
+    assert [each.member.rank for each in only(do.reply, run.add(0))] == [0]
 
 
 def test_a_turn_of_who_is_lost_is_skipped_and_it_has_one_when_it_is_back() -> None:
@@ -70,7 +69,7 @@ def test_a_turn_of_who_is_lost_in_it_passes_on() -> None:
     close(run, 1)
     assert close(run, 0) == [0]
     decisions = run.lose(0)
-    assert only(do.StartOver, decisions) == [do.StartOver(())]
+    assert only(do.start_over, decisions) == [do.start_over(())]
     assert received(decisions) == [1]
 
 
@@ -116,8 +115,8 @@ def test_who_waits_for_its_turn_is_told_that_the_run_goes_on_and_is_not_late() -
     run.wait(1)
     close(run, 1)
     decisions = run.wait(20)
-    assert only(do.SayWaiting, decisions) == [do.SayWaiting((run.members[1],))]
-    assert only(do.Drop, decisions) == [do.Drop(run.members[0])]
+    assert only(do.say_waiting, decisions) == [do.say_waiting((run.members[1],))]
+    assert only(do.drop, decisions) == [do.drop(run.members[0])]
     assert received(decisions) == [1]
 
 
@@ -127,8 +126,8 @@ def test_a_turn_that_has_come_waits_for_a_checkpoint_and_comes_behind_it() -> No
     close(run, 1)
     run.add(0)
     assert received(run.take(0)) == []
-    run.tell(on.WorkerStateWritten(run.members[0]))
-    assert received(run.tell(on.CheckpointWritten())) == [1]
+    run.tell("worker_state_written", run.members[0])
+    assert received(run.tell("checkpoint_ended", saved=True)) == [1]
 
 
 def test_others_may_train_longer_than_who_waits_could_go_on_sending(
@@ -140,11 +139,11 @@ def test_others_may_train_longer_than_who_waits_could_go_on_sending(
     """
     sent = sent_values(monkeypatch)
     with crew(
-        2, policy=RoundRobin(1), wire_format=Changes(), deadline_s=60.0, max_failures=1
+        2, policy=RoundRobin(1), wire_format=CHANGES, deadline_s=60.0, max_failures=1
     ) as workers:
         for step in (1, 2):
             waits = workers.exchange(window(1, step))
-            workers.wait_for(on.WindowClosed, 1, step)
+            workers.wait_for("window_closed", 1, step)
             for _ in range(250 * (step - 1)):
                 workers.client(0).heartbeat()
                 workers.wait(1.0)

@@ -19,13 +19,13 @@ from toys import drive
 from virtual_time import VirtualClock
 
 from sparkdl.averager import Averager, AveragerClient, ServiceAddress
-from sparkdl.averager.values.wire_format import FullPrecision
-from sparkdl.errors import SparkDLError, StoppedError, TrainingError
+from sparkdl.averager.values.wire_format import FULL_PRECISION
+from sparkdl.errors import DisconnectedError, SparkDLError, StoppedError, TrainingError
 from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 from sparkdl.protocols import Segment
 from sparkdl.transport import acceptor
 from sparkdl.transport.acceptor import MAX_UNAUTHENTICATED
-from sparkdl.transport.connection import Connection, ConnectionLostError
+from sparkdl.transport.connection import Connection
 from sparkdl.transport.framing import header_message
 from sparkdl.transport.handshake import HELLO_BYTES, REFUSAL
 
@@ -87,7 +87,7 @@ def averager(clock: VirtualClock) -> Iterator[Averager]:
 def opened(clock: VirtualClock | None = None) -> Averager:
     """The averager of one worker, for which no time passes."""
     now = clock or VirtualClock()
-    return open_averager(LAYOUT, [torch.ones(5)], 1, FullPrecision(), now=now)
+    return open_averager(LAYOUT, [torch.ones(5)], 1, FULL_PRECISION, now=now)
 
 
 def dial(averager: Averager) -> Connection:
@@ -100,7 +100,7 @@ def train_alone(averager: Averager) -> list[float]:
     segments = [torch.zeros(5)]
     with (
         ThreadPoolExecutor(1) as pool,
-        AveragerClient(averager.address, 0, FullPrecision(), deadline_s=SILENCE_S) as client,
+        AveragerClient(averager.address, 0, FULL_PRECISION, deadline_s=SILENCE_S) as client,
     ):
         driver = pool.submit(drive, averager)
         client.start(ShardStatistics(2, ()), segments, LAYOUT)
@@ -114,7 +114,7 @@ def train_alone(averager: Averager) -> list[float]:
 def test_a_connection_without_the_jobs_token_is_refused(averager: Averager, token: str) -> None:
     connection = dial(averager)
     assert not connection.introduce(token)
-    with pytest.raises(ConnectionLostError):
+    with pytest.raises(DisconnectedError):
         connection.receive_header()
     connection.close()
 
@@ -189,13 +189,13 @@ def test_a_refused_connection_does_not_end_the_run(averager: Averager) -> None:
 def test_a_worker_with_a_wrong_token_is_stopped(averager: Averager) -> None:
     address = ServiceAddress(averager.address.uri, "wrong")
     with pytest.raises(StoppedError, match="do not have the same token"):
-        AveragerClient(address, 0, FullPrecision(), deadline_s=SILENCE_S)
+        AveragerClient(address, 0, FULL_PRECISION, deadline_s=SILENCE_S)
 
 
 def test_tokens_differ_from_run_to_run_and_are_not_shown() -> None:
     tokens = set()
     for _ in range(3):
-        with open_averager(LAYOUT, [torch.ones(5)], 1, FullPrecision()) as averager:
+        with open_averager(LAYOUT, [torch.ones(5)], 1, FULL_PRECISION) as averager:
             tokens.add(averager.address.token)
             assert averager.address.token not in repr(averager.address)
     assert len(tokens) == 3
@@ -203,7 +203,7 @@ def test_tokens_differ_from_run_to_run_and_are_not_shown() -> None:
 
 
 def test_the_port_is_bound_to_the_host_asked_for() -> None:
-    with open_averager(LAYOUT, [torch.ones(5)], 1, FullPrecision(), host="127.0.0.1") as averager:
+    with open_averager(LAYOUT, [torch.ones(5)], 1, FULL_PRECISION, host="127.0.0.1") as averager:
         _, port = averager.address.host_and_port
         assert averager.address.uri == f"tcp://127.0.0.1:{port}"
         # The whole of 127/8 is this machine: another address of it must not answer.
@@ -213,7 +213,7 @@ def test_the_port_is_bound_to_the_host_asked_for() -> None:
 
 def test_the_advertised_host_is_the_one_in_the_address() -> None:
     with open_averager(
-        LAYOUT, [torch.ones(5)], 1, FullPrecision(), advertised_host="localhost"
+        LAYOUT, [torch.ones(5)], 1, FULL_PRECISION, advertised_host="localhost"
     ) as averager:
         assert averager.address.uri.startswith("tcp://localhost:")
 
@@ -223,7 +223,7 @@ def test_an_ipv6_address_survives_its_uri() -> None:
 
 
 def test_closing_the_port_ends_connections_of_every_kind() -> None:
-    with open_averager(LAYOUT, [torch.ones(5)], 1, FullPrecision(), deadline_s=60) as averager:
+    with open_averager(LAYOUT, [torch.ones(5)], 1, FULL_PRECISION, deadline_s=60) as averager:
         stranger = dial(averager)
         worker = dial(averager)
         assert worker.introduce(averager.address.token)
@@ -268,12 +268,12 @@ class Intruder:
         self.averager.start()
         while "chunk_bytes" not in self.connection.receive_header():
             pass
-        assert self.connection.receive_values(torch.empty(5)) is None
+        self.connection.receive_values(torch.empty(5))
         self.send(*messages)
 
     def send(self, *messages: Message) -> None:
         # The averager may end the connection at the first message already.
-        with contextlib.suppress(ConnectionLostError, OSError):
+        with contextlib.suppress(DisconnectedError, OSError):
             for message in messages:
                 if isinstance(message, Raw):
                     self.socket.sendall(b"\x01" + len(message).to_bytes(4, "big") + message)
@@ -408,11 +408,11 @@ def test_a_wrong_first_message_is_answered_with_an_error(hello: bytes) -> None:
 def test_messages_beyond_the_plan_never_reach_the_center(averager: Averager) -> None:
     with Intruder(averager) as intruder:
         intruder.train(header(), torch.full((5,), 2.0))
-        assert intruder.connection.receive_values(torch.empty(5)) is None
+        intruder.connection.receive_values(torch.empty(5))
         intruder.send(torch.full((5,), 9.0))
         with pytest.raises(TrainingError):
             list(intruder.events)
-    assert averager.center[0].tolist() == [2.0] * 5
+    assert averager.center.values[0].tolist() == [2.0] * 5
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before the end", "after it"])
@@ -428,7 +428,7 @@ def test_a_first_header_that_never_becomes_whole_is_told_that_the_run_has_ended(
         else:
             assert connection.introduce(averager.address.token)
             connection._send(header_message(JOIN)[:12])
-    clock.run(averager.service, 2.0)
+    clock.run(averager, 2.0)
     assert connection.receive_header() == {"stopped": "the run ended: over"}
     connection.close()
 
@@ -438,4 +438,4 @@ def test_half_a_contribution_never_reaches_the_center(averager: Averager) -> Non
         intruder.train(header(), torch.full((4,), 2.0))
         with pytest.raises(TrainingError):
             list(intruder.events)
-    assert averager.center[0].tolist() == [1.0] * 5
+    assert averager.center.values[0].tolist() == [1.0] * 5

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 
 import torch
+from by_keyword import center_of
 from every_row import every
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from sparkdl.averager.values.center import Center
 from sparkdl.averager.values.center_update import Contributions
-from sparkdl.averager.values.wire_format import BFloat16Changes, FullPrecision, WireFormat
+from sparkdl.averager.values.wire_format import BFLOAT16_CHANGES, FULL_PRECISION, WireFormat
 from sparkdl.protocols import Layout, Segment
 from sparkdl.transport.channel import Frames
 from sparkdl.transport.framing import PREFIX_BYTES, VALUES_KIND, read_prefix
@@ -29,7 +30,7 @@ def make_center(
     layout: Layout = ONE, wire_format: WireFormat | None = None, world_size: int = 2
 ) -> Center:
     zeros = [torch.zeros(segment.numel, dtype=segment.center_dtype) for segment in layout]
-    return Center(layout, zeros, world_size, wire_format or FullPrecision())
+    return center_of(layout, zeros, world_size, wire_format or FULL_PRECISION)
 
 
 def contribute(center: Center, rank: int, value: float) -> None:
@@ -93,14 +94,14 @@ def test_a_sum_that_has_started_over_has_nothing_of_before() -> None:
 
 
 def test_the_reply_has_the_segments_in_order_whatever_is_done_to_each() -> None:
-    center = make_center(MIXED, BFloat16Changes())
+    center = make_center(MIXED, BFLOAT16_CHANGES)
     average(center, {0: (1, 2.0), 1: (1, 4.0)})
     sizes = [len(octets) for octets in center.reply()[1::2]]
     assert sizes == [2 * 40_000, 8 * 3, 2 * 2]
 
 
 def test_under_bfloat16_the_reply_is_the_rounded_change_and_the_center_moves_by_it() -> None:
-    center = make_center(wire_format=BFloat16Changes())
+    center = make_center(wire_format=BFLOAT16_CHANGES)
     for number in (1, 2):
         average(center, {0: (1, 1.0), 1: (1, 1.0078125)})
         # The mean, 1.00390625, has no bfloat16 of its own; 1 is the nearest with an even end.
@@ -173,11 +174,11 @@ class TestMemory:
     @every(
         ("dtype", "wire_format", "bytes_each"),
         [
-            (torch.float32, FullPrecision(), 8),
-            (torch.float32, BFloat16Changes(), 8 + 2),
-            (torch.bfloat16, FullPrecision(), 8 + 2),
-            (torch.float16, FullPrecision(), 8 + 2),
-            (torch.float64, FullPrecision(), 16),
+            (torch.float32, FULL_PRECISION, 8),
+            (torch.float32, BFLOAT16_CHANGES, 8 + 2),
+            (torch.bfloat16, FULL_PRECISION, 8 + 2),
+            (torch.float16, FULL_PRECISION, 8 + 2),
+            (torch.float64, FULL_PRECISION, 16),
         ],
     )
     def test_it_does_not_grow(

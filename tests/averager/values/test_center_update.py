@@ -7,21 +7,22 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
+from by_keyword import center_of
 from every_row import every
 from torch import Tensor
 
 from sparkdl.averager.values.center import Center
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions, ReplaceByMean
 from sparkdl.averager.values.wire_format import (
-    BFloat16Changes,
-    Changes,
-    FullPrecision,
-    ParameterChanges,
+    BFLOAT16_CHANGES,
+    CHANGES,
+    FULL_PRECISION,
+    PARAMETER_CHANGES,
     WireFormat,
 )
 from sparkdl.protocols import Layout, Segment
 
-FORMATS = [FullPrecision(), Changes(), BFloat16Changes()]
+FORMATS = [FULL_PRECISION, CHANGES, BFLOAT16_CHANGES]
 SIZE = 300_000
 """More than one message of values."""
 
@@ -85,7 +86,7 @@ def replied(center: Center, wire_format: WireFormat, before: Tensor) -> Tensor:
 
 @every("wire_format", FORMATS)
 def test_the_center_moves_as_the_update_says_in_every_wire_format(wire_format: WireFormat) -> None:
-    center = Center(layout_of("parameters"), [torch.zeros(SIZE)], 4, wire_format, Momentum())
+    center = center_of(layout_of("parameters"), [torch.zeros(SIZE)], 4, wire_format, Momentum())
     oracle, velocity = np.float32(0), np.float32(0)
     for value in (1.0, 3.0, 2.5):
         before = center.values[0].clone()
@@ -99,7 +100,7 @@ def test_the_center_moves_as_the_update_says_in_every_wire_format(wire_format: W
 @every("wire_format", FORMATS)
 def test_what_is_no_parameter_becomes_the_mean(wire_format: WireFormat) -> None:
     layout = layout_of("parameters", "buffers", "optimizer")
-    center = Center(layout, [torch.zeros(SIZE) for _ in layout], 4, wire_format, Told())
+    center = center_of(layout, [torch.zeros(SIZE) for _ in layout], 4, wire_format, Told())
     contribute(center, wire_format, 1.0, 3.0, 5.0)
     assert [values[-1].item() for values in center.values] == [142.0, 3.0, 5.0]
 
@@ -123,7 +124,7 @@ class Doubles(CenterUpdate):
         change.mul_(2)
 
 
-@every("wire_format", [*FORMATS, ParameterChanges()])
+@every("wire_format", [*FORMATS, PARAMETER_CHANGES])
 @every(
     ("update", "parameters", "others"),
     [(ReplaceByMean(), 3.0, 4.5), (Doubles(), 5.0, 4.5), (InFull(), 9.0, 17.0)],
@@ -136,7 +137,7 @@ def test_a_round_moves_all_that_is_averaged_by_its_share_of_a_full_one(
     initial = [torch.full((each.numel,), 1.0).to(each.center_dtype) for each in layout]
     for values in initial[1:3]:
         values.fill_(1 / 3)
-    center = Center(layout, initial, 4, wire_format, update)
+    center = center_of(layout, initial, 4, wire_format, update)
     contribute(center, wire_format, 9.0, 17.0, 17.0, 7.0, share=0.25)
     assert center.values[0].unique().tolist() == [parameters]
     for values in center.values[1:3]:
@@ -153,7 +154,7 @@ def test_an_update_may_move_the_center_in_a_round_without_weight(wire_format: Wi
 
     layout = (*layout_of("parameters", "buffers"), Segment("buffers", torch.int64, 5))
     initial = [torch.zeros(each.numel, dtype=each.center_dtype) for each in layout]
-    center = Center(layout, initial, 4, wire_format, Coasts())
+    center = center_of(layout, initial, 4, wire_format, Coasts())
     contribute(center, wire_format, 1.0, 3.0, 7.0)
     for expected in (1.5, 1.5):
         before = center.values[0].clone()
@@ -170,19 +171,17 @@ class Halves(Told):
         return 0.5 if staleness else 1.0
 
 
-@every(
-    ("wire_format", "scale"), [(Changes(), 0.5), (BFloat16Changes(), 0.5), (FullPrecision(), 1.0)]
-)
+@every(("wire_format", "scale"), [(CHANGES, 0.5), (BFLOAT16_CHANGES, 0.5), (FULL_PRECISION, 1.0)])
 def test_changes_are_scaled_by_their_staleness_and_values_never(
     wire_format: WireFormat, scale: float
 ) -> None:
-    center = Center(layout_of("parameters"), [torch.zeros(SIZE)], 4, wire_format, Halves())
+    center = center_of(layout_of("parameters"), [torch.zeros(SIZE)], 4, wire_format, Halves())
     assert (center.scale(0), center.scale(3)) == (1.0, scale)
 
 
 def test_a_round_without_weight_leaves_center_and_memory_alone() -> None:
-    center = Center(layout_of("parameters"), [torch.zeros(SIZE)], 4, FullPrecision(), Momentum())
-    contribute(center, FullPrecision(), 1.0)
+    center = center_of(layout_of("parameters"), [torch.zeros(SIZE)], 4, FULL_PRECISION, Momentum())
+    contribute(center, FULL_PRECISION, 1.0)
     center.open_sum([0]).declare(0, 0)
     center.commit(Contributions((), 4))
     assert {name: tensor[0].item() for name, tensor in center.named().items()} == {
@@ -193,12 +192,12 @@ def test_a_round_without_weight_leaves_center_and_memory_alone() -> None:
 
 def test_what_it_remembers_goes_on_in_another_center() -> None:
     whole, first = (
-        Center(layout_of("parameters"), [torch.zeros(SIZE)], 4, FullPrecision(), Momentum())
+        center_of(layout_of("parameters"), [torch.zeros(SIZE)], 4, FULL_PRECISION, Momentum())
         for _ in range(2)
     )
     for value in (1.0, 3.0):
-        contribute(whole, FullPrecision(), value)
-    contribute(first, FullPrecision(), 1.0)
-    second = Center(first.layout, first.values, 4, FullPrecision(), Momentum(), first.memory)
-    contribute(second, FullPrecision(), 3.0)
+        contribute(whole, FULL_PRECISION, value)
+    contribute(first, FULL_PRECISION, 1.0)
+    second = center_of(first.layout, first.values, 4, FULL_PRECISION, Momentum(), first.memory)
+    contribute(second, FULL_PRECISION, 3.0)
     assert torch.equal(second.values[0], whole.values[0])

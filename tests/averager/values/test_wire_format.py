@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from by_keyword import center_of
 from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,11 +16,11 @@ from sparkdl.averager.values.center_update import Contributions
 from sparkdl.averager.values.packing import BLOCK, AsDtype, Float4, Float8, Packing
 from sparkdl.averager.values.replica_codec import ReplicaCodec
 from sparkdl.averager.values.wire_format import (
+    BFLOAT16_CHANGES,
+    CHANGES,
+    FLOAT8_CHANGES,
+    FULL_PRECISION,
     WIRE_FORMATS,
-    BFloat16Changes,
-    Changes,
-    Float8Changes,
-    FullPrecision,
     WireFormat,
 )
 from sparkdl.events import WindowReport
@@ -38,17 +39,17 @@ def test_formats_are_found_by_the_name_of_the_wire_dtype() -> None:
 
 @every("dtype", [torch.float64, torch.float32, torch.float16, torch.int64])
 def test_full_precision_sends_the_replicas_own_type(dtype: torch.dtype) -> None:
-    assert FullPrecision().contribution(Segment("parameters", dtype, 1)) == AsDtype(dtype)
+    assert FULL_PRECISION.contribution(Segment("parameters", dtype, 1)) == AsDtype(dtype)
 
 
 @every("dtype", [torch.float64, torch.float32, torch.float16])
 def test_bfloat16_takes_two_bytes_a_value(dtype: torch.dtype) -> None:
     segment = Segment("parameters", dtype, 1)
-    assert BFloat16Changes().contribution(segment).dtype.itemsize == 2
+    assert BFLOAT16_CHANGES.contribution(segment).dtype.itemsize == 2
 
 
 def test_bfloat16_leaves_integers_alone() -> None:
-    wire_format = BFloat16Changes()
+    wire_format = BFLOAT16_CHANGES
     counters = torch.tensor([1_000_001])
     assert wire_format.contribution(INTEGERS) == AsDtype(torch.int64)
     assert wire_format.encode(counters, torch.tensor([5]), INTEGERS) is counters
@@ -71,7 +72,7 @@ def take_part(center: Center, wire_format: WireFormat, values: Tensor, base: Ten
     wire_format.decode(reply, values, base, center.layout[0])
 
 
-@pytest.mark.parametrize("wire_format", [BFloat16Changes(), Changes()], ids=lambda c: c.name)
+@pytest.mark.parametrize("wire_format", [BFLOAT16_CHANGES, CHANGES], ids=lambda c: c.name)
 @given(
     start=st.floats(-100, 100, width=32),
     changes=st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=20),
@@ -81,7 +82,7 @@ def test_changes_keep_center_and_replica_bit_identical(
 ) -> None:
     segment = Segment("parameters", torch.float32, 1)
     base, values = torch.tensor([start]), torch.tensor([start])
-    center = Center((segment,), [base.clone()], 1, wire_format)
+    center = center_of((segment,), [base.clone()], 1, wire_format)
     for change in changes:
         values += change
         take_part(center, wire_format, values, base)
@@ -91,9 +92,9 @@ def test_changes_keep_center_and_replica_bit_identical(
 
 def test_bfloat16_does_not_lose_small_changes_of_large_values() -> None:
     """1 + 1e-4 is 1 in bfloat16; a hundred such changes must arrive as a hundred."""
-    wire_format = BFloat16Changes()
+    wire_format = BFLOAT16_CHANGES
     base, values = torch.ones(1), torch.ones(1)
-    center = Center((Segment("parameters", torch.float32, 1),), [torch.ones(1)], 1, wire_format)
+    center = center_of((Segment("parameters", torch.float32, 1),), [torch.ones(1)], 1, wire_format)
     for _ in range(100):
         values += 1e-4
         take_part(center, wire_format, values, base)
@@ -101,7 +102,7 @@ def test_bfloat16_does_not_lose_small_changes_of_large_values() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@every("wire_format", [FullPrecision(), BFloat16Changes()])
+@every("wire_format", [FULL_PRECISION, BFLOAT16_CHANGES])
 def test_replies_arrive_on_the_cpu_also_for_replicas_on_a_gpu(wire_format: WireFormat) -> None:
     base, values = torch.ones(4, device="cuda"), torch.ones(4, device="cuda")
     reply = torch.full((4,), 2.0).to(wire_format.reply(FLOATS).dtype)
@@ -110,7 +111,7 @@ def test_replies_arrive_on_the_cpu_also_for_replicas_on_a_gpu(wire_format: WireF
 
 
 @every("dtype", [torch.bfloat16, torch.float16])
-@every("wire_format", [Changes(), BFloat16Changes(), Float8Changes()])
+@every("wire_format", [CHANGES, BFLOAT16_CHANGES, FLOAT8_CHANGES])
 def test_what_a_replica_cannot_hold_of_the_center_is_no_change(
     wire_format: WireFormat, dtype: torch.dtype
 ) -> None:
@@ -230,14 +231,14 @@ def state() -> list[Tensor]:
 
 def test_chunks_are_views_of_the_state_as_it_is_laid_out() -> None:
     segments = state()
-    chunks = codec_of(FullPrecision()).whole(segments)
+    chunks = codec_of(FULL_PRECISION).whole(segments)
     assert [chunk.values.tolist() for chunk in chunks] == [[0, 1], [2, 3], [4], [7]]
     chunks[1].values.fill_(9)
     assert segments[0].tolist() == [0, 1, 9, 9, 4]
 
 
 def test_fragments_are_of_every_segment_and_the_whole_together() -> None:
-    codec, segments = codec_of(FullPrecision(), fragments=2), state()
+    codec, segments = codec_of(FULL_PRECISION, fragments=2), state()
     parts = [
         [number for chunk in codec.fragment(segments, index) for number in chunk.values.tolist()]
         for index in range(2)
@@ -246,13 +247,13 @@ def test_fragments_are_of_every_segment_and_the_whole_together() -> None:
 
 
 def test_state_behind_the_models_is_the_optimizers() -> None:
-    chunks = codec_of(FullPrecision()).whole([*state(), torch.zeros(2)])
+    chunks = codec_of(FULL_PRECISION).whole([*state(), torch.zeros(2)])
     kinds = [chunk.segment.kind for chunk in chunks]
     assert kinds == ["parameters"] * 3 + ["buffers", "optimizer"]
 
 
 def test_changes_are_from_the_center_that_was_taken_last() -> None:
-    codec, segments = codec_of(Changes()), state()
+    codec, segments = codec_of(CHANGES), state()
     for chunk in codec.whole(segments):
         chunk.take_center(torch.full_like(chunk.values, 3))
     segments[0] += 2
@@ -265,7 +266,7 @@ def test_changes_are_from_the_center_that_was_taken_last() -> None:
 
 
 def test_a_reply_that_is_merged_later_moves_the_base_and_not_the_values() -> None:
-    codec, segments = codec_of(Changes()), state()
+    codec, segments = codec_of(CHANGES), state()
     first = codec.whole(segments)[0]
     assert first.center_after(torch.tensor([5.0, 6.0])).tolist() == [5, 6]
     assert segments[0].tolist() == [0, 1, 2, 3, 4]
@@ -273,16 +274,16 @@ def test_a_reply_that_is_merged_later_moves_the_base_and_not_the_values() -> Non
 
 
 def test_what_can_be_received_in_place_is() -> None:
-    chunks, codec = codec_of(FullPrecision()).whole(state()), codec_of(FullPrecision())
+    chunks, codec = codec_of(FULL_PRECISION).whole(state()), codec_of(FULL_PRECISION)
     assert all(codec.room(chunk, chunk.reply_packing) is chunk.values for chunk in chunks)
 
 
 def test_what_has_a_base_or_another_dtype_is_received_beside() -> None:
-    codec = codec_of(Changes())
+    codec = codec_of(CHANGES)
     segments = state()
     room = codec.room(codec.whole(segments)[0], codec.whole(segments)[0].center_packing)
     room.fill_(9)
-    halves = codec_of(FullPrecision()).whole([torch.zeros(2).half(), torch.tensor([7])])[0]
+    halves = codec_of(FULL_PRECISION).whole([torch.zeros(2).half(), torch.tensor([7])])[0]
     codec.room(halves, halves.center_packing).fill_(9)
     assert segments[0].tolist() == [0, 1, 2, 3, 4]
     assert halves.values.tolist() == [0, 0]

@@ -22,11 +22,11 @@ from services import console_of
 from torch import Tensor
 from waiting import eventually
 
-from sparkdl.errors import StoppedError
+from sparkdl.errors import DisconnectedError, StoppedError
 from sparkdl.spark.diagnostics.console import Display
 from sparkdl.spark.diagnostics.output import MAX_LINE, MAX_LINES_A_SECOND, Output
 from sparkdl.spark.diagnostics.run_client import RunClient, forwarded
-from sparkdl.transport.connection import Connection, ConnectionLostError
+from sparkdl.transport.connection import Connection
 
 
 class Sent:
@@ -349,7 +349,7 @@ def test_a_worker_that_cannot_be_understood_is_named_and_the_others_are_shown(
             assert connection.introduce(address.token)
             for header in headers:
                 connection.send_header(header)
-            with pytest.raises(ConnectionLostError):
+            with pytest.raises(DisconnectedError):
                 connection.receive_header()
             connection.close()
             with forwarded(address, 0, echo=False):

@@ -33,9 +33,9 @@ import sparkdl
 from sparkdl.averager import Averager
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import STRAGGLER_S
-from sparkdl.averager.service.loop import EdgeOptions
-from sparkdl.averager.service.server import AveragerSpec
-from sparkdl.averager.service.snapshot import Snapshot
+from sparkdl.averager.coordination.run_state import RunSpec
+from sparkdl.averager.service.server import EdgeOptions, Snapshot
+from sparkdl.averager.values.center import CenterSpec
 from sparkdl.driver import lifecycle
 from sparkdl.errors import DeadlineError
 from sparkdl.spark.cluster.run_jobs import RunJobs
@@ -64,7 +64,7 @@ class Driver:
 
     def wait(self, seconds: float) -> None:
         """Time passes for the driver."""
-        self.clock.run(self.averagers[-1].service, seconds)
+        self.clock.run(self.averagers[-1], seconds)
 
     @property
     def coordinator(self) -> Coordinator:
@@ -76,8 +76,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """One for which time passes only when the test says so."""
     driver = Driver()
 
-    def opened(spec: AveragerSpec, snapshot: Snapshot, edge: EdgeOptions) -> Averager:
-        driver.averagers.append(Averager(spec, snapshot, replace(edge, now=driver.clock)))
+    def opened(
+        spec: RunSpec, center: CenterSpec, snapshot: Snapshot, edge: EdgeOptions
+    ) -> Averager:
+        driver.averagers.append(Averager(spec, center, snapshot, replace(edge, now=driver.clock)))
         return driver.averagers[-1]
 
     monkeypatch.setattr(lifecycle, "Averager", opened)

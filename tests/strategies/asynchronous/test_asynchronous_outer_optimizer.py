@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from by_keyword import center_of
 from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,10 +13,9 @@ from replayed import Delayed, recorded_decisions
 from toys import relative_error
 from trainings import DATA, job
 
-from sparkdl.averager.values.center import Center
 from sparkdl.averager.values.center_update import new_memory
 from sparkdl.protocols import Segment
-from sparkdl.strategies import AsynchronousOuterOptimizer, Changes, Contributions, DelayedNesterov
+from sparkdl.strategies import CHANGES, AsynchronousOuterOptimizer, Contributions, DelayedNesterov
 from sparkdl.testing import run_world
 
 STRATEGY = AsynchronousOuterOptimizer(DelayedNesterov(3, 0.7, 0.5), period=2)
@@ -53,7 +53,7 @@ def test_it_is_the_papers_algorithm(
 def test_momentum_also_steps_where_the_nth_contribution_has_no_rows() -> None:
     update = DelayedNesterov(3, 0.7, 0.5)
     layout = (Segment("parameters", torch.float64, 1),)
-    center = Center(layout, [torch.zeros(1).double()], 3, Changes(), update)
+    center = center_of(layout, [torch.zeros(1).double()], 3, CHANGES, update)
     expected = velocity = gathered = 0.0
     for number, change in enumerate([1.0, 2.0, None, 3.0, None, 4.0, None, None, None], 1):
         total = center.open_sum([0])

@@ -11,13 +11,13 @@ import cloudpickle
 import misbehaving
 import pytest
 import trainings
+from decided import do
 from every_row import every
 from misbehaving import die_after
 from replayed import ByHand, recorded_decisions
 from toys import relative_error
 from trainings import DATA, SIZES
 
-from sparkdl.averager.coordination import decisions as do
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.strategies import ASP, BSP, PSSP, SSP, AsynchronousSGD, Softsync
@@ -55,7 +55,7 @@ def test_a_resumed_history_has_the_staleness_of_windows_before(tmp_path: Path) -
     with recorded_decisions() as decisions:
         die_after(14, job(), DATA.shards(), policy)
         outcome = run_world(job(), DATA.shards(), checkpoints=policy)
-    reports = [each.event for each in decisions if isinstance(each, do.Report)]
+    reports = [each.event for each in decisions if isinstance(each, do.report)]
     # What was committed behind the checkpoint is trained again: the last report counts.
     windows = {(w.rank, w.step): w for w in reports if isinstance(w, WindowReport) and w.examples}
     for row in outcome.history:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import springs
 import torch
+from decided import Told
 from streams import AsDecided as AsDecidedInFragments
 from streams import ByHand as FragmentsByHand
 from support.replay import replay
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from toys import Data, classification, make_job, mlp, relative_error
 from trainings import DATA, SGD
 
-from sparkdl.averager.coordination import decisions as do
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.strategies import OuterOptimizer, ParameterAveraging, Strategy
 from sparkdl.worker import Job
@@ -55,7 +55,7 @@ class Killed:
         within: the relative error.
     """
 
-    oracle: Callable[[list[do.Decision], list[Any]], nn.Module]
+    oracle: Callable[[list[Told], list[Any]], nn.Module]
     within: float = 1e-9
 
 
@@ -159,7 +159,7 @@ def with_momentum(strategy: Strategy[Any]) -> Killed:
 
 
 def in_fragments(strategy: OuterOptimizer) -> Killed:
-    def follow(decisions: list[do.Decision], _: Any) -> nn.Module:
+    def follow(decisions: list[Told], _: Any) -> nn.Module:
         oracle = AsDecidedInFragments(strategy, SGD).follow(decisions)
         undisturbed = FragmentsByHand(strategy, SGD).train(3)
         assert relative_error(oracle, undisturbed) > 1e-6  # the killed one has cost something

@@ -22,6 +22,7 @@ import pytest
 import springs
 import strategy_row
 import strategy_table
+from decided import Told, do
 from interruptions import die_after, same_bits, save_and_stop
 from misbehaving import Misbehaves, kill, kill_once, passes_in, resume_after
 from replayed import recorded_decisions
@@ -31,7 +32,6 @@ from support.replay import recorded_commits
 from torch import Tensor, nn
 from toys import classification, mlp, relative_error
 
-from sparkdl.averager.coordination import decisions as do
 from sparkdl.driver import Outcome
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics
@@ -99,11 +99,11 @@ def same_history(first: Outcome, second: Outcome) -> bool:
     )
 
 
-def committed(decisions: list[do.Decision]) -> list[WindowReport]:
+def committed(decisions: list[Told]) -> list[WindowReport]:
     """The windows that the driver was told of, which are what has moved the center, each once."""
-    events = [each.event for each in decisions if isinstance(each, do.Report)]
+    events = [each.event for each in decisions if isinstance(each, do.report)]
     windows = [each for each in events if isinstance(each, WindowReport)]
-    commits = [each.contributions for each in decisions if isinstance(each, do.Commit)]
+    commits = [each.contributions for each in decisions if isinstance(each, do.commit)]
     weights = Counter(weight for each in commits for weight in each.weights)
     assert weights == Counter(each.weight for each in windows if each.weight)
     return windows

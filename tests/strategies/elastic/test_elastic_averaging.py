@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from by_keyword import center_of
+from decided import do
 from every_row import every
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,8 +21,6 @@ from torch import nn
 from toys import classification, relative_error, schema
 from trainings import normed
 
-from sparkdl.averager.coordination import decisions as do
-from sparkdl.averager.values.center import Center
 from sparkdl.errors import ConfigError
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import ColumnSpec, Segment
@@ -97,7 +97,7 @@ def test_one_by_one_it_is_the_papers_algorithm_too(strategy: Any, reads: bool) -
         outcome = run_world(job(strategy=strategy), DATA.shards())
     assert relative_error(outcome.module, as_decided(decisions, hand)) < 1e-11
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
-    commits = [each.contributions for each in decisions if isinstance(each, do.Commit)]
+    commits = [each.contributions for each in decisions if isinstance(each, do.commit)]
     assert reads or {len(each.weights) for each in commits} == {0, 1}
     assert strategy.mode == "round_robin" or max(each.staleness for each in commits) > 0
 
@@ -157,7 +157,7 @@ def test_the_center_moves_by_the_sum_of_the_pulls_of_those_who_are_there(
     numbers = st.lists(st.floats(-1e3, 1e3), min_size=4, max_size=4)
     start, *places = (np.array(data.draw(numbers)) for _ in range(1 + len(there)))
     update = ElasticAveraging(1, rate).center_update
-    center = Center(
+    center = center_of(
         (Segment("parameters", torch.float64, 4),),
         [torch.from_numpy(start.copy())],
         world_size,

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from decided import do
 from every_row import every
 from oracles import pulled
 from replayed import recorded_decisions
@@ -17,7 +18,6 @@ from test_elastic_stability import Point, parabola
 from torch import Tensor, nn
 from toys import batches_by_hand, relative_error
 
-from sparkdl.averager.coordination import decisions as do
 from sparkdl.events import WindowReport
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
@@ -59,7 +59,7 @@ def test_a_made_up_round_robin_run_without_faults_keeps_the_order() -> None:
         plan = replace(random_plan(seed), faults=())
         with recorded_decisions() as decisions:
             simulate_strategy(replace(ROUND_ROBIN, period=1), plan, pulled(0.2))
-        told = [each.event for each in decisions if isinstance(each, do.Report)]
+        told = [each.event for each in decisions if isinstance(each, do.report)]
         windows = [event for event in told if isinstance(event, WindowReport)]
         # One without rows has a last window all the same.
         expected = [rank for rank, _ in laps([max(count, 1) for count in plan.windows])]

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from by_keyword import center_of
 from every_row import every
 from springs import DATA, ByHand, Watched, in_step, job, replicas
 from torch import Tensor, nn
 from toys import Data
 
-from sparkdl.averager.values.center import Center
 from sparkdl.events import WindowReport
 from sparkdl.protocols import Batch, Segment
 from sparkdl.replica import Replica
@@ -96,7 +96,7 @@ class Clones:
         layout = (Segment("parameters", torch.float64, 1),)
         values = [torch.tensor([start], dtype=torch.float64)]
         update = strategy.center_update
-        self.center = Center(layout, values, workers, strategy.wire_format, update)
+        self.center = center_of(layout, values, workers, strategy.wire_format, update)
         self._ranks = range(workers)
 
     def exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:

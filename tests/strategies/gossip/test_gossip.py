@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from visits import connected
 
-from sparkdl.errors import TrainingError
+from sparkdl.errors import DisconnectedError, TrainingError
 from sparkdl.strategies.gossip import shown
 from sparkdl.strategies.gossip.gossip_averaging import TOPOLOGIES, peer_of
 from sparkdl.strategies.gossip.shown import MODES, Shown
-from sparkdl.transport.connection import ConnectionLostError
 
 
 @pytest.fixture(autouse=True)
@@ -247,7 +246,7 @@ def say(host: Shown, header: dict[str, Any], *values: torch.Tensor) -> None:
             assert connection.receive_header() == {"go": True}
         for each in values:
             connection.send_values(each)
-        with pytest.raises(ConnectionLostError):
+        with pytest.raises(DisconnectedError):
             connection.receive_header()
 
 

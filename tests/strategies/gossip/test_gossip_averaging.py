@@ -23,11 +23,12 @@ from virtual_time import VirtualClock
 from sparkdl.averager import Averager
 from sparkdl.averager.client import client
 from sparkdl.collective import peers as peers_module
-from sparkdl.collective.peers import PeerAwayError, Peers, Visitors
+from sparkdl.collective.peers import Peers, Visitors
+from sparkdl.errors import DisconnectedError
 from sparkdl.strategies import GossipAveraging, ParameterAveraging
 from sparkdl.strategies.gossip.shown import Shown
 from sparkdl.testing import run_world
-from sparkdl.transport.connection import Connection, ConnectionLostError
+from sparkdl.transport.connection import Connection
 
 cloudpickle.register_pickle_by_value(misbehaving)
 
@@ -127,7 +128,7 @@ def test_who_is_not_there_is_skipped_at_once_and_tried_again_later(
 
     def reach(rank: int, silence_s: float) -> Connection:
         tried.append(rank)
-        raise PeerAwayError("no route")
+        raise DisconnectedError("no route")
 
     others = Peers(0, reach, Visitors())
     for seconds in (0.0, 0.5, 0.9):
@@ -152,7 +153,7 @@ def test_who_is_lost_in_the_middle_of_a_visit_is_called_again_when_it_is_back() 
     others = Peers(0, lambda rank, silence_s: waiting.pop(0), Visitors())  # type: ignore[arg-type, return-value]
 
     def break_off(connection: object) -> bool:
-        raise ConnectionLostError("gone")
+        raise DisconnectedError("gone")
 
     assert others.visit(1, break_off) is None
     assert connections[0].closed

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from sparkdl.errors import TrainingError
-from sparkdl.transport.connection import Connection, ConnectionLostError
+from sparkdl.errors import DisconnectedError, TrainingError
+from sparkdl.transport.connection import Connection
 
 
 class Hosts(Protocol):
@@ -27,7 +27,7 @@ def connected(host: Hosts) -> Iterator[Connection]:
         try:
             while True:
                 host.host(there, there.receive_header())
-        except ConnectionLostError:
+        except DisconnectedError:
             pass
         except TrainingError as error:
             errors.put(error)

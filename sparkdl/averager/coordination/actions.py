@@ -1,0 +1,158 @@
+"""What the decisions of a run have done at the border to the outside: calls, recorded in order.
+
+While an event is decided on, nothing is carried out. Whoever has told the coordinator of the event
+makes the calls afterwards: ``service/server.py`` with sockets, others in virtual time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from sparkdl.averager.coordination.membership import Member
+from sparkdl.averager.messages.progress import Progress
+from sparkdl.averager.messages.run_events import RunEvent
+from sparkdl.averager.values.center_update import Contributions
+from sparkdl.errors import SparkDLError
+from sparkdl.feed.statistics.shards import DataStatistics
+
+
+class Decision(NamedTuple):
+    """A call of a method of ``Actions``.
+
+    Attributes:
+        action: the method's name.
+        arguments: its positional arguments.
+        options: its keyword arguments.
+    """
+
+    action: str
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+class Actions:
+    """What can be decided; each does nothing here, for those who need not do all of it."""
+
+    # At a worker's connection.
+
+    def welcome(self, member: Member) -> None:
+        """Send a worker its position and the center; ``taken`` has to follow."""
+
+    def send_gathered(
+        self, members: tuple[Member, ...], gathered: tuple[object, ...], *, commit: bool
+    ) -> None:
+        """Send workers what all gave, by rank.
+
+        Args:
+            members: the workers.
+            gathered: what they gave.
+            commit: whether to ask them for a commit, if they can make one at this step.
+        """
+
+    def send_epoch_losses(self, member: Member, losses: tuple[float, ...]) -> None:
+        """Send a worker the losses of epochs that it does not know yet."""
+
+    def receive(self, member: Member, weight: float, staleness: int) -> None:
+        """Add a worker's contribution to the sum; ``contributed`` has to follow.
+
+        Args:
+            member: the worker.
+            weight: how much the contribution counts, in rows as a rule.
+            staleness: how often the center has been updated since the worker received it.
+        """
+
+    def start_over(self, members: tuple[Member, ...]) -> None:
+        """Forget the sum; have workers, even those still sending, contribute the same again."""
+
+    def reply(self, member: Member, *, final: bool, values: bool, worker_state: bool) -> None:
+        """Send a worker the result of its round; ``taken`` has to follow.
+
+        Args:
+            member: the worker.
+            final: whether to send it the epoch's final center in place of the round's result.
+            values: whether it wants the values; otherwise it is only told of the commit.
+            worker_state: whether to ask for its state for a checkpoint of this commit;
+                ``worker_state_written`` then has to follow.
+        """
+
+    def ask_worker_state(self, member: Member) -> None:
+        """Have a worker that waits for an epoch's end send its state for a checkpoint now."""
+
+    def say_waiting(self, members: tuple[Member, ...]) -> None:
+        """Tell workers waiting for others that the run goes on."""
+
+    def drop(self, member: Member, why: str) -> None:
+        """End a worker's connection; ``why`` follows its name in messages."""
+
+    def refuse(self, member: Member, reason: str) -> None:
+        """Tell a worker why it cannot take part, and end its connection."""
+
+    def dismiss(self, member: Member) -> None:
+        """End the connection of a worker that has finished."""
+
+    # With the center.
+
+    def open_sum(self, ranks: tuple[int, ...]) -> None:
+        """Begin a round's sum, in the order of ``ranks``."""
+
+    def skip(self, rank: int) -> None:
+        """Let a rank contribute nothing to the sum."""
+
+    def commit(self, contributions: Contributions) -> None:
+        """Let the sum change the center; without contributions it is unchanged."""
+
+    def begin_checkpoint(self, progress: Progress, statistics: DataStatistics) -> None:
+        """Copy the center, which is about to change, for a checkpoint of what has been committed.
+
+        Args:
+            progress: how far the training has come.
+            statistics: of the rows.
+        """
+
+    def write_checkpoint(self) -> None:
+        """Write the rest of the checkpoint, now that every worker's state is in.
+
+        ``checkpoint_ended`` has to follow.
+        """
+
+    # In the driver.
+
+    def report(self, event: RunEvent) -> None:
+        """Tell the driver of something."""
+
+    def end(self, failure: SparkDLError | None, stopped: str | None) -> None:
+        """End the run.
+
+        Args:
+            failure: why it failed, which every worker is told; None if all have finished.
+            stopped: why it was stopped, if it was, which every worker is told.
+        """
+
+
+class Recorder(Actions):
+    """Records the calls in place of making them.
+
+    Attributes:
+        decisions: the calls so far, in order.
+    """
+
+    def __init__(self) -> None:
+        self.decisions: list[Decision] = []
+
+
+def _recording(action: str) -> Callable[..., None]:
+    def record(self: Recorder, *arguments: Any, **options: Any) -> None:
+        self.decisions.append(Decision(action, arguments, options))
+
+    return record
+
+
+for _action in [each for each in vars(Actions) if not each.startswith("_")]:
+    setattr(Recorder, _action, _recording(_action))
+
+
+def carry_out(decisions: list[Decision], actions: Actions) -> None:
+    """Make the calls."""
+    for action, arguments, options in decisions:
+        getattr(actions, action)(*arguments, **options)
