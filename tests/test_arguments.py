@@ -91,7 +91,7 @@ def test_params_refuse_what_is_no_number_by_name_when_it_is_set() -> None:
         for value in (True, np.True_, "5", math.nan, math.inf):
             with pytest.raises(ConfigError, match=f"{name} must be"):
                 estimator(**{name: value})
-    for name in ("progress", "dropLast", "tls", "featuresAsDict", "predictCompiled"):
+    for name in ("progress", "dropLast", "tls", "groupByLength", "predictCompiled"):
         for value in (1, "yes", np.float32(1), None):
             with pytest.raises(ConfigError, match=f"{name} must be True or False"):
                 estimator(**{name: value}) if name != "predictCompiled" else (

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
-import posixpath
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
 
 from sparkdl.arguments import convert_numbers
 from sparkdl.callbacks.base import Callback, Training, imported
-from sparkdl.callbacks.mlflow_model import OfColumns, saving_arguments
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.outputs import parts_of
+from sparkdl.protocols import UNKNOWN
+from sparkdl.replica.replica import forward
 from sparkdl.report.history import metrics_of
+from sparkdl.user_code.tracebacks import text_of
+from sparkdl.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +35,26 @@ TRAINING = "sparkdl.training"
 """The tag by which a fit that resumes from a checkpoint finds the run to continue."""
 LOGGED = "sparkdl.model"
 """The tag that says which of the run's models is its final one."""
-PARAMS_A_CALL = 100
-"""MLflow's own limit."""
-MAX_NAME = 250
-"""Characters of a name, also MLflow's own limit."""
-_NOT_IN_NAMES = re.compile(r"[^\w\-. /:]")
+ROWS = 2
+"""Rows of the example that the graph is made with; torch would take one for a constant."""
+LENGTH = 3
+"""The length, in the example, of what has none of its own."""
+_TAKEN_AS_IT_IS = re.compile(r"(?=.{1,250}\Z)\w[\w\-. :]*(/\w[\w\-. :]*)*")
+
+
+class _Run(NamedTuple):
+    """One run, in a store."""
+
+    client: Any
+    found: Any
+    """The run, as it was when the fit began."""
+    owned: bool
+    logged: set[int]
+    """Epochs that an interrupted fit has logged."""
+
+    @property
+    def id(self) -> str:
+        return str(self.found.info.run_id)
 
 
 @dataclass(frozen=True)
@@ -75,65 +99,19 @@ class MLflow(Callback):
             raise ConfigError("registered_model_name needs a logged model, but log_model is False")
 
     def on_start(self, training: Training, statistics: DataStatistics) -> None:
-        """Start or continue the run, and log what is trained."""
+        """Start or continue the run, and log the settings that it does not have."""
         mlflow = imported("mlflow", package="mlflow", extra="mlflow", who="MLflow()")
-        run = _Run(mlflow, self, training)
+        active = None if self.tracking_uri else mlflow.active_run()
+        client = mlflow.MlflowClient(self.tracking_uri)
+        if active is None:
+            found = self._continued_or_created(mlflow, client, training)
+        else:
+            found = client.get_run(active.info.run_id)
+        known = client.get_metric_history(found.info.run_id, "loss") if training.resumed else []
+        run = _Run(client, found, active is None, {metric.step for metric in known})
         training.kept[self] = run
-        run.log_settings(training, statistics)
-
-    def on_epoch(self, training: Training, summary: EpochSummary) -> None:
-        """Log the epoch's numbers, unless a fit that was interrupted after it did so."""
-        training.kept[self].log_epoch(summary)
-
-    def on_end(self, training: Training, error: BaseException | None) -> None:
-        """Log the model, and end the run."""
-        run: _Run | None = training.kept.pop(self, None)
-        if run is None:
-            return  # no rows had been read yet
-        try:
-            if error is None and self.log_model:
-                run.log_model(training)
-        except BaseException:
-            run.end("FAILED")
-            raise
-        if error is None:
-            run.end("FINISHED")
-        else:
-            run.end("FAILED" if isinstance(error, Exception) else "KILLED")
-
-
-class _Run:
-    """One run, in a store.
-
-    Args:
-        mlflow: the package.
-        wanted: the run's settings.
-        training: the fit.
-    """
-
-    def __init__(self, mlflow: Any, wanted: MLflow, training: Training) -> None:
-        self._mlflow = mlflow
-        self._wanted = wanted
-        self._uri = wanted.tracking_uri or mlflow.get_tracking_uri()
-        active = mlflow.active_run()
-        self._owned = active is None
-        if active is not None and wanted.tracking_uri is None:
-            self._client = mlflow.MlflowClient()
-            run = self._client.get_run(active.info.run_id)
-        else:
-            self._owned = True
-            self._client = mlflow.MlflowClient(tracking_uri=self._uri)
-            run = self._found(training) or self._created(training)
-        self._id: str = run.info.run_id
-        self._params = dict(run.data.params)
-        self._tags = dict(run.data.tags)
-        known = self._client.get_metric_history(self._id, "loss") if training.resumed else []
-        self._logged = {metric.step for metric in known}
-
-    def log_settings(self, training: Training, statistics: DataStatistics) -> None:
-        """Log what is trained, and how, except what the run already has."""
         setup = training.recording.setup
-        told = {
+        settings = {
             "model": setup.model,
             "strategy": setup.strategy,
             "parameters": setup.parameters,
@@ -141,138 +119,181 @@ class _Run:
             "workers": training.recording.world_size,
             **setup.settings,
         }
-        param = self._mlflow.entities.Param
-        names = names_of(told)
-        named = {names[name]: str(value) for name, value in told.items()}
-        new = [param(name, value) for name, value in named.items() if name not in self._params]
-        for start in range(0, len(new), PARAMS_A_CALL):
-            self._client.log_batch(self._id, params=new[start : start + PARAMS_A_CALL])
+        new = {name: str(settings[name]) for name in settings if name not in found.data.params}
+        client.log_batch(run.id, params=[mlflow.entities.Param(*each) for each in new.items()])
 
-    def log_epoch(self, summary: EpochSummary) -> None:
-        """Log the numbers of an epoch."""
-        if summary.epoch in self._logged:
+    def on_epoch(self, training: Training, summary: EpochSummary) -> None:
+        """Log the epoch's numbers, unless a fit that was interrupted after it did so."""
+        from mlflow.entities import Metric
+
+        run: _Run = training.kept[self]
+        if summary.epoch in run.logged:
             return
         values = {**metrics_of(summary), "examples_per_second": summary.examples_per_second}
         now = int(time.time() * 1000)
-        metric, names = self._mlflow.entities.Metric, names_of(values)
-        self._client.log_batch(
-            self._id,
-            metrics=[
-                metric(names[name], value, now, summary.epoch)
-                for name, value in values.items()
-                if math.isfinite(value)
-            ],
-        )
+        metrics = [
+            Metric(name_of(name), value, now, summary.epoch)
+            for name, value in values.items()
+            if math.isfinite(value)
+        ]
+        run.client.log_batch(run.id, metrics=metrics)
 
-    def log_model(self, training: Training) -> None:
-        """Log the model, unless an earlier fit did and this one has trained nothing."""
-        assert training.model is not None
-        assert training.schema is not None
-        if LOGGED in self._tags and not training.recording.rows.any():
-            return
+    def on_end(self, training: Training, error: BaseException | None) -> None:
+        """Log the model, and end the run unless someone else started it."""
+        run: _Run | None = training.kept.pop(self, None)
+        if run is None:
+            return  # no rows had been read yet
+        status = "FAILED" if error is None or isinstance(error, Exception) else "KILLED"
+        try:
+            # An earlier fit has logged the model if there was nothing left to train.
+            trained = LOGGED not in run.found.data.tags or training.recording.rows.any()
+            if error is None and self.log_model and trained:
+                self._log_model(run, training)
+            status = "FINISHED" if error is None else status
+        finally:
+            if run.owned:
+                run.client.set_terminated(run.id, status)
+
+    def _log_model(self, run: _Run, training: Training) -> None:
         import mlflow.pytorch
         from mlflow.models import Model
 
-        features = training.schema.features
-        model = OfColumns(
-            training.model,
-            features,
-            by_name=training.schema.by_name,
-            as_kwargs=training.features_as_kwargs,
-        ).eval()
-        with self._store():
+        assert training.model is not None
+        assert training.schema is not None
+        model = OfColumns(training.model, training.schema, as_kwargs=training.features_as_kwargs)
+        with self._store(mlflow):
             info = Model.log(
                 None,
                 flavor=mlflow.pytorch,
                 name="model",
-                run_id=self._id,
-                registered_model_name=self._wanted.registered_model_name,
-                **saving_arguments(model, features),
+                run_id=run.id,
+                registered_model_name=self.registered_model_name,
+                **saving_arguments(model.eval(), training.schema),
             )
-        self._client.set_tag(self._id, LOGGED, info.model_uri)
+        run.client.set_tag(run.id, LOGGED, info.model_uri)
         logger.info("the model was logged as %s", info.model_uri)
 
-    def end(self, status: str) -> None:
-        """End the run, unless someone else started it."""
-        if self._owned:
-            self._client.set_terminated(self._id, status)
-
-    def _found(self, training: Training) -> Any:
-        """The run of the fit that this one continues, if there is one."""
-        experiment = self._experiment()
-        if training.identity is None or not training.resumed or experiment is None:
-            return None
-        found: Sequence[Any] = self._client.search_runs(
-            [experiment],
-            filter_string=f"tags.`{TRAINING}` = '{training.identity}'",
-            order_by=["attributes.start_time DESC"],
-            max_results=1,
-        )
-        if not found:
+    def _continued_or_created(self, mlflow: Any, client: Any, training: Training) -> Any:
+        """The run of the fit that this one continues, or a new one."""
+        if self.experiment is None:
+            # No public function tells what set_experiment or the environment has chosen.
+            with self._store(mlflow):
+                experiment = str(mlflow.tracking.fluent._get_experiment_id())
+        else:
+            named = client.get_experiment_by_name(self.experiment)
+            experiment = named.experiment_id if named else client.create_experiment(self.experiment)
+        tags = {} if training.identity is None else {TRAINING: training.identity}
+        if tags and training.resumed:
+            found = client.search_runs(
+                [experiment],
+                filter_string=f"tags.`{TRAINING}` = '{training.identity}'",
+                order_by=["attributes.start_time DESC"],
+                max_results=1,
+            )
+            if found:
+                client.update_run(found[0].info.run_id, status="RUNNING")
+                return found[0]
             logger.warning(
                 "the fit resumes from a checkpoint, but MLflow has no run of the previous fit; a "
                 "new run starts at epoch %d",
                 len(training.history) + 1,
             )
-            return None
-        self._client.update_run(found[0].info.run_id, status="RUNNING")
-        return found[0]
-
-    def _created(self, training: Training) -> Any:
-        experiment = self._experiment()
-        if experiment is None:
-            experiment = self._client.create_experiment(self._wanted.experiment)
-        tags = {} if training.identity is None else {TRAINING: training.identity}
-        return self._client.create_run(experiment, run_name=self._wanted.run_name, tags=tags)
-
-    def _experiment(self) -> str | None:
-        """The experiment's id; None if it has yet to be made."""
-        if self._wanted.experiment is None:
-            # No public function tells what set_experiment or the environment has chosen.
-            from mlflow.tracking.fluent import _get_experiment_id
-
-            with self._store():
-                return str(_get_experiment_id())
-        found = self._client.get_experiment_by_name(self._wanted.experiment)
-        return None if found is None else str(found.experiment_id)
+        return client.create_run(experiment, run_name=self.run_name, tags=tags)
 
     @contextmanager
-    def _store(self) -> Iterator[None]:
+    def _store(self, mlflow: Any) -> Iterator[None]:
         """Make MLflow's implicit calls go to the run's store."""
-        if self._mlflow.get_tracking_uri() == self._uri:
-            yield
-            return
-        is_set = self._mlflow.tracking.is_tracking_uri_set()
-        before = self._mlflow.get_tracking_uri() if is_set else ""
-        self._mlflow.set_tracking_uri(self._uri)
+        before = mlflow.get_tracking_uri() if mlflow.tracking.is_tracking_uri_set() else ""
+        if self.tracking_uri is not None:
+            mlflow.set_tracking_uri(self.tracking_uri)
         try:
             yield
         finally:
-            self._mlflow.set_tracking_uri(before)
+            if self.tracking_uri is not None:
+                mlflow.set_tracking_uri(before)
 
 
-def names_of(given: Iterable[str]) -> dict[str, str]:
-    """Distinct names that MLflow accepts; those that clash are numbered in order.
+class OfColumns(nn.Module):
+    """A module as a function of one tensor per column that returns a tensor, or tensors by name.
 
     Args:
-        given: distinct names.
+        module: the user's.
+        schema: its columns.
+        as_kwargs: whether it takes them by name as arguments, if it takes them by name.
     """
-    names = {name: _name(name) for name in given}
-    taken = {name for name, cleaned in names.items() if name == cleaned}
-    for name, cleaned in names.items():
-        if name == cleaned:
-            continue
-        number, one = 1, cleaned
-        while one in taken:
-            number += 1
-            one = f"{cleaned[: MAX_NAME - len(str(number)) - 1]}_{number}"
-        taken.add(one)
-        names[name] = one
-    return names
+
+    def __init__(self, module: nn.Module, schema: FeedSchema, *, as_kwargs: bool = False) -> None:
+        super().__init__()
+        self.module = module
+
+        def call(*columns: Tensor) -> Any:
+            pairs = zip(schema.features, columns, strict=True)
+            given = {spec.name: column.to(spec.dtype) for spec, column in pairs}
+            features = given if schema.by_name else tuple(given.values())
+            outputs = forward(self.module, features, as_kwargs=as_kwargs)
+            if isinstance(outputs, Tensor):
+                return outputs
+            return {str(k): each for k, each in parts_of(outputs).items() if torch.is_tensor(each)}
+
+        # torch.export takes ``*columns`` for one argument, and would fix its length.
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(f"column_{k}", kind) for k in range(len(schema.features))]
+        )
+        self.forward = call
 
 
-def _name(name: str) -> str:
-    cleaned = _NOT_IN_NAMES.sub("_", name)
-    if posixpath.normpath(cleaned) != cleaned or cleaned.startswith((".", "/")):
-        cleaned = "_" + cleaned.replace("/", "_")  # MLflow takes names for paths in a store
-    return cleaned[:MAX_NAME]
+def saving_arguments(model: OfColumns, schema: FeedSchema) -> dict[str, Any]:
+    """What ``mlflow.pytorch.save_model`` is given for a module as a function of columns.
+
+    It is saved as a graph (``torch.export``), which loads without any of the user's code and runs
+    none; a module that cannot be exported is pickled.
+    """
+    from mlflow.models import ModelSignature
+    from mlflow.types import Schema, TensorSpec
+
+    def spec(name: str | None, shown: Tensor, shape: Sequence[int]) -> Any:
+        return TensorSpec(shown.detach().numpy().dtype, (-1, *shape), name=name)
+
+    several = len(schema.features) > 1
+    taken: dict[str, tuple[Tensor, Sequence[int]]] = {}
+    for each in schema.features:
+        shape = (LENGTH if size == UNKNOWN else size for size in each.row_shape)
+        taken[each.name] = for_numpy(torch.zeros((ROWS, *shape), dtype=each.dtype)), each.row_shape
+    example = tuple(shown for shown, _ in taken.values())
+    with torch.no_grad():
+        outputs = model(*example)
+    given = {None: outputs} if isinstance(outputs, Tensor) else outputs
+    requirements = [f"torch=={torch.__version__.partition('+')[0]}"]
+    arguments = {
+        "signature": ModelSignature(
+            Schema([spec(name if several else None, *each) for name, each in taken.items()]),
+            Schema([spec(name, for_numpy(each), each.shape[1:]) for name, each in given.items()]),
+        ),
+        "pytorch_model": model,
+        "pip_requirements": requirements,
+    }
+    try:
+        torch.export.export(model, example)
+    except Exception as error:  # the user's module may fail for many reasons
+        logger.warning(
+            "the model cannot be exported as a graph (%s: %s), so it is logged as a pickle, "
+            "which MLflow loads only where MLFLOW_ALLOW_PICKLE_DESERIALIZATION is 'true'",
+            type(error).__name__,
+            text_of(error).partition("\n")[0],
+        )
+        requirements.append(f"sparkdl-torch=={__version__}")
+        return arguments | {"serialization_format": "pickle"}
+    return arguments | {"input_example": example if several else example[0].numpy()}
+
+
+def for_numpy(values: Tensor) -> Tensor:
+    """The values as NumPy and MLflow have them too: without bfloat16."""
+    return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
+
+
+def name_of(metric: str) -> str:
+    """A name that MLflow takes; a checksum tells names apart that differ in what it refuses."""
+    if _TAKEN_AS_IT_IS.fullmatch(metric):
+        return metric
+    return re.sub(r"\W", "_", metric)[:240] + f"-{zlib.crc32(metric.encode()):08x}"

@@ -9,6 +9,7 @@ from typing import Any
 from sparkdl.callbacks import Callback, WorkerCallback
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError
+from sparkdl.estimator.outputs import SharedParams
 from sparkdl.estimator.params.converters import optimizer_builder
 from sparkdl.estimator.params.estimators import ParamValues
 from sparkdl.estimator.params.settings import described
@@ -16,22 +17,19 @@ from sparkdl.feed.feed import FeedOptions
 from sparkdl.protocols import LossFunction, OptimizerBuilder
 from sparkdl.replica.losses import ModelLoss
 from sparkdl.spark.rows.column_overrides import ColumnOverrides
-from sparkdl.spark.rows.image_columns import ImageColumns
 from sparkdl.spark.storage.files import open_hadoop
 
 
 class FitSettings(ParamValues):
     """The Params of an estimator when ``fit`` is called, and what is made of them."""
 
-    @property
-    def feature_columns(self) -> list[str]:
-        """The feature columns in the order of the model's arguments."""
-        return self.features_cols or [self.features_col]
+    feature_columns: list[str]
+    label_columns: list[str]
 
-    @property
-    def label_columns(self) -> list[str]:
-        """The label columns in the order of the loss's targets."""
-        return self.label_cols or [self.label_col]
+    def __init__(self, params: SharedParams) -> None:
+        super().__init__(params)
+        vars(self)["feature_columns"] = params.feature_columns()
+        vars(self)["label_columns"] = params.label_columns()
 
     @property
     def driver_callbacks(self) -> list[Callback]:
@@ -46,13 +44,9 @@ class FitSettings(ParamValues):
     @property
     def column_overrides(self) -> ColumnOverrides:
         """What was declared about columns."""
-        return ColumnOverrides(
-            self.column_shapes,
-            self.column_dtypes,
-            ImageColumns(self.image_cols or (), self.image_size, self.image_fit, self.image_scale),
-            self.pad_cols,
-            self.pad_inputs,
-        )
+        images = (self.image_cols, self.image_size, self.image_fit, self.image_scale)
+        shapes, dtypes = self.column_shapes, self.column_dtypes
+        return ColumnOverrides(shapes, dtypes, *images, self.pad_cols, self.pad_inputs)
 
     @property
     def feed(self) -> FeedOptions:
@@ -79,10 +73,10 @@ class FitSettings(ParamValues):
                 "loss gives no value per row to weight. Drop one of the two"
             )
         keywords = tuple(self.label_cols or ["labels"])
-        both = set(keywords) & set(self.feature_columns) if self.features_as_kwargs else set()
+        both = set(keywords) & set(self.feature_columns) if self.features_as == "kwargs" else set()
         if both:
             raise ConfigError(
-                f"the model would be given '{min(both)}' twice: as a feature (featuresAsKwargs) "
+                f"the model would be given '{min(both)}' twice: as a feature (featuresAs='kwargs') "
                 "and as a label (loss='model'). Remove it from featuresCols"
             )
         return ModelLoss(keywords)

@@ -8,21 +8,15 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.export import ExportedProgram
 
-from sparkdl.encodings.any_size import FITS
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.fitted import FittedModel
 from sparkdl.estimator.head import head_of
 from sparkdl.estimator.outputs import ChosenOutputs
 from sparkdl.estimator.pretrained import Example, named_features, output_widths, specs_of
 from sparkdl.protocols import SequenceInput
-from sparkdl.spark.rows.column_overrides import (
-    ColumnOverrides,
-    pad_inputs,
-    paddings,
-    require_distinct,
-)
-from sparkdl.spark.rows.converters import function, one_of, optional
-from sparkdl.spark.rows.image_columns import ImageColumns, ImageScale, image_scale, image_size
+from sparkdl.spark.rows.column_overrides import ColumnOverrides, require_distinct
+from sparkdl.spark.rows.converters import function, optional
+from sparkdl.spark.rows.image_columns import ImageScale
 from sparkdl.spark.session.required import jvm_named, require_session
 from sparkdl.user_code.exported import as_module
 
@@ -81,7 +75,7 @@ class TorchModel(FittedModel, ChosenOutputs):
                 padded with; the example has rows of one length.
             padInputs: what the module is given after its features for those that are padded, as in
                 ``TorchEstimator``; the example leaves them out.
-            params: of the model, for example ``featuresCols``, ``featuresAsKwargs``, ``outputCols``
+            params: of the model, for example ``featuresCols``, ``featuresAs``, ``outputCols``
                 or ``predictionCol``.
 
         Raises:
@@ -102,29 +96,26 @@ class TorchModel(FittedModel, ChosenOutputs):
         if isinstance(example, Mapping):
             params.setdefault("featuresCols", list(example))
         taking._set(**params)
-        if isinstance(example, Mapping) and not taking.features_by_name():
+        taken = taking.getFeaturesAs()
+        if isinstance(example, Mapping) and taken == "tensor":
             raise ConfigError(
-                "the example has names: set featuresAsDict or featuresAsKwargs to say how the "
-                "module takes them"
+                "the example has names: set featuresAs='dict' or featuresAs='kwargs' to say how "
+                "the module takes them"
             )
         features = named_features(example, taking.feature_columns())
-        images = ImageColumns(
-            imageCols,
-            image_size(imageSize),
-            one_of("imageFit", tuple(FITS))(imageFit),
-            image_scale(imageScale),
+        overrides = ColumnOverrides(
+            None, None, imageCols or None, imageSize, imageFit, imageScale, padCols, padInputs
         )
-        overrides = ColumnOverrides(None, None, images, paddings(padCols), pad_inputs(padInputs))
         overrides.require_known(list(features))
-        taking._features = tuple(specs_of(features, images, overrides))
-        if taking.features_by_name():
+        taking._features = tuple(specs_of(features, overrides))
+        if taken != "tensor":
             require_distinct(taking._features)
         taking._widths = output_widths(
             module,
             features,
             taking._features,
-            by_name=taking.features_by_name(),
-            as_kwargs=taking.getFeaturesAsKwargs(),
+            by_name=taken != "tensor",
+            as_kwargs=taken == "kwargs",
         )
         taking.predicted_columns(taking._head, taking._widths)
         return taking

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sparkdl.errors import ConfigError, ModelError
@@ -27,19 +27,6 @@ class SharedParams(ModuleParams, FeatureParams, LabelParams, InvalidParams, Pred
     def feature_columns(self) -> list[str]:
         """The feature columns in the order of the model's arguments."""
         return self.getFeaturesCols() or [self.getFeaturesCol()]
-
-    def features_by_name(self) -> bool:
-        """Whether the model takes its features by column name, in either way.
-
-        Raises:
-            ConfigError: both ways are set at once.
-        """
-        if self.getFeaturesAsDict() and self.getFeaturesAsKwargs():
-            raise ConfigError(
-                "featuresAsDict gives the model one dict, featuresAsKwargs keyword arguments: "
-                "drop one of the two"
-            )
-        return self.getFeaturesAsDict() or self.getFeaturesAsKwargs()
 
     def label_columns(self) -> list[str]:
         """The label columns in the order of the loss's targets."""
@@ -79,9 +66,30 @@ class ChosenOutputs(SharedParams, OutputParams):
 
     def predicted_columns(self, head: Head, widths: Widths) -> list[OutputColumn]:
         """The columns that the model adds; ``outputType`` applies to ``predictionCol``."""
-        return predicted_columns(
-            self.output_keys(), self.getPredictionCol(), self.getOutputType(), head, widths
-        )
+        keys, prediction = self.output_keys(), self.getPredictionCol()
+        output_type = self.getOutputType()
+        if prediction not in keys and output_type in ("class", "probability"):
+            raise ConfigError(
+                f"outputType='{output_type}' applies to predictionCol, but outputCols "
+                f"({', '.join(keys)}) has no column '{prediction}'. Set predictionCol to one of "
+                "them"
+            )
+        columns = []
+        for name, key in keys.items():
+            if key not in widths:
+                known = ", ".join(repr(each) for each in widths if each is not None)
+                raise ConfigError(
+                    f"column '{name}' asks for output {key!r}, but the model's outputs are "
+                    f"{known}. Choose one with outputCols={{'{name}': ...}}"
+                    if known
+                    else f"outputCols has column '{name}', but the model has only one output. Drop "
+                    "outputCols; predictionCol names its column"
+                )
+            function, wide = output_function(
+                output_type if name == prediction else "raw", head, widths[key]
+            )
+            columns.append(OutputColumn(name, key, function, wide))
+        return columns
 
 
 class ClassOutputs(ClassParams, SharedParams):
@@ -187,48 +195,6 @@ class NumberOutput(SharedParams):
             )
         function, _ = output_function("raw", head, None)
         return [OutputColumn(self.getPredictionCol(), None, function, False)]
-
-
-def predicted_columns(
-    keys: Mapping[str, OutputKey | None],
-    prediction: str,
-    output_type: str,
-    head: Head,
-    widths: Widths,
-) -> list[OutputColumn]:
-    """The columns in their order; ``outputType`` applies to ``predictionCol``, others are raw.
-
-    Args:
-        keys: the output of each column.
-        prediction: the name of ``predictionCol``.
-        output_type: what that holds.
-        head: what the outputs mean.
-        widths: of the model's outputs.
-
-    Raises:
-        ConfigError: the model has no such output, or the output cannot be of this type.
-    """
-    if prediction not in keys and output_type in ("class", "probability"):
-        raise ConfigError(
-            f"outputType='{output_type}' applies to predictionCol, but outputCols "
-            f"({', '.join(keys)}) has no column '{prediction}'. Set predictionCol to one of them"
-        )
-    columns = []
-    for name, key in keys.items():
-        if key not in widths:
-            known = ", ".join(repr(each) for each in widths if each is not None)
-            raise ConfigError(
-                f"column '{name}' asks for output {key!r}, but the model's outputs are {known}. "
-                f"Choose one with outputCols={{'{name}': ...}}"
-                if known
-                else f"outputCols has column '{name}', but the model has only one output. Drop "
-                "outputCols; predictionCol names its column"
-            )
-        function, wide = output_function(
-            output_type if name == prediction else "raw", head, widths[key]
-        )
-        columns.append(OutputColumn(name, key, function, wide))
-    return columns
 
 
 def require_any_length(widths: Widths, shorter: Widths, keys: Sequence[OutputKey | None]) -> None:

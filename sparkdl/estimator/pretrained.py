@@ -74,24 +74,17 @@ def named_features(example: Example, names: Sequence[str]) -> dict[str, Tensor]:
     return found
 
 
-def specs_of(
-    features: Mapping[str, Tensor], images: ImageColumns, overrides: ColumnOverrides
-) -> list[ColumnSpec]:
+def specs_of(features: Mapping[str, Tensor], overrides: ColumnOverrides) -> list[ColumnSpec]:
     """The tensors that the columns become.
 
     Args:
         features: of the example, by column.
-        images: the columns of images, and what those become.
-        overrides: which columns are padded, and how.
+        overrides: which columns hold images or are padded, and how.
 
     Raises:
-        ConfigError: an image column is not a feature, or a column cannot be padded.
+        ConfigError: a column cannot be one of images, or cannot be padded.
     """
-    unknown = sorted(set(images.names) - set(features))
-    if unknown:
-        raise ConfigError(
-            f"imageCols names '{unknown[0]}', which is not a feature: {', '.join(features)}"
-        )
+    images = overrides.images
     return [
         _spec_of(name, tensor, images if name in images.names else None, overrides.padding(name))
         for name, tensor in features.items()

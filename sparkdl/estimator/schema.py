@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import torch
 from pyspark.sql import DataFrame
@@ -11,55 +10,36 @@ from torch import nn
 
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.fit_settings import FitSettings
-from sparkdl.estimator.head import Head
+from sparkdl.estimator.head import Head, head_of
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import LossFunction
-from sparkdl.spark.rows.column_overrides import (
-    GROUPS_WITHOUT_PADDING,
-    require_distinct,
-)
+from sparkdl.spark.rows.column_overrides import GROUPS_WITHOUT_PADDING, require_distinct
 from sparkdl.spark.rows.columns import InputColumn, held_out_fraction, input_column, input_columns
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class FedColumns:
-    """The columns of a DataFrame that a fit needs, and what they become.
-
-    Attributes:
-        schema: the tensors.
-        columns: the DataFrame's columns, in the order of the schema.
-    """
-
-    schema: FeedSchema
-    columns: tuple[InputColumn, ...]
-
-
 def fed_columns(
-    settings: FitSettings,
-    frame: DataFrame,
-    loss: LossFunction,
-    head: Head,
-    fractions: torch.dtype,
-    *,
-    by_name: bool,
-) -> FedColumns:
-    """Look up the columns and decide what they become.
+    settings: FitSettings, frame: DataFrame, module: nn.Module
+) -> tuple[FeedSchema, tuple[InputColumn, ...]]:
+    """Look up the columns that a fit needs, and decide what they become.
 
     Args:
         settings: which columns, and what was declared about them.
         frame: the DataFrame to fit.
-        loss: the loss that takes the labels.
-        head: what it says about the model's outputs.
-        fractions: the dtype of the model's parameters.
-        by_name: whether the model takes its features by column name.
+        module: the model; fractions get the dtype of its parameters.
+
+    Returns:
+        The tensors, and the DataFrame's columns in the same order.
 
     Raises:
         ConfigError: a column's shape or dtype is missing, impossible or declared for no column, or
             held-out rows are specified in two ways.
         DataError: a column is missing, duplicated or of a type that cannot become a tensor.
     """
+    loss = settings.loss_function()
+    head = head_of(loss)
+    fractions = parameter_dtype(module)
     param = "featuresCol" if settings.features_cols is None else "featuresCols"
     features = input_columns(frame, settings.feature_columns, param)
     several = settings.label_cols is not None
@@ -82,7 +62,7 @@ def fed_columns(
         label_specs if several else label_specs[0],
         weight=None if weight is None else weight.spec(torch.float64),
         validation=None if indicator is None else indicator.spec(torch.bool),
-        by_name=by_name,
+        by_name=settings.features_as != "tensor",
     )
     overrides.require_known([c.name for c in (*features, *labels)])
     _require_paddable(settings, schema)
@@ -90,7 +70,13 @@ def fed_columns(
     columns = (*features, *labels, *optional)
     for column, spec in zip(columns, schema.columns, strict=True):
         logger.info("column '%s' (%s) becomes %s", column.name, column.type_name, spec.dtype)
-    return FedColumns(schema, columns)
+    return schema, columns
+
+
+def parameter_dtype(module: nn.Module) -> torch.dtype:
+    """The dtype of the model's parameters, in which fractions are fed too."""
+    dtypes = (p.dtype for p in module.parameters() if p.is_floating_point())
+    return next(dtypes, torch.float32)
 
 
 def _require_paddable(settings: FitSettings, schema: FeedSchema) -> None:

@@ -144,7 +144,7 @@ def sum_estimator(**changes: Any) -> TorchEstimator:
         "loss": nn.MSELoss(),
         "optimizer": partial(torch.optim.SGD, lr=0.0),
         "featuresCols": list(EXPECTED),
-        "featuresAsDict": True,
+        "featuresAs": "dict",
         "labelCol": "y",
         "columnShapes": SHAPES,
         "columnDtypes": DTYPES,

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import sparkdl
 from sparkdl import GradientAllReduce, ParameterAveraging, TorchDistributor, create_session
 from sparkdl.errors import SparkDLError
-from sparkdl.spark.cluster.slots import _promised_slots
+from sparkdl.spark.cluster.slots import most_slots
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ROWS = 70
@@ -173,7 +173,7 @@ def scenarios(spark: SparkSession, directory: Path) -> dict[str, Callable[[], An
         ),
         "kill and end": lambda: refused(lambda: fails("kill", "kill and end", maxFailures=0)),
         "cancel": lambda: cancel_soon(spark, trace("cancel")),
-        "cores": lambda: _promised_slots(spark),
+        "cores": lambda: most_slots(spark),
         "left": lambda: [process for process in rank_processes() if Path(process).exists()],
     }
 

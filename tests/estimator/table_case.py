@@ -135,9 +135,9 @@ def features_for(case: Case, module: nn.Module) -> tuple[list[Tensor], dict[str,
         name: columns[name].reshape(ROWS, *shapes.get(name, columns[name].shape[1:]))
         for name in settings.get("featuresCols") or [settings.get("featuresCol", "features")]
     }
-    if settings.get("featuresAsKwargs"):
+    if settings.get("featuresAs") == "kwargs":
         return [], named
-    return ([named] if settings.get("featuresAsDict") else [*named.values()]), {}
+    return ([named] if settings.get("featuresAs") == "dict" else [*named.values()]), {}
 
 
 def trained_by_torch(case: Case) -> nn.Module:

@@ -356,8 +356,8 @@ MODELS = [
         lambda: Model(
             lambda self, *, features, scale: self.head(features) * scale[:, None], head=head(WIDTH)
         ),
-        {"featuresCols": ["scale", "features"], "featuresAsKwargs": True},
-        "`featuresAsKwargs=True`",
+        {"featuresCols": ["scale", "features"], "featuresAs": "kwargs"},
+        "`featuresAs='kwargs'`",
     ),
     Case(
         "inputs as one dict",
@@ -365,8 +365,8 @@ MODELS = [
             lambda self, given: self.head(given["features"]) * given["scale"][:, None],
             head=head(WIDTH),
         ),
-        {"featuresCols": ["scale", "features"], "featuresAsDict": True},
-        "`featuresAsDict=True`",
+        {"featuresCols": ["scale", "features"], "featuresAs": "dict"},
+        "`featuresAs='dict'`",
     ),
     Case(
         "several heads with a label each",

@@ -143,7 +143,7 @@ def test_several_outputs_of_several_columns_in_transform_and_in_sql(
     model = TorchModel.from_module(
         module,
         {"features": torch.zeros(2, WIDTH), "tokens": torch.zeros(2, 3, dtype=torch.int64)},
-        featuresAsKwargs=True,
+        featuresAs="kwargs",
         outputCols={"prediction": "logits", "embedding": "pooled"},
         predictionDtype="float32",
     )
@@ -242,7 +242,7 @@ def test_an_exported_program_predicts_and_is_saved_as_the_module_it_was_made_of(
         (torch.zeros(0, WIDTH), {}, r"each tensor of shape \(rows, ...\)"),
         ([], {}, "0 tensors for 1 feature column"),
         ([torch.zeros(1, WIDTH)] * 2, {}, "2 tensors for 1 feature column: features"),
-        ({"x": torch.zeros(1, WIDTH)}, {}, "featuresAsDict or featuresAsKwargs"),
+        ({"x": torch.zeros(1, WIDTH)}, {}, "featuresAs='dict' or featuresAs='kwargs'"),
         (torch.zeros(1, WIDTH), {"feturesCol": "x"}, "no parameter 'feturesCol'"),
         (torch.zeros(1, WIDTH), {"imageCols": ["photo"]}, "imageCols names 'photo'"),
         (torch.zeros(1, WIDTH), {"outputType": "probability"}, "needs a loss that defines"),

@@ -220,7 +220,7 @@ def test_a_loaded_estimator_keeps_every_param(tmp_path: Path) -> None:
         schedulerEvery="step",
         strategy=ParameterAveraging(period=4, average_optimizer_state=False, wire_dtype="bfloat16"),
         featuresCols=["a", "b"],
-        featuresAsKwargs=True,
+        featuresAs="kwargs",
         outputCols={"guess": "logits", "embedding": 1},
         labelCols=["target", "other"],
         weightCol="weight",

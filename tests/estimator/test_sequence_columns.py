@@ -103,7 +103,7 @@ def test_a_pretrained_module_takes_hugging_faces_names(rows: DataFrame) -> None:
         {"input_ids": torch.ones(2, 5, dtype=torch.int64)},
         padCols={"input_ids": WORDS - 1},
         padInputs={"input_ids": "attention_mask"},
-        featuresAsKwargs=True,
+        featuresAs="kwargs",
         predictBatchSize=8,
     )
     named = rows.withColumnRenamed("tokens", "input_ids")
@@ -136,7 +136,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"padInputs": {"label": "lengths"}}, ConfigError, "which padCols does not: only padded"),
     ({"padCols": None, "groupByLength": True}, ConfigError, "padCols names no column"),
     ({"padInputs": {}}, ModelError, "its forward takes (tokens, padding_mask)"),
-    ({"model": nn.Linear(2, 3)}, ModelError, "padding_mask, says where rows are padded"),
+    ({"model": nn.Linear(2, 3)}, ModelError, "called as model(tokens, padding_mask)"),
     ({"padInputs": {"tokens": "lengths"}}, ModelError, "int64 (2, 12), int64 (2,)"),
     ({"model": EachItem, "loss": mean_of}, ModelError, "return a mean over the items"),
     ({"padCols": {"tokens": WORDS}}, ModelError, "index out of range"),

@@ -240,7 +240,7 @@ def test_an_output_that_is_smaller_than_its_patch_is_taken_from_the_middle(tmp_p
     model = TorchModel.from_module(
         Named(),
         {"raw": torch.zeros(1, 2, 16, 16)},
-        featuresAsDict=True,
+        featuresAs="dict",
         outputCols={"prediction": "inner"},
     )
     target = tmp_path / "out.zarr"

@@ -2,41 +2,72 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
 import torch
 from pyspark.sql import DataFrame
 from torch import nn
 
 from sparkdl.driver import build_replica
 from sparkdl.errors import ModelError
-from sparkdl.estimator.checks.hints import SHOW_ZEROS, fail, how_to_build
 from sparkdl.estimator.fit_settings import FitSettings
-from sparkdl.estimator.head import head_of
 from sparkdl.estimator.params.converters import SEVERAL_OPTIMIZERS
 from sparkdl.estimator.schema import fed_columns
 from sparkdl.protocols import UNKNOWN, LossFunction, ModelBuilder, OptimizerBuilder
 from sparkdl.replica import Replica
 from sparkdl.replica.initial import Initialized, has_lazy_parameters
 from sparkdl.replica.optimizer_state import NamedParameters, build_optimizer
+from sparkdl.user_code.tracebacks import message_of, text_of
+
+SHOW_ZEROS = "Give a function as model that builds it and calls it on a batch of zeros"
+_HOW_TO_BUILD = {
+    "uninitialized parameter": SHOW_ZEROS,
+    # torch cannot copy every instance.
+    "deepcopy protocol": "Give a function as model that builds it, instead of an instance",
+    r"(?:missing|required).*\blr\b": "Give the optimizer its learning rate with learningRate",
+    "process group": "The strategy synchronizes the replicas: remove DistributedDataParallel and "
+    "similar wrappers from the model",
+}
+"""What to pass as model or optimizer if these cannot be built with an error like this."""
+
+
+@contextmanager
+def reported(what: str, advice: str = "") -> Iterator[None]:
+    """Report that the user's model, loss or optimizer has failed.
+
+    Args:
+        what: what has failed, and on what.
+        advice: what helps.
+
+    Raises:
+        ModelError: it has.
+    """
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        known = (say for like, say in _HOW_TO_BUILD.items() if re.search(like, text_of(error)))
+        told, advice = message_of(error), advice or next(known, "")
+        told = f"{told.removesuffix('.')}. {advice}" if advice else told
+        raise ModelError(f"{what}: {told}") from error
 
 
 def build(
-    model: ModelBuilder,
-    optimizer: OptimizerBuilder,
-    loss: LossFunction,
-    seed: int,
-    *,
-    clip_norm: float | None = None,
-    features_as_kwargs: bool = False,
+    model: ModelBuilder, optimizer: OptimizerBuilder, loss: LossFunction, seed: int, **options: Any
 ) -> Replica:
-    """Build the replica that will be probed.
+    """Build the replica that will be tried out.
 
     Args:
         model: builds its module.
         optimizer: builds its optimizer.
         loss: its loss.
         seed: for its initial parameters.
-        clip_norm: see ``Replica``.
-        features_as_kwargs: see ``Replica``.
+        options: see ``driver.build_replica``.
 
     Raises:
         LazyModelError: the model has to see a batch first.
@@ -61,21 +92,10 @@ def build(
         return built
 
     _require_nothing_to_train(loss)
-    try:
-        replica = build_replica(
-            checked_model,
-            checked_optimizer,
-            loss,
-            seed,
-            clip_norm=clip_norm,
-            features_as_kwargs=features_as_kwargs,
-        )
+    with reported("the model or its optimizer cannot be built"):
+        replica = build_replica(checked_model, checked_optimizer, loss, seed, **options)
         replica.module.train()
-        return replica
-    except ModelError:
-        raise
-    except Exception as error:  # a user's constructor may raise anything
-        fail("the model or its optimizer cannot be built", error, how_to_build(error))
+    return replica
 
 
 def _require_nothing_to_train(loss: LossFunction) -> None:
@@ -100,7 +120,7 @@ class LazyModelError(ModelError):
 
 
 def build_whole(
-    builder: ModelBuilder, settings: FitSettings, frame: DataFrame, *, by_name: bool
+    builder: ModelBuilder, settings: FitSettings, frame: DataFrame
 ) -> tuple[ModelBuilder, Replica]:
     """Build the replica to try out; lazy layers take their shapes from the first row.
 
@@ -108,47 +128,29 @@ def build_whole(
         builder: builds the model.
         settings: the estimator's.
         frame: the DataFrame to fit.
-        by_name: whether the model takes its features by column name.
 
     Returns:
         A builder of the model with all of its parameters, and the replica.
     """
-    loss, as_kwargs = settings.loss_function(), settings.features_as_kwargs
-
-    def built(model: ModelBuilder) -> Replica:
-        return build(
-            model,
-            settings.optimizer_builder(),
-            loss,
-            settings.seed,
-            clip_norm=settings.clip_norm,
-            features_as_kwargs=as_kwargs,
-        )
-
+    as_kwargs = settings.features_as == "kwargs"
+    built = partial(
+        build,
+        optimizer=settings.optimizer_builder(),
+        loss=settings.loss_function(),
+        seed=settings.seed,
+        clip_norm=settings.clip_norm,
+        features_as_kwargs=as_kwargs,
+    )
     try:
         return builder, built(builder)
     except LazyModelError as lazy:
-        fractions = parameter_dtype(lazy.module)
-        fed = fed_columns(settings, frame, loss, head_of(loss), fractions, by_name=by_name)
+        schema, columns = fed_columns(settings, frame, lazy.module)
     # Without their own names: ``dropna`` parses them, and they may hold a backtick.
-    values_only = [each.expression().alias(f"{at}") for at, each in enumerate(fed.columns)]
+    values_only = [each.expression().alias(f"{at}") for at, each in enumerate(columns)]
     row = frame.select(values_only).dropna().first()
-    values = [None] * len(fed.columns) if row is None else list(row)
-    lengths = [
-        len(value) if spec.row_shape == (UNKNOWN,) and value is not None else None
-        for spec, value in zip(fed.schema.columns, values, strict=True)
-    ]
-    items = (
-        len(value)
-        for spec, value in zip(fed.schema.columns, values, strict=True)
-        if spec.padding is not None and value is not None
-    )
-    schema = fed.schema.of_lengths(lengths)
+    known = [] if row is None else list(zip(schema.columns, row, strict=True))
+    lengths = [len(value) if spec.row_shape == (UNKNOWN,) else None for spec, value in known]
+    items = (len(value) for spec, value in known if spec.padding is not None)
+    schema = schema if row is None else schema.of_lengths(lengths)
     whole = Initialized(builder, schema, as_kwargs, max(items, default=1) or 1)
     return whole, built(whole)
-
-
-def parameter_dtype(module: nn.Module) -> torch.dtype:
-    """The dtype of the model's parameters, in which fractions are fed too."""
-    dtypes = (p.dtype for p in module.parameters() if p.is_floating_point())
-    return next(dtypes, torch.float32)

@@ -14,7 +14,7 @@ from sparkdl.arguments import counted
 from sparkdl.checkpoint.portable import require_portable
 from sparkdl.driver import as_builder
 from sparkdl.errors import ConfigError
-from sparkdl.estimator.checks.building import build_whole, parameter_dtype
+from sparkdl.estimator.checks.building import build_whole
 from sparkdl.estimator.checks.rehearsal import (
     require_rate_counts,
     require_schedule,
@@ -27,6 +27,7 @@ from sparkdl.estimator.outputs import SharedParams
 from sparkdl.estimator.schema import fed_columns
 from sparkdl.metrics import Metrics
 from sparkdl.metrics.metrics import WEIGHTS
+from sparkdl.protocols import LossFunction
 from sparkdl.replica import Replica
 from sparkdl.replica.initial import WarmStart
 from sparkdl.spark.catalyst.jvm import is_of_connect
@@ -98,9 +99,9 @@ def plan_fit(
         require_picklable(name, params.getOrDefault(name))
     require_picklable("callbacks", list(settings.worker_callbacks))
     require_picklable("metrics", settings.metrics)
-    strategy, loss, by_name = settings.strategy, settings.loss_function(), params.features_by_name()
+    strategy, loss = settings.strategy, settings.loss_function()
     builder = as_builder(settings.model)
-    builder, replica = build_whole(builder, settings, frame, by_name=by_name)
+    builder, replica = build_whole(builder, settings, frame)
     require_portable(replica.module, builder)
     strategy.require_fits(replica)
     start = None
@@ -110,9 +111,14 @@ def plan_fit(
         builder = start.builder(builder, replica.module)
     _check_schedule(settings, replica)
     head = head_of(loss)
-    fractions = parameter_dtype(replica.module)
-    fed = fed_columns(settings, frame, loss, head, fractions, by_name=by_name)
+    schema, columns = fed_columns(settings, frame, replica.module)
     spark = frame.sparkSession
+    # What is wrong with these is said before slots are waited for.
+    tls, metrics = encrypts_connections(spark, settings.tls), _metrics(settings, params, head)
+    workers = _workers(settings, loss, replica, frame, columns)
+    # Memory may not have room for all rows twice.
+    kept = keeps_rows_in_memory(spark, settings.store_in) is None
+    exchanged = workers.delivery.exchanged
     job = Job(
         model=builder,
         loss=loss,
@@ -120,7 +126,7 @@ def plan_fit(
         scheduler=settings.scheduler,
         scheduler_every=settings.scheduler_every,
         strategy=strategy,
-        schema=fed.schema,
+        schema=schema,
         epochs=settings.epochs,
         batch_size=settings.batch_size,
         seed=settings.seed,
@@ -128,18 +134,14 @@ def plan_fit(
         max_failures=settings.max_failures,
         min_workers=settings.min_workers,
         callbacks=settings.worker_callbacks,
-        metrics=_metrics(settings, params, head),
+        metrics=metrics,
         scheduler_metric=settings.scheduler_metric,
         clip_norm=settings.clip_norm,
         precision=settings.precision,
-        features_as_kwargs=settings.features_as_kwargs,
-        feed=settings.feed,
-        tls=encrypts_connections(spark, settings.tls),
+        features_as_kwargs=settings.features_as == "kwargs",
+        feed=replace(settings.feed, exchange_rows=exchanged, keep_exchanged=kept),
+        tls=tls,
     )
-    workers = _workers(settings, job, replica, frame, fed.columns)
-    # Memory may not have room for all rows twice.
-    kept = keeps_rows_in_memory(spark, settings.store_in) is None
-    job = with_feed(job, exchange_rows=workers.delivery.exchanged, keep_exchanged=kept)
     return FitPlan(settings, job, workers, head, start), replica
 
 
@@ -148,11 +150,6 @@ def served_in_stage(settings: FitSettings, spark: SparkSession) -> str | None:
     if is_of_connect(spark):
         return "Spark Connect"
     return "averagerHost='executor'" if settings.averager_host == "executor" else None
-
-
-def with_feed(job: Job, **changes: Any) -> Job:
-    """The job with other feed options."""
-    return replace(job, feed=replace(job.feed, **changes))
 
 
 def _check_schedule(settings: FitSettings, replica: Replica) -> None:
@@ -168,13 +165,13 @@ def _check_schedule(settings: FitSettings, replica: Replica) -> None:
 
 def _workers(
     settings: FitSettings,
-    job: Job,
+    loss: LossFunction,
     replica: Replica,
     frame: DataFrame,
     columns: tuple[InputColumn, ...],
 ) -> Workers:
     """Where the workers run, and how they get which rows."""
-    spark, strategy = frame.sparkSession, job.strategy
+    spark, strategy = frame.sparkSession, settings.strategy
     gang_start_for = served_in_stage(settings, spark)
     if gang_start_for is not None:
         require_static_allocation(spark, gang_start_for)
@@ -194,7 +191,7 @@ def _workers(
     strategy.require_workers(num_workers)
     if num_workers > 1 and replica.adds_losses:
         raise ConfigError(
-            f"{_name(job.loss)} has reduction='sum', and there are {num_workers} workers: the sum "
+            f"{_name(loss)} has reduction='sum', and there are {num_workers} workers: the sum "
             "over the rows of one is not that over all, nor is it a mean, which strategies can "
             "weigh. Use reduction='mean', with a smaller learning rate, or numWorkers=1"
         )

@@ -11,16 +11,10 @@ from typing import Any
 from sparkdl.arguments import counted
 from sparkdl.errors import DataError
 from sparkdl.estimator.checks.preflight import FitPlan
-from sparkdl.estimator.checks.probe import (
-    PREDICTED_ROWS,
-    probe,
-    require_single_row,
-    widths_of_shorter_rows,
-)
+from sparkdl.estimator.checks.probe import PREDICTED_ROWS, Trial
 from sparkdl.estimator.checks.rehearsal import require_steps
 from sparkdl.estimator.checks.values import (
     UnbalancedError,
-    balanced,
     check_held_out,
     check_label,
     check_weight,
@@ -128,29 +122,23 @@ class RowChecks:
         replica, columns = self._replica, statistics.columns
         assert replica is not None
         schema = plan.job.schema.of_lengths([column.longest for column in columns])
-        outputs = probe(
-            replica,
-            schema,
-            columns,
-            plan.head,
-            metrics=plan.job.metrics,
-            scores=plan.settings.score_col is not None,
-        )
+        trial, scores = Trial(replica, schema, columns), plan.settings.score_col is not None
+        outputs = trial.step(plan.head, metrics=plan.job.metrics, scores=scores)
         transforms = plan.job.feed.transform is not None
         by = divides_by(plan.job.loss, schema, statistics, transforms=transforms)
         if by is None:
             by = "rows" if replica.divisor is None else "counts"
         loss_use = LossUse(by)
         replica.use_loss(loss_use)
-        shorter = widths_of_shorter_rows(replica, schema, columns)
+        shorter = trial.widths_of_shorter_rows()
         _tell_of_skipped(plan, schema, statistics)
-        _check_last_minibatch(replica, plan, schema, statistics)
+        _check_last_minibatch(trial, plan, statistics)
         _check_schedule(replica, plan.job, statistics)
         self._replica = None
         keys = list(self._params.output_keys().values())
         for key in keys:
-            pick(outputs, key, len(PREDICTED_ROWS))
-        widths = widths_of(outputs, len(PREDICTED_ROWS))
+            pick(outputs, key, PREDICTED_ROWS)
+        widths = widths_of(outputs, PREDICTED_ROWS)
         if shorter is not None:
             require_any_length(widths, shorter, keys)
         self._params.predicted_columns(plan.head, widths)
@@ -196,8 +184,10 @@ class RowChecks:
         delivery = plan.workers.delivery
         if delivery.way is Way.SHUFFLED or delivery.exchanged:
             return
-        read = _task_rows(plan, statistics)
-        if balanced(read):
+        # By task; how its ranks share them, Spark's shuffle cannot change.
+        rows, ranks = statistics.shard_rows, plan.workers.ranks_a_task
+        read = [sum(rows[first : first + ranks]) for first in range(0, len(rows), ranks)]
+        if max(read) <= 1.05 * sum(read) / len(read) + 1:
             return
         found = f"one task has {counted(min(read), 'row')}, another {max(read)}"
         if plan.settings.shuffle_rows != "none":
@@ -217,12 +207,6 @@ def _tell_of_skipped(plan: FitPlan, schema: FeedSchema, statistics: DataStatisti
         logger.warning("%s%s", told, note)
 
 
-def _task_rows(plan: FitPlan, statistics: DataStatistics) -> list[int]:
-    """Rows by task; how its ranks share them, Spark's shuffle cannot change."""
-    rows, ranks = statistics.shard_rows, plan.workers.ranks_a_task
-    return [sum(rows[first : first + ranks]) for first in range(0, len(rows), ranks)]
-
-
 def _shard_rows(plan: FitPlan, statistics: DataStatistics) -> list[list[int]]:
     """The workers' rows in an epoch, in each of the ways in which they may be shared."""
     feed, epochs = plan.job.feed, range(1, plan.job.epochs + 1)
@@ -233,16 +217,14 @@ def _shard_rows(plan: FitPlan, statistics: DataStatistics) -> list[list[int]]:
     return [even, *([as_read] if feed.epochs_as_read else [])] if exchanged else [as_read]
 
 
-def _check_last_minibatch(
-    replica: Replica, plan: FitPlan, schema: FeedSchema, statistics: DataStatistics
-) -> None:
+def _check_last_minibatch(trial: Trial, plan: FitPlan, statistics: DataStatistics) -> None:
     batch_size, shares = plan.job.batch_size, _shard_rows(plan, statistics)
     lonely = [rows for share in shares for rows in share if rows % batch_size == 1]
     if lonely and batch_size > 1 and not plan.job.feed.drop_last:
         joint = plan.job.strategy.needs.joint_batch_norm and all(
             _in_last_step(share, batch_size) != 1 for share in shares
         )
-        require_single_row(replica, schema, statistics.columns, lonely[0], joint_batch_norm=joint)
+        trial.require_single_row(lonely[0], joint_batch_norm=joint)
 
 
 def _in_last_step(share: Sequence[int], batch_size: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 
 import torch
 
@@ -155,12 +154,3 @@ def check_held_out(by: str | float | None, held_out: int, trained: int) -> None:
             held_out,
             rows,
         )
-
-
-def balanced(rows: Sequence[int]) -> bool:
-    """Whether no task, for which all would wait, has over a twentieth more than the mean.
-
-    Args:
-        rows: by task.
-    """
-    return max(rows) <= 1.05 * sum(rows) / len(rows) + 1

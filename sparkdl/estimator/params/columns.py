@@ -15,7 +15,7 @@ from pyspark.ml.param.shared import (
 )
 
 from sparkdl.encodings.any_size import FITS
-from sparkdl.estimator.params.converters import Label, labels, numbers
+from sparkdl.estimator.params.converters import Label, labels
 from sparkdl.estimator.params.declaration import (
     Declaration,
     DeclaredParams,
@@ -26,17 +26,8 @@ from sparkdl.estimator.params.declaration import (
 )
 from sparkdl.outputs import OutputKey
 from sparkdl.protocols import SequenceInput
-from sparkdl.spark.cluster.devices import device_name
-from sparkdl.spark.rows.column_overrides import (
-    dtypes,
-    names,
-    outputs,
-    pad_inputs,
-    paddings,
-    shapes,
-)
-from sparkdl.spark.rows.converters import nonempty_text, optional
-from sparkdl.spark.rows.image_columns import ImageScale, image_scale, image_size
+from sparkdl.spark.rows import converters as convert
+from sparkdl.spark.rows.image_columns import ImageScale
 
 
 class FeatureParams(HasFeaturesCol, DeclaredParams, group="Columns"):
@@ -51,18 +42,15 @@ class FeatureParams(HasFeaturesCol, DeclaredParams, group="Columns"):
     )
     featuresCols = Declaration(
         list[str] | None,
-        names("featuresCols"),
+        convert.names("featuresCols"),
         None,
         "several feature columns, passed to the model as separate arguments; wins over featuresCol",
         "Integers become int64, fractions the dtype of the model's parameters.",
     )
-    featuresAsDict = flag(
-        False,
-        "whether the model takes its features as one dict keyed by column name",
-    )
-    featuresAsKwargs = flag(
-        False,
-        "whether the model takes its features as keyword arguments named like the columns",
+    featuresAs = choice(
+        ("tensor", "dict", "kwargs"),
+        "how the model takes its features: 'tensor' (each column an argument), 'dict' (one, keyed "
+        "by column name) or 'kwargs' (keyword arguments named like the columns)",
     )
 
 
@@ -85,7 +73,7 @@ class LabelParams(HasLabelCol, DeclaredParams, group="Columns"):
     labelCol = Declaration(str, None, "label", "the label column")
     labelCols = Declaration(
         list[str] | None,
-        names("labelCols"),
+        convert.names("labelCols"),
         None,
         "several label columns, passed to the loss as a tuple; wins over labelCol",
     )
@@ -103,7 +91,7 @@ class ColumnParams(HasWeightCol, DeclaredParams, group="Columns"):
     )
     columnShapes = Declaration(
         dict[str, list[int | None]] | None,
-        shapes,
+        convert.shapes,
         None,
         "the shape of one row by column, where the type does not say; images have [channels, "
         "height, width], padded rows [None, ...]",
@@ -111,14 +99,14 @@ class ColumnParams(HasWeightCol, DeclaredParams, group="Columns"):
     )
     columnDtypes = Declaration(
         dict[str, str] | None,
-        dtypes,
+        convert.dtypes,
         None,
         "the tensor's dtype by column, for example 'bfloat16'; for a binary column, also that of "
         "its bytes",
     )
     imageCols = Declaration(
         list[str] | None,
-        names("imageCols"),
+        convert.names("imageCols"),
         None,
         "columns of images: encoded ones (BMP, GIF, JPEG, PNG or WebP) in binary columns, decoded "
         "on the workers, or Spark's image structs",
@@ -127,7 +115,7 @@ class ColumnParams(HasWeightCol, DeclaredParams, group="Columns"):
     )
     imageSize = Declaration(
         Sequence[int] | None,
-        image_size,
+        convert.image_size,
         None,
         "the height and width that images of any size are brought to, turned as their EXIF says; "
         "None if all have the shape in columnShapes",
@@ -142,7 +130,7 @@ class ColumnParams(HasWeightCol, DeclaredParams, group="Columns"):
     )
     imageScale = Declaration(
         ImageScale | None,
-        image_scale,
+        convert.image_scale,
         None,
         "as what floats a model is given images: '0..1', '0..255', or (mean, std), which each "
         "pixel from 0 to 1 is normalized with; None for bytes",
@@ -150,7 +138,7 @@ class ColumnParams(HasWeightCol, DeclaredParams, group="Columns"):
     )
     padCols = Declaration(
         dict[str, float] | None,
-        paddings,
+        convert.paddings,
         None,
         "columns of arrays of unequal length, each with the number that pads shorter rows to the "
         "longest of their minibatch",
@@ -158,7 +146,7 @@ class ColumnParams(HasWeightCol, DeclaredParams, group="Columns"):
     )
     padInputs = Declaration(
         dict[str, SequenceInput] | None,
-        pad_inputs,
+        convert.pad_inputs,
         None,
         "what the model is given besides padded features, by column: 'padding_mask', "
         "'attention_mask' or 'lengths'; None for a padding mask of each",
@@ -186,7 +174,7 @@ class PredictionParams(HasPredictionCol, DeclaredParams, group="Outputs"):
     )
     scoreCol = Declaration(
         str | None,
-        optional(nonempty_text("scoreCol")),
+        convert.nonempty_text("scoreCol"),
         None,
         "a column with each row's loss, which transform adds to rows that have labels; None for "
         "none",
@@ -199,7 +187,7 @@ class OutputParams(DeclaredParams, group="Outputs"):
 
     outputCols = Declaration(
         dict[str, OutputKey] | None,
-        outputs,
+        convert.outputs,
         None,
         "the columns that the model adds if it returns several outputs: from each column's name to "
         "its output's name, or position in a tuple; None for predictionCol alone",
@@ -241,7 +229,7 @@ class ClassParams(
     )
     thresholds = Declaration(
         Sequence[float],
-        numbers,
+        convert.refusing("thresholds must be a list of finite numbers", convert.numbers),
         Default.UNSET,
         "a number for each class; the class with the largest ratio of probability to threshold "
         "wins. None for the most likely class",
@@ -268,7 +256,7 @@ class InferenceParams(DeclaredParams, group="Prediction"):
     )
     predictDevice = Declaration(
         str,
-        device_name("predictDevice"),
+        convert.device_name("predictDevice"),
         "auto",
         "where the model predicts: auto, cpu, cuda or cuda:N",
     )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sparkdl import large_batches
-from sparkdl.arguments import as_list, as_number, plain
+from sparkdl.arguments import as_list, plain
 from sparkdl.callbacks import Callback, Hooks, WorkerCallback
 from sparkdl.checkpoint.trust import classes_of
 from sparkdl.errors import ConfigError
@@ -92,10 +92,8 @@ def strategy(value: Any) -> Strategy[Any] | dict[str, Any]:
     return value
 
 
-def callbacks(value: Any) -> list[AnyCallback] | None:
-    """A list of instances, or None."""
-    if value is None:
-        return None
+def callbacks(value: Any) -> list[AnyCallback]:
+    """A list of instances."""
     wanted = "callbacks must be a list of sparkdl.callbacks.Callback or WorkerCallback"
     if not isinstance(value, (list, tuple)):
         raise ConfigError(f"{wanted}, got {value!r}")
@@ -107,46 +105,18 @@ def callbacks(value: Any) -> list[AnyCallback] | None:
     return list(value)
 
 
-def metrics(value: Any) -> dict[str, Any] | None:
-    """What makes each metric, by name, or None."""
-    return None if value is None else dict(Metrics.of(value).makers)
+def metrics(value: Any) -> dict[str, Any]:
+    """What makes each metric, by name."""
+    return dict(Metrics.of(value).makers)
 
 
-def path(value: Any) -> str | None:
-    """A path or URI, or None."""
-    if value is not None and (not isinstance(value, str) or not value):
-        raise ConfigError(f"checkpointPath must be a path or URI, got {value!r}")
-    return value
-
-
-def interface(value: Any) -> str | None:
-    """A network interface or a subnet, or None."""
-    if value is not None and (not isinstance(value, str) or not value):
-        raise ConfigError(
-            "collectiveInterface must be a network interface such as 'eth1' or a subnet such as "
-            f"'10.1.0.0/16', got {value!r}"
-        )
-    return value
-
-
-def ports(value: Any) -> str | None:
-    """Two ports as text, or None."""
-    if value is None:
-        return None
+def ports(value: Any) -> str:
+    """Two ports as text."""
     parse_ports("collectivePorts", value)
     return str(value)
 
 
-def numbers(value: Any) -> list[float]:
-    """Floats, of whatever kind the numbers are."""
-    given = as_list(value)
-    converted = [as_number(each) for each in given or ()]
-    if given is None or None in converted:
-        raise ConfigError(f"thresholds must be a list of finite numbers, got {value!r:.200}")
-    return [float(each) for each in converted if each is not None]
-
-
-def labels(value: Any) -> list[Label] | None:
+def labels(value: Any) -> list[Label]:
     """Check class labels in the order of the model's outputs.
 
     Returns:
@@ -156,8 +126,6 @@ def labels(value: Any) -> list[Label] | None:
     Raises:
         ConfigError: they are not distinct values of one of these types.
     """
-    if value is None:
-        return None
     found = as_list(value) or []
     if any(isinstance(each, datetime.datetime) for each in found):
         raise ConfigError(f"labels are timestamps, starting with {found[0]!r:.100}: {INSTANTS}")

@@ -13,11 +13,13 @@ import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from pyspark.ml.param import Param, Params
 from typing_extensions import Self
 
+from sparkdl.arguments import require_whole
 from sparkdl.errors import ConfigError
 from sparkdl.redaction import without_credentials
 from sparkdl.spark.rows import converters
@@ -52,8 +54,8 @@ class Declaration:
     type: Any
     """What the constructor and the setter take."""
     convert: Callable[[Any], Any] | None
-    """Checks what is set, or makes what does of the Param's name if ``named``; None for a Param
-    that pyspark.ml declares itself."""
+    """Checks what is set, or makes what does of the Param's name if ``named``; not asked about None
+    if that is the default. None for a Param that pyspark.ml declares itself."""
     default: Any
     """Of the argument and the Param, or one of ``Default``."""
     doc: str
@@ -89,22 +91,17 @@ def flag(default: bool, doc: str, more: str = "") -> Declaration:
 
 def number(least: int, default: int | None, doc: str, more: str = "") -> Declaration:
     """A Param that is a whole number; or None, if that is its default."""
+    kind = int | None if default is None else int
 
     def convert(name: str) -> Any:
-        whole = converters.whole(name, least)
-        return converters.optional(whole) if default is None else whole
+        return partial(require_whole, name, least=least)
 
-    return Declaration(
-        int | None if default is None else int, convert, default, doc, more, named=True
-    )
+    return Declaration(kind, convert, default, doc, more, named=True)
 
 
 def choice(words: tuple[str, ...], doc: str, more: str = "", *, held: Any = str) -> Declaration:
     """A Param that is one of some words, by default the first."""
-
-    def convert(name: str) -> Any:
-        return converters.one_of(name, words)
-
+    convert = partial(converters.one_of, allowed=words)
     return Declaration(str, convert, words[0], doc, more, held, named=True)
 
 
@@ -159,6 +156,8 @@ def _make_param(cls: type, name: str, declaration: Declaration) -> None:
         convert: Any = declaration.convert
         if declaration.named:
             convert = convert(name)
+        if declaration.default is None:
+            convert = converters.optional(convert)
         param = Param(Params._dummy(), name, declaration.doc, typeConverter=convert)
 
     def get(self: Any) -> Any:

@@ -77,8 +77,7 @@ class ParamValues:
     ship_modules: bool
     features_col: str
     features_cols: list[str] | None
-    features_as_dict: bool
-    features_as_kwargs: bool
+    features_as: str
     label_col: str
     label_cols: list[str] | None
     weight_col: str | None
@@ -139,8 +138,7 @@ class TorchEstimatorParams(EstimatorParams, OutputParams):
         shipModules: bool = True,
         featuresCol: str = "features",
         featuresCols: list[str] | None = None,
-        featuresAsDict: bool = False,
-        featuresAsKwargs: bool = False,
+        featuresAs: str = "tensor",
         labelCol: str = "label",
         labelCols: list[str] | None = None,
         weightCol: str | None = None,
@@ -242,9 +240,8 @@ class TorchEstimatorParams(EstimatorParams, OutputParams):
             featuresCols: several feature columns, passed to the model as separate arguments; wins
                 over featuresCol. Integers become int64, fractions the dtype of the model's
                 parameters.
-            featuresAsDict: whether the model takes its features as one dict keyed by column name.
-            featuresAsKwargs: whether the model takes its features as keyword arguments named like
-                the columns.
+            featuresAs: how the model takes its features: 'tensor' (each column an argument), 'dict'
+                (one, keyed by column name) or 'kwargs' (keyword arguments named like the columns).
             labelCol: the label column.
             labelCols: several label columns, passed to the loss as a tuple; wins over labelCol.
             weightCol: how much each row's loss counts, in any unit: weights are scaled to a mean of
@@ -395,8 +392,7 @@ class TorchClassifierParams(ClassParams, EstimatorParams):
         shipModules: bool = True,
         featuresCol: str = "features",
         featuresCols: list[str] | None = None,
-        featuresAsDict: bool = False,
-        featuresAsKwargs: bool = False,
+        featuresAs: str = "tensor",
         labelCol: str = "label",
         labelCols: list[str] | None = None,
         weightCol: str | None = None,
@@ -500,9 +496,8 @@ class TorchClassifierParams(ClassParams, EstimatorParams):
             featuresCols: several feature columns, passed to the model as separate arguments; wins
                 over featuresCol. Integers become int64, fractions the dtype of the model's
                 parameters.
-            featuresAsDict: whether the model takes its features as one dict keyed by column name.
-            featuresAsKwargs: whether the model takes its features as keyword arguments named like
-                the columns.
+            featuresAs: how the model takes its features: 'tensor' (each column an argument), 'dict'
+                (one, keyed by column name) or 'kwargs' (keyword arguments named like the columns).
             labelCol: the label column.
             labelCols: several label columns, passed to the loss as a tuple; wins over labelCol.
             weightCol: how much each row's loss counts, in any unit: weights are scaled to a mean of
@@ -656,8 +651,7 @@ class TorchRegressorParams(EstimatorParams):
         shipModules: bool = True,
         featuresCol: str = "features",
         featuresCols: list[str] | None = None,
-        featuresAsDict: bool = False,
-        featuresAsKwargs: bool = False,
+        featuresAs: str = "tensor",
         labelCol: str = "label",
         labelCols: list[str] | None = None,
         weightCol: str | None = None,
@@ -757,9 +751,8 @@ class TorchRegressorParams(EstimatorParams):
             featuresCols: several feature columns, passed to the model as separate arguments; wins
                 over featuresCol. Integers become int64, fractions the dtype of the model's
                 parameters.
-            featuresAsDict: whether the model takes its features as one dict keyed by column name.
-            featuresAsKwargs: whether the model takes its features as keyword arguments named like
-                the columns.
+            featuresAs: how the model takes its features: 'tensor' (each column an argument), 'dict'
+                (one, keyed by column name) or 'kwargs' (keyword arguments named like the columns).
             labelCol: the label column.
             labelCols: several label columns, passed to the loss as a tuple; wins over labelCol.
             weightCol: how much each row's loss counts, in any unit: weights are scaled to a mean of

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from pyspark.ml.param.shared import HasSeed, HasValidationIndicatorCol
 from torch import nn
 
+from sparkdl.arguments import require_seed
 from sparkdl.callbacks import Callback, WorkerCallback
 from sparkdl.estimator.params import converters as convert
 from sparkdl.estimator.params.declaration import (
@@ -27,13 +29,10 @@ from sparkdl.protocols import (
 )
 from sparkdl.replica import Precision
 from sparkdl.replica.schedule import Unit
-from sparkdl.spark.cluster.devices import device_name
 from sparkdl.spark.rows.converters import (
-    any_seed,
-    fraction,
+    device_name,
     function,
     nonempty_text,
-    optional,
     positive,
 )
 from sparkdl.spark.rows.delivery import SHUFFLES
@@ -84,7 +83,7 @@ class TrainingParams(HasSeed, DeclaredParams, group="Training"):
     )
     learningRate = Declaration(
         float | None,
-        optional(positive("learningRate")),
+        positive("learningRate"),
         None,
         "the learning rate (> 0), passed to the optimizer as lr, in place of the one it has; None "
         "for the optimizer's own",
@@ -93,7 +92,7 @@ class TrainingParams(HasSeed, DeclaredParams, group="Training"):
     )
     scheduler = Declaration(
         SchedulerBuilder | None,
-        optional(function("scheduler", "a function optimizer -> LRScheduler", builds=True)),
+        function("scheduler", "a function optimizer -> LRScheduler", builds=True),
         None,
         "optimizer -> LRScheduler, for example partial(CosineAnnealingLR, T_max=10); None for none",
         "It must depend on the number of its steps alone, except for ``ReduceLROnPlateau``, which "
@@ -110,7 +109,7 @@ class TrainingParams(HasSeed, DeclaredParams, group="Training"):
     )
     schedulerMetric = Declaration(
         str | None,
-        optional(nonempty_text("schedulerMetric")),
+        nonempty_text("schedulerMetric"),
         None,
         "the one of metrics that ReduceLROnPlateau follows; None for the loss",
     )
@@ -118,7 +117,7 @@ class TrainingParams(HasSeed, DeclaredParams, group="Training"):
     batchSize = number(1, 32, "rows per minibatch on each worker (>= 1)")
     clipNorm = Declaration(
         float | None,
-        optional(positive("clipNorm")),
+        positive("clipNorm"),
         None,
         "the largest norm of all gradients together (> 0); larger ones are scaled down to it "
         "before each optimizer step; None for no limit",
@@ -130,7 +129,7 @@ class TrainingParams(HasSeed, DeclaredParams, group="Training"):
     )
     seed = Declaration(
         int,
-        any_seed("seed"),
+        partial(require_seed, "seed"),
         0,
         "random seed.",
         "For the initial parameters, the shuffling and the workers' random numbers.",
@@ -194,7 +193,7 @@ class RowParams(DeclaredParams, group="Rows"):
     )
     batchTransform = Declaration(
         BatchTransform | None,
-        optional(function("batchTransform", "a function of a Batch")),
+        function("batchTransform", "a function of a Batch"),
         None,
         "Batch -> Batch, called on each training minibatch; None for none",
         "For example to augment images; torch's random numbers are seeded for it by epoch, rank "
@@ -220,7 +219,7 @@ class ValidationParams(HasValidationIndicatorCol, DeclaredParams, group="Validat
     )
     validationFraction = Declaration(
         float | None,
-        optional(fraction("validationFraction")),
+        positive("validationFraction", 1),
         None,
         "the fraction of the rows, chosen by their content and the seed, that are not trained on "
         "but validated with (0 < fraction < 1); None for none",
@@ -281,7 +280,7 @@ class RecoveryParams(DeclaredParams, group="Recovery"):
     )
     checkpointPath = Declaration(
         str | None,
-        convert.path,
+        nonempty_text("checkpointPath", "a path or URI"),
         None,
         "directory for checkpoints of the training, a path or URI; None for none",
         "A path that the driver sees, or a URI that pyarrow.fs takes (``s3://bucket/directory``, "
@@ -325,7 +324,10 @@ class NetworkParams(DeclaredParams, group="Network"):
 
     collectiveInterface = Declaration(
         str | None,
-        convert.interface,
+        nonempty_text(
+            "collectiveInterface",
+            "a network interface such as 'eth1' or a subnet such as '10.1.0.0/16'",
+        ),
         None,
         "network interface (eth1), address or subnet (10.1.0.0/16) by which workers reach each "
         "other; None for spark.sparkdl.collective.interface, or the route to the driver",

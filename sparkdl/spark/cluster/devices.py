@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import socket
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -15,22 +13,6 @@ from sparkdl.errors import ConfigError
 from sparkdl.spark.cluster.gpus import VISIBLE
 
 logger = logging.getLogger(__name__)
-
-
-def device_name(param: str) -> Callable[[Any], str]:
-    """A converter that checks the name of a device.
-
-    Args:
-        param: the Param it was given for, named in messages.
-    """
-
-    def convert(value: Any) -> str:
-        text = str(value)
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
-            raise ConfigError(f"{param} must be auto, cpu, cuda or cuda:N, got {value!r}")
-        return text
-
-    return convert
 
 
 def choose_device(device: str, gpu: str | None, number: int) -> str:

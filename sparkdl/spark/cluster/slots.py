@@ -29,25 +29,37 @@ from sparkdl.spark.catalyst.cluster import (
 from sparkdl.spark.catalyst.jvm import is_of_connect, is_true, setting
 from sparkdl.spark.cluster.gpus import GPUS_A_TASK, GPUS_AN_EXECUTOR
 
+logger = logging.getLogger(__name__)
+
 EXECUTORS_START_S = 60.0
-"""Seconds to wait for executors that the configuration promises."""
+"""Seconds to wait for executors that the configuration asks for."""
 LAST_EXECUTOR_S = 5.0
 """Seconds after which no further executor is expected, where the configuration does not say how
 many there will be."""
 _ON_DEMAND = "spark.dynamicAllocation.enabled"
+_FEWEST_EXECUTORS = "spark.dynamicAllocation.minExecutors"
+_MOST_EXECUTORS = "spark.dynamicAllocation.maxExecutors"
 OTHERS_END_S = 10.0
 """Seconds to wait for other jobs to give slots back, where workers need a gang-scheduled start."""
 
 
-def most_slots(spark: SparkSession, profile: ResourceProfile | None = None) -> float:
+def most_slots(
+    spark: SparkSession, profile: ResourceProfile | None = None, unknown: float = math.inf
+) -> float:
     """Slots that there are, or that dynamic allocation would add for waiting tasks.
 
     Args:
         spark: the session.
         profile: what each task needs; what the session's settings say by default.
+        unknown: returned where no executor is there to tell how many slots each will have.
     """
     slots = count_slots(spark, profile)
-    return slots if profile is not None else max(slots, _slots_on_demand(spark))
+    if profile is not None or not is_true(spark, _ON_DEMAND):
+        return slots
+    executors, most = len(executor_start_times(spark)), setting(spark, _MOST_EXECUTORS)
+    if most is None or _has_whole_hosts(spark):
+        return math.inf
+    return max(slots, int(most) * slots // executors) if executors and slots else unknown
 
 
 def choose_num_workers(
@@ -59,7 +71,7 @@ def choose_num_workers(
 ) -> int:
     """The number of workers: what the user wants, by default as many as there are slots.
 
-    Executors may still be starting. Those that the configuration promises are waited for; where it
+    Executors may still be starting. Those that the configuration asks for are waited for; where it
     does not say (a standalone cluster with only ``spark.cores.max``), executors are waited for as
     long as they keep registering.
 
@@ -82,11 +94,10 @@ def choose_num_workers(
     tasks, began = None if wanted is None else wanted // ranks_a_task, time.monotonic()
     slots = _wait_for_executors(spark, tasks, profile)
     if wanted is None:
-        if slots < 1 and is_true(spark, _ON_DEMAND) and not _promised_slots(spark):
+        if slots < 1 and is_true(spark, _ON_DEMAND) and not _executors_asked_for(spark):
             raise ConfigError(
                 "no executor is running, and dynamic allocation starts none before tasks wait for "
-                f"it, so there are no slots to count: set {name}, or "
-                "spark.dynamicAllocation.minExecutors"
+                f"it, so there are no slots to count: set {name}, or {_FEWEST_EXECUTORS}"
             )
         if slots < 1:
             raise ConfigError(
@@ -95,49 +106,69 @@ def choose_num_workers(
                 f"{_gpus_asked_for(spark)}"
             )
         return slots * ranks_a_task
-    one_gpu_each = profile is not None or ranks_a_task > 1
-    if one_gpu_each and wanted > most_slots(spark, profile) * ranks_a_task:
+    if wanted <= most_slots(spark, profile) * ranks_a_task:
+        return wanted
+    if profile is not None or ranks_a_task > 1:
         gpus = slots * ranks_a_task
         raise ConfigError(
             f"{name} is {wanted}, but the executors have {gpus} GPUs for tasks, and each "
             f"worker uses one. Set {name} to at most {gpus}, add executors, or use "
             "device='cpu'"
         )
-    if not one_gpu_each and wanted > most_slots(spark):
-        raise ConfigError(
-            f"{name} is {wanted}, but the cluster has {slots} slots (concurrent tasks), and "
-            f"all workers must run at the same time. Set {name} to at most {slots}, "
-            "or add executors or cores (spark.executor.instances, spark.executor.cores; "
-            f"spark.task.cpus cores make one slot){_gpus_asked_for(spark)}"
-        )
-    return wanted
+    raise ConfigError(
+        f"{name} is {wanted}, but the cluster has {slots} slots (concurrent tasks), and "
+        f"all workers must run at the same time. Set {name} to at most {slots}, "
+        "or add executors or cores (spark.executor.instances, spark.executor.cores; "
+        f"spark.task.cpus cores make one slot){_gpus_asked_for(spark)}"
+    )
 
 
 def _wait_for_executors(
     spark: SparkSession, wanted: int | None, profile: ResourceProfile | None
 ) -> int:
     """The number of slots, once there are as many as wanted or no more are expected."""
-    promised = _promised_slots(spark, gpus=profile is not None)
+    expected, told = _executors_asked_for(spark), not is_of_connect(spark)
     if wanted is not None and is_true(spark, _ON_DEMAND):
-        promised = 0  # more come once tasks wait
-    most = float(setting(spark, "spark.cores.max") or "inf")
-    needed = min(wanted or math.inf, most if promised is None else promised)
-    # A client of Spark Connect is not told when executors registered.
-    untold = promised is None and is_of_connect(spark)
-    deadline = time.monotonic() + (LAST_EXECUTOR_S if untold else EXECUTORS_START_S)
-    slots = count_slots(spark, profile)
-    while slots < needed and time.monotonic() < deadline:
-        if promised is None and _seconds_since_last_executor(spark) > LAST_EXECUTOR_S:
-            break
+        expected = 0  # more come once tasks wait
+    # A client of Spark Connect is not told of executors, each of which has a slot at least.
+    needed = wanted or (math.inf if told else expected)
+    needed = min(needed, float(setting(spark, "spark.cores.max") or "inf"))
+    unknown = math.isinf(expected)
+    deadline = time.monotonic() + (EXECUTORS_START_S if told or not unknown else LAST_EXECUTOR_S)
+    while (slots := count_slots(spark, profile)) < needed and time.monotonic() < deadline:
+        started = executor_start_times(spark)
+        silent = unknown and started and time.time() - max(started) > LAST_EXECUTOR_S
+        if silent or len(started) >= expected:
+            return count_slots(spark, profile)
         time.sleep(0.05)
-        slots = count_slots(spark, profile)
     return slots
 
 
-def _seconds_since_last_executor(spark: SparkSession) -> float:
-    """Seconds since the last one registered; 0 as long as there is none."""
-    times = executor_start_times(spark)
-    return time.time() - max(times) if times else 0.0
+def _executors_asked_for(spark: SparkSession) -> float:
+    """Executors that there will be; infinite where the configuration does not say.
+
+    Of executors that come and go on demand, the fewest.
+    """
+    if is_true(spark, _ON_DEMAND):
+        return int(setting(spark, _FEWEST_EXECUTORS) or 0)
+    master, most = _master(spark), float(setting(spark, "spark.cores.max") or "inf")
+    instances = setting(spark, "spark.executor.instances")
+    if local_cluster := re.match(r"local-cluster\[\s*(\d+)", master):
+        return min(int(local_cluster[1]), most)
+    if instances and not _has_whole_hosts(spark):
+        return min(int(instances), most // int(setting(spark, "spark.executor.cores") or 1))
+    return 0 if master.startswith("local") else math.inf
+
+
+def _has_whole_hosts(spark: SparkSession) -> bool:
+    """Whether each executor has all cores of its host, and there are as many as hosts."""
+    standalone = _master(spark).startswith("spark:")
+    return standalone and setting(spark, "spark.executor.cores") is None
+
+
+def _master(spark: SparkSession) -> str:
+    own = None if is_of_connect(spark) else spark.sparkContext.master
+    return own or setting(spark, "spark.master") or ""
 
 
 def require_static_allocation(spark: SparkSession, gang_start_for: str | None = None) -> None:
@@ -214,80 +245,11 @@ def _refuse_speculation(spark: SparkSession) -> None:
         )
 
 
-def _slots_on_demand(spark: SparkSession) -> float:
-    """Slots that dynamic allocation would add for waiting tasks."""
-    if not is_true(spark, _ON_DEMAND):
-        return 0
-    most = float(setting(spark, "spark.dynamicAllocation.maxExecutors") or "inf")
-    per_executor = _slots_an_executor(spark, one_gpu_each=False)
-    return most * per_executor if most and per_executor else 0
-
-
-def _slots_an_executor(spark: SparkSession, *, one_gpu_each: bool) -> float:
-    """Slots of each executor, as far as the configuration says: infinite if it does not."""
-    cores = setting(spark, "spark.executor.cores")
-    if cores is None and _master(spark).startswith("spark:"):  # all of the host
-        by_cores = math.inf
-    else:
-        by_cores = int(cores or 1) // int(setting(spark, "spark.task.cpus") or 1)
-    return min(by_cores, _tasks_by_gpus(spark, one_each=one_gpu_each))
-
-
-def _master(spark: SparkSession) -> str:
-    own = None if is_of_connect(spark) else spark.sparkContext.master
-    return own or setting(spark, "spark.master") or ""
-
-
-def _tasks_by_gpus(spark: SparkSession, *, one_each: bool) -> float:
-    """Tasks that an executor's GPUs can serve, each with one GPU or as many as the settings say."""
-    gpus = float(setting(spark, GPUS_AN_EXECUTOR) or 0)
-    each = 1.0 if one_each else float(setting(spark, GPUS_A_TASK) or 0)
-    if not each:
-        return math.inf
-    return gpus * (1 // each) if each < 1 else gpus // each
-
-
 def _gpus_asked_for(spark: SparkSession) -> str:
     """What else a cluster must have for an executor to start; empty if nothing else."""
     gpus = setting(spark, GPUS_AN_EXECUTOR)
     return f". Each executor needs {gpus} GPUs ({GPUS_AN_EXECUTOR})" if gpus else ""
 
-
-def _promised_slots(spark: SparkSession, *, gpus: bool = False) -> int | None:
-    """Slots that the configuration says there will be once every executor has registered.
-
-    None where it does not say. Of executors that come and go on demand, the fewest are promised.
-    """
-    cpus, master = int(setting(spark, "spark.task.cpus") or 1), _master(spark)
-    if is_true(spark, _ON_DEMAND):
-        fewest = int(setting(spark, "spark.dynamicAllocation.minExecutors") or 0)
-        each = _slots_an_executor(spark, one_gpu_each=gpus)
-        if not fewest:
-            return 0
-        return None if math.isinf(each) else int(fewest * each)
-    at_most = _tasks_by_gpus(spark, one_each=gpus)
-
-    def slots_with(cores: int) -> int:
-        return int(min(cores // cpus, at_most))
-
-    local_cluster = re.fullmatch(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]", master)
-    instances, cores_set = (
-        setting(spark, f"spark.executor.{each}") for each in ("instances", "cores")
-    )
-    # Of standalone clusters; also of local ones.
-    most = float(setting(spark, "spark.cores.max") or "inf")
-    if local_cluster:
-        executors, cores = int(local_cluster[1]), int(local_cluster[2])
-        # Spark gives the executors one more core each in turn, until there are none left to give.
-        fewer, over = divmod(int(min(most, executors * cores)), executors)
-        return over * slots_with(fewer + 1) + (executors - over) * slots_with(fewer)
-    if instances and (cores_set or not master.startswith("spark:")):
-        executors = int(min(int(instances), most // int(cores_set or 1)))
-        return executors * slots_with(int(cores_set or 1))
-    return 0 if master.startswith("local") else None
-
-
-logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """Seconds between two checks of how many slots there are; executors come and go."""
@@ -356,4 +318,4 @@ def queued(
         workers: slots that the run needs, at most as many as the cluster can have.
         profile: what each of them needs; None for what the session's settings say.
     """
-    return _SLOT_QUEUE.take(workers, lambda: most_slots(spark, profile))
+    return _SLOT_QUEUE.take(workers, lambda: most_slots(spark, profile, 0))

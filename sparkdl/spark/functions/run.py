@@ -14,8 +14,7 @@ from typing import Any
 import cloudpickle
 from pyspark.sql import DataFrame, SparkSession
 
-from sparkdl.arguments import require_whole
-from sparkdl.encodings.any_size import FITS
+from sparkdl.arguments import require_seed, require_whole
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import SequenceInput
 from sparkdl.spark.catalyst.jvm import is_of_connect
@@ -40,18 +39,10 @@ from sparkdl.spark.launch.beside import RunInStage
 from sparkdl.spark.launch.launcher import WorkerJob, rank_task
 from sparkdl.spark.modules.arrival import Shipment
 from sparkdl.spark.modules.shipping import ship
-from sparkdl.spark.rows.column_overrides import (
-    GROUPS_WITHOUT_PADDING,
-    ColumnOverrides,
-    dtypes,
-    names,
-    pad_inputs,
-    paddings,
-    shapes,
-)
-from sparkdl.spark.rows.converters import any_seed, one_of, switch
+from sparkdl.spark.rows.column_overrides import GROUPS_WITHOUT_PADDING, ColumnOverrides
+from sparkdl.spark.rows.converters import one_of, switch
 from sparkdl.spark.rows.delivery import SHUFFLES
-from sparkdl.spark.rows.image_columns import ImageColumns, ImageScale, image_scale, image_size
+from sparkdl.spark.rows.image_columns import ImageScale
 from sparkdl.spark.rows.scratch import STORE_PLACES
 from sparkdl.spark.session.encryption import encrypts_connections, require_trusted_network
 from sparkdl.spark.session.required import require_frame, require_session
@@ -144,23 +135,13 @@ def run(
     spark = require_session(None if df is None else df.sparkSession, connect=True)
     num_workers = require_whole("num_workers", num_workers, 1)
     call = Call(function_of(train_fn, kwargs, "train_fn"), args, kwargs)
-    overrides = ColumnOverrides(
-        shapes(columnShapes),
-        dtypes(columnDtypes),
-        ImageColumns(
-            names("imageCols")(imageCols) or (),
-            image_size(imageSize),
-            one_of("imageFit", tuple(FITS))(imageFit),
-            image_scale(imageScale),
-        ),
-        paddings(padCols),
-        pad_inputs(padInputs),
-    )
+    images = (imageCols, imageSize, imageFit, imageScale)
+    overrides = ColumnOverrides(columnShapes, columnDtypes, *images, padCols, padInputs)
     if groupByLength and not padCols:
         raise ConfigError(GROUPS_WITHOUT_PADDING)
     keeping = {
         "shuffle": one_of("shuffleRows", SHUFFLES)(shuffleRows),
-        "seed": any_seed("shuffleSeed")(shuffleSeed),
+        "seed": require_seed("shuffleSeed", shuffleSeed),
         "store_in": one_of("storeIn", STORE_PLACES)(storeIn),
         "group_by_length": switch("groupByLength")(groupByLength),
     }

@@ -2,140 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, get_args
 
 import torch
 
-from sparkdl.arguments import as_list, as_number, as_whole, plain
+from sparkdl.encodings.any_size import FITS
 from sparkdl.errors import ConfigError
 from sparkdl.feed.columns.ragged import sequence_names
-from sparkdl.outputs import OutputKey, names_output
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding, SequenceInput
+from sparkdl.spark.rows import converters as convert
 from sparkdl.spark.rows.columns import InputColumn
-from sparkdl.spark.rows.image_columns import ImageColumns
-
-T = TypeVar("T")
-
-DTYPES = (
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "uint8",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "bool",
-)
-"""The dtypes that ``columnDtypes`` accepts, by their torch names."""
+from sparkdl.spark.rows.image_columns import ImageColumns, ImageScale
 
 GROUPS_WITHOUT_PADDING = "groupByLength sorts padded rows, but padCols names no column. Drop it"
-
-
-def names(param: str) -> Callable[[Any], list[str] | None]:
-    """A converter that checks a list of column names, or None.
-
-    Args:
-        param: the Param it was given for, named in messages.
-    """
-
-    def convert(value: Any) -> list[str] | None:
-        if value is None:
-            return None
-        given = as_list(value)
-        if not given or not all(isinstance(name, str) for name in given):
-            raise ConfigError(f"{param} must be a list of column names, got {value!r}")
-        return [str(name) for name in given]
-
-    return convert
-
-
-def _by_column(
-    convert: Callable[[Any], T | None], wanted: str, *, may_be_empty: bool = True
-) -> Callable[[Any], dict[str, T] | None]:
-    """A converter that checks a dict by column, or None.
-
-    Args:
-        convert: converts what is given for a column; None if it cannot be.
-        wanted: the beginning of the message about anything else.
-        may_be_empty: whether there may be no column.
-    """
-
-    def check(value: Any) -> dict[str, T] | None:
-        if value is None:
-            return None
-        items = value.items() if isinstance(value, dict) else ()
-        given = {str(name): convert(each) for name, each in items}
-        sound = {name: each for name, each in given.items() if each is not None}
-        if not isinstance(value, dict) or sound != given or not (given or may_be_empty):
-            raise ConfigError(f"{wanted}; got {value!r}")
-        return sound
-
-    return check
-
-
-def _shape(shape: Any) -> list[int | None] | None:
-    """A shape with Python's own numbers; None if it is none."""
-    given = as_list(shape)
-    if given is None:
-        return None
-    sizes = [size if size is None else as_whole(size) for size in given]
-    wrong = (
-        (given[place] is not None or place > 0) if size is None else size < 1
-        for place, size in enumerate(sizes)
-    )
-    return None if any(wrong) else sizes
-
-
-shapes = _by_column(
-    _shape,
-    "columnShapes must give for each column the shape of one row in whole numbers > 0, for example "
-    "{'image': [3, 32, 32]}, and None for the length of padded rows",
-)
-"""Checks what was given for ``columnShapes``."""
-
-dtypes = _by_column(
-    lambda name: str(name) if name in DTYPES else None,
-    f"columnDtypes must give for each column one of {', '.join(DTYPES)}",
-)
-"""Checks what was given for ``columnDtypes``."""
-
-paddings = _by_column(
-    as_number,
-    "padCols must give for each column the number that shorter rows are padded with, for example "
-    "{'tokens': 0}",
-    may_be_empty=False,
-)
-"""Checks what was given for ``padCols``."""
-
-
-def _sequence_input(kind: Any) -> SequenceInput | None:
-    return kind if kind in get_args(SequenceInput) else None
-
-
-pad_inputs: Callable[[Any], dict[str, SequenceInput] | None] = _by_column(
-    _sequence_input,
-    f"padInputs must give for columns of padCols one of {', '.join(get_args(SequenceInput))}, for "
-    "example {'tokens': 'lengths'}",
-)
-"""Checks what was given for ``padInputs``."""
-
-
-def _output(key: Any) -> OutputKey | None:
-    given: OutputKey = plain(key)
-    return given if names_output(given) else None
-
-
-outputs = _by_column(
-    _output,
-    "outputCols must give for each column the name of the model's output or its position in a "
-    "tuple, for example {'prediction': 'logits', 'embedding': 1}",
-    may_be_empty=False,
-)
-"""Checks what was given for ``outputCols``."""
 
 
 def require_distinct(specs: Sequence[ColumnSpec]) -> None:
@@ -160,31 +40,42 @@ class ColumnOverrides:
     Args:
         shapes: by column, the shape of one row.
         dtypes: by column, the tensor's dtype.
-        images: the columns of images, and what those become.
+        image_cols: the columns of images; what follows says what they become.
+        image_size: see ``ImageColumns``, as for the next two.
+        image_fit: how they are brought to that size.
+        image_scale: as what floats a model is given them.
         paddings: by column, the number with which rows of unequal length are padded.
         inputs: by column, what a model is given besides the padded rows; None for a padding mask
             of each of its features.
 
     Raises:
-        ConfigError: ``inputs`` names a column that is not padded.
+        ConfigError: one is not what it has to be, or ``inputs`` names a column that is not padded.
     """
 
     def __init__(
         self,
-        shapes: Mapping[str, Sequence[int | None]] | None,
-        dtypes: Mapping[str, str] | None,
-        images: ImageColumns | None = None,
+        shapes: Mapping[str, Sequence[int | None]] | None = None,
+        dtypes: Mapping[str, str] | None = None,
+        image_cols: Sequence[str] | None = None,
+        image_size: Sequence[int] | None = None,
+        image_fit: str = "crop",
+        image_scale: ImageScale | None = None,
         paddings: Mapping[str, float] | None = None,
         inputs: Mapping[str, SequenceInput] | None = None,
     ) -> None:
         self._shapes = {
             name: [UNKNOWN if size is None else size for size in shape]
-            for name, shape in (shapes or {}).items()
+            for name, shape in (convert.shapes(shapes) or {}).items()
         }
-        self._dtypes = dtypes or {}
-        self._images = images or ImageColumns()
-        self._paddings = paddings or {}
-        self._inputs = inputs
+        self._dtypes = convert.dtypes(dtypes) or {}
+        self.images = ImageColumns(
+            convert.names("imageCols")(image_cols) or (),
+            convert.image_size(image_size),
+            convert.one_of("imageFit", tuple(FITS))(image_fit),
+            convert.image_scale(image_scale),
+        )
+        self._paddings = convert.paddings(paddings) or {}
+        self._inputs = convert.pad_inputs(inputs)
         unpadded = sorted(set(inputs or ()) - set(self._paddings))
         if unpadded:
             raise ConfigError(
@@ -219,7 +110,7 @@ class ColumnOverrides:
             ConfigError: the overrides do not fit the column, or one is missing.
         """
         name, encoding = column.name, column.encoding
-        if name in self._images.names:
+        if name in self.images.names:
             return self._pictures(column, fractions, target)
         if encoding.needs_dtype and name not in self._dtypes:
             raise ConfigError(
@@ -236,7 +127,7 @@ class ColumnOverrides:
         self, column: InputColumn, fractions: torch.dtype, target: torch.dtype | None
     ) -> ColumnSpec:
         """The tensor that a column of images becomes; see ``spec``."""
-        name, images = column.name, self._images
+        name, images = column.name, self.images
         encoding, shape = images.encoding(column), images.shape(name, self._shapes.get(name))
         declared = getattr(torch, self._dtypes[name]) if name in self._dtypes else None
         dtype = declared or target or torch.uint8
@@ -265,7 +156,7 @@ class ColumnOverrides:
         for param, given in (
             ("columnShapes", self._shapes),
             ("columnDtypes", self._dtypes),
-            ("imageCols", self._images.names),
+            ("imageCols", self.images.names),
             ("padCols", self._paddings),
         ):
             unknown = sorted(set(given) - set(names))

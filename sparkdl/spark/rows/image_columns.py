@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from sparkdl.arguments import as_list, as_number, as_whole
 from sparkdl.encodings import IMAGE, PIXELS, Encoding
 from sparkdl.encodings.any_size import FITS
-from sparkdl.encodings.scale import LARGEST, Scale
+from sparkdl.encodings.scale import Scale
 from sparkdl.errors import ConfigError
 from sparkdl.spark.rows.columns import InputColumn
 
@@ -19,36 +18,6 @@ ImageScale = str | Sequence[Any]
 """One of ``LARGEST``, or (mean, std): numbers, or one of each for every channel."""
 COLOURS = 3
 """Channels of an image of which ``columnShapes`` says nothing."""
-
-
-def image_size(value: Any) -> list[int] | None:
-    """Check what was given for ``imageSize``."""
-    if value is None:
-        return None
-    sizes = [as_whole(each) for each in as_list(value) or ()]
-    sound = [each for each in sizes if each is not None and each > 0]
-    if len(sizes) != 2 or sound != sizes:
-        raise ConfigError(
-            "imageSize must give the height and the width that images are brought to, in whole "
-            f"numbers > 0, for example (224, 224); got {value!r}"
-        )
-    return sound
-
-
-def image_scale(value: Any) -> str | list[list[float]] | None:
-    """Check what was given for ``imageScale``; mean and std become lists."""
-    if value is None or (isinstance(value, str) and value in LARGEST):
-        return value
-    given = [as_list(each) or [each] for each in as_list(value) or ()]
-    numbers = [[as_number(each) for each in part] for part in given]
-    sound = [[each for each in part if each is not None] for part in numbers]
-    if len(given) != 2 or sound != numbers or min(sound[1]) <= 0:
-        raise ConfigError(
-            f"imageScale must be {', '.join(map(repr, LARGEST))}, or (mean, std) of pixels from 0 "
-            "to 1, each a number or a list of one for every channel, std > 0, for example "
-            f"([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]); got {value!r}"
-        )
-    return [list(map(float, part)) for part in sound]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,28 +11,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from every_row import every
 from frames import estimator, frame
 from pyspark.sql import SparkSession
 from subprocesses import printed_by
 
 from sparkdl.errors import ConfigError
-from sparkdl.spark.catalyst.cluster import count_slots
+from sparkdl.spark.catalyst.cluster import count_slots, executor_start_times
 from sparkdl.spark.catalyst.plans import known_partitions
 from sparkdl.spark.cluster import slots
 from sparkdl.spark.cluster.slots import (
     SlotQueue,
-    _promised_slots,
-    _seconds_since_last_executor,
     _wait_for_executors,
     choose_num_workers,
+    most_slots,
     queued,
     require_free_slots,
 )
 
-EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
-TASK_GPUS = "spark.task.resource.gpu.amount"
 ON_DEMAND = "spark.dynamicAllocation.enabled"
 FEWEST = "spark.dynamicAllocation.minExecutors"
+INSTANCES = "spark.executor.instances"
 
 
 def test_no_wish_means_every_slot(spark: SparkSession) -> None:
@@ -60,116 +60,94 @@ def test_executors_that_were_lost_and_not_replaced_are_an_error_with_numbers(
         require_free_slots(spark, 4)
 
 
-PROMISES: list[tuple[str, dict[str, str], int | None]] = [
-    ("local-cluster[3,2,1024]", {}, 6),
-    ("local-cluster[3,2,1024]", {"spark.task.cpus": "2"}, 3),
-    ("local-cluster[3,2,1024]", {"spark.cores.max": "4"}, 4),
-    ("local-cluster[3,2,1024]", {"spark.cores.max": "40"}, 6),
-    ("local-cluster[3,2,1024]", {"spark.cores.max": "4", "spark.task.cpus": "2"}, 1),
-    ("local-cluster[3,8,1024]", {EXECUTOR_GPUS: "4", TASK_GPUS: "2"}, 6),
-    ("local-cluster[3,8,1024]", {EXECUTOR_GPUS: "5", TASK_GPUS: "2"}, 6),
-    ("local-cluster[3,8,1024]", {EXECUTOR_GPUS: "2", TASK_GPUS: "0.4"}, 12),
-    ("local-cluster[3,1,1024]", {EXECUTOR_GPUS: "4", TASK_GPUS: "2"}, 3),
-    ("local-cluster[3,8,1024]", {EXECUTOR_GPUS: "4"}, 24),
-    ("spark://h:7077", {"spark.executor.instances": "4", "spark.executor.cores": "3"}, 12),
-    (
-        "spark://h:7077",
-        {
-            "spark.executor.instances": "4",
-            "spark.executor.cores": "3",
-            "spark.cores.max": "8",
-        },
-        6,
-    ),
-    ("spark://h:7077", {"spark.cores.max": "8"}, None),
-    ("spark://h:7077", {"spark.executor.instances": "4"}, None),
-    ("yarn", {"spark.executor.instances": "4"}, 4),
-    ("yarn", {}, None),
-    ("yarn", {ON_DEMAND: "true"}, 0),
-    ("yarn", {ON_DEMAND: "true", "spark.executor.instances": "4"}, 0),
-    ("yarn", {ON_DEMAND: "true", FEWEST: "2", "spark.executor.cores": "3"}, 6),
-    ("spark://h:7077", {ON_DEMAND: "true", FEWEST: "2", "spark.executor.cores": "3"}, 6),
-    ("spark://h:7077", {ON_DEMAND: "true", FEWEST: "2"}, None),
-    ("local-cluster[3,2,1024]", {ON_DEMAND: "true"}, 0),
-    ("local[4]", {}, 0),
-]
-
-
-def test_what_the_configuration_promises_is_never_more_than_cores_max() -> None:
-    wrong = []
-    for master, conf, promised in PROMISES:
-        if (found := _promised_slots(session_with(master, conf))) != promised:
-            wrong.append((master, conf, promised, found))
-    assert wrong == []
-
-
 def session_with(master: str, conf: dict[str, str]) -> Any:
     context = SimpleNamespace(master=master, getConf=lambda: conf)
     return SimpleNamespace(sparkContext=context)
 
 
+class Registering:
+    """A clock, and executors of one core that register at these times."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *times: float) -> None:
+        self.now, self.times = 0.0, times
+        clock = SimpleNamespace(monotonic=self.time, time=self.time, sleep=self.sleep)
+        monkeypatch.setattr(slots, "time", clock)
+        monkeypatch.setattr(slots, "count_slots", lambda *_: len(self.started()))
+        monkeypatch.setattr(slots, "executor_start_times", self.started)
+
+    def time(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def started(self, *_: object) -> list[float]:
+        return [each for each in self.times if each <= self.now]
+
+
 def test_without_an_executor_dynamic_allocation_is_named_or_the_fewest_are_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    passed = 0.0
-
-    def sleep(seconds: float) -> None:
-        nonlocal passed
-        passed += seconds
-
-    monkeypatch.setattr(slots, "time", SimpleNamespace(monotonic=lambda: passed, sleep=sleep))
-    monkeypatch.setattr(slots, "count_slots", lambda *_: 4 if passed > 40 else 0)
-    on_demand = {ON_DEMAND: "true"}
+    cluster, on_demand = Registering(monkeypatch, 40.0, 40.0), {ON_DEMAND: "true"}
     with pytest.raises(ConfigError, match=r"starts none before tasks wait .* set numWorkers, or"):
         choose_num_workers(session_with("yarn", on_demand), None)
-    assert passed == 0
     assert choose_num_workers(session_with("yarn", on_demand), 3) == 3
-    assert passed == 0
-    assert choose_num_workers(session_with("yarn", {**on_demand, FEWEST: "4"}), None) == 4
-    assert passed > 40
-    monkeypatch.setattr(slots, "count_slots", lambda *_: 0)
+    assert cluster.now == 0
+    assert choose_num_workers(session_with("yarn", {**on_demand, FEWEST: "2"}), None) == 2
+    assert 40 <= cluster.now < 41
+    Registering(monkeypatch)
     with pytest.raises(ConfigError, match="no free executor after 60 s"):
         choose_num_workers(session_with("yarn", {**on_demand, FEWEST: "4"}), None)
 
 
-def test_where_executors_have_all_cores_of_a_host_dynamic_allocation_may_give_any_number() -> None:
-    conf = {ON_DEMAND: "true", "spark.dynamicAllocation.maxExecutors": "2"}
-    found = {}
-    for master in ("spark://h:7077", "yarn"):
-        found[master] = slots._slots_on_demand(session_with(master, conf))
-    assert found == {"spark://h:7077": float("inf"), "yarn": 2}
-
-
-@pytest.mark.parametrize(("wanted", "waited"), [(None, 3), (2, 2), (9, 3)])
-def test_where_nothing_is_promised_executors_are_waited_for_while_they_register(
-    monkeypatch: pytest.MonkeyPatch, wanted: int | None, waited: int
+def test_where_executors_have_all_cores_of_a_host_dynamic_allocation_may_give_any_number(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One of one core every few seconds, three in all, of at most eight."""
-    passed, every_s = 0.0, 0.75 * slots.LAST_EXECUTOR_S
+    """Elsewhere as many slots each as those that are there."""
+    Registering(monkeypatch, 0.0)
+    conf = {ON_DEMAND: "true", "spark.dynamicAllocation.maxExecutors": "2"}
+    found = {m: most_slots(session_with(m, conf)) for m in ("spark://h:7077", "yarn")}
+    assert found == {"spark://h:7077": math.inf, "yarn": 2}
+    Registering(monkeypatch)
+    assert most_slots(session_with("yarn", conf)) == math.inf
+    assert most_slots(session_with("yarn", conf), unknown=0) == 0
 
-    def sleep(seconds: float) -> None:
-        nonlocal passed
-        passed += seconds
 
-    def registered(*_: object) -> int:
-        return min(3, int(passed / every_s))
+WAITS: list[tuple[str, dict[str, str], int | None, int, float]] = [
+    # One every 3.75 s, three in all: what is asked for, how many are found, and when.
+    ("spark://h:7077", {"spark.cores.max": "8"}, None, 3, 3 * 3.75 + slots.LAST_EXECUTOR_S),
+    ("spark://h:7077", {"spark.cores.max": "8"}, 2, 2, 2 * 3.75),
+    ("spark://h:7077", {"spark.cores.max": "8"}, 9, 3, 3 * 3.75 + slots.LAST_EXECUTOR_S),
+    ("spark://h:7077", {"spark.cores.max": "3"}, None, 3, 3 * 3.75),
+    ("spark://h:7077", {INSTANCES: "3"}, None, 3, 3 * 3.75 + slots.LAST_EXECUTOR_S),
+    ("spark://h:7077", {INSTANCES: "3", "spark.executor.cores": "1"}, None, 3, 3 * 3.75),
+    ("yarn", {INSTANCES: "3"}, None, 3, 3 * 3.75),
+    ("yarn", {INSTANCES: "3"}, 9, 3, 3 * 3.75),
+    ("yarn", {INSTANCES: "4"}, None, 3, slots.EXECUTORS_START_S),
+    ("local-cluster[3,1,1024]", {}, 9, 3, 3 * 3.75),
+    ("local-cluster[ 9, 1,1024]", {"spark.cores.max": "3"}, None, 3, 3 * 3.75),
+    ("local[4]", {}, 9, 0, 0.0),
+]
 
-    def since_last(_: object) -> float:
-        return passed - every_s * registered() if registered() else 0.0
 
-    time = SimpleNamespace(monotonic=lambda: passed, sleep=sleep)
-    monkeypatch.setattr(slots, "time", time)
-    monkeypatch.setattr(slots, "count_slots", registered)
-    monkeypatch.setattr(slots, "_seconds_since_last_executor", since_last)
-    context = SimpleNamespace(master="spark://h:7077", getConf=lambda: {"spark.cores.max": "8"})
-    session: Any = SimpleNamespace(sparkContext=context)
-    assert _wait_for_executors(session, wanted, None) == waited
+@every(("master", "conf", "wanted", "found", "after_s"), WAITS)
+def test_where_nothing_is_promised_executors_are_waited_for_while_they_register(
+    monkeypatch: pytest.MonkeyPatch,
+    master: str,
+    conf: dict[str, str],
+    wanted: int | None,
+    found: int,
+    after_s: float,
+) -> None:
+    cluster = Registering(monkeypatch, *(3.75 * number for number in (1, 2, 3)))
+    assert _wait_for_executors(session_with(master, conf), wanted, None) == found
+    assert after_s <= cluster.now < after_s + 0.2
 
 
 def test_the_last_executor_of_a_session_registered_some_time_ago(spark: SparkSession) -> None:
     choose_num_workers(spark, 3)
     time.sleep(0.1)
-    age = _seconds_since_last_executor(spark)
+    age = time.time() - max(executor_start_times(spark))
     started = spark.sparkContext.startTime / 1000
     assert 0.1 <= age <= time.time() - started
 
@@ -324,7 +302,7 @@ def test_slots_are_those_for_what_each_worker_needs(monkeypatch: pytest.MonkeyPa
     counted: list[object] = []
     profile, spark = object(), object()
 
-    def count(session: object, needed: object) -> int:
+    def count(session: object, needed: object, _: float) -> int:
         counted.append((session, needed))
         return 4
 

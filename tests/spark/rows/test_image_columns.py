@@ -17,7 +17,8 @@ from sparkdl.errors import ConfigError
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.rows.column_overrides import ColumnOverrides
 from sparkdl.spark.rows.columns import InputColumn
-from sparkdl.spark.rows.image_columns import ImageColumns, image_scale, image_size
+from sparkdl.spark.rows.converters import image_scale, image_size
+from sparkdl.spark.rows.image_columns import ImageColumns
 
 PHOTO = InputColumn("x", "binary", True, BYTES, None)
 STRUCT = InputColumn("x", "struct<...>", True, PIXELS, 3)
@@ -82,7 +83,8 @@ def spec(
 ) -> ColumnSpec:
     shapes = None if shape is None else {"x": shape}
     dtypes = None if dtype is None else {"x": dtype}
-    overrides = ColumnOverrides(shapes, dtypes, ImageColumns(["x"], **images))
+    named = {f"image_{name}": value for name, value in images.items()}
+    overrides = ColumnOverrides(shapes, dtypes, ["x"], **named)
     return overrides.spec(column, torch.float32, target=target)
 
 
