@@ -42,6 +42,7 @@ LAYERS: list[tuple[str, ...]] = [
 # The rooms of a layer, and the modules beside them, from top to bottom as well.
 ROOMS: dict[str, list[tuple[str, ...]]] = {
     "jobs": [
+        ("__main__",),
         ("plan", "predict", "train"),
         ("evaluate",),
         ("command",),

@@ -40,8 +40,8 @@ def test_a_name_is_what_its_home_has() -> None:
 
 
 def test_no_name_of_the_list_needs_a_package_of_an_extra() -> None:
-    extras = ["PIL", "cryptography", "imagehash", "jsonargparse", "matplotlib", "mlflow", "scipy"]
-    extras += ["tensorboard", "tensorstore", "torchmetrics"]
+    extras = ["PIL", "cryptography", "imagehash", "matplotlib", "mlflow", "scipy", "tensorboard"]
+    extras += ["tensorstore", "torchmetrics", "yaml"]
     program = f"import sys, sparkdl; sys.modules.update(dict.fromkeys({extras})); "
     program += "print(*(getattr(sparkdl, name) for name in sparkdl.__all__), sep='\\n')"
     assert len(printed_by("-c", program).splitlines()) >= len(sparkdl.__all__)

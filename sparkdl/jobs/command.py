@@ -17,9 +17,13 @@ from pyspark.sql import SparkSession
 
 from sparkdl.errors import CheckpointError, SparkDLError
 from sparkdl.jobs import logs
-from sparkdl.jobs.configuration.grammar import read_settings
-from sparkdl.jobs.configuration.parser import Refused, result_file_of
-from sparkdl.jobs.configuration.settings import JobName, Settings
+from sparkdl.jobs.configuration.grammar import (
+    JobName,
+    Refused,
+    Settings,
+    read_settings,
+    result_file_of,
+)
 from sparkdl.jobs.locations import locate, spark_path
 from sparkdl.jobs.output import Output, Run
 from sparkdl.jobs.result import (

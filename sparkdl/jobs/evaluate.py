@@ -30,21 +30,21 @@ def evaluate(context: JobContext) -> JobOutput:
     Raises:
         DataError: there are no rows to measure on.
     """
-    settings, sections = context.settings, context.settings.sections
-    model = load_model(sections.model, sections.trust, context.spark)
+    settings = context.settings
+    model = load_model(str(settings.model), settings.trust or (), context.spark)
     rows = settings.rows.read(settings.source, context.spark)
     started = time.perf_counter()
     try:
         test = settings.rows.where(rows, settings.rows.test)
-        evaluators = settings.named("evaluators")
+        evaluators = settings.build("evaluators", settings.evaluators)
         require_rows(test, settings.rows.test)
         score = measure("model", model.transform(test), evaluators, started)
     finally:
         rows.unpersist()
-    logs.say(f"evaluated {sections.model}", started, **score.metrics)
+    logs.say(f"evaluated {settings.model}", started, **score.metrics)
     width = max(map(len, score.metrics))
     words = "\n".join(f"{name:<{width}}  {value:.4f}" for name, value in score.metrics.items())
-    result = {"model": sections.model, "metrics": score.metrics}
+    result = {"model": settings.model, "metrics": score.metrics}
     return JobOutput(result, f"\n{words}\nMetrics saved in {settings.output}")
 
 

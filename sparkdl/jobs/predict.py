@@ -11,8 +11,8 @@ from pyspark.sql import functions as F
 from sparkdl.errors import CheckpointError
 from sparkdl.jobs import logs
 from sparkdl.jobs.command import JobContext, JobOutput, run_command
-from sparkdl.jobs.configuration.grammar import TableFormat
 from sparkdl.jobs.locations import load_model, locate
+from sparkdl.jobs.sources import TableFormat
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,13 +29,13 @@ def predict(context: JobContext) -> JobOutput:
     Raises:
         CheckpointError: the executors wrote to a place that the driver does not see.
     """
-    settings, sections = context.settings, context.settings.sections
-    model = load_model(sections.model, sections.trust, context.spark)
+    settings = context.settings
+    model = load_model(str(settings.model), settings.trust or (), context.spark)
     rows = settings.rows.read(settings.source, context.spark)
     started = time.perf_counter()
     try:
         wanted = settings.rows.where(rows, settings.rows.predict)
-        many = _write(model.transform(wanted), TableFormat(**vars(sections.write)), context.target)
+        many = _write(model.transform(wanted), settings.write, context.target)
     finally:
         rows.unpersist()
     location = locate(context.target)
@@ -47,7 +47,7 @@ def predict(context: JobContext) -> JobOutput:
             "such as hdfs:// or s3a://"
         )
     logs.say(f"{many:,} predictions", started, rows=many)
-    result = {"model": sections.model, "rows": many}
+    result = {"model": settings.model, "rows": many}
     return JobOutput(result, f"\nPredictions saved in {settings.output}")
 
 

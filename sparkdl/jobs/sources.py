@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pyspark.sql import DataFrame, SparkSession
 
+from sparkdl.errors import ConfigError
 from sparkdl.spark.session.required import require_frame
 
 
@@ -115,3 +116,28 @@ class Rows:
     def where(rows: DataFrame, condition: str | None) -> DataFrame:
         """The rows for which a condition holds."""
         return rows if condition is None else rows.where(condition)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableFormat:
+    """How predictions are written.
+
+    Args:
+        format: ``parquet``, ``orc``, ``json``, ``csv`` or another that Spark has a writer for.
+        columns: those of the predictions' table; all by default.
+        partition_by: columns that become folders.
+        options: of the writer, for example ``{compression: zstd}``.
+        files: how many files to write; as many as there are partitions by default.
+    """
+
+    format: str = "parquet"
+    columns: list[str] | None = None
+    partition_by: list[str] | None = None
+    options: dict[str, str] | None = None
+    files: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.files is not None and self.files < 1:
+            raise ConfigError(f"write.files must be at least 1, got {self.files}")
+        if self.columns is not None and not self.columns:
+            raise ConfigError("write.columns names no column; leave it out for all of them")

@@ -42,12 +42,14 @@ def train(context: JobContext) -> JobOutput:
     try:
         learn = settings.rows.where(rows, settings.rows.train)
         test = settings.rows.where(rows, settings.rows.test)
-        evaluators = settings.named("evaluators")
+        evaluators = settings.build("evaluators", settings.evaluators or {})
         if evaluators:  # reported now, not after a training
             require_rows(test, settings.rows.test)
-        stages, estimator = settings.stages(), _estimator(context)
+        stages = settings.build("stages", settings.stages or [])
+        baselines = settings.build("baselines", settings.baselines or {})
+        estimator = _estimator(context)
         scores = []
-        for name, last in [*settings.named("baselines").items(), (NETWORK, estimator)]:
+        for name, last in [*baselines.items(), (NETWORK, estimator)]:
             whole = Pipeline(stages=[*stages, last]) if stages else last
             model, score = _score(name, whole, learn, test, evaluators)
             scores.append(score)
@@ -90,7 +92,7 @@ def _reports(estimator: TorchEstimator) -> str:
 
 
 def _estimator(context: JobContext) -> TorchEstimator:
-    estimator = context.settings.estimator()
+    estimator = context.settings.build_estimator()
     if estimator.getCheckpointPath() is None and context.checkpoints is not None:
         estimator.setCheckpointPath(context.checkpoints)
     if context.settings.log_format == "json":

@@ -5,325 +5,337 @@ Each of them checks the sections that it uses, and accepts the others unchecked.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import importlib
+import inspect
 import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml  # type: ignore[import-untyped]
+from pyspark.errors import IllegalArgumentException
 from pyspark.ml.base import Estimator, Transformer
 from pyspark.ml.evaluation import Evaluator
-from pyspark.ml.param import Param
-from torch import nn
+from pyspark.ml.wrapper import JavaParams
 
-from sparkdl.errors import ConfigError, SetupError, SparkDLError
+from sparkdl.errors import ConfigError
 from sparkdl.estimator.estimator import TorchEstimator
+from sparkdl.jobs.configuration import values
+from sparkdl.jobs.configuration.values import Text
+from sparkdl.jobs.configuration.yaml_text import YamlError, parse
 from sparkdl.jobs.result import Exit
-from sparkdl.jobs.sources import Rows, Source
-from sparkdl.protocols import ModelBuilder, OptimizerBuilder, SchedulerBuilder
+from sparkdl.jobs.sources import Rows, Source, TableFormat
+from sparkdl.redaction import without_credentials, without_secrets
+from sparkdl.spark.catalyst.jvm import has_accepted
 from sparkdl.spark.session.session import create_session
 
-try:
-    from jsonargparse import DefaultHelpFormatter, Namespace
-except ImportError as error:
-    raise SetupError(
-        'jobs need jsonargparse: pip install "sparkdl-torch[jobs]" in the driver\'s Python'
-    ) from error
+JobName = Literal["train", "evaluate", "predict"]
 
-from sparkdl.jobs.configuration.parser import (
-    JobParser,
-    fill_sections,
-    require_decimals,
-    require_mappings,
-    require_one_path,
-)
-from sparkdl.jobs.configuration.settings import JobName, Settings, built, plain
-from sparkdl.jobs.configuration.yaml_text import MODE
-
-SECTIONS: dict[JobName, tuple[str, ...]] = {
-    "train": ("estimator", "stages", "baselines", "evaluators", "model"),
-    "evaluate": ("model", "trust", "evaluators", "evaluation"),
-    "predict": ("model", "trust", "predictions", "write"),
-}
-"""The sections that each job uses besides ``session``, ``source``, ``rows`` and the run's own."""
 OUTPUTS: dict[JobName, str] = {
     "train": "model",
     "evaluate": "evaluation",
     "predict": "predictions",
 }
 """The key that says where each job's output goes."""
+SECTIONS: dict[JobName, tuple[str, ...]] = {
+    "train": ("estimator", "stages", "baselines", "evaluators", "model"),
+    "evaluate": ("model", "trust", "evaluators", "evaluation"),
+    "predict": ("model", "trust", "predictions", "write"),
+}
+"""What decides each job's output, besides ``source`` and ``rows``."""
+RUN = ("run_id", "result_file", "log_format", "log_level", "session", "source", "rows")
+ARGUMENTS: dict[str, Any] = {
+    "session": create_session,
+    "rows": Rows,
+    "estimator": TorchEstimator,
+    "write": TableFormat,
+}
+"""The sections that are the arguments of something."""
 RESULT_NEUTRAL = ("progress", "checkpointPath", "timeout", "maxFailures")
 """Arguments of the estimator that do not affect its result."""
+BUILDERS = ("model", "optimizer", "scheduler")
+"""Arguments of the estimator that are called to build what they are named after."""
+_FLAGS = {"-h": "help", "--help": "help", "--print_config": "print_config"}
+_GLOB = re.compile(r"[{[*?\\]")
+"""Characters that Hadoop takes for a path pattern; pyspark.ml's loaders cannot escape them."""
+_ARGUMENT = re.compile(r"^    (\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
+"""An argument in a docstring."""
+_HELP = """usage: {job}.py --config FILE [--KEY VALUE] ...
 
-_MEANS: dict[str, str] = {
-    "model": "directory of the model: train.py writes it, the others read it",
-    "evaluation": "directory of the metrics, which are in its _result.json",
-    "predictions": "directory of the table of predictions",
-    "evaluators": "pyspark.ml evaluators by the names of their metrics, for example {AUC: "
-    "{class_path: pyspark.ml.evaluation.BinaryClassificationEvaluator}}",
-    "stages": "pyspark.ml stages before the estimator and each baseline, saved with the model",
-    "baselines": "pyspark.ml estimators by name, which are fitted and evaluated on the same rows",
-    "trust": "modules that the model's own classes come from, which may be imported to load it",
-}
+  python jobs/{job}.py --config conf/flights.yaml --run_id 2026-11-23
+  spark-submit --master yarn jobs/{job}.py --config conf/flights.yaml
+
+One YAML file serves train.py, evaluate.py and predict.py; each reads the sections that it uses.
+Each key of it can be given here. Of several files, and of the command line, the last value given
+counts; --print_config prints what they say together. docs/jobs.md explains the grammar.
+"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TableFormat:
-    """How predictions are written.
+class Refused(SystemExit):
+    """The job has said what is wrong with its configuration, and ends."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(2)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """What a job was asked for, by the configuration's keys; None for those that it does not use.
+
+    Source and rows are built, other objects are not: workers build replicas themselves, and
+    pyspark.ml's stages need a session.
 
     Args:
-        format: ``parquet``, ``orc``, ``json``, ``csv`` or another that Spark has a writer for.
-        columns: those of the predictions' table; all by default.
-        partition_by: columns that become folders.
-        options: of the writer, for example ``{compression: zstd}``.
-        files: how many files to write; as many as there are partitions by default.
+        run_id: the scheduler's name for this run, the same in each attempt: an output that is
+            complete for it is not made again, and an interrupted training resumes. Without one,
+            each start is a run of its own
+        result_file: a file on this machine to which the result is written as JSON, even after a
+            failure
+        log_format: json writes one object per line to stderr, and the result as the last line of
+            stdout
+        log_level: the lowest level logged; WARNING as text, INFO as json
+        session: arguments of create_session
+        source: where the rows come from: {class_path: sparkdl.jobs.Files, init_args: {path: ...}},
+            sparkdl.jobs.Table, sparkdl.jobs.Query, or a subclass of sparkdl.jobs.Source of your own
+        rows: which of them are used, and for what
+        estimator: the network and how it is trained
+        stages: pyspark.ml stages before the estimator and each baseline, saved with the model
+        baselines: pyspark.ml estimators by name, which are fitted and evaluated on the same rows
+        evaluators: pyspark.ml evaluators by the names of their metrics, for example {AUC:
+            {class_path: pyspark.ml.evaluation.BinaryClassificationEvaluator}}
+        model: directory of the model: train.py writes it, the others read it
+        trust: modules that the model's own classes come from, which may be imported to load it
+        evaluation: directory of the metrics, which are in its _result.json
+        predictions: directory of the table of predictions
+        write: how they are written
     """
 
-    format: str = "parquet"
-    columns: list[str] | None = None
-    partition_by: list[str] | None = None
-    options: dict[str, str] | None = None
-    files: int | None = None
+    run_id: str | None = None
+    result_file: str | None = None
+    log_format: Literal["text", "json"] = "text"
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] | None = None
+    session: Any = None
+    source: Source | None = None
+    rows: Any = None
+    estimator: Any = None
+    stages: list[Estimator[Any] | Transformer] | None = None
+    baselines: dict[str, Estimator[Any]] | None = None
+    evaluators: dict[str, Evaluator] | None = None
+    model: str | None = None
+    trust: list[str] | None = None
+    evaluation: str | None = None
+    predictions: str | None = None
+    write: Any = None
+    job: JobName = field(init=False)
+    said: dict[str, Any] = field(init=False)
+    """All that the configuration says, unchecked, as JSON."""
 
-    def __post_init__(self) -> None:
-        if self.files is not None and self.files < 1:
-            raise ConfigError(f"write.files must be at least 1, got {self.files}")
-        if self.columns is not None and not self.columns:
-            raise ConfigError("write.columns names no column; leave it out for all of them")
+    @property
+    def output(self) -> str:
+        """The output's path."""
+        return str(vars(self)[OUTPUTS[self.job]])
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that decides the output."""
+        names = {"source", "rows", *SECTIONS[self.job]} - {OUTPUTS[self.job]}
+        said = {name: self.said.get(name) for name in names}
+        if isinstance(estimator := said.get("estimator"), dict):
+            said["estimator"] = {n: estimator[n] for n in {*estimator} - {*RESULT_NEUTRAL}}
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+    def shown(self, text: str) -> str:
+        """A text such as an error's message, without credentials and the values of secret keys."""
+        return without_secrets(text, self.said)
+
+    def build_estimator(self) -> TorchEstimator:
+        """The network's estimator.
+
+        Raises:
+            ConfigError: an argument is out of range.
+        """
+        given = {name: each for name, each in self.estimator.items() if name not in BUILDERS}
+        builders = {n: values.builder(self.estimator[n]) for n in {*self.estimator} & {*BUILDERS}}
+        return TorchEstimator(**values.built(given), **builders)
+
+    def build(self, place: str, value: Any) -> Any:
+        """pyspark.ml's stages or evaluators, whose values its Java classes have accepted.
+
+        Python passes them to Java only when they are used, an evaluator after a training.
+
+        Args:
+            place: their place in the configuration.
+            value: one, a list of them, or a dict.
+
+        Raises:
+            ConfigError: an argument is not what pyspark.ml takes.
+        """
+        if isinstance(value, list):
+            return [self.build(f"{place}[{n}]", each) for n, each in enumerate(value)]
+        if isinstance(value, dict):
+            return {name: self.build(f"{place}.{name}", each) for name, each in value.items()}
+        try:
+            stage = values.built(value)
+            if isinstance(stage, JavaParams):
+                has_accepted(stage)
+        except (IllegalArgumentException, TypeError, ValueError) as error:
+            raise ConfigError(f"{place}: {error}") from error
+        return stage
 
 
-def build_parser(job: JobName) -> JobParser:
-    """The parser of a job's command line and configuration."""
-    used = SECTIONS[job]
-    parser = JobParser(
-        prog=f"{job}.py",
-        usage=f"{job}.py --config FILE [--KEY VALUE] ...",
-        description=describe(job),
-        epilog=exit_codes(),
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-        parser_mode=MODE,
-    )
-    parser.add_argument(
-        "--config",
-        action="config",
-        help="a YAML file; of several, and of the command line, the last value given counts",
-    )
-    _add_run(parser)
-    parser.add_subclass_arguments(
-        Source,
-        "source",
-        required=True,
-        fail_untyped=False,
-        help="where the rows come from: {class_path: sparkdl.jobs.Files, init_args: {path: ...}}, "
-        "sparkdl.jobs.Table, sparkdl.jobs.Query, or a subclass of sparkdl.jobs.Source of your own",
-    )
-    parser.add_class_arguments(Rows, "rows")
-    for name, means in _MEANS.items():
-        if name in used and name not in ("evaluators", "stages", "baselines", "trust"):
-            parser.add_argument(f"--{name}", type=str | None, default=None, help=means)
-    if "trust" in used:
-        parser.add_argument("--trust", type=list[str], default=[], help=_MEANS["trust"])
-    if "estimator" in used:
-        _add_estimator(parser)
-    if "stages" in used:
-        kinds = list[Estimator | Transformer]  # type: ignore[type-arg]
-        _take_untyped(
-            parser.add_argument("--stages", type=kinds, default=[], help=_MEANS["stages"])
-        )
-    for name, kind in (("baselines", Estimator), ("evaluators", Evaluator)):
-        if name in used:
-            named = dict[str, kind]  # type: ignore[valid-type]
-            _take_untyped(
-                parser.add_argument(f"--{name}", type=named, default={}, help=_MEANS[name])
-            )
-    if "write" in used:
-        parser.add_class_arguments(TableFormat, "write")
-    parser.add_function_arguments(create_session, "session")
-    for name in sorted({name for names in SECTIONS.values() for name in names} - set(used)):
-        parser.add_argument(f"--{name}", type=Any, default=None, help=argparse.SUPPRESS)
-    return parser
-
-
-def read_settings(job: JobName, arguments: list[str] | None = None) -> Settings:
-    """Parse the command line, and build what needs no session.
+def read_settings(job: JobName, command_line: list[str] | None = None) -> Settings:
+    """Read the command line and the files that it names, and build what needs no session.
 
     Args:
         job: the job.
-        arguments: the command line; None for this process's own.
+        command_line: None for this process's own.
 
     Raises:
-        SystemExit: something is wrong, and was reported; with code 2, or 0 after --help.
+        Refused: something is wrong, and was reported.
+        SystemExit: with code 0, after --help and --print_config.
     """
-    importlib.import_module("sparkdl.callbacks")  # so that short names are found
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
-    parser = build_parser(job)
-    require_mappings(parser, arguments)
-    require_decimals(parser, arguments)
-    config = parser.parse_args(arguments)
-    fill_sections(parser, config)
-    output = config.get(OUTPUTS[job])
-    if not output:
-        parser.refuse(f"--{OUTPUTS[job]} is required: where to write the {OUTPUTS[job]}")
-    if job != "train" and not config.model:
-        parser.refuse("--model is required: the model to use")
-    require_one_path(parser, config, {"model", "predictions"} & set(SECTIONS[job]))
-    if config.run_id is not None and not config.run_id.strip():
-        parser.refuse("--run_id is empty, so all runs would share it: set it, or omit it")
-    if job == "evaluate" and not config.evaluators:
-        parser.refuse("--evaluators is required: what to measure")
-    if job == "train" and config.evaluators and config.rows.test is None:
-        parser.refuse("evaluators need rows: select them with --rows.test")
-    if job == "train" and config.baselines and not config.evaluators:
-        parser.refuse("baselines are compared by metrics: name them with --evaluators")
+    said: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
     try:
-        settings = Settings(
-            job=job,
-            session=vars(config.session),
-            source=built(config.source),
-            rows=Rows(**vars(config.rows)),
-            output=output,
-            sections=config,
-            run_id=config.run_id,
-            result_file=config.result_file,
-            log_format=config.log_format,
-            log_level=config.log_level,
-            digest=_digest(job, config),
-        )
-        if job == "train":
-            settings.estimator()
-        if job == "predict":
-            TableFormat(**vars(config.write))
-    except (SparkDLError, ValueError, TypeError) as error:
-        if isinstance(error, SparkDLError) and not isinstance(error, ConfigError):
-            raise
-        parser.refuse(str(error), plain(config))
+        flags = _read_command_line(command_line, said)
+        plain |= json.loads(json.dumps(said))
+        settings = None if "help" in flags else _checked(job, said)
+    except (ConfigError, ValueError, TypeError) as error:
+        message = without_secrets(str(error), plain)
+        print(f"{job}.py: error: {message}\n{job}.py --help lists every key", file=sys.stderr)
+        raise Refused(message) from error
+    if settings is None or "print_config" in flags:
+        print(help_of(job) if settings is None else yaml.safe_dump(plain, sort_keys=False))
+        raise SystemExit(0)
+    settings.said = plain
     return settings
 
 
-def _add_run(parser: JobParser) -> None:
-    run = parser.add_argument_group("the run")
-    run.add_argument(
-        "--run_id",
-        type=str | None,
-        default=None,
-        help="the scheduler's name for this run, the same in each attempt: an output that is "
-        "complete for it is not made again, and an interrupted training resumes. Without "
-        "one, each start is a run of its own",
-    )
-    run.add_argument(
-        "--result_file",
-        type=str | None,
-        default=None,
-        help="a file on this machine to which the result is written as JSON, even after a failure",
-    )
-    run.add_argument(
-        "--log_format",
-        type=Literal["text", "json"],
-        default="text",
-        help="json writes one object per line to stderr, and the result as the last line of stdout",
-    )
-    run.add_argument(
-        "--log_level",
-        type=Literal["DEBUG", "INFO", "WARNING", "ERROR"] | None,
-        default=None,
-        help="the lowest level logged; WARNING as text, INFO as json",
-    )
+def result_file_of(command_line: list[str] | None) -> str | None:
+    """The result file that a refused command line names, itself or in a readable file."""
+    said: dict[str, Any] = {}
+    with suppress(ConfigError):
+        _read_command_line(command_line, said)
+    path = said.get("result_file")
+    return str(path) if path and isinstance(path, str) else None
 
 
-def _add_estimator(parser: JobParser) -> None:
-    # More is accepted than for the arguments themselves: a class with its arguments stands for a
-    # builder of it. A bare Callable also takes functions without annotations.
-    kinds: dict[str, tuple[Any, str]] = {
-        "model": (ModelBuilder | nn.Module | Callable, "the network: a class with its arguments"),
-        "loss": (
-            nn.Module | Literal["model"] | Callable,
-            "(outputs, targets) -> scalar: a function, or a class with its arguments; `model` for "
-            "a network that computes its own",
-        ),
-        "optimizer": (OptimizerBuilder | Callable, "torch's or another class, with its arguments"),
-        "scheduler": (
-            SchedulerBuilder | Callable | None,
-            "torch's or another class, with its arguments",
-        ),
-    }
-    parser.add_class_arguments(
-        TorchEstimator, "estimator", skip=set(kinds), instantiate=False, fail_untyped=False
-    )
-    group = (parser.groups or {})["estimator"]
-    for action in group._group_actions:
-        param = getattr(TorchEstimator, action.dest.rpartition(".")[2], None)
-        if isinstance(param, Param):
-            action.help = param.doc
-    for name, (kind, means) in kinds.items():
-        required = name != "scheduler"
-        _take_untyped(
-            group.add_argument(f"--estimator.{name}", type=kind, required=required, help=means)
-        )
+def help_of(job: JobName) -> str:
+    """All keys of a job, and its exit codes."""
+    lines = [_HELP.format(job=job)]
+    used = (*RUN, *SECTIONS[job])
+    for place, called in {"": Settings, **ARGUMENTS}.items():
+        means = _meanings(called)
+        for name, each in values.parameters_of(called).items():
+            if (place or name) in used and name not in ARGUMENTS:
+                key = f"{place}.{name}".lstrip(".")
+                text = f"--{key} ({values.shown(each.annotation)}): {means.get(name, '')}"
+                lines += textwrap.wrap(text, 100, subsequent_indent="    ")
+    return "\n".join([*lines, "", "exit codes:", *(f"  {int(e):>3}  {e.meaning}" for e in Exit)])
 
 
-def _take_untyped(action: Any) -> None:
-    """Allow the named classes and functions to have arguments without annotations."""
-    action.sub_add_kwargs = {"fail_untyped": False}
+def _meanings(called: Any) -> dict[str, str]:
+    """What the documentation says of each argument."""
+    found = dict(_ARGUMENT.findall(inspect.getdoc(called) or ""))
+    found |= {name: each.doc for name, each in getattr(called, "declarations", {}).items()}
+    return {name: " ".join(each.replace("``", "").split()) for name, each in found.items()}
 
 
-def _digest(job: JobName, config: Namespace) -> str:
-    names = {"source", "rows", *SECTIONS[job]} - {OUTPUTS[job]}
-    said = {name: plain(config[name]) for name in names}
-    for name in RESULT_NEUTRAL:
-        said.get("estimator", {}).pop(name, None)
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+def _checked(job: JobName, said: dict[str, Any]) -> Settings:
+    used = (*RUN, *SECTIONS[job])
+    given = {name: each if name in used else None for name, each in said.items()}
+    for name in {*ARGUMENTS} & {*used}:
+        given[name] = values.arguments(name, ARGUMENTS[name], said.get(name))
+    settings = Settings(**values.arguments("", Settings, given))
+    settings.job = job
+    needed = {"train": (), "evaluate": ("model", "evaluators"), "predict": ("model",)}[job]
+    for name in ("source", OUTPUTS[job], *needed):
+        if not getattr(settings, name):
+            raise ConfigError(f"--{name} is required: {_meanings(Settings)[name]}")
+    for name in {"model", "predictions"} & {*used}:
+        path = getattr(settings, name)
+        if found := _GLOB.search(path):
+            raise ConfigError(
+                f"--{name} '{path}' contains '{found[0]}', so Spark would read it as a glob "
+                "pattern. Use a path without it; or is this a template that was never filled in?"
+            )
+    if settings.run_id is not None and not settings.run_id.strip():
+        raise ConfigError("--run_id is empty, so all runs would share it: set it, or omit it")
+    settings.source, settings.rows = values.built(settings.source), Rows(**settings.rows)
+    if job == "train":
+        if settings.evaluators and settings.rows.test is None:
+            raise ConfigError("evaluators need rows: select them with --rows.test")
+        if settings.baselines and not settings.evaluators:
+            raise ConfigError("baselines are compared by metrics: name them with --evaluators")
+        settings.build_estimator()
+    if job == "predict":
+        settings.write = TableFormat(**settings.write)
+    return settings
 
 
-_DOES: dict[str, str] = {
-    "train": "Train a network on a table, compare it with baselines, and save it.",
-    "evaluate": "Measure a saved model on a table.",
-    "predict": "Write a saved model's predictions for a table.",
-}
-_EXAMPLES: dict[str, tuple[str, ...]] = {
-    "train": ("--estimator.epochs 3", "--run_id 2026-11-23 --log_format json"),
-    "evaluate": ("", "--run_id 2026-11-23 --result_file metrics.json"),
-    "predict": ("", "--write.format orc --run_id 2026-11-23"),
-}
+def _read_command_line(command_line: list[str] | None, said: dict[str, Any]) -> list[str]:
+    """Add what a command line and its files say, whatever else is wrong with it; its flags."""
+    left = list(sys.argv[1:] if command_line is None else command_line)
+    flags: list[str] = []
+    wrong: list[ConfigError] = []
+    while left:
+        name, equals, value = left.pop(0).partition("=")
+        try:
+            if name in _FLAGS:
+                flags.append(_FLAGS[name])
+            elif not name.startswith("--"):
+                raise ConfigError("the command line has a word that belongs to no option")
+            elif not equals and (not left or left[0].startswith("--")):
+                raise ConfigError(f"{name}: expected one argument")
+            else:
+                _add(said, name[2:], value if equals else left.pop(0))
+        except ConfigError as error:
+            wrong.append(error)
+    if wrong:
+        raise wrong[0]
+    return flags
 
 
-class HelpFormatter(DefaultHelpFormatter):  # type: ignore[misc]
-    """Keeps the lines of descriptions, and leaves out lists of hundreds of classes."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "".join(indent + line + "\n" for line in text.splitlines())
-
-    def _expand_help(self, action: argparse.Action) -> str:
-        text = str(super()._expand_help(action))
-        text = re.sub(r", known subclasses: [^)]*\)", ")", text)
-        return text.replace("``", "")
-
-
-def describe(job: JobName) -> str:
-    """What a job is for, shown above its options."""
-    lines = [
-        _DOES[job],
-        "",
-        *(f"  python jobs/{job}.py --config conf/flights.yaml {more}" for more in _EXAMPLES[job]),
-        f"  spark-submit --master yarn jobs/{job}.py --config conf/flights.yaml",
-        "",
-        "One file serves train.py, evaluate.py and predict.py; each reads the sections that it",
-        "uses. Each key of it can be given here, where it wins. docs/jobs.md explains the grammar.",
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+def _add(said: dict[str, Any], name: str, value: str) -> None:
+    """Add a value of the command line, with dots between the keys that lead to it, or a file."""
+    if name == "config":
+        for key, more in _file(value).items():
+            old = said.get(key) if key in ARGUMENTS and isinstance(more, dict) else None
+            said[key] = {**old, **more} if isinstance(old, dict) else more
+        return
+    *above, last = name.split(".", 2 if name.startswith("session.conf.") else -1)
+    for each in above:
+        below = said.get(each)
+        if isinstance(below, str) and not below.startswith("{"):
+            below = {"class_path": below}
+        said[each] = dict(values.section(each, below))
+        said = said[each]
+    if last == "class_path":
+        said.clear()  # another class has other arguments
+    said[last] = Text(value)
 
 
-def exit_codes() -> str:
-    """The exit codes, shown below the options."""
-    lines = ["exit codes:"]
-    for code in Exit:
-        first, *rest = textwrap.wrap(code.meaning, 72)
-        lines += [f"  {int(code):>3}  {first}", *(f"       {line}" for line in rest)]
-    return "\n".join(lines)
+def _file(path: str) -> dict[str, Any]:
+    """What a configuration file says."""
+    told = without_credentials(path)
+    try:
+        found = parse(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{told} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        words = error if isinstance(error, YamlError) else "is not valid UTF-8"
+        raise ConfigError(f"{told} {words}") from None
+    if isinstance(found, dict):
+        return found
+    what = "is empty" if found is None else f"is a {type(found).__name__}"
+    raise ConfigError(f"{told} {what}: --config takes a file of keys, such as conf/flights.yaml")

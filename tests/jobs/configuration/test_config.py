@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import runpy
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +23,7 @@ from torch import nn
 from sparkdl import ParameterAveraging, TorchEstimator
 from sparkdl.callbacks import TrainingReport
 from sparkdl.jobs import Files, command, logs
-from sparkdl.jobs.configuration.grammar import read_settings
-from sparkdl.jobs.configuration.settings import JobName, Settings
+from sparkdl.jobs.configuration.grammar import JobName, Settings, read_settings
 from sparkdl.jobs.predict import _is_data
 from sparkdl.jobs.train import _reports
 
@@ -62,7 +64,7 @@ def refused(capsys: pytest.CaptureFixture[str], call: Any) -> str:
 
 def test_the_file_builds_the_real_estimator_from_importable_builders() -> None:
     read = settings()
-    estimator = read.estimator()
+    estimator = read.build_estimator()
     assert isinstance(estimator, TorchEstimator)
     assert isinstance(estimator.getStrategy(), ParameterAveraging)
     assert isinstance(estimator.getModel(), functools.partial)
@@ -80,8 +82,8 @@ def test_one_file_serves_the_three_jobs() -> None:
         "predict": "output/flights-predictions",
     }
     predict = settings(job="predict")
-    assert predict.sections.model == outputs["train"]
-    assert predict.sections.write.columns == ["label", "probability"]
+    assert predict.model == outputs["train"]
+    assert predict.write.columns == ["label", "probability"]
 
 
 def test_the_command_line_wins_over_the_file() -> None:
@@ -91,8 +93,8 @@ def test_the_command_line_wins_over_the_file() -> None:
         *("--source.init_args.test_months", "[12, 12]"),
         *("--model", "elsewhere"),
     )
-    assert read.estimator().getEpochs() == 3
-    assert read.estimator().getModel()().layers[0].out_features == 8
+    assert read.build_estimator().getEpochs() == 3
+    assert read.build_estimator().getModel()().layers[0].out_features == 8
     assert read.source.split.test_months == (12, 12)  # type: ignore[attr-defined]
     assert read.output == "elsewhere"
 
@@ -103,7 +105,7 @@ def test_any_table_and_any_network_of_torch(tmp_path: Path) -> None:
     assert (read.source.path, read.source.format) == (["a", "b"], "csv")
     assert read.source.schema == "x double, y int"
     assert read.rows.select == ["x", "y as label"]
-    network = read.estimator().getModel()()
+    network = read.build_estimator().getModel()()
     assert isinstance(network, nn.Linear)
     assert network.weight.shape == (3, 2)
 
@@ -116,7 +118,7 @@ def test_a_loss_is_a_function_a_class_with_arguments_or_the_models_own(tmp_path:
         "{class_path: torch.nn.CrossEntropyLoss, init_args: {label_smoothing: 0.1}}": 0.1,
     }
     for loss, expected in losses.items():
-        found = own(tmp_path, loss=loss).estimator().getLoss()
+        found = own(tmp_path, loss=loss).build_estimator().getLoss()
         assert (found.label_smoothing if isinstance(found, nn.Module) else found) == expected
 
 
@@ -131,7 +133,7 @@ estimator:
   validationFraction: 0.1
 """
     )
-    estimator = own(tmp_path, "--config", str(tmp_path / "more.yaml")).estimator()
+    estimator = own(tmp_path, "--config", str(tmp_path / "more.yaml")).build_estimator()
     scheduler = estimator.getScheduler()
     assert scheduler(torch.optim.SGD([torch.zeros(1)], lr=1.0)).step_size == 3
     assert estimator.getCallbacks()[0].patience == 5
@@ -139,11 +141,11 @@ estimator:
 
 
 def test_the_flights_have_a_report_where_the_readme_says() -> None:
-    estimator = settings().estimator()
+    estimator = settings().build_estimator()
     assert estimator.getCallbacks() == [TrainingReport("output/flights-report.html")]
     (said,) = _reports(estimator).splitlines()
     assert f"\n{said}\nModel saved in" in (Path(CONFIG).parents[1] / "README.md").read_text()
-    none = settings("--estimator.callbacks", "null").estimator()
+    none = settings("--estimator.callbacks", "null").build_estimator()
     assert none.getCallbacks() is None
     assert _reports(none) == ""
 
@@ -204,8 +206,29 @@ def test_help_is_short_enough_to_be_read(job: JobName, capsys: pytest.CaptureFix
     assert "known subclasses" not in said
     assert "``" not in said
     assert said.startswith(f"usage: {job}.py --config FILE [--KEY VALUE] ...\n")
+    for key in (
+        "rows.persist (bool): whether executors",
+        "session.conf (Mapping[str, str] or null)",
+    ):
+        assert f"--{key}" in said
+    assert ("--estimator.epochs (int): passes over the data (>= 1)" in said) == (job == "train")
     assert "   75  another process is writing this output; try again later" in said
     assert said.count("\n") < (450 if job == "train" else 150)
+
+
+def test_the_package_alone_runs_the_jobs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for job, usage, code in (
+        ("train", "usage: train.py --config", 0),
+        ("plan", "usage: plan.py", 0),
+        ("tarin", "usage: python -m sparkdl.jobs train | evaluate | predict | plan", 2),
+    ):
+        monkeypatch.setattr(sys, "argv", ["", job, "--help"])
+        with pytest.raises(SystemExit) as caught:
+            runpy.run_module("sparkdl.jobs", run_name="__main__")
+        assert caught.value.code == code
+        assert usage in "".join(capsys.readouterr())
 
 
 def test_a_split_that_is_not_by_time_is_refused() -> None:
@@ -229,12 +252,12 @@ def adam(parameters): return torch.optim.Adam(parameters)
     monkeypatch.chdir(tmp_path)  # where a job is started its modules are found
     monkeypatch.setattr("sys.path", [path for path in sys.path if path])
     own_functions = {"loss": "ownmodule.loss", "optimizer": "ownmodule.adam"}
-    estimator = own(tmp_path, **own_functions, model="ownmodule.net").estimator()
+    estimator = own(tmp_path, **own_functions, model="ownmodule.net").build_estimator()
     assert estimator.getLoss().__name__ == "loss"
     assert estimator.getModel()().out_features == 3
     assert isinstance(estimator.getOptimizer()([torch.zeros(1)]), torch.optim.Adam)
     model = "{class_path: ownmodule.wide, init_args: {width: 5}}"
-    assert own(tmp_path, model=model).estimator().getModel()().out_features == 5
+    assert own(tmp_path, model=model).build_estimator().getModel()().out_features == 5
 
 
 def test_a_run_is_called_what_the_scheduler_calls_it() -> None:
@@ -260,8 +283,47 @@ class Open(nn.Module):
 
 def test_arguments_that_only_kwargs_take_reach_the_constructor(tmp_path: Path) -> None:
     spec = f"{{class_path: {__name__}.Open, init_args: {{width: 3}}, dict_kwargs: {{depth: 2}}}}"
-    model = own(tmp_path, model=spec).estimator().getModel()
+    model = own(tmp_path, model=spec).build_estimator().getModel()
     assert model().told == {"width": 3, "depth": 2}
+
+
+@dataclass
+class Size:
+    """Arguments of an argument."""
+
+    width: int
+    depth: float = 1.0
+
+
+class Typed(nn.Module):
+    """A network whose arguments are not what YAML has."""
+
+    def __init__(
+        self,
+        size: Size,
+        layer: type[nn.Module],
+        path: Path,
+        pair: tuple[int, float],
+        several: Sequence[float | None] = (),
+        name: str | None = None,
+        act: Callable[[Any], Any] = torch.sin,
+    ) -> None:
+        super().__init__()
+        self.told = [size, layer, path, pair, several, name, act]
+
+
+def test_arguments_are_what_their_annotations_say(tmp_path: Path) -> None:
+    said = "size: {width: 3, depth: 2}, layer: torch.nn.ReLU, path: a.b, pair: [1, 2], name: a.b"
+    said += ", several: [1, null], act: torch.cos"
+    spec = f"{{class_path: {__name__}.Typed, init_args: {{{said}}}}}"
+    model = own(tmp_path, "--estimator.model.init_args.name", "007", model=spec)
+    told = [Size(3, 2.0), nn.ReLU, Path("a.b"), (1, 2.0), [1.0, None], "007", torch.cos]
+    assert model.build_estimator().getModel()().told == told
+    assert type(told[3][1]) is float
+    for wrong in ("size.with 3", "layer torch.cos", "pair [1]", "several [x]", "act torch.pi"):
+        key, value = wrong.split()
+        with pytest.raises(SystemExit, match=key.partition(".")[0]):
+            own(tmp_path, f"--estimator.model.init_args.{key}", value, model=spec)
 
 
 def test_a_result_file_that_cannot_be_written_is_told_before_the_job_begins(
