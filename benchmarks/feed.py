@@ -58,7 +58,6 @@ from sparkdl.replica import Replica
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.launch.worker_rows import Workers, worker_frame
 from sparkdl.spark.rows.columns import input_column
-from sparkdl.spark.rows.delivery import Delivery
 from sparkdl.spark.rows.packing import small_record_batches
 
 WORKERS = 2
@@ -179,12 +178,12 @@ def first_epochs(
             frame=frame,
             columns=columns,
             num_workers=WORKERS,
-            delivery=Delivery(),
+            shuffle="exchange",
             device="cpu",
             description="benchmark",
             network=network_of(spark),
         )
-        fed = worker_frame(workers, SEED)
+        fed = worker_frame(workers)
         schema = schema_of(frame.columns, width)
         turns = {name: partial(run, frame) for name, run in others.items()}
         turns["ours"] = partial(fed_job, fed, partial(fill_and_pass, schema))

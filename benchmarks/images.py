@@ -35,7 +35,6 @@ from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.launch.worker_rows import Workers, worker_frame
 from sparkdl.spark.rows.columns import input_column
-from sparkdl.spark.rows.delivery import Delivery
 from sparkdl.spark.rows.packing import small_record_batches
 
 PHOTOGRAPHS, QUICK_PHOTOGRAPHS = 4_000, 400
@@ -129,12 +128,12 @@ def photographs(spark: SparkSession, folder: Path) -> DataFrame:
         frame=frame,
         columns=tuple(input_column(frame, name, "featuresCols") for name in frame.columns),
         num_workers=feed.WORKERS,
-        delivery=Delivery(),
+        shuffle="exchange",
         device="cpu",
         description="benchmark",
         network=network_of(spark),
     )
-    return worker_frame(workers, feed.SEED)
+    return worker_frame(workers)
 
 
 def ours(frame: DataFrame) -> tuple[float, float]:

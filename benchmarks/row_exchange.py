@@ -64,7 +64,7 @@ def main() -> None:
 
 def bytes_to_move(rows: list[int]) -> int:
     """Bytes of the busiest direction of the busiest link."""
-    plan = exchange_plan(rows, seed=SEED, epoch=1)
+    plan = exchange_plan(rows, len(rows), seed=SEED, epoch=1)
     moving = plan - np.diag(np.diag(plan))
     return int(max(moving.sum(axis=0).max(), moving.sum(axis=1).max())) * ROW_BYTES
 
@@ -111,7 +111,8 @@ def take_part(rank: int, rows: list[int], host: str) -> None:
             count = min(10_000, rows[rank] - first)
             store.append(SPECS, [torch.rand(count, WIDTH), torch.arange(first, first + count)])
         print(json.dumps(server.address), flush=True)
-        everyone = Everyone(rows, json.loads(sys.stdin.readline()))
+        by_rank = [[part] for part in enumerate(rows)]
+        everyone = Everyone(by_rank, json.loads(sys.stdin.readline()))
         exchange = RowExchange(
             rank=rank,
             server=server,

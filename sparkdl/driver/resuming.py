@@ -220,7 +220,7 @@ def _other_rows(
     saved: dict[str, Any], present: dict[str, Any], columns: Sequence[ColumnSpec]
 ) -> Iterator[str]:
     """How the rows differ, one line per difference."""
-    counts = {"shard_rows": "rows of each worker", "held_out": "held-out rows"}
+    counts = {"shard_rows": "rows of each partition", "held_out": "held-out rows"}
     for key, what in counts.items():
         yield from difference(what, saved[key], present[key])
     prints = {

@@ -25,7 +25,6 @@ from sparkdl.errors import (
     CallbackError,
     ConfigError,
     DataError,
-    ModelError,
     TrainingError,
     WorkerLostError,
 )
@@ -41,7 +40,6 @@ from sparkdl.spark.catalyst.accumulators import uncounted
 from sparkdl.spark.catalyst.jvm import is_of_connect, setting, size_setting
 from sparkdl.spark.closures.pickling import References, pickled
 from sparkdl.spark.cluster.gpus import gpu_profile
-from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.cluster.slots import require_free_slots
 from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.launch.answers import (
@@ -55,7 +53,6 @@ from sparkdl.spark.launch.answers import (
 )
 from sparkdl.spark.launch.beside import FirstTask, RunInStage
 from sparkdl.spark.launch.launcher import LEAVE_S
-from sparkdl.spark.launch.worker_rows import Workers, names_others, with_original_places
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.spark.session.encryption import keeps_rows_in_memory
 
@@ -83,14 +80,12 @@ def fit_in_stage(plan: FitPlan, params: SharedParams, module: nn.Module) -> tupl
     training = uuid.uuid4().hex
     # Spark ends all workers with one.
     job = replace(plan.job, max_failures=0, min_workers=1)
-    at_home = {"frame": None, "replanned": None}
-    away = replace(plan, job=job, workers=replace(workers, **at_home))  # type: ignore[arg-type]
+    away = replace(plan, job=job, workers=replace(workers, frame=None))  # type: ignore[arg-type]
     application = setting(workers.frame.sparkSession, "spark.app.id")
     while True:
         served = Served(away, params, application, training, again=losses > 0)
         try:
-            with _places_as_read(workers, job.seed):
-                return _received(_pieces_of(plan, served), plan, module)
+            return _received(_pieces_of(plan, served), plan, module)
         except WorkerLostError as error:
             losses += 1
             if losses > allowed:
@@ -143,18 +138,6 @@ def require_in_stage(plan: FitPlan, module: nn.Module) -> None:
             plan.settings.min_workers,
             reason,
         )
-
-
-@contextmanager
-def _places_as_read(workers: Workers, seed: int) -> Iterator[None]:
-    """Have errors about rows name the partitions that Spark has read, as the workers cannot."""
-    try:
-        yield
-    except (DataError, ModelError) as error:
-        if names_others(str(error), workers):
-            jobs = RunJobs(workers.frame.sparkSession.sparkContext, workers.description)
-            error.args = (with_original_places(str(error), workers, seed, jobs),)
-        raise
 
 
 @dataclass(frozen=True)
@@ -273,7 +256,7 @@ def _pieces_of(plan: FitPlan, served: Served) -> Iterator[bytes]:
         ranks_a_task=workers.ranks_a_task,
         device=workers.device,
         shipment=ship(used.names, spark) if workers.ship_modules else None,
-        rows=(workers, job.seed),
+        rows=workers,
         broadcasts=used.broadcasts,
         description=workers.description,
     ).answered(LEAVE_S)

@@ -25,9 +25,9 @@ from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.process.allocator import keep_freed_memory
 from sparkdl.protocols import Batch
 
-RowExchange = Callable[[PartitionStore, Tensor | None, PartitionStore, int], None]
+RowExchange = Callable[[PartitionStore, Tensor | None, PartitionStore, int], Tensor | None]
 """(rows, their order, where the received rows go, the epoch that follows or ``HELD_OUT``); takes
-ownership of the first."""
+ownership of the first, and returns the order of the received rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +112,7 @@ class Feed:
             self._training,
             self._held_out,
             skip_invalid=self._options.skip_invalid,
+            by_partition=self._options.exchange_rows,
         )
         self._orders: dict[PartitionStore, Tensor | None] = {}
         self._exchanged_before = 0
@@ -147,7 +148,8 @@ class Feed:
         An epoch may follow only if every column is sound.
 
         Args:
-            source: the rows, once; the columns of the schema, then perhaps ``ORDER_COLUMN``.
+            source: the rows, once; the columns of the schema, then perhaps ``PLACE_COLUMN`` and
+                ``ORDER_COLUMN``.
             on_rows: called after each part of a record batch with the rows read so far.
         """
         return self._reading.read(source, on_rows)
@@ -186,8 +188,8 @@ class Feed:
     def epoch(self, epoch: int, *, first_step: int = 0) -> Iterator[Batch]:
         """Yield every row to train on once, but for those of the minibatches before ``first_step``.
 
-        Each epoch follows a permutation of the order that ``ORDER_COLUMN`` gives the rows, or
-        without it their arrival.
+        Each epoch follows a permutation of the order that ``PLACE_COLUMN`` and ``ORDER_COLUMN``
+        give the rows, or without them their arrival.
 
         Those were trained on already, before an interruption. Epochs are counted from 1.
         """
@@ -234,7 +236,7 @@ class Feed:
     def _exchanged(self, old: PartitionStore, exchange: RowExchange, epoch: int) -> PartitionStore:
         new = self._new_store()
         try:
-            exchange(old, self._order(old), new, epoch)
+            self._orders[new] = exchange(old, self._order(old), new, epoch)
         except BaseException:
             new.close()
             raise
@@ -244,8 +246,7 @@ class Feed:
     def _order(self, store: PartitionStore) -> Tensor | None:
         """The rows' positions in the store, in their order, (rows,), int64; None if as stored."""
         if store not in self._orders:
-            keys = self._reading.keys.pop(store, [])
-            self._orders[store] = torch.argsort(torch.cat(keys), stable=True) if keys else None
+            self._orders[store] = self._reading.take_order(store)
         return self._orders[store]
 
     def _epoch_order(self, epoch: int, sizes: Sequence[int] | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -17,21 +18,18 @@ from sparkdl.feed.record_batches.decode import (
     kept,
     small_parts,
     to_column,
-    to_tensor,
 )
-from sparkdl.feed.record_batches.packed import ORDER_COLUMN
+from sparkdl.feed.record_batches.packed import ORDER_COLUMN, PLACE_COLUMN, POSITION_BITS
 from sparkdl.feed.statistics.column import (
     ColumnStatistics,
+    places_from,
     scan,
     scan_least,
 )
 from sparkdl.feed.statistics.fingerprint import MODULUS, row_hashes
-from sparkdl.feed.statistics.shards import ShardStatistics, unusable
+from sparkdl.feed.statistics.shards import Part, ShardStatistics, unusable
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import ColumnSpec
-
-ORDER = ColumnSpec(ORDER_COLUMN, torch.int64)
-
 
 OnRows = Callable[[int], None]
 """Called with the number of rows read so far, for example to say that the worker is alive."""
@@ -46,11 +44,11 @@ class Reading:
         training: receives the rows to train on.
         held_out: receives those to validate with.
         skip_invalid: whether rows whose features cannot be used are left out, not refused.
+        by_partition: whether to tell how many rows each partition has.
 
     Attributes:
         rows: how many were read so far, with those that were left out.
         statistics: what was found in them, one per column of the schema.
-        keys: by store, what its rows are sorted by if they have ``ORDER_COLUMN``: int64.
     """
 
     def __init__(
@@ -61,17 +59,23 @@ class Reading:
         held_out: PartitionStore,
         *,
         skip_invalid: bool = False,
+        by_partition: bool = False,
     ) -> None:
         self.rows = 0
-        self._skip_invalid = skip_invalid
+        self._skip_invalid, self._by_partition = skip_invalid, by_partition
         self._skipped = 0
         self.statistics = tuple(ColumnStatistics() for _ in schema.columns)
-        self.keys: dict[PartitionStore, list[Tensor]] = {training: [], held_out: []}
+        self._places: dict[PartitionStore, list[np.ndarray]] = {training: [], held_out: []}
+        self._by_number: dict[PartitionStore, Counter[int]] = {
+            training: Counter(),
+            held_out: Counter(),
+        }
+        self._keys: dict[PartitionStore, list[np.ndarray]] = {training: [], held_out: []}
         self._schema = schema
         self._rank = rank
         self._training = training
         self._held_out = held_out
-        self._weights: list[Tensor] = []
+        self._weights: list[np.ndarray] = []
         self._fingerprints = {training: 0, held_out: 0}
 
     @property
@@ -86,78 +90,117 @@ class Reading:
         Rows that cannot be trained on do not stop the reading, but from then on nothing is stored.
 
         Args:
-            source: the rows; the columns of the schema, then perhaps ``ORDER_COLUMN``.
+            source: the rows; the columns of the schema, then perhaps ``PLACE_COLUMN`` and
+                ``ORDER_COLUMN``.
             on_rows: called after each part of a record batch with the rows read so far.
         """
         specs = self._schema.columns
         for record_batch in source:
             if record_batch.num_rows == 0:
                 continue
+            others = record_batch.schema.names[len(specs) :]
             for columns in small_parts(record_batch.columns, specs):
                 decoded = [decode(*pair) for pair in zip(columns[: len(specs)], specs, strict=True)]
-                keys = columns[len(specs)] if len(columns) > len(specs) else None
-                rows = len(columns[0])
-                valid = self._valid(decoded, rows) if self._skip_invalid else None
+                also = dict(zip(others, columns[len(specs) :], strict=True))
+                places, keys = self._places_of(also, len(columns[0])), also.get(ORDER_COLUMN)
+                valid = self._valid(decoded, places) if self._skip_invalid else None
                 if valid is not None:
                     decoded = [kept(column, valid) for column in decoded]
                     keys = None if keys is None else keys.filter(pa.array(valid))
-                self._scan(decoded)
-                self.rows += rows
-                none_left = valid is not None and not valid.any()
-                if self.sound and not none_left:
-                    self._store(decoded, keys)
+                self._scan(decoded, places)
+                self.rows += len(places)
+                places = places if valid is None else places[valid]
+                if self.sound and len(places):
+                    self._store(decoded, places, keys)
                 on_rows(self.rows)
         self._training.flush()
         self._held_out.flush()
         return self._shard()
 
+    def take_order(self, store: PartitionStore) -> Tensor | None:
+        """The positions of a store's rows, in the order that they have in every run; once.
+
+        Returns:
+            Shape (rows,), int64; None if they are stored in that order.
+        """
+        places, keys = self._places.pop(store, []), self._keys.pop(store, [])
+        if not places:
+            return None
+        place = np.concatenate(places)
+        if keys:
+            order = np.lexsort((np.concatenate(keys), place >> POSITION_BITS))
+        elif (place[1:] > place[:-1]).all():
+            return None
+        else:
+            order = np.argsort(place, kind="stable")
+        return torch.from_numpy(order)
+
+    def _places_of(self, also: dict[str, pa.Array], rows: int) -> np.ndarray:
+        """Where the next rows are; rows that do not say are a partition of this worker's."""
+        if PLACE_COLUMN not in also:
+            return places_from(self._rank, self.rows, rows)
+        found: np.ndarray = also[PLACE_COLUMN].to_numpy()
+        return found
+
     def _shard(self) -> ShardStatistics:
         held_out = self._held_out.rows
-        # Sorted, because a shuffle delivers the rows in any order and sums depend on it.
-        weights = torch.cat(self._weights).sort().values if self._weights else None
-        weight = 0.0 if weights is None else weights.sum().item()
+        parts = self._parts()
         return ShardStatistics(
             self.rows - self._skipped - held_out,
             self.statistics,
             held_out,
-            weight,
+            sum((weight for *_, weight in parts), 0.0),
+            parts=parts if self._by_partition else None,
             fingerprint=self._fingerprints[self._training],
             held_out_fingerprint=self._fingerprints[self._held_out],
             skipped=self._skipped,
         )
 
-    def _valid(self, decoded: list[Decoded], rows: int) -> np.ndarray | None:
+    def _parts(self) -> tuple[Part, ...]:
+        """The rows by partition."""
+        trained, held_out = self._by_number[self._training], self._by_number[self._held_out]
+        weights: dict[int, float] = {}
+        if self._weights:
+            owners = np.concatenate(self._places[self._training]) >> POSITION_BITS
+            # Sorted, because a shuffle delivers the rows in any order and sums depend on it.
+            order = np.lexsort((found := np.concatenate(self._weights), owners))
+            numbers, starts = np.unique(owners[order], return_index=True)
+            cut = np.split(found[order], starts[1:])
+            weights = {int(n): float(each.sum()) for n, each in zip(numbers, cut, strict=True)}
+        return tuple(
+            (number, trained[number], held_out[number], weights.get(number, 0.0))
+            for number in sorted({*trained, *held_out})
+        )
+
+    def _valid(self, decoded: list[Decoded], places: np.ndarray) -> np.ndarray | None:
         """Which rows have features that can be used, None for all; the others are counted."""
-        count = len(self._schema.features)
-        place = (self._rank, self.rows)
-        valid, found = unusable(decoded[:count], self._schema.features, rows, place)
+        count, rows = len(self._schema.features), len(places)
+        valid, found = unusable(decoded[:count], self._schema.features, places)
         features = (a + b for a, b in zip(self.statistics, found, strict=False))
         self.statistics = (*features, *self.statistics[count:])
         self._skipped += rows - int(valid.sum())
         return None if valid.all() else valid
 
-    def _scan(self, decoded: list[Decoded]) -> None:
-        place = (self._rank, self.rows)
+    def _scan(self, decoded: list[Decoded], places: np.ndarray) -> None:
         columns = zip(self.statistics, decoded, self._schema.columns, strict=True)
         self.statistics = tuple(
-            known + scan(column, spec, place) for known, column, spec in columns
+            known + scan(column, spec, places) for known, column, spec in columns
         )
         if self._schema.weight is not None:
             index = len(self._schema.stored) - 1
             found = list(self.statistics)
-            found[index] += scan_least(decoded[index], place)
+            found[index] += scan_least(decoded[index], places)
             self.statistics = tuple(found)
 
-    def _store(self, decoded: list[Decoded], keys: pa.Array | None) -> None:
+    def _store(self, decoded: list[Decoded], places: np.ndarray, keys: pa.Array | None) -> None:
         """Append a part's rows."""
         schema = self._schema.of_lengths([column.longest for column in self.statistics])
         specs = schema.columns
         columns = [to_column(column.values, s) for column, s in zip(decoded, specs, strict=True)]
         by_content = keys is not None and pa.types.is_null(keys.type)
-        if keys is not None and not by_content:
-            columns.append(to_tensor(keys, ORDER))
+        known = [places] if keys is None or by_content else [places, keys.to_numpy()]
         if schema.validation is None:
-            self._put(self._training, schema.stored, columns, by_content=by_content)
+            self._put(self._training, schema.stored, columns, known, by_content=by_content)
             return
         indicator = columns.pop(len(schema.stored))
         assert isinstance(indicator, Tensor)
@@ -166,30 +209,32 @@ class Reading:
             rows = chosen.nonzero()[:, 0]
             if len(rows):
                 chosen_rows = [picked(column, rows) for column in columns]
-                self._put(store, schema.stored, chosen_rows, by_content=by_content)
+                chosen_known = [each[rows.numpy()] for each in known]
+                self._put(store, schema.stored, chosen_rows, chosen_known, by_content=by_content)
 
     def _put(
         self,
         store: PartitionStore,
         specs: tuple[ColumnSpec, ...],
         columns: list[Column],
+        known: list[np.ndarray],
         *,
         by_content: bool,
     ) -> None:
-        if len(columns) > len(specs):
-            self.keys[store].append(_copied(columns.pop()))
         if self._schema.weight is not None and store is self._training:
-            self._weights.append(_copied(columns[-1]))
+            weights = columns[-1]
+            assert isinstance(weights, Tensor)
+            self._weights.append(weights.numpy().copy())
         packed = store.append(specs, columns)
         hashes = row_hashes(
             packed, may_hold_nan=any(statistics.not_finite for statistics in self.statistics)
         )
-        if by_content:
-            self.keys[store].append(torch.from_numpy(hashes.view(np.int64)))
+        places, *keys = known
+        self._places[store].append(places.copy())  # not to keep the record batch
+        numbers, rows = np.unique(places >> POSITION_BITS, return_counts=True)
+        self._by_number[store].update(dict(zip(numbers.tolist(), rows.tolist(), strict=True)))
+        self._keys[store] += (
+            [hashes.view(np.int64)] if by_content else [each.copy() for each in keys]
+        )
         found = int(hashes.sum(dtype=np.uint64))
         self._fingerprints[store] = (self._fingerprints[store] + found) % MODULUS
-
-
-def _copied(numbers: Column) -> Tensor:
-    assert isinstance(numbers, Tensor)
-    return numbers.clone()

@@ -1,9 +1,10 @@
 """Exchange rows among the workers: each gets a random part of every other's rows.
 
 The rows go from worker to worker, without the driver and without a Spark job. All workers compute
-the same plan from everyone's row counts: afterwards all have the same number, give or take one, and
-every assignment of rows to workers was equally likely. Each fetches what it gets (``server.py``)
-and writes it where the plan says, so the order of the rows is the same in every run. Because rows
+the same plan from the row counts of all partitions: afterwards all have the same number, give or
+take one, and every assignment of rows to workers was equally likely. Which worker had read which
+partition makes no difference. Each fetches what it gets (``server.py``)
+and puts it in the order of the partitions, which is the same in every run. Because rows
 are fetched, a worker that was lost fetches them again once it is back; all it needs is that the
 others still have what they gave away.
 """
@@ -62,12 +63,25 @@ class Everyone:
     """What a worker has to know about all workers to exchange rows with them.
 
     Attributes:
-        rows: how many of the rows to exchange each rank has read, by rank.
+        rows: the rows to exchange that each rank has read, by rank: partitions and their rows.
         row_servers: where each rank serves its rows, as ``RowServer.address``, by rank.
     """
 
-    rows: Sequence[int]
+    rows: Sequence[Sequence[tuple[int, int]]]
     row_servers: Sequence[Any]
+
+    @classmethod
+    def of(
+        cls, parts: Sequence[Sequence[Any]], row_servers: Sequence[Any], *, held_out: bool = False
+    ) -> Everyone:
+        """Read what is known of all ranks' rows.
+
+        Args:
+            parts: as in ``DataStatistics``.
+            row_servers: as in ``Everyone``.
+            held_out: whether the rows to validate with are exchanged, not those to train on.
+        """
+        return cls([[(p[0], p[1 + held_out]) for p in each] for each in parts], row_servers)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -98,12 +112,12 @@ class RowExchange:
     survives: bool = False
     on_rows: Callable[[int], None] = lambda rows: None
     tls: bool = False
-    _rows: list[int] | None = field(default=None, init=False)
+    _rows: list[list[tuple[int, int]]] | None = field(default=None, init=False)
     _heard: float = field(default_factory=time.monotonic, init=False)
 
     def __call__(
         self, store: PartitionStore, order: Tensor | None, received: PartitionStore, epoch: int
-    ) -> None:
+    ) -> Tensor | None:
         """Get this worker's rows from all workers; returns once they have arrived.
 
         Args:
@@ -113,6 +127,9 @@ class RowExchange:
             received: an empty store for this worker's new rows.
             epoch: the epoch that follows, or ``HELD_OUT``.
 
+        Returns:
+            The order that the new rows have in every run, as above.
+
         Raises:
             CollectiveError: another worker was lost, or sent nothing for too long.
             StoppedError: the run ended while this worker waited for another, or the averager cannot
@@ -120,32 +137,45 @@ class RowExchange:
             TrainingError: another worker reports or sends something that does not fit.
         """
         everyone = self.everyone()
-        rows = self._rows or list(everyone.rows)
-        if min(rows) < 0 or sum(rows) > MAX_ROWS:
+        held, workers = self._rows or everyone.rows, len(everyone.rows)
+        # Ranks that share a partition share a task, so their order is always the same.
+        parts = sorted(
+            (partition, rank, rows)
+            for rank, each in enumerate(held)
+            for partition, rows in each
+            if rows
+        )
+        owners = np.array([rank for _, rank, _ in parts], dtype=np.int64)
+        rows = [rows for *_, rows in parts]
+        if min(rows, default=0) < 0 or sum(rows) > MAX_ROWS:
             raise TrainingError(
                 f"the workers disagree about the number of rows: {reprlib.repr(rows)}"
             )
-        plan = exchange_plan(rows, seed=self.seed, epoch=epoch)
+        plan = exchange_plan(rows, workers, seed=self.seed, epoch=epoch)
         offer = self.server.offered(epoch)
         if offer is None:
-            if store.rows != rows[self.rank]:
+            mine = np.flatnonzero(owners == self.rank)
+            if store.rows != plan[mine].sum():
                 raise TrainingError(
                     f"rank {self.rank} has {store.rows} rows, but the other workers count "
-                    f"{rows[self.rank]}"
+                    f"{plan[mine].sum()}"
                 )
-            key = (self.seed, epoch, self.rank)
-            offer = Offer(store, order, plan[self.rank].tolist(), key, keep=self.survives)
+            keys = [(self.seed, epoch, part) for part in mine.tolist()]
+            offer = Offer(store, order, plan[mine], keys, keep=self.survives)
             self.server.offer(epoch, offer)
-        arrivals = _Arrivals(self.specs, received, plan[:, self.rank])
+        counts = np.zeros(workers, dtype=np.int64)
+        np.add.at(counts, owners, plan[:, self.rank])
+        arrivals = _Arrivals(self.specs, received, counts)
         if offer.count(self.rank):
             arrivals.expect(self.rank, offer.shapes)
             arrivals.put(self.rank, offer.chunks(self.rank))
         offer.taken(self.rank)
         # Each worker starts with its neighbour, so that they do not all fetch from the same one.
-        for peer in [*range(self.rank + 1, len(rows)), *range(self.rank)]:
-            if plan[peer, self.rank]:
+        for peer in [*range(self.rank + 1, workers), *range(self.rank)]:
+            if counts[peer]:
                 self._fetch(peer, epoch, arrivals, everyone)
-        self._rows = plan.sum(axis=0).tolist()
+        self._rows = [[(rank, total)] for rank, total in enumerate(plan.sum(axis=0).tolist())]
+        return _in_order_of_parts(owners, plan[:, self.rank])
 
     def _fetch(self, peer: int, epoch: int, arrivals: _Arrivals, everyone: Everyone) -> None:
         """Fetch one worker's rows, retrying if it may come back."""
@@ -312,6 +342,21 @@ class _Arrivals:
         for chunk in chunks:
             self.store.write(chunk, first)
             first += len(chunk[0])
+
+
+def _in_order_of_parts(owners: np.ndarray, counts: np.ndarray) -> Tensor | None:
+    """Where rows lie that come rank by rank, in the order of their parts; None if in that order.
+
+    Args:
+        owners: the rank that each part comes from, shape (parts,).
+        counts: the rows of each part.
+    """
+    if (np.diff(owners) >= 0).all():
+        return None
+    as_they_come, starts = np.argsort(owners, kind="stable"), np.empty_like(counts)
+    starts[as_they_come] = np.cumsum(counts[as_they_come]) - counts[as_they_come]
+    shifts = starts - (np.cumsum(counts) - counts)
+    return torch.from_numpy(np.arange(counts.sum()) + np.repeat(shifts, counts))
 
 
 def _fit(shapes: list[Any], specs: Sequence[ColumnSpec]) -> bool:

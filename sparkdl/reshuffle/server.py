@@ -55,26 +55,27 @@ class Offer:
         store: the rows; owned from here on.
         order: the order that they have in every run, shape (rows,), int64; None for the stored
             order.
-        counts: how many rows each rank gets, by rank.
-        key: (seed, epoch, rank of the owner), which determines who gets which rows.
+        counts: how many rows of each of its parts each rank gets, shape (parts, ranks).
+        keys: for each part (seed, epoch, its number), which determines who gets which rows.
         keep: whether rows may be asked for again after everyone has them.
     """
 
     store: PartitionStore
     order: Tensor | None
-    counts: list[int]
-    key: tuple[int, int, int]
+    counts: np.ndarray
+    keys: Sequence[tuple[int, int, int]]
     keep: bool = field(kw_only=True)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _shares: list[np.ndarray] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._missing = {rank for rank, count in enumerate(self.counts) if count}
+        self._by_rank: list[int] = self.counts.sum(axis=0).tolist()
+        self._missing = {rank for rank, count in enumerate(self._by_rank) if count}
 
     @property
     def world_size(self) -> int:
         """Number of ranks that can get rows."""
-        return len(self.counts)
+        return len(self._by_rank)
 
     @property
     def shapes(self) -> list[list[int]] | None:
@@ -83,11 +84,11 @@ class Offer:
 
     def count(self, rank: int) -> int:
         """How many rows a rank gets."""
-        return self.counts[rank]
+        return self._by_rank[rank]
 
     def chunks(self, rank: int) -> Iterator[list[Column]]:
         """A rank's rows, as from ``PartitionStore.take_packed``, ``CHUNK_BYTES`` at a time."""
-        if not self.counts[rank]:
+        if not self._by_rank[rank]:
             return
         rows = self._rows_of(rank)
         sizes = chunk_sizes(len(rows), self.store.specs, self.store.lengths(rows))
@@ -96,7 +97,7 @@ class Offer:
 
     def lengths(self, rank: int) -> list[Tensor]:
         """Lengths of a rank's rows in each column of unequal lengths, shape (rows,), int64."""
-        return self.store.lengths(self._rows_of(rank)) if self.counts[rank] else []
+        return self.store.lengths(self._rows_of(rank)) if self._by_rank[rank] else []
 
     def taken(self, rank: int) -> None:
         """Take note that a rank has received its rows."""
@@ -112,9 +113,18 @@ class Offer:
     def _rows_of(self, rank: int) -> Tensor:
         with self._lock:
             if self._shares is None:
-                self._shares = shares(self.counts, key=self.key)
+                self._shares = self._shared()
             share = torch.from_numpy(self._shares[rank])
         return share if self.order is None else self.order[share]
+
+    def _shared(self) -> list[np.ndarray]:
+        """The rows that each rank gets, part by part."""
+        starts = self.counts.sum(axis=1).cumsum() - self.counts.sum(axis=1)
+        by_part = [
+            [start + share for share in shares(counts.tolist(), key=key)]
+            for start, counts, key in zip(starts, self.counts, self.keys, strict=True)
+        ]
+        return [np.concatenate(of_rank) for of_rank in zip(*by_part, strict=True)]
 
 
 class RowServer:
@@ -302,46 +312,46 @@ DRAWABLE = 999_999_999
 """The most items that numpy draws from without replacement."""
 
 
-def exchange_plan(rows: Sequence[int], *, seed: int, epoch: int) -> np.ndarray:
-    """How many rows each worker gives to each, so that all have the same number afterwards.
+def exchange_plan(rows: Sequence[int], workers: int, *, seed: int, epoch: int) -> np.ndarray:
+    """How many rows of each part each worker gets, so that all have the same number afterwards.
 
     The counts are those of a redistribution in which every assignment of rows to workers is equally
-    likely: rank by rank, the multivariate hypergeometric distribution of its rows over the places
+    likely: part by part, the multivariate hypergeometric distribution of its rows over the places
     that are still free. Of more than ``DRAWABLE`` rows, several are drawn together.
 
     Args:
-        rows: the workers' rows, by rank.
+        rows: of each part: a partition, or what a worker has of one.
+        workers: how many there are.
         seed: the job's seed.
         epoch: the epoch that follows, or ``HELD_OUT``.
 
     Returns:
-        Shape (workers, workers), int64: element (i, j) is what rank i gives to rank j. Row sums are
-        ``rows``; column sums differ by one at most.
+        Shape (parts, workers), int64. Row sums are ``rows``; column sums differ by one at most.
     """
-    workers, total = len(rows), sum(rows)
+    total = sum(rows)
     share, left_over = divmod(total, workers)
     free = np.full(workers, share)
     free[:left_over] += 1
     drawn = np.random.Generator(np.random.PCG64(stream_seed(seed, epoch, 0, 1)))
-    plan = np.zeros((workers, workers), dtype=np.int64)
+    plan = np.zeros((len(rows), workers), dtype=np.int64)
     for size in sorted({max(1, math.ceil(total / DRAWABLE)), 1}, reverse=True):
         places = (free - plan.sum(axis=0)) // size
-        for rank, count in enumerate((np.array(rows) - plan.sum(axis=1)) // size):
+        for part, count in enumerate((np.array(rows) - plan.sum(axis=1)) // size):
             # "marginals" draws in O(workers), whatever the number of rows.
             drawn_rows = drawn.multivariate_hypergeometric(
                 places, min(count, places.sum()), method="marginals"
             )
             places -= drawn_rows
-            plan[rank] += size * drawn_rows
+            plan[part] += size * drawn_rows
     return plan
 
 
 def shares(counts: Sequence[int], *, key: tuple[int, int, int]) -> list[np.ndarray]:
-    """Which of its rows a worker gives to each worker: every choice is equally likely.
+    """Which rows of a part each worker gets: every choice is equally likely.
 
     Args:
         counts: how many go to each rank, by rank.
-        key: (seed, epoch, rank); the rank is that of the worker whose rows they are.
+        key: (seed, epoch, number of the part).
 
     Returns:
         For each rank the rows that it gets, shape (count,), int64, ascending.

@@ -100,8 +100,7 @@ class WorkerLinks:
     def _everyone(self, *, held_out: bool) -> Everyone:
         averager = self.averager
         averager.ask_for_rows()
-        rows = averager.held_out_rows if held_out else averager.shard_rows
-        return Everyone(rows, averager.row_servers)
+        return Everyone.of(averager.parts, averager.row_servers, held_out=held_out)
 
     def _reach(self, rank: int, silence_s: float) -> Connection:
         """Connect to another worker at its current address."""

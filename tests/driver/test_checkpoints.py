@@ -360,7 +360,7 @@ def test_another_number_of_workers_is_refused_in_words(tmp_path: Path) -> None:
 
 def test_other_rows_are_refused_in_words(tmp_path: Path) -> None:
     run_world(make_job(mlp()), classification([6, 6]).shards(), checkpoints=policy(tmp_path / "c"))
-    with pytest.raises(ConfigError, match=r"rows of each worker: was \[6, 6\], is now \[6, 7\]"):
+    with pytest.raises(ConfigError, match=r"rows of each partition: was \[6, 6\], is now \[6, 7\]"):
         run_world(
             make_job(mlp()), classification([6, 7]).shards(), checkpoints=policy(tmp_path / "c")
         )

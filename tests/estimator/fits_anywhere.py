@@ -34,7 +34,6 @@ from sparkdl import (
 )
 from sparkdl.callbacks import EarlyStopping, TrainingReport, WorkerCallback, WorkerStep
 from sparkdl.errors import SparkDLError
-from sparkdl.spark.catalyst.jvm import is_of_connect
 from sparkdl.spark.closures import sending
 
 Survived = dict[str, tuple[list[float], int]]
@@ -76,7 +75,7 @@ def rows(spark: SparkSession, count: int = 300) -> DataFrame:
 
 
 def estimator(**changed: Any) -> TorchEstimator:
-    """Three workers; Spark's shuffle, which is what Connect uses in any case."""
+    """Three workers on rows in five partitions."""
     return TorchEstimator(
         **{
             "model": Network,
@@ -97,8 +96,7 @@ def estimator(**changed: Any) -> TorchEstimator:
 
 def told(spark: SparkSession) -> dict[str, Any]:
     """All that fits give, as plain values."""
-    # A client that wants the workers to exchange their rows gets Spark's shuffle all the same.
-    wishes = {"averaging": "exchange" if is_of_connect(spark) else "spark", "all-reduce": "spark"}
+    wishes = {"averaging": "exchange", "all-reduce": "spark"}
     given = {
         name: _told(spark, strategy=strategy, shuffleRows=wishes[name])
         for name, strategy in STRATEGIES.items()

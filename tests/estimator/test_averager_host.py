@@ -85,7 +85,7 @@ def test_what_an_executor_cannot_serve_is_refused_or_said_before_any_task(
         report = TrainingReport("/tmp/report.html")
         with pytest.raises(ConfigError, match=r"TrainingReport runs in the driver .*'driver'"):
             estimator(callbacks=[report], minWorkers=2, **BESIDE).fit(rows)
-        with pytest.raises(ConfigError, match=r"3 for 2 tasks that need a gang-scheduled start"):
+        with pytest.raises(ConfigError, match=r"has 3 for 2 tasks"):
             estimator(shuffleRows="none", **BESIDE).fit(rows)
         with pytest.raises(ConfigError, match=r"served in the driver, but averagerHost is"):
             sparkdl.plan(estimator(**BESIDE), rows)

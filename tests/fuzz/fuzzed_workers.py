@@ -63,7 +63,7 @@ class ReshuffleTarget(Target):
     def _fetch_from_liar(self, draw: random.Random, token: str, tls: bool) -> bool:
         """Rank 0, which has no rows, fetches half of rank 1's."""
         rows, seed = draw.choice([2, 7, 40]), draw.randrange(4)
-        count = int(exchange_plan([0, rows], seed=seed, epoch=EPOCH)[1, 0])
+        count = int(exchange_plan([rows], 2, seed=seed, epoch=EPOCH)[0, 0])
         messages: list[Message] = [
             {"rows": count, "shapes": [[WIDTH], []]},
             np.zeros((count, WIDTH), np.float32).tobytes(),
@@ -111,7 +111,7 @@ class ReshuffleTarget(Target):
             rank=0,
             server=server,
             token=token,
-            everyone=lambda: Everyone(rows, told),
+            everyone=lambda: Everyone([[part] for part in enumerate(rows)], told),
             specs=SPECS,
             seed=seed,
             deadline_s=DEADLINE_S,
@@ -124,9 +124,9 @@ class ReshuffleTarget(Target):
         octets, wrong = conversation(draw, [{"rows_for": 1, "epoch": EPOCH}, {"taken": True}])
         store = PartitionStore(self._folder)
         store.append(KNOWN, [torch.zeros(rows, WIDTH), _ids(rows)])
-        counts = [rows - rows // 2, rows // 2]
+        counts = np.array([[rows - rows // 2, rows // 2]])
         with RowServer("127.0.0.1", token, IMPATIENT_S, tls=tls) as server:
-            server.offer(EPOCH, Offer(store, None, counts, (1, EPOCH, 0), keep=True))
+            server.offer(EPOCH, Offer(store, None, counts, [(1, EPOCH, 0)], keep=True))
             host, port, fingerprint = server.address
             place = Place(host, port, token, fingerprint)
             with Call(place, any_way(draw)) as line:
@@ -140,15 +140,15 @@ class ReshuffleTarget(Target):
                     rank=1,
                     server=other,
                     token=token,
-                    everyone=lambda: Everyone([rows, 0], [server.address, other.address]),
+                    everyone=lambda: Everyone([[(0, rows)], []], [server.address, other.address]),
                     specs=SPECS,
                     seed=1,
                     deadline_s=DEADLINE_S,
                     tls=tls,
                 )
                 fetched(PartitionStore(self._folder), None, got, EPOCH)
-                if got.rows != counts[1]:
-                    raise Fault(f"{got.rows} rows were fetched of {counts[1]}")
+                if got.rows != rows // 2:
+                    raise Fault(f"{got.rows} rows were fetched of {rows // 2}")
         return not wrong
 
 

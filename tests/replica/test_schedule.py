@@ -206,7 +206,7 @@ def test_the_steps_before_an_epoch_are_those_of_the_worker_with_the_most_rows(
     shards, steps = list(rows), 0
     for epoch in range(1, epochs + 1):
         if options.reshuffles(epoch):
-            shards = exchange_plan(shards, seed=1, epoch=epoch).sum(axis=0).tolist()
+            shards = exchange_plan(shards, len(shards), seed=1, epoch=epoch).sum(axis=0).tolist()
         assert job.steps_before(epoch, rows) == steps
         minibatches = [n // 4 if drop_last else math.ceil(n / 4) for n in shards]
         steps += math.ceil(max(minibatches) / 2)

@@ -33,6 +33,11 @@ def part(
     return RowExchange(rank=rank, server=server, everyone=everyone, specs=specs, **settings)
 
 
+def by_rank(sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Of workers that have read one partition each, the one with their number."""
+    return [[part] for part in enumerate(sizes)]
+
+
 def whole(store: PartitionStore) -> list[Any]:
     """Its columns."""
     return store.take(torch.arange(store.rows))
@@ -54,7 +59,7 @@ def exchanged(
         servers = [
             stack.enter_context(RowServer("127.0.0.1", "secret", 20.0, tls=tls)) for _ in sizes
         ]
-        everyone = Everyone(sizes, [server.address for server in servers])
+        everyone = Everyone(by_rank(sizes), [server.address for server in servers])
 
         def exchange(rank: int) -> list[Any]:
             old, new = (PartitionStore(directory) for _ in range(2))

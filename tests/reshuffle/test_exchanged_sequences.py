@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from every_row import every
-from exchanges import exchanged, part
+from exchanges import by_rank, exchanged, part
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -104,7 +104,7 @@ def test_lengths_that_no_row_has_are_refused(
     new = PartitionStore(tmp_path)
     try:
         with RowServer("127.0.0.1", "secret", 20.0) as own:
-            everyone = Everyone([0, 4], [own.address, ["127.0.0.1", port.number, None]])
+            everyone = Everyone(by_rank([0, 4]), [own.address, ["127.0.0.1", port.number, None]])
             with pytest.raises(TrainingError, match=words):
                 part(0, own, lambda: everyone, SPECS)(PartitionStore(tmp_path), None, new, 1)
     finally:

@@ -238,7 +238,7 @@ def test_all_reduced_gradients_of_reshuffled_rows_end_in_the_same_bits_every_tim
 def test_a_plan_gives_away_every_row_and_leaves_all_with_the_same_number(
     rows: list[int], seed: int, epoch: int
 ) -> None:
-    plan = exchange_plan(rows, seed=seed, epoch=epoch)
+    plan = exchange_plan(rows, len(rows), seed=seed, epoch=epoch)
     assert (plan >= 0).all()
     assert plan.sum(axis=1).tolist() == rows
     received = plan.sum(axis=0)
@@ -246,7 +246,7 @@ def test_a_plan_gives_away_every_row_and_leaves_all_with_the_same_number(
 
 
 def test_a_plan_assigns_as_if_every_assignment_were_equally_likely() -> None:
-    plans = np.array([exchange_plan([30, 10], seed=1, epoch=e)[0, 0] for e in range(1, 2001)])
+    plans = np.array([exchange_plan([30, 10], 2, seed=1, epoch=e)[0, 0] for e in range(1, 2001)])
     # hypergeometric: 20 of the 40 places are rank 0's, 30 draws are rank 0's rows
     assert abs(plans.mean() - 15.0) < 0.12
     assert abs(plans.var() - 30 * 0.5 * 0.5 * 10 / 39) < 0.2
@@ -254,7 +254,7 @@ def test_a_plan_assigns_as_if_every_assignment_were_equally_likely() -> None:
 
 @every("rows", [[600_000_000, 399_999_999, 1], [7 * 10**12, 0, 3, 10**10 + 1]])
 def test_a_plan_assigns_more_rows_than_numpy_draws_from(rows: list[int]) -> None:
-    plan = exchange_plan(rows, seed=1, epoch=2)
+    plan = exchange_plan(rows, len(rows), seed=1, epoch=2)
     assert (plan >= 0).all()
     assert plan.sum(axis=1).tolist() == rows
     received = plan.sum(axis=0)

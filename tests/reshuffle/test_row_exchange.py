@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from every_row import every
-from exchanges import SEED, whole
+from exchanges import SEED, by_rank, whole
 from torch import Tensor
 
 from sparkdl.errors import CollectiveError, SparkDLError, TrainingError
@@ -101,7 +101,7 @@ def test_who_was_lost_fetches_the_same_rows_again(tmp_path: Path) -> None:
 
         def exchange(rank: int, server: RowServer, new: PartitionStore) -> None:
             ids = torch.arange(9) if rank == 0 else torch.arange(9, 23)
-            everyone = Everyone(sizes, addresses)
+            everyone = Everyone(by_rank(sizes), addresses)
             part(rank, server, lambda: everyone, survives=True)(filled(tmp_path, ids), None, new, 1)
 
         with ThreadPoolExecutor(2) as pool:
@@ -128,10 +128,10 @@ def test_a_worker_that_may_come_back_is_waited_for_where_it_comes_back(tmp_path:
 
         def everyone() -> Everyone:
             asked.append(1)
-            return Everyone(sizes, [mine.address, next(addresses, back.address)])
+            return Everyone(by_rank(sizes), [mine.address, next(addresses, back.address)])
 
         def come_back() -> None:
-            now = Everyone(sizes, [mine.address, back.address])
+            now = Everyone(by_rank(sizes), [mine.address, back.address])
             ids = torch.arange(9, 23)
             part(1, back, lambda: now)(filled(tmp_path, ids), None, other, 1)
 
@@ -159,7 +159,7 @@ def refuse(
     new = PartitionStore(directory)
     settings = {"deadline_s": 30.0, **changes}
     with RowServer("127.0.0.1", "secret", 20.0, tls=settings.get("tls", False)) as server:
-        everyone = Everyone(list(rows), [server.address, address])
+        everyone = Everyone(by_rank(rows), [server.address, address])
         with pytest.raises(error, match=match) as caught:
             part(0, server, lambda: everyone, **settings)(
                 filled(directory, torch.arange(5)), None, new, 2
@@ -237,7 +237,7 @@ def rank_1(*messages: Any) -> Iterator[list[Any]]:
         port.close()
 
 
-COUNT = int(exchange_plan([5, 5], seed=SEED, epoch=2)[1, 0])
+COUNT = int(exchange_plan([5, 5], 2, seed=SEED, epoch=2)[1, 0])
 
 
 FITS = {"rows": COUNT, "shapes": SHAPES}

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from every_row import every
@@ -22,7 +23,7 @@ from sparkdl.transport.connection import Connection
 
 pytestmark = pytest.mark.usefixtures("nobody_stays")
 
-COUNTS = [2, 3]
+COUNTS = np.array([[2, 3]])
 
 
 def ids(directory: Path) -> PartitionStore:
@@ -32,7 +33,7 @@ def ids(directory: Path) -> PartitionStore:
 
 
 def offer(directory: Path, *, keep: bool) -> Offer:
-    return Offer(ids(directory), None, COUNTS, (1, 1, 0), keep=keep)
+    return Offer(ids(directory), None, COUNTS, [(1, 1, 0)], keep=keep)
 
 
 @contextmanager

@@ -44,7 +44,6 @@ from sparkdl.feed.record_batches.packed import unpacked
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.launch.worker_rows import Workers, worker_frame
 from sparkdl.spark.rows.columns import input_column
-from sparkdl.spark.rows.delivery import Delivery
 from sparkdl.strategies import Strategy
 from sparkdl.worker import Job
 
@@ -213,12 +212,12 @@ def shards(frame: DataFrame, seed: int) -> list[list[pa.RecordBatch]]:
         frame=frame,
         columns=tuple(input_column(frame, name, "featuresCols") for name in frame.columns),
         num_workers=WORKERS,
-        delivery=Delivery(),
+        shuffle="exchange",
         device="cpu",
         description="the rows of a storm",
         network=network_of(frame.sparkSession),
     )
-    fed = worker_frame(workers, seed)
+    fed = worker_frame(workers)
     table = fed.select("*", F.spark_partition_id().alias("rank")).toArrow()
     of_ranks = [table.filter(pa.compute.equal(table["rank"], rank)) for rank in range(WORKERS)]
     return [

@@ -20,6 +20,7 @@ from sparkdl.averager.messages.progress import WorkerState
 from sparkdl.driver import build_replica, initial_center
 from sparkdl.events import WindowReport
 from sparkdl.feed.feed import Feed
+from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.replica import Replica
 from sparkdl.reshuffle import RowExchange, RowServer
 from sparkdl.reshuffle.exchange import Everyone
@@ -111,7 +112,7 @@ def relative_difference(first: nn.Module, second: nn.Module) -> float:
 def _feeds(job: Job, shards: Sequence[Shard]) -> Iterator[list[Feed]]:
     """The rows of every rank."""
     with tempfile.TemporaryDirectory(prefix="sparkdl-testing-") as folder, ExitStack() as stack:
-        feeds = []
+        feeds, found = [], []
         for rank, shard in enumerate(shards):
             feed = Feed(
                 job.schema,
@@ -122,19 +123,19 @@ def _feeds(job: Job, shards: Sequence[Shard]) -> Iterator[list[Feed]]:
                 options=job.feed,
             )
             feeds.append(stack.enter_context(feed))
-            feed.fill(shard)
+            found.append(feed.fill(shard))
         if job.feed.exchange_rows:
-            _exchange_rows(job, feeds)
+            _exchange_rows(job, feeds, DataStatistics.of(found))
         yield feeds
 
 
-def _exchange_rows(job: Job, feeds: Sequence[Feed]) -> None:
+def _exchange_rows(job: Job, feeds: Sequence[Feed], found: DataStatistics) -> None:
     """Exchange rows as the workers do before the first epoch."""
     with ExitStack() as stack:
         servers = [
             stack.enter_context(RowServer("127.0.0.1", "replay", job.deadline_s)) for _ in feeds
         ]
-        everyone = Everyone([feed.rows for feed in feeds], [server.address for server in servers])
+        everyone = Everyone.of(found.parts, [server.address for server in servers])
 
         def exchange(rank: int) -> None:
             part = RowExchange(

@@ -233,7 +233,7 @@ class AveragerClient:
         self.mean_weight = float(header["mean_weight"])
         self.shard_rows = [int(rows) for rows in header["shard_rows"]]
         self.loss_use: dict[str, Any] = header["loss_use"]
-        self.held_out_rows = [int(rows) for rows in header["held_out_rows"]]
+        self.parts: list[Any] = header["parts"]
         self.row_servers: list[Any] = header["row_servers"]
 
     @property

@@ -45,11 +45,6 @@ class Shards:
             )
         return self._statistics
 
-    @property
-    def held_out_rows(self) -> list[int]:
-        """Each rank's number of rows to validate with; available once every rank has reported."""
-        return [self._found[rank].held_out for rank in range(self._world_size)]
-
     def note(self, rank: int, shard: ShardStatistics) -> DataStatistics | None:
         """Take note of what a rank found.
 

@@ -25,7 +25,7 @@ Each worker has one connection (``framing.py`` describes its format):
                                           determines the next one's fragment,
                                           "worker_state": its size, or null at the very start,
                                           "mean_weight": per row, "shard_rows": by rank,
-                                          "held_out_rows": by rank, "row_servers": by rank}
+                                          "parts": by rank, "row_servers": by rank}
                                  <------ the center's parameters and buffers, chunk by chunk
                                  <------ unless at the very start: the rest of the center, and the
                                          worker's state from the checkpoint, or from the
@@ -35,7 +35,7 @@ Each worker has one connection (``framing.py`` describes its format):
                                           "commit": whether the driver wants all to commit}
     {"rows": true}               ------> before rows are exchanged, or if an address has changed
                                  <------ {"mean_weight": per row, "shard_rows": by rank,
-                                          "held_out_rows": by rank, "row_servers": by rank}
+                                          "parts": by rank, "row_servers": by rank}
     {"validation": report,
      "states": bytes}, bytes     ------> after an epoch, if rows are held out: the loss, and what
                                          metrics counted
@@ -395,7 +395,7 @@ class Worker:
             "mean_weight": shards.statistics.mean_weight,
             "shard_rows": list(shards.statistics.shard_rows),
             "loss_use": dict(shards.loss_use),
-            "held_out_rows": shards.held_out_rows,
+            "parts": shards.statistics.parts,
             "row_servers": shards.row_servers,
         }
 

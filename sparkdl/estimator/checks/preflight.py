@@ -35,9 +35,8 @@ from sparkdl.spark.closures.pickling import require_picklable
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.cluster.slots import choose_num_workers, require_static_allocation
-from sparkdl.spark.launch.worker_rows import Workers, delivered
+from sparkdl.spark.launch.worker_rows import Workers
 from sparkdl.spark.rows.columns import InputColumn
-from sparkdl.spark.rows.delivery import Delivery, Way
 from sparkdl.spark.session.encryption import (
     encrypts_connections,
     keeps_rows_in_memory,
@@ -69,8 +68,7 @@ class FitPlan:
 
     def spread(self) -> FitPlan:
         """The same with all rows spread evenly over the workers by Spark."""
-        shuffled = Delivery(Way.SHUFFLED, reason="the partitions are too unequal")
-        return replace(self, workers=replace(self.workers, delivery=shuffled))
+        return replace(self, workers=replace(self.workers, spread=True))
 
 
 @jvm_named()
@@ -118,7 +116,6 @@ def plan_fit(
     workers = _workers(settings, loss, replica, frame, columns)
     # Memory may not have room for all rows twice.
     kept = keeps_rows_in_memory(spark, settings.store_in) is None
-    exchanged = workers.delivery.exchanged
     job = Job(
         model=builder,
         loss=loss,
@@ -139,7 +136,7 @@ def plan_fit(
         clip_norm=settings.clip_norm,
         precision=settings.precision,
         features_as_kwargs=settings.features_as == "kwargs",
-        feed=replace(settings.feed, exchange_rows=exchanged, keep_exchanged=kept),
+        feed=replace(settings.feed, exchange_rows=workers.exchanged, keep_exchanged=kept),
         tls=tls,
     )
     return FitPlan(settings, job, workers, head, start), replica
@@ -172,12 +169,11 @@ def _workers(
 ) -> Workers:
     """Where the workers run, and how they get which rows."""
     spark, strategy = frame.sparkSession, settings.strategy
-    gang_start_for = served_in_stage(settings, spark)
-    if gang_start_for is not None:
-        require_static_allocation(spark, gang_start_for)
+    in_stage = served_in_stage(settings, spark)
+    if in_stage is not None:
+        require_static_allocation(spark, in_stage)
     elif strategy.needs.gang_start:
         require_static_allocation(spark)
-        gang_start_for = _name(strategy)
     if strategy.needs.collective:
         require_trusted_network(spark, settings.tls, type(strategy).__name__)
     profile = gpu_profile(spark, settings.device)
@@ -195,14 +191,11 @@ def _workers(
             "over the rows of one is not that over all, nor is it a mean, which strategies can "
             "weigh. Use reduction='mean', with a smaller learning rate, or numWorkers=1"
         )
-    delivery, replanned = delivered(
-        frame, num_workers // ranks, ranks, settings.shuffle_rows, gang_start_for
-    )
     return Workers(
-        frame=frame if replanned is None else replanned.frame,
+        frame=frame,
         columns=columns,
         num_workers=num_workers,
-        delivery=delivery,
+        shuffle=settings.shuffle_rows,
         device=settings.device,
         description=_describe(settings, num_workers),
         store_in=settings.store_in,
@@ -213,7 +206,6 @@ def _workers(
         ),
         ranks_a_task=ranks,
         ship_modules=settings.ship_modules,
-        replanned=replanned,
     )
 
 

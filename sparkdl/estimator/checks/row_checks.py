@@ -28,8 +28,6 @@ from sparkdl.protocols import ColumnSpec
 from sparkdl.replica import Replica
 from sparkdl.replica.loss_use import divides_by
 from sparkdl.replica.losses import LossUse
-from sparkdl.spark.launch.worker_rows import names_others
-from sparkdl.spark.rows.delivery import Way
 from sparkdl.worker import Job
 
 logger = logging.getLogger(__name__)
@@ -131,7 +129,8 @@ class RowChecks:
         loss_use = LossUse(by)
         replica.use_loss(loss_use)
         shorter = trial.widths_of_shorter_rows()
-        _tell_of_skipped(plan, schema, statistics)
+        if told := left_out(statistics, schema.columns):
+            logger.warning("%s", told)
         _check_last_minibatch(trial, plan, statistics)
         _check_schedule(replica, plan.job, statistics)
         self._replica = None
@@ -181,8 +180,7 @@ class RowChecks:
             )
 
     def _check_balance(self, plan: FitPlan, statistics: DataStatistics) -> None:
-        delivery = plan.workers.delivery
-        if delivery.way is Way.SHUFFLED or delivery.exchanged:
+        if plan.workers.spread or plan.workers.exchanged:
             return
         # By task; how its ranks share them, Spark's shuffle cannot change.
         rows, ranks = statistics.shard_rows, plan.workers.ranks_a_task
@@ -197,14 +195,6 @@ class RowChecks:
             "With shuffleRows='exchange' all would have the same number",
             found,
         )
-
-
-def _tell_of_skipped(plan: FitPlan, schema: FeedSchema, statistics: DataStatistics) -> None:
-    told = left_out(statistics, schema.columns)
-    others = names_others(told, plan.workers)
-    note = " (partition n stands for all partitions that task n read, in order)" if others else ""
-    if told:
-        logger.warning("%s%s", told, note)
 
 
 def _shard_rows(plan: FitPlan, statistics: DataStatistics) -> list[list[int]]:

@@ -29,13 +29,13 @@ from sparkdl.protocols import (
 )
 from sparkdl.replica import Precision
 from sparkdl.replica.schedule import Unit
+from sparkdl.spark.launch.worker_rows import SHUFFLES
 from sparkdl.spark.rows.converters import (
     device_name,
     function,
     nonempty_text,
     positive,
 )
-from sparkdl.spark.rows.delivery import SHUFFLES
 from sparkdl.spark.rows.scratch import STORE_PLACES
 from sparkdl.strategies import Strategy
 

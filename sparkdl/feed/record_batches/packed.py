@@ -27,10 +27,16 @@ ELEMENTS: dict[str, np.dtype[Any]] = {
     "double": np.dtype(np.float64),
 }
 """The dtype of a packed column's numbers, by its name in SQL."""
+PLACE_COLUMN = "place"
+"""Name of a column, after the schema's own, that says where the rows are in the user's DataFrame:
+the number of the partition in the upper bits, the position in it in the lower ones."""
+POSITION_BITS = 33
+"""The lower bits of a place, as ``monotonically_increasing_id`` has them."""
 ORDER_COLUMN = "order"
-"""Name of a column, after the schema's own, that says in which order the rows belong: by integers
-of 64 bits or, if it has only nulls, by what is in the rows. A shuffle delivers the same set of rows
-in every run, but not in the same order. Rows without it come in the same order in every run."""
+"""Name of a column, after the schema's own, that says in which order the rows of a partition
+belong: by integers of 64 bits or, if it has only nulls, by what is in the rows. A partition has the
+same set of rows in every run, but after a shuffle not in the same order. Rows without it have the
+same place in every run."""
 REST = "rest"
 VECTOR = "vector"
 NUMBERED = re.compile(r"c\d+")

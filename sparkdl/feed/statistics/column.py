@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -15,6 +14,7 @@ import torch
 from sparkdl.encodings.encoding import numpy_of
 from sparkdl.feed.conversion import all_within, beyond, fractions, holds_all
 from sparkdl.feed.record_batches.decode import Decoded
+from sparkdl.feed.record_batches.packed import POSITION_BITS
 from sparkdl.protocols import ColumnSpec
 
 T = TypeVar("T")
@@ -87,6 +87,10 @@ class ColumnStatistics:
             for name, choose in EXTREMES.items()
         }
         places = {**other.places, **self.places}
+        # Which worker has read which partition may differ from run to run.
+        places |= {
+            name: min(places[name], other.places[name]) for name in COUNTS if name in other.places
+        }
         for name, value in extremes.items():
             theirs = getattr(other, name)
             # Compared as text, in which NaN equals itself.
@@ -96,10 +100,19 @@ class ColumnStatistics:
         return ColumnStatistics(
             **{name: getattr(self, name) + getattr(other, name) for name in COUNTS},
             **extremes,
-            reason=self.reason if self.reason is not None else other.reason,
-            skip_reason=other.skip_reason if self.skip_reason is None else self.skip_reason,
+            reason=self._first(other, "broken", "reason"),
+            skip_reason=self._first(other, "skipped", "skip_reason"),
             places=places,
         )
+
+    def _first(self, other: ColumnStatistics, count: str, reason: str) -> str | None:
+        """What is wrong with the first row of a count, of these rows and others."""
+        mine: str | None = getattr(self, reason)
+        theirs: str | None = getattr(other, reason)
+        known = count in self.places and count in other.places
+        if mine is None or (known and other.places[count] < self.places[count]):
+            return theirs
+        return mine
 
     def where(self, name: str) -> str:
         """Where the row of a count or an extreme is, in words; empty if nobody looked."""
@@ -115,17 +128,17 @@ def _extreme(choose: Callable[[T, T], T], a: T | None, b: T | None) -> T | None:
 
 RowLocation = tuple[int, int]
 """Where a row is: (partition, position in it), both counted from 0."""
-_IN_WORDS = re.compile(r"\brow (\d+) of partition (\d+)\b")
 
 
-def names_places(message: str) -> bool:
-    """Whether a message about rows says where they are."""
-    return _IN_WORDS.search(message) is not None
+def places_from(partition: int, first: int, rows: int) -> np.ndarray:
+    """The places of rows that follow one another, as ``PLACE_COLUMN`` has them."""
+    start = (partition << POSITION_BITS) + first
+    return np.arange(start, start + rows)
 
 
-def with_places(message: str, translate: Callable[[RowLocation], RowLocation]) -> str:
-    """A message about rows, with each of the places in it translated."""
-    return _IN_WORDS.sub(lambda found: in_words(translate((int(found[2]), int(found[1])))), message)
+def located(place: int) -> RowLocation:
+    """Where a row is, by its value in ``PLACE_COLUMN``."""
+    return divmod(place, 1 << POSITION_BITS)
 
 
 def in_words(place: RowLocation) -> str:
@@ -135,12 +148,19 @@ def in_words(place: RowLocation) -> str:
 
 
 def scan(
-    column: pa.Array | Decoded, spec: ColumnSpec, at: RowLocation = (0, 0)
+    column: pa.Array | Decoded, spec: ColumnSpec, places: np.ndarray | None = None
 ) -> ColumnStatistics:
-    """Look at one column of one record batch, whose first row is ``at`` that place."""
+    """Look at one column of one record batch.
+
+    Args:
+        column: its values.
+        spec: what it becomes.
+        places: of all rows of the record batch, as in ``PLACE_COLUMN``; None if they are the first
+            of partition 0.
+    """
     decoded = column if isinstance(column, Decoded) else Decoded(column)
     values, rows = decoded.values, decoded.rows
-    found = _Finder(at, rows)
+    found = _Finder(places, rows)
     if decoded.broken is not None:
         found.count("broken", decoded.broken.rows, among_all=True)
     if values.null_count:
@@ -156,13 +176,13 @@ def scan(
     return ColumnStatistics(**found.statistics, reason=reason, places=found.places)
 
 
-def scan_least(column: Decoded, at: RowLocation = (0, 0)) -> ColumnStatistics:
-    """Look for the smallest number above 0 in a column of numbers of one record batch."""
+def scan_least(column: Decoded, places: np.ndarray) -> ColumnStatistics:
+    """Look for the smallest number above 0 in a column of numbers; see ``scan``."""
     numbers = numpy_of(column.values.fill_null(0))
     above = np.flatnonzero(numbers > 0)
     if not len(above):
         return ColumnStatistics()
-    found = _Finder(at, column.rows)
+    found = _Finder(places, column.rows)
     row = int(above[numbers[above].argmin()])
     found.extreme("least", numbers[row].item(), row)
     return ColumnStatistics(**found.statistics, places=found.places)
@@ -180,10 +200,10 @@ def _all_fit(numbers: np.ndarray, dtype: torch.dtype) -> bool:
 class _Finder:
     """Collects the statistics of one record batch, and where they were found."""
 
-    def __init__(self, at: RowLocation, rows: np.ndarray | None) -> None:
+    def __init__(self, places: np.ndarray | None, rows: np.ndarray | None) -> None:
         self.rows = rows
         """Where the rows that are looked at are in the record batch; None if all are there."""
-        self._at = at
+        self._places = places
         self.statistics: dict[str, Any] = {}
         self.places: dict[str, RowLocation] = {}
         self.reason: str | None = None
@@ -199,8 +219,8 @@ class _Finder:
         self.places[name] = self._place(row)
 
     def _place(self, row: int, *, among_all: bool = False) -> RowLocation:
-        partition, offset = self._at
-        return partition, offset + (row if among_all or self.rows is None else int(self.rows[row]))
+        row = row if among_all or self.rows is None else int(self.rows[row])
+        return (0, row) if self._places is None else located(int(self._places[row]))
 
 
 def _scan_numbers(numbers: np.ndarray, spec: ColumnSpec, found: _Finder) -> None:

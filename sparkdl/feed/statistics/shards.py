@@ -6,6 +6,7 @@ over all workers, before anybody trains; the rows are read once for that and for
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,9 +17,13 @@ from sparkdl.arguments import counted
 from sparkdl.errors import DataError, TrainingError
 from sparkdl.feed.conversion import limits
 from sparkdl.feed.record_batches.decode import FILL_ELEMENTS, Decoded, instead_of_nulls, usable
-from sparkdl.feed.statistics.column import ColumnStatistics, RowLocation
+from sparkdl.feed.statistics.column import ColumnStatistics, located
 from sparkdl.feed.statistics.fingerprint import MODULUS
 from sparkdl.protocols import ColumnSpec
+
+Part = tuple[int, int, int, float]
+"""The number of a partition, and of its rows: how many to train on, how many to validate with, and
+the weight of the former."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,8 @@ class ShardStatistics:
         fingerprint: of the rows to train on; see ``fingerprint``.
         held_out_fingerprint: of those to validate with.
         skipped: how many rows were left out, because their features cannot be used.
+        parts: the rows by partition of the user's DataFrame, if the workers exchange them: then it
+            does not matter who has read which. Else None: a shard is a partition.
     """
 
     rows: int
@@ -42,6 +49,7 @@ class ShardStatistics:
     fingerprint: int = 0
     held_out_fingerprint: int = 0
     skipped: int = 0
+    parts: tuple[Part, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,7 @@ class DataStatistics:
         fingerprint: of the rows of all workers to train on; see ``fingerprint``.
         held_out_fingerprint: of those to validate with.
         skipped: rows of all workers that were left out.
+        parts: of each worker's rows by partition, by rank.
     """
 
     shard_rows: tuple[int, ...]
@@ -65,6 +74,7 @@ class DataStatistics:
     fingerprint: int = 0
     held_out_fingerprint: int = 0
     skipped: int = 0
+    parts: tuple[tuple[Part, ...], ...] = ()
 
     @property
     def mean_weight(self) -> float:
@@ -74,9 +84,11 @@ class DataStatistics:
     def lasting(self) -> dict[str, Any]:
         """What is the same when the rows are read again, as JSON: all but the places.
 
-        A shuffle delivers rows in any order.
+        A shuffle delivers rows in any order, and which worker reads which partition may differ.
         """
         fields = asdict(self)
+        del fields["parts"]
+        fields["shard_rows"] = [rows for _, rows, *_ in in_order(self.parts)]
         for column in fields["columns"]:
             del column["places"], column["reason"], column["skip_reason"]
         return fields
@@ -94,15 +106,31 @@ class DataStatistics:
             shards: one per worker, by rank.
         """
         columns = zip(*(shard.columns for shard in shards), strict=True)
+        parts = tuple(
+            ((rank, shard.rows, shard.held_out, shard.weight),)
+            if shard.parts is None
+            else shard.parts
+            for rank, shard in enumerate(shards)
+        )
         return cls(
             tuple(shard.rows for shard in shards),
             tuple(sum(statistics, ColumnStatistics()) for statistics in columns),
             sum(shard.held_out for shard in shards),
-            sum(shard.weight for shard in shards),
+            sum((weight for *_, weight in in_order(parts)), 0.0),
             sum(shard.fingerprint for shard in shards) % MODULUS,
             sum(shard.held_out_fingerprint for shard in shards) % MODULUS,
             sum(shard.skipped for shard in shards),
+            parts,
         )
+
+
+def in_order(parts: Sequence[Sequence[Part]]) -> list[Part]:
+    """What all workers have read of all partitions, in the same order whoever has read which.
+
+    Args:
+        parts: by rank. Ranks that share a partition share a task: their order is always the same.
+    """
+    return sorted(itertools.chain(*parts), key=lambda part: part[0])
 
 
 OR_SKIP = ", or leave out what cannot be used with handleInvalid='skip'"
@@ -110,32 +138,31 @@ NO_ROWS = "the DataFrame is empty: there is nothing to train on"
 
 
 def unusable(
-    features: Sequence[Decoded], specs: Sequence[ColumnSpec], rows: int, at: RowLocation
+    features: Sequence[Decoded], specs: Sequence[ColumnSpec], places: np.ndarray
 ) -> tuple[np.ndarray, list[ColumnStatistics]]:
     """Look for rows of one record batch that are to be left out.
 
     Args:
         features: the decoded columns.
         specs: what they become.
-        rows: of the record batch.
-        at: the place of the first.
+        places: of the rows, as in ``PLACE_COLUMN``.
 
     Returns:
         Which rows are kept, shape (rows,), bool; and by column how many are not.
     """
-    sound = [usable(*pair, rows) for pair in zip(features, specs, strict=True)]
-    found = [_skipped(*pair, at) for pair in zip(features, sound, strict=True)]
+    sound = [usable(*pair, len(places)) for pair in zip(features, specs, strict=True)]
+    found = [_skipped(*pair, places) for pair in zip(features, sound, strict=True)]
     return np.logical_and.reduce(sound), found
 
 
-def _skipped(column: Decoded, sound: np.ndarray, at: RowLocation) -> ColumnStatistics:
+def _skipped(column: Decoded, sound: np.ndarray, places: np.ndarray) -> ColumnStatistics:
     if sound.all():
         return ColumnStatistics()
     rows, broken = np.flatnonzero(~sound), column.broken
     reason = "holds a null, NaN or infinity" if broken is None else broken.reason
     first = int(rows[0] if broken is None else broken.rows[0])
-    places = {"skipped": (at[0], at[1] + first)}
-    return ColumnStatistics(skipped=len(rows), skip_reason=reason, places=places)
+    place = located(int(places[first]))
+    return ColumnStatistics(skipped=len(rows), skip_reason=reason, places={"skipped": place})
 
 
 def left_out(statistics: DataStatistics, columns: Sequence[ColumnSpec]) -> str:

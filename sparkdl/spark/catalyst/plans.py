@@ -1,12 +1,14 @@
-"""What is known about a DataFrame's partitions without running anything."""
+"""The partitions of a DataFrame, and whether its rows always come in the same order."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, cast
 
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 
+from sparkdl.feed.record_batches.packed import PLACE_COLUMN, POSITION_BITS
 from sparkdl.spark.catalyst.jvm import is_of_connect, with_fallback
 
 _ORDERED_SOURCE = "FileSourceScan"
@@ -24,42 +26,84 @@ _NODE = re.compile(r"^[\s:+-]*(?:\*\(\d+\) |\* )?(\w+)", re.MULTILINE)
 """The name that each line of an explained plan begins with."""
 
 
-def known_partitions(frame: DataFrame) -> int | None:
-    """The number of partitions, or None if Spark decides it only while running.
+def _counted(frame: DataFrame) -> tuple[DataFrame, int | None]:
+    return frame, None if is_of_connect(frame) else frame.rdd.getNumPartitions()
 
-    A client of Spark Connect is not told.
 
-    An adaptive plan is one that shuffles or reads a cached frame; asking for its partitions would
-    run those stages.
+@with_fallback(_counted)
+def planned(frame: DataFrame) -> tuple[DataFrame, int | None]:
+    """Settle a DataFrame's partitions, for whoever may read them again.
+
+    A later plan of the same files may have others, since Spark cuts files by the executors that it
+    has then. Of an adaptive plan, which shuffles or reads a cached frame, all but the last stage
+    runs, in jobs of this thread.
+
+    Args:
+        frame: the rows.
+
+    Returns:
+        The same rows, and the number of their partitions: None for a client of Spark Connect, which
+        is not told.
     """
-    if is_of_connect(frame) or "AdaptiveSparkPlan" in _plan_text(frame):
-        return None
-    return _partitions(frame)
+    rows = frame._jdf.queryExecution().toRdd()
+    return _frame_of(rows, frame), int(rows.getNumPartitions())
 
 
-def _explained(frame: DataFrame) -> str:
-    """What ``EXPLAIN`` says, below its heading."""
-    (row,) = frame.sparkSession.sql("EXPLAIN SELECT * FROM {rows}", rows=frame).collect()
-    return str(row[0]).partition("\n")[2].rstrip()
+def moved(frame: DataFrame, partitions: int) -> DataFrame:
+    """Have Spark's shuffle put whole partitions together.
+
+    Args:
+        frame: the rows, with ``PLACE_COLUMN``.
+        partitions: how many to make.
+    """
+    keys = ", ".join(map(str, keys_of_partitions(frame.sparkSession, partitions)))
+    number = f"shiftright({PLACE_COLUMN}, {POSITION_BITS}) % {partitions}"
+    return frame.repartition(partitions, F.expr(f"array({keys})[{number}]"))
 
 
-@with_fallback(_explained)
-def _plan_text(frame: DataFrame) -> str:
-    return str(frame._jdf.queryExecution().executedPlan().toString())
+def keys_of_partitions(spark: SparkSession, partitions: int) -> list[int]:
+    """For each partition, an ``int`` that ``DataFrame.repartition(partitions, key)`` sends there.
+
+    Spark computes them while it plans, without a job. One that is not found only makes partitions
+    unequal.
+    """
+    keys = "), (".join(map(str, range(20 * partitions)))
+    found = spark.sql(f"SELECT pmod(hash(k), {partitions}), k FROM VALUES ({keys}) AS keys(k)")
+    chosen: dict[int, int] = dict(found.collect())  # type: ignore[arg-type]
+    return [chosen.get(number, 0) for number in range(partitions)]
 
 
-def _partitions_of_rdd(frame: DataFrame) -> int:
-    return frame.rdd.getNumPartitions()
+@with_fallback(moved)
+def in_partitions(frame: DataFrame, partitions: int) -> DataFrame:
+    """Put whole partitions together, or add empty ones, without a shuffle.
+
+    Args:
+        frame: the rows, with ``PLACE_COLUMN``.
+        partitions: how many to make.
+    """
+    context, jvm = frame.sparkSession.sparkContext, cast(Any, frame.sparkSession._jvm)
+    rows = frame._jdf.queryExecution().toRdd()
+    missing = partitions - rows.getNumPartitions()
+    if missing > 0:
+        parts = [rows, context._jsc.parallelize([], missing).rdd()]
+        rows = context._jsc.sc().union(jvm.PythonUtils.toSeq(parts), rows.elementClassTag())
+    else:
+        rows = rows.coalesce(partitions, False, jvm.scala.Option.apply(None), None)
+    return _frame_of(rows, frame)
 
 
-@with_fallback(_partitions_of_rdd)
-def _partitions(frame: DataFrame) -> int:
-    return int(frame._jdf.queryExecution().toRdd().getNumPartitions())
+def _frame_of(rows: Any, like: DataFrame) -> DataFrame:
+    """An RDD of rows as a DataFrame with another's columns."""
+    spark = like.sparkSession
+    schema = like._jdf.schema()
+    return DataFrame(spark._jsparkSession.internalCreateDataFrame(rows, schema, False), spark)
 
 
 def _is_ordered_as_explained(frame: DataFrame) -> bool:
     """The same from text: a line that is not known, such as one in a literal, says no."""
-    (*inner, leaf) = _NODE.findall(_explained(frame)) or [""]
+    (row,) = frame.sparkSession.sql("EXPLAIN SELECT * FROM {rows}", rows=frame).collect()
+    explained = str(row[0]).partition("\n")[2].rstrip()
+    (*inner, leaf) = _NODE.findall(explained) or [""]
     return leaf == "FileScan" and set(inner) <= _ORDER_KEEPING
 
 

@@ -14,7 +14,7 @@ from sparkdl.feed.feed import FeedOptions
 from sparkdl.spark.cluster.gpus import ranks_a_task
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.functions.task import Feeding
-from sparkdl.spark.launch.worker_rows import Workers, delivered
+from sparkdl.spark.launch.worker_rows import Workers
 from sparkdl.spark.rows.column_overrides import ColumnOverrides, require_distinct
 from sparkdl.spark.rows.columns import input_columns
 from sparkdl.spark.session.encryption import keeps_rows_in_memory
@@ -59,26 +59,22 @@ def rows_of(
     require_distinct(specs)
     for column, spec in zip(columns, specs, strict=True):
         logger.info("column '%s' (%s) becomes %s", column.name, column.type_name, spec.dtype)
-    ranks = ranks_a_task(df.sparkSession, device)
-    tasks = num_workers // ranks
-    delivery, replanned = delivered(df, tasks, ranks, shuffle, "sparkdl.run")
     workers = Workers(
-        frame=df if replanned is None else replanned.frame,
+        frame=df,
         columns=columns,
         num_workers=num_workers,
-        delivery=delivery,
+        shuffle=shuffle,
         device=device,
         description="",
         network=network_of(df.sparkSession),
         store_in=store_in,
-        ranks_a_task=ranks,
-        replanned=replanned,
+        ranks_a_task=ranks_a_task(df.sparkSession, device),
     )
     feeding = Feeding(
         schema=FeedSchema(specs, label=(), by_name=True),
         seed=seed,
         options=FeedOptions(
-            exchange_rows=delivery.exchanged,
+            exchange_rows=workers.exchanged,
             group_by_length=group_by_length,
         ),
         in_memory=keeps_rows_in_memory(df.sparkSession, store_in),

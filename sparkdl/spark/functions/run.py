@@ -37,11 +37,11 @@ from sparkdl.spark.functions.serving import ServedCall, results_of, watch
 from sparkdl.spark.functions.task import Call, CallPlacement
 from sparkdl.spark.launch.beside import RunInStage
 from sparkdl.spark.launch.launcher import WorkerJob, rank_task
+from sparkdl.spark.launch.worker_rows import SHUFFLES
 from sparkdl.spark.modules.arrival import Shipment
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.spark.rows.column_overrides import GROUPS_WITHOUT_PADDING, ColumnOverrides
 from sparkdl.spark.rows.converters import one_of, switch
-from sparkdl.spark.rows.delivery import SHUFFLES
 from sparkdl.spark.rows.image_columns import ImageScale
 from sparkdl.spark.rows.scratch import STORE_PLACES
 from sparkdl.spark.session.encryption import encrypts_connections, require_trusted_network
@@ -201,7 +201,7 @@ def run_call(
     parts = (placement, None if rows is None else rows.feeding, _pickled(call, called, used))
     entry = "sparkdl.spark.functions.task:run_function_task"
     shipment = _shipment(spark, call, used) if ship_modules else None
-    input_rows = None if rows is None else (rows.workers, rows.feeding.seed)
+    input_rows = None if rows is None else rows.workers
     if is_of_connect(spark):
         served = ServedCall(num_workers=num_workers, tls=tls, reports=on_report is not None)
         in_stage = RunInStage(

@@ -195,7 +195,7 @@ def _rows(
         token, tls = driver.address.token, driver.address.fingerprint is not None
         with RowServer(local_address(network), token, JOIN_S, tls=tls) as row_server:
             told = driver.gather({"row_server": row_server.address})
-            everyone = Everyone(statistics.shard_rows, [each.get("row_server") for each in told])
+            everyone = Everyone.of(statistics.parts, [each.get("row_server") for each in told])
             exchange = RowExchange(
                 rank=rank,
                 server=row_server,

@@ -81,7 +81,7 @@ class RunInStage:
         shipment: the user's own modules.
         apart: whether the only rank of a task gets a process of its own too; in the first task it
             does, and in a driver's session in all.
-        rows: those that the workers read, and what determines their order; None for none.
+        rows: those that the workers read; None for none.
         broadcasts: the broadcast variables that the payload refers to, by number.
         description: shown in the Spark UI.
         results: what ranks have returned, by rank, once all was answered.
@@ -97,7 +97,7 @@ class RunInStage:
     device: str
     shipment: Shipment | None
     apart: bool = False
-    rows: tuple[Workers, int] | None
+    rows: Workers | None
     broadcasts: dict[int, Broadcast[Any]] = field(default_factory=dict)
     description: str = ""
     results: dict[int, bytes | None] = field(default_factory=dict)
@@ -168,8 +168,7 @@ class RunInStage:
 
         if self.rows is None:
             return run_on(self.spark.range(0, self.tasks, 1, self.tasks))
-        workers, seed = self.rows
-        return on_rows(workers, seed, run_on, barrier=True)
+        return on_rows(self.rows, run_on, barrier=True)
 
 
 class FirstTask:

@@ -18,7 +18,6 @@ from sparkdl.driver import Launch
 from sparkdl.errors import (
     DataError,
     DisconnectedError,
-    ModelError,
     SparkDLError,
     TrainingError,
     WorkerLostError,
@@ -44,13 +43,7 @@ from sparkdl.spark.diagnostics.watchdog import watched
 from sparkdl.spark.launch import bootstrap
 from sparkdl.spark.launch.assignment import OUTPUT_DDL
 from sparkdl.spark.launch.environments import setup_error, sparkdl_version, torch_version
-from sparkdl.spark.launch.worker_rows import (
-    Task,
-    Workers,
-    names_others,
-    run_on_rows,
-    with_original_places,
-)
+from sparkdl.spark.launch.worker_rows import Task, Workers, run_on_rows
 from sparkdl.spark.modules.arrival import Shipment
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.spark.session.encryption import keeps_rows_in_memory
@@ -92,7 +85,7 @@ def launch(workers: Workers, job: Job) -> Launch:
             tasks=workers.num_tasks,
             ranks_a_task=workers.ranks_a_task,
             barrier=barrier,
-            rows=(workers, job.seed),
+            rows=workers,
             ended_early="the Spark job ended before training did: a worker exited without "
             "reporting why, perhaps because it could not reach the driver at "
             f"{averager.address.uri}",
@@ -113,7 +106,7 @@ def launch(workers: Workers, job: Job) -> Launch:
 class WorkerJob:
     """The Spark job in whose tasks the workers of one run are; a context manager that ends it.
 
-    An error that leaves the context says what Spark knows of lost workers and bad rows.
+    An error that leaves the context says what Spark knows of lost workers.
 
     Args:
         spark: the session.
@@ -126,12 +119,12 @@ class WorkerJob:
         tasks: how many there are.
         ranks_a_task: ranks per task.
         barrier: whether they need a gang-scheduled start.
-        rows: those that the workers read, and what determines their order; None for none.
+        rows: those that the workers read; None for none.
         ended_early: why the run fails if its job ends while workers are still there.
         unexplained: what is said of a lost worker of which Spark knows nothing.
 
     Attributes:
-        jobs: this one, and those that look for bad rows.
+        jobs: this one, and those of what is upstream.
     """
 
     def __init__(
@@ -146,7 +139,7 @@ class WorkerJob:
         tasks: int,
         ranks_a_task: int,
         barrier: bool,
-        rows: tuple[Workers, int] | None,
+        rows: Workers | None,
         ended_early: str,
         unexplained: str = "",
     ) -> None:
@@ -200,8 +193,7 @@ class WorkerJob:
                 tasks, task, OUTPUT_DDL, barrier=self._barrier, profile=self._profile
             ).collect()
         else:
-            workers, seed = self._input
-            self._yielded = run_on_rows(workers, seed, task, OUTPUT_DDL, barrier=self._barrier)
+            self._yielded = run_on_rows(self._input, task, OUTPUT_DDL, barrier=self._barrier)
             if not self._yielded:
                 # Spark starts no task for what turns out empty while it plans or shuffles.
                 self._fail(DataError(NO_ROWS))
@@ -214,12 +206,7 @@ class WorkerJob:
         self._fail(self._error)
 
     def _explained(self, error: SparkDLError) -> SparkDLError:
-        """The error with what Spark knows about lost workers, or with the places of bad rows."""
-        if self._input is not None and isinstance(error, DataError | ModelError):
-            workers, seed = self._input
-            if names_others(str(error), workers):
-                self.jobs.end()
-                error.args = (with_original_places(str(error), workers, seed, self.jobs),)
+        """The error with what Spark knows about lost workers."""
         if not isinstance(error, WorkerLostError) or error is self._error:
             return error
         if self._barrier or self._sparks_reason(error) is not None:

@@ -41,7 +41,7 @@ def test_a_fit_goes_on_from_the_checkpoint_of_a_shorter_one(
 def test_the_rows_of_another_frame_are_refused(spark: SparkSession, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoints")
     estimator(checkpointPath=path).fit(frame(spark, rows=60))
-    with pytest.raises(ConfigError, match=r"rows of each worker: was \[20, 40\], is now \["):
+    with pytest.raises(ConfigError, match=r"rows of each partition: was \[20, 20, 20\], is now \["):
         estimator(checkpointPath=path).fit(frame(spark, rows=64))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from sparkdl import encodings
 from sparkdl.errors import DataError
 from sparkdl.feed.record_batches.decode import decode, tensors_of, to_column
-from sparkdl.feed.statistics.column import ColumnStatistics, scan
+from sparkdl.feed.statistics.column import ColumnStatistics, places_from, scan
 from sparkdl.feed.statistics.shards import DataStatistics, check_statistics
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 
@@ -217,7 +217,7 @@ BROKEN: dict[str, tuple[pa.Array, ColumnSpec, list[int], str]] = {
 @every("name", BROKEN)
 def test_broken_rows_are_counted_placed_and_explained(name: str) -> None:
     values, spec, broken, reason = BROKEN[name]
-    statistics = scan(decode(values, spec), spec, (3, 100))
+    statistics = scan(decode(values, spec), spec, places_from(3, 100, 20))
     assert (statistics.broken, statistics.nulls) == (len(broken), values.null_count)
     assert statistics.places["broken"] == (3, 100 + broken[0])
     if values.null_count:
@@ -240,9 +240,10 @@ def test_broken_rows_are_refused_where_no_statistics_are_wanted(name: str) -> No
 
 
 def test_the_first_bad_value_is_told_with_its_row_and_partition() -> None:
-    statistics = scan(pa.array([1.0, None, 2.0, None]), ColumnSpec("x", torch.float32), (2, 40))
+    spec = ColumnSpec("x", torch.float32)
+    statistics = scan(pa.array([1.0, None, 2.0, None]), spec, places_from(2, 40, 4))
     with pytest.raises(DataError, match=r"2 null values in 9 rows \(the first is row 41 of part"):
-        check_statistics(DataStatistics((9,), (statistics,)), [ColumnSpec("x", torch.float32)])
+        check_statistics(DataStatistics((9,), (statistics,)), [spec])
 
 
 def test_vectors_of_unequal_length_are_told_as_arrays_are() -> None:

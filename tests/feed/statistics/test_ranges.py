@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sparkdl.feed.conversion import beyond
-from sparkdl.feed.statistics.column import scan
+from sparkdl.feed.statistics.column import places_from, scan
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -57,10 +57,10 @@ def test_a_fraction_is_beyond_an_integer_if_python_says_so(
 
 def test_what_is_out_of_range_is_counted_by_rows_with_its_place() -> None:
     numbers = pa.array([1.0, -1e6, 7e4, math.inf])
-    found = scan(numbers, ColumnSpec("x", torch.float16), (2, 100))
+    found = scan(numbers, ColumnSpec("x", torch.float16), places_from(2, 100, 20))
     assert (found.out_of_range, found.where("out_of_range")) == (2, "row 101 of partition 2")
     arrays = pa.array([[1.0, 2.0], None, [1e39, 1e300], [math.nan, 3.0]])
-    found = scan(arrays, ColumnSpec("x", torch.float32, (UNKNOWN,)), (0, 5))
+    found = scan(arrays, ColumnSpec("x", torch.float32, (UNKNOWN,)), places_from(0, 5, 20))
     assert (found.out_of_range, found.where("out_of_range")) == (1, "row 7 of partition 0")
     assert (found.not_finite, found.where("not_finite")) == (1, "row 8 of partition 0")
     whole = pa.array([[1, 2], [3, 300]])
@@ -71,7 +71,7 @@ def test_what_is_out_of_range_is_counted_by_rows_with_its_place() -> None:
 def test_only_zero_and_one_can_become_booleans_and_only_whole_numbers_integers() -> None:
     numbers = pa.array([[0.0, 1.0], [0.5, 1.0], [math.nan, -3.0], [1e300, 1.5]])
     for dtype, out_of_range in ((torch.bool, 2), (torch.int64, 1)):
-        found = scan(numbers, ColumnSpec("x", dtype, (UNKNOWN,)), (0, 5))
+        found = scan(numbers, ColumnSpec("x", dtype, (UNKNOWN,)), places_from(0, 5, 20))
         assert (found.out_of_range, found.not_finite, found.fractions) == (out_of_range, 1, 3)
         assert found.where("fractions") == "row 6 of partition 0"
     assert scan(pa.array([0, 700]), ColumnSpec("x", torch.bool)).out_of_range == 1

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from sparkdl.errors import DataError, TrainingError
 from sparkdl.feed.statistics.column import (
     ColumnStatistics,
-    names_places,
+    places_from,
     scan,
-    with_places,
 )
 from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics, check_statistics
 from sparkdl.protocols import UNKNOWN, ColumnSpec
@@ -219,10 +218,10 @@ def test_the_statistics_do_not_depend_on_how_the_rows_are_cut(
         (values.slice(start, stop - start), start)
         for start, stop in zip([0, *cuts], [*cuts, len(rows)], strict=True)
     ]
-    found = [scan(piece, spec, (3, start)) for piece, start in pieces]
+    found = [scan(piece, spec, places_from(3, start, 20)) for piece, start in pieces]
 
     together = sum(found, ColumnStatistics())
-    assert numbers(together) == numbers(scan(values, spec, (3, 0)))
+    assert numbers(together) == numbers(scan(values, spec, places_from(3, 0, 20)))
 
 
 def test_the_workers_rows_are_told_by_rank_and_their_columns_added() -> None:
@@ -339,11 +338,32 @@ def test_the_mean_weight_is_over_the_rows_of_all_workers() -> None:
     assert DataStatistics.of([ShardStatistics(4, ())]).mean_weight == 1.0
 
 
-def test_the_places_in_a_message_can_be_translated() -> None:
-    message = "column 'a' (row 17 of partition 3) and 'b' (row 0 of partition 12), rows 5 of 6"
-    assert names_places(message)
-    assert not names_places("column 'a' has 3 null values in 60 rows")
-    translated = with_places(message, lambda place: (place[0] + 100, place[1] + 1))
-    assert translated == (
-        "column 'a' (row 18 of partition 103) and 'b' (row 1 of partition 112), rows 5 of 6"
-    )
+def test_the_first_bad_row_is_that_of_the_first_partition_whoever_has_read_it() -> None:
+    def shard(partition: int, reason: str) -> ShardStatistics:
+        places = {"broken": (partition, 4), "skipped": (partition, 1)}
+        counts = {"broken": 1, "skipped": 1, "reason": reason, "skip_reason": reason}
+        return ShardStatistics(9, (ColumnStatistics(**counts, places=places),))  # type: ignore[arg-type]
+
+    shards = [shard(5, "is blue"), shard(2, "is red"), shard(7, "is green")]
+    for ranks in (shards, shards[::-1]):
+        (found,) = DataStatistics.of(ranks).columns
+        assert (found.broken, found.reason, found.skip_reason) == (3, "is red", "is red")
+        assert found.where("broken") == "row 4 of partition 2"
+        assert found.where("skipped") == "row 1 of partition 2"
+
+
+def test_what_all_found_is_the_same_whichever_partitions_each_has_read() -> None:
+    parts = [(0, 3, 1, 0.1), (1, 5, 0, 0.2), (4, 2, 2, 0.7)]
+    found = [
+        DataStatistics.of(
+            [ShardStatistics(sum(p[1] for p in mine), (), parts=mine) for mine in ranks]
+        )
+        for ranks in (
+            [tuple(parts[:2]), tuple(parts[2:]), ()],
+            [(), tuple(parts[1:]), tuple(parts[:1])],
+        )
+    ]
+    assert found[0].shard_rows == (8, 2, 0)
+    assert found[0].lasting()["shard_rows"] == [3, 5, 2]
+    assert found[0].lasting() == found[1].lasting()
+    assert found[0].mean_weight == found[1].mean_weight

@@ -1,4 +1,4 @@
-"""What is read of Spark's plans: their nodes and groups of partitions."""
+"""What is known of Spark's plans, and their partitions put together."""
 
 from __future__ import annotations
 
@@ -7,25 +7,22 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from frames import configured, ids_by_partition
+from frames import ids_by_partition
 from missing_names import lacking
-from py4j.protocol import Py4JError
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from sparkdl.feed.record_batches.packed import ORDER_COLUMN
-from sparkdl.spark.catalyst import groups
-from sparkdl.spark.catalyst.groups import (
-    NoGroupsError,
-    balanced,
-    grouped,
+from sparkdl.feed.record_batches.packed import ORDER_COLUMN, PLACE_COLUMN
+from sparkdl.spark.catalyst.plans import (
+    has_stable_order,
+    in_partitions,
     keys_of_partitions,
+    moved,
+    planned,
 )
-from sparkdl.spark.catalyst.plans import has_stable_order, known_partitions
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.launch.worker_rows import Workers, worker_frame
 from sparkdl.spark.rows.columns import input_column
-from sparkdl.spark.rows.delivery import Delivery, Way
 
 Change = Callable[[DataFrame], DataFrame]
 
@@ -54,101 +51,75 @@ def test_only_files_read_row_by_row_have_a_stable_order(files: DataFrame) -> Non
     """And so it is, with the same numbers of partitions, where private names are missing."""
     frames = {name: change(files) for name, (change, _) in PLANS.items()}
     found = {name: has_stable_order(frame) for name, frame in frames.items()}
-    partitions = {name: known_partitions(frame) for name, frame in frames.items()}
+    partitions = {name: planned(frame)[1] for name, frame in frames.items()}
     assert found == {name: stable for name, (_, stable) in PLANS.items()}
-    assert partitions["made"] == 3
-    assert partitions["repartition"] is None
+    assert (partitions["made"], partitions["repartition"], partitions["coalesce"]) == (3, 2, 1)
     with lacking("executedPlan", "toRdd"):
         assert {name: has_stable_order(frame) for name, frame in frames.items()} == found
-        assert {name: known_partitions(frame) for name, frame in frames.items()} == partitions
+        assert {name: planned(frame)[1] for name, frame in frames.items()} == partitions
         assert not has_stable_order(files.where("cast(id as string) != 'a\n+- FileScan'"))
     frames["cache"].unpersist()
 
 
-def order_of(frame: DataFrame, way: Way, ranks_a_task: int = 1) -> str | None:
-    """The type of what workers order the rows by; None if they arrive in their order."""
+def order_of(frame: DataFrame, shuffle: str, ranks_a_task: int = 1) -> dict[str, str]:
+    """The types of what workers order the rows by."""
     workers = Workers(
         frame=frame,
         columns=(input_column(frame, "id", "featuresCol"),),
         num_workers=2 * ranks_a_task,
-        delivery=Delivery(way),
+        shuffle=shuffle,
         device="cpu",
         description="",
         network=network_of(frame.sparkSession),
         ranks_a_task=ranks_a_task,
     )
-    ((first, _), *others) = worker_frame(workers, seed=1).dtypes
+    ((first, _), *others) = worker_frame(workers).dtypes
     assert first == "c0"
-    return dict(others).get(ORDER_COLUMN)
+    return dict(others)
 
 
-def test_rows_bring_their_order_unless_they_come_from_files_to_the_workers(
+def test_rows_bring_their_places_and_where_these_vary_are_ordered_by_what_is_in_them(
     files: DataFrame,
 ) -> None:
-    assert order_of(files, Way.AS_IT_IS) is None
-    assert order_of(files, Way.GROUPED) is None
-    for way in (Way.MOVED, Way.SHUFFLED):
-        assert order_of(files, way) == "bigint"
-    # ranks that share a task share its rows by their order
-    assert order_of(files, Way.GROUPED, ranks_a_task=2) == "bigint"
-
-
-def test_rows_of_any_other_plan_are_ordered_by_what_is_in_them(files: DataFrame) -> None:
-    for way in (Way.GROUPED, Way.SHUFFLED):
-        assert order_of(files.repartition(2), way) == "void"
-        # who assigns them to several ranks has not looked into them
-        assert order_of(files.repartition(2), way, ranks_a_task=2) == "bigint"
-
-
-def test_the_largest_goes_first_and_each_to_the_smallest_group() -> None:
-    # 9 to the first, 8 and 5 to the second, 4 to the first, 3 to the first of two that have 13
-    assert balanced([3, 9, 4, 8, 5], 2) == [[0, 1, 2], [3, 4]]
-    assert [len(numbers) for numbers in balanced([0] * 1000, 3)] == [334, 333, 333]
-    assert balanced([1, 0, 100], 3) == [[2], [0], [1]]
+    place = {PLACE_COLUMN: "bigint"}
+    for shuffle in ("exchange", "spark"):
+        assert order_of(files.coalesce(1), shuffle) == place
+    made = files.repartition(3)
+    assert order_of(made, "exchange") == place | {ORDER_COLUMN: "void"}
+    # By its places in this run, Spark's shuffle would send a row to another task than in the next.
+    assert order_of(made, "spark") == {ORDER_COLUMN: "void"}
+    # Ranks that share a task share its rows before anything looks into them.
+    for frame in (files, made):
+        assert order_of(frame, "exchange", ranks_a_task=2) == place | {ORDER_COLUMN: "bigint"}
 
 
 @pytest.mark.versions
 def test_spark_takes_each_partitions_key_to_that_partition(spark: SparkSession) -> None:
-    for partitions in (1, 2, 3, 7, 1000):
-        keys = spark.createDataFrame([(key,) for key in keys_of_partitions(partitions)], "key int")
+    for partitions in (1, 2, 3, 7, 300):
+        of_each = keys_of_partitions(spark, partitions)
+        keys = spark.createDataFrame([(key,) for key in of_each], "key int")
         found = keys.select(F.pmod(F.hash("key"), F.lit(partitions)).alias("place")).collect()
         assert [row.place for row in found] == list(range(partitions))
 
 
+def placed(rows: DataFrame) -> DataFrame:
+    return planned(rows.withColumn(PLACE_COLUMN, F.monotonically_increasing_id()))[0]
+
+
 @pytest.mark.nightly
-def test_more_partitions_are_put_together_each_group_in_the_order_of_their_numbers(
+def test_neighbours_are_put_together_and_fewer_partitions_leave_some_empty(
     spark: SparkSession,
 ) -> None:
-    """Fewer leave the last groups empty."""
-    rows = spark.range(0, 40, 1, 8)
-    found = grouped(rows, 3)
-    parts = ids_by_partition(found.frame)
-    assert list(map(len, found.members)) == [3, 3, 2]
-    assert [len(part) for part in parts] == [15, 15, 10]
-    assert all(part == sorted(part) for part in parts)
-    assert sorted(chain(*parts)) == list(range(40))
-    found = grouped(spark.range(0, 4, 1, 2), 5)
-    assert found.members == ((0,), (1,), (), (), ())
-    assert ids_by_partition(found.frame) == [[0, 1], [2, 3], [], [], []]
-
-
-@pytest.mark.nightly
-def test_each_row_is_found_where_it_was_before(spark: SparkSession) -> None:
-    rows = spark.range(0, 40, 1, 8)  # five in each partition
-    few, many = grouped(rows.where("id % 5 < 3 or id < 20"), 3), grouped(rows, 9)
-    for found in (few, many):
-        before = ids_by_partition(rows if found is many else rows.where("id % 5 < 3 or id < 20"))
-        for group, part in enumerate(ids_by_partition(found.frame)):
-            for row in {0, len(part) // 2, len(part) - 1} if part else ():
-                partition, position = found.origin(group, row)
-                assert before[partition][position] == part[row]
-    with pytest.raises(ValueError, match="no such row"):
-        few.origin(0, 40)
+    parts = ids_by_partition(in_partitions(placed(spark.range(0, 40, 1, 8)), 3))
+    assert list(chain(*parts)) == list(range(40))
+    assert [len(part) for part in parts] == [10, 15, 15]
+    parts = ids_by_partition(in_partitions(placed(spark.range(0, 4, 1, 2)), 5))
+    assert parts == [[0, 1], [2, 3], [], [], []]
 
 
 def test_what_is_found_to_be_empty_has_as_many_partitions_too(spark: SparkSession) -> None:
-    found = grouped(spark.range(10).where(F.lit(False)), 3)
-    assert ids_by_partition(found.frame) == [[], [], []]
+    rows = placed(spark.range(10).where(F.lit(False)))
+    assert ids_by_partition(in_partitions(rows, 3)) == [[], [], []]
 
 
 @pytest.mark.nightly_variants(every=2)
@@ -169,43 +140,59 @@ def test_every_plan_has_the_same_rows_in_as_many_partitions_as_asked_for(
 ) -> None:
     rows = change(spark.range(0, 40, 1, 4))
     expected = sorted(row.id for row in rows.collect())
-    parts = ids_by_partition(grouped(rows, number).frame)
-    moved = ids_by_partition(grouped(rows, number, moved=True).frame)
+    whole = {tuple(sorted(part)) for part in ids_by_partition(placed(rows)) if part}
+    for put in (in_partitions, moved):
+        parts = ids_by_partition(put(placed(rows), number))
+        assert sorted(chain(*parts)) == expected
+        assert put is moved or len(parts) == number
+        for part in whole:  # none is torn apart
+            assert sum(set(part) <= set(found) for found in parts) >= 1
     rows.unpersist()
-    assert len(parts) == number
-    assert sorted(chain(*parts)) == expected
-    assert [sorted(part) for part in moved] == [sorted(part) for part in parts]
 
 
-def test_files_are_assigned_by_what_they_take_to_read(spark: SparkSession, tmp_path: Path) -> None:
-    """One with more than the other four together, though there are as many rows in each."""
-    path = tmp_path / "table"
-    for number, length in enumerate([1, 5, 300, 1, 2]):
-        rows = spark.range(number, number + 1, 1, 1).withColumn(
-            "text", F.repeat(F.lit("x"), length)
-        )
-        rows.write.mode("append").json(path.as_uri())
-    sizes = {"spark.sql.files.openCostInBytes": "1", "spark.sql.files.maxPartitionBytes": "400"}
-    with configured(spark, sizes):
-        # Files of one value over several lines are not split.
-        rows = spark.read.schema("id long").json(path.as_uri(), multiLine=True)
-        parts = ids_by_partition(grouped(rows, 2).frame)
-    assert sorted(map(sorted, parts)) == [[0, 1, 3, 4], [2]]
+def test_partitions_are_shuffled_to_tasks_in_turn(spark: SparkSession) -> None:
+    parts = ids_by_partition(moved(placed(spark.range(0, 40, 1, 8)), 3))
+    assert [sorted({i // 5 for i in part}) for part in parts] == [[0, 3, 6], [1, 4, 7], [2, 5]]
+    assert sorted(chain(*parts)) == list(range(40))
 
 
-def test_a_spark_that_lacks_a_method_is_told_apart(
-    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+def test_files_have_the_same_partitions_when_they_are_read_again(
+    spark: SparkSession, files: DataFrame
 ) -> None:
-    def missing(*arguments: object) -> None:
-        raise Py4JError("fromBitMaskNoCopy does not exist in the JVM")
+    """Though Spark would cut them otherwise by now: with executors that it did not have."""
+    rows, found = planned(files)
+    settings = {"spark.sql.files.minPartitionNum": "20", "spark.sql.files.openCostInBytes": "1"}
+    before = ids_by_partition(rows)
+    for name, value in settings.items():
+        spark.conf.set(name, value)
+    try:
+        assert ids_by_partition(rows) == before
+        assert len(before) == found
+        assert planned(files.select("id"))[1] != found
+    finally:
+        for name in settings:
+            spark.conf.unset(name)
 
-    monkeypatch.setattr(groups, "_set_of", missing)
-    with pytest.raises(NoGroupsError, match="does not exist"):
-        grouped(spark.range(0, 9, 1, 9), 2)
+
+def test_a_query_with_a_common_table_expression_is_read_without_a_shuffle(
+    spark: SparkSession, files: DataFrame
+) -> None:
+    files.createOrReplaceTempView("all_of_them")
+    try:
+        rows = spark.sql(
+            "WITH odd AS (SELECT id FROM all_of_them WHERE id % 2 = 1) SELECT id FROM odd"
+        )
+        assert has_stable_order(rows)
+        put = in_partitions(placed(rows), 2)
+        parts = ids_by_partition(put)
+    finally:
+        spark.catalog.dropTempView("all_of_them")
+    assert "Exchange" not in put._jdf.queryExecution().executedPlan().toString()
+    assert len(parts) == 2
+    assert sorted(chain(*parts)) == list(range(1, 40, 2))
 
 
 def test_an_error_of_the_plan_is_raised_as_it_is(spark: SparkSession) -> None:
     fails = spark.range(10).select(F.expr("cast(raise_error('mine') as bigint)").alias("id"))
-    with pytest.raises(Exception, match="mine") as raised:
-        grouped(fails.repartition(3), 2)
-    assert not isinstance(raised.value, NoGroupsError)
+    with pytest.raises(Exception, match="mine"):
+        planned(fails.repartition(3))

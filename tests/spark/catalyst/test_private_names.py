@@ -19,10 +19,8 @@ from pyspark.sql import functions as F
 import sparkdl
 from sparkdl.spark.catalyst import cluster
 from sparkdl.spark.catalyst.array_bytes import array_bytes
-from sparkdl.spark.catalyst.file_splits import replanned
-from sparkdl.spark.catalyst.groups import grouped
 from sparkdl.spark.catalyst.jvm import with_fallback
-from sparkdl.spark.catalyst.plans import has_stable_order, known_partitions
+from sparkdl.spark.catalyst.plans import has_stable_order, in_partitions, planned
 from sparkdl.spark.cluster.slots import choose_num_workers
 
 ROOT = Path(sparkdl.__file__).parent
@@ -66,12 +64,12 @@ def test_this_version_of_spark_has_all_private_names(
     context = spark.sparkContext
     choose_num_workers(spark, 3)  # waits for the executors
     with caplog.at_level(logging.INFO, "sparkdl"):
-        assert known_partitions(files) == files.rdd.getNumPartitions()
+        rows, found = planned(files)
+        assert found == files.rdd.getNumPartitions()
         assert has_stable_order(files)
         assert array_bytes(spark) is not None
-        for moved in (False, True):
-            assert grouped(files, 2, moved=moved).frame.rdd.getNumPartitions() == 2
-        assert replanned(files, 2).frame.rdd.getNumPartitions() == 2
+        for partitions in (2, 7):
+            assert in_partitions(rows, partitions).rdd.getNumPartitions() == partitions
         assert len(cluster.executor_start_times(spark)) == 3
         assert cluster.count_slots(spark) == 3
         assert cluster.count_running_tasks(spark) == 0

@@ -18,7 +18,6 @@ from subprocesses import printed_by
 
 from sparkdl.errors import ConfigError
 from sparkdl.spark.catalyst.cluster import count_slots, executor_start_times
-from sparkdl.spark.catalyst.plans import known_partitions
 from sparkdl.spark.cluster import slots
 from sparkdl.spark.cluster.slots import (
     SlotQueue,
@@ -187,14 +186,6 @@ def description_of_last_fit(spark: SparkSession) -> str:
         (j for j in ours if j.jobGroup().get().startswith("sparkdl-")), key=lambda j: j.jobId()
     )
     return str(last.description().get())
-
-
-def test_partitions_of_a_plain_frame_are_known_without_a_job(spark: SparkSession) -> None:
-    assert known_partitions(frame(spark, partitions=5)) == 5
-
-
-def test_partitions_after_a_shuffle_are_not_known_before_it_ran(spark: SparkSession) -> None:
-    assert known_partitions(frame(spark).groupBy("label").count()) is None
 
 
 DEADLINE_S = 60.0

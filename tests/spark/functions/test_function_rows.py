@@ -163,11 +163,9 @@ def test_it_is_said_which_way_the_rows_go(
             rows = frame(spark, rows=20, partitions=partitions)
             sparkdl.run(lambda: None, num_workers=2, df=rows)
     assert [line for line in caplog.messages if line.startswith("rows: ")] == [
-        "rows: 2 partitions are read by as many tasks, and exchanged among 2 workers",
-        "rows: Spark's shuffle takes 5 partitions to 2 tasks, 2 to 3 each, and exchanged among 2 "
-        "workers, because sparkdl.run needs a gang-scheduled start, and Spark's "
-        "barrier mode, which provides it, cannot have 2 tasks read 5 partitions; they do not come "
-        "from files row by row",
+        "rows: 2 partitions are read by as many tasks, and are exchanged among 2 workers",
+        "rows: Spark's shuffle takes whole partitions to 2 tasks, and they are exchanged among 2 "
+        "workers, because Spark's barrier mode cannot have 2 tasks read 5 partitions",
     ]
 
 

@@ -256,19 +256,22 @@ def files(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Data
     return spark.read.parquet(path)
 
 
-def test_a_fit_of_sixteen_files_takes_no_shuffle_and_every_row_once_with_the_same_bits(
-    spark: SparkSession, files: DataFrame, caplog: pytest.LogCaptureFixture
+def test_a_fit_of_sixteen_files_trains_on_every_row_once_with_the_same_bits(
+    files: DataFrame, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = dict(spark.conf.getAll)
+    """Whole partitions go through Spark's shuffle, unless there are as many as tasks."""
     tuned = estimator(strategy=ALL_REDUCE, numWorkers=WORKERS, epochs=2)
     with caplog.at_level(logging.INFO, "sparkdl"):
         first = tuned.fit(files)
     again = tuned.fit(files)
-    assert "2 partitions, planned again, are read by as many tasks, and exchanged" in caplog.text
-    assert "Spark's shuffle" not in caplog.text
+    assert "rows: Spark's shuffle takes whole partitions to 2 tasks, and they are ex" in caplog.text
     assert [row.examples for row in first.history] == [ROWS] * 2
     assert same_bits(first, again)
-    assert dict(spark.conf.getAll) == settings
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "sparkdl"):
+        tuned.fit(frame(files.sparkSession, ROWS, WORKERS))
+    assert "rows: 2 partitions are read by as many tasks" in caplog.text
+    assert "Spark's shuffle" not in caplog.text
 
 
 def labels_and_ids() -> list[tuple[int, int]]:
@@ -290,18 +293,6 @@ def test_workers_of_a_function_get_rows_of_each_class_from_files_sorted_by_it(
         counts = [sum(label == each for label, _ in shard) for each in range(3)]
         # 80 of each are expected, hypergeometric with a deviation of 6.3; sorted: 160, 80 and 0
         assert all(48 <= count <= 112 for count in counts), counts
-
-
-def test_rows_that_depend_on_partitions_are_shuffled_and_the_log_says_why(
-    files: DataFrame, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = files.where(F.rand(1) < 2)
-    with caplog.at_level(logging.INFO, "sparkdl"):
-        model = estimator(strategy=ALL_REDUCE, numWorkers=WORKERS).fit(rows)
-    assert "rows: Spark's shuffle takes" in caplog.text
-    assert "because GradientAllReduce needs a gang-scheduled start" in caplog.text
-    assert "depend on the partitions" in caplog.text
-    assert model.history[0].examples == ROWS
 
 
 @pytest.mark.nightly_variants
