@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from sparkdl.events import are_measured, are_metrics
 
-_COUNTS, _NUMBERS = range(1 << 64), range(-(1 << 63), 1 << 64)
+_COUNTS, _NUMBERS = range(1 << 63), range(-(1 << 63), 1 << 64)
 """What fits in 64 bits. JSON's integers may be too large for a float, so sums would fail."""
 _BY_NAME = {"metrics": are_metrics, "measured": are_measured}
 """Fields that hold numbers by name, and the checks for them."""
@@ -18,14 +18,15 @@ _is_ours: Callable[[Any], bool] = is_dataclass
 _hints_of: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
 
 
-def read(hint: Any, value: Any, name: str = "it") -> Any:
+def read(hint: Any, value: Any, name: str = "it", *, whole: bool = False) -> Any:
     """A value of JSON as what a type hint says.
 
     Args:
         hint: a dataclass, of which fields with a default may be missing; a dict with the hint of
             each field; or what fields consist of. Integers are counts, and floats may be integers.
         value: from JSON.
-        name: of the field, for the error.
+        name: of the field, for the error. A fingerprint may have all 64 bits.
+        whole: whether no field may be missing.
 
     Raises:
         TypeError: it is something else; the message shows it.
@@ -33,28 +34,35 @@ def read(hint: Any, value: Any, name: str = "it") -> Any:
     kind = type(value)
     if hint is kind and (kind is not int or value in _COUNTS):
         return value
+    again = functools.partial(read, whole=whole)
     origin, arguments = get_origin(hint), get_args(hint)
     if name in _BY_NAME:
         fits = _BY_NAME[name](value)
     elif origin in (Union, UnionType):  # of something and None
-        return None if value is None else read(arguments[0], value, name)
+        return None if value is None else again(arguments[0], value, name)
     elif arguments[1:] == (...,) and kind in (list, tuple):
-        return tuple(read(arguments[0], each, name) for each in value)
+        return tuple(again(arguments[0], each, name) for each in value)
     elif origin is tuple and kind in (list, tuple) and len(value) == len(arguments):
-        return tuple(read(*pair, name) for pair in zip(arguments, value, strict=True))
+        return tuple(again(*pair, name) for pair in zip(arguments, value, strict=True))
     elif origin is list and kind is list:
-        return [read(arguments[0], each, name) for each in value]
+        return [again(arguments[0], each, name) for each in value]
     elif origin in (dict, Mapping) and kind is dict:
-        return {key: read(arguments[1], each, name) for key, each in value.items()}
+        return {key: again(arguments[1], each, name) for key, each in value.items()}
     elif isinstance(hint, dict) and kind is dict and value.keys() == hint.keys():
-        return {key: read(each, value[key], key) for key, each in hint.items()}
-    elif kind is dict and _is_ours(hint) and value.keys() <= _hints_of(hint).keys():
+        return {key: again(each, value[key], key) for key, each in hint.items()}
+    elif kind is dict and _is_ours(hint) and _has_fields(value, hint, whole):
         hints = _hints_of(hint)
-        return hint(**{key: read(hints[key], each, key) for key, each in value.items()})
+        return hint(**{key: again(hints[key], each, key) for key, each in value.items()})
     elif origin is Literal:
         fits = value in arguments
     else:
-        fits = hint is object or (hint is float and kind is int and value in _NUMBERS)
+        numbers = _NUMBERS if hint is float else range(1 << 64) if "fingerprint" in name else ()
+        fits = hint is object or (kind is int and hint in (int, float) and value in numbers)
     if not fits:
         raise TypeError(f"{name} is {value!r:.200}")
     return value
+
+
+def _has_fields(value: dict[str, Any], hint: Any, whole: bool) -> bool:
+    named = _hints_of(hint).keys()
+    return value.keys() == named if whole else value.keys() <= named

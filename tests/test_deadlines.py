@@ -181,7 +181,7 @@ def test_a_worker_without_rows_waits_for_a_long_epoch_of_the_others(clock: Virtu
     class Slow(Marked):
         def forward(self, features: Tensor) -> Tensor:
             assert eventually(lambda: wait_in_round(averagers[0], {0}))
-            clock.run(averagers[0].service, DEADLINE_S / 4)
+            clock.run(averagers[0], DEADLINE_S / 4)
             return self.net(features)
 
     job = make_job(Slow(), deadline_s=DEADLINE_S)
@@ -201,7 +201,7 @@ def test_a_worker_that_reads_slowly_is_not_overdue_while_rows_arrive(
     def slowly(shard: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         assert eventually(lambda: 0 in coordinator_of(averagers[0]).shards)
         for batch in shard:
-            clock.run(averagers[0].service, DEADLINE_S / 4)
+            clock.run(averagers[0], DEADLINE_S / 4)
             yield batch
 
     quick, slow = classification([4, 20]).shards(rows_a_batch=2)
@@ -250,7 +250,7 @@ def test_a_slow_upload_does_not_make_its_sender_look_lost(
             if header is not None:
                 connection.send_header(header)
             assert blocked.there.wait(WAIT_S)
-            clock.run(averagers[0].service, 0.8 * DEADLINE_S)
+            clock.run(averagers[0], 0.8 * DEADLINE_S)
             sent.set()
             header = None
         send_values(connection, values, header)

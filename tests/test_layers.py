@@ -60,7 +60,8 @@ ROOMS: dict[str, list[tuple[str, ...]]] = {
         ("all_reduce", "asynchronous", "elastic", "gossip", "outer", "threshold"),
         ("compression", "kfac", "parameter_averaging"),
         ("on_worker", "worker_group"),
-        ("arguments", "base", "color_trees"),
+        ("base", "color_trees"),
+        ("arguments",),
     ],
     "volumes": [
         ("run",),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor
 
@@ -24,9 +24,6 @@ from sparkdl.replica import Replica
 from sparkdl.strategies.arguments import CheckedFields
 from sparkdl.worker_callback import StepCalls
 
-if TYPE_CHECKING:
-    from sparkdl.strategies.worker_group import WorkerGroup
-
 
 @dataclass
 class Run:
@@ -43,8 +40,8 @@ class Run:
     """Rows per minibatch; the last of an epoch may have fewer."""
     collective: Collective | None = None
     """The group of all workers, for strategies that need one."""
-    group: WorkerGroup | None = None
-    """The same as a strategy sees it, which has made it."""
+    agree: Callable[[Run], None] | None = None
+    """Has the members of a strategy's group agree on their rows again, once these have changed."""
     peers: Peers | None = None
     """The other workers, one by one, for strategies that need them."""
     cleanup: ExitStack = field(default_factory=ExitStack)

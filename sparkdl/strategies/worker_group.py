@@ -56,7 +56,7 @@ class WorkerGroup:
         if self._trees is not None:
             run.cleanup.callback(self._trees.close)
         self.rows_a_step = rows_a_step
-        run.group = self
+        run.agree = self.agree
         self.agree(run)
         self._calls = 0
         self._next_heartbeat = 1

@@ -128,8 +128,8 @@ class TrainingLoop:
                 self._start_schedule(epoch, first_step)
                 if epoch > position.epoch and self._exchange_rows_before(epoch):
                     run.rows = feed.used_rows
-                    if run.group is not None:
-                        run.group.agree(run)
+                    if run.agree is not None:
+                        run.agree(run)
                 minibatches = self._minibatches(epoch, first_step)
                 with run.clock.phase(COMPUTE):
                     job.strategy.train_epoch(run, state, minibatches)

@@ -10,7 +10,7 @@ import pytest
 from virtual_time import VirtualClock
 from waiting import WAIT_S
 
-from sparkdl.errors import StoppedError
+from sparkdl.errors import DisconnectedError, StoppedError
 from sparkdl.transport import local
 from sparkdl.transport.connecting import introduced
 from sparkdl.transport.connection import Connection
@@ -148,7 +148,7 @@ def test_the_name_does_not_show_the_token() -> None:
 def test_a_closed_port_leaves_no_name_behind() -> None:
     port = Port(HOST, TOKEN, Connection.close)
     port.close()
-    with pytest.raises(ConnectionRefusedError):
+    with pytest.raises(DisconnectedError, match="Connection refused"):
         connect(port.number)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(name_of(HOST, port.number))

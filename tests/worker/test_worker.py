@@ -69,7 +69,7 @@ class ClosesItsEpochTwice(ParameterAveraging):
     """Where it ends with a whole period, ``after_step`` has closed the window already."""
 
     def after_step(self, run: Run, state: Any, batch: Batch) -> None:
-        run.averager.exchange(self._segments(run), run.close_window(last=batch.last))
+        self.exchange(run, state, last=batch.last)
 
 
 def test_a_strategy_that_closes_its_epoch_twice_is_told_so() -> None:

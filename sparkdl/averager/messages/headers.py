@@ -270,7 +270,7 @@ def received(hint: type[T], value: Any, rank: int | None) -> T:
         TrainingError: it is something else, or cannot be its own; the message shows it.
     """
     try:
-        found = read(hint, value)
+        found = read(hint, value, whole=True)
         if getattr(found, "rank", rank) != rank or not _is_possible(found):
             raise TypeError("no worker of that rank has such numbers")
     except TypeError as error:

@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import signal
+import time
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -25,6 +26,9 @@ def _end(number: int, frame: object) -> None:
                 os.killpg(int(child), signal.SIGKILL)
         with contextlib.suppress(OSError, TypeError, ValueError):
             address = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+            until = time.monotonic() + 0.5  # the task's threads do not all end at once
+            while os.getppid() == _TASK and time.monotonic() < until:
+                time.sleep(0.01)
             if os.getppid() != _TASK:
                 os.unlink(address)
                 os.rmdir(os.path.dirname(address))

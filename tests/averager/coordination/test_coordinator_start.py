@@ -26,7 +26,9 @@ def joined(world_size: int, **options: object) -> Run:
 def test_nobody_is_let_start_before_the_driver_says_so() -> None:
     run = joined(2)
     assert run.read(0) == []
-    told = DataStatistics((1, 1), (ColumnStatistics(),))
+    told = DataStatistics(
+        (1, 1), (ColumnStatistics(),), parts=tuple(((n, 1, 0, 0.0),) for n in (0, 1))
+    )
     assert run.read(1) == [do.report(told)]
     assert run.start() == [do.welcome(run.members[0]), do.welcome(run.members[1])]
 
@@ -39,7 +41,11 @@ def test_the_statistics_have_the_rows_by_rank_and_the_columns_added_whatever_the
     run = joined(3)
     run.read(2, shard(7, nulls=2))
     run.read(0, shard(5, nulls=1))
-    statistics = DataStatistics((5, 0, 7), (ColumnStatistics(nulls=3),))
+    statistics = DataStatistics(
+        (5, 0, 7),
+        (ColumnStatistics(nulls=3),),
+        parts=tuple(((rank, rows, 0, 0.0),) for rank, rows in enumerate((5, 0, 7))),
+    )
     assert run.read(1, shard(0)) == [do.report(statistics)]
 
 

@@ -57,6 +57,7 @@ SHARD = {
     "fingerprint": 5,
     "held_out_fingerprint": 0,
     "skipped": 0,
+    "parts": None,
 }
 WINDOW = {
     "rank": 0,
@@ -69,6 +70,7 @@ WINDOW = {
     "counted": None,
     "group_weight": None,
     "measured": {},
+    "staleness": 0,
 }
 
 
@@ -105,7 +107,9 @@ def train_alone(averager: Averager) -> list[float]:
         driver = pool.submit(drive, averager)
         client.start(ShardStatistics(2, ()), segments, LAYOUT)
         client.finish()
-        assert driver.result(timeout=SILENCE_S) == [DataStatistics((2,), ())]
+        assert driver.result(timeout=SILENCE_S) == [
+            DataStatistics((2,), (), parts=(((0, 2, 0, 0.0),),))
+        ]
     received: list[float] = segments[0].tolist()
     return received
 

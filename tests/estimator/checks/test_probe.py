@@ -184,8 +184,8 @@ INDEX = ColumnSpec("index", torch.int64)
         (Returns(only_in_training), CE, [], {}, r"in evaluation mode .* no running mean yet"),
         (Returns(with_labels), ModelLoss(), [], {}, r"evaluation mode .* model\(features\), and"),
         (Late(), CE, [], {}, r"'head.weight' from nothing to \(3, 3\), 'head.bias'"),
-        (Caches(None), CE, [], {}, r"'shift' from nothing to \([25], 4\)"),
-        (Caches(1), CE, [], {}, r"'shift' from \(1, 4\) to \(5, 4\)"),
+        (Caches(None), CE, [], {}, r"'shift' from nothing to \(\d+, 4\)"),
+        (Caches(1), CE, [], {}, r"'shift' from \(1, 4\) to \(\d+, 4\)"),
         (
             Returns(lambda logits, *_: torch.complex(logits, logits)),
             of_absolute,

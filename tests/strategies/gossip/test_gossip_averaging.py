@@ -177,7 +177,7 @@ def test_an_epoch_may_be_longer_than_the_deadline(monkeypatch: pytest.MonkeyPatc
 
         def forward(self, features: Tensor) -> Tensor:
             if threading.current_thread().name == "sparkdl-rank-1":
-                clock.run(averagers[0].service, 15)
+                clock.run(averagers[0], 15)
             outputs: Tensor = self.net(features)
             return outputs
 
