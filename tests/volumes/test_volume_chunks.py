@@ -216,10 +216,10 @@ def test_what_operations_return_is_counted_as_long_as_it_is_there(
 
 
 class Wide(nn.Module):
-    """Holds 500 channels at once, and returns one."""
+    """Holds 2,000 channels at once, and returns one."""
 
     def forward(self, patch: Tensor) -> Tensor:
-        wide = patch.expand(-1, 250, -1, -1, -1) + 1
+        wide = patch.expand(-1, 1000, -1, -1, -1) + 1
         outputs: Tensor = (wide * 2).mean(1, keepdim=True)
         return outputs
 
@@ -230,7 +230,7 @@ def test_a_network_that_leaves_no_room_for_a_chunk_is_refused_before_any_task(
 ) -> None:
     """Unless nobody limits the memory."""
     source = stored(tmp_path / "in.zarr", image())
-    limit: list[int | None] = [run.PROCESS_BYTES + (16 << 20)]
+    limit: list[int | None] = [run.PROCESS_BYTES + (64 << 20)]
     monkeypatch.setattr(run, "worker_bytes", lambda spark: limit[0])
     model_of(Edges()).transform_volume(source, tmp_path / "small", **SIZES)
     wide = model_of(Wide())
