@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -14,8 +14,6 @@ _COUNTS, _NUMBERS = range(1 << 63), range(-(1 << 63), 1 << 64)
 """What fits in 64 bits. JSON's integers may be too large for a float, so sums would fail."""
 _BY_NAME = {"metrics": are_metrics, "measured": are_measured}
 """Fields that hold numbers by name, and the checks for them."""
-_is_ours: Callable[[Any], bool] = is_dataclass
-_hints_of: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
 
 
 def read(hint: Any, value: Any, name: str = "it", *, whole: bool = False) -> Any:
@@ -34,25 +32,37 @@ def read(hint: Any, value: Any, name: str = "it", *, whole: bool = False) -> Any
     kind = type(value)
     if hint is kind and (kind is not int or value in _COUNTS):
         return value
-    again = functools.partial(read, whole=whole)
-    origin, arguments = get_origin(hint), get_args(hint)
-    if name in _BY_NAME:
+    if isinstance(hint, dict):
+        if kind is dict and value.keys() == hint.keys():
+            return {key: read(each, value[key], key, whole=whole) for key, each in hint.items()}
+        raise TypeError(f"{name} is {value!r:.200}")
+    hints, origin, arguments = _form_of(hint)
+    if hints is not None:
+        missing = len(hints) - len(value) if kind is dict and value.keys() <= hints.keys() else None
+        if missing == 0 or (missing and not whole):
+            # Most fields are plain, and every contribution brings eleven.
+            fields = {
+                key: each
+                if type(each) is hints[key] is not int
+                else read(hints[key], each, key, whole=whole)
+                for key, each in value.items()
+            }
+            return hint(**fields)
+        fits = False
+    elif name in _BY_NAME:
         fits = _BY_NAME[name](value)
     elif origin in (Union, UnionType):  # of something and None
-        return None if value is None else again(arguments[0], value, name)
+        return None if value is None else read(arguments[0], value, name, whole=whole)
     elif arguments[1:] == (...,) and kind in (list, tuple):
-        return tuple(again(arguments[0], each, name) for each in value)
+        return tuple([read(arguments[0], each, name, whole=whole) for each in value])
     elif origin is tuple and kind in (list, tuple) and len(value) == len(arguments):
-        return tuple(again(*pair, name) for pair in zip(arguments, value, strict=True))
+        return tuple(
+            [read(*pair, name, whole=whole) for pair in zip(arguments, value, strict=True)]
+        )
     elif origin is list and kind is list:
-        return [again(arguments[0], each, name) for each in value]
+        return [read(arguments[0], each, name, whole=whole) for each in value]
     elif origin in (dict, Mapping) and kind is dict:
-        return {key: again(arguments[1], each, name) for key, each in value.items()}
-    elif isinstance(hint, dict) and kind is dict and value.keys() == hint.keys():
-        return {key: again(each, value[key], key) for key, each in hint.items()}
-    elif kind is dict and _is_ours(hint) and _has_fields(value, hint, whole):
-        hints = _hints_of(hint)
-        return hint(**{key: again(hints[key], each, key) for key, each in value.items()})
+        return {key: read(arguments[1], each, name, whole=whole) for key, each in value.items()}
     elif origin is Literal:
         fits = value in arguments
     else:
@@ -63,6 +73,8 @@ def read(hint: Any, value: Any, name: str = "it", *, whole: bool = False) -> Any
     return value
 
 
-def _has_fields(value: dict[str, Any], hint: Any, whole: bool) -> bool:
-    named = _hints_of(hint).keys()
-    return value.keys() == named if whole else value.keys() <= named
+@functools.cache
+def _form_of(hint: Any) -> tuple[dict[str, Any] | None, Any, tuple[Any, ...]]:
+    """The hints of a dataclass's fields, or None; else what a generic type is of."""
+    hints = get_type_hints(hint) if is_dataclass(hint) else None
+    return hints, get_origin(hint), get_args(hint)
