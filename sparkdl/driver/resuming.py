@@ -190,7 +190,7 @@ def require_same_rows(
         "If the rows are recomputed each time and come out slightly different (rand() without a "
         "seed, floating-point sums in another order, a changing source), write them first. If only "
         "the rows of each partition differ, Spark has cut the files for another number of cores: "
-        "set spark.sql.files.minPartitionNum to the number of partitions that there were.",
+        "set spark.sql.files.minPartitionNum to how many cores the application had then.",
     )
 
 

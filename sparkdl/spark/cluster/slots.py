@@ -130,15 +130,18 @@ def _wait_for_executors(
     expected, told = _executors_asked_for(spark), not is_of_connect(spark)
     if wanted is not None and is_true(spark, _ON_DEMAND):
         expected = 0  # more come once tasks wait
-    # A client of Spark Connect is not told of executors, each of which has a slot at least.
-    needed = wanted or (math.inf if told else expected)
-    needed = min(needed, float(setting(spark, "spark.cores.max") or "inf"))
+    needed = min(wanted or math.inf, float(setting(spark, "spark.cores.max") or "inf"))
+    cores, cpus = (
+        int(setting(spark, f"spark.{of}") or 1) for of in ("executor.cores", "task.cpus")
+    )
+    slots_of_all = expected * max(1, cores // cpus)
     unknown = math.isinf(expected)
     deadline = time.monotonic() + (EXECUTORS_START_S if told or not unknown else LAST_EXECUTOR_S)
     while (slots := count_slots(spark, profile)) < needed and time.monotonic() < deadline:
         started = executor_start_times(spark)
         silent = unknown and started and time.time() - max(started) > LAST_EXECUTOR_S
-        if silent or len(started) >= expected:
+        # A client of Spark Connect is not told of executors: it counts by their slots.
+        if silent or len(started) >= expected or (not started and slots >= slots_of_all):
             return count_slots(spark, profile)
         time.sleep(0.05)
     return slots
