@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
 import os
+import re
 import signal
+import socket
+import sys
 import time
-from multiprocessing import forkserver
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,6 +19,16 @@ import pyarrow as pa
 from sparkdl.spark.launch.forked import end_with_parent
 
 _SERVER, _TASK = os.getpid(), os.getppid()
+# ``forkserver.main`` is called with its listener's descriptor, and says so nowhere else this early.
+(_LISTENER, *_) = re.findall(r"main\((\d+)", sys.orig_argv[-1]) or ["-1"]
+
+
+def _remove_socket() -> None:
+    """Remove the file of the socket: nobody else does if the task has been killed."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(_LISTENER))) as listener:
+        address = listener.getsockname()
+        os.unlink(address)
+        os.rmdir(os.path.dirname(address))
 
 
 def _end(number: int, frame: object) -> None:
@@ -24,18 +37,16 @@ def _end(number: int, frame: object) -> None:
         for child in Path(f"/proc/self/task/{_SERVER}/children").read_text().split():
             with contextlib.suppress(OSError):
                 os.killpg(int(child), signal.SIGKILL)
-        with contextlib.suppress(OSError, TypeError, ValueError):
-            address = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
-            until = time.monotonic() + 0.5  # the task's threads do not all end at once
-            while os.getppid() == _TASK and time.monotonic() < until:
-                time.sleep(0.01)
-            if os.getppid() != _TASK:
-                os.unlink(address)
-                os.rmdir(os.path.dirname(address))
+        until = time.monotonic() + 0.5  # the task's threads do not all end at once
+        while os.getppid() == _TASK and time.monotonic() < until:
+            time.sleep(0.01)
+        if os.getppid() != _TASK:
+            _remove_socket()
     os._exit(128 + number)
 
 
 os.setsid()
+atexit.register(_remove_socket)  # where it ends because nobody can ask for ranks any more
 signal.signal(signal.SIGTERM, _end)
 end_with_parent(signal.SIGTERM)
 gc.disable()
