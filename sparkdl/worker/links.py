@@ -44,6 +44,7 @@ class WorkerLinks:
     exchange: RowExchange | None = field(default=None, init=False)
     held_out_exchange: RowExchange | None = field(default=None, init=False)
     peers: Peers | None = field(default=None, init=False)
+    _parts: list[Any] = field(default_factory=list, init=False)
 
     @contextmanager
     def met(self) -> Iterator[None]:
@@ -100,7 +101,8 @@ class WorkerLinks:
     def _everyone(self, *, held_out: bool) -> Everyone:
         averager = self.averager
         averager.ask_for_rows()
-        return Everyone.of(averager.parts, averager.row_servers, held_out=held_out)
+        self._parts = self._parts or averager.ask_for_parts()
+        return Everyone.of(self._parts, averager.row_servers, held_out=held_out)
 
     def _reach(self, rank: int, silence_s: float) -> Connection:
         """Connect to another worker at its current address."""

@@ -229,11 +229,16 @@ class AveragerClient:
         self._connection.send_header({"rows": True})
         self._note_rows(self._connection.receive_header())
 
+    def ask_for_parts(self) -> list[Any]:
+        """Ask how many rows all workers have of which partitions; see ``DataStatistics.parts``."""
+        self._connection.send_header({"parts": True})
+        parts: list[Any] = self._connection.receive_header()["parts"]
+        return parts
+
     def _note_rows(self, header: dict[str, Any]) -> None:
         self.mean_weight = float(header["mean_weight"])
         self.shard_rows = [int(rows) for rows in header["shard_rows"]]
         self.loss_use: dict[str, Any] = header["loss_use"]
-        self.parts: list[Any] = header["parts"]
         self.row_servers: list[Any] = header["row_servers"]
 
     @property

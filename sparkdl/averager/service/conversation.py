@@ -25,7 +25,7 @@ Each worker has one connection (``framing.py`` describes its format):
                                           determines the next one's fragment,
                                           "worker_state": its size, or null at the very start,
                                           "mean_weight": per row, "shard_rows": by rank,
-                                          "parts": by rank, "row_servers": by rank}
+                                          "row_servers": by rank}
                                  <------ the center's parameters and buffers, chunk by chunk
                                  <------ unless at the very start: the rest of the center, and the
                                          worker's state from the checkpoint, or from the
@@ -35,7 +35,9 @@ Each worker has one connection (``framing.py`` describes its format):
                                           "commit": whether the driver wants all to commit}
     {"rows": true}               ------> before rows are exchanged, or if an address has changed
                                  <------ {"mean_weight": per row, "shard_rows": by rank,
-                                          "parts": by rank, "row_servers": by rank}
+                                          "row_servers": by rank}
+    {"parts": true}              ------> before the first exchange
+                                 <------ {"parts": rows of each partition, by rank}
     {"validation": report,
      "states": bytes}, bytes     ------> after an epoch, if rows are held out: the loss, and what
                                          metrics counted
@@ -271,6 +273,8 @@ class Worker:
                 )
             elif "rows" in header and averager.coordinator.shards.known:
                 self.channel.send_header(self._all_rows())
+            elif "parts" in header and averager.coordinator.shards.known:
+                self.channel.send([averager.parts])
             elif "validation" in header:
                 yield from self._validate(header)
             elif "epoch_losses" in header:
@@ -395,7 +399,6 @@ class Worker:
             "mean_weight": shards.statistics.mean_weight,
             "shard_rows": list(shards.statistics.shard_rows),
             "loss_use": dict(shards.loss_use),
-            "parts": shards.statistics.parts,
             "row_servers": shards.row_servers,
         }
 

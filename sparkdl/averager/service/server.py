@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Concatenate, TypeVar
 
 from torch import Tensor
@@ -198,6 +198,14 @@ class Averager(Service, Actions):
     def anyone_joined(self) -> bool:
         """Whether a worker has ever joined."""
         return self.coordinator.members.joined > 0
+
+    @cached_property
+    def parts(self) -> memoryview:
+        """The message that says how many rows all ranks have of which partitions, for all of them.
+
+        With thousands of partitions, encoding it for each would hold up the others.
+        """
+        return memoryview(header_message({"parts": self.coordinator.shards.statistics.parts}))
 
     def postpone_deadline(self) -> None:
         """Restart the time within which workers have to join.
