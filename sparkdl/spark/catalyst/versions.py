@@ -74,12 +74,6 @@ def frame_of(spark: SparkSession, table: pa.Table) -> DataFrame:
     return spark.createDataFrame(table.to_pylist(), from_arrow_schema(table.schema))
 
 
-def dataset_class(jvm: Any) -> Any:
-    """The JVM's class ``Dataset``, which makes DataFrames of plans."""
-    sql = jvm.org.apache.spark.sql
-    return sql.Dataset if of_spark_3() else sql.classic.Dataset
-
-
 def of_spark_3() -> bool:
     """Whether this is Spark 3, whose classes were not yet split for Spark Connect."""
     return pyspark.__version__.startswith("3.")

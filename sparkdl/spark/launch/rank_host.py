@@ -87,24 +87,19 @@ def host_ranks(
         yield from rank.answer or ()
 
 
-def shares(batch: pa.RecordBatch, ranks: int, before: int) -> list[pa.RecordBatch]:
+def shares(batch: pa.RecordBatch, ranks: int) -> list[pa.RecordBatch]:
     """Split a record batch into the rows of each rank, the same ones in every run.
 
-    With ``ORDER_COLUMN``, a hash, the arrival order does not matter, and ranks get about equally
-    many rows. Rows without it arrive in the same order every time, and are dealt out in turn.
+    By ``ORDER_COLUMN``, a hash, so that the arrival order does not matter, and ranks get about
+    equally many rows. Rows without it, of a function that reads none, go to all.
 
     Args:
         batch: the rows.
         ranks: the number of ranks.
-        before: the number of the task's rows that came before these.
     """
-    if ranks == 1:
-        return [batch]
-    if ORDER_COLUMN in batch.schema.names:
-        places = batch.column(ORDER_COLUMN).to_numpy().view(np.uint64)
-    else:
-        places = np.arange(before, before + batch.num_rows, dtype=np.uint64)
-    owners = places % np.uint64(ranks)
+    if ranks == 1 or ORDER_COLUMN not in batch.schema.names:
+        return [batch] * ranks
+    owners = batch.column(ORDER_COLUMN).to_numpy().view(np.uint64) % np.uint64(ranks)
     return [batch.take(np.flatnonzero(owners == index)) for index in range(ranks)]
 
 
@@ -206,11 +201,9 @@ class _Rank:
 def _distribute(batches: Iterable[pa.RecordBatch], ranks: Sequence[_Rank]) -> None:
     for rank in ranks:
         rank.call()
-    before = 0
     for batch in batches:
-        for rank, share in zip(ranks, shares(batch, len(ranks), before), strict=True):
+        for rank, share in zip(ranks, shares(batch, len(ranks)), strict=True):
             rank.put(share)
-        before += batch.num_rows
         if all(rank.answer is not None for rank in ranks):
             break
     for rank in ranks:

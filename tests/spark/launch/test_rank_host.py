@@ -36,7 +36,7 @@ places_of_rows = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=60)
 @settings(deadline=None)
 @given(places_of_rows, st.integers(1, 9))
 def test_every_row_is_one_ranks(places: list[int], ranks: int) -> None:
-    cut = shares(rows(places), ranks, 0)
+    cut = shares(rows(places), ranks)
     assert len(cut) == ranks
     assert sorted(v for share in cut for v in share["c0"].to_pylist()) == list(range(len(places)))
 
@@ -51,29 +51,15 @@ def test_a_ranks_rows_are_the_same_in_whatever_order_and_batches_they_come(
     found: list[set[int]] = [set() for _ in range(ranks)]
     for part in (numbered[:cut], numbered[cut:]):
         batch = rows([place for _, place in part], [number for number, _ in part])
-        for mine, share in zip(found, shares(batch, ranks, 0), strict=True):
+        for mine, share in zip(found, shares(batch, ranks), strict=True):
             mine |= set(share["c0"].to_pylist())
-    wanted = [set(share["c0"].to_pylist()) for share in shares(rows(places), ranks, 0)]
+    wanted = [set(share["c0"].to_pylist()) for share in shares(rows(places), ranks)]
     assert found == wanted
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 20), max_size=5), st.integers(1, 9))
-def test_rows_that_come_in_the_same_order_every_time_are_assigned_in_turn(
-    sizes: list[int], ranks: int
-) -> None:
-    before, found = 0, [[] for _ in range(ranks)]  # type: ignore[var-annotated]
-    for size in sizes:
-        batch = pa.record_batch({"c0": pa.array(range(before, before + size), pa.int64())})
-        for mine, share in zip(found, shares(batch, ranks, before), strict=True):
-            mine += share["c0"].to_pylist()
-        before += size
-    assert found == [list(range(rank, before, ranks)) for rank in range(ranks)]
 
 
 def test_hashed_rows_are_shared_evenly() -> None:
     places = np.random.default_rng(3).integers(-(2**63), 2**63 - 1, 80_000)
-    sizes = [share.num_rows for share in shares(rows(places), 8, 0)]
+    sizes = [share.num_rows for share in shares(rows(places), 8)]
     assert max(sizes) / min(sizes) < 1.1
 
 
