@@ -23,6 +23,7 @@ import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
 from sparkdl.errors import ConfigError
+from sparkdl.transport.sockets import listen
 
 Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
 """Hands every rank what all ranks gave, in rank order; has its own deadline."""
@@ -109,30 +110,6 @@ def interface_of(address: str) -> str:
     raise ConfigError(
         f"no network interface of {socket.gethostname()} has {address} as its address; they are "
         f"{known}. Choose one with collectiveInterface (spark.sparkdl.collective.interface)"
-    )
-
-
-def listen(address: str, ports: tuple[int, int] | None) -> socket.socket:
-    """Listen on an address; the port stays bound, so nobody can take it before it is used.
-
-    Args:
-        address: one of this host's.
-        ports: first and last port to try; None for any free one.
-
-    Raises:
-        ConfigError: every port of the range is taken.
-    """
-    if ports is None:
-        return socket.create_server((address, 0))
-    for port in range(ports[0], ports[1] + 1):
-        try:
-            return socket.create_server((address, port))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-    raise ConfigError(
-        f"every port from {ports[0]} to {ports[1]} is taken on {address} "
-        f"({socket.gethostname()}). Widen collectivePorts (spark.sparkdl.collective.ports)"
     )
 
 
@@ -283,7 +260,7 @@ def _open_store(
     address: str, ports: tuple[int, int] | None, timeout: timedelta
 ) -> tuple[Store, int]:
     """Start the store through which a group forms; returns it with its port."""
-    with listen(address, ports) as listener:
+    with listen(address, ports, "collectivePorts (spark.sparkdl.collective.ports)") as listener:
         port = listener.getsockname()[1]
         store = TCPStore(
             address,

@@ -20,7 +20,7 @@ from sparkdl.averager.service.server import EdgeOptions
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.driver import Observers, Outcome, RunOptions, run
 from sparkdl.errors import CallbackError, ConfigError
-from sparkdl.estimator.checks.preflight import FitPlan, plan_fit, served_in_stage
+from sparkdl.estimator.checks.preflight import FitPlan, plan_fit
 from sparkdl.estimator.checks.row_checks import Checked, RowChecks
 from sparkdl.estimator.checks.values import UnbalancedError
 from sparkdl.estimator.fitted import FittedModel
@@ -35,7 +35,9 @@ from sparkdl.estimator.progress import ProgressBar
 from sparkdl.process.lazy_compiler import compiler_deferred
 from sparkdl.report import TrainingSummary
 from sparkdl.spark.catalyst.accumulators import uncounted
+from sparkdl.spark.catalyst.jvm import is_of_connect
 from sparkdl.spark.cluster.gpus import gpu_profile
+from sparkdl.spark.cluster.network import driver_ports
 from sparkdl.spark.cluster.slots import queued
 from sparkdl.spark.diagnostics.console import driver_hosts
 from sparkdl.spark.launch.launcher import launch
@@ -192,7 +194,7 @@ class BaseEstimator(
         with uncounted():
             plan, replica = plan_fit(self, dataset, start)
         spark, workers, settings = dataset.sparkSession, plan.workers, plan.settings
-        if served_in_stage(settings, spark):
+        if is_of_connect(spark):
             module = replica.release()
             del replica
             require_in_stage(plan, module)
@@ -227,7 +229,9 @@ class BaseEstimator(
                 RunOptions(
                     checkpoints=settings.checkpoint_policy(spark.sparkContext.applicationId),
                     warm_start=plan.warm_start,
-                    edge=EdgeOptions(host=host, advertised_host=advertised_host),
+                    edge=EdgeOptions(
+                        host=host, advertised_host=advertised_host, ports=driver_ports(spark)
+                    ),
                 ),
                 Observers(
                     check=uncounted()(partial(checks.check, plan)),

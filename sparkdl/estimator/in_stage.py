@@ -29,18 +29,15 @@ from sparkdl.errors import (
     WorkerLostError,
 )
 from sparkdl.estimator.checks.building import build
-from sparkdl.estimator.checks.preflight import FitPlan, served_in_stage
+from sparkdl.estimator.checks.preflight import FitPlan
 from sparkdl.estimator.checks.row_checks import Checked, RowChecks
 from sparkdl.estimator.outputs import SharedParams
 from sparkdl.feed.statistics.shards import NO_ROWS
 from sparkdl.process.lazy_compiler import compiler_deferred
 from sparkdl.redaction import shown
 from sparkdl.report.recording import Recording
-from sparkdl.spark.catalyst.accumulators import uncounted
-from sparkdl.spark.catalyst.jvm import is_of_connect, setting, size_setting
+from sparkdl.spark.catalyst.jvm import setting, size_setting
 from sparkdl.spark.closures.pickling import References, pickled
-from sparkdl.spark.cluster.gpus import gpu_profile
-from sparkdl.spark.cluster.slots import require_free_slots
 from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.launch.answers import (
     Told,
@@ -101,7 +98,7 @@ def fit_in_stage(plan: FitPlan, params: SharedParams, module: nn.Module) -> tupl
 
 
 def require_in_stage(plan: FitPlan, module: nn.Module) -> None:
-    """Refuse what needs a driver that executors can reach, and tell of what has no effect.
+    """Refuse what needs a driver that executors can reach, and warn of what has no effect.
 
     Args:
         plan: of the fit.
@@ -111,14 +108,11 @@ def require_in_stage(plan: FitPlan, module: nn.Module) -> None:
         ConfigError: there is such a thing, or Spark would not let the values pass.
     """
     spark = plan.workers.frame.sparkSession
-    reason = served_in_stage(plan.settings, spark)
-    instead = "averagerHost='driver'"
-    if is_of_connect(plan.workers.frame):
-        instead = "a session in the driver (spark-submit)"
+    instead = "a session in the driver (spark-submit)"
     for each in plan.settings.driver_callbacks:
         if type(each) not in _BESIDE:
             raise ConfigError(
-                f"{type(each).__name__} runs in the driver between rounds, but with {reason} "
+                f"{type(each).__name__} runs in the driver between rounds, but with Spark Connect "
                 "those are out of this program's reach. Use EarlyStopping, ModelCheckpoint or "
                 f"TimeBudget, which run beside rank 0, a WorkerCallback, or {instead}"
             )
@@ -126,17 +120,16 @@ def require_in_stage(plan: FitPlan, module: nn.Module) -> None:
     most = size_setting(spark, "spark.driver.maxResultSize", "1g")
     if 0 < most < wanted:
         raise ConfigError(
-            f"the model has {wanted / 1e6:.0f} MB of parameters and buffers. With {reason} they "
-            "come back as the result of a Spark job, for which spark.driver.maxResultSize allows "
-            f"{most / 1e6:.0f} MB: set it to more, and spark.driver.memory to several times as "
-            f"much, or use {instead}"
+            f"the model has {wanted / 1e6:.0f} MB of parameters and buffers. With Spark Connect "
+            "they come back as the result of a Spark job, for which spark.driver.maxResultSize "
+            f"allows {most / 1e6:.0f} MB: set it to more, and spark.driver.memory to several times "
+            f"as much, or use {instead}"
         )
     if plan.settings.min_workers > 1:
         logger.warning(
-            "minWorkers=%d has no effect with %s: Spark ends all workers if one is lost, and all "
-            "start again",
+            "minWorkers=%d has no effect with Spark Connect: Spark ends all workers if one is "
+            "lost, and all start again",
             plan.settings.min_workers,
-            reason,
         )
 
 
@@ -159,24 +152,18 @@ class Served:
     again: bool
 
     def __call__(self, first: FirstTask) -> Iterator[bytes]:
-        """Serve it; yields the header and the values.
-
-        Raises:
-            Exception: the run's own error, if other tasks would not end by themselves and nothing
-                that is yielded would arrive before they do.
-        """
+        """Serve it; yields the header and the values."""
         told = Told()
         header: dict[str, Any] = {}
         values: Sequence[Tensor] = ()
         checks: RowChecks | None = None
         outcome: Outcome | None = None
-        failure: Exception | None = None
         with told.noted(), torch.inference_mode(False), compiler_deferred():
             try:
-                checks = uncounted()(self._checks)()
+                checks = self._checks()
                 outcome = self._run(checks, first, told)
             except Exception as error:
-                header["error"], failure = described(error), error
+                header["error"] = described(error)
                 if isinstance(error, CallbackError):
                     outcome = error.model
         if outcome is not None and checks is not None:
@@ -187,9 +174,6 @@ class Served:
                 "checked": checks.result().as_json(),
                 "layout": _layout(_state_of(outcome.module)),
             }
-        others_know = first.others_know()
-        if first.together and not others_know and failure is not None and outcome is None:
-            raise failure
         yield from pieces(header | told.header, map(_bytes_of, values))
 
     def _checks(self) -> RowChecks:
@@ -231,7 +215,7 @@ class Served:
                 edge=EdgeOptions(host=first.host, advertised_host=first.host),
             ),
             Observers(
-                check=uncounted()(partial(checks.check, plan)),
+                check=partial(checks.check, plan),
                 callbacks=settings.driver_callbacks,
             ),
         )
@@ -242,9 +226,6 @@ def _pieces_of(plan: FitPlan, served: Served) -> Iterator[bytes]:
     workers, job = plan.workers, served.plan.job
     spark, used = workers.frame.sparkSession, References()
     in_memory = keeps_rows_in_memory(spark, workers.store_in)
-    if not is_of_connect(spark):  # a client is not told who holds slots
-        profile = gpu_profile(spark, workers.device)
-        require_free_slots(spark, workers.num_tasks, profile, workers.ranks_a_task)
     payload = pickled((job, workers.network, in_memory, served), used)
     return RunInStage(
         spark=spark,
@@ -257,8 +238,6 @@ def _pieces_of(plan: FitPlan, served: Served) -> Iterator[bytes]:
         device=workers.device,
         shipment=ship(used.names, spark) if workers.ship_modules else None,
         rows=workers,
-        broadcasts=used.broadcasts,
-        description=workers.description,
     ).answered(LEAVE_S)
 
 

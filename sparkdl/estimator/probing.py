@@ -65,17 +65,11 @@ def plan(
             two epochs of one window.
 
     Raises:
-        ConfigError: there are too few rows for two epochs of a window, what is given cannot be
-            planned for, or ``averagerHost`` is ``executor``.
+        ConfigError: there are too few rows for two epochs of a window, or what is given cannot be
+            planned for.
         SparkDLError: the estimator cannot be fitted to the rows.
     """
     require_frame(df, to_end="Plan with")
-    if estimator.getOrDefault("averagerHost") != "driver":
-        raise ConfigError(
-            "a plan is made from fits that are served in the driver, but averagerHost is "
-            f"'{estimator.getOrDefault('averagerHost')}'. Leave it out, where executors can "
-            "connect to the driver"
-        )
     seconds = require_positive("seconds", seconds)
     indicator = (
         estimator.getOrDefault("validationIndicatorCol")

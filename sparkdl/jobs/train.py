@@ -97,9 +97,8 @@ def _estimator(context: JobContext) -> TorchEstimator:
         estimator.setCheckpointPath(context.checkpoints)
     if context.settings.log_format == "json":
         estimator.setProgress(False)
-    if estimator.getAveragerHost() == "driver":  # elsewhere it would be out of our reach
-        lines = logs.EpochLines(epochs=not estimator.getProgress())
-        estimator.setCallbacks([*(estimator.getCallbacks() or ()), lines])
+    lines = logs.EpochLines(epochs=not estimator.getProgress())
+    estimator.setCallbacks([*(estimator.getCallbacks() or ()), lines])
     return estimator
 
 

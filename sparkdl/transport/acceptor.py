@@ -24,7 +24,7 @@ from typing import Any
 
 from sparkdl.transport import local
 from sparkdl.transport.handshake import ANSWER_BYTES, REFUSAL, TLS, Challenge, channel_of
-from sparkdl.transport.sockets import Certificate, Encrypted
+from sparkdl.transport.sockets import Certificate, Encrypted, listen
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ Admit = Callable[[socket.socket | Encrypted, bytes], None]
 
 
 class Acceptor:
-    """Listen on a free port until closed, and hand over connections that have authenticated.
+    """Listen on a port until closed, and hand over connections that have authenticated.
 
     Args:
         host: the interface to bind to, as an address or name of this machine.
@@ -58,10 +58,12 @@ class Acceptor:
             the connection is closed, and the other end may try again.
         advertised_host: the name under which others know it; ``host`` by default.
         encrypted: whether connections are encrypted, with the port's own certificate.
+        ports: first and last port to try; None for any free one.
         now: reads the time, in seconds, by which an unauthenticated connection has too long.
 
     Raises:
-        ConfigError: encryption was asked for, and the package that it needs is missing.
+        ConfigError: encryption was asked for, and the package that it needs is missing; or all
+            ``ports`` are taken.
 
     Attributes:
         number: the port's number.
@@ -76,6 +78,7 @@ class Acceptor:
         *,
         advertised_host: str | None = None,
         encrypted: bool = False,
+        ports: tuple[int, int] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._token = token
@@ -85,9 +88,8 @@ class Acceptor:
         self._now = now
         self._closed = False
         self._unauthenticated = UnauthenticatedConnections()
-        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with contextlib.ExitStack() as on_failure:
-            listeners = [socket.create_server(address[:2], family=family, backlog=BACKLOG)]
+            listeners = [listen(host, ports, "spark.sparkdl.driver.port", BACKLOG)]
             on_failure.callback(listeners[0].close)
             self.number: int = listeners[0].getsockname()[1]
             known_as = advertised_host or host

@@ -82,11 +82,13 @@ class Service:
             handler also serves connections that begin in any other way. More may be added later.
         advertised_host: the name under which others reach it; ``host`` by default.
         encrypted: whether connections are encrypted, with the port's own certificate.
+        ports: first and last port to try; None for any free one.
         name: the thread's name.
         now: reads the time, in seconds, by which others are late; tests let it pass.
 
     Raises:
-        ConfigError: encryption was asked for, and the package that it needs is missing.
+        ConfigError: encryption was asked for, and the package that it needs is missing; or all
+            ``ports`` are taken.
 
     Attributes:
         address: where to connect.
@@ -102,6 +104,7 @@ class Service:
         *,
         advertised_host: str | None = None,
         encrypted: bool = False,
+        ports: tuple[int, int] | None = None,
         name: str = "sparkdl-service",
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -124,7 +127,13 @@ class Service:
         # Nobody can get in before this has returned: nobody else knows the token.
         token, known_as = secrets.token_urlsafe(32), advertised_host or host
         self._acceptor = Acceptor(
-            host, token, self._admit, advertised_host=known_as, encrypted=encrypted, now=now
+            host,
+            token,
+            self._admit,
+            advertised_host=known_as,
+            encrypted=encrypted,
+            ports=ports,
+            now=now,
         )
         known_as = f"[{known_as}]" if ":" in known_as else known_as
         uri = f"tcp://{known_as}:{self._acceptor.number}"

@@ -9,6 +9,7 @@ It then proves itself by the token, inside TLS.
 from __future__ import annotations
 
 import datetime
+import errno
 import hashlib
 import hmac
 import secrets
@@ -27,6 +28,34 @@ RECORD_BYTES = 1 << 14
 """The most that TLS puts into one record."""
 _PIECE_BYTES = 16 * RECORD_BYTES
 _DAY = datetime.timedelta(days=1)
+
+
+def listen(
+    host: str, ports: tuple[int, int] | None, widen: str, backlog: int | None = None
+) -> socket.socket:
+    """Listen on an address; the port stays bound, so nobody can take it before it is used.
+
+    Args:
+        host: an address or name of this machine.
+        ports: first and last port to try; None for any free one.
+        widen: the setting that gives them, for the message.
+        backlog: connections that may wait to be accepted.
+
+    Raises:
+        ConfigError: every port of the range is taken.
+    """
+    family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    first, last = ports or (0, 0)
+    for port in range(first, last + 1):
+        try:
+            return socket.create_server((address[0], port), family=family, backlog=backlog)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise ConfigError(
+        f"every port from {first} to {last} is taken on {host} ({socket.gethostname()}). "
+        f"Widen {widen}"
+    )
 
 
 class Certificate:

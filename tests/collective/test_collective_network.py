@@ -11,10 +11,10 @@ from sparkdl.collective.network import (
     Network,
     interface_addresses,
     interface_of,
-    listen,
     local_address,
 )
 from sparkdl.errors import ConfigError
+from sparkdl.transport.sockets import listen
 
 
 def test_the_loopback_interface_is_among_those_of_this_host() -> None:
@@ -44,21 +44,21 @@ def test_the_interface_of_an_address_is_found() -> None:
 
 
 def test_a_port_is_held_as_soon_as_it_is_known() -> None:
-    with listen("127.0.0.1", None) as listener:
+    with listen("127.0.0.1", None, "it") as listener:
         port = listener.getsockname()[1]
         with pytest.raises(OSError, match="in use"):
             socket.create_server(("127.0.0.1", port))
 
 
 def test_the_first_free_port_of_a_range_is_taken_and_a_full_range_is_an_error() -> None:
-    with listen("127.0.0.1", None) as probe:
+    with listen("127.0.0.1", None, "it") as probe:
         first = probe.getsockname()[1]
         if first >= 65_535:
             pytest.skip("the system gave the last port there is")
-        with listen("127.0.0.1", (first, first + 1)) as second:
+        with listen("127.0.0.1", (first, first + 1), "it") as second:
             assert second.getsockname()[1] == first + 1
             with pytest.raises(ConfigError, match=f"from {first} to {first + 1} is taken"):
-                listen("127.0.0.1", (first, first + 1))
+                listen("127.0.0.1", (first, first + 1), "it")
 
 
 def test_a_driver_that_is_known_by_ipv6_alone_is_reached_by_it() -> None:

@@ -22,8 +22,8 @@ from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.collective import Collective, Network, join_collective, release_model
-from sparkdl.collective.network import listen
 from sparkdl.errors import CollectiveError, ConfigError
+from sparkdl.transport.sockets import listen
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -225,12 +225,12 @@ def test_a_group_left_behind_by_an_earlier_task_is_ended(caplog: pytest.LogCaptu
 
 
 def test_rank_0_listens_in_the_range_of_ports_that_it_is_given() -> None:
-    with listen("127.0.0.1", None) as probe:
+    with listen("127.0.0.1", None, "it") as probe:
         port = probe.getsockname()[1]
     with alone(network=Network(ports=(port, port))) as collective:
         assert collective.meeting.master == ("127.0.0.1", port)
         with pytest.raises(ConfigError, match="is taken"):
-            listen("127.0.0.1", (port, port))
+            listen("127.0.0.1", (port, port), "it")
 
 
 @pytest.mark.gate

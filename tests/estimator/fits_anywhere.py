@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -229,6 +230,35 @@ def _survived(spark: SparkSession, *, checkpoints: bool, **changed: Any) -> Surv
         ).fit(frame)
         found[lost] = parameters_of(model), (scratch / "steps").read_text().count("1")
     return found
+
+
+def never_resumed(spark: SparkSession) -> dict[str, Any]:
+    """A fit that resumes nothing and loses a worker, beside the checkpoints of an older fit."""
+    scratch = Path(tempfile.mkdtemp())
+    kept = {"checkpointPath": str(scratch / "checkpoints")}
+    estimator(**kept).fit(rows(spark))
+    dying = Dying("worker", scratch, None, epoch=1)
+    now = {"optimizer": partial(torch.optim.SGD, lr=0.01)}
+    never = {**kept, "resume": "never", "maxFailures": 1, "callbacks": [dying]}
+    return {
+        "lost": parameters_of(estimator(**now, **never).fit(rows(spark))),
+        "nothing": parameters_of(estimator(**now).fit(rows(spark))),
+        "killed": dying.flag.exists(),
+    }
+
+
+def built_in(process: int) -> nn.Module:
+    """A model that is never built in another process."""
+    if os.getpid() != process:
+        time.sleep(600)
+    return nn.Linear(3, 1)
+
+
+def never_built(spark: SparkSession) -> str:
+    """Why a fit has ended whose model is built in the client alone."""
+    return _words(
+        lambda: estimator(model=partial(built_in, os.getpid()), timeout=20.0).fit(rows(spark))
+    )
 
 
 def parameters_of(model: TorchModel) -> list[float]:

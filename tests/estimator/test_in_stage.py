@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -85,6 +86,27 @@ def test_all_start_again_from_a_checkpoint_when_a_worker_or_the_averager_is_lost
     found, printed = asked_of_client(connect_address, function, tmp_path)
     assert found == dict.fromkeys(found, found["nothing"])
     assert printed.count("start again from the last checkpoint in ") == 2
+
+
+@pytest.mark.gate
+def test_resume_never_continues_no_older_fit_after_a_loss(
+    connect_address: str, tmp_path: Path
+) -> None:
+    found, _ = asked_of_client(connect_address, fits_anywhere.never_resumed, tmp_path)
+    assert found["killed"]
+    assert found["lost"] == found["nothing"]
+
+
+@pytest.mark.gate
+def test_a_model_that_is_never_built_on_the_first_executor_ends_the_fit(
+    spark: SparkSession, connect_address: str, tmp_path: Path
+) -> None:
+    found, _ = asked_of_client(connect_address, fits_anywhere.never_built, tmp_path)
+    assert found.startswith("ModelError: ")
+    assert re.search(r"first task, on .* within 20 s: .*'timeout'", found), found
+    assert "in built_in" in found
+    tracker = spark.sparkContext.statusTracker()
+    assert eventually(lambda: not tracker.getActiveStageIds(), wait_s=60)
 
 
 @pytest.mark.nightly

@@ -206,7 +206,6 @@ def test_a_person_sees_that_a_training_resumes_and_each_epoch_without_a_progress
     for progress, shown in (("false", 1), ("true", 0)):
         arguments = ["--config", config, "--estimator.progress", progress]
         (lines,) = callbacks_of(arguments)
-        assert not callbacks_of([*arguments, "--estimator.averagerHost", "executor"])
         logs.configure("text", None, {})
         ended = EpochSummary(epoch=2, loss=0.25, examples=400, rounds=3, seconds=1.5)
         training = Training(6, history=[ended], resumed=True, step=20)

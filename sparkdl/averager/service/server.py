@@ -51,12 +51,14 @@ class EdgeOptions:
     Attributes:
         host: the interface to bind to, as an address or name of this machine.
         advertised_host: the name under which workers reach it; ``host`` by default.
+        ports: first and last port to try; None for any free one.
         tls: whether connections are encrypted.
         now: reads the time, in seconds, by which workers are late.
     """
 
     host: str = "127.0.0.1"
     advertised_host: str | None = None
+    ports: tuple[int, int] | None = None
     tls: bool = False
     now: Callable[[], float] = time.monotonic
 
@@ -145,6 +147,7 @@ class Averager(Service, Actions):
             {"join": lambda channel: Worker(channel, self)},
             advertised_host=edge.advertised_host,
             encrypted=edge.tls,
+            ports=edge.ports,
             name="sparkdl-averager",
             now=edge.now,
         )

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 from torch import nn
 
 from sparkdl.arguments import counted
@@ -142,13 +142,6 @@ def plan_fit(
     return FitPlan(settings, job, workers, head, start), replica
 
 
-def served_in_stage(settings: FitSettings, spark: SparkSession) -> str | None:
-    """Why a fit is served beside rank 0; None if it is served in the driver."""
-    if is_of_connect(spark):
-        return "Spark Connect"
-    return "averagerHost='executor'" if settings.averager_host == "executor" else None
-
-
 def _check_schedule(settings: FitSettings, replica: Replica) -> None:
     scheduler = settings.scheduler
     schedule = require_schedule(replica.optimizer, scheduler, settings.scheduler_every)
@@ -169,9 +162,8 @@ def _workers(
 ) -> Workers:
     """Where the workers run, and how they get which rows."""
     spark, strategy = frame.sparkSession, settings.strategy
-    in_stage = served_in_stage(settings, spark)
-    if in_stage is not None:
-        require_static_allocation(spark, in_stage)
+    if is_of_connect(spark):
+        require_static_allocation(spark, "Spark Connect")
     elif strategy.needs.gang_start:
         require_static_allocation(spark)
     if strategy.needs.collective:

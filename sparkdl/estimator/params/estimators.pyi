@@ -111,7 +111,6 @@ class ParamValues:
     checkpoint_rounds: int | None
     keep_last: int
     resume: str
-    averager_host: str
     collective_interface: str | None
     collective_ports: str | None
     tls: bool
@@ -174,7 +173,6 @@ class TorchEstimatorParams(EstimatorParams, OutputParams):
         checkpointRounds: int | None = None,
         keepLast: int = 2,
         resume: str = "auto",
-        averagerHost: str = "driver",
         collectiveInterface: str | None = None,
         collectivePorts: str | None = None,
         tls: bool = False,
@@ -354,10 +352,6 @@ class TorchEstimatorParams(EstimatorParams, OutputParams):
                 refuses one made with other rows, code or settings.
 
         Network:
-            averagerHost: where the averager runs: in the 'driver', or on the 'executor' that has
-                rank 0. ``executor`` is for a driver that executors cannot connect to, as on a
-                laptop behind NAT. All workers start together then. Over Spark Connect it always
-                runs there.
             collectiveInterface: network interface (eth1), address or subnet (10.1.0.0/16) by which
                 workers reach each other; None for spark.sparkdl.collective.interface, or the route
                 to the driver. For strategies whose workers exchange among themselves; of a subnet,
@@ -430,7 +424,6 @@ class TorchClassifierParams(ClassParams, EstimatorParams):
         checkpointRounds: int | None = None,
         keepLast: int = 2,
         resume: str = "auto",
-        averagerHost: str = "driver",
         collectiveInterface: str | None = None,
         collectivePorts: str | None = None,
         tls: bool = False,
@@ -613,10 +606,6 @@ class TorchClassifierParams(ClassParams, EstimatorParams):
                 refuses one made with other rows, code or settings.
 
         Network:
-            averagerHost: where the averager runs: in the 'driver', or on the 'executor' that has
-                rank 0. ``executor`` is for a driver that executors cannot connect to, as on a
-                laptop behind NAT. All workers start together then. Over Spark Connect it always
-                runs there.
             collectiveInterface: network interface (eth1), address or subnet (10.1.0.0/16) by which
                 workers reach each other; None for spark.sparkdl.collective.interface, or the route
                 to the driver. For strategies whose workers exchange among themselves; of a subnet,
@@ -685,7 +674,6 @@ class TorchRegressorParams(EstimatorParams):
         checkpointRounds: int | None = None,
         keepLast: int = 2,
         resume: str = "auto",
-        averagerHost: str = "driver",
         collectiveInterface: str | None = None,
         collectivePorts: str | None = None,
         tls: bool = False,
@@ -857,10 +845,6 @@ class TorchRegressorParams(EstimatorParams):
                 refuses one made with other rows, code or settings.
 
         Network:
-            averagerHost: where the averager runs: in the 'driver', or on the 'executor' that has
-                rank 0. ``executor`` is for a driver that executors cannot connect to, as on a
-                laptop behind NAT. All workers start together then. Over Spark Connect it always
-                runs there.
             collectiveInterface: network interface (eth1), address or subnet (10.1.0.0/16) by which
                 workers reach each other; None for spark.sparkdl.collective.interface, or the route
                 to the driver. For strategies whose workers exchange among themselves; of a subnet,

@@ -315,13 +315,6 @@ class RecoveryParams(DeclaredParams, group="Recovery"):
 class NetworkParams(DeclaredParams, group="Network"):
     """How workers and driver reach each other, and whether in secret."""
 
-    averagerHost = choice(
-        ("driver", "executor"),
-        "where the averager runs: in the 'driver', or on the 'executor' that has rank 0",
-        "``executor`` is for a driver that executors cannot connect to, as on a laptop behind NAT. "
-        "All workers start together then. Over Spark Connect it always runs there.",
-    )
-
     collectiveInterface = Declaration(
         str | None,
         nonempty_text(

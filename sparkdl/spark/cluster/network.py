@@ -15,6 +15,15 @@ INTERFACE = "spark.sparkdl.collective.interface"
 PORTS = "spark.sparkdl.collective.ports"
 """Setting: first and last port on which rank 0 may accept the other workers (``40000-40100``)."""
 
+DRIVER_PORT = "spark.sparkdl.driver.port"
+"""Setting: the port on which the driver serves workers (``40000``), or a range of them."""
+
+
+def driver_ports(spark: SparkSession) -> tuple[int, int] | None:
+    """First and last port on which the driver may serve workers; None for any free one."""
+    text = (setting(spark, DRIVER_PORT) or "").strip()
+    return parse_ports(DRIVER_PORT, f"{text}-{text}" if text.isdigit() else text) if text else None
+
 
 def network_of(
     spark: SparkSession, *, interface: str | None = None, ports: str | None = None

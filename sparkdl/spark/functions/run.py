@@ -20,7 +20,7 @@ from sparkdl.protocols import SequenceInput
 from sparkdl.spark.catalyst.jvm import is_of_connect
 from sparkdl.spark.closures.pickling import References, pickled_or_refused
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
-from sparkdl.spark.cluster.network import network_of
+from sparkdl.spark.cluster.network import driver_ports, network_of
 from sparkdl.spark.cluster.slots import (
     choose_num_workers,
     queued,
@@ -221,7 +221,9 @@ def run_call(
     host, advertised = driver_hosts(spark)
     with (
         queued(spark, tasks, profile),
-        Service(host, advertised_host=advertised, encrypted=tls) as connections,
+        Service(
+            host, advertised_host=advertised, encrypted=tls, ports=driver_ports(spark)
+        ) as connections,
         RunService(connections, num_workers, display(spark), on_report) as service,
     ):
         require_free_slots(spark, tasks, profile, ranks)

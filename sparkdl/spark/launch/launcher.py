@@ -279,9 +279,9 @@ def as_training_error(
     if unreachable := _UNREACHABLE.search(text):
         return TrainingError(
             f"{unreachable[1].strip()}. Executors must reach the driver on a port that it "
-            "chooses for each run: is spark.driver.host an address of this machine that they "
-            "can reach, and is there a firewall in between? A fit with averagerHost='executor' "
-            "needs no such port"
+            "opens for each run: is spark.driver.host an address of this machine that they "
+            "can reach, and is there a firewall in between? Let a port through it, and set "
+            "spark.sparkdl.driver.port to that (40000, or a range: 40000-40010)"
         )
     message = f"the Spark job that runs the workers failed: {shortened(text, TRACEBACK_CHARACTERS)}"
     if is_loss(text):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, TimeoutError  # not yet Python's own in 3.10
@@ -17,18 +16,13 @@ import cloudpickle
 import pyarrow as pa
 from pyspark import BarrierTaskContext
 
-from sparkdl.errors import DeadlineError, SparkDLError
+from sparkdl.errors import DeadlineError
 from sparkdl.process.interrupts import raise_after
-from sparkdl.spark.catalyst.accumulators import counted
-from sparkdl.spark.catalyst.core import Broadcast
 from sparkdl.spark.closures.sending import SentBytes
 from sparkdl.spark.launch import bootstrap
 from sparkdl.spark.launch.assignment import OUTPUT_SCHEMA, run_ranks
-from sparkdl.spark.launch.forked import end_ranks, start_server
+from sparkdl.spark.launch.forked import start_server
 from sparkdl.spark.modules.arrival import Shipment, arrive, importable
-from sparkdl.user_code.tracebacks import message_of
-
-logger = logging.getLogger(__name__)
 
 MEET_S = 10.0
 """Seconds for all tasks to come to a meeting for which they are ready; Spark takes one or two."""
@@ -45,10 +39,8 @@ def run_stage_task(
     tasks: int,
     ranks: int,
     apart: bool,
-    together: bool,
     begin_s: float,
     shipment: tuple[Any, ...] | None,
-    broadcasts: dict[int, Broadcast[Any]],
     versions: dict[str, str],
     batches: Iterator[pa.RecordBatch],
 ) -> Iterator[pa.RecordBatch]:
@@ -61,10 +53,8 @@ def run_stage_task(
         tasks: how many there should be.
         ranks: ranks per task.
         apart: as in ``RunInStage``.
-        together: whether whoever awaits the tasks gets nothing before all have ended.
         begin_s: as in ``RunInStage``.
         shipment: the fields of a ``Shipment``; None for none.
-        broadcasts: as in ``RunInStage``.
         versions: the versions of the packages that a rank needs.
         batches: the task's rows, packed.
 
@@ -98,22 +88,11 @@ def run_stage_task(
         with streams_put_back(), importable(arrived):
             *_, serve = cloudpickle.loads(payload.value)
             arguments = (payload.value, further)
-            first = FirstTask(
-                context,
-                ranks,
-                entry,
-                arguments,
-                arrived,
-                broadcasts,
-                versions,
-                batches,
-                together,
-                begun,
-            )
+            first = FirstTask(context, ranks, entry, arguments, arrived, versions, batches, begun)
             for piece in serve(first):
                 yield _row_of(piece)
             first.others_know()
-            yield from counted(iter(first.yielded))
+            yield from first.yielded
             yield _row_of(ALL_SAID)
     else:
         if not apart:
@@ -124,23 +103,19 @@ def run_stage_task(
             raise late("") from None
         if (address := json.loads(told)) is not None:
             arguments = (tuple(address), *further)
-            yielded = run_ranks(
-                entry, payload, arguments, ranks, apart, shipment, broadcasts, versions, batches
+            yield from run_ranks(
+                entry, payload, arguments, ranks, apart, shipment, {}, versions, batches
             )
-            yield from _ended_after(context, yielded) if together else yielded
     for _ in batches:  # or Spark does not use this process again
         pass
 
 
-def gathered(
-    context: BarrierTaskContext, message: str, before: Future[list[str]] | None = None
-) -> Future[list[str]]:
+def gathered(context: BarrierTaskContext, message: str) -> Future[list[str]]:
     """Meet all other tasks without waiting for them, as Spark would for a year.
 
     Args:
         context: the task's.
         message: what the others are told.
-        before: the meeting before this one.
 
     Returns:
         What all tell.
@@ -149,50 +124,12 @@ def gathered(
 
     def gather() -> None:
         try:
-            if before is not None:
-                before.result(MEET_S)
             told.set_result(context.allGather(message))
         except Exception as error:  # for whoever waits
             told.set_exception(error)
 
     threading.Thread(target=gather, name="sparkdl-meeting", daemon=True).start()
     return told
-
-
-def _ended_after(
-    context: BarrierTaskContext, yielded: Iterator[pa.RecordBatch]
-) -> Iterator[pa.RecordBatch]:
-    """What the ranks of a task yield, but nothing of those that do not leave after the run's end.
-
-    They have to be in processes of their own, which can be ended whatever they do.
-
-    Args:
-        context: the task's.
-        yielded: what they yield once all have left.
-    """
-    run_over, left = threading.Event(), threading.Event()
-
-    def watch() -> None:
-        try:
-            (patience_s,) = filter(None, context.allGather(""))
-        except Exception as error:  # spark.barrier.sync.timeout has passed
-            logger.warning("nobody ends what is stuck after the run: %s", message_of(error))
-            return
-        run_over.set()
-        if not left.wait(float(patience_s)):
-            end_ranks()
-
-    watching = threading.Thread(target=watch, name="sparkdl-watch", daemon=True)
-    watching.start()
-    try:
-        yield from yielded
-    except SparkDLError as error:
-        if not run_over.is_set():
-            raise
-        logger.warning("the run had ended before: %s", error)
-    finally:
-        left.set()
-    watching.join()  # Spark uses this process again
 
 
 def _row_of(piece: bytes) -> pa.RecordBatch:

@@ -61,7 +61,6 @@ FOLLOWED = {
 }
 SAVED = {"checkpointPath": "somewhere"}
 CHANGES: dict[str, Any] = {
-    "averagerHost": "executor",
     "batchSize": 11,
     "batchTransform": same,
     "callbacks": [TimeBudget(5.0)],

@@ -192,7 +192,7 @@ def all_is_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("all_is_broadcast")
 def test_a_run_leaves_no_broadcast_variable(spark: SparkSession) -> None:
     before = files_of_broadcasts(spark)
-    estimator(averagerHost="executor").fit(frame(spark))
+    estimator().fit(frame(spark))
     assert sparkdl.run(lambda: 3, num_workers=1) == [3]
     with pytest.raises(WorkerError, match="division by zero"):
         sparkdl.run(lambda: 1 / 0, num_workers=1)

@@ -92,9 +92,7 @@ def test_what_every_rank_adds_to_accumulators_is_counted_once(spark: SparkSessio
     assert (count.value, sorted(ranks.value)) == (2, [0, 1])
 
 
-@pytest.mark.parametrize(
-    "kind", ["instance", pytest.param("builder", marks=pytest.mark.versions), "beside rank 0"]
-)
+@pytest.mark.parametrize("kind", ["instance", pytest.param("builder", marks=pytest.mark.versions)])
 def test_a_fits_functions_read_broadcast_variables_and_count_each_call_on_a_worker(
     spark: SparkSession, frame: DataFrame, kind: str
 ) -> None:
@@ -117,7 +115,6 @@ def test_a_fits_functions_read_broadcast_variables_and_count_each_call_on_a_work
         strategy=GradientAllReduce(),
         batchTransform=transform,
         callbacks=[CountsSteps(steps)],
-        averagerHost="executor" if kind == "beside rank 0" else "driver",
         batchSize=ROWS // 6,
         numWorkers=2,
         progress=False,
