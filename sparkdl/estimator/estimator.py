@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar, overload
@@ -13,7 +13,6 @@ from pyspark.ml import Estimator
 from pyspark.ml.param import Param
 from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame
-from torch import nn
 from typing_extensions import Self
 
 from sparkdl.averager.service.server import EdgeOptions
@@ -193,32 +192,37 @@ class BaseEstimator(
         start = None if warm_start is None else warm_start.module
         with uncounted():
             plan, replica = plan_fit(self, dataset, start)
-        spark, workers, settings = dataset.sparkSession, plan.workers, plan.settings
+        spark, workers = dataset.sparkSession, plan.workers
+        train: Callable[[], tuple[Outcome, Checked]]
         if is_of_connect(spark):
             module = replica.release()
-            del replica
             require_in_stage(plan, module)
-            with queued(spark, workers.num_tasks, gpu_profile(spark, workers.device)):
-                return self._as_given()._copyValues(self._trained_in_stage(plan, module))
-        checks = RowChecks(replica, self)
+            train = partial(fit_in_stage, plan, self, module)
+        else:
+            train = partial(self._train_evenly, plan, RowChecks(replica, self))
         del replica  # only the checks hold it, until they need it no more
-        with (
-            queued(spark, workers.num_tasks, gpu_profile(spark, workers.device)),
-            ProgressBar(settings.epochs, visible=settings.progress) as progress,
-        ):
-            model = self._train_evenly(plan, checks, progress)
-        return self._as_given()._copyValues(model)
+        with queued(spark, workers.num_tasks, gpu_profile(spark, workers.device)):
+            try:
+                return self._fitted(plan, *train())
+            except CallbackError as error:
+                if error.model is not None:
+                    error.model = self._fitted(plan, *error.model)
+                raise
 
-    def _train_evenly(self, plan: FitPlan, checks: RowChecks, progress: ProgressBar) -> M:
+    def _train_evenly(self, plan: FitPlan, checks: RowChecks) -> tuple[Outcome, Checked]:
         """Train; if the partitions turn out too unequal, start over with Spark's shuffle."""
-        try:
-            return self._train(plan, checks, progress)
-        except UnbalancedError as error:
-            logger.info("training starts over: %s", error)
-        # After the handler, since a second attempt's errors would be chained to the first's.
-        return self._train(plan.spread(), checks, progress)
+        settings = plan.settings
+        with ProgressBar(settings.epochs, visible=settings.progress) as progress:
+            try:
+                return self._train(plan, checks, progress)
+            except UnbalancedError as error:
+                logger.info("training starts over: %s", error)
+            # After the handler, since a second attempt's errors would be chained to the first's.
+            return self._train(plan.spread(), checks, progress)
 
-    def _train(self, plan: FitPlan, checks: RowChecks, progress: ProgressBar) -> M:
+    def _train(
+        self, plan: FitPlan, checks: RowChecks, progress: ProgressBar
+    ) -> tuple[Outcome, Checked]:
         spark, settings = plan.workers.frame.sparkSession, plan.settings
         host, advertised_host = driver_hosts(spark)
         try:
@@ -242,27 +246,14 @@ class BaseEstimator(
             )
         except CallbackError as error:
             if isinstance(error.model, Outcome):
-                fitted = self._fitted(plan, checks.result(), error.model)
-                error.model = self._as_given()._copyValues(fitted)
+                error.model = error.model, checks.result()
             raise
-        return self._fitted(plan, checks.result(), outcome)
+        return outcome, checks.result()
 
-    def _trained_in_stage(self, plan: FitPlan, module: nn.Module) -> M:
-        try:
-            outcome, checked = fit_in_stage(plan, self, module)
-        except CallbackError as error:
-            if error.model is not None:
-                outcome, checked = error.model
-                fitted = self._fitted(plan, checked, outcome)
-                error.model = self._as_given()._copyValues(fitted)
-            raise
-        outcome.recording.setup = replace(
-            outcome.recording.setup, settings=settings_of(self._as_given())
-        )
-        return self._fitted(plan, checked, outcome)
-
-    def _fitted(self, plan: FitPlan, checked: Checked, outcome: Outcome) -> M:
-        return self._model(
+    def _fitted(self, plan: FitPlan, outcome: Outcome, checked: Checked) -> M:
+        given, recording = self._as_given(), outcome.recording
+        recording.setup = replace(recording.setup, settings=settings_of(given))
+        model = self._model(
             outcome.module,
             checked.features,
             builder=plan.settings.model,
@@ -271,8 +262,9 @@ class BaseEstimator(
             labels=checked.labels,
             loss=plan.job.loss,
             history=outcome.history,
-            summary=TrainingSummary(outcome.recording),
+            summary=TrainingSummary(recording),
         )
+        return given._copyValues(model)
 
 
 @constructor()

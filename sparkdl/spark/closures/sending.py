@@ -57,7 +57,7 @@ SentBytes = Broadcast[bytes] | InPieces
 spark_cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]
 
 
-def home_of(spark: SparkSession) -> Any:
+def broadcast_scope(spark: SparkSession) -> Any:
     """What executors keep bytes for: the application, or the Connect session."""
     return spark if is_of_connect(spark) else spark.sparkContext
 
@@ -71,16 +71,15 @@ def send(spark: SparkSession, content: bytes) -> SentBytes:
 
 @contextmanager
 def lent(spark: SparkSession, content: bytes) -> Iterator[SentBytes]:
-    """Send bytes to the executors of a session, for jobs that end within a ``with`` block."""
-    if not is_of_connect(spark) and len(content) <= MOST_IN_A_COMMAND:
+    """Send bytes to the executors of a driver, for jobs that end within a ``with`` block."""
+    if len(content) <= MOST_IN_A_COMMAND:
         yield InPieces((), content)
         return
-    sent = send(spark, content)
+    sent = broadcast(spark.sparkContext, content)
     try:
         yield sent
     finally:
-        if isinstance(sent, Broadcast):
-            destroy(sent)
+        destroy(sent)
 
 
 def _in_pieces(spark: SparkSession, content: bytes) -> InPieces:

@@ -33,9 +33,9 @@ from sparkdl.spark.diagnostics.run_service import OnReport, RunService
 from sparkdl.spark.diagnostics.watchdog import watched
 from sparkdl.spark.functions.program import Directory, Script, function_of
 from sparkdl.spark.functions.rows import Rows, rows_of
-from sparkdl.spark.functions.serving import ServedCall, results_of, watch
+from sparkdl.spark.functions.serving import RESULTS_S, results_of, serve_call, watch
 from sparkdl.spark.functions.task import Call, CallPlacement
-from sparkdl.spark.launch.beside import RunInStage
+from sparkdl.spark.launch.beside import read_stage
 from sparkdl.spark.launch.launcher import WorkerJob, rank_task
 from sparkdl.spark.launch.worker_rows import SHUFFLES
 from sparkdl.spark.modules.arrival import Shipment
@@ -203,21 +203,24 @@ def run_call(
     shipment = _shipment(spark, call, used) if ship_modules else None
     input_rows = None if rows is None else rows.workers
     if is_of_connect(spark):
-        served = ServedCall(num_workers=num_workers, tls=tls, reports=on_report is not None)
-        in_stage = RunInStage(
-            spark=spark,
-            entry=entry,
-            begin_s=JOIN_S,
-            payload=cloudpickle.dumps((*parts, served)),
-            tasks=tasks,
-            ranks_a_task=ranks,
-            device=placement.device,
-            shipment=shipment,
-            apart=True,
-            rows=input_rows,
-        )
+        serve = partial(serve_call, num_workers, tls, on_report is not None)
         with queued(spark, tasks, profile):
-            return results_of(in_stage, num_workers, on_report)
+            _, delivered = read_stage(
+                spark,
+                entry,
+                cloudpickle.dumps((*parts, serve)),
+                lambda header, pieces: None,
+                begin_s=JOIN_S,
+                patience_s=RESULTS_S,
+                tasks=tasks,
+                ranks_a_task=ranks,
+                device=placement.device,
+                shipment=shipment,
+                apart=True,
+                rows=input_rows,
+                on_report=on_report,
+            )
+        return results_of(delivered, num_workers)
     host, advertised = driver_hosts(spark)
     with (
         queued(spark, tasks, profile),

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import cloudpickle
 
-from sparkdl.errors import DataError, DeadlineError
-from sparkdl.feed.statistics.shards import NO_ROWS
+from sparkdl.errors import DeadlineError
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.diagnostics.run_client import JOIN_S
-from sparkdl.spark.diagnostics.run_service import OnReport, RunService, named
-from sparkdl.spark.launch.answers import (
-    Told,
-    described,
-    header_of,
-    pieces,
-    restored,
-    show_told,
-    understood,
-)
-from sparkdl.spark.launch.beside import FirstTask, RunInStage
+from sparkdl.spark.diagnostics.run_service import RunService, named
+from sparkdl.spark.launch.beside import ForwardedLogs
+from sparkdl.spark.launch.stage_task import StartWorkers
 from sparkdl.transport.service import Service
 
 logger = logging.getLogger(__name__)
@@ -36,75 +25,46 @@ RETURNED_S = 10.0
 """Seconds after which to report that some workers have returned and others have not."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServedCall:
-    """Serves the workers in the first task; see ``launch.beside.Serve``.
+def serve_call(
+    num_workers: int,
+    tls: bool,
+    reports: bool,
+    host: str,
+    workers: StartWorkers,
+    logs: ForwardedLogs,
+) -> tuple[dict[str, Any], Iterable[memoryview]]:
+    """Serve the workers beside rank 0; the last arguments are those of a ``stage_task.Serve``.
 
-    Attributes:
+    Args:
         num_workers: how many.
         tls: whether connections are encrypted.
         reports: whether the caller wants the workers' reports, which are shown otherwise.
+        host: this one's name.
+        workers: starts them.
+        logs: keeps what they print and report.
+
+    Returns:
+        Nothing: what they return comes by itself.
     """
-
-    num_workers: int
-    tls: bool
-    reports: bool
-
-    def __call__(self, first: FirstTask) -> Iterator[bytes]:
-        """Serve them; yields a header, without what they return."""
-        told, header = Told(), dict[str, Any]()
-        reports: list[tuple[int, dict[str, float]]] = []
-
-        def note(rank: int, metrics: Mapping[str, float]) -> None:
-            reports.append((rank, dict(metrics)))
-
-        with told.noted():
-            try:
-                with (
-                    Service(first.host, advertised_host=first.host, encrypted=self.tls) as opened,
-                    RunService(
-                        opened, self.num_workers, told.show, note if self.reports else None
-                    ) as service,
-                    first.workers(service.address, service.fail),
-                ):
-                    watch(service, None)
-            except Exception as error:
-                header["error"] = described(error)
-        yield from pieces(header | told.header | {"reports": reports})
+    with (
+        Service(host, advertised_host=host, encrypted=tls) as opened,
+        RunService(opened, num_workers, logs.show, logs.report if reports else None) as service,
+        workers(service.address, service.fail),
+    ):
+        watch(service, None)
+    return {}, ()
 
 
-def results_of(run: RunInStage, num_workers: int, on_report: OnReport | None) -> list[Any]:
-    """What the workers of a run of Spark Connect return, by rank.
-
-    What they print and report is shown once they have finished.
-
-    Args:
-        run: theirs, served by a ``ServedCall``.
-        num_workers: how many.
-        on_report: see ``run``.
+def results_of(delivered: Mapping[int, bytes | None], num_workers: int) -> list[Any]:
+    """What workers have returned, by rank.
 
     Raises:
-        SparkDLError: whatever ended the run.
+        DeadlineError: it did not all arrive.
     """
-    with contextlib.closing(run.answered(RESULTS_S)) as answer:  # type: ignore[type-var]
-        header = header_of(answer)
-        if header is None:  # Spark starts no task for what turns out empty while it plans
-            raise DataError(NO_ROWS)
-        show_told(header)
-        with understood():
-            reports = [(int(rank), dict(metrics)) for rank, metrics in header["reports"]]
-        if on_report is not None:
-            for rank, metrics in reports:
-                on_report(rank, metrics)
-        if "error" in header:
-            raise restored(header["error"])
-        for _ in answer:  # nothing more: the ranks' results arrive
-            pass
-    delivered = (run.results.get(rank) for rank in range(num_workers))
-    results = [each for each in delivered if each is not None]
-    if len(results) < num_workers:
+    results = [delivered.get(rank) for rank in range(num_workers)]
+    if None in results:
         raise _undelivered(num_workers)
-    return list(map(cloudpickle.loads, results))
+    return [cloudpickle.loads(each) for each in results if each is not None]
 
 
 def _undelivered(num_workers: int) -> DeadlineError:

@@ -24,7 +24,7 @@ from sparkdl.spark.catalyst.accumulators import accumulators_here, count_again
 from sparkdl.spark.catalyst.broadcasts import is_of_running_session
 from sparkdl.spark.catalyst.core import Broadcast
 from sparkdl.spark.closures.pickling import ClosurePickler, References
-from sparkdl.spark.closures.sending import SentBytes, home_of, send
+from sparkdl.spark.closures.sending import SentBytes, broadcast_scope, send
 from sparkdl.spark.modules.arrival import Shipment, arrive, importable
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.user_code.needed_modules import advice
@@ -97,10 +97,10 @@ class ModelSharing:
         key = digest.hexdigest()
         if self._last is not None:
             known, shared = self._last
-            if known is home_of(spark) and shared.key == key:
+            if known is broadcast_scope(spark) and shared.key == key:
                 return shared
         shared = SharedModel(key, send(spark, pickled), shipment)
-        self._last = home_of(spark), shared
+        self._last = broadcast_scope(spark), shared
         return shared
 
 

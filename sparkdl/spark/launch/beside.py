@@ -10,6 +10,10 @@ and the ranks of that task have processes of their own:
 
 The rows go to the client once the first task has ended. It then ends the stage, whatever the other
 tasks do, unless it awaits what they return.
+
+What the first task answers is a header, then bytes. They travel as rows of the stage's own output,
+and nowhere else: the text of an error may quote what a stranger has written. The header is JSON
+whose every field is checked, so nothing in it runs code.
 """
 
 from __future__ import annotations
@@ -17,53 +21,93 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import struct
 import threading
 import uuid
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-import pyarrow as pa
-from pyspark import BarrierTaskContext
 from pyspark.sql import DataFrame, Row, SparkSession
+from typing_extensions import Self
 
-from sparkdl.errors import SparkDLError, TrainingError, WorkerLostError
-from sparkdl.spark.catalyst.versions import on_tasks
+from sparkdl import errors
+from sparkdl.checkpoint.policy import OtherTrainingError
+from sparkdl.errors import CallbackError, DataError, SparkDLError, TrainingError
+from sparkdl.feed.statistics.shards import NO_ROWS
 from sparkdl.spark.closures.sending import send
-from sparkdl.spark.cluster.gpus import gpu_profile
-from sparkdl.spark.cluster.run_jobs import JOB_END_S
-from sparkdl.spark.diagnostics.task_failures import memory_advice
+from sparkdl.spark.diagnostics.console import Display
+from sparkdl.spark.diagnostics.run_service import OnReport
 from sparkdl.spark.launch import bootstrap, stage_task
-from sparkdl.spark.launch.assignment import OUTPUT_DDL, assignments, given_rows, hosted
 from sparkdl.spark.launch.environments import sparkdl_version, torch_version
-from sparkdl.spark.launch.forked import end_ranks
 from sparkdl.spark.launch.launcher import LEAVE_S, as_training_error
-from sparkdl.spark.launch.stage_task import MEET_S, SERVED, gathered
-from sparkdl.spark.launch.worker_rows import Workers, on_rows
-from sparkdl.spark.modules.arrival import Arrived, Shipment
-from sparkdl.spark.rows.packing import small_record_batches
-from sparkdl.transport.connecting import ServiceAddress
-from sparkdl.user_code.tracebacks import message_of
+from sparkdl.spark.launch.stage_task import END_OF_ANSWER, SERVICE_ROW
+from sparkdl.spark.launch.worker_rows import Workers, run_tasks
+from sparkdl.spark.modules.arrival import Shipment
+from sparkdl.untrusted import read
+from sparkdl.user_code.tracebacks import add_note, message_of, traceback_of
 
 logger = logging.getLogger(__name__)
 
-Serve = Callable[["FirstTask"], Iterator[bytes]]
-"""Serves a run in the first task; yields what the client is to receive, an error of the run too."""
+PIECE_BYTES = 1 << 20
+"""The most bytes in a row."""
+MAX_LINES = 10_000
+"""The most lines that come back of what workers print; their executors' logs have all."""
+MAX_HEADER_BYTES = 256 << 20
+"""The largest header: lines, history and recorded times take a few MB."""
+_LENGTH = struct.Struct("<q")
+_ERRORS = {
+    each.__name__: each
+    for each in (*vars(errors).values(), OtherTrainingError)
+    if isinstance(each, type) and issubclass(each, SparkDLError)
+}
+_FIELDS: Any = {
+    "rank": int,
+    "epoch": int,
+    "step": int,
+    "worker_traceback": str,
+    "ranks": tuple[int, ...],
+    "holder": str,
+}
+"""What the fields of errors hold."""
+_LOGS: Any = {
+    "lines": list[tuple[int, list[str], int]],
+    "logged": list[tuple[str, int, str]],
+    "reports": list[tuple[int, dict[str, float]]],
+}
+"""What ``ForwardedLogs`` keep: by rank, with how many lines were left out; by logger; by rank."""
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunInStage:
-    """One run in one stage of its own.
+def read_stage(
+    spark: SparkSession,
+    entry: str,
+    payload: bytes,
+    take: Callable[[dict[str, Any], Iterator[bytes]], T],
+    *,
+    further: tuple[Any, ...] = (),
+    begin_s: float,
+    patience_s: float = LEAVE_S,
+    tasks: int,
+    ranks_a_task: int,
+    device: str,
+    shipment: Shipment | None,
+    apart: bool = False,
+    rows: Workers | None,
+    on_report: OnReport | None = None,
+) -> tuple[T, dict[int, bytes | None]]:
+    """Run a stage that serves its own run, and read what comes back.
 
-    Attributes:
-        spark: the session.
+    Args:
+        spark: the client's session.
         entry: what each rank runs; see ``assignment.run_ranks``.
-        begin_s: seconds for the first task to begin to serve, which may have to build a model.
-        payload: its first argument, a pickled tuple whose last value is a ``Serve``. The second is
-            the address of whatever that serves.
+        payload: its first argument, a pickled tuple whose last value is a ``stage_task.Serve``. The
+            second is the address of whatever that serves.
+        take: is given what ``Serve`` has returned, even if the run has failed.
         further: its further arguments.
+        begin_s: seconds for the first task to begin to serve, which may have to build a model.
+        patience_s: seconds that the other tasks have once the first has answered.
         tasks: how many there are.
         ranks_a_task: ranks per task.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
@@ -71,45 +115,47 @@ class RunInStage:
         apart: whether the only rank of a task gets a process of its own too; in the first task it
             does.
         rows: those that the workers read; None for none.
-        results: what ranks have returned, by rank, once all was answered.
+        on_report: called with what the workers have reported.
+
+    Returns:
+        What ``take`` returns, and what ranks have returned.
+
+    Raises:
+        WorkerLostError: a task was lost, and all others with it.
+        SetupError: the executors' Python lacks something.
+        SparkDLError: the run has failed; the ``model`` of a CallbackError is what ``take`` returns.
     """
+    tag, results = f"sparkdl-{uuid.uuid4().hex}", dict[int, bytes | None]()
+    # The others leave by themselves, which keeps their processes for the session's next job.
+    stuck = threading.Timer(patience_s, spark.interruptTag, (tag,))
+    arguments = (
+        entry,
+        send(spark, payload),
+        further,
+        tasks,
+        ranks_a_task,
+        apart,
+        begin_s,
+        shipment and tuple(shipment),
+        torch_version(),
+    )
 
-    spark: SparkSession
-    entry: str
-    begin_s: float
-    payload: bytes = field(repr=False)
-    further: tuple[Any, ...] = ()
-    tasks: int
-    ranks_a_task: int
-    device: str
-    shipment: Shipment | None
-    apart: bool = False
-    rows: Workers | None
-    results: dict[int, bytes | None] = field(default_factory=dict)
+    entry = f"{stage_task.__name__}:run_stage_task"
+    task = bootstrap.make_task(entry, arguments, sparkdl_version())
 
-    def answered(self, patience_s: float) -> Iterator[bytes]:
-        """Run it.
+    def begin(frame: DataFrame) -> Iterator[Row]:
+        found = frame.toLocalIterator()
+        first = list(itertools.islice(found, 1))  # raises if barrier mode refuses the rows
+        return itertools.chain(first, found)
 
-        Args:
-            patience_s: seconds that the other tasks have once the first has answered.
-
-        Yields:
-            What ``Serve`` yields. Whoever stops listening ends the stage.
-
-        Raises:
-            WorkerLostError: a task was lost, and all others with it.
-            SetupError: the executors' Python lacks something.
-            TrainingError: the stage failed in another way.
-        """
-        tag = f"sparkdl-{uuid.uuid4().hex}"
-        # The others leave by themselves, which keeps their processes for the session's next job.
-        stuck = threading.Timer(patience_s, self.spark.interruptTag, (tag,))
-        self.spark.addTag(tag)
+    def answer() -> Iterator[bytes]:
         try:
-            for row in self._rows():
-                if row.rank != SERVED:
-                    self.results[row.rank] = None if row.result is None else bytes(row.result)
-                elif row.result:
+            for row in run_tasks(
+                spark, task, begin, tasks=tasks, device=device, barrier=True, rows=rows
+            ):
+                if row.rank != SERVICE_ROW:
+                    results[row.rank] = None if row.result is None else bytes(row.result)
+                elif row.result != END_OF_ANSWER:
                     yield bytes(row.result)
                 else:
                     stuck.start()
@@ -117,144 +163,161 @@ class RunInStage:
             if stuck.ident is None:
                 raise as_training_error(error) from error
             logger.info("the stage did not end by itself: %s", message_of(error))
-        finally:
-            stuck.cancel()
-            self.spark.removeTag(tag)
-            self.spark.interruptTag(tag)  # does nothing to a stage that has ended
 
-    def _rows(self) -> Iterator[Row]:
-        arguments = (
-            self.entry,
-            send(self.spark, self.payload),
-            self.further,
-            self.tasks,
-            self.ranks_a_task,
-            self.apart,
-            self.begin_s,
-            self.shipment and tuple(self.shipment),
-            torch_version(),
-        )
-        task = bootstrap.make_task(
-            f"{stage_task.__name__}:run_stage_task", arguments, sparkdl_version()
-        )
-        profile = gpu_profile(self.spark, self.device)
-
-        def run_on(frame: DataFrame) -> Iterator[Row]:
-            with small_record_batches(self.spark):
-                tasks = on_tasks(frame, task, OUTPUT_DDL, barrier=True, profile=profile)
-                rows = tasks.toLocalIterator()
-            first = list(itertools.islice(rows, 1))  # raises if barrier mode refuses the rows
-            return itertools.chain(first, rows)
-
-        if self.rows is None:
-            return run_on(self.spark.range(0, self.tasks, 1, self.tasks))
-        return on_rows(self.rows, run_on, barrier=True)
+    spark.addTag(tag)
+    try:
+        received = answer()
+        header = header_of(received)
+        if header is None:  # Spark starts no task for what turns out empty while it plans
+            raise DataError(NO_ROWS)
+        if "error" in header:
+            stuck.interval = LEAVE_S
+        replay_logs(header, on_report)
+        taken = take(header, received)
+        for _ in received:  # none: the other tasks end meanwhile
+            pass
+    finally:
+        stuck.cancel()
+        spark.removeTag(tag)
+        spark.interruptTag(tag)  # does nothing to a stage that has ended
+    if "error" in header:
+        error = restored_error(header["error"])
+        if isinstance(error, CallbackError):
+            error.model = taken
+        raise error
+    return taken, results
 
 
-class FirstTask:
-    """The ranks of the first task, as seen from the process that serves the run.
+class ForwardedLogs(logging.Handler):
+    """Keeps for the client what workers print and report, and what this package logs meanwhile."""
 
-    Args:
-        context: the task's.
-        ranks: ranks per task.
-        entry: what each runs.
-        arguments: the first of its arguments, and those after the address.
-        arrived: the user's own modules.
-        versions: the versions of the packages that a rank needs.
-        batches: the task's rows, packed.
-        begun: called once it serves.
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.header: dict[str, list[Any]] = {"lines": [], "logged": [], "reports": []}
+        self._left = MAX_LINES
 
-    Attributes:
-        host: the name of this host, by which the executors know it.
-        yielded: what the ranks have yielded.
+    def __enter__(self) -> Self:
+        logging.getLogger("sparkdl").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("sparkdl").removeHandler(self)
+
+    def show(self, rank: int, lines: Sequence[str], left_out: int) -> None:
+        """Keep a rank's lines; see ``console.Show``."""
+        kept, shown = list(lines[: self._left]), self.header["lines"]
+        self._left -= len(kept)
+        left_out += len(lines) - len(kept)
+        if not kept and shown and shown[-1][0] == rank and not shown[-1][1]:
+            left_out += shown.pop()[2]
+        shown.append((rank, kept, left_out))
+
+    def report(self, rank: int, metrics: Mapping[str, float]) -> None:
+        """Keep what a rank reports; see ``run_service.OnReport``."""
+        self.header["reports"].append((rank, dict(metrics)))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Called for each record."""
+        if len(self.header["logged"]) < MAX_LINES:
+            self.header["logged"].append((record.name, record.levelno, record.getMessage()))
+
+
+def replay_logs(header: dict[str, Any], on_report: OnReport | None = None) -> None:
+    """Show in the client what ``ForwardedLogs`` have kept.
+
+    Raises:
+        TrainingError: the header does not hold it.
     """
+    with readable():
+        logs = read(_LOGS, {field: header[field] for field in _LOGS})
+    display = Display("the executor's log")
+    for rank, lines, left_out in logs["lines"]:
+        display(rank, lines, left_out)
+    for name, level, text in logs["logged"]:
+        logging.getLogger(name).log(level, "%s", text)
+    for rank, metrics in logs["reports"] if on_report is not None else ():
+        on_report(rank, metrics)
 
-    def __init__(
-        self,
-        context: BarrierTaskContext,
-        ranks: int,
-        entry: str,
-        arguments: tuple[bytes, tuple[Any, ...]],
-        arrived: Arrived,
-        versions: dict[str, str],
-        batches: Iterator[pa.RecordBatch],
-        begun: Callable[[], None],
-    ) -> None:
-        self.host = context.getTaskInfos()[0].address.rpartition(":")[0].strip("[]")
-        self.yielded: list[pa.RecordBatch] = []
-        self._context, self._assigned = context, assignments(context, ranks)
-        self._entry, self._arguments, self._arrived = entry, arguments, arrived
-        self._versions, self._batches, self._begun = versions, batches, begun
-        self._told: Future[list[str]] | None = None
-        self._lost: WorkerLostError | None = None
 
-    def others_know(self) -> None:
-        """Wait, now that the run has ended, until the other tasks know what they are to do.
+def pieces(header: dict[str, Any], values: Iterable[memoryview] = ()) -> Iterator[bytes]:
+    """A header with its length before it, then the values, cut small."""
+    content = json.dumps(header).encode()
+    yield _LENGTH.pack(len(content))
+    for view in (memoryview(content), *values):
+        for start in range(0, len(view), PIECE_BYTES):
+            yield bytes(view[start : start + PIECE_BYTES])
 
-        They do not if one has been stuck since it was started.
-        """
-        if self._told is None:  # the run failed before it was served
-            self._tell("null")
-        assert self._told is not None
-        try:
-            self._told.result(MEET_S)
-        except Exception as error:  # TimeoutError, or what Spark says
-            logger.info("the other tasks were not told of the end: %s", message_of(error))
 
-    @contextmanager
-    def workers(
-        self, address: ServiceAddress, fail: Callable[[SparkDLError], None]
-    ) -> Iterator[None]:
-        """Start the workers, and wait for those of this task at the end.
+def header_of(pieces: Iterator[bytes]) -> dict[str, Any] | None:
+    """Read a header; None if nothing came.
 
-        Args:
-            address: of what serves them.
-            fail: ends the run. It is told of whatever goes wrong with this task's workers; what
-                comes after the run's own end is dropped there.
+    Raises:
+        TrainingError: it is not one.
+    """
+    first, content = next(pieces, None), bytearray()
+    if first is None:
+        return None
+    with readable():
+        (length,) = _LENGTH.unpack(first)
+        if not 0 <= length <= MAX_HEADER_BYTES:
+            raise ValueError(f"its header would have {length} bytes")
+    while len(content) < length and (piece := next(pieces, None)):
+        content += piece
+    with readable():
+        if len(content) != length:
+            raise ValueError(f"its header has {len(content)} of {length} bytes")
+        header = json.loads(content)
+        if not isinstance(header, dict):
+            raise ValueError(f"its header is {header!r:.100}")
+    return header
 
-        Raises:
-            WorkerLostError: one was lost; says how its process ended, if it was one of these.
-        """
-        thread = threading.Thread(
-            target=self._work, args=(address, fail), name="sparkdl-ranks", daemon=True
-        )
-        patience_s = LEAVE_S
-        thread.start()
-        self._tell(json.dumps(astuple(address)))
-        try:
-            yield
-            patience_s = JOB_END_S
-        except WorkerLostError as error:
-            thread.join(LEAVE_S)
-            if self._lost is None or self._lost is error:
-                raise
-            told = f"{self._lost}. {memory_advice(str(self._lost))}".rstrip()
-            raise WorkerLostError(f"{error}: {told}", ranks=error.ranks) from error
-        finally:
-            thread.join(patience_s)
-            if thread.is_alive():  # they are stuck
-                end_ranks()
-                thread.join(JOB_END_S)
 
-    def _tell(self, message: str) -> None:
-        """Tell the other tasks something once all have come."""
-        self._begun()
-        self._told = gathered(self._context, message)
+@contextmanager
+def readable() -> Iterator[None]:
+    """Read fields of a header, and say of one that is not as the first task sends it whose it is.
 
-    def _work(self, address: ServiceAddress, fail: Callable[[SparkDLError], None]) -> None:
-        payload, further = self._arguments
-        try:
-            self.yielded += hosted(
-                self._entry,
-                (payload, astuple(address), *further),
-                self._assigned,
-                self._arrived,
-                {},
-                self._versions,
-                given_rows(self._batches),
-            )
-        except WorkerLostError as error:
-            self._lost = error
-            fail(error)
-        except Exception as error:  # whatever it is, nobody else will say it
-            fail(TrainingError(f"the workers of the first task: {message_of(error)}"))
+    Raises:
+        TrainingError: there is such a field.
+    """
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        struct.error,
+    ) as error:
+        raise TrainingError(
+            "the first task, which serves the workers, sent an answer that cannot be read: "
+            f"{message_of(error)}. Do the executors have this version of sparkdl-torch?"
+        ) from error
+
+
+def error_fields(error: Exception) -> dict[str, Any]:
+    """An error in plain values, for ``restored_error``."""
+    if not isinstance(error, SparkDLError):  # the client has to know, whatever it is
+        error = TrainingError(f"the run service beside rank 0 failed: {traceback_of(error)}")
+    kind = next(each.__name__ for each in type(error).__mro__ if each.__name__ in _ERRORS)
+    fields = {name: getattr(error, name) for name in _FIELDS if hasattr(error, name)}
+    notes = getattr(error, "__notes__", [])
+    return {"kind": kind, "message": str(error), "notes": notes, "fields": fields}
+
+
+def restored_error(told: dict[str, Any]) -> SparkDLError:
+    """The error that was described.
+
+    Raises:
+        TrainingError: nothing describes one.
+    """
+    with readable():
+        kind, fields = _ERRORS[told["kind"]], told["fields"]
+        message, *notes = read(list[str], [told["message"], *told["notes"]])
+        error = kind.__new__(kind, message)
+        for name, value in fields.items():
+            setattr(error, name, read(_FIELDS[name], value))
+    for note in notes:
+        add_note(error, note)
+    return error

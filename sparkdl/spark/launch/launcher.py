@@ -24,7 +24,6 @@ from sparkdl.errors import (
 )
 from sparkdl.feed.statistics.shards import NO_ROWS
 from sparkdl.spark.catalyst.jvm import end_of_jvm
-from sparkdl.spark.catalyst.versions import on_tasks
 from sparkdl.spark.closures.pickling import References, pickled
 from sparkdl.spark.closures.sending import SentBytes, lent
 from sparkdl.spark.cluster.gpus import gpu_profile
@@ -41,9 +40,8 @@ from sparkdl.spark.diagnostics.task_failures import (
 )
 from sparkdl.spark.diagnostics.watchdog import watched
 from sparkdl.spark.launch import bootstrap
-from sparkdl.spark.launch.assignment import OUTPUT_DDL
 from sparkdl.spark.launch.environments import setup_error, sparkdl_version, torch_version
-from sparkdl.spark.launch.worker_rows import Task, Workers, run_on_rows
+from sparkdl.spark.launch.worker_rows import Task, Workers, run_tasks
 from sparkdl.spark.modules.arrival import Shipment
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.spark.session.encryption import keeps_rows_in_memory
@@ -145,9 +143,10 @@ class WorkerJob:
     ) -> None:
         self.jobs = RunJobs(spark.sparkContext, description)
         self._spark, self._payload, self._make_task, self._fail = spark, payload, task, fail
-        self._profile = gpu_profile(spark, device)
-        self._tasks, self._ranks_a_task, self._barrier = tasks, ranks_a_task, barrier
-        self._input = rows
+        self._run_tasks = partial(
+            run_tasks, spark, tasks=tasks, device=device, barrier=barrier, rows=rows
+        )
+        self._ranks_a_task, self._barrier = ranks_a_task, barrier
         self._ended_early, self._unexplained = ended_early, unexplained
         self._yielded: list[Row] = []
         self._error: SparkDLError | None = None
@@ -187,16 +186,10 @@ class WorkerJob:
         return sorted(self._yielded, key=lambda row: row.rank)
 
     def _run(self, task: Task) -> None:
-        if self._input is None:
-            tasks = self._spark.range(0, self._tasks, 1, self._tasks)
-            self._yielded = on_tasks(
-                tasks, task, OUTPUT_DDL, barrier=self._barrier, profile=self._profile
-            ).collect()
-        else:
-            self._yielded = run_on_rows(self._input, task, OUTPUT_DDL, barrier=self._barrier)
-            if not self._yielded:
-                # Spark starts no task for what turns out empty while it plans or shuffles.
-                self._fail(DataError(NO_ROWS))
+        self._yielded = self._run_tasks(task, lambda frame: frame.collect())
+        if not self._yielded:
+            # Spark starts no task for what turns out empty while it plans or shuffles.
+            self._fail(DataError(NO_ROWS))
         self._fail(TrainingError(self._ended_early))
 
     def _failed(self, error: Exception) -> None:

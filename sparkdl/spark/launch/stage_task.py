@@ -7,29 +7,63 @@ from __future__ import annotations
 
 import importlib
 import json
-import threading
-from collections.abc import Iterator
-from concurrent.futures import Future, TimeoutError  # not yet Python's own in 3.10
-from typing import Any
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, TimeoutError, wait  # the error is Python's own since 3.11
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import astuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import cloudpickle
 import pyarrow as pa
 from pyspark import BarrierTaskContext
 
-from sparkdl.errors import DeadlineError
+from sparkdl.errors import DeadlineError, SparkDLError, TrainingError, WorkerLostError
 from sparkdl.process.interrupts import raise_after
 from sparkdl.spark.closures.sending import SentBytes
+from sparkdl.spark.cluster.run_jobs import JOB_END_S
+from sparkdl.spark.diagnostics.task_failures import memory_advice
 from sparkdl.spark.launch import bootstrap
-from sparkdl.spark.launch.assignment import OUTPUT_SCHEMA, run_ranks
-from sparkdl.spark.launch.forked import start_server
+from sparkdl.spark.launch.assignment import (
+    OUTPUT_SCHEMA,
+    assignments,
+    given_rows,
+    hosted,
+    run_ranks,
+)
+from sparkdl.spark.launch.forked import end_ranks, start_server
 from sparkdl.spark.modules.arrival import Shipment, arrive, importable
+from sparkdl.transport.daemon_pool import DaemonPool
+from sparkdl.user_code.tracebacks import message_of
+
+if TYPE_CHECKING:  # these import torch
+    from sparkdl.spark.launch.beside import ForwardedLogs
+    from sparkdl.transport.connecting import ServiceAddress
+
+logger = logging.getLogger(__name__)
 
 MEET_S = 10.0
 """Seconds for all tasks to come to a meeting for which they are ready; Spark takes one or two."""
-SERVED = -1
+SERVICE_ROW = -1
 """In place of a rank, in the rows of what serves the ranks."""
-ALL_SAID = b""
+END_OF_ANSWER = b""
 """The last of these rows."""
+
+StartWorkers = Callable[
+    ["ServiceAddress", Callable[[SparkDLError], None]], AbstractContextManager[None]
+]
+"""Starts the workers, given what serves them and what ends the run; waits for those of this task.
+
+What comes to the latter after the run's own end is dropped there. On exit it raises WorkerLostError
+if one was lost, with how its process ended if it was one of these.
+"""
+Serve = Callable[[str, StartWorkers, "ForwardedLogs"], tuple[dict[str, Any], Iterable[memoryview]]]
+"""Serves a run in the first task, on a host that executors know by this name.
+
+Returns what the client is to receive: fields of a header, and bytes.
+"""
+T = TypeVar("T")
 
 
 def run_stage_task(
@@ -47,19 +81,19 @@ def run_stage_task(
     """What each task of the stage runs.
 
     Args:
-        entry: as in ``RunInStage``.
-        payload: as in ``RunInStage``.
-        further: as in ``RunInStage``.
+        entry: as in ``read_stage``.
+        payload: as in ``read_stage``.
+        further: as in ``read_stage``.
         tasks: how many there should be.
         ranks: ranks per task.
-        apart: as in ``RunInStage``.
-        begin_s: as in ``RunInStage``.
+        apart: as in ``read_stage``.
+        begin_s: as in ``read_stage``.
         shipment: the fields of a ``Shipment``; None for none.
         versions: the versions of the packages that a rank needs.
         batches: the task's rows, packed.
 
     Yields:
-        What the ranks yield and, in the first task, what ``Serve`` yields, a piece in a row.
+        What the ranks yield and, in the first task, what serves them, a piece in a row.
     """
     context = BarrierTaskContext.get()
     infos = context.getTaskInfos()
@@ -80,28 +114,27 @@ def run_stage_task(
         begun = raise_after(begin_s, lambda stack: late(f". It was here:\n{stack}"))
         from sparkdl.process.lazy_compiler import defer_compiler
         from sparkdl.process.randomness import streams_put_back
-        from sparkdl.spark.launch.beside import FirstTask
 
         bootstrap.require(versions)
         defer_compiler()
         arrived = arrive(None if shipment is None else Shipment(*shipment))
+
+        def ranks_here(address: tuple[Any, ...]) -> list[pa.RecordBatch]:
+            arguments, mine = (payload.value, address, *further), assignments(context, ranks)
+            rows = given_rows(batches)
+            return list(hosted(entry, arguments, mine, arrived, {}, versions, rows))
+
         with streams_put_back(), importable(arrived):
             *_, serve = cloudpickle.loads(payload.value)
-            arguments = (payload.value, further)
-            first = FirstTask(context, ranks, entry, arguments, arrived, versions, batches, begun)
-            for piece in serve(first):
-                yield _row_of(piece)
-            first.others_know()
-            yield from first.yielded
-            yield _row_of(ALL_SAID)
+            yield from serve_beside_rank0(context, serve, ranks_here, begun)
     else:
         if not apart:
             importlib.import_module(entry.partition(":")[0])  # the first task does so meanwhile
         try:
-            (told,) = filter(None, gathered(context, "").result(begin_s + MEET_S))
+            told = in_background(partial(context.allGather, "")).result(begin_s + MEET_S)
         except TimeoutError:
             raise late("") from None
-        if (address := json.loads(told)) is not None:
+        if (address := json.loads("".join(told))) is not None:
             arguments = (tuple(address), *further)
             yield from run_ranks(
                 entry, payload, arguments, ranks, apart, shipment, {}, versions, batches
@@ -110,28 +143,98 @@ def run_stage_task(
         pass
 
 
-def gathered(context: BarrierTaskContext, message: str) -> Future[list[str]]:
-    """Meet all other tasks without waiting for them, as Spark would for a year.
+def in_background(job: Callable[[], T]) -> Future[T]:
+    """Do something in a thread that this process does not wait for, as Spark would for a year."""
+    pool = DaemonPool(1, "sparkdl-stage")
+    result = pool.submit(job)
+    pool.close()  # once that is done
+    return result
+
+
+def serve_beside_rank0(
+    context: BarrierTaskContext,
+    serve: Serve,
+    ranks_here: Callable[[tuple[Any, ...]], list[pa.RecordBatch]],
+    begun: Callable[[], None],
+) -> Iterator[pa.RecordBatch]:
+    """Serve a run in the first task of its stage.
 
     Args:
         context: the task's.
-        message: what the others are told.
+        serve: serves it.
+        ranks_here: runs this task's ranks, given the fields of an address; returns what they yield.
+        begun: called once the workers are served.
 
-    Returns:
-        What all tell.
+    Yields:
+        What ``serve`` returns, then what the ranks yield.
     """
-    told = Future[list[str]]()
+    from sparkdl.spark.launch.beside import ForwardedLogs, error_fields, pieces
+    from sparkdl.spark.launch.launcher import LEAVE_S
 
-    def gather() -> None:
+    host = context.getTaskInfos()[0].address.rpartition(":")[0].strip("[]")
+    meeting: Future[list[str]] | None = None
+    ranks = Future[list[pa.RecordBatch]]()
+
+    def tell(message: str) -> None:
+        """Tell the other tasks something once all have come."""
+        nonlocal meeting
+        begun()
+        meeting = in_background(partial(context.allGather, message))
+
+    @contextmanager
+    def workers(address: ServiceAddress, fail: Callable[[SparkDLError], None]) -> Iterator[None]:
+        """See ``StartWorkers``."""
+        nonlocal ranks
+
+        def work() -> list[pa.RecordBatch]:
+            try:
+                return ranks_here(astuple(address))
+            except WorkerLostError as error:
+                fail(error)
+                raise
+            except Exception as error:  # whatever it is, nobody else will say it
+                fail(TrainingError(f"the workers of the first task: {message_of(error)}"))
+                raise
+
+        patience_s = LEAVE_S
+        ranks = in_background(work)
+        tell(json.dumps(astuple(address)))
         try:
-            told.set_result(context.allGather(message))
-        except Exception as error:  # for whoever waits
-            told.set_exception(error)
+            yield
+            patience_s = JOB_END_S
+        except WorkerLostError as error:
+            wait([ranks], LEAVE_S)
+            lost = ranks.exception() if ranks.done() else None
+            if not isinstance(lost, WorkerLostError) or lost is error:
+                raise
+            told = f"{lost}. {memory_advice(str(lost))}".rstrip()
+            raise WorkerLostError(f"{error}: {told}", ranks=error.ranks) from error
+        finally:
+            if wait([ranks], patience_s).not_done:  # they are stuck
+                end_ranks()
+                wait([ranks], JOB_END_S)
 
-    threading.Thread(target=gather, name="sparkdl-meeting", daemon=True).start()
-    return told
+    header: dict[str, Any] = {}
+    values: Iterable[memoryview] = ()
+    with ForwardedLogs() as logs:
+        try:
+            header, values = serve(host, workers, logs)
+        except Exception as error:
+            header["error"] = error_fields(error)
+    if meeting is None:  # the run failed before it was served
+        tell("null")
+    for piece in pieces(header | logs.header, values):
+        yield _row_of(piece)
+    try:
+        assert meeting is not None
+        meeting.result(MEET_S)
+    except Exception as error:  # TimeoutError, or what Spark says
+        logger.info("the other tasks were not told of the end: %s", message_of(error))
+    if ranks.done() and ranks.exception() is None:
+        yield from ranks.result()
+    yield _row_of(END_OF_ANSWER)
 
 
 def _row_of(piece: bytes) -> pa.RecordBatch:
-    arrays = [pa.array([SERVED]), pa.array([piece], pa.binary())]
+    arrays = [pa.array([SERVICE_ROW]), pa.array([piece], pa.binary())]
     return pa.record_batch(arrays, OUTPUT_SCHEMA)

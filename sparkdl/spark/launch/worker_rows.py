@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TypeVar
 
 import pyarrow as pa
-from pyspark.sql import DataFrame, Row
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl.collective import Network
@@ -25,6 +25,7 @@ from sparkdl.feed.record_batches.packed import ORDER_COLUMN, PLACE_COLUMN
 from sparkdl.spark.catalyst.plans import has_stable_order, in_partitions, moved, planned
 from sparkdl.spark.catalyst.versions import on_tasks
 from sparkdl.spark.cluster.gpus import gpu_profile
+from sparkdl.spark.launch.assignment import OUTPUT_DDL
 from sparkdl.spark.rows.columns import InputColumn, quoted
 from sparkdl.spark.rows.packing import packed, small_record_batches
 
@@ -151,42 +152,41 @@ def _on_tasks(workers: Workers, *, stable: bool, barrier: bool, refused: str) ->
     return in_partitions(rows, tasks)
 
 
-def run_on_rows(workers: Workers, task: Task, output: str, *, barrier: bool) -> list[Row]:
-    """Run the tasks, after a shuffle if barrier mode refuses what is upstream in their stage.
+def run_tasks(
+    spark: SparkSession,
+    task: Task,
+    read: Callable[[DataFrame], R],
+    *,
+    tasks: int,
+    device: str,
+    barrier: bool,
+    rows: Workers | None,
+) -> R:
+    """Run the tasks of workers, after a shuffle if barrier mode refuses what is upstream of them.
 
     Args:
-        workers: whose rows, and how many tasks.
+        spark: the session.
         task: what to run on each partition.
-        output: the schema of what it yields, as DDL.
+        read: reads what the tasks yield, ``OUTPUT_DDL``, or raises why Spark refuses.
+        tasks: how many there are.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         barrier: whether they need a gang-scheduled start.
+        rows: those that the workers read; None for none.
 
     Returns:
-        What the tasks yielded.
+        What ``read`` returns.
     """
 
-    def run_on(rows: DataFrame) -> list[Row]:
-        spark = rows.sparkSession
-        profile = gpu_profile(spark, workers.device)
+    def run_on(frame: DataFrame) -> R:
+        profile = gpu_profile(spark, device)
         with small_record_batches(spark):
-            return on_tasks(rows, task, output, barrier=barrier, profile=profile).collect()
+            return read(on_tasks(frame, task, OUTPUT_DDL, barrier=barrier, profile=profile))
 
-    return on_rows(workers, run_on, barrier=barrier)
-
-
-def on_rows(workers: Workers, run_on: Callable[[DataFrame], R], *, barrier: bool) -> R:
-    """Do something with the workers' rows, again after a shuffle if barrier mode refuses.
-
-    Args:
-        workers: whose rows, and how many tasks.
-        run_on: runs the tasks on the rows.
-        barrier: whether they need a gang-scheduled start.
-
-    Returns:
-        What ``run_on`` returns.
-    """
+    if rows is None:
+        return run_on(spark.range(0, tasks, 1, tasks))
     try:
-        return run_on(worker_frame(workers, barrier=barrier))
+        return run_on(worker_frame(rows, barrier=barrier))
     except Exception as error:
         if _FORBIDDEN_LINEAGE not in str(error):
             raise
-    return run_on(worker_frame(workers, barrier=barrier, refused=_FORBIDDEN_LINEAGE))
+    return run_on(worker_frame(rows, barrier=barrier, refused=_FORBIDDEN_LINEAGE))

@@ -27,7 +27,7 @@ from pyspark.sql import SparkSession
 from sparkdl.errors import ConfigError
 from sparkdl.spark.catalyst.core import SparkFiles
 from sparkdl.spark.catalyst.jvm import is_of_connect, setting
-from sparkdl.spark.closures.sending import SentBytes, home_of, send
+from sparkdl.spark.closures.sending import SentBytes, broadcast_scope, send
 from sparkdl.spark.modules.arrival import Shipment
 from sparkdl.spark.modules.units import CannotTravelError, Finder, Unit, spec_of
 from sparkdl.user_code.needed_modules import HOW_OTHERS_TRAVEL, imported_names
@@ -278,7 +278,7 @@ def _is_hidden(name: str) -> bool:
 
 def _send(bundle: Bundle, spark: SparkSession) -> SentBytes:
     global _sent_last
-    digest, home = bundle.digest, home_of(spark)
+    digest, home = bundle.digest, broadcast_scope(spark)
     if _sent_last is None or _sent_last[0] is not home or _sent_last[1] != digest:
         archive = bundle.archive()
         logger.info(

@@ -21,15 +21,15 @@ from sparkdl.estimator.checks.row_checks import Checked
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.report.recording import Recording, Setup
-from sparkdl.spark.launch.answers import (
+from sparkdl.spark.launch.beside import (
     MAX_HEADER_BYTES,
-    Told,
-    described,
+    ForwardedLogs,
+    error_fields,
     header_of,
     pieces,
-    restored,
-    show_told,
-    understood,
+    readable,
+    replay_logs,
+    restored_error,
 )
 from sparkdl.spark.launch.launcher import as_training_error
 
@@ -38,7 +38,8 @@ CHECKED = Checked((COLUMN.of_length(3),), {None: 2, "score": None}, (LABEL,))
 HEADER: dict[str, Any] = {
     "lines": [[0, ["a word"], 2]],
     "logged": [["sparkdl.test_answers", logging.WARNING, "careful"]],
-    "error": described(WorkerLostError("no", ranks=(1,))),
+    "reports": [[1, {"accuracy": 0.5}]],
+    "error": error_fields(WorkerLostError("no", ranks=(1,))),
     "checked": CHECKED.as_json(),
     "recording": Recording(2, Setup(model="Linear", period=5)).as_json(),
 }
@@ -46,10 +47,10 @@ HEADER: dict[str, Any] = {
 
 def received(octets: bytes) -> None:
     """Read all that a client reads of a header."""
-    with understood():
+    with readable():
         header = header_of(iter([struct.pack("<q", len(octets)), octets])) or {}
-        show_told(header)
-        restored(header["error"])
+        replay_logs(header)
+        restored_error(header["error"])
         Checked.from_json(header["checked"], FeedSchema((COLUMN,), LABEL))
         Recording.from_json(header["recording"])
 
@@ -59,7 +60,7 @@ def test_errors_come_back_as_what_they_were() -> None:
     lost.add_note("said before")
     failed = WorkerError("bad", rank=1, epoch=2, step=3, worker_traceback="line")
     for error in (lost, failed, TrainingError("ended")):
-        back = restored(json.loads(json.dumps(described(error))))
+        back = restored_error(json.loads(json.dumps(error_fields(error))))
         assert (type(back), str(back), vars(back)) == (type(error), str(error), vars(error))
 
 
@@ -67,7 +68,7 @@ def test_another_error_comes_back_with_its_traceback() -> None:
     try:
         {}["nothing"]
     except KeyError as error:
-        back = restored(described(error))
+        back = restored_error(error_fields(error))
     assert type(back) is TrainingError
     assert "KeyError: 'nothing'" in str(back)
 
@@ -141,14 +142,16 @@ def test_whatever_an_errors_text_quotes_it_becomes_an_error_and_nothing_runs(
     assert done == []
 
 
-def test_what_was_shown_and_logged_is_shown_and_logged_again(
+def test_what_was_shown_logged_and_reported_is_so_again(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    told = Told()
-    with told.noted():
+    with ForwardedLogs() as logs:
         logging.getLogger("sparkdl.test_answers").warning("careful with %s", "it")
-    told.show(1, ["first", "second"], 3)
+    logs.show(1, ["first", "second"], 3)
+    logs.report(1, {"accuracy": 0.5})
     caplog.clear()
-    show_told(json.loads(json.dumps(told.header)))
+    reported: list[Any] = []
+    replay_logs(json.loads(json.dumps(logs.header)), lambda *each: reported.append(each))
     assert capsys.readouterr().out.splitlines()[:2] == ["[rank 1] first", "[rank 1] second"]
     assert [each.getMessage() for each in caplog.records] == ["careful with it"]
+    assert reported == [(1, {"accuracy": 0.5})]

@@ -52,7 +52,7 @@ def test_an_interrupt_before_spark_has_the_job_leaves_none_running(
 ) -> None:
     """Ctrl-C while the job is planned: Spark gets it only after it was told to cancel it."""
     planned: list[RunJobs] = []
-    start, submit = RunJobs.start, launcher.run_on_rows
+    start, submit = RunJobs.start, launcher.run_tasks
 
     def interrupted(jobs: RunJobs, *args: Any) -> None:
         planned.append(jobs)
@@ -64,7 +64,7 @@ def test_an_interrupt_before_spark_has_the_job_leaves_none_running(
         return submit(*args, **kwargs)
 
     monkeypatch.setattr(RunJobs, "start", interrupted)
-    monkeypatch.setattr(launcher, "run_on_rows", slowly)
+    monkeypatch.setattr(launcher, "run_tasks", slowly)
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         trains(frame(spark, partitions=2))

@@ -12,9 +12,9 @@ from pyspark import BarrierTaskContext
 from pyspark.sql import Row
 
 from sparkdl.errors import DeadlineError
-from sparkdl.spark.launch import stage_task
-from sparkdl.spark.launch.beside import RunInStage
-from sparkdl.spark.launch.stage_task import ALL_SAID, SERVED, run_stage_task
+from sparkdl.spark.launch import beside, stage_task
+from sparkdl.spark.launch.beside import ForwardedLogs, pieces, read_stage
+from sparkdl.spark.launch.stage_task import END_OF_ANSWER, SERVICE_ROW, run_stage_task
 
 
 def test_a_worker_that_stays_after_the_run_is_ended_and_fails_nobody(
@@ -22,19 +22,31 @@ def test_a_worker_that_stays_after_the_run_is_ended_and_fails_nobody(
 ) -> None:
     ended = threading.Event()
 
-    def rows(_: RunInStage) -> Iterator[Row]:
-        yield Row(rank=SERVED, result=b"the model")
-        yield Row(rank=SERVED, result=ALL_SAID)
+    def rows(*_: Any, **__: Any) -> Iterator[Row]:
+        for piece in pieces(ForwardedLogs().header, [memoryview(b"the model")]):
+            yield Row(rank=SERVICE_ROW, result=piece)
+        yield Row(rank=0, result=b"its result")
+        yield Row(rank=SERVICE_ROW, result=END_OF_ANSWER)
         assert ended.wait(60)
         raise RuntimeError("the operation was interrupted")
 
-    monkeypatch.setattr(RunInStage, "_rows", rows)
+    monkeypatch.setattr(beside, "run_tasks", rows)
+    monkeypatch.setattr(beside, "send", lambda *_: None)
     session: Any = SimpleNamespace(
         addTag=lambda tag: None, removeTag=lambda tag: None, interruptTag=lambda tag: ended.set()
     )
-    plain: dict[str, Any] = {"entry": "os:path", "begin_s": 1.0, "payload": b"", "tasks": 2}
-    run = RunInStage(spark=session, **plain, ranks_a_task=1, device="cpu", shipment=None, rows=None)
-    assert list(run.answered(0.2)) == [b"the model"]
+    where: dict[str, Any] = {"tasks": 2, "ranks_a_task": 1, "device": "cpu", "shipment": None}
+    found = read_stage(
+        session,
+        "os:path",
+        b"",
+        lambda _, values: b"".join(values),
+        begin_s=1.0,
+        patience_s=0.2,
+        rows=None,
+        **where,
+    )
+    assert found == (b"the model", {0: b"its result"})
 
 
 def test_a_first_task_that_never_comes_to_the_first_meeting_is_named(
