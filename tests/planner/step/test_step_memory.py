@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from sparkdl import Batch
 from sparkdl.errors import ConfigError, ModelError
-from sparkdl.planner.step.blocks import plan_blocks
 from sparkdl.planner.step.layers import layer_balance
 from sparkdl.planner.step.memory import StepMemory, rows_of, step_memory
 from sparkdl.replica import Replica
@@ -90,7 +89,6 @@ def test_lines_that_cross_have_the_peak_of_the_higher_one() -> None:
     "look",
     [
         partial(step_memory, optimizer=ADAM),
-        partial(plan_blocks, batch_size=4, budget=10**9, optimizer=SGD),
         partial(layer_balance, batch_size=4, workers=2, link=1e9),
     ],
 )
