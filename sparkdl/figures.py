@@ -7,21 +7,6 @@ from typing import Any
 from sparkdl.errors import SetupError
 
 
-def pyplot() -> Any:
-    """Matplotlib's module of that name.
-
-    Raises:
-        SetupError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise SetupError(
-            "the plot needs matplotlib, which is not installed: pip install matplotlib"
-        ) from error
-    return pyplot
-
-
 def new_figure(width: float, height: float) -> Any:
     """An empty figure that a notebook shows once: as what its cell returns.
 
@@ -32,7 +17,12 @@ def new_figure(width: float, height: float) -> Any:
     Raises:
         SetupError: matplotlib is not installed.
     """
-    plt = pyplot()
-    figure = plt.figure(figsize=(width, height), layout="constrained")
-    plt.close(figure)
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise SetupError(
+            "the plot needs matplotlib, which is not installed: pip install matplotlib"
+        ) from error
+    figure = pyplot.figure(figsize=(width, height), layout="constrained")
+    pyplot.close(figure)
     return figure

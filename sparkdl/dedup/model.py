@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-from pyspark.ml import Estimator, Model
-from pyspark.ml.evaluation import Evaluator
+from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -18,7 +16,6 @@ from typing_extensions import Self
 from sparkdl.arguments import counted
 from sparkdl.dedup.bands import Keys
 from sparkdl.dedup.columns import DISTANCE, DUPLICATE_OF, require_columns
-from sparkdl.dedup.curve import TradeOff, evaluator_for, measured, require_held_out
 from sparkdl.dedup.hashing import hashes, persisted
 from sparkdl.dedup.pairs import near
 from sparkdl.dedup.params import DedupParams
@@ -233,45 +230,12 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
             f"{keys.agreeing} of {len(keys.bands)} bands, had about {keys.fullest:.2g} hashes."
         )
 
-    def curve(
-        self,
-        estimator: Estimator[Any],
-        held_out: DataFrame,
-        thresholds: Sequence[int],
-        evaluator: Evaluator | None = None,
-    ) -> TradeOff:
-        """Train on all rows, and on those that each threshold keeps.
-
-        Args:
-            estimator: what is trained, on the table that this model was fitted to.
-            held_out: rows that the trained models are measured on.
-            thresholds: none above the one that this model was fitted with.
-            evaluator: measures; by default accuracy on the estimator's labels and predictions.
-
-        Raises:
-            ConfigError: a threshold is too large, or the rows or the measure are not known.
-            DataError: the held-out rows lack a column that is needed, or it has another type.
-        """
-        dataset, keep = self._rows(None), self.getKeep()
-        require_frame(held_out, "held_out", to_end="Measure on")
-        evaluator = evaluator_for(estimator, evaluator)
-        require_held_out(held_out, dataset, estimator, evaluator)
-        models = [self.copy({self.threshold: threshold}) for threshold in thresholds]
-        gone = [model.duplicates(dataset).select(quoted(keep)) for model in models]
-        with persisted(*gone):
-            rows = self.found.rows
-            fewer = [
-                (threshold, rows - each.count(), self._joined(dataset, each, "left_anti"))
-                for threshold, each in zip(thresholds, gone, strict=True)
-            ]
-            return measured(estimator, evaluator, held_out, [(None, rows, dataset), *fewer])
-
     def _rows(self, dataset: DataFrame | None) -> DataFrame:
         known = self._dataset if dataset is None else dataset
         if known is None:
             raise ConfigError(
                 "a model that was loaded does not know its rows: call report(df) with those that "
-                "it was fitted to; for a curve, fit again"
+                "it was fitted to"
             )
         require_frame(known, "dataset")
         return known

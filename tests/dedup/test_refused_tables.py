@@ -10,11 +10,6 @@ import pytest
 from every_row import every
 from frames import no_jobs
 from pyspark.errors import PySparkException
-from pyspark.ml import Pipeline
-from pyspark.ml.classification import LogisticRegression
-from pyspark.ml.clustering import PowerIterationClustering
-from pyspark.ml.evaluation import MulticlassClassificationEvaluator
-from pyspark.ml.feature import VectorAssembler
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
@@ -114,45 +109,6 @@ def test_what_a_model_does_not_know(rows: DataFrame, spark: SparkSession) -> Non
     stream = spark.readStream.format("rate").load()
     with pytest.raises(DataError, match="foreachBatch"):
         model.transform(stream)
-    with pytest.raises(ConfigError, match="threshold=4"):
-        model.curve(LogisticRegression(), rows, [4])
-    with pytest.raises(ConfigError, match="has no labelCol and predictionCol"):
-        model.curve(PowerIterationClustering(), rows, [1])  # type: ignore[arg-type]
-
-
-class NeverFitted(LogisticRegression):
-    """Its fit is no part of a test."""
-
-    def _fit(self, dataset: DataFrame) -> Any:
-        raise AssertionError("trained before the held-out rows were looked at")
-
-
-def test_held_out_rows_are_looked_at_before_a_model_is_trained(
-    rows: DataFrame, spark: SparkSession
-) -> None:
-    rows = rows.withColumn("features", F.array("id")).withColumn("weight", F.lit(1.0))
-    longer = {"features": F.array(F.lit(0.5)), "weight": F.lit(1)}
-    text = F.lit("text")
-    found = NearDuplicates(hash="given", inputCol="word").fit(rows)
-    plain, both = NeverFitted(), Pipeline(stages=[Pipeline(stages=[NeverFitted()])])
-    joined = Pipeline(stages=[VectorAssembler(inputCols=["ID", "word"], outputCol="features")])
-    weighted = MulticlassClassificationEvaluator(weightCol="weight")
-    for estimator, evaluator, held_out, error, said in [
-        (plain, None, rows.toPandas(), ConfigError, "held_out must be a Spark DataFrame"),
-        (plain, None, spark.readStream.format("rate").load(), DataError, "is a stream"),
-        (plain, None, rows.drop("label"), DataError, "held_out has no column 'label'"),
-        (plain, None, rows.drop("features"), DataError, "held_out has no column 'features'"),
-        (both, weighted, rows.drop("features"), DataError, "held_out has no column 'features'"),
-        (both, weighted, rows.drop("weight"), DataError, "held_out has no column 'weight'"),
-        (joined, weighted, rows.drop("word"), DataError, "held_out has no column 'word'"),
-        (plain, None, rows.withColumn("label", F.lit(1)), DataError, "'label' has type int in hel"),
-        (plain, None, rows.withColumn("features", text), DataError, "'features' has type string"),
-        (joined, weighted, rows.withColumn("WEIGHT", text), DataError, "'weight' has type string"),
-        (plain, weighted, rows.withColumns(longer), AssertionError, "trained before"),
-        (plain, None, rows.drop("weight", "id"), AssertionError, "trained before"),
-    ]:
-        with pytest.raises(error, match=said):
-            found.curve(estimator, held_out, [], evaluator)
 
 
 def test_new_rows_that_cannot_be_told_apart_fail_the_query(rows: DataFrame) -> None:
