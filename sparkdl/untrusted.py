@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import is_dataclass
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from sparkdl.events import are_measured, are_metrics
@@ -36,14 +36,14 @@ def read(hint: Any, value: Any, name: str = "it", *, whole: bool = False) -> Any
         if kind is dict and value.keys() == hint.keys():
             return {key: read(each, value[key], key, whole=whole) for key, each in hint.items()}
         raise TypeError(f"{name} is {value!r:.200}")
-    hints, origin, arguments = _form_of(hint)
+    hints, plain, origin, arguments = _form_of(hint)
     if hints is not None:
         missing = len(hints) - len(value) if kind is dict and value.keys() <= hints.keys() else None
         if missing == 0 or (missing and not whole):
             # Most fields are plain, and every contribution brings eleven.
             fields = {
                 key: each
-                if type(each) is hints[key] is not int
+                if (kind := type(each)) in plain[key] and (kind is not int or each in _COUNTS)
                 else read(hints[key], each, key, whole=whole)
                 for key, each in value.items()
             }
@@ -74,7 +74,15 @@ def read(hint: Any, value: Any, name: str = "it", *, whole: bool = False) -> Any
 
 
 @functools.cache
-def _form_of(hint: Any) -> tuple[dict[str, Any] | None, Any, tuple[Any, ...]]:
-    """The hints of a dataclass's fields, or None; else what a generic type is of."""
+def _form_of(
+    hint: Any,
+) -> tuple[dict[str, Any] | None, dict[str, set[Any]], Any, tuple[Any, ...]]:
+    """The hints of a dataclass's fields, or None, with their plain types; what a type is of."""
     hints = get_type_hints(hint) if is_dataclass(hint) else None
-    return hints, get_origin(hint), get_args(hint)
+    plain = {
+        key: {*(get_args(each) or (each,))} & {int, float, str, bool, NoneType}
+        if get_origin(each) in (None, Union, UnionType)
+        else set()
+        for key, each in (hints or {}).items()
+    }
+    return hints, plain, get_origin(hint), get_args(hint)
