@@ -1,7 +1,7 @@
 """Kinds of session, for ours and peers alike; and a child of startup.py, which fits twice in one.
 
-``plain`` is built by the user; ``created`` comes from ``sparkdl.create_session``, ``prepared`` too,
-on a machine on which ``sparkdl-prepare`` was run; ``connect`` is a client of Spark Connect.
+``plain`` is built by the user; ``created`` comes from ``sparkdl.create_session``; ``connect`` is a
+client of Spark Connect.
 
 The child prints, as its last line, ``{"session": ..., "fits": [{"seconds": ..., "first_step": ...,
 "accuracy": ...}, ...]}``: the seconds that the session took to start; of each fit the wall time of
@@ -12,7 +12,6 @@ imports torch's compiler while Java starts: its time is part of the session's, n
 
 import argparse
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -32,8 +31,7 @@ CONF = {"spark.executor.memory": "2048m", "spark.ui.enabled": "false"}
 PERIOD = 5
 """Of ours, which is its default, and of a loop by hand; another loop has a round an epoch."""
 
-KINDS = ("plain", "created", "prepared", "connect")
-PREPARE_TIMEOUT_SECONDS = 300.0
+KINDS = ("plain", "created", "connect")
 
 
 def add_option(options: argparse.ArgumentParser, *, default: str) -> None:
@@ -44,31 +42,6 @@ def add_option(options: argparse.ArgumentParser, *, default: str) -> None:
         choices=KINDS,
         help=f"a kind of session for all contenders ({default} if left out)",
     )
-
-
-def prepare(cache: Path) -> None:
-    """Runs ``sparkdl-prepare`` for the prepared sessions; not part of any figure.
-
-    Args:
-        cache: a folder that does not exist yet, for what it writes.
-    """
-    harness.run_to_end(
-        [sys.executable, "-c", "from sparkdl.spark.session.prepare import main; main([])"],
-        environment=harness.child_environment() | {"XDG_CACHE_HOME": str(cache)},
-        timeout=PREPARE_TIMEOUT_SECONDS,
-    )
-
-
-def environment_of(kind: str, cache: Path, python: Path = Path(sys.executable)) -> dict[str, str]:
-    """Returns the environment of a contender's process.
-
-    Args:
-        kind: of ``KINDS``.
-        cache: as prepared; others see neither this nor the user's own.
-        python: the contender's interpreter.
-    """
-    seen = cache if kind == "prepared" else cache / "nothing"
-    return harness.child_environment(python=python) | {"XDG_CACHE_HOME": str(seen)}
 
 
 class StampedSGD(torch.optim.SGD):

@@ -53,20 +53,18 @@ def main() -> None:
     options = harness.parser(__doc__)
     options.add_argument("--case", choices=CASES, action="append", help="by default all")
     options.add_argument("--part", type=float, default=1.0, help="of the rows, for development")
-    fit_session.add_option(options, default="plain and prepared")
+    fit_session.add_option(options, default="plain and created")
     chosen = harness.parse(options, repeats=3, child=measure)
-    kinds = chosen.session or ["plain", "prepared"]
+    kinds = chosen.session or ["plain", "created"]
     claims: list[harness.Claim] = []
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
-        cache = Path(directory) / "cache"
-        fit_session.prepare(cache)
         for name in chosen.case or CASES:
             folder = Path(directory) / name
             rows = int(CASES[name].rows * chosen.part * (0.1 if chosen.quick else 1.0))
             write(folder, CASES[name], rows)
             turns = {
-                f"{way}, {kind}": partial(in_a_process, way, kind, name, folder, cache)
+                f"{way}, {kind}": partial(in_a_process, way, kind, name, folder)
                 for kind in kinds
                 for way in WAYS
                 if kind == kinds[0] or way in (OURS, PEER)
@@ -148,9 +146,9 @@ def _image(draws: np.random.Generator, shape: tuple[int, ...]) -> bytes:
     return file.getvalue()
 
 
-def in_a_process(way: str, kind: str, name: str, folder: Path, cache: Path) -> Measured:
+def in_a_process(way: str, kind: str, name: str, folder: Path) -> Measured:
     """Returns what each call in a fresh session took."""
-    environment = fit_session.environment_of(kind, cache) | {"OMP_NUM_THREADS": "1"}
+    environment = harness.child_environment() | {"OMP_NUM_THREADS": "1"}
     child = harness.call_child(__file__, way, kind, name, str(folder), environment=environment)
     if kind != "plain":
         child["calls"][0] += child.get("session", 0.0)

@@ -66,7 +66,7 @@ def main() -> None:
     options.add_argument(
         "--peer", action="append", choices=PEERS, help="a peer; the first two if left out"
     )
-    fit_session.add_option(options, default="plain and prepared")
+    fit_session.add_option(options, default="plain and created")
     parts: dict[str, tuple[harness.Part, int, int]] = {
         "jobs": (jobs, 3, 1),
         "functions": (functions, 5, 1),
@@ -77,13 +77,11 @@ def main() -> None:
 def jobs(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
     """Measures whole jobs."""
     peers = [each for peer in chosen.peer or [*PEERS][:2] for each in PEERS[peer]]
-    kinds = chosen.session or ["plain", "prepared"]
+    kinds = chosen.session or ["plain", "created"]
     python = harness.peer_python("elephas") if "elephas" in peers else None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         digits.write(folder)
-        if "prepared" in kinds:
-            fit_session.prepare(folder / "cache")
         turns = {
             f"{contender}, {kind}": turn(contender, kind, folder, python)
             for contender in (*OURS, *peers)
@@ -103,7 +101,7 @@ def turn(contender: str, kind: str, folder: Path, python: Path | None) -> Callab
     """Returns a function that measures a contender in a next session, with other seeds."""
     elephas = contender in ELEPHAS
     python = python if elephas and python else Path(sys.executable)
-    environment = fit_session.environment_of(kind, folder / "cache", python)
+    environment = harness.child_environment(python)
     environment |= {"KERAS_BACKEND": ELEPHAS.get(contender, "")}
     seeds = itertools.count(1, 2)
 
@@ -124,7 +122,7 @@ def turn(contender: str, kind: str, folder: Path, python: Path | None) -> Callab
 def figures(run: Session, kind: str) -> dict[str, float]:
     """Seconds of a session's two fits, and to their first steps where these were noted."""
     first, second = run["fits"]
-    before = run["session"] if kind in ("created", "prepared") else 0.0
+    before = run["session"] if kind == "created" else 0.0
     found = {"first fit": before + first["seconds"], "second fit": second["seconds"]}
     if first["first_step"] is not None:
         found["first step of first fit"] = before + first["first_step"]

@@ -109,8 +109,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         digits.write(folder)
-        if "prepared" in kinds:
-            fit_session.prepare(folder / "cache")
         if chosen.search:
             (folder / "validation").mkdir()
             digits.write(folder / "validation", validation=True)
@@ -134,7 +132,7 @@ def main() -> None:
 def session_of(name: str, kind: str, folder: Path) -> Session:
     """Returns a function that runs the fits of a plan in a fresh session of a contender."""
     python = harness.peer_python("elephas") if name == "elephas" else Path(sys.executable)
-    environment = fit_session.environment_of(kind, folder / "cache", python)
+    environment = harness.child_environment(python)
     options: dict[str, Any] = {"environment": environment, "timeout": SESSION_TIMEOUT_SECONDS}
 
     def session(plan: Sequence[dict[str, Any]]) -> Fits:
@@ -144,7 +142,7 @@ def session_of(name: str, kind: str, folder: Path) -> Session:
         else:
             child = harness.call_child(__file__, kind, name, str(folder), plan, **options)
         fits: Fits = child["fits"]
-        if kind in ("created", "prepared"):
+        if kind == "created":
             first = fits[0]["curve"]
             fits[0]["curve"] = [(child["session"] + at, accuracy) for at, accuracy in first]
         return fits

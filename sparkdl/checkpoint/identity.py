@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparkdl.user_code.stand_ins import stand_in
+from sparkdl.user_code.needed_modules import plain
 
 Parts = dict[str, bytes]
 """The digest of each part, by name."""
@@ -179,7 +179,7 @@ class _Digester:
 
     def parts(self, value: object) -> Parts:
         """What an object consists of."""
-        value = stand_in(value)
+        value = plain(value)
         name = _import_name(value)
         if name is not None:
             return {"name": _hash(name)}

@@ -26,7 +26,7 @@ import torch
 
 from sparkdl.checkpoint.trust import NotFoundError, Trust, TrustArgument, find, torchs_own
 from sparkdl.errors import ConfigError
-from sparkdl.user_code.stand_ins import pickled_apart
+from sparkdl.user_code.needed_modules import pickled
 from sparkdl.user_code.tracebacks import message_of
 
 KEY = "recipe"
@@ -104,7 +104,7 @@ def save_object(value: Any, directory: Path, name: str) -> dict[str, Any]:
     # What lives in the running script is not in another.
     if not spec or any(path.startswith("__main__:") for path in paths):
         file = _pickle_of(name)
-        (directory / file).write_bytes(pickled_apart(value))
+        (directory / file).write_bytes(pickled(value, set()))
         spec = {**(spec or {}), "pickle": file}
     return {KEY: spec}
 

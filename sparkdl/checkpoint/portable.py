@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sparkdl.errors import ModelError
 from sparkdl.process.randomness import borrowed_random_numbers
+from sparkdl.user_code.needed_modules import ReferencePickler
 from sparkdl.user_code.tracebacks import message_of
 
 
@@ -45,10 +46,10 @@ def require_portable(module: nn.Module, builder: Any) -> None:
     Raises:
         ModelError: neither can be pickled.
     """
-    _dump(module, builder, _WithoutValues, io.BytesIO())
+    _dump(module, builder, lambda file: _WithoutValues(file, set()), io.BytesIO())
 
 
-class _WithoutValues(cloudpickle.Pickler):  # type: ignore[misc]
+class _WithoutValues(ReferencePickler):
     """Leaves out tensors."""
 
     def persistent_id(self, value: Any) -> str | None:

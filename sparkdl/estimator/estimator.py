@@ -33,7 +33,6 @@ from sparkdl.estimator.persistence import EstimatorReader, EstimatorWriter, requ
 from sparkdl.estimator.progress import ProgressBar
 from sparkdl.process.lazy_compiler import compiler_deferred
 from sparkdl.report import TrainingSummary
-from sparkdl.spark.catalyst.accumulators import uncounted
 from sparkdl.spark.catalyst.jvm import is_of_connect
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.network import driver_ports
@@ -104,11 +103,10 @@ class BaseEstimator(
                 search whose grid has a value that cannot be saved.
         """
         require_savable_grid(self)
+        self._require_declared([each for each in extra or {} if isinstance(each, str)])
         given = {}
         for each, value in (extra or {}).items():
             name = each if isinstance(each, str) else each.name
-            if isinstance(each, str) and not self.hasParam(each):
-                raise ConfigError(f"{type(self).__name__} has no parameter '{each}'")
             if name == "strategy" and isinstance(value, Mapping):
                 value = self._changed_strategy(value)
             given[self.getParam(name) if isinstance(each, str) else each] = value
@@ -190,8 +188,7 @@ class BaseEstimator(
 
     def _trained(self, dataset: DataFrame, warm_start: FittedModel | None) -> M:
         start = None if warm_start is None else warm_start.module
-        with uncounted():
-            plan, replica = plan_fit(self, dataset, start)
+        plan, replica = plan_fit(self, dataset, start)
         spark, workers = dataset.sparkSession, plan.workers
         train: Callable[[], tuple[Outcome, Checked]]
         if is_of_connect(spark):
@@ -238,7 +235,7 @@ class BaseEstimator(
                     ),
                 ),
                 Observers(
-                    check=uncounted()(partial(checks.check, plan)),
+                    check=partial(checks.check, plan),
                     on_event=progress,
                     callbacks=settings.driver_callbacks,
                     settings=settings_of(self._as_given()),

@@ -32,7 +32,6 @@ from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.protocols import ColumnSpec, LossFunction
 from sparkdl.replica.losses import ModelLoss
 from sparkdl.report import TrainingSummary
-from sparkdl.spark.closures.pickling import References, pickled
 from sparkdl.spark.inference.columns import (
     predict_function,
     prediction_columns,
@@ -45,6 +44,7 @@ from sparkdl.spark.inference.scores import Labels, Score, not_of_one_output
 from sparkdl.spark.inference.shared_model import ModelSharing
 from sparkdl.spark.rows.columns import InputColumn, input_columns
 from sparkdl.spark.session.required import jvm_named, require_frame, require_session
+from sparkdl.user_code.needed_modules import pickled
 
 _PRECISIONS = {"own": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -130,10 +130,10 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
         names: Sequence[str],
         spark: SparkSession,
         *,
-        used: References | None = None,
+        used: set[str] | None = None,
         score: bytes | None = None,
     ) -> Predictor:
-        used = References() if used is None else used
+        used = set() if used is None else used
         return Predictor(
             model=self._sharing.share(
                 self.module,
@@ -149,7 +149,6 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
             settings=TorchSettings.here(),
             score=score,
             skip_invalid=self.getHandleInvalid() == "skip",
-            broadcasts=used.broadcasts,
         )
 
     def prediction_settings(self) -> PredictionSettings:
@@ -167,14 +166,14 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
         """Called by ``transform``: add the predictions to every row, in the rows' order."""
         require_frame(dataset, connect=True)
         outputs = self.predicted_columns(self._head, self._widths)
-        score = self.getScoreCol()
+        score = self.getLossCol()
         if score is not None:
             outputs = [*outputs, OutputColumn(score, None, not_of_one_output, False)]
         names = [each.name for each in outputs]
         taken = _taken(names, dataset)
         if taken is not None:
             name, present = taken
-            setter = "setScoreCol" if name == score else self.setter_of(name)
+            setter = "setLossCol" if name == score else self.setter_of(name)
             raise DataError(
                 f"the DataFrame already has a column '{present}'. Drop it, or choose another "
                 f"name: model.{setter}(...)"
@@ -187,7 +186,7 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
                 prediction_columns(predictor, dataset, columns, specs)
             )
         rows, label_columns, labels = self._labelled(dataset)
-        used = References()
+        used: set[str] = set()
         octets = pickled(Score(self._loss_of_rows(), labels), used)
         predictor = self._predictor(outputs, given, spark, used=used, score=octets)
         both = [*columns, *label_columns]
@@ -199,12 +198,12 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
     def _loss_of_rows(self) -> LossFunction:
         if self._loss is None:
             raise ConfigError(
-                f"scoreCol='{self.getScoreCol()}' needs the loss, which the model does not have: "
-                "set scoreCol before saving a model, or pass loss=... to from_module"
+                f"lossCol='{self.getLossCol()}' needs the loss, which the model does not have: "
+                "set lossCol before saving a model, or pass loss=... to from_module"
             )
         if isinstance(self._loss, ModelLoss):
             raise ConfigError(
-                "scoreCol cannot be combined with loss='model': a model that computes its own "
+                "lossCol cannot be combined with loss='model': a model that computes its own "
                 "loss gives no value per row. Drop one of the two"
             )
         return self._loss
@@ -261,7 +260,7 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
                 f"every row equally, because their update takes no '{WEIGHTS}'. Drop it, or write "
                 "a torchmetrics.Metric that takes one"
             )
-        used = References()
+        used: set[str] = set()
         octets, given = pickled(measured, used), [each.name for each in specs]
         predictor = self._predictor((), given, dataset.sparkSession, used=used)
         evaluation = Evaluation(predictor, octets, specs, labels, weight)
@@ -294,7 +293,7 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
             widths=self._widths,
             history=self.history,
             labels=self._labels,
-            loss=None if self.getScoreCol() is None else self._loss,
+            loss=None if self.getLossCol() is None else self._loss,
         )
         return ModelWriter(self, saved)
 

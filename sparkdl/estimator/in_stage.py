@@ -29,13 +29,13 @@ from sparkdl.process.lazy_compiler import compiler_deferred
 from sparkdl.redaction import shown
 from sparkdl.report.recording import Recording
 from sparkdl.spark.catalyst.jvm import setting, size_setting
-from sparkdl.spark.closures.pickling import References, pickled
 from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.launch.beside import ForwardedLogs, error_fields, read_stage, readable
 from sparkdl.spark.launch.stage_task import StartWorkers
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.spark.session.encryption import keeps_rows_in_memory
 from sparkdl.untrusted import read
+from sparkdl.user_code.needed_modules import pickled
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +74,8 @@ def fit_in_stage(plan: FitPlan, params: SharedParams, module: nn.Module) -> tupl
     job = replace(plan.job, max_failures=0, min_workers=1)
     remote = replace(plan, job=job, workers=replace(workers, frame=None))  # type: ignore[arg-type]
     while True:
-        serve, used = partial(_serve, remote, params, checkpoints), References()
-        payload = pickled((job, workers.network, in_memory, serve), used)
+        serve, names = partial(_serve, remote, params, checkpoints), set[str]()
+        payload = pickled((job, workers.network, in_memory, serve), names)
         try:
             result, _ = read_stage(
                 spark,
@@ -87,7 +87,7 @@ def fit_in_stage(plan: FitPlan, params: SharedParams, module: nn.Module) -> tupl
                 tasks=workers.num_tasks,
                 ranks_a_task=workers.ranks_a_task,
                 device=workers.device,
-                shipment=ship(used.names, spark) if workers.ship_modules else None,
+                shipment=ship(names, spark) if workers.ship_modules else None,
                 rows=workers,
             )
             assert result is not None

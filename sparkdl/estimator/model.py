@@ -64,7 +64,7 @@ class TorchModel(FittedModel, ChosenOutputs):
                 tensor, one per argument, or a dict by column name. Each row of a column must have
                 its shape there, and becomes a tensor of its dtype.
             loss: what it was trained with. If that is one of torch's for classes, ``outputType``
-                can be 'class' or 'probability'; ``scoreCol`` needs it.
+                can be 'class' or 'probability'; ``lossCol`` needs it.
             imageCols: the columns of images, whose pixels the example holds.
             imageSize: the height and width that images of any size are brought to, as in
                 ``TorchEstimator``: those of the example.

@@ -64,7 +64,7 @@ def require_own_targets(
     for each in _tensors(values):
         if list(each.shape).count(rows) > 1:
             raise ModelError(
-                f"weightCol and scoreCol need a loss with one value per row, but for {rows} rows "
+                f"weightCol and lossCol need a loss with one value per row, but for {rows} rows "
                 f"it gives {tuple(each.shape)}: each row is compared with all others. Have the "
                 "loss compare each row of the outputs with its own target"
             )

@@ -352,7 +352,7 @@ def by_row(values: Any, rows: int) -> Tensor:
     if not isinstance(values, Tensor) or values.dim() == 0 or len(values) != rows:
         shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise ModelError(
-            f"weightCol and scoreCol need a loss with one value per row, shape ({rows},) here, but "
+            f"weightCol and lossCol need a loss with one value per row, shape ({rows},) here, but "
             f"it gives {shape}. torch's own losses do; have your own function take "
             "reduction='none' as an argument, or drop the mean"
         )

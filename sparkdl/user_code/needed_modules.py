@@ -1,4 +1,4 @@
-"""The modules that code needs: which ones it names or imports, and what to do if one is missing.
+"""Pickles of the user's for other processes, and the modules that these need.
 
 A pickle holds the classes and functions of importable modules by name, and those of ``__main__`` by
 value. So it needs the modules that are named in it, and also those that its functions by value
@@ -8,11 +8,13 @@ import when they are called.
 from __future__ import annotations
 
 import dis
-import importlib.util
 import io
+import os
+import pickle
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -20,20 +22,61 @@ import cloudpickle
 _IMPORT = dis.opmap["IMPORT_NAME"]
 
 
+@dataclass(frozen=True)
+class ValueOf:
+    """Has the ``value`` of a broadcast variable of PySpark's, in other processes."""
+
+    value: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ValueOf:
+        return self
+
+
+def is_of_spark(value: Any, name: str) -> bool:
+    """Whether an object is of PySpark's class of a name, which may not be installed."""
+    kind = type(value)
+    return kind.__name__ == name and kind.__module__.startswith("pyspark.")
+
+
+def plain(value: Any) -> Any:
+    """The ``ValueOf`` of a broadcast variable; any other object itself.
+
+    Raises:
+        PicklingError: the broadcast variable cannot be used any more.
+    """
+    if not is_of_spark(value, "Broadcast"):
+        return value
+    if not os.path.exists(value._path):  # although the driver may still have its value
+        raise pickle.PicklingError("it was destroyed, or its Spark session was stopped")
+    return ValueOf(value.value)
+
+
 class ReferencePickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Cloudpickle's, which also notes what its pickle will look for.
+
+    Broadcast variables become their values. PySpark's own way would send them along with the next
+    function of the user's that it pickles, and only to Spark's own processes.
 
     Args:
         file: where it writes to.
         names: where it adds dotted names: of modules, or of what a module may have.
+        counts: whether what is added to accumulators is counted.
     """
 
-    def __init__(self, file: io.BytesIO, names: set[str]) -> None:
+    def __init__(self, file: io.BytesIO, names: set[str], counts: bool = False) -> None:
         super().__init__(file)
-        self._names = names
+        self._names, self._counts = names, counts
 
     def reducer_override(self, value: Any) -> Any:
         """Called by the pickler for everything but numbers, texts and plain containers."""
+        if (replaced := plain(value)) is not value:
+            return ValueOf, (replaced.value,)
+        if is_of_spark(value, "Accumulator") and not self._counts:
+            raise pickle.PicklingError(
+                "an accumulator, which counts only in sparkdl.run: a fit and a model call your "
+                "functions for trial too, and again after a loss. Measure with 'metrics', or sum "
+                "up a column of what transform returns"
+            )
         reduced = super().reducer_override(value)
         if reduced is NotImplemented:
             if isinstance(value, types.ModuleType):
@@ -48,33 +91,30 @@ class ReferencePickler(cloudpickle.Pickler):  # type: ignore[misc]
         return reduced
 
 
-def imported_names(code: types.CodeType, package: str | None) -> Iterator[str]:
+def pickled(value: Any, names: set[str], *, counts: bool = False) -> bytes:
+    """Pickle an object for other processes; see ``ReferencePickler``."""
+    file = io.BytesIO()
+    ReferencePickler(file, names, counts).dump(value)
+    return file.getvalue()
+
+
+def imported_names(code: types.CodeType, package: str | None = None) -> Iterator[str]:
     """What a piece of code imports, also within functions.
 
     Args:
         code: of a module or function.
-        package: to which relative imports refer; they say nothing without.
+        package: whose parts relative imports take; None leaves them out.
 
     Yields:
-        The dotted names of modules, and of what is taken from them, which may be modules too.
+        The dotted names of modules.
     """
     for each in nested_code(code):
         if _IMPORT not in each.co_code[::2]:
             continue
         steps = [step for step in dis.get_instructions(each) if step.opname != "EXTENDED_ARG"]
-        for level, taken, step in zip(steps, steps[1:], steps[2:], strict=False):
-            if step.opcode != _IMPORT:
-                continue
-            name = str(step.argval)
-            if level.argval:
-                if not package:
-                    continue
-                try:
-                    name = importlib.util.resolve_name("." * level.argval + name, package)
-                except ImportError:  # beyond the package: Python will refuse it as well
-                    continue
-            yield name
-            yield from (f"{name}.{item}" for item in taken.argval or () if item != "*")
+        for level, step in zip(steps, steps[2:], strict=False):
+            if step.opcode == _IMPORT and (name := package if level.argval else step.argval):
+                yield str(name)
 
 
 def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -119,9 +159,7 @@ def left_behind(reasons: Mapping[str, str]) -> Iterator[None]:
 
 def advice(error: ModuleNotFoundError) -> str:
     """What to do about a module that was not found, for the end of a message."""
-    parts = (error.name or "").split(".")
-    for depth in range(len(parts), 0, -1):
-        name = ".".join(parts[:depth])
-        if name in _left_behind:
-            return f"The module {name} {_left_behind[name]}. {HOW_OTHERS_TRAVEL}"
+    name = (error.name or "").partition(".")[0]
+    if name in _left_behind:
+        return f"The module {name} {_left_behind[name]}. {HOW_OTHERS_TRAVEL}"
     return _TRAVEL

@@ -60,4 +60,3 @@ def test_a_wheel_runs_the_readme_in_an_environment_of_its_own(tmp_path: Path) ->
     assert "|label|prediction|count|" in table
     assert int(right.split()[0]) > 3800
     assert "What each worker did when" in (tmp_path / "report.html").read_text()
-    assert "sparkdl-prepare" in run(tmp_path / "venv/bin/sparkdl-prepare", "--help", cwd=tmp_path)

@@ -199,7 +199,7 @@ def test_a_loss_that_gives_only_the_mean_is_refused_with_what_to_do() -> None:
         return (outputs - targets).mean()
 
     with pytest.raises(
-        ModelError, match=r"scoreCol need a loss .* shape \(2,\) here, but it gives \(\)"
+        ModelError, match=r"lossCol need a loss .* shape \(2,\) here, but it gives \(\)"
     ):
         score(mean_of)(torch.ones(2), torch.ones(2), 2)
 

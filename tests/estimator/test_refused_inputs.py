@@ -351,8 +351,8 @@ OTHERS: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"loss": detached}, ["backward pass", "does not require grad"]),
     (
-        {"model": nn.Linear(4, 1), "loss": of_all_pairs, "scoreCol": "error"},
-        ["scoreCol need a loss with one value per row, but for 11 rows it gives (11, 11)"],
+        {"model": nn.Linear(4, 1), "loss": of_all_pairs, "lossCol": "error"},
+        ["lossCol need a loss with one value per row, but for 11 rows it gives (11, 11)"],
     ),
     ({"loss": guarded()}, ["loss cannot be sent", "'guard'", "lock"]),
     ({"optimizer": torch.optim.LBFGS}, ["optimizer", "closure"]),

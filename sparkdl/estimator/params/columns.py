@@ -172,9 +172,9 @@ class PredictionParams(HasPredictionCol, DeclaredParams, group="Outputs"):
     predictionCol = Declaration(
         str, None, "prediction", "the column that the fitted model adds for its predictions"
     )
-    scoreCol = Declaration(
+    lossCol = Declaration(
         str | None,
-        convert.nonempty_text("scoreCol"),
+        convert.nonempty_text("lossCol"),
         None,
         "a column with each row's loss, which transform adds to rows that have labels; None for "
         "none",

@@ -10,7 +10,7 @@ import difflib
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -133,6 +133,26 @@ class DeclaredParams(Params):
         """A Param's name, doc, default and value, without the credentials of URIs."""
         return without_credentials(super().explainParam(param))
 
+    def setParams(self, **values: Any) -> Self:
+        """Set several Params by their names, as pyspark.ml's own estimators do.
+
+        Raises:
+            ConfigError: there is no such Param.
+        """
+        self._require_declared(values)
+        unset = {n for n, each in self.declarations.items() if each.default is Default.UNSET}
+        return self._set(**{n: v for n, v in values.items() if v is not None or n not in unset})
+
+    def _require_declared(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self.declarations:
+                close = difflib.get_close_matches(name, self.declarations, n=1)
+                hint = f" Did you mean '{close[0]}'?" if close else ""
+                raise ConfigError(
+                    f"{type(self).__name__} has no parameter '{name}'.{hint} It has: "
+                    f"{', '.join(self.declarations)}"
+                )
+
     def _set(self, **values: Any) -> Self:
         # pyspark.ml lets None pass unchecked.
         for name, value in values.items():
@@ -213,20 +233,12 @@ def _constructor(
     needed = [name for name, each in arguments.items() if each.default is each.empty]
 
     def __init__(self: Any, **given: Any) -> None:
-        kind = type(self).__name__
-        for name in given:
-            if name not in arguments:
-                close = difflib.get_close_matches(name, arguments, n=1)
-                hint = f" Did you mean '{close[0]}'?" if close else ""
-                raise ConfigError(
-                    f"{kind} has no parameter '{name}'.{hint} It has: {', '.join(arguments)}"
-                )
+        self._require_declared(given)
         if missing := [f"'{name}'" for name in needed if name not in given]:
-            raise TypeError(f"{kind} needs {', '.join(missing)}")
+            raise TypeError(f"{type(self).__name__} needs {', '.join(missing)}")
         super(cls, self).__init__()
         self._set_declared_defaults()
-        unset = {n for n, each in self.declarations.items() if each.default is Default.UNSET}
-        self._set(**{n: v for n, v in given.items() if v is not None or n not in unset})
+        self.setParams(**given)
 
     __init__.__qualname__ = f"{cls.__qualname__}.__init__"
     __init__.__module__ = cls.__module__

@@ -100,7 +100,7 @@ class ParamValues:
     validation_fraction: float | None
     metrics: dict[str, Any] | None
     prediction_col: str
-    score_col: str | None
+    loss_col: str | None
     callbacks: list[Callback | WorkerCallback] | None
     progress: bool
     timeout: float
@@ -160,7 +160,7 @@ class TorchEstimatorParams(EstimatorParams, OutputParams):
         validationFraction: float | None = None,
         metrics: Mapping[str, Any] | None = None,
         predictionCol: str = "prediction",
-        scoreCol: str | None = None,
+        lossCol: str | None = None,
         outputCols: dict[str, OutputKey] | None = None,
         outputType: str = "auto",
         callbacks: Sequence[Callback | WorkerCallback] | None = None,
@@ -309,7 +309,7 @@ class TorchEstimatorParams(EstimatorParams, OutputParams):
 
         Outputs:
             predictionCol: the column that the fitted model adds for its predictions.
-            scoreCol: a column with each row's loss, which transform adds to rows that have labels;
+            lossCol: a column with each row's loss, which transform adds to rows that have labels;
                 None for none. A loss of your own must give one value per row.
             outputCols: the columns that the model adds if it returns several outputs: from each
                 column's name to its output's name, or position in a tuple; None for predictionCol
@@ -409,7 +409,7 @@ class TorchClassifierParams(ClassParams, EstimatorParams):
         validationFraction: float | None = None,
         metrics: Mapping[str, Any] | None = None,
         predictionCol: str = "prediction",
-        scoreCol: str | None = None,
+        lossCol: str | None = None,
         rawPredictionCol: str = "rawPrediction",
         probabilityCol: str = "probability",
         thresholds: Sequence[float] | None = None,
@@ -562,7 +562,7 @@ class TorchClassifierParams(ClassParams, EstimatorParams):
             predictionCol: the column of the predicted class, a double: its index, with the labels
                 where IndexToString finds them; or the label itself if ``labels`` are numbers or
                 booleans.
-            scoreCol: a column with each row's loss, which transform adds to rows that have labels;
+            lossCol: a column with each row's loss, which transform adds to rows that have labels;
                 None for none. A loss of your own must give one value per row.
             rawPredictionCol: the column of the outputs, a vector with a number for each class;
                 empty for none.
@@ -663,7 +663,7 @@ class TorchRegressorParams(EstimatorParams):
         validationFraction: float | None = None,
         metrics: Mapping[str, Any] | None = None,
         predictionCol: str = "prediction",
-        scoreCol: str | None = None,
+        lossCol: str | None = None,
         callbacks: Sequence[Callback | WorkerCallback] | None = None,
         progress: bool = True,
         timeout: float = 600.0,
@@ -810,7 +810,7 @@ class TorchRegressorParams(EstimatorParams):
 
         Outputs:
             predictionCol: the column that the fitted model adds for its predictions.
-            scoreCol: a column with each row's loss, which transform adds to rows that have labels;
+            lossCol: a column with each row's loss, which transform adds to rows that have labels;
                 None for none. A loss of your own must give one value per row.
 
         Monitoring:

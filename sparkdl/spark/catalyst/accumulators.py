@@ -1,20 +1,12 @@
-"""Accumulators of PySpark's: what ranks add to them, and what the driver only tries out."""
+"""What ranks in processes of their own add to PySpark's accumulators."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import cloudpickle
 import pyarrow as pa
-from pyspark import Accumulator
 from pyspark.accumulators import _accumulatorRegistry, _deserialize_accumulator
-
-from sparkdl.user_code.stand_ins import Uncounted, stands_in
-
-stands_in(Accumulator, lambda each: Uncounted(each.accum_param))
 
 _ADDED = pa.schema([("added to accumulators", pa.binary())])
 
@@ -46,47 +38,3 @@ def counted(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for number, parameter, value in cloudpickle.loads(batch.column(0)[0].as_py()):
             zero = parameter.zero(value)
             _deserialize_accumulator(number, zero, parameter).add(value)
-
-
-def accumulators_here() -> dict[int, Accumulator[Any]]:
-    """The accumulators of this task, by number."""
-    return dict(_accumulatorRegistry)
-
-
-def count_again(accumulators: dict[int, Accumulator[Any]]) -> None:
-    """Make accumulators of an earlier task count in this one, from zero.
-
-    Args:
-        accumulators: those that objects refer to which this process keeps.
-    """
-    for number, each in accumulators.items():
-        if _accumulatorRegistry.setdefault(number, each) is each:
-            each._value = each.accum_param.zero(each._value)
-
-
-def discard_added() -> None:
-    """Leave out what has been added in this task, because the task has not done what it should."""
-    _accumulatorRegistry.clear()
-
-
-_trial = threading.local()
-_add = Accumulator.add
-
-
-@contextmanager
-def uncounted() -> Iterator[None]:
-    """Ignore what this thread adds to accumulators: it only tries out the user's functions."""
-    before, _trial.active = getattr(_trial, "active", False), True
-    try:
-        yield
-    finally:
-        _trial.active = before
-
-
-def _add_unless_trial(self: Accumulator[Any], term: Any) -> None:
-    if not getattr(_trial, "active", False):
-        _add(self, term)
-
-
-# The functions hold the objects themselves, and other threads go on counting in them meanwhile.
-Accumulator.add = _add_unless_trial  # type: ignore[method-assign]

@@ -6,13 +6,11 @@ an instance of these classes, but code that serves both kinds of sessions asks f
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from py4j.protocol import Py4JError, Py4JJavaError, Py4JNetworkError
     from pyspark import RDD, Broadcast, SparkContext, SparkFiles, SparkStageInfo
-    from pyspark.core.broadcast import _broadcastRegistry, _from_id
 
     CAN_START_SPARK = True
 else:
@@ -20,9 +18,6 @@ else:
         from py4j.protocol import Py4JError, Py4JJavaError, Py4JNetworkError
         from pyspark import RDD, Broadcast, SparkContext, SparkFiles, SparkStageInfo
 
-        # Spark 3.5 has its module elsewhere.
-        _broadcasts = importlib.import_module(Broadcast.__module__)
-        _broadcastRegistry, _from_id = _broadcasts._broadcastRegistry, _broadcasts._from_id
         CAN_START_SPARK = True
     except ImportError:
         CAN_START_SPARK = False
@@ -58,11 +53,6 @@ else:
             _gateway: Any = None
             _jvm: Any = None
 
-        _broadcastRegistry: dict[int, Any] = {}
-
-        def _from_id(number: int) -> Any:
-            raise NotImplementedError(f"there is no broadcast variable {number}")
-
 
 __all__ = [
     "CAN_START_SPARK",
@@ -74,6 +64,4 @@ __all__ = [
     "SparkContext",
     "SparkFiles",
     "SparkStageInfo",
-    "_broadcastRegistry",
-    "_from_id",
 ]

@@ -9,10 +9,8 @@ import re
 import signal
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from pyspark.find_spark_home import _find_spark_home
 from pyspark.sql import SparkSession
 
 from sparkdl.spark.catalyst.core import Py4JError, Py4JJavaError, Py4JNetworkError, SparkContext
@@ -115,11 +113,6 @@ def running_context() -> SparkContext | None:
 def has_accepted(stage: JavaParams) -> None:
     """Have the Java class of one of pyspark.ml's stages check the values of its Params now."""
     stage._transfer_params_to_java()
-
-
-def directory_of_spark() -> Path:
-    """Where Spark is installed."""
-    return Path(_find_spark_home())
 
 
 def is_stopped(spark: SparkSession) -> bool:

@@ -7,8 +7,7 @@ from typing import Any
 
 from pyspark import BarrierTaskContext, TaskContext
 
-from sparkdl.spark.catalyst.broadcasts import stored_broadcasts
-from sparkdl.spark.catalyst.core import Broadcast, SparkFiles
+from sparkdl.spark.catalyst.core import SparkFiles
 
 _OF_BARRIERS = ("_conn_info", "_port", "_secret")
 """PySpark's attributes, in its various versions, by which a task reaches the executor's barrier."""
@@ -22,21 +21,19 @@ class Surroundings:
         files: where Spark keeps the files that the user has added to the session.
         context: the task's context.
         barrier: how the task reaches its barrier, if it has one.
-        broadcasts: the task's broadcast variables; see ``stored_broadcasts``.
     """
 
     files: str
     context: TaskContext
     barrier: dict[str, Any] = field(repr=False)  # contains a secret
-    broadcasts: dict[int, str | bytes] = field(repr=False)  # may contain the values
 
     @classmethod
-    def of(cls, context: TaskContext, broadcasts: dict[int, Broadcast[Any]]) -> Surroundings:
+    def of(cls, context: TaskContext) -> Surroundings:
         """The surroundings of the calling task."""
         barrier = {
             name: value for name, value in vars(BarrierTaskContext).items() if name in _OF_BARRIERS
         }
-        return cls(SparkFiles.getRootDirectory(), context, barrier, stored_broadcasts(broadcasts))
+        return cls(SparkFiles.getRootDirectory(), context, barrier)
 
     def restore(self) -> None:
         """Put them where PySpark looks for them in this process."""

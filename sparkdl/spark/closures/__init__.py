@@ -1,1 +1,1 @@
-"""What the user's functions refer to besides modules: broadcast variables and accumulators."""
+"""What the user's functions refer to, and bytes on their way to the executors."""

@@ -1,128 +1,69 @@
-"""Pickles of the user's functions for executors, and the broadcast variables that they refer to.
-
-PySpark notes a broadcast variable, for the thread, while it pickles the function that uses it, and
-sends it along with the next function that it runs. Ours is pickled earlier, and often in another
-thread. So the pickler here notes it in ``References`` instead, and the ``References`` are part of
-the function that PySpark pickles.
-
-What cannot be pickled is refused by the name of the part at fault.
-"""
+"""What cannot be sent to executors is refused by the name of the part at fault."""
 
 from __future__ import annotations
 
 import contextlib
 import dis
 import functools
-import io
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from sparkdl.errors import ModelError, SparkDLError
-from sparkdl.spark.catalyst.broadcasts import number_of
-from sparkdl.spark.catalyst.core import Broadcast, _from_id
-from sparkdl.user_code.needed_modules import ReferencePickler, nested_code
+from sparkdl.user_code.needed_modules import is_of_spark, nested_code, pickled
 from sparkdl.user_code.tracebacks import text_of
-
-
-@dataclass
-class References:
-    """What pickles refer to.
-
-    Attributes:
-        names: of modules, or of what a module may have; see ``user_code.needed_modules``.
-        broadcasts: broadcast variables by number. Pickled by PySpark, they have their values in the
-            task that unpickles them.
-    """
-
-    names: set[str] = field(default_factory=set)
-    broadcasts: dict[int, Broadcast[Any]] = field(default_factory=dict)
-
-
-class ClosurePickler(ReferencePickler):
-    """Pickles for executors, and notes what the pickle refers to.
-
-    Args:
-        file: where it writes to.
-        references: where it adds what it finds.
-    """
-
-    def __init__(self, file: io.BytesIO, references: References) -> None:
-        super().__init__(file, references.names)
-        self._references = references
-
-    def reducer_override(self, value: Any) -> Any:
-        """Called by the pickler for everything but numbers, texts and plain containers."""
-        if not isinstance(value, Broadcast):
-            return super().reducer_override(value)
-        # Not PySpark's own way, which would send it along with the user's next function too.
-        number = number_of(value)
-        self._references.broadcasts[number] = value
-        return _from_id, (number,)
-
-
-def pickled(value: Any, references: References) -> bytes:
-    """Pickle an object for executors.
-
-    Args:
-        value: the object.
-        references: where what it refers to is added.
-    """
-    file = io.BytesIO()
-    ClosurePickler(file, references).dump(value)
-    return file.getvalue()
-
 
 MAX_DEPTH = 8
 """How deep into attributes to look for the culprit."""
 
 
 def require_picklable(name: str, value: Any) -> None:
-    """Check that a Param's value can be sent to executors.
+    """Check that a Param's value can be sent to executors, which count for nobody.
 
     Raises:
         ModelError: it cannot be sent; the message names the attribute at fault.
     """
-    error = _pickling_error(value)
+    error = _pickling_error(value, counts=False)
     if error is not None:
         advice = f"give a function that builds the {name} on each worker"
-        raise ModelError(_refusal(name, value, error, advice)) from error
+        raise ModelError(_refusal(name, value, error, advice, counts=False)) from error
 
 
 def pickled_or_refused(
-    value: Any, parts: dict[str, Any], references: References, refuse: type[SparkDLError]
+    value: Any, parts: dict[str, Any], names: set[str], refuse: type[SparkDLError]
 ) -> bytes:
-    """Pickle an object for executors.
+    """Pickle an object for executors, which count for the driver.
 
     Args:
         value: the object.
         parts: what the user knows of it, by name, for messages.
-        references: where what it refers to is added.
+        names: where the names of what it refers to are added; see ``ReferencePickler``.
         refuse: what to raise.
 
     Raises:
         SparkDLError: it cannot be pickled; the message names the part at fault.
     """
     try:
-        return pickled(value, references)
+        return pickled(value, names, counts=True)
     except Exception as error:  # any __reduce__ may raise anything
         for name, part in parts.items():
-            found = _pickling_error(part)
+            found = _pickling_error(part, counts=True)
             if found is not None:
                 advice = "create it in the function that runs there"
-                raise refuse(_refusal(name, part, found, advice)) from error
+                raise refuse(_refusal(name, part, found, advice, counts=True)) from error
         raise
 
 
-def _refusal(name: str, value: Any, error: Exception, advice: str) -> str:
-    path, culprit, reason = _find_culprit(name, value, error)
+def _refusal(name: str, value: Any, error: Exception, advice: str, *, counts: bool) -> str:
+    path, culprit, reason = _find_culprit(name, value, error, counts)
     kind = type(culprit).__name__
-    if isinstance(culprit, Broadcast):
+    if is_of_spark(culprit, "Broadcast"):
         return (
             f"{name} cannot be sent to the executors: {path} is a {kind} that cannot be used any "
             f"more: {reason}. Broadcast its value again"
         )
+    if is_of_spark(culprit, "Accumulator"):
+        return f"{name} cannot be sent to the executors: {path} is {reason}"
     if _is_sparks(culprit):
         return (
             f"{name} cannot be sent to the executors: {path} is a {kind} that exists only in the "
@@ -140,21 +81,23 @@ def _is_sparks(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] in ("pyspark", "py4j")
 
 
-def _pickling_error(value: Any) -> Exception | None:
+def _pickling_error(value: Any, *, counts: bool) -> Exception | None:
     try:
-        pickled(value, References())
+        pickled(value, set(), counts=counts)
     except Exception as error:  # any __reduce__ may raise anything
         return error
     return None
 
 
-def _find_culprit(path: str, value: Any, error: Exception) -> tuple[str, Any, Exception]:
+def _find_culprit(
+    path: str, value: Any, error: Exception, counts: bool
+) -> tuple[str, Any, Exception]:
     """Descend, as deep as possible, into the first part that fails on its own."""
     above: list[int] = []
     while len(above) < MAX_DEPTH and not _is_sparks(value):
         above.append(id(value))
         for name, part in _parts(value):
-            part_error = None if id(part) in above else _pickling_error(part)
+            part_error = None if id(part) in above else _pickling_error(part, counts=counts)
             if part_error is not None:
                 path, value, error = f"{path}{name}", part, part_error
                 break

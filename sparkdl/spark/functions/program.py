@@ -36,7 +36,7 @@ class Script:
             code = compile(self.source, self.path, "exec", dont_inherit=True)
         except (SyntaxError, ValueError):  # the workers will report it
             return set()
-        return set(imported_names(code, None))
+        return set(imported_names(code))
 
 
 def run_script(script: Script, arguments: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from sparkdl.arguments import require_seed, require_whole
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import SequenceInput
 from sparkdl.spark.catalyst.jvm import is_of_connect
-from sparkdl.spark.closures.pickling import References, pickled_or_refused
+from sparkdl.spark.closures.pickling import pickled_or_refused
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.cluster.network import driver_ports, network_of
 from sparkdl.spark.cluster.slots import (
@@ -197,10 +197,10 @@ def run_call(
     called = getattr(call.function, "__name__", getattr(call.function, "path", "a function"))
     # The call is pickled separately: a worker may lack what it imports, which the user must be
     # told.
-    used = References()
-    parts = (placement, None if rows is None else rows.feeding, _pickled(call, called, used))
+    names: set[str] = set()
+    parts = (placement, None if rows is None else rows.feeding, _pickled(call, called, names))
     entry = "sparkdl.spark.functions.task:run_function_task"
-    shipment = _shipment(spark, call, used) if ship_modules else None
+    shipment = _shipment(spark, call, names) if ship_modules else None
     input_rows = None if rows is None else rows.workers
     if is_of_connect(spark):
         serve = partial(serve_call, num_workers, tls, on_report is not None)
@@ -233,9 +233,7 @@ def run_call(
         job = WorkerJob(
             spark,
             cloudpickle.dumps(parts),
-            partial(
-                rank_task, entry, (astuple(service.address),), ranks, shipment, used, apart=True
-            ),
+            partial(rank_task, entry, (astuple(service.address),), ranks, shipment, apart=True),
             service.fail,
             description=f"sparkdl: run {called} on {num_workers} workers",
             device=placement.device,
@@ -253,14 +251,14 @@ def run_call(
         return [cloudpickle.loads(row.result) for row in job.yielded()]
 
 
-def _shipment(spark: SparkSession, call: Call, used: References) -> Shipment | None:
+def _shipment(spark: SparkSession, call: Call, names: set[str]) -> Shipment | None:
     """The modules of the user's own that a call needs."""
     script = call.function if isinstance(call.function, Script) else None
-    used.names |= set() if script is None else script.imports()
-    return ship(used.names, spark, [] if script is None else [str(Path(script.path).parent)])
+    names |= set() if script is None else script.imports()
+    return ship(names, spark, [] if script is None else [str(Path(script.path).parent)])
 
 
-def _pickled(call: Call, name: str, used: References) -> bytes:
+def _pickled(call: Call, name: str, names: set[str]) -> bytes:
     """Pickle what every worker runs.
 
     Raises:
@@ -273,4 +271,4 @@ def _pickled(call: Call, name: str, used: References) -> bytes:
             parts |= {f"the argument '{each}'": value for each, value in bound.arguments.items()}
     parts |= {f"the argument {index}": each for index, each in enumerate(call.args, 1)}
     parts |= {f"the argument '{each}'": value for each, value in call.kwargs.items()}
-    return pickled_or_refused(call, parts, used, ConfigError)
+    return pickled_or_refused(call, parts, names, ConfigError)

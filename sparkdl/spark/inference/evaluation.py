@@ -46,7 +46,7 @@ class Evaluation:
 
     Attributes:
         predictor: the model; its output columns are ignored.
-        metrics: a pickled ``Metrics``; the predictor has the broadcast variables that it refers to.
+        metrics: a pickled ``Metrics``.
         features: the tensors that the model takes.
         labels: those that the metrics take.
         weight: what the column that says how much each row counts becomes; None without one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cloudpickle
@@ -28,7 +28,6 @@ from sparkdl.outputs import OutputKey, pick
 from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.protocols import ColumnSpec
 from sparkdl.replica import forward
-from sparkdl.spark.catalyst.core import Broadcast
 from sparkdl.spark.cluster.devices import choose_device
 from sparkdl.spark.inference.failures import as_model_error
 from sparkdl.spark.inference.scores import Score
@@ -89,7 +88,6 @@ class Predictor:
         score: a pickled ``Score`` for the last of ``outputs``, which is each row's loss; the rows
             then have labels after their features. None for none.
         skip_invalid: whether rows whose features cannot be used get nulls, rather than end the job.
-        broadcasts: the broadcast variables that the model and ``score`` refer to, by number.
     """
 
     model: SharedModel
@@ -100,7 +98,6 @@ class Predictor:
     settings: TorchSettings
     score: bytes | None = None
     skip_invalid: bool = False
-    broadcasts: dict[int, Broadcast[Any]] = field(default_factory=dict)
 
     @property
     def fields(self) -> list[str]:

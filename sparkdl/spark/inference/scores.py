@@ -80,7 +80,7 @@ class Score:
             raise
         except BaseException as error:  # the user's loss may raise anything
             raise as_model_error(
-                f"the loss, for scoreCol, fails on outputs {described(outputs)} and targets "
+                f"the loss, for lossCol, fails on outputs {described(outputs)} and targets "
                 f"{described(targets)}",
                 error,
             ) from None

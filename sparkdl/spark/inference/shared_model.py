@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
-from pyspark import Accumulator
 from pyspark.sql import SparkSession
 from torch import nn
 
@@ -20,14 +19,12 @@ from sparkdl.checkpoint.portable import pickled_module
 from sparkdl.errors import ConfigError
 from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.replica.buffers import ModuleState, tensors_of
-from sparkdl.spark.catalyst.accumulators import accumulators_here, count_again
 from sparkdl.spark.catalyst.broadcasts import is_of_running_session
 from sparkdl.spark.catalyst.core import Broadcast
-from sparkdl.spark.closures.pickling import ClosurePickler, References
 from sparkdl.spark.closures.sending import SentBytes, broadcast_scope, send
 from sparkdl.spark.modules.arrival import Shipment, arrive, importable
 from sparkdl.spark.modules.shipping import ship
-from sparkdl.user_code.needed_modules import advice
+from sparkdl.user_code.needed_modules import ReferencePickler, advice
 from sparkdl.user_code.tracebacks import add_note
 
 OF_ANOTHER_SESSION = (
@@ -75,7 +72,7 @@ class ModelSharing:
         spark: SparkSession,
         *,
         ship_modules: bool,
-        used: References,
+        used: set[str],
     ) -> SharedModel:
         """Send a model as it is now, unless this application's executors already have it.
 
@@ -84,14 +81,14 @@ class ModelSharing:
             builder: what built it.
             spark: of the application, which may differ from the last one.
             ship_modules: whether the user's own modules are sent with it.
-            used: what is sent alongside refers to; what the model does is added.
+            used: names of what is sent alongside refers to; those of the model are added.
 
         Raises:
             ModelError: it cannot be pickled.
             ConfigError: a module's text has changed since it was imported.
         """
-        pickled = pickled_module(module, builder, lambda file: ClosurePickler(file, used))
-        shipment = ship(used.names, spark) if ship_modules else None
+        pickled = pickled_module(module, builder, lambda file: ReferencePickler(file, used))
+        shipment = ship(used, spark) if ship_modules else None
         digest = hashlib.sha256(pickled)
         digest.update(b"" if shipment is None else shipment.digest.encode())
         key = digest.hexdigest()
@@ -111,7 +108,6 @@ class _Loaded(NamedTuple):
     module: nn.Module
     state: ModuleState
     imported: dict[str, types.ModuleType]
-    accumulators: dict[int, Accumulator[Any]]
 
 
 _last: _Loaded | None = None
@@ -149,14 +145,11 @@ def loaded(
             if _last is None or not known:
                 gc.unfreeze()
                 _last = None  # never two of them
-                others = accumulators_here()
                 module = _unpickled(model, settings).to(device=device, dtype=dtype).eval()
                 if compiled:
                     module.compile(dynamic=True)
-                own = {n: each for n, each in accumulators_here().items() if n not in others}
-                _last = _Loaded(key, module, ModuleState(module), imported, own)
+                _last = _Loaded(key, module, ModuleState(module), imported)
             else:
-                count_again(_last.accumulators)
                 _last.state.put_back(lambda: tensors_of(_unpickled(model, settings)))
             yield _last.module
         except ModuleNotFoundError as error:

@@ -19,9 +19,7 @@ from pyspark import TaskContext
 from sparkdl.errors import RowsLostError
 from sparkdl.feed.record_batches.packed import unpacked
 from sparkdl.process.interrupts import interrupted_by_signals_alone
-from sparkdl.spark.catalyst.accumulators import added_here, counted, discard_added
-from sparkdl.spark.catalyst.broadcasts import put_broadcasts
-from sparkdl.spark.catalyst.core import Broadcast
+from sparkdl.spark.catalyst.accumulators import added_here, counted
 from sparkdl.spark.catalyst.surroundings import Surroundings
 from sparkdl.spark.closures.sending import SentBytes
 from sparkdl.spark.cluster.gpus import VISIBLE
@@ -102,7 +100,6 @@ def run_ranks(
     ranks: int,
     apart: bool,
     shipment: tuple[Any, ...] | None,
-    broadcasts: dict[int, Broadcast[Any]],
     versions: dict[str, str],
     batches: Iterator[pa.RecordBatch],
 ) -> Iterator[pa.RecordBatch]:
@@ -117,7 +114,6 @@ def run_ranks(
         ranks: ranks per task.
         apart: whether the only rank of a task gets a process of its own too.
         shipment: the fields of a ``Shipment``, the user's own modules; None for none.
-        broadcasts: the broadcast variables that the arguments refer to, by number.
         versions: the versions of the packages that a rank needs; see ``bootstrap.require``.
         batches: the task's rows, packed.
 
@@ -133,9 +129,9 @@ def run_ranks(
     if ranks == 1 and not apart and assigned[0].environment.items() <= os.environ.items():
         require(versions)
         with importable(arrived):
-            yield from _worked(entry, arguments, assigned[0], batches)
+            yield _worked(entry, arguments, assigned[0], batches)
         return
-    yielded = hosted(entry, arguments, assigned, arrived, broadcasts, versions, batches)
+    yielded = hosted(entry, arguments, assigned, arrived, versions, batches)
     with importable(arrived):  # a class of the user's may say how an accumulator adds
         yield from counted(yielded)
 
@@ -145,7 +141,6 @@ def hosted(
     arguments: tuple[Any, ...],
     assigned: Sequence[Assignment],
     arrived: Arrived,
-    broadcasts: dict[int, Broadcast[Any]],
     versions: dict[str, str],
     batches: Iterator[pa.RecordBatch],
 ) -> Iterator[pa.RecordBatch]:
@@ -156,7 +151,6 @@ def hosted(
         arguments: as in ``run_ranks``.
         assigned: what each of the ranks has been assigned.
         arrived: the user's own modules.
-        broadcasts: as in ``run_ranks``.
         versions: as in ``run_ranks``.
         batches: their rows.
 
@@ -165,7 +159,7 @@ def hosted(
     """
     context = TaskContext.get()
     assert context is not None
-    surroundings = Surroundings.of(context, broadcasts)
+    surroundings = Surroundings.of(context)
     return host_ranks(
         [
             RankCall(
@@ -224,22 +218,19 @@ def run_rank(
     require(versions)
     surroundings.restore()
     with importable(arrived):
-        put_broadcasts(surroundings.broadcasts)
-        yield from _worked(entry, arguments, assigned, batches)
-        yield from added_here()
+        yield (worked := _worked(entry, arguments, assigned, batches))
+        if not worked["result"].null_count:  # it has done what it should
+            yield from added_here()
 
 
 def _worked(
     entry: str, arguments: tuple[Any, ...], assigned: Assignment, batches: Iterator[pa.RecordBatch]
-) -> Iterator[pa.RecordBatch]:
-    """Call a rank's function; yields the rank with what it returned."""
+) -> pa.RecordBatch:
+    """Call a rank's function; returns the rank with what that returned."""
     write_threads_on_signal()
     module, name = entry.split(":")
     function = getattr(importlib.import_module(module), name)
     with interrupted_by_signals_alone():
         result = function(*arguments, assigned, batches)
-    if result is None:
-        discard_added()
-    yield pa.record_batch(
-        [pa.array([assigned.rank]), pa.array([result], pa.binary())], OUTPUT_SCHEMA
-    )
+    columns = [pa.array([assigned.rank]), pa.array([result], pa.binary())]
+    return pa.record_batch(columns, OUTPUT_SCHEMA)

@@ -24,7 +24,6 @@ from sparkdl.errors import (
 )
 from sparkdl.feed.statistics.shards import NO_ROWS
 from sparkdl.spark.catalyst.jvm import end_of_jvm
-from sparkdl.spark.closures.pickling import References, pickled
 from sparkdl.spark.closures.sending import SentBytes, lent
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import JOB_END_S, RunJobs
@@ -45,6 +44,7 @@ from sparkdl.spark.launch.worker_rows import Task, Workers, run_tasks
 from sparkdl.spark.modules.arrival import Shipment
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.spark.session.encryption import keeps_rows_in_memory
+from sparkdl.user_code.needed_modules import pickled
 from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, shortened
 from sparkdl.worker import Job
 
@@ -65,9 +65,9 @@ def launch(workers: Workers, job: Job) -> Launch:
     """Prepare to start ``job`` on ``workers``; see ``driver.Launch``."""
     spark = workers.frame.sparkSession
     barrier = job.strategy.needs.gang_start
-    used = References()
-    payload = pickled((job, workers.network, keeps_rows_in_memory(spark, workers.store_in)), used)
-    shipment = ship(used.names, spark) if workers.ship_modules else None
+    names: set[str] = set()
+    payload = pickled((job, workers.network, keeps_rows_in_memory(spark, workers.store_in)), names)
+    shipment = ship(names, spark) if workers.ship_modules else None
 
     @contextmanager
     def start(averager: Averager) -> Iterator[None]:
@@ -76,7 +76,7 @@ def launch(workers: Workers, job: Job) -> Launch:
         running = WorkerJob(
             spark,
             payload,
-            partial(rank_task, entry, arguments, workers.ranks_a_task, shipment, used),
+            partial(rank_task, entry, arguments, workers.ranks_a_task, shipment),
             averager.fail,
             description=workers.description,
             device=workers.device,
@@ -221,7 +221,6 @@ def rank_task(
     arguments: tuple[Any, ...],
     ranks_a_task: int,
     shipment: Shipment | None,
-    used: References,
     payload: SentBytes,
     *,
     apart: bool = False,
@@ -233,7 +232,6 @@ def rank_task(
         arguments: plain values.
         ranks_a_task: ranks per task.
         shipment: the user's own modules that the function needs.
-        used: what the pickles in the payload refer to.
         payload: the function's first argument.
         apart: whether the only rank of a task gets a process of its own too.
     """
@@ -246,7 +244,6 @@ def rank_task(
             ranks_a_task,
             apart,
             shipment and tuple(shipment),
-            used.broadcasts,
             torch_version(),
         ),
         sparkdl_version(),

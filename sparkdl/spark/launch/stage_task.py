@@ -122,7 +122,7 @@ def run_stage_task(
         def ranks_here(address: tuple[Any, ...]) -> list[pa.RecordBatch]:
             arguments, mine = (payload.value, address, *further), assignments(context, ranks)
             rows = given_rows(batches)
-            return list(hosted(entry, arguments, mine, arrived, {}, versions, rows))
+            return list(hosted(entry, arguments, mine, arrived, versions, rows))
 
         with streams_put_back(), importable(arrived):
             *_, serve = cloudpickle.loads(payload.value)
@@ -137,7 +137,7 @@ def run_stage_task(
         if (address := json.loads("".join(told))) is not None:
             arguments = (tuple(address), *further)
             yield from run_ranks(
-                entry, payload, arguments, ranks, apart, shipment, {}, versions, batches
+                entry, payload, arguments, ranks, apart, shipment, versions, batches
             )
     for _ in batches:  # or Spark does not use this process again
         pass

@@ -7,7 +7,6 @@ pickled at all; and a class is a different one in every pickle. What arrives as 
 driver has imported, under the same names: in results, in saved models, and in processes that a
 worker starts. Only changes made in the driver's memory, by assigning to module variables, are lost.
 
-    units.py     what is the user's own, and which parts of it travel as a unit
-    shipping.py  reads all that some names need, and sends it, once for as long as nothing changes
+    shipping.py  finds all that some names need, and sends it, once for as long as nothing changes
     arrival.py   makes it importable there for one task, and leaves no trace of it
 """

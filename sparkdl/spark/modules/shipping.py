@@ -7,6 +7,7 @@ session for good, and could not replace it with another version.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -14,22 +15,23 @@ import io
 import logging
 import os
 import sys
+import sysconfig
 import threading
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, PathFinder
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pyspark.sql import SparkSession
 
+from sparkdl.checkpoint.identity import BY_NAME, INSTALLED
 from sparkdl.errors import ConfigError
 from sparkdl.spark.catalyst.core import SparkFiles
 from sparkdl.spark.catalyst.jvm import is_of_connect, setting
 from sparkdl.spark.closures.sending import SentBytes, broadcast_scope, send
 from sparkdl.spark.modules.arrival import Shipment
-from sparkdl.spark.modules.units import CannotTravelError, Finder, Unit, spec_of
 from sparkdl.user_code.needed_modules import HOW_OTHERS_TRAVEL, imported_names
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,10 @@ LARGEST_DATA_FILE = 4 * 2**20
 """The most bytes in a file that is no module. Larger ones, such as weights, belong in a store."""
 
 _COMPILED = (*EXTENSION_SUFFIXES, ".so", ".pyd", ".dylib", ".dll")
+_NEVER = (BY_NAME - sys.stdlib_module_names) | {"py4j", "__main__", "__mp_main__", "builtins"}
+_STANDARD = tuple(
+    f"{os.path.realpath(sysconfig.get_paths()[name])}{os.sep}" for name in ("stdlib", "platstdlib")
+)
 _ANY_DAY = (1980, 1, 1, 0, 0, 0)
 """A fixed date, so that the same files make the same bytes."""
 
@@ -58,16 +64,20 @@ class Bundle:
     """What is to travel.
 
     Attributes:
-        units: the units, by name.
         files: contents by path, relative to where Python is to look, with slashes.
         left_out: the reasons why modules have to stay, by name.
         too_large: data files that stay.
     """
 
-    units: dict[str, Unit] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     too_large: list[str] = field(default_factory=list)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the modules and packages."""
+        tops = (path.partition("/")[0].removesuffix(".py") for path in self.files)
+        return tuple(dict.fromkeys(tops))
 
     @property
     def digest(self) -> str:
@@ -89,6 +99,10 @@ class Bundle:
         return packed.getvalue()
 
 
+class CannotTravelError(Exception):
+    """One of the user's own modules has to stay; continues a sentence that begins with its name."""
+
+
 def ship(
     names: Iterable[str],
     spark: SparkSession,
@@ -97,7 +111,7 @@ def ship(
     """Send what some names need, unless the executors have it.
 
     Args:
-        names: dotted names, as ``references`` notes them.
+        names: dotted names, as ``ReferencePickler`` notes them.
         spark: the session.
         first: folders to search before all others, as Python searches a script's folder.
 
@@ -108,74 +122,115 @@ def ship(
         ConfigError: a module's text has changed since it was imported.
     """
     with _lock:
-        bundle = collect(names, Finder(first, _sent(spark)))
-        if not bundle.units and not bundle.left_out:
+        bundle = collect(names, first, _sent(spark))
+        if not bundle.files and not bundle.left_out:
             return None
         _warn(bundle)
         return Shipment(
             digest=bundle.digest,
-            units=tuple((unit.name, str(unit.base)) for unit in bundle.units.values()),
-            archive=_send(bundle, spark) if bundle.units else None,
+            names=bundle.names,
+            archive=_send(bundle, spark) if bundle.files else None,
             left_out=tuple(bundle.left_out.items()),
         )
 
 
-def collect(names: Iterable[str], finder: Finder) -> Bundle:
-    """Find the units that some names belong to, and what those import in turn.
+def collect(names: Iterable[str], first: Sequence[str] = (), sent: Sequence[str] = ()) -> Bundle:
+    """Find the modules and packages that some names belong to, and what those import in turn.
 
     Args:
         names: dotted names of modules or of things defined in modules.
-        finder: finds the units.
+        first: folders to search before all others.
+        sent: folders and file names of what Spark has sent, which need not travel.
 
     Raises:
         ConfigError: a module's text has changed since it was imported.
     """
     bundle = Bundle()
-    waiting = list(names)
-    known = set(waiting)
+    waiting = [name.partition(".")[0] for name in names]
+    known: set[str] = set()
     for name in waiting:
-        if name.partition(".")[0] in bundle.left_out:
+        if name in known:
             continue
+        known.add(name)
         try:
-            unit = finder.unit_of(name)
-            if unit is None or unit.name in bundle.units:
-                continue
-            imports = _read(unit, bundle)
+            waiting += sorted(_read(name, _places_of(name, first, sent), bundle))
         except CannotTravelError as error:
-            bundle.left_out[error.name] = error.reason
-            continue
-        bundle.units[unit.name] = unit
-        waiting += sorted(imports - known)
-        known |= imports
+            bundle.left_out[name] = str(error)
     return bundle
 
 
-def _read(unit: Unit, bundle: Bundle) -> set[str]:
-    """Add a unit's files to a bundle; returns the dotted names that its modules import.
+def _places_of(name: str, first: Sequence[str], sent: Sequence[str]) -> list[Path]:
+    """The file of a module of the user's own, or the folders of a package; none if it is not.
+
+    Raises:
+        CannotTravelError: it is the user's own, but cannot be sent.
+    """
+    spec = None if name in _NEVER else _spec_of(name, first)
+    if spec is None:
+        return []
+    found = spec.submodule_search_locations or [spec.origin]
+    places = [Path(os.path.abspath(each)) for each in found if each and os.sep in each]
+    if any(_is_installed(str(each)) or _is_sent(each, sent) for each in places):
+        return []
+    for place in places:
+        if not place.exists() or place.name not in (name, f"{name}.py"):
+            raise CannotTravelError(
+                f"was loaded from {place}, which is neither a file {name}.py nor a folder {name}"
+            )
+    if places and name in sys.stdlib_module_names:
+        raise CannotTravelError("has the name of a standard library module")
+    return places
+
+
+def _spec_of(name: str, first: Sequence[str]) -> ModuleSpec | None:
+    """How a module is found, or was, without importing it."""
+    spec = PathFinder.find_spec(name, list(first)) if first else None
+    if spec is not None and spec.origin is not None:
+        return spec
+    if name in sys.modules:
+        return getattr(sys.modules[name], "__spec__", None)
+    with contextlib.suppress(Exception):  # what finders do not find here cannot be needed
+        return importlib.util.find_spec(name)
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_installed(place: str) -> bool:
+    return bool(INSTALLED.search(f"{place}/")) or os.path.realpath(place).startswith(_STANDARD)
+
+
+def _is_sent(place: Path, sent: Sequence[str]) -> bool:
+    return any(each in place.parts or place.is_relative_to(each) for each in sent)
+
+
+def _read(name: str, places: list[Path], bundle: Bundle) -> set[str]:
+    """Add a module or package to a bundle; returns the names of the modules that it imports.
 
     Raises:
         CannotTravelError: it has compiled parts, or is too large.
         ConfigError: a module's text has changed since it was imported.
     """
-    paths = list(_paths_of(unit))
+    paths = {
+        file.relative_to(place.parent).as_posix(): file
+        for place in reversed(places)  # of two files of one name, Python takes the first
+        for file in _files_of(place)
+    }
     imports: set[str] = set()
     files: dict[str, bytes] = {}
-    for path in filter(lambda path: path.endswith(".py"), paths):
-        name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        files[path] = _text(name, unit.base / path)
-        is_package = path.endswith("/__init__.py")
-        imports |= _imports(files[path], name if is_package else name.rpartition(".")[0])
+    for path, file in paths.items():
+        if path.endswith(".py"):
+            dotted = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+            files[path] = _text(dotted, file)
+            imports |= _imports(files[path])
     room = MOST_BYTES - sum(map(len, files.values()))
     if room < 0:
-        raise CannotTravelError(
-            unit.name, f"has more than {MOST_BYTES // 2**20} MiB of Python in {unit.base}"
-        )
-    data = sorted(((unit.base / path).stat().st_size, path) for path in paths if path not in files)
+        raise CannotTravelError(f"has more than {MOST_BYTES // 2**20} MiB of Python in {places[0]}")
+    data = sorted((file.stat().st_size, path) for path, file in paths.items() if path not in files)
     for size, path in data:
         if size > min(room, LARGEST_DATA_FILE):
             bundle.too_large.append(path)
             continue
-        files[path] = (unit.base / path).read_bytes()
+        files[path] = paths[path].read_bytes()
         room -= size
     bundle.files.update(files)
     return imports
@@ -190,8 +245,7 @@ def _text(name: str, file: Path) -> bytes:
         ConfigError: workers would run a different text from the driver's.
     """
     text = file.read_bytes()
-    module = sys.modules.get(name)
-    spec = None if module is None else spec_of(module)
+    spec = _spec_of(name, ()) if name in sys.modules else None
     if spec is None or spec.origin is None or os.path.abspath(spec.origin) != str(file):
         return text
     known = _imported.get(str(file))
@@ -235,25 +289,26 @@ def _is_newer_than_bytecode(spec: ModuleSpec, file: Path) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _imports(text: bytes, package: str) -> frozenset[str]:
+def _imports(text: bytes) -> frozenset[str]:
+    """The packages and modules that a text imports, but for those beside it in its package."""
     try:
         code = compile(text, "", "exec", dont_inherit=True)
     except (SyntaxError, ValueError):  # a template, or written for another version of Python
         return frozenset()
-    return frozenset(imported_names(code, package))
+    return frozenset(imported_names(code))
 
 
-def _paths_of(unit: Unit) -> Iterator[str]:
-    """The files of a unit, relative to its base.
+def _files_of(place: Path) -> Iterator[Path]:
+    """The files of a module or package.
 
     Raises:
         CannotTravelError: a part is compiled, or there are too many.
     """
-    if not unit.is_package:
-        yield unit.relative
+    if place.is_file():
+        yield place
         return
     number = 0
-    for folder, folders, files in os.walk(unit.base / unit.relative):
+    for folder, folders, files in os.walk(place):
         folders[:] = sorted(each for each in folders if not _is_hidden(each))
         for file in sorted(files):
             path = Path(folder, file)
@@ -261,14 +316,12 @@ def _paths_of(unit: Unit) -> Iterator[str]:
                 continue
             number += 1
             if number > MOST_FILES:
-                raise CannotTravelError(
-                    unit.name, f"has more than {MOST_FILES:,} files in {Path(unit.file).parent}"
-                )
-            relative = path.relative_to(unit.base).as_posix()
+                raise CannotTravelError(f"has more than {MOST_FILES:,} files in {place}")
             if file.endswith(_COMPILED):
-                raise CannotTravelError(unit.name, f"has a compiled part ({relative})")
+                relative = path.relative_to(place.parent).as_posix()
+                raise CannotTravelError(f"has a compiled part ({relative})")
             if not file.endswith((".pyc", ".pyo")):
-                yield relative
+                yield path
 
 
 def _is_hidden(name: str) -> bool:
@@ -283,7 +336,7 @@ def _send(bundle: Bundle, spark: SparkSession) -> SentBytes:
         archive = bundle.archive()
         logger.info(
             "sending %s to the executors: %d files, %d bytes",
-            ", ".join(bundle.units),
+            ", ".join(bundle.names),
             len(bundle.files),
             len(archive),
         )

@@ -1,1 +1,1 @@
-"""The Spark session: creating it, preparing quick starts, and what it encrypts."""
+"""The Spark session: creating it, and what it encrypts."""

@@ -1,13 +1,7 @@
-"""Sessions set up for training: the right Python on the executors, Java, and an archive of classes.
-
-Starting Spark and running its first job loads some 12,000 classes in the driver's JVM and 9,000 in
-each executor's, which takes the same seconds of processor time every time. Java keeps the loaded
-classes in a file if asked to (JEP 350, "Dynamic CDS Archives"); ``sparkdl-prepare`` asks it.
-"""
+"""Sessions set up for training: the right Python on the executors, and Java."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import logging
 import os
@@ -25,7 +19,7 @@ from pyspark.sql import SparkSession
 
 from sparkdl.errors import ConfigError, SetupError
 from sparkdl.spark.catalyst.core import CAN_START_SPARK, Py4JJavaError
-from sparkdl.spark.catalyst.jvm import directory_of_spark, is_stopped, running_context
+from sparkdl.spark.catalyst.jvm import is_stopped, running_context
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +64,7 @@ def create_session(
     """Create a Spark session whose executors run this Python, or one of Spark Connect.
 
     If there is a session already, as in a notebook of a platform, it is returned as it is, but for
-    ``conf``. Where ``sparkdl-prepare`` was run on this machine, a session starts faster.
+    ``conf``.
 
     Args:
         app_name: shown in the Spark UI.
@@ -101,14 +95,11 @@ def create_session(
     if there is not None:
         _configure(there, conf or {})
         return there
-    java = find_java()
+    find_java()
     builder = SparkSession.builder.appName(app_name)
     if master is not None:
         builder = builder.master(master)
-    settings = dict(DEFAULTS)
-    for key, option in archive_settings(java, master).items():
-        settings[key] += f" {option}"
-    settings |= conf or {}
+    settings = DEFAULTS | dict(conf or {})
     for key, value in settings.items():
         builder = builder.config(key, value)
     try:
@@ -234,50 +225,3 @@ def find_java() -> Path:
             "(macOS), or `conda install openjdk=17`"
         )
     return Path(found)
-
-
-DRIVER_OPTIONS = "spark.driver.defaultJavaOptions"
-EXECUTOR_OPTIONS = "spark.executor.defaultJavaOptions"
-
-
-def archive_path(java: Path) -> Path:
-    """Where the archive for this Java and this Spark is, or would be.
-
-    Its name identifies both, so an upgrade of either needs a new archive.
-
-    Args:
-        java: the program.
-    """
-    java = java.resolve()
-    release = java.parent.parent / "release"
-    digest = hashlib.sha256(f"{java}\n".encode())
-    digest.update(release.read_bytes() if release.exists() else b"")
-    jars = directory_of_spark() / "jars"
-    for jar in sorted(os.scandir(jars), key=lambda entry: entry.name):
-        # Java compares size and time of every jar before it trusts an archive.
-        digest.update(f"{jar.path} {jar.stat().st_size} {jar.stat().st_mtime_ns}\n".encode())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "sparkdl" / f"spark-classes-{digest.hexdigest()[:12]}.jsa"
-
-
-def archive_option(path: Path) -> str:
-    """The option that makes a JVM use the archive; if it does not fit, Java goes on without."""
-    return f"-XX:SharedArchiveFile={path}"
-
-
-def archive_settings(java: Path, master: str | None) -> dict[str, str]:
-    """Spark settings that use this machine's archive; none if it has none.
-
-    Args:
-        java: the program that the driver's JVM runs.
-        master: as given to the session's builder. Only a ``local-cluster`` is known to have its
-            executors on this machine; elsewhere the archive may be missing, and a JVM that is
-            pointed at a missing one goes without Java's own as well.
-    """
-    path = archive_path(java)
-    if not path.exists():
-        return {}
-    settings = {DRIVER_OPTIONS: archive_option(path)}
-    if (master or "").startswith("local-cluster"):
-        settings[EXECUTOR_OPTIONS] = archive_option(path)
-    return settings

@@ -104,6 +104,14 @@ def test_what_does_not_fit_is_refused(params: dict[str, Any], message: str) -> N
         estimator().copy(params)
 
 
+def test_several_params_are_set_by_their_names() -> None:
+    given = estimator()
+    assert given.setParams(epochs=3, strategy={"period": 8}) is given
+    assert (given.getEpochs(), given.getStrategy().period) == (3, 8)
+    with pytest.raises(ConfigError, match=r"no parameter 'epoch'\. Did you mean 'epochs'"):
+        given.setParams(epoch=3)
+
+
 class Unspeakable:
     def __repr__(self) -> str:
         raise ValueError("no")

@@ -138,7 +138,7 @@ OF_PREDICTING: dict[str, Any] = {
 }
 ELSEWHERE = {
     *("imageCols", "imageFit", "imageScale", "imageSize", "groupByLength", "padCols", "padInputs"),
-    *("progress", "scoreCol"),
+    *("progress", "lossCol"),
 }
 """Those that no fit on these rows could show, and that tests of images and sequences do."""
 

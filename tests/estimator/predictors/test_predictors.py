@@ -94,7 +94,7 @@ def test_texts_are_classes_and_the_columns_are_those_of_pyspark(
     accuracy = pytest.approx(sk.accuracy_score(targets, predicted))
     assert evaluator.evaluate(indexer.fit(rows).transform(added)) == accuracy
     # The loss of each row, by the same indices; the column that has them does not stay.
-    scored = model.setScoreCol("loss").transform(rows)
+    scored = model.setLossCol("loss").transform(rows)
     assert scored.columns == [*added.columns, "loss"]
     losses = -np.log(expected)[IDS, targets]
     got = [row["loss"] for row in scored.orderBy("id").collect()]
@@ -158,7 +158,7 @@ def test_a_column_of_booleans_is_learned_predicted_measured_and_saved(
     truth = features_of(IDS)[:, 0] > 0
     rows = frame(spark, ROWS).withColumn("label", F.col("features")[0] > 0)
     classifier = TorchClassifier(
-        model=network(2), labels=labels, epochs=6, scoreCol="loss", **SETTINGS
+        model=network(2), labels=labels, epochs=6, lossCol="loss", **SETTINGS
     )
     model = classifier.fit(rows)
     model.write().save(str(tmp_path / "model"))
@@ -204,7 +204,7 @@ def test_a_pipeline_keeps_string_indexer_s_labels_and_is_saved_without_a_pickle(
 def test_a_regressor_passes_its_evaluator_and_is_saved(spark: SparkSession, tmp_path: Path) -> None:
     rows = frame(spark, ROWS).withColumn("label", F.col("features")[0] * 2 + 1)
     linear = partial(nn.Linear, WIDTH, 1)
-    estimator = TorchRegressor(model=linear, epochs=3, scoreCol="error", **SETTINGS)
+    estimator = TorchRegressor(model=linear, epochs=3, lossCol="error", **SETTINGS)
     estimator.write().save(str(tmp_path / "estimator"))
     estimator = TorchRegressor.load(str(tmp_path / "estimator"))
     assert isinstance(estimator.getLoss(), nn.MSELoss)
@@ -219,10 +219,10 @@ def test_a_regressor_passes_its_evaluator_and_is_saved(spark: SparkSession, tmp_
         assert found == pytest.approx(expected, rel=1e-5)
         errors = [row["error"] for row in added.orderBy("id").collect()]
         np.testing.assert_allclose(errors, (predicted - targets) ** 2, rtol=1e-3, atol=1e-6)
-    without = model.copy().setScoreCol(None)
+    without = model.copy().setLossCol(None)
     without.write().save(str(tmp_path / "without"))
-    with pytest.raises(ConfigError, match="scoreCol='e' needs the loss, which the model does not"):
-        TorchRegressionModel.load(str(tmp_path / "without")).setScoreCol("e").transform(rows)
+    with pytest.raises(ConfigError, match="lossCol='e' needs the loss, which the model does not"):
+        TorchRegressionModel.load(str(tmp_path / "without")).setLossCol("e").transform(rows)
 
 
 @pytest.mark.nightly
@@ -271,7 +271,7 @@ def test_columns_may_have_any_names(spark: SparkSession) -> None:
             predictionCol=name,
             rawPredictionCol=f"{name} r",
             probabilityCol=f"{name} p",
-            scoreCol=f"{name} s",
+            lossCol=f"{name} s",
         ).fit(rows)
         added = model.transform(rows)
         assert added.schema[name].metadata["ml_attr"]["vals"] == SORTED

@@ -1,9 +1,10 @@
-"""Broadcast variables have their values in the user's functions, and accumulators count there."""
+"""Broadcast variables have their values in the user's functions; accumulators count in runs."""
 
 from __future__ import annotations
 
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 
 import sparkdl
 from sparkdl import GradientAllReduce, TorchDistributor, TorchEstimator, TorchModel
-from sparkdl.callbacks import WorkerCallback, WorkerStep
+from sparkdl.checkpoint.identity import describe
+from sparkdl.checkpoint.object_spec import LOSS, load_object, save_object
 from sparkdl.errors import ConfigError, ModelError, WorkerError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -43,14 +45,6 @@ class Scaled(nn.Module):
         if self.rows is not None:
             self.rows.add(len(x))
         return self.layer(x) * self.scale.value
-
-
-class CountsSteps(WorkerCallback):
-    def __init__(self, steps: Any) -> None:
-        self.steps = steps
-
-    def after_step(self, step: WorkerStep) -> None:
-        self.steps.add(1)
 
 
 @pytest.fixture
@@ -93,48 +87,54 @@ def test_what_every_rank_adds_to_accumulators_is_counted_once(spark: SparkSessio
 
 
 @pytest.mark.parametrize("kind", ["instance", pytest.param("builder", marks=pytest.mark.versions)])
-def test_a_fits_functions_read_broadcast_variables_and_count_each_call_on_a_worker(
+def test_a_fits_functions_read_broadcast_variables(
     spark: SparkSession, frame: DataFrame, kind: str
 ) -> None:
-    context = spark.sparkContext
-    scale, one = context.broadcast(2.0), context.broadcast(1.0)
-    losses, batches, steps = (context.accumulator(0) for _ in range(3))
+    scale, one = spark.sparkContext.broadcast(2.0), spark.sparkContext.broadcast(1.0)
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        losses.add(1)
         return (outputs.reshape(-1) - targets.reshape(-1)).square().mean() * one.value
-
-    def transform(batch: Any) -> Any:
-        batches.add(int(one.value))
-        return batch
 
     model = TorchEstimator(
         model=Scaled(scale) if kind == "instance" else lambda: Scaled(scale),
         loss=loss,
         optimizer=partial(torch.optim.SGD, lr=0.1),
         strategy=GradientAllReduce(),
-        batchTransform=transform,
-        callbacks=[CountsSteps(steps)],
         batchSize=ROWS // 6,
         numWorkers=2,
         progress=False,
     ).fit(frame)
-    # And none of the driver's own trials.
-    assert (losses.value, batches.value, steps.value) == (6, 6, 6)
     assert model.transform(frame).count() == ROWS
 
 
-@pytest.mark.versions
-def test_transform_counts_every_row_in_processes_that_keep_the_model(
+def test_an_accumulator_is_named_where_its_count_would_be_up_to_chance(
     spark: SparkSession, frame: DataFrame
 ) -> None:
     rows = spark.sparkContext.accumulator(0)
-    module = Scaled(spark.sparkContext.broadcast(2.0), rows)
-    model = TorchModel.from_module(module, torch.zeros(1, 1))
-    rows.value = 0
-    for times in (1, 2):
-        model.transform(frame.repartition(8)).select("prediction").collect()
-        assert rows.value == times * ROWS
+    counting = Scaled(spark.sparkContext.broadcast(2.0), rows)
+    settings: dict[str, Any] = {"optimizer": partial(torch.optim.SGD, lr=0.1), "numWorkers": 1}
+    refused: list[tuple[Any, Any, str]] = [
+        (counting, nn.MSELoss(), r"model\.rows"),
+        (partial(nn.Linear, 1, 1), lambda x, y: rows.add(1), "loss .*variable 'rows'.*"),
+    ]
+    for model, loss, named in refused:
+        with pytest.raises(ModelError, match=f"{named} is an accumulator, .*'metrics'"):
+            TorchEstimator(model=model, loss=loss, **settings).fit(frame)
+    with pytest.raises(ModelError, match=r"an accumulator, .* sum up a column"):
+        TorchModel.from_module(counting, torch.zeros(1, 1)).transform(frame)
+
+
+def test_a_training_and_what_is_saved_have_a_broadcast_variables_value(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    def uses(value: Any) -> Any:
+        sent = spark.sparkContext.broadcast(value)
+        return lambda: sent.value
+
+    first, same, other = (describe(uses(each)) for each in (5, 5, 6))
+    assert first == same != other
+    saved = save_object(uses(5), tmp_path, "loss")
+    assert load_object(saved, tmp_path, "loss", expected=LOSS, trust=True)() == 5
 
 
 def test_a_model_as_a_function_has_its_broadcast_variables_whatever_was_called_before(

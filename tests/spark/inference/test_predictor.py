@@ -114,9 +114,7 @@ def test_a_failing_loss_is_named_with_outputs_and_targets(monkeypatch: pytest.Mo
         raise Silent
 
     score = Score(loss, Labels([ColumnSpec("label", torch.float32)], as_one=True))
-    told = (
-        r"scoreCol, fails on outputs float32 \(3, 2\) and targets float32 \(3,\): \S*Silent: <exc"
-    )
+    told = r"lossCol, fails on outputs float32 \(3, 2\) and targets float32 \(3,\): \S*Silent: <exc"
     with pytest.raises(ModelError, match=told):
         predict(Width(), monkeypatch, score)
 

@@ -6,8 +6,10 @@ import importlib
 import io
 import logging
 import sys
+import types
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,6 @@ from projects import on_path, write
 from sparkdl.errors import ConfigError
 from sparkdl.spark.modules import shipping
 from sparkdl.spark.modules.shipping import Bundle, collect
-from sparkdl.spark.modules.units import Finder
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +26,8 @@ def nothing_sent_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
 
 
-def bundle_of(*names: str, first: Iterable[str] = ()) -> Bundle:
-    return collect(names, Finder(list(first)))
+def bundle_of(*names: str, first: Sequence[str] = (), sent: Sequence[str] = ()) -> Bundle:
+    return collect(names, first, sent)
 
 
 def test_what_is_imported_comes_along_wherever_the_import_stands(project: Path) -> None:
@@ -35,10 +36,9 @@ def test_what_is_imported_comes_along_wherever_the_import_stands(project: Path) 
         {
             "own_a.py": "import json, own_b as b\nfrom own_pack.net import Net",
             "own_b.py": "def f():\n    import own_c",
-            "own_c.py": "class C:\n    if f:\n        from own_folder import d",
-            "own_folder/d.py": "from . import e\nfrom .e import *",
-            "own_folder/e.py": "import own_a, torch.nn, own_nowhere",
-            "own_folder/unused.py": "",
+            "own_c.py": "class C:\n    if f:\n        from own_folder.deep import d",
+            "own_folder/deep/d.py": "from . import e\nfrom .e import *",
+            "own_folder/deep/e.py": "import own_a, torch.nn, own_nowhere",
             "own_pack/__init__.py": "",
             "own_pack/net.py": "from ..own_b import beyond",
             "own_pack/sibling.py": "from importlib import import_module",
@@ -51,7 +51,7 @@ def test_what_is_imported_comes_along_wherever_the_import_stands(project: Path) 
     )
     bundle = bundle_of("own_a.Net")
     expected = {
-        "own_a.py", "own_b.py", "own_c.py", "own_folder/d.py", "own_folder/e.py",
+        "own_a.py", "own_b.py", "own_c.py", "own_folder/deep/d.py", "own_folder/deep/e.py",
         "own_pack/__init__.py", "own_pack/net.py", "own_pack/sibling.py", "own_pack/broken.py",
         "own_pack/sub/words.txt",
     }  # fmt: skip
@@ -65,8 +65,12 @@ def test_what_is_imported_comes_along_wherever_the_import_stands(project: Path) 
 
 
 def test_nothing_of_the_users_own_is_nothing_to_send() -> None:
-    bundle = bundle_of("torch.nn", "functools", "__main__", "a_module_that_nobody_has")
-    assert (bundle.files, bundle.units, bundle.left_out) == ({}, {}, {})
+    names = (
+        "json", "torch.nn.modules.linear", "pyspark.sql", "sparkdl.replica.losses", "tqdm.std",
+        "builtins", "__main__", "a_module_that_nobody_has", "_struct", "functools",
+    )  # fmt: skip
+    bundle = bundle_of(*names)
+    assert (bundle.files, bundle.left_out) == ({}, {})
 
 
 def test_a_module_has_the_text_that_was_imported_until_it_is_imported_anew(
@@ -175,3 +179,64 @@ def test_the_log_says_nothing_where_all_is_well(
     importlib.import_module("own_text")
     bundle_of("own_text")
     assert caplog.text == ""
+
+
+def test_a_folder_that_installed_packages_share_is_nobodys_own(
+    project: Path, tmp_path: Path
+) -> None:
+    installed = tmp_path / "site-packages"
+    write(installed, {"own_shared/theirs.py": ""})
+    write(project, {"own_shared/ours.py": "", "own_apart/ours.py": ""})
+    with on_path(installed):
+        assert bundle_of("own_shared.ours", "own_apart").names == ("own_apart",)
+
+
+def test_a_module_in_a_zip_file_stays_unless_spark_has_sent_it(tmp_path: Path) -> None:
+    archive = tmp_path / "code.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("own_zipped/__init__.py", "")
+    with on_path(archive):
+        for sent in (["code.zip"], [str(tmp_path)]):
+            assert bundle_of("own_zipped", sent=sent) == Bundle()
+        left = bundle_of("own_zipped", sent=["other.zip", f"{tmp_path}/pro"]).left_out
+        assert "code.zip" in left["own_zipped"]
+
+
+def test_a_checkout_that_was_installed_in_place_is_the_users_own(project: Path) -> None:
+    write(project, {"src/own_edited/__init__.py": "", "src/own_edited.egg-info/top_level.txt": ""})
+    with on_path(project / "src"):
+        assert bundle_of("own_edited").names == ("own_edited",)
+
+
+def test_the_folder_of_a_script_comes_before_what_this_process_has_imported(
+    project: Path, tmp_path: Path
+) -> None:
+    write(project, {"own_model.py": "", "own_data/__init__.py": "HERE = 1"})
+    write(tmp_path / "script", {"own_model.py": "BESIDE = 1", "own_data/table.csv": ""})
+    importlib.import_module("own_model")
+    beside = [str(tmp_path / "script")]
+    assert bundle_of("own_model").files == {"own_model.py": b""}
+    assert bundle_of("own_model", first=beside).files == {"own_model.py": b"BESIDE = 1"}
+    assert set(bundle_of("own_data", first=beside).files) == {"own_data/__init__.py"}
+
+
+def test_what_was_not_loaded_from_a_file_of_its_name_says_so(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file in ("own_odd.cpython-311-x86_64-linux-gnu.so", "another.py"):
+        write(project, {file: ""})
+        module, origin = types.ModuleType("own_odd"), str(project / file)
+        module.__spec__ = ModuleSpec("own_odd", None, origin=origin)
+        monkeypatch.setitem(sys.modules, "own_odd", module)
+        assert f"loaded from {origin}, which is neither" in bundle_of("own_odd").left_out["own_odd"]
+    monkeypatch.setitem(sys.modules, "own_odd", types.ModuleType("own_odd"))
+    assert bundle_of("own_odd.Net") == Bundle()
+
+
+def test_a_name_of_the_standard_library_cannot_travel(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(project, {"colorsys.py": ""})
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    importlib.import_module("colorsys")
+    assert "name of a standard library module" in bundle_of("colorsys").left_out["colorsys"]

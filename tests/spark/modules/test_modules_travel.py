@@ -73,7 +73,6 @@ def estimator(model: Any, **changes: Any) -> TorchEstimator:
     return TorchEstimator(**{**given, **changes})
 
 
-@pytest.mark.usefixtures("elsewhere")
 @pytest.mark.gate
 def test_a_model_and_its_loss_are_found_by_fit_and_the_edited_model_by_transform(
     spark: SparkSession, project: Path, tmp_path: Path
@@ -118,7 +117,6 @@ def test_a_model_and_its_loss_are_found_by_fit_and_the_edited_model_by_transform
     assert torch.equal(predicted(), 2 * before)
 
 
-@pytest.mark.usefixtures("elsewhere")
 @pytest.mark.nightly
 def test_an_executor_in_the_place_of_one_that_was_killed_gets_the_modules_too(
     spark: SparkSession, project: Path, tmp_path: Path
@@ -150,17 +148,11 @@ def test_an_executor_in_the_place_of_one_that_was_killed_gets_the_modules_too(
     assert len(model.transform(rows).collect()) == 90
 
 
-@pytest.mark.nightly_variants
-@pytest.mark.parametrize("in_place", [True, False])
 def test_each_fit_runs_the_code_that_the_driver_has_and_leaves_nothing_of_it(
     spark: SparkSession,
     project: Path,
     tmp_path: Path,
-    request: pytest.FixtureRequest,
-    in_place: bool,
 ) -> None:
-    if not in_place:
-        request.getfixturevalue("elsewhere")
     rows = frame(spark)
 
     def fails_with(module: Any, text: str) -> str:
@@ -172,7 +164,7 @@ def test_each_fit_runs_the_code_that_the_driver_has_and_leaves_nothing_of_it(
     module = importlib.import_module("own_transform")
     told = fails_with(module, "this is version one")
     assert 'raise ValueError("this is version one")' in told  # the line of the source
-    assert (str(project / "own_transform.py") in told) is in_place
+    assert str(project / "own_transform.py") not in told
     write(project, {"own_transform.py": TRANSFORM.format("two")}, when=1)
     importlib.reload(module)
     fails_with(module, "this is version two")
@@ -185,16 +177,15 @@ def test_each_fit_runs_the_code_that_the_driver_has_and_leaves_nothing_of_it(
         for _ in batches:
             pass
         found = [name for name in sys.modules if name.startswith("own_")]
-        found += [type(each).__name__ for each in sys.meta_path if "Finder" in str(type(each))]
+        found += [type(each).__name__ for each in sys.meta_path if "Arrived" in str(type(each))]
         found += [each for each in sys.path if "sparkdl-modules" in each or "project" in each]
         yield pa.record_batch([pa.array([str(found)])], names=["found"])
 
     left = spark.range(0, 3, 1, 3).mapInArrow(look, "found string").collect()
-    assert not any("own_" in row.found or "_Finder" in row.found for row in left), left
+    assert not any("own_" in row.found or "Arrived" in row.found for row in left), left
     assert not any("sparkdl-modules" in row.found for row in left), left
 
 
-@pytest.mark.usefixtures("elsewhere")
 @pytest.mark.nightly
 def test_a_function_has_its_module_its_data_and_its_classes(
     spark: SparkSession, project: Path, caplog: pytest.LogCaptureFixture
@@ -256,7 +247,6 @@ def train(folder):
     assert "has a compiled part (own_work/fast.abi3.so), so it is not sent" in caplog.text
 
 
-@pytest.mark.usefixtures("elsewhere")
 def test_a_script_has_the_modules_beside_it_as_they_are_on_the_driver(
     spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
