@@ -1,6 +1,6 @@
 """Checkpoints of a user's own training loop: a dict of state dicts, numbers and tensors.
 
-They are files of ``torch.save`` that ``torch.load(weights_only=True)`` reads: they hold no code.
+Each holds a file of ``torch.save`` that ``torch.load(weights_only=True)`` reads: it has no code.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from sparkdl.checkpoint.container import Piece
 from sparkdl.checkpoint.storage import CheckpointStore, OpenElsewhere
 from sparkdl.errors import CheckpointError, ConfigError
 
-STATE_FILE = "state.pt"
+STATE = "state"
 _KIND = {"kind": "state of a training function"}
 
 
@@ -44,7 +45,8 @@ def save_state(store: CheckpointStore, state: Mapping[str, Any]) -> None:
             f"a checkpoint cannot hold {', '.join(sorted(unsafe))}: reading it back would run "
             "code. Pass its state_dict(), or plain numbers and tensors"
         )
-    store.write({STATE_FILE: lambda file: file.write(octets.getbuffer())}, _KIND)
+    size = len(octets.getbuffer())
+    store.write({STATE: Piece("U8", [size], lambda _: iter([octets.getbuffer()]))}, _KIND)
     store.prune()
 
 
@@ -66,19 +68,18 @@ def load_state(path: str, *, open_elsewhere: OpenElsewhere | None = None) -> dic
     saved = CheckpointStore(path, keep_last=1, open_elsewhere=open_elsewhere).newest()
     if saved is None:
         return None
-    if not saved.has(STATE_FILE):
+    if (piece := saved.contents.get(STATE)) is None:
         raise ConfigError(
-            f"{saved.directory} is not a checkpoint of a training function: it describes itself "
+            f"{saved.path} is not a checkpoint of a training function: it describes itself "
             f"as {saved.description}"
         )
-    with saved.open(STATE_FILE) as file:
-        octets = io.BytesIO(file.read())
+    octets = io.BytesIO(b"".join(piece.blocks(piece.size)))
     try:
         state = torch.load(octets, map_location="cpu", weights_only=True)
     except Exception as error:  # other files may cause errors of any kind
-        raise CheckpointError(f"{saved.directory} cannot be read: {error}") from error
+        raise CheckpointError(f"{saved.path} cannot be read: {error}") from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{saved.directory} holds {type(state)}, not a dict by name")
+        raise CheckpointError(f"{saved.path} holds {type(state)}, not a dict by name")
     return state
 
 

@@ -1,59 +1,63 @@
 """Where checkpoints live, on any file system pyarrow knows, and how they are published atomically.
 
-    <path>/checkpoint-000041/center.safetensors
-                             rank-00000.safetensors, rank-00001.safetensors, ...
-                             manifest.json   every file's size and checksum, and a description
-    <path>/checkpoint-000042/...             no manifest: was never finished
+    <path>/checkpoint-000041.safetensors
+    <path>/.checkpoint-000042.safetensors.partial-<random>   is being written, on a local disk
 
-A checkpoint exists once its manifest does. The manifest is written last, under another name, and
-then renamed: every file system can rename, or put, one small file atomically, which is not true of
-a directory. On local file systems a checkpoint is safe from a loss of power before ``write``
-returns, and so before an older one is deleted; others keep what was written to a stream once it is
-closed. A reader takes the newest checkpoint whose every byte is as its manifest says.
+A checkpoint is one safetensors file, written from beginning to end. Its metadata is the ``format``
+of the file and the ``description`` of the checkpoint, as JSON. Its last tensor is ``sha256``, the
+SHA-256 of all bytes before it: so it is known as soon as it is written, and a file that was torn,
+appended to or changed anywhere is not taken for a checkpoint.
+
+On local file systems it is written aside, synchronized and renamed, and it is safe from a loss of
+power before ``write`` returns, and so before an older one is deleted. Elsewhere it is one put, and
+what a writer that was killed has left is damaged. A reader takes the newest checkpoint whose every
+byte is as it was written.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 import os
 import posixpath
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from pyarrow import fs
 
-from sparkdl.durable.lease import Lease, held
-from sparkdl.durable.local_files import STORAGE_ERRORS, Files, LocalFiles, exists, synchronize
-from sparkdl.durable.manifest import (
-    MANIFEST,
-    Checksummed,
+from sparkdl.checkpoint.container import (
     DamagedError,
-    UnfinishedError,
-    manifest_text,
-    verified_manifest,
+    Piece,
+    blocks_of,
+    read_header,
+    write_pieces,
 )
+from sparkdl.durable.lease import Lease, held
+from sparkdl.durable.local_files import STORAGE_ERRORS, Files, LocalFiles, exists
 from sparkdl.durable.publishing import put_file
 from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.redaction import without_credentials
 
 logger = logging.getLogger(__name__)
 
+FORMAT = 2
+"""Version of the files' format; a reader refuses a newer one."""
+_SHA256_BYTES = 32
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
-_NAME = re.compile(r"checkpoint-([0-9]{6,12})")
+_NAME = re.compile(r"(\.)?checkpoint-([0-9]{6,12})\.safetensors(?(1)\.partial-[0-9a-f]{32})")
+_FIRST_FORMAT = re.compile(r"()checkpoint-([0-9]{6,12})")
+"""Directories of several files."""
 _END = 10**12
 """Above the numbers of checkpoints."""
-_CONTENTS = re.compile(
-    r"manifest\.json(\.partial)?|((center|kept-model|rank-[0-9]+)(\.safetensors)?|state(\.pt)?)"
-    r"|\.\S+\.partial-[0-9a-f]{32}"
-)
-"""Names of all that a checkpoint may hold; nothing else is ever deleted."""
 
-Contents = Mapping[str, Callable[[BinaryIO], object]]
-"""What writes each file of a checkpoint, by the file's name."""
+Contents = Mapping[str, Piece]
+"""What a checkpoint holds, by name."""
 OpenElsewhere = Callable[[str], tuple[fs.FileSystem, str]]
 """Opens a URI that pyarrow cannot; returns a file system and the path in it. Raises OSError if it
 cannot either."""
@@ -78,12 +82,11 @@ class CheckpointStore:
         self.path = without_credentials(path)
         self.keep_last = keep_last
         self._lock = threading.Lock()
-        self._pending: set[str] = set()
+        self._last = 0
         self._lease: Lease | None = None
         try:
             self._files, self._root = _resolve(path, open_elsewhere)
             self._files.create_dir(self._root, recursive=True)
-            self._next = max(self._numbered(), default=0) + 1
         except (*STORAGE_ERRORS, ValueError) as error:
             raise self._useless(error) from error
 
@@ -101,7 +104,6 @@ class CheckpointStore:
         with contextlib.ExitStack() as stack:
             try:
                 self._lease = stack.enter_context(held(self._files, self._root, application))
-                self._next = max(self._numbered(), default=0) + 1
             except STORAGE_ERRORS as error:
                 raise self._useless(error) from error
             try:
@@ -117,7 +119,7 @@ class CheckpointStore:
             description: what it is; JSON.
 
         Returns:
-            Its directory.
+            Its path.
 
         Raises:
             CheckpointError: the file system refuses (the disk may be full), or another process is
@@ -127,81 +129,70 @@ class CheckpointStore:
         _check(lease)
         with _told(f"no checkpoint can be created in {self.path}"):
             files.create_dir(self._root, recursive=True)
-            directory = self._new_directory()
-        path = posixpath.join(directory, MANIFEST)
-        try:
-            with _told(f"{path} could not be written"):
-                # Whatever is given its name later is another directory.
-                place = files.below(directory) if isinstance(files, LocalFiles) else files
-                entries = {name: _put(place, directory, name, contents[name]) for name in contents}
-                text = manifest_text(path, entries, description)
-                _check(lease)
-                put_file(place, path, text)
-        except BaseException:
-            with _warned(f"{directory} could not be deleted"):
-                _delete(files, directory)
-            raise
-        finally:
-            self._pending.discard(directory)
-        with _told(f"{path} could not be written"):
-            synchronize(files, self._root)
-            if isinstance(place, LocalFiles) and not place.is_in_place():
-                raise OSError("its directory was moved or replaced meanwhile")
-        return directory
+            path = self._new_path()
+        metadata = {"format": f"{FORMAT}", "description": json.dumps(description)}
 
-    def _new_directory(self) -> str:
-        while True:
-            with self._lock:
-                if self._next >= _END:
-                    raise CheckpointError(f"there are no numbers from {_END} on. Delete the last")
-                directory = posixpath.join(self._root, f"checkpoint-{self._next:06d}")
-                self._next += 1
-                self._pending.add(directory)
+        def write(stream: BinaryIO) -> None:
+            file = _Hashed(stream)
+            digest = Piece("U8", [_SHA256_BYTES], lambda _: iter([file.sha256.digest()]))
+            write_pieces(cast(BinaryIO, file), {**contents, "sha256": digest}, metadata)
+            _check(lease)
+
+        with _told(f"{path} could not be written"):
+            if isinstance(files, LocalFiles):
+                put_file(files, path, write)
+                return path
             try:
-                self._files.create_dir(directory, recursive=False)
-                return directory
-            except BaseException as error:
-                self._pending.discard(directory)
-                if not isinstance(error, FileExistsError):  # then it is no checkpoint
-                    raise
+                with files.open_output_stream(path) as stream:
+                    write(stream)
+            except BaseException:  # some put what they have
+                with contextlib.suppress(*STORAGE_ERRORS):
+                    files.delete_file(path)
+                raise
+        return path
+
+    def _new_path(self) -> str:
+        with self._lock:
+            self._last = 1 + max([self._last, *(number for number, _ in self._numbered())])
+            if self._last >= _END:
+                raise CheckpointError(f"there are no numbers from {_END} on. Delete the last")
+            return posixpath.join(self._root, f"checkpoint-{self._last:06d}.safetensors")
 
     def newest(self) -> SavedCheckpoint | None:
         """The newest checkpoint that is complete and undamaged; warns of newer ones that are not.
 
         Raises:
-            CheckpointError: the directory cannot be read, or a newer version wrote it.
+            CheckpointError: the directory cannot be read, or another version wrote what is there.
         """
         with _told(f"{self.path} cannot be read"):
-            directories = self._numbered().values()
-        for directory in directories:
+            paths, earlier = self._published(), self._numbered(_FIRST_FORMAT)
+        for path in paths:
             try:
-                manifest = verified_manifest(self._files, directory)
-                return SavedCheckpoint(self._files, directory, manifest)
-            except UnfinishedError:
-                logger.warning("%s was never finished; trying the one before", directory)
+                return SavedCheckpoint(self._files, path)
             except (DamagedError, *STORAGE_ERRORS) as error:
-                logger.warning("%s is damaged (%s); trying the one before", directory, error)
+                logger.warning("%s is damaged (%s); trying the one before", path, error)
+        for _, info in earlier:
+            if exists(self._files, posixpath.join(info.path, "manifest.json")):
+                raise CheckpointError(
+                    f"{info.path} is a checkpoint of an earlier version of sparkdl-torch, which "
+                    "this one does not read. Let that version finish the training, use another "
+                    "directory, or delete it to start over"
+                )
         return None
 
     def prune(self) -> None:
-        """Delete all but the last ``keep_last`` checkpoints, and those that nobody will finish.
-
-        Those that this store is writing stay.
-        """
-        finished = 0
+        """Delete all but the last ``keep_last`` checkpoints."""
         try:
             _check(self._lease)
-            directories = self._numbered().values()
+            paths = self._published()
         except (CheckpointError, *STORAGE_ERRORS) as error:
             logger.warning("old checkpoints in %s were not deleted: %s", self.path, error)
             return
-        for directory in directories:
-            with _warned(f"{directory} could not be deleted"):
-                if directory not in self._pending:
-                    is_finished = exists(self._files, posixpath.join(directory, MANIFEST))
-                    finished += is_finished
-                    if finished > self.keep_last or not is_finished:
-                        _delete(self._files, directory)
+        for path in paths[self.keep_last :]:
+            try:
+                self._files.delete_file(path)
+            except STORAGE_ERRORS as error:
+                logger.warning("%s could not be deleted: %s", path, error)
 
     def _useless(self, error: Exception) -> ConfigError:
         return ConfigError(
@@ -209,54 +200,81 @@ class CheckpointStore:
             "Use a directory, or a URI such as s3://bucket/directory"
         )
 
-    def _numbered(self) -> dict[int, str]:
-        """The directories that are named like a checkpoint, by number, newest first."""
+    def _published(self) -> list[str]:
+        """The files that are named like a checkpoint, newest first."""
+        files = [info for _, info in self._numbered() if info.type == fs.FileType.File]
+        return [info.path for info in files if not info.base_name.startswith(".")]
+
+    def _numbered(self, name: re.Pattern[str] = _NAME) -> list[tuple[int, fs.FileInfo]]:
+        """What is there under such a name, and its number; the highest first."""
         found = self._files.get_file_info(fs.FileSelector(self._root, allow_not_found=True))
-        directories = [info for info in found if info.type == fs.FileType.Directory]
-        matches = ((_NAME.fullmatch(info.base_name), info.path) for info in directories)
-        numbered = ((int(match[1]), path) for match, path in matches if match)
-        return dict(sorted(numbered, reverse=True))
+        matches = ((name.fullmatch(info.base_name), info) for info in found)
+        numbered = [(int(match[2]), info) for match, info in matches if match]
+        return sorted(numbered, key=lambda each: each[0], reverse=True)
 
 
 class SavedCheckpoint:
-    """A complete checkpoint.
+    """A complete checkpoint; every byte is read and compared when this is made.
+
+    Args:
+        files: its file system.
+        path: where it is.
 
     Attributes:
-        directory: where it is, for messages.
+        path: where it is, for messages.
         description: what the checkpoint is, as given to ``write``.
+        contents: what it holds, by name; read when it is used.
+
+    Raises:
+        DamagedError: it is not what was written.
+        CheckpointError: a newer version wrote it.
+        OSError: the file system refuses.
     """
 
-    def __init__(self, files: Files, directory: str, manifest: dict[str, Any]) -> None:
-        self.directory = directory
-        self.description: dict[str, Any] = manifest["description"]
+    def __init__(self, files: Files, path: str) -> None:
+        self.path = path
         self._files = files
-        self._entries: dict[str, dict[str, Any]] = manifest["files"]
+        with files.open_input_stream(path) as stream:
+            file = cast(BinaryIO, hashed := _Hashed(stream))
+            self.contents, metadata = read_header(file, lambda *place: partial(self._read, *place))
+            size = sum(piece.size for piece in self.contents.values())
+            for _ in blocks_of(file, size - _SHA256_BYTES):
+                pass
+            if stream.read(_SHA256_BYTES + 1) != hashed.sha256.digest():
+                raise DamagedError("it has a different checksum from when it was written")
+        try:
+            written = int(metadata["format"])
+            self.description: dict[str, Any] = dict(json.loads(metadata.get("description", "{}")))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DamagedError(f"its metadata is not readable: {error!r}") from error
+        if written > FORMAT:
+            raise CheckpointError(
+                f"{path} has format {written}, newer than the {FORMAT} that this version of "
+                "sparkdl-torch reads. Upgrade it"
+            )
 
-    def has(self, name: str) -> bool:
-        """Whether it has a file of that name."""
-        return name in self._entries
+    def _read(self, start: int, left: int, size: int) -> Iterator[bytes]:
+        with _told(f"{self.path} cannot be read"), self._files.open_input_file(self.path) as file:
+            file.seek(start)
+            yield from blocks_of(file, left, size)
 
-    def size(self, name: str) -> int:
-        """Size of a file in bytes.
 
-        Raises:
-            CheckpointError: it has no such file.
-        """
-        if name not in self._entries:
-            raise CheckpointError(f"{self.directory} has no {name}")
-        return int(self._entries[name]["bytes"])
+class _Hashed:
+    """Passes on what is read or written, and computes its checksum."""
 
-    @contextlib.contextmanager
-    def open(self, name: str) -> Iterator[BinaryIO]:
-        """Read one file.
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self.sha256 = stream, hashlib.sha256()
 
-        Raises:
-            CheckpointError: there is no such file, or it cannot be read.
-        """
-        self.size(name)
-        path = posixpath.join(self.directory, name)
-        with _told(f"{path} cannot be read"), self._files.open_input_stream(path) as stream:
-            yield stream
+    def read(self, size: int) -> bytes:
+        """Read from the stream."""
+        block = self._stream.read(size)
+        self.sha256.update(block)
+        return block
+
+    def write(self, octets: bytes | memoryview) -> None:
+        """Write to the stream."""
+        self._stream.write(octets)
+        self.sha256.update(octets)
 
 
 @contextlib.contextmanager
@@ -264,30 +282,8 @@ def _told(failure: str) -> Iterator[None]:
     """Turn a file system's errors into ours, which begin with what failed."""
     try:
         yield
-    except STORAGE_ERRORS as error:
+    except (DamagedError, *STORAGE_ERRORS) as error:
         raise CheckpointError(f"{failure}: {error}") from error
-
-
-@contextlib.contextmanager
-def _warned(failure: str) -> Iterator[None]:
-    """Go on after a file system's errors, with a warning that begins with what failed."""
-    try:
-        yield
-    except STORAGE_ERRORS as error:
-        logger.warning("%s: %s", failure, error)
-
-
-def _put(
-    files: Files, directory: str, name: str, write: Callable[[BinaryIO], object]
-) -> dict[str, Any]:
-    """Write one file of a checkpoint; returns what the manifest says of it."""
-    path = posixpath.join(directory, name)
-    with _told(f"{path} could not be written"):
-        with files.open_output_stream(path) as stream:
-            file = Checksummed(stream)
-            write(cast(BinaryIO, file))
-        synchronize(files, path)
-    return file.entry
 
 
 def _check(lease: Lease | None) -> None:
@@ -309,25 +305,3 @@ def _resolve(path: str, open_elsewhere: OpenElsewhere | None) -> tuple[Files, st
         logger.info("pyarrow cannot open %s (%s)", *map(without_credentials, (path, str(error))))
         files, root = open_elsewhere(path)
     return files, root.rstrip("/")
-
-
-def _delete(files: Files, directory: str) -> None:
-    """Delete a checkpoint, its manifest first, after which it no longer counts as one.
-
-    Raises:
-        OSError: the file system refuses, or something is in there that no checkpoint has: whoever
-            may write to the directory above can have renamed any other to this.
-    """
-    found = files.get_file_info(fs.FileSelector(directory))
-    foreign = [info for info in found if not _CONTENTS.fullmatch(info.base_name)]
-    foreign += [info for info in found if info.type == fs.FileType.Directory]
-    if foreign:
-        raise OSError(f"it holds {foreign[0].base_name!r}, which no checkpoint does")
-    is_local = isinstance(files, LocalFiles)
-    for info in sorted(found, key=lambda info: info.base_name != MANIFEST):
-        if is_local or info.base_name == MANIFEST:
-            files.delete_file(info.path)
-    if isinstance(files, LocalFiles):
-        files.delete_empty_dir(directory)
-    else:
-        files.delete_dir(directory)

@@ -61,7 +61,7 @@ class DuplicateReport:
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}; img-src data:">'
             f"<title>Near-duplicates</title>{self.to_html()}"
         )
-        put_file(LocalFiles(), os.path.realpath(path), page.encode())
+        put_file(LocalFiles(), os.path.realpath(path), lambda file: file.write(page.encode()))
 
     def to_html(self) -> str:
         """The page."""

@@ -182,10 +182,10 @@ def require_same_rows(
         found = list(_other_rows(saved.description["data"], present, columns))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{saved.directory} does not say which rows it was trained on: {error!r}"
+            f"{saved.path} does not say which rows it was trained on: {error!r}"
         ) from error
     refuse(
-        saved.directory,
+        saved.path,
         found,
         "If the rows are recomputed each time and come out slightly different (rand() without a "
         "seed, floating-point sums in another order, a changing source), write them first. If only "
@@ -209,13 +209,13 @@ def require_progress(resumed: ResumedCheckpoint, epochs: int, world_size: int) -
     progress = resumed.progress
     if len(progress.positions) != world_size:
         raise CheckpointError(
-            f"{resumed.saved.directory} records the progress of {len(progress.positions)} "
+            f"{resumed.saved.path} records the progress of {len(progress.positions)} "
             f"workers, but says that there were {world_size}"
         )
     trained = progress.epoch if progress.rounds else progress.epoch - 1
     if trained > epochs:
         line = f"epochs: {trained} were started, but only {epochs} are wanted now"
-        refuse(resumed.saved.directory, [line])
+        refuse(resumed.saved.path, [line])
 
 
 def _other_rows(
@@ -270,10 +270,10 @@ def newest_checkpoint(
     if policy.resume == "own" and saved.description.get("training") != policy.training:
         return None
     resumed = ResumedCheckpoint.of(saved)
-    require_same(saved.directory, saved.description["config"], plan.config)
+    require_same(saved.path, saved.description["config"], plan.config)
     require_progress(resumed, epochs, world_size)
     if not has_ended(resumed, epochs):
-        logger.info("training resumes from %s", saved.directory)
+        logger.info("training resumes from %s", saved.path)
     return resumed
 
 

@@ -172,7 +172,7 @@ class Serving:
                         "the training in %s already ended with epoch %d: its model is returned "
                         "without another step. To train again use another checkpointPath, or "
                         "start over with resume='never'",
-                        resumed.saved.directory,
+                        resumed.saved.path,
                         job.epochs,
                     )
             self._first = statistics

@@ -158,7 +158,7 @@ def held(files: Files, root: str, application: str | None = None) -> Iterator[Le
     with contextlib.ExitStack() as locks:
         _await_turn(files, lease, root, locks)
         if isinstance(files, LocalFiles):
-            files.delete_partial_files(lease.path)
+            files.delete_partial_files(root)
         lease.write()
         now = lease.read()
         if now and now["id"] != lease.holder["id"]:
@@ -219,7 +219,7 @@ def _lock(files: LocalFiles, root: str, locks: contextlib.ExitStack) -> bool | N
         except OSError as error:
             logger.info("%s cannot be locked (%s)", root, error)
             return None if isinstance(error, BlockingIOError) else False
-        if not files.is_at(descriptor, path):
+        if not files.is_at(os.fstat(descriptor), path):
             return None  # deleted by whoever had the lock before
         # Unlocked, because a process forked meanwhile would keep the lock otherwise.
         opened.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)

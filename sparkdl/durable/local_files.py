@@ -14,9 +14,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import stat
-import weakref
 from collections.abc import Iterator
 from typing import Any, BinaryIO, TypeAlias
 
@@ -27,6 +27,7 @@ _WALK = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os
 # Non-blocking, because opening a pipe would wait for its other end.
 _CAREFUL = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFUL
+_PARTIAL = re.compile(r"\..+\.partial-[0-9a-f]{32}")
 
 
 class LocalFiles:
@@ -34,25 +35,7 @@ class LocalFiles:
 
     Paths are absolute and have no links in them; see ``os.path.realpath``.
 
-    Args:
-        directory: what is below it is reached, and nothing else.
-        at: its descriptor, which is kept: whatever is given its name later is another directory.
     """
-
-    def __init__(self, directory: str = "/", at: int | None = None) -> None:
-        self._directory = directory.rstrip("/")
-        self._at = os.open("/", _WALK) if at is None else at
-        # Not as the interpreter exits: a lease is given back after functions registered for that.
-        weakref.finalize(self, os.close, self._at).atexit = False
-
-    def below(self, directory: str) -> LocalFiles:
-        """The files of a directory, by its descriptor.
-
-        Raises:
-            OSError: there is no such directory.
-        """
-        with self._reached(f"{directory}/.") as (at, _):
-            return LocalFiles(directory, os.dup(at))
 
     def get_file_info(self, which: Any) -> Any:
         """Like pyarrow's, except that a symbolic link is neither file nor directory."""
@@ -113,6 +96,8 @@ class LocalFiles:
         """
         return os.fdopen(self._open(path, os.O_RDONLY), "rb")
 
+    open_input_file = open_input_stream
+
     def open_private(self, path: str) -> int:
         """A descriptor of a file that nobody but this user can open; made if it is not there.
 
@@ -121,14 +106,10 @@ class LocalFiles:
         """
         return self._open(path, os.O_RDWR | os.O_CREAT, private=True)
 
-    def is_at(self, descriptor: int, path: str) -> bool:
-        """Whether what is open is still what is at a path."""
+    def is_at(self, opened: os.stat_result, path: str) -> bool:
+        """Whether what was open is still what is at a path."""
         status = self._status(path)
-        return status is not None and os.path.samestat(os.fstat(descriptor), status)
-
-    def is_in_place(self) -> bool:
-        """Whether the directory whose descriptor is kept still has its name."""
-        return LocalFiles().is_at(self._at, self._directory)
+        return status is not None and os.path.samestat(opened, status)
 
     def move(self, source: str, target: str) -> None:
         """Rename within a file system."""
@@ -151,11 +132,10 @@ class LocalFiles:
         with self._reached(path) as (at, name):
             os.rmdir(name, dir_fd=at)
 
-    def delete_partial_files(self, path: str) -> None:
-        """Delete what processes that were killed have left of a file that they were writing."""
-        directory, name = os.path.split(path)
+    def delete_partial_files(self, directory: str) -> None:
+        """Delete what processes that were killed have left of files that they were writing."""
         for each in self._names(directory):
-            if each.startswith(f".{name[:40]}.partial-"):
+            if _PARTIAL.fullmatch(each):
                 with contextlib.suppress(OSError):  # a directory: it is none of ours
                     self.delete_file(f"{directory}/{each}")
 
@@ -200,13 +180,14 @@ class LocalFiles:
     @contextlib.contextmanager
     def _reached(self, path: str) -> Iterator[tuple[int, str]]:
         """The descriptor of the directory that a path is in, and its name there."""
-        *directories, name = path.removeprefix(self._directory).split("/")
+        *directories, name = path.split("/")
         with contextlib.ExitStack() as opened:
             try:
-                at = self._at
+                at = os.open("/", _WALK)
+                opened.callback(os.close, at)
                 for each in filter(None, directories):
                     if each == "..":
-                        raise OSError(errno.EINVAL, "it leads out of its directory", path)
+                        raise OSError(errno.EINVAL, "a path must not lead upwards", path)
                     at = os.open(each, _WALK, dir_fd=at)
                     opened.callback(os.close, at)
                 yield at, name or "."

@@ -11,7 +11,9 @@ import logging
 import os
 import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from sparkdl.durable.local_files import Files, LocalFiles, delete, exists, synchronize
 
@@ -24,26 +26,29 @@ BLOCK_BYTES = 4 << 20
 """How much is copied at once."""
 
 
-def put_file(files: Files, path: str, octets: bytes) -> None:
-    """Write a small file durably, all of it or nothing, in the place of any existing one.
+def put_file(files: Files, path: str, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file durably, all of it or nothing, in the place of any existing one.
 
     Args:
         files: its file system; elsewhere than on this machine, a file that is closed is durable.
         path: its path.
-        octets: what it holds.
+        write: writes its bytes.
 
     Raises:
-        OSError: the file system refuses.
+        OSError: the file system refuses, or something else has got its name meanwhile.
     """
     if isinstance(files, LocalFiles):
         with files.open_output_stream(path) as stream:
-            stream.write(octets)
+            write(stream)
             stream.flush()
             os.fsync(stream.fileno())
+            status = os.fstat(stream.fileno())
         files.synchronize(f"{os.path.dirname(path)}/.")
+        if not files.is_at(status, path):
+            raise OSError("it was moved or replaced meanwhile")
         return
     with files.open_output_stream(f"{path}.partial") as stream:
-        stream.write(octets)
+        write(stream)
     if exists(files, path):
         files.delete_file(path)  # others do not rename over what is there
     files.move(f"{path}.partial", path)

@@ -407,4 +407,4 @@ class Output:
     def _put(self, directory: str, name: str, said: Result) -> None:
         """Write a small file, all of it or nothing."""
         octets = json.dumps(said, indent=1, allow_nan=False).encode()
-        put_file(self._files, posixpath.join(directory, name), octets)
+        put_file(self._files, posixpath.join(directory, name), lambda file: file.write(octets))

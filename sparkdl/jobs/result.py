@@ -112,7 +112,8 @@ def write_result(path: str, result: dict[str, Any]) -> None:
         CheckpointError: it cannot be written.
     """
     with _written(path) as (files, target):
-        put_file(files, target, (json.dumps(finite(result), indent=1) + "\n").encode())
+        octets = (json.dumps(finite(result), indent=1) + "\n").encode()
+        put_file(files, target, lambda file: file.write(octets))
 
 
 @contextlib.contextmanager

@@ -6,10 +6,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from power_loss import cuts, recorded
 from pyspark import SparkContext
 from torch import nn
 
+from sparkdl.checkpoint.container import Piece
 from sparkdl.checkpoint.module_files import SavedModule, load_module, write_module
 from sparkdl.checkpoint.state_files import load_state, save_state
 from sparkdl.checkpoint.storage import CheckpointStore
@@ -34,13 +33,13 @@ def memory() -> Iterator[Path]:
 
 def save(store: CheckpointStore, epoch: int) -> None:
     texts = {name: f"{name} of {epoch}".encode() for name in ("center", "rank-0")}
-    contents = {name: partial(_put, text) for name, text in texts.items()}
+    contents = {name: Piece("U8", [len(text)], _blocks(text)) for name, text in texts.items()}
     store.write(contents, {"epoch": epoch})
     store.prune()
 
 
-def _put(octets: bytes, file: BinaryIO) -> None:
-    file.write(octets)
+def _blocks(octets: bytes) -> Callable[[int], Iterator[bytes]]:
+    return lambda size: iter([octets])
 
 
 def newest(path: Path) -> int:
@@ -49,8 +48,8 @@ def newest(path: Path) -> int:
     if saved is None:
         return 0
     for name in ("center", "rank-0"):
-        with saved.open(name) as file:
-            assert file.read() == f"{name} of {saved.description['epoch']}".encode()
+        found = b"".join(saved.contents[name].blocks(7))
+        assert found == f"{name} of {saved.description['epoch']}".encode()
     return int(saved.description["epoch"])
 
 
@@ -79,7 +78,8 @@ def test_after_the_power_was_cut_the_next_checkpoints_are_as_good(memory: Path) 
         save(store, 2)
     for _, left in cuts(recorder, memory, draws=1):
         again = CheckpointStore(str(left), keep_last=1)
-        save(again, 7)
+        with again.held():
+            save(again, 7)
         assert newest(left) == 7
         assert len(list(left.iterdir())) == 1, "the debris was not swept"
         shutil.rmtree(left)

@@ -17,10 +17,10 @@ from hypothesis import given
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from sparkdl.checkpoint import tensor_file
-from sparkdl.checkpoint.state_files import STATE_FILE, load_state, save_state
+from sparkdl.checkpoint import container
+from sparkdl.checkpoint.state_files import STATE, load_state, save_state
 from sparkdl.checkpoint.storage import CheckpointStore
-from sparkdl.checkpoint.tensor_file import read_tensors, write_tensors
+from sparkdl.checkpoint.tensor_file import DTYPES, read_tensors, write_tensors
 from sparkdl.errors import CheckpointError, ConfigError
 
 
@@ -53,10 +53,10 @@ def test_there_is_nothing_before_the_first(tmp_path: Path) -> None:
 def test_the_newest_undamaged_one_is_loaded_and_old_ones_are_deleted(tmp_path: Path) -> None:
     for epoch in range(1, 5):
         save_state(CheckpointStore(str(tmp_path), keep_last=2), {"epoch": epoch})
-    directories = sorted(entry.name for entry in tmp_path.iterdir())
-    assert directories == ["checkpoint-000003", "checkpoint-000004"]
+    third, fourth = sorted(tmp_path.iterdir())
+    assert third.name == "checkpoint-000003.safetensors"
     assert load_state(str(tmp_path)) == {"epoch": 4}
-    (tmp_path / "checkpoint-000004" / STATE_FILE).write_bytes(b"damaged")
+    fourth.write_bytes(b"damaged")
     assert load_state(str(tmp_path)) == {"epoch": 3}
 
 
@@ -80,7 +80,7 @@ def test_a_state_that_somebody_else_wrote_is_refused_in_words(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     store = CheckpointStore(str(tmp_path / "run"), keep_last=1)
-    contents = {STATE_FILE: lambda file: file.write(octets)}
+    contents = {STATE: container.Piece("U8", [len(octets)], lambda _: iter([octets]))}
     store.write(contents, {"kind": "state of a training function"})
     with pytest.raises(CheckpointError, match=r"checkpoint-000001.* cannot be read"):
         load_state(str(tmp_path / "run"))
@@ -97,7 +97,7 @@ def test_a_full_disk_leaves_no_half_of_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_state(CheckpointStore(str(tmp_path), keep_last=1), {"epoch": 1})
-    monkeypatch.setattr("sparkdl.durable.manifest.Checksummed.write", _full)
+    monkeypatch.setattr("sparkdl.checkpoint.storage._Hashed.write", _full)
     with pytest.raises(CheckpointError, match="No space left"):
         save_state(CheckpointStore(str(tmp_path), keep_last=1), {"epoch": 2})
     assert load_state(str(tmp_path)) == {"epoch": 1}
@@ -107,8 +107,8 @@ def _full(*_: object) -> int:
     raise OSError(28, "No space left on device")
 
 
-DTYPES = list(tensor_file._NAMES)
-LIBRARY_DTYPES = [dtype for dtype in DTYPES if dtype is not torch.complex128]
+ALL_DTYPES = list(DTYPES.values())
+LIBRARY_DTYPES = [dtype for dtype in ALL_DTYPES if dtype is not torch.complex128]
 
 
 def tensor_of(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> Tensor:
@@ -137,7 +137,7 @@ def tensors_of(dtypes: list[torch.dtype]) -> st.SearchStrategy[dict[str, Tensor]
     )
 
 
-tensors = tensors_of(DTYPES)
+tensors = tensors_of(ALL_DTYPES)
 tensors_of_the_library = tensors_of(LIBRARY_DTYPES)
 
 
@@ -183,7 +183,7 @@ def test_a_view_that_is_not_contiguous_is_written_as_it_looks() -> None:
 
 
 def test_large_tensors_are_written_and_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 10)
+    monkeypatch.setattr(container, "BLOCK_BYTES", 10)
     values = {"a": torch.arange(33.0), "b": torch.arange(7)}
     found, _ = read_tensors(io.BytesIO(written(values)))
     assert all(torch.equal(found[name], values[name]) for name in values)

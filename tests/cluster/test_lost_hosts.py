@@ -74,7 +74,7 @@ def fit_checkpointed_while(
     """As above, with the deed once checkpoints say that training is under way."""
     checkpoints = folder / "checkpoints"
     params = ["sleep=0.1", f"checkpointPath={json.dumps(str(checkpoints))}"]
-    second = checkpoints / "checkpoint-000002" / "manifest.json"
+    second = checkpoints / "checkpoint-000002.safetensors"
     return fit_while(cluster, folder, deed, *params, until=second.exists)
 
 

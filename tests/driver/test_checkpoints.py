@@ -26,11 +26,10 @@ from sparkdl.averager.service.saving import ResumedCheckpoint
 from sparkdl.callbacks import Callback, Training
 from sparkdl.checkpoint import storage
 from sparkdl.checkpoint.state_files import save_state
-from sparkdl.checkpoint.storage import CheckpointStore, Contents
+from sparkdl.checkpoint.storage import CheckpointStore, Contents, _Hashed
 from sparkdl.driver import as_builder
 from sparkdl.driver.resuming import require_progress, require_same_rows
 from sparkdl.durable.local_files import LocalFiles
-from sparkdl.durable.manifest import Checksummed
 from sparkdl.errors import CheckpointError, ConfigError, TrainingError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics
@@ -89,7 +88,7 @@ def test_checkpoints_are_of_every_so_many_epochs_and_of_the_last(
     found = []
     while (saved := store.newest()) is not None:
         found.append(len(saved.description["progress"]["history"]))
-        (Path(saved.directory) / "manifest.json").unlink()
+        Path(saved.path).unlink()
     assert sorted(found) == expected
 
 
@@ -98,7 +97,7 @@ def test_a_disk_that_is_full_costs_the_checkpoint_and_not_the_training(
 ) -> None:
     job, data = make_job(mlp(), epochs=3), classification([12, 8])
     whole = run_world(job, data.shards())
-    monkeypatch.setattr("sparkdl.durable.manifest.Checksummed.write", _disk_full)
+    monkeypatch.setattr("sparkdl.checkpoint.storage._Hashed.write", _disk_full)
     with caplog.at_level(logging.WARNING):
         outcome = run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
     assert same_bits(outcome, whole)
@@ -140,7 +139,7 @@ def test_on_sigterm_with_a_full_disk_the_center_is_tried_once_more_and_the_log_s
 
     job, data = make_job(mlp(), epochs=500), classification([12, 8])
     if for_good:
-        monkeypatch.setattr("sparkdl.durable.manifest.Checksummed.write", _disk_full)
+        monkeypatch.setattr("sparkdl.checkpoint.storage._Hashed.write", _disk_full)
     else:
         _full_until_the_end(monkeypatch)
     with pytest.raises(SystemExit):
@@ -153,13 +152,13 @@ def test_on_sigterm_with_a_full_disk_the_center_is_tried_once_more_and_the_log_s
 
 def _full_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """No checkpoint can be written but the one for which the run has ended."""
-    write, save_center = Checksummed.write, Averager.save_center
+    write, save_center = _Hashed.write, Averager.save_center
 
     def then_there_is_room(self: Averager) -> bool:
-        monkeypatch.setattr(Checksummed, "write", write)
+        monkeypatch.setattr(_Hashed, "write", write)
         return save_center(self)
 
-    monkeypatch.setattr(Checksummed, "write", _disk_full)
+    monkeypatch.setattr(_Hashed, "write", _disk_full)
     monkeypatch.setattr(Averager, "save_center", then_there_is_room)
 
 
@@ -220,13 +219,13 @@ def test_a_center_is_saved_beside_a_writer_that_is_not_done(
 ) -> None:
     """As after SIGTERM, when the storage is slow."""
     reached, goes_on = threading.Event(), threading.Event()
-    put, save_center = storage._put, Averager.save_center
+    write, save_center = storage.write_pieces, Averager.save_center
 
-    def slow(*where: Any) -> dict[str, Any]:
+    def slow(*what: Any) -> None:
         if not reached.is_set():
             reached.set()
             goes_on.wait(30)
-        return put(*where)
+        write(*what)
 
     def then_let_it_go_on(self: Averager) -> bool:
         saved = save_center(self)
@@ -240,7 +239,7 @@ def test_a_center_is_saved_beside_a_writer_that_is_not_done(
         if isinstance(event, WindowReport) and reached.wait(30):
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(storage, "_put", slow)
+    monkeypatch.setattr(storage, "write_pieces", slow)
     monkeypatch.setattr(Averager, "save_center", then_let_it_go_on)
     monkeypatch.setattr("sparkdl.averager.service.server.CLOSE_S", 0.2)
     monkeypatch.setattr("sparkdl.driver.resuming.SIGTERM_S", 0.2)
@@ -248,8 +247,7 @@ def test_a_center_is_saved_beside_a_writer_that_is_not_done(
     with pytest.raises(SystemExit):
         run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"), on_event=on_event)
     there = sorted(entry for entry in (tmp_path / "c").iterdir())
-    assert [entry.name for entry in there] == ["checkpoint-000001", "checkpoint-000002"]
-    assert all((entry / "manifest.json").exists() for entry in there)
+    assert [entry.name[:17] for entry in there] == ["checkpoint-000001", "checkpoint-000002"]
 
 
 def test_a_checkpoint_that_waits_for_a_worker_when_the_run_fails_leaves_no_files(
@@ -291,7 +289,7 @@ def test_without_the_worker_states_the_center_is_saved_all_the_same(tmp_path: Pa
     progress = saved.description["progress"]
     # Workers may have gone on while the driver was told.
     assert (progress["epoch"], progress["rounds"]) >= (2, 2)
-    assert not saved.has("rank-00000.safetensors")
+    assert "rank-00000" not in saved.contents
     assert same_bits(run_world(job, data.shards(), checkpoints=policy(tmp_path / "c")), whole)
 
 
@@ -370,7 +368,7 @@ def test_an_unreadable_directory_ends_the_run_before_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_world(make_job(mlp()), classification([6]).shards(), checkpoints=policy(tmp_path / "c"))
-    monkeypatch.setattr("sparkdl.durable.manifest.FORMAT", 0)
+    monkeypatch.setattr("sparkdl.checkpoint.storage.FORMAT", 0)
     with pytest.raises(CheckpointError, match="newer than the 0"):
         run_world(make_job(mlp()), classification([6]).shards(), checkpoints=policy(tmp_path / "c"))
 
@@ -419,15 +417,15 @@ def test_a_worker_state_that_cannot_be_read_any_more_is_told_with_its_file(
 ) -> None:
     job, data = make_job(mlp(), optimizer=OPTIMIZERS["Adam"]), classification([6])
     run_world(replace(job, epochs=1), data.shards(), checkpoints=policy(tmp_path))
-    opened: list[str] = []
-    original, worker_state = LocalFiles.open_input_stream, "rank-00000.safetensors"
+    original, opened = LocalFiles.open_input_file, list[str]()
 
-    def open_input_stream(files: LocalFiles, path: str) -> Any:
-        opened.append(Path(path).name)
-        # It was whole when it was verified.
-        failed = opened[-1] == worker_state and opened.count(worker_state) == 2
-        return Unreadable() if failed else original(files, path)
+    def open_input_file(files: LocalFiles, path: str) -> Any:
+        opened.append(path)
+        # It was whole when it was verified, and when the center was read.
+        return Unreadable() if len(opened) == 2 else original(files, path)
 
-    monkeypatch.setattr(LocalFiles, "open_input_stream", open_input_stream)
-    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors cannot be read: .*Input"):
+    monkeypatch.setattr(LocalFiles, "open_input_file", open_input_file)
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-000001\.safetensors cannot be read: .*Input"
+    ):
         run_world(replace(job, epochs=2), data.shards(), checkpoints=policy(tmp_path))

@@ -87,7 +87,8 @@ def refusal(path: Path, job: Job, shards: Any) -> list[str]:
     assert not any(isinstance(event, WindowReport) for event in windows)
     first, *lines, last = str(refused.value).splitlines()
     assert first == (
-        f"{path}/checkpoint-00000{EPOCHS_OF[path]} is a checkpoint of a different training:"
+        f"{path}/checkpoint-00000{EPOCHS_OF[path]}.safetensors is a checkpoint of a different "
+        "training:"
     )
     assert "another checkpointPath, or start over in this one with resume='never'" in last
     return [line.strip() for line in lines]
@@ -238,7 +239,7 @@ def test_the_same_training_goes_on_and_once_it_has_ended_gives_its_model_and_say
     assert same_bits(resumed, expected)
     assert same_bits(again, expected)
     assert again.history == resumed.history
-    assert f"{tmp_path}/c/checkpoint-000002 already ended with epoch 2: its model is" in caplog.text
+    assert f"{tmp_path}/c/checkpoint-000002.safetensors already ended with epoch 2" in caplog.text
     assert "resume='never'" in caplog.text
 
 
@@ -295,11 +296,10 @@ def test_a_checkpoint_that_does_not_say_what_it_is_of_is_refused(tmp_path: Path)
     description = json.loads(json.dumps(newest.description))
     for key in ("loss", "precision"):
         del description["config"][key]
-    with newest.open("center.safetensors") as old:
-        store.write({"center.safetensors": lambda new: new.write(old.read())}, description)
+    store.write(newest.contents, description)
     with pytest.raises(
         ConfigError,
-        match=r"checkpoint-000002 was written by an earlier version of sparkdl-torch, which did "
-        r"not record loss, precision.*resume='never'",
+        match=r"checkpoint-000002\.safetensors was written by an earlier version of "
+        r"sparkdl-torch, which did not record loss, precision.*resume='never'",
     ):
         run_world(job(), classification(SIZES).shards(), checkpoints=policy(path))

@@ -11,12 +11,11 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import product
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 
+from sparkdl.checkpoint.container import Piece
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.durable import lease
 from sparkdl.durable.local_files import LocalFiles
@@ -54,7 +53,7 @@ ATTACKS: dict[str, Callable[[Path, Path], None]] = {
 def home(tmp_path: Path) -> Iterator[Path]:
     """A directory that nobody but its owner may change, and in the end nobody has."""
     (home := tmp_path / "home").mkdir()
-    for name in ("precious", "center", "manifest.json", "in-use.json", "run.json", "_result.json"):
+    for name in ("precious", "manifest.json", "in-use.json", "run.json", "_result.json"):
         (home / name).write_text("mine")
     (home / "below").mkdir()
     (home / "below" / "precious").write_text("mine")
@@ -75,7 +74,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(store: CheckpointStore, epoch: int) -> None:
-    store.write({"center": lambda file: file.write(b"weights")}, {"epoch": epoch})
+    store.write({"center": Piece("U8", [7], lambda _: iter([b"weights"]))}, {"epoch": epoch})
 
 
 def newest(path: Path) -> int | None:
@@ -91,7 +90,7 @@ def test_whatever_is_in_the_place_of_a_file_of_ours_no_file_elsewhere_changes(
         with subtests.test(attack=attack):
             directory = tmp_path / str(number)
             directory.mkdir()
-            for number, name in enumerate([lease.LEASE, lease.LOCK, "checkpoint-000001"]):
+            for number, name in enumerate([lease.LEASE, lease.LOCK, name_of(1)]):
                 (root := directory / f"{number}").mkdir()
                 ATTACKS[attack](root / name, home)
                 store = CheckpointStore(str(root), keep_last=1)
@@ -109,6 +108,10 @@ def test_whatever_is_in_the_place_of_a_file_of_ours_no_file_elsewhere_changes(
                     assert newest(root) == 2
 
 
+def name_of(number: int) -> str:
+    return f"checkpoint-{number:06d}.safetensors"
+
+
 def test_a_checkpoint_is_written_where_it_was_begun_whatever_takes_its_place(
     tmp_path: Path, home: Path, subtests: pytest.Subtests
 ) -> None:
@@ -116,40 +119,33 @@ def test_a_checkpoint_is_written_where_it_was_begun_whatever_takes_its_place(
         with subtests.test(attack=attack):
             directory = tmp_path / str(number)
             directory.mkdir()
-            for swapped, ends in product(("center", "rank-0"), ("published", "given up")):
-                (root := directory / f"{swapped}, {ends}").mkdir()
+            for ends, words in (("published", "moved or replaced"), ("given up", "given up")):
+                (root := directory / ends).mkdir()
                 replace = partial(replaced, root, ATTACKS[attack], home)
-                contents: dict[str, Callable[[BinaryIO], None]] = {
-                    name: partial(written, replace if name == swapped else None)
-                    for name in ("center", "rank-0")
-                }
-                words = "moved or replaced"
-                if ends == "given up":
-                    contents["rank-1"], words = given_up, ends
                 store = CheckpointStore(str(root), keep_last=1)
                 with store.held():
                     write(store, 1)
+                    contents = {
+                        "center": Piece("U8", [7 + (1 << 20)], partial(written, replace, ends))
+                    }
                     with pytest.raises(CheckpointError, match=words):
                         store.write(contents, {"epoch": 2})
-                for name in ("center", "rank-0"):
-                    assert (root / "away" / name).read_bytes() == b"weights"
+                assert (root / "away").read_bytes().count(b"weights") == 1
                 assert newest(root) == 1
 
 
 def replaced(root: Path, attack: Callable[[Path, Path], None], home: Path) -> None:
     """Put something else in the place of the second checkpoint."""
-    (root / "checkpoint-000002").rename(root / "away")
-    attack(root / "checkpoint-000002", home)
+    (partial_file,) = root.glob(f".{name_of(2)}.partial-*")
+    partial_file.rename(root / "away")
+    attack(partial_file, home)
 
 
-def written(meanwhile: Callable[[], None] | None, file: BinaryIO) -> None:
-    file.write(b"weights")
-    if meanwhile is not None:
-        meanwhile()
-
-
-def given_up(file: BinaryIO) -> None:
-    raise CheckpointError("given up")
+def written(meanwhile: Callable[[], None], ends: str, size: int) -> Iterator[bytes]:
+    yield b"weights" + bytes(1 << 20)  # more than is buffered
+    meanwhile()
+    if ends == "given up":
+        raise CheckpointError("given up")
 
 
 def test_what_is_in_the_place_of_an_old_checkpoint_is_not_deleted_through(
@@ -163,12 +159,12 @@ def test_what_is_in_the_place_of_an_old_checkpoint_is_not_deleted_through(
             store = CheckpointStore(str(root), keep_last=1)
             for epoch in (1, 2):
                 write(store, epoch)
-            shutil.rmtree(root / "checkpoint-000001")
-            ATTACKS[attack](root / "checkpoint-000001", home)
+            (root / name_of(1)).unlink()
+            ATTACKS[attack](root / name_of(1), home)
             store.prune()
             assert newest(root) == 2
             if attack == "full directory":  # no checkpoint holds such files
-                assert contents(root / "checkpoint-000001") == contents(home)
+                assert contents(root / name_of(1)) == contents(home)
 
 
 def test_a_job_is_refused_or_leaves_its_output_and_no_file_elsewhere_changes(
@@ -257,7 +253,8 @@ def test_a_number_that_leaves_no_room_does_not_hide_the_others(
 ) -> None:
     for number, (make, name) in enumerate(
         itertools.product(
-            [Path.mkdir, Path.touch], ["checkpoint-999999999999999999", "checkpoint-" + "9" * 200]
+            [Path.mkdir, Path.touch],
+            [f"checkpoint-{digits}.safetensors" for digits in ("9" * 18, "9" * 200)],
         )
     ):
         with subtests.test(name=name, make=make):
@@ -270,28 +267,29 @@ def test_a_number_that_leaves_no_room_does_not_hide_the_others(
                     write(store, epoch)
                     store.prune()
             assert newest(directory) == 2
-            assert sorted(os.listdir(directory)) == ["checkpoint-000002", name]
+            assert sorted(os.listdir(directory)) == [name_of(2), name]
 
 
 def test_the_last_number_is_refused_in_words(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint-999999999999").mkdir()
+    (tmp_path / name_of(10**12 - 1)).mkdir()
     store = CheckpointStore(str(tmp_path), keep_last=1)
     with pytest.raises(CheckpointError, match=r"no numbers from 1000000000000 on. Delete"):
         write(store, 1)
 
 
-def test_entries_that_are_no_directories_have_no_numbers(tmp_path: Path) -> None:
-    for name in ("checkpoint-000001", "checkpoint-000003"):
-        (tmp_path / name).write_text("the user's own")
-    store = CheckpointStore(str(tmp_path), keep_last=9)
+def test_entries_that_are_no_files_are_no_checkpoints(tmp_path: Path) -> None:
+    for number in (1, 3):
+        (tmp_path / name_of(number)).mkdir()
+    store = CheckpointStore(str(tmp_path), keep_last=1)
     for epoch in (1, 2):
         write(store, epoch)
+        store.prune()
     assert newest(tmp_path) == 2
-    assert len(os.listdir(tmp_path)) == 4
+    assert sorted(os.listdir(tmp_path)) == [name_of(1), name_of(3), name_of(5)]
 
 
 def test_a_name_of_any_bytes_is_nobodys(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for number, name in enumerate(["checkpoint-000009\n", "new\nline", os.fsdecode(b"\xff\xfe")]):
+    for number, name in enumerate([f"{name_of(9)}\n", "new\nline", os.fsdecode(b"\xff\xfe")]):
         with subtests.test(name=name):
             directory = tmp_path / str(number)
             directory.mkdir()

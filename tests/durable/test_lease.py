@@ -22,13 +22,14 @@ from pyarrow import fs
 from waiting import eventually
 
 from sparkdl.checkpoint import storage
+from sparkdl.checkpoint.container import Piece
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.durable import lease
 from sparkdl.errors import CheckpointError, ConfigError, StoppedError
 
 
 def save(store: CheckpointStore, epoch: int) -> None:
-    store.write({"center": lambda file: file.write(b"weights")}, {"epoch": epoch})
+    store.write({"center": Piece("U8", [7], lambda _: iter([b"weights"]))}, {"epoch": epoch})
     store.prune()
 
 
@@ -201,12 +202,13 @@ def test_whose_lease_was_taken_over_writes_and_deletes_no_more(
     first, second = store_at(tmp_path), store_at(tmp_path)
     with first.held("first"), ExitStack() as stack:
 
-        def taken_over(_: object) -> None:
+        def taken_over(_: object) -> Iterator[bytes]:
             stack.enter_context(second.held("second"))
             second.write({}, {"epoch": 7})
+            yield b"weights"
 
         with pytest.raises(CheckpointError, match=r"did not renew .* in use by .*second"):
-            first.write({"center": taken_over}, {"epoch": 1})
+            first.write({"center": Piece("U8", [7], taken_over)}, {"epoch": 1})
         with pytest.raises(CheckpointError, match="second"):
             first.write({}, {"epoch": 1})
         first.keep_last = 0
@@ -224,7 +226,9 @@ def test_a_checkpoint_that_was_begun_in_a_training_is_not_published_after_its_en
     with ExitStack() as training:
         training.enter_context(store.held())
         with pytest.raises(CheckpointError, match="has ended"):
-            store.write({"center": lambda file: training.close()}, {"epoch": 1})
+            store.write(
+                {"center": Piece("U8", [0], lambda _: training.close() or iter([]))}, {"epoch": 1}
+            )
     assert store.newest() is None
 
 
@@ -248,7 +252,7 @@ def test_numbers_go_on_behind_those_of_who_has_gone_meanwhile(tmp_path: Path) ->
         save(early, 2)
     with late.held():
         save(late, 3)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint-000003"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint-000003.safetensors"]
 
 
 @pytest.mark.usefixtures("quick")

@@ -195,7 +195,7 @@ class Dying(WorkerCallback):
                 file.write(f"{step.epoch}")
         if step.rank == self.victim and step.epoch == self.epoch and not self.flag.exists():
             published = self.checkpoints
-            assert published is None or eventually(lambda: list(published.glob("*/manifest.json")))
+            assert published is None or eventually(lambda: list(published.glob("checkpoint-*")))
             self.flag.touch()
             # Rank 0 was forked from a child of the process that serves.
             os.kill(os.getpid() if step.rank else _parent_of(os.getppid()), signal.SIGKILL)

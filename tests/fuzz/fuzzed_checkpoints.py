@@ -1,4 +1,4 @@
-"""Checkpoints: what the manifest describes, the tensors beside it, and users' own state."""
+"""Checkpoints: their descriptions, the tensors in them, and users' own state."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 from fuzzer import Fault, Target
-from mutation import ODD, as_text, mutated, mutated_bytes, mutated_file, number_of_changes
+from mutation import as_text, mutated, mutated_bytes, mutated_file, number_of_changes
 from torch import nn
 
 from sparkdl.averager.messages.progress import Position, Progress
-from sparkdl.averager.service.saving import CENTER, ResumedCheckpoint, worker_state_file
+from sparkdl.averager.service.saving import CENTER, ResumedCheckpoint, worker_state_name
+from sparkdl.checkpoint.container import Piece
 from sparkdl.checkpoint.policy import require_same
-from sparkdl.checkpoint.state_files import STATE_FILE, load_state, save_state
+from sparkdl.checkpoint.state_files import STATE, load_state, save_state
 from sparkdl.checkpoint.storage import CheckpointStore, SavedCheckpoint
-from sparkdl.checkpoint.tensor_file import write_tensors
+from sparkdl.checkpoint.tensor_file import pieces_of
 from sparkdl.driver import build_replica, initial_center
 from sparkdl.driver.resuming import identity, require_progress, require_same_rows
-from sparkdl.durable.manifest import MANIFEST
 from sparkdl.events import EpochSummary, WindowSums
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.statistics.column import ColumnStatistics
@@ -35,15 +35,6 @@ from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.worker import Job
 
-MANIFEST_ODD = [
-    *ODD,
-    *("/dev/zero", "/dev/stdin", "../secret", "..", CENTER, f"x/../{CENTER}", "nowhere/at/all"),
-    *(
-        {"bytes": 0, "sha256": hashlib.sha256().hexdigest()},
-        {"sha256": "0" * 64},
-        {"bytes": 1 << 62},
-    ),
-]
 SUMS = WindowSums(
     rank=0,
     examples=2,
@@ -94,41 +85,19 @@ class _Stored(Target):
     deadline_s = 5.0
 
     def __enter__(self) -> _Stored:
-        self._folder = self.folder()
-        self._path = self._folder / "checkpoints"
-        (self._folder / "secret").write_text("nobody's business")
+        self._path = self.folder() / "checkpoints"
         self._write(CheckpointStore(str(self._path), keep_last=2))
-        (self._directory,) = self._path.iterdir()
-        self._files = {file.name: file.read_bytes() for file in self._directory.iterdir()}
+        (self._file,) = self._path.iterdir()
+        self._octets = self._file.read_bytes()
         return self
 
     @abstractmethod
     def _write(self, store: CheckpointStore) -> None:
         """Save a good one."""
 
-    def _put(self, files: dict[str, bytes]) -> None:
-        shutil.rmtree(self._path)
-        self._directory.mkdir(parents=True)
-        for name, octets in files.items():
-            (self._directory / name).write_bytes(octets)
-
-    def _manifest_with(self, name: str, octets: bytes) -> dict[str, Any]:
-        """The manifest with what is right for these bytes of a file."""
-        manifest: dict[str, Any] = json.loads(self._files[MANIFEST])["manifest"]
-        sha256 = hashlib.sha256(octets).hexdigest()
-        manifest["files"][name] = {"bytes": len(octets), "sha256": sha256}
-        return manifest
-
-
-def _sealed(manifest: Any) -> bytes:
-    """A manifest with its correct checksum."""
-    text = as_text(manifest)
-    try:
-        plain = json.dumps(json.loads(text), sort_keys=True)
-    except (ValueError, RecursionError):
-        plain = text
-    digest = hashlib.sha256(plain.encode()).hexdigest()
-    return f'{{"sha256": "{digest}", "manifest": {text}}}'.encode()
+    def _put(self, octets: bytes) -> None:
+        """Put it there with its correct checksum."""
+        self._file.write_bytes(octets + hashlib.sha256(octets).digest())
 
 
 class CheckpointTarget(_Stored):
@@ -152,26 +121,25 @@ class CheckpointTarget(_Stored):
         self._layout, center = initial_center(replica, with_optimizer=False)
         self._config = identity(job, WORKERS, replica, self._layout)
         names = [f"{at}.{segment.kind}" for at, segment in enumerate(self._layout)]
-        tensors = dict(zip(names, center, strict=True))
+        tensors = {f"{CENTER}{name}": each for name, each in zip(names, center, strict=True)}
+        tensors[worker_state_name(0)] = torch.zeros(12, dtype=torch.uint8)
         description = {"data": FACTS.lasting(), "progress": PROGRESS.as_json()}
-        store.write(
-            {
-                CENTER: partial(write_tensors, tensors=tensors),
-                worker_state_file(0): lambda file: file.write(bytes(12)),
-            },
-            {"config": self._config, **description},
-        )
+        store.write(pieces_of(tensors), {"config": self._config, **description})
 
     def attempt(self, draw: random.Random) -> bool:
         """One checkpoint."""
-        changes, center = number_of_changes(draw), self._files[CENTER]
-        of_the_center = draw.random() < 0.3
-        if of_the_center:
-            center = mutated_file(draw, center, changes)
-        manifest = self._manifest_with(CENTER, center)
-        if not of_the_center:
-            manifest["description"] = mutated(draw, manifest["description"], changes)
-        self._put({**self._files, CENTER: center, MANIFEST: _sealed(manifest)})
+        changes, octets = number_of_changes(draw), self._octets[:-32]
+        if draw.random() < 0.3:
+            octets = mutated_file(draw, octets, changes)
+        else:
+            body = 8 + int.from_bytes(octets[:8], "little")
+            header = json.loads(octets[8:body])
+            said = header["__metadata__"]
+            described = mutated(draw, json.loads(said["description"]), changes)
+            said["description"] = as_text(described)
+            text = json.dumps(header).encode()
+            octets = len(text).to_bytes(8, "little") + text + octets[body:]
+        self._put(octets)
         saved = CheckpointStore(str(self._path), keep_last=2).newest()
         if saved is None:
             return False
@@ -181,12 +149,12 @@ class CheckpointTarget(_Stored):
     def _resume(self, saved: SavedCheckpoint) -> None:
         """Do everything that a training does to go on from there."""
         resumed = ResumedCheckpoint.of(saved)
-        require_same(saved.directory, saved.description["config"], self._config)
+        require_same(saved.path, saved.description["config"], self._config)
         require_progress(resumed, EPOCHS, WORKERS)
         resumed.read_center(self._layout)
         require_same_rows(resumed, FACTS.lasting(), COLUMNS)
-        if resumed.worker_state_bytes(0):
-            list(resumed.worker_state(0, 5))
+        if (state := resumed.worker_state(0)) is not None:
+            list(state.blocks(5))
         told = resumed.progress
         parts: list[Any] = [*told.positions, *told.sums, *told.history]
         for each in parts:
@@ -210,14 +178,16 @@ class StateTarget(_Stored):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         state = {"model": model, "optimizer": optimizer, "epoch": 3, "names": ["a", None]}
         save_state(store, state)
+        saved = store.newest()
+        assert saved is not None
+        self._archive = b"".join(saved.contents[STATE].blocks(1 << 20))
 
     def attempt(self, draw: random.Random) -> bool:
         """One state."""
-        octets = _mutated_archive(draw, self._files[STATE_FILE], number_of_changes(draw))
-        manifest = self._manifest_with(STATE_FILE, octets)
-        if draw.random() < 0.1:
-            manifest = mutated(draw, manifest, 1, MANIFEST_ODD)
-        self._put({STATE_FILE: octets, MANIFEST: _sealed(manifest)})
+        archive = _mutated_archive(draw, self._archive, number_of_changes(draw))
+        shutil.rmtree(self._path)
+        store = CheckpointStore(str(self._path), keep_last=2)
+        store.write({STATE: Piece("U8", [len(archive)], lambda _: iter([archive]))}, {})
         return load_state(str(self._path)) is not None
 
 

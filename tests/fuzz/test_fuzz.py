@@ -4,7 +4,7 @@ An input is a good message, conversation or file that was made wrong in its fiel
 order, nesting or bytes; ports are called over TCP, local sockets and TLS, with the token and
 without. It must be read as if nothing were wrong, or end in an error of the project's own, before
 its deadline; memory must not grow, no thread be left, and rejected input change nothing. Of images,
-tensors, saved models and manifests, tests with ``@given`` say so.
+tensors, saved models and headers, tests with ``@given`` say so.
 
 ``make test-nightly`` reads ``FUZZ_INPUTS`` of each target, from number ``FUZZ_FIRST`` of seed
 ``FUZZ_SEED`` on: with those of a failure, that input again.

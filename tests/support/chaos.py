@@ -24,9 +24,9 @@ from typing import Any
 from support.faults import Proxy
 
 from sparkdl.averager.service.server import Averager
+from sparkdl.checkpoint import storage
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Launch, Observers, Outcome, RunOptions, run
-from sparkdl.durable import manifest
 from sparkdl.events import WindowReport
 from sparkdl.testing.world import Shard, _processes
 from sparkdl.worker import Job
@@ -149,13 +149,13 @@ class Storm:
         return "truncate a message" if cut else "no message to truncate"
 
     def _fill_disk(self, proxy: Proxy) -> str:
-        write = manifest.Checksummed.write
+        write = storage._Hashed.write
 
         def full(*_: Any) -> int:
-            manifest.Checksummed.write = write  # type: ignore[method-assign]
+            storage._Hashed.write = write  # type: ignore[method-assign]
             raise OSError(28, "No space left on device")
 
-        manifest.Checksummed.write = full  # type: ignore[method-assign, assignment]
+        storage._Hashed.write = full  # type: ignore[method-assign, assignment]
         return "fill the disk"
 
     def _pick(self) -> tuple[str, int]:

@@ -113,6 +113,7 @@ from sparkdl.averager.messages.run_events import WorkerTimes
 from sparkdl.averager.values.accumulator import Accumulator
 from sparkdl.averager.values.finite import require_finite
 from sparkdl.averager.values.packing import Chunk
+from sparkdl.checkpoint.container import Piece
 from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.transport.channel import HEADER, PAUSE, Channel, Conversation, LeftError, Need, UpTo
 from sparkdl.transport.framing import octets_of, values_prefix
@@ -155,21 +156,18 @@ class Worker:
         averager, member = self._averager, self._member()
         coordinator, resumed, rank = averager.coordinator, averager.resumed, member.rank
         committed = coordinator.committed
-        position, kept = committed.positions[rank], committed.kept.get(rank)
-        worker_state_bytes, from_checkpoint = None, False
-        if kept is not None:
-            worker_state_bytes = kept.size
-        elif resumed is not None and position == resumed.progress.positions[rank]:
-            worker_state_bytes, from_checkpoint = resumed.worker_state_bytes(rank), True
-        elif committed.begun:
-            worker_state_bytes = 0
+        position = committed.positions[rank]
+        state: WorkerState | Piece | None = committed.kept.get(rank)
+        begun = state is not None or committed.begun
+        if state is None and resumed is not None and position == resumed.progress.positions[rank]:
+            state, begun = resumed.worker_state(rank), True
         policy = coordinator.round.policy
         self._awaits_entry, self._holds_windows = not policy.in_step, policy.holds_windows
         self.channel.send_header(
             {
                 "chunk_bytes": averager.center.chunk_bytes,
                 "position": dataclasses.asdict(position),
-                "worker_state": worker_state_bytes,
+                "worker_state": (state.size if state else 0) if begun else None,
                 "epoch_ended": committed.at_end_of_epoch,
                 "asks_leave": coordinator.spec.followed,
                 "may_wait": self._awaits_entry,
@@ -179,12 +177,10 @@ class Worker:
             }
         )
         self.channel.send(averager.center.state("parameters", "buffers"))
-        if worker_state_bytes is not None:
+        if begun:
             self.channel.send(averager.center.state("optimizer"))
-        if kept is not None:
-            self._send_blocks(kept.blocks(averager.center.chunk_bytes))
-        elif resumed is not None and from_checkpoint and worker_state_bytes:
-            self._send_blocks(resumed.worker_state(rank, averager.center.chunk_bytes))
+        if state is not None and state.size:
+            self._send_blocks(state.blocks(averager.center.chunk_bytes))
         else:
             self.channel.send([], then=self._taken)
 
@@ -386,7 +382,7 @@ class Worker:
             yield block
             averager.in_background(partial(saving.keep, state, block), self.channel.wake)
             yield PAUSE
-        saving.worker_states[member.rank] = state.blocks
+        saving.worker_states[member.rank] = Piece("U8", [size], state.blocks)
         averager.tell(averager.coordinator.worker_state_written, member)
 
     def _member(self) -> Member:

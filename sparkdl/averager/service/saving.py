@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,15 +19,17 @@ from torch import Tensor
 from sparkdl.averager.messages.progress import Progress, WorkerState
 from sparkdl.averager.values.center import named
 from sparkdl.averager.values.center_update import CenterUpdate, Memory, ReplaceByMean, new_memory
+from sparkdl.checkpoint.container import Piece
 from sparkdl.checkpoint.storage import CheckpointStore, SavedCheckpoint
-from sparkdl.checkpoint.tensor_file import BLOCK_BYTES, read_tensors, write_tensors
+from sparkdl.checkpoint.tensor_file import pieces_of, tensor_of
 from sparkdl.errors import CheckpointError, TrainingError
 from sparkdl.protocols import Layout
 
 logger = logging.getLogger(__name__)
 
-CENTER = "center.safetensors"
-KEPT_MODEL = "kept-model.safetensors"
+CENTER = "center."
+KEPT_MODEL = "kept-model."
+"""What the names of their tensors begin with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +77,9 @@ class KeptModel:
     saved: bool = False
 
 
-def worker_state_file(rank: int) -> str:
-    """Name of the file with one worker's state."""
-    return f"rank-{rank:05d}.safetensors"
+def worker_state_name(rank: int) -> str:
+    """Name of what holds one worker's state."""
+    return f"rank-{rank:05d}"
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Saving:
         kept_model: what the fit is to return instead of the last center, if a callback asked for
             it.
         goes_on: whether the training goes on meanwhile.
-        worker_states: reads a rank's state, in blocks of so many bytes, by rank.
+        worker_states: a rank's state, which is read when it is written, by rank.
         failed: whether it has been given up.
     """
 
@@ -108,7 +108,7 @@ class Saving:
     kept_model: KeptModel | None = None
     _: KW_ONLY
     goes_on: bool = True
-    worker_states: dict[int, Callable[[int], Iterator[bytes]]] = field(default_factory=dict)
+    worker_states: dict[int, Piece] = field(default_factory=dict)
     failed: bool = False
 
     def keep(self, state: WorkerState, block: memoryview) -> None:
@@ -126,38 +126,32 @@ class Saving:
             before = ResumedCheckpoint.of(newest)
             found, present = before.progress, self.progress
             if (found.rounds, found.positions) == (present.rounds, present.positions):
-                for rank in filter(before.worker_state_bytes, range(len(found.positions))):
-                    self.worker_states[rank] = partial(before.worker_state, rank)
+                states = enumerate(map(before.worker_state, range(len(found.positions))))
+                self.worker_states = {rank: state for rank, state in states if state is not None}
 
     def publish(self) -> None:
         """Write the checkpoint; every worker's state must be in."""
         if self.failed:
             return
-        contents: dict[str, Callable[[BinaryIO], object]] = {
-            CENTER: partial(write_tensors, tensors=self.center),
-            **{worker_state_file(n): partial(_copy, s) for n, s in self.worker_states.items()},
-        }
-        if (kept := self.kept_model) is not None:
-            model = {f"{index}": values for index, values in enumerate(kept.values)}
-            epoch = {"epoch": f"{kept.epoch}"}
-            contents[KEPT_MODEL] = partial(write_tensors, tensors=model, metadata=epoch)
+        kept = self.kept_model
+        model = () if kept is None else kept.values
+        tensors = {f"{CENTER}{name}": tensor for name, tensor in self.center.items()}
+        tensors |= {f"{KEPT_MODEL}{index}": tensor for index, tensor in enumerate(model)}
+        states = {worker_state_name(rank): state for rank, state in self.worker_states.items()}
         description = {
             "config": dict(self.plan.config),
             "training": self.plan.training,
             "data": self.data,
             "progress": self.progress.as_json(),
+            "kept_model_epoch": None if kept is None else kept.epoch,
         }
         started = time.monotonic()
         with self._giving_up():
-            directory = self.plan.store.write(contents, description)
-            logger.info("wrote %s in %.2f s", directory, time.monotonic() - started)
+            path = self.plan.store.write({**pieces_of(tensors), **states}, description)
+            logger.info("wrote %s in %.2f s", path, time.monotonic() - started)
             if kept is not None:
                 kept.saved = True
             self.plan.store.prune()
-
-    def abandon(self) -> None:
-        """Give the checkpoint up."""
-        self.failed = True
 
     @contextlib.contextmanager
     def _giving_up(self, refusal: type[Exception] = CheckpointError) -> Iterator[None]:
@@ -174,17 +168,12 @@ class Saving:
             )
 
 
-def _copy(blocks: Callable[[int], Iterator[bytes]], file: BinaryIO) -> None:
-    for block in blocks(BLOCK_BYTES):
-        file.write(block)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ResumedCheckpoint:
     """A checkpoint that a training resumes from.
 
     Attributes:
-        saved: the checkpoint's files.
+        saved: the checkpoint's file.
         progress: how far the training had come.
     """
 
@@ -203,14 +192,14 @@ class ResumedCheckpoint:
                 pass
             case other:
                 raise CheckpointError(
-                    f"{saved.directory} is not a checkpoint of a fit: it describes itself as "
+                    f"{saved.path} is not a checkpoint of a fit: it describes itself as "
                     f"{other}. Use another checkpointPath, or set resume='never'"
                 )
         try:
             return cls(saved=saved, progress=Progress.from_json(progress))
         except TypeError as error:
             raise CheckpointError(
-                f"{saved.directory} does not say how far its training had progressed: {error!r}. "
+                f"{saved.path} does not say how far its training had progressed: {error!r}. "
                 "If another version of sparkdl-torch wrote it, use another checkpointPath, or set "
                 "resume='never'"
             ) from error
@@ -227,17 +216,11 @@ class ResumedCheckpoint:
         Raises:
             CheckpointError: the file cannot be read, or holds other segments.
         """
-        with self.saved.open(CENTER) as file:
-            tensors, _ = read_tensors(file)
-        found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         with torch.device("meta"):
             values = [torch.empty(segment.numel, dtype=segment.center_dtype) for segment in layout]
             memory = new_memory(update or ReplaceByMean(), layout)
         due = named(layout, values, memory)
-        if found != {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in due.items()}:
-            raise CheckpointError(
-                f"{self.saved.directory}/{CENTER} belongs to a different model: it holds {found}"
-            )
+        tensors = self._tensors("center", CENTER, due)
         read = {id(empty): tensors[name] for name, empty in due.items()}
         return (
             [read[id(segment)] for segment in values],
@@ -253,32 +236,32 @@ class ResumedCheckpoint:
         Raises:
             CheckpointError: the file cannot be read, or holds another model.
         """
-        if not self.saved.has(KEPT_MODEL):
+        epoch = self.saved.description.get("kept_model_epoch")
+        if epoch is None:
             return None
-        with self.saved.open(KEPT_MODEL) as file:
-            tensors, said = read_tensors(file)
-        found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         model = [segment for segment in layout if segment.kind != "optimizer"]
-        due = {f"{i}": (each.center_dtype, (each.numel,)) for i, each in enumerate(model)}
-        epoch = said.get("epoch", "")
-        if found != due or not re.fullmatch("[0-9]{1,9}", epoch):
+        due = {
+            f"{index}": torch.empty(segment.numel, dtype=segment.center_dtype, device="meta")
+            for index, segment in enumerate(model)
+        }
+        tensors = self._tensors("kept model", KEPT_MODEL, due)
+        if type(epoch) is not int or not 0 <= epoch < 10**9:
+            raise CheckpointError(f"{self.saved.path} keeps a model of epoch {epoch!r:.20}")
+        return KeptModel(epoch, list(tensors.values()), saved=True)
+
+    def worker_state(self, rank: int) -> Piece | None:
+        """A rank's state; None if there is none."""
+        return self.saved.contents.get(worker_state_name(rank))
+
+    def _tensors(self, what: str, prefix: str, due: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Read what has such names, if it is like the tensors that are due."""
+        found = {
+            name.removeprefix(prefix): (piece.dtype, piece.shape)
+            for name, piece in self.saved.contents.items()
+            if name.startswith(prefix)
+        }
+        if found != {name: (piece.dtype, piece.shape) for name, piece in pieces_of(due).items()}:
             raise CheckpointError(
-                f"{self.saved.directory}/{KEPT_MODEL} belongs to a different model: it holds "
-                f"{found} of epoch {epoch!r:.20}"
+                f"{self.saved.path} belongs to a different model: its {what} holds {found}"
             )
-        return KeptModel(int(epoch), [tensors[name] for name in due], saved=True)
-
-    def worker_state_bytes(self, rank: int) -> int:
-        """Size of a rank's state; 0 if there is none."""
-        name = worker_state_file(rank)
-        return self.saved.size(name) if self.saved.has(name) else 0
-
-    def worker_state(self, rank: int, block_bytes: int) -> Iterator[bytes]:
-        """A rank's state, block by block.
-
-        Raises:
-            CheckpointError: the state cannot be read.
-        """
-        with self.saved.open(worker_state_file(rank)) as file:
-            while block := file.read(block_bytes):
-                yield block
+        return {name: tensor_of(self.saved.contents[f"{prefix}{name}"]) for name in due}

@@ -334,7 +334,7 @@ class Averager(Service, Actions):
             if event.__name__ == "checkpoint_ended":
                 self._decide(event, *arguments, **options)
         if self.saving is not None and not (self._writer and self._writer.is_alive()):
-            self.saving.abandon()  # it is waiting for workers that have left
+            self.saving.failed = True  # it is waiting for workers that have left
 
     def _join_writer(self) -> None:
         """Wait a little for a checkpoint that is being written."""

@@ -208,11 +208,12 @@ class _ByteStream(io.RawIOBase):
         close: Callable[[], object],
         *,
         read: Callable[[], bytes] | None = None,
+        seek: Callable[[int], object] | None = None,
         write: Callable[[memoryview], object] | None = None,
     ) -> None:
         super().__init__()
-        self._close, self._read, self._write = close, read, write
-        self._left = b""
+        self._close, self._read, self._seek, self._write = close, read, seek, write
+        self._left, self._next = b"", 0
 
     def readable(self) -> bool:
         return self._read is not None
@@ -220,11 +221,22 @@ class _ByteStream(io.RawIOBase):
     def writable(self) -> bool:
         return self._write is not None
 
+    def seekable(self) -> bool:
+        return self._seek is not None
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        assert self._seek is not None
+        if whence == io.SEEK_SET:
+            self._seek(offset)
+            self._left, self._next = b"", offset
+        return self._next  # from elsewhere nobody asks for more than this
+
     def readinto(self, buffer: Any) -> int:
         assert self._read is not None
         self._left = self._left or self._read()
         taken, self._left = self._left[: len(buffer)], self._left[len(buffer) :]
         buffer[: len(taken)] = taken
+        self._next += len(taken)
         return len(taken)
 
     def write(self, octets: Any) -> int:
@@ -251,7 +263,7 @@ class _ByteStream(io.RawIOBase):
 class _HadoopFiles(fs.FileSystemHandler):  # type: ignore[misc]
     """What ``pyarrow.fs.PyFileSystem`` calls, as far as checkpoints need it.
 
-    Files are read and written from beginning to end. Paths include their scheme.
+    Files are written from beginning to end. Paths include their scheme.
 
     Args:
         files: Hadoop's file system.
@@ -267,10 +279,6 @@ class _HadoopFiles(fs.FileSystemHandler):  # type: ignore[misc]
 
     def normalize_path(self, path: str) -> str:
         return path
-
-    def open_input_file(self, path: str) -> pa.NativeFile:
-        with self.open_input_stream(path) as stream:
-            return pa.BufferReader(stream.read())
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise NotImplementedError("checkpoints are not copied, appended to or deleted together")
@@ -308,7 +316,7 @@ class _HadoopFiles(fs.FileSystemHandler):  # type: ignore[misc]
         with java_errors():
             _rename(self._files, self._path, src, dest)
 
-    def open_input_stream(self, path: str) -> pa.NativeFile:
+    def open_input_file(self, path: str) -> pa.NativeFile:
         with java_errors():
             stream = self._files.open(self._path(path))
 
@@ -316,7 +324,10 @@ class _HadoopFiles(fs.FileSystemHandler):  # type: ignore[misc]
         def read() -> bytes:
             return bytes(stream.readNBytes(PIECE_BYTES))  # py4j passes copies of arrays
 
-        return _ByteStream(java_errors()(stream.close), read=read).to_read()
+        close, seek = java_errors()(stream.close), java_errors()(stream.seek)
+        return _ByteStream(close, read=read, seek=seek).to_read()
+
+    open_input_stream = open_input_file
 
     def open_output_stream(self, path: str, metadata: Any) -> pa.NativeFile:
         with java_errors():

@@ -254,6 +254,6 @@ class Averager(RealAverager, _InMemory):
     def write_checkpoint(self) -> None:
         """Let the observer write it."""
         assert self.saving is not None
-        states = {n: b"".join(read(4096)) for n, read in self.saving.worker_states.items()}
+        states = {n: b"".join(s.blocks(4096)) for n, s in self.saving.worker_states.items()}
         positions = {rank: Position(**json.loads(octets)) for rank, octets in states.items()}
         self._observer.write(self.saving.progress, positions)

@@ -26,6 +26,7 @@ from torch import nn
 
 import sparkdl
 from sparkdl import TorchEstimator
+from sparkdl.checkpoint.container import Piece
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import CheckpointError, ConfigError, SparkDLError, WorkerError
 from sparkdl.spark.storage import files
@@ -255,7 +256,8 @@ def view(spark: SparkSession, tmp_path: Path) -> str:
 
 
 def save(store: CheckpointStore, content: bytes) -> None:
-    store.write({"center": lambda file: file.write(content)}, {"length": len(content)})
+    piece = Piece("U8", [len(content)], lambda _: iter([content]))
+    store.write({"before": piece, "center": piece}, {"length": len(content)})
 
 
 def test_checkpoints_are_published_found_verified_and_deleted(view: str, tmp_path: Path) -> None:
@@ -265,11 +267,11 @@ def test_checkpoints_are_published_found_verified_and_deleted(view: str, tmp_pat
         save(store, content)
     store.prune()
     there = sorted(path.name for path in (tmp_path / "real" / "job").iterdir())
-    assert there == ["checkpoint-000003", "checkpoint-000004"]
+    assert there == ["checkpoint-000003.safetensors", "checkpoint-000004.safetensors"]
     saved = CheckpointStore(f"{view}/job", keep_last=2, open_elsewhere=open_hadoop).newest()
     assert saved is not None
-    with saved.open("center") as file:
-        assert file.read() == contents[-1]
+    for size in (1_000_000, 6_000_000):
+        assert b"".join(saved.contents["center"].blocks(size)) == contents[-1]
 
 
 def test_what_is_not_there_is_said_to_be_missing(view: str) -> None:
