@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import random
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -43,7 +42,7 @@ TOPOLOGIES = ("random", "ring", "exponential")
 
 
 @dataclass(frozen=True)
-class GossipAveraging(Strategy["_Gossip"]):
+class GossipAveraging(Strategy["_Either"]):
     """Mix with one other worker after steps p, 2p, ...; all with all at the end of each epoch.
 
     Rule:
@@ -112,22 +111,22 @@ class GossipAveraging(Strategy["_Gossip"]):
         """Values, unchanged."""
         return FULL_PRECISION
 
-    def start(self, run: Run) -> _Gossip:
+    def start(self, run: Run) -> _Either:
         """Begin at the center, and accept visits."""
         return (_LockStep if self.mode == SYMMETRIC else _Visiting)(run, self)
 
-    def train_epoch(self, run: Run, state: _Gossip, batches: Iterable[Batch]) -> None:
+    def train_epoch(self, run: Run, state: _Either, batches: Iterable[Batch]) -> None:
         """Show the others the values that an epoch begins with, and train."""
         state.open(run)
         super().train_epoch(run, state, batches)
 
-    def after_step(self, run: Run, state: _Gossip, batch: Batch) -> None:
+    def after_step(self, run: Run, state: _Either, batch: Batch) -> None:
         """Call on another worker after every ``period`` steps."""
         run.averager.heartbeat()
         if run.step_of_epoch % self.period == 0 and not batch.last:
             state.mix(run, iteration=run.step_of_epoch // self.period - 1)
 
-    def end_epoch(self, run: Run, state: _Gossip) -> None:
+    def end_epoch(self, run: Run, state: _Either) -> None:
         """Contribute the worker's values, and take the mean of all."""
         state.close(run)
         segments = run.replica.segments(with_optimizer=False)
@@ -156,7 +155,7 @@ def peer_of(topology: str, rank: int, world_size: int, epoch: int, iteration: in
     return (rank + hop) % world_size
 
 
-class _Gossip(ABC):
+class _Gossip:
     """One worker's part, while its replica holds the center.
 
     Args:
@@ -164,7 +163,7 @@ class _Gossip(ABC):
         strategy: whom it mixes with, and when.
     """
 
-    _shown: Shown | Snapshots
+    _kind: ClassVar[type[Shown | Snapshots]]
 
     def __init__(self, run: Run, strategy: GossipAveraging) -> None:
         assert run.peers is not None
@@ -172,7 +171,7 @@ class _Gossip(ABC):
         self._strategy = strategy
         layout = run.replica.layout(with_optimizer=False)
         self._mixed = [index for index, segment in enumerate(layout) if segment.averaged]
-        self._show(
+        self._shown: Any = self._kind(
             [
                 values.detach().to("cpu", layout[index].center_dtype)
                 for index, values in zip(self._mixed, self._mine(run), strict=True)
@@ -180,22 +179,6 @@ class _Gossip(ABC):
         )
         run.cleanup.callback(self._peers.close)
         self._peers.visitors.host = self._shown.host
-
-    @abstractmethod
-    def _show(self, values: list[Tensor]) -> None:
-        """Have ``_shown`` for such values."""
-
-    @abstractmethod
-    def open(self, run: Run) -> None:
-        """Begin an epoch."""
-
-    @abstractmethod
-    def mix(self, run: Run, iteration: int) -> None:
-        """Mix with those that the topology names, unless there are none."""
-
-    @abstractmethod
-    def close(self, run: Run) -> None:
-        """End an epoch."""
 
     def _finite(self, run: Run) -> list[Tensor]:
         """The worker's values, checked to be finite before others see them."""
@@ -212,10 +195,7 @@ class _Gossip(ABC):
 class _Visiting(_Gossip):
     """Calls on one other worker in an iteration, and waits for nobody."""
 
-    _shown: Shown
-
-    def _show(self, values: list[Tensor]) -> None:
-        self._shown = Shown(values)
+    _kind = Shown
 
     def open(self, run: Run) -> None:
         """Begin an epoch."""
@@ -239,11 +219,7 @@ class _Visiting(_Gossip):
 class _LockStep(_Gossip):
     """Mixes with all neighbours of an iteration, and waits for them while they are on their way."""
 
-    _shown: Snapshots
-
-    def _show(self, values: list[Tensor]) -> None:
-        self._shown = Snapshots(values)
-        self._began = time.monotonic()
+    _kind = Snapshots
 
     def open(self, run: Run) -> None:
         """Begin an epoch."""
@@ -263,7 +239,7 @@ class _LockStep(_Gossip):
             patience = self._patience(run, patience_s)
 
             def talk(there: Connection, waits: Callable[[], bool] = patience) -> bool:
-                return self._shown.visit(there, run.epoch, iteration, waits)
+                return bool(self._shown.visit(there, run.epoch, iteration, waits))
 
             if self._peers.visit(peer, talk):
                 weight = 1 / (1 + len(peers))
@@ -286,3 +262,6 @@ class _LockStep(_Gossip):
         """End an epoch; neighbours may still be at the worker's last iteration."""
         self._finite(run)
         self._shown.end()
+
+
+_Either = _Visiting | _LockStep

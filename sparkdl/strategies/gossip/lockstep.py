@@ -22,7 +22,6 @@ the epoch ends.
 from __future__ import annotations
 
 import random
-import reprlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -31,14 +30,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdl.averager.values.finite import count_non_finite
-from sparkdl.errors import DisconnectedError, TrainingError
+from sparkdl.errors import DisconnectedError
+from sparkdl.strategies.gossip.shown import ask, asked_for, receive, stretches_of
 from sparkdl.transport.connection import Connection
 
 SAID_EVERY_S = 1.0
 """Seconds after which a visitor is told to keep waiting: far fewer than its patience."""
-STRETCH = 1 << 18
-"""Values per message."""
 
 
 def neighbors_of(
@@ -173,18 +170,10 @@ class Snapshots:
             TrainingError: what came is not what workers of this training send.
         """
         asked = {"gossip": "symmetric", "epoch": epoch, "iteration": iteration, "values": self.size}
-        connection.send_header(asked)
-        while "go" not in (answer := connection.receive_header()):
-            if not answer.keys() & {"wait", "away", "past"}:
-                raise TrainingError(f"a visit was answered with {reprlib.repr(answer)}")
-            # A worker that has yet to start counts as away.
-            if "past" in answer or not waits():
-                return False
-            connection.send_header(asked)
-        for part in self._stretches(self.room):
-            connection.receive_values(part)
-            if bad := count_non_finite(part):
-                raise TrainingError(f"a visit brought {bad} NaN or infinite values")
+        if not ask(connection, asked, waits):
+            return False
+        for part in stretches_of(self.room):
+            receive(connection, part)
         self._expected[iteration] += 1
         return True
 
@@ -199,14 +188,8 @@ class Snapshots:
             TrainingError: the other end sends what no worker of this training sends.
             DisconnectedError: it was so slow that what it asked for is gone.
         """
-        mode, epoch, iteration, size = (
-            asked.get(n) for n in ("gossip", "epoch", "iteration", "values")
-        )
-        known = mode == "symmetric" and size == self.size
-        if not known or not isinstance(epoch, int) or not isinstance(iteration, int):
-            raise TrainingError(
-                f"expected a visit to {self.size} values, got {reprlib.repr(asked)}"
-            )
+        names = ("epoch", "iteration")
+        _, epoch, iteration = asked_for(asked, ["symmetric"], self.size, *names)
         with self._changed:
             self._changed.wait_for(
                 lambda: not self._is_to_come(epoch, iteration), timeout=SAID_EVERY_S
@@ -217,7 +200,7 @@ class Snapshots:
             connection.send_header({"wait": True} if waits else {"past": True})
             return
         connection.send_header({"go": True})
-        for part in self._stretches(shown):
+        for part in stretches_of(shown):
             with self._changed:
                 if self._kept.get(iteration) is not shown:
                     raise DisconnectedError(f"iteration {iteration} is over")
@@ -236,11 +219,3 @@ class Snapshots:
             return True
         ahead = iteration - self._iteration
         return epoch == self._epoch and 0 < ahead <= self._lead and not self._ended
-
-    @staticmethod
-    def _stretches(values: Sequence[Tensor]) -> list[Tensor]:
-        return [
-            each[start : start + STRETCH]
-            for each in values
-            for start in range(0, len(each), STRETCH)
-        ]

@@ -26,20 +26,76 @@ from __future__ import annotations
 import reprlib
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparkdl.averager.values.finite import count_non_finite
-from sparkdl.averager.values.packing import Chunk
 from sparkdl.errors import TrainingError
 from sparkdl.transport.connection import Connection
 
 MODES = ("push", "pull", "push_pull")
 STRETCH = 1 << 18
 """Values mixed at a time."""
+
+
+def stretches_of(values: Sequence[Tensor]) -> list[Tensor]:
+    """Views of values, of as many as are sent at a time."""
+    return [part for each in values for part in each.split(STRETCH) if len(part)]
+
+
+def ask(
+    connection: Connection, asked: dict[str, Any], waits: Callable[[], bool] = lambda: False
+) -> bool:
+    """Begin a visit.
+
+    Args:
+        connection: to another worker.
+        asked: the header.
+        waits: called while the other is not there yet; whether to ask again.
+
+    Returns:
+        Whether it goes ahead.
+
+    Raises:
+        TrainingError: what came is not what workers of this training send.
+    """
+    connection.send_header(asked)
+    while "go" not in (answer := connection.receive_header()):
+        if not answer.keys() & {"wait", "away", "past"}:
+            raise TrainingError(f"a visit was answered with {reprlib.repr(answer)}")
+        # A worker that has yet to start counts as away.
+        if "past" in answer or not waits():
+            return False
+        connection.send_header(asked)
+    return True
+
+
+def asked_for(asked: dict[str, Any], modes: Sequence[str], size: int, *names: str) -> list[Any]:
+    """The mode of a visit, and the numbers of these names.
+
+    Raises:
+        TrainingError: no worker of this training begins a visit like that.
+    """
+    mode, *numbers = (asked.get(name) for name in ("gossip", *names))
+    whole = all(type(each) is int for each in numbers)
+    if mode not in modes or asked.get("values") != size or not whole:
+        raise TrainingError(f"expected a visit to {size} values, got {reprlib.repr(asked)}")
+    return [mode, *numbers]
+
+
+def receive(connection: Connection, room: Tensor) -> Tensor:
+    """Receive a stretch into a tensor, and return it.
+
+    Raises:
+        TrainingError: it is not finite.
+    """
+    connection.receive_values(room)
+    if bad := count_non_finite(room):
+        raise TrainingError(f"a visit brought {bad} NaN or infinite values")
+    return room
 
 
 class Shown:
@@ -58,18 +114,10 @@ class Shown:
         self.epoch: int | None = None
         # What the worker had when it last mixed; between publishing and adopting, what it learned.
         self._before = [each.clone() for each in values]
-        self._pushed: Counter[Chunk] = Counter()
+        self._pushed: Counter[int] = Counter()
         self._lock = threading.Lock()
-        self._stretches = [
-            Chunk(index, start, min(start + STRETCH, len(each)))
-            for index, each in enumerate(values)
-            for start in range(0, len(each), STRETCH)
-        ]
-
-    @property
-    def size(self) -> int:
-        """How many values there are."""
-        return sum(map(len, self.values))
+        self._stretches = stretches_of(self.values)
+        self._size = sum(map(len, values))
 
     # What the worker itself does.
 
@@ -121,19 +169,14 @@ class Shown:
         Raises:
             TrainingError: what came is not what workers of this training send.
         """
-        connection.send_header({"gossip": mode, "epoch": self.epoch, "values": self.size})
-        answer = connection.receive_header()
-        if "go" not in answer:
-            if "away" not in answer:
-                raise TrainingError(f"a visit was answered with {reprlib.repr(answer)}")
+        if not ask(connection, {"gossip": mode, "epoch": self.epoch, "values": self._size}):
             return False
-        for stretch in self._stretches:
+        for shown in self._stretches:
             if mode != "pull":
-                connection.send_values(self._copy(stretch))
+                connection.send_values(self._copy(shown))
             if mode != "push":
-                came = self._receive(connection, stretch)
+                came = receive(connection, torch.empty_like(shown))
                 with self._lock:
-                    shown = stretch.of(self.values)
                     if mode == "pull":
                         shown.add_(came).mul_(0.5)
                     else:
@@ -152,45 +195,34 @@ class Shown:
         Raises:
             TrainingError: the other end sends what no worker of this training sends.
         """
-        mode, epoch, size = (asked.get(name) for name in ("gossip", "epoch", "values"))
-        if mode not in MODES or type(epoch) is not int or size != self.size:
-            raise TrainingError(
-                f"expected a visit to {self.size} values, got {reprlib.repr(asked)}"
-            )
+        mode, epoch = asked_for(asked, MODES, self._size, "epoch")
         if epoch != self.epoch:
             connection.send_header({"away": True})
             return
         connection.send_header({"go": True})
-        for stretch in self._stretches:
+        for number, shown in enumerate(self._stretches):
             if mode == "pull":
-                connection.send_values(self._copy(stretch))
+                connection.send_values(self._copy(shown))
                 continue
-            came = self._receive(connection, stretch)
-            moved = self._meet(stretch, came, epoch, share=mode == "push")
+            came = receive(connection, torch.empty_like(shown))
+            moved = self._meet(number, came, epoch, share=mode == "push")
             if mode == "push_pull":
                 connection.send_values(moved)
         if mode == "push":
             connection.send_header({"taken": True})
 
-    def _meet(self, stretch: Chunk, came: Tensor, epoch: int, *, share: bool) -> Tensor:
+    def _meet(self, number: int, came: Tensor, epoch: int, *, share: bool) -> Tensor:
         """Mix a stretch with a visitor's; returns how much this worker's has moved."""
+        shown = self._stretches[number]
         with self._lock:
-            shown = stretch.of(self.values)
             came.sub_(shown)
             if self.epoch != epoch:  # it has ended meanwhile
                 return came.zero_()
-            self._pushed[stretch] += share
-            came.div_(1 + self._pushed[stretch] if share else 2)
+            self._pushed[number] += share
+            came.div_(1 + self._pushed[number] if share else 2)
             shown.add_(came)
             return came
 
-    def _copy(self, stretch: Chunk) -> Tensor:
+    def _copy(self, shown: Tensor) -> Tensor:
         with self._lock:
-            return stretch.of(self.values).clone()
-
-    def _receive(self, connection: Connection, stretch: Chunk) -> Tensor:
-        room = torch.empty_like(stretch.of(self.values))
-        connection.receive_values(room)
-        if bad := count_non_finite(room):
-            raise TrainingError(f"a visit brought {bad} NaN or infinite values")
-        return room
+            return shown.clone()

@@ -21,7 +21,7 @@ from visits import connected
 
 from sparkdl.errors import TrainingError
 from sparkdl.strategies import GossipAveraging
-from sparkdl.strategies.gossip import lockstep
+from sparkdl.strategies.gossip import lockstep, shown
 from sparkdl.strategies.gossip.gossip_averaging import TOPOLOGIES
 from sparkdl.strategies.gossip.lockstep import Snapshots, lead_of, neighbors_of
 from sparkdl.testing import run_world
@@ -149,7 +149,7 @@ class Ranks:
 
 @pytest.fixture(autouse=True)
 def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lockstep, "STRETCH", 3)
+    monkeypatch.setattr(shown, "STRETCH", 3)
 
 
 def test_the_distance_to_the_mean_is_bounded_by_the_second_eigenvalue() -> None:
