@@ -8,8 +8,7 @@ agree, the gain is small; later it approaches S.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +16,9 @@ import torch
 
 from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
+from sparkdl.strategies.all_reduce.chain import Step
 from sparkdl.strategies.all_reduce.gradient_all_reduce import GradientAllReduce
-from sparkdl.strategies.all_reduce.gradient_noise import NoiseMeter, gain, total_square
-from sparkdl.strategies.all_reduce.reducer import Paced, Reducer
+from sparkdl.strategies.all_reduce.gradient_noise import NoiseMeter, gain
 from sparkdl.strategies.arguments import FRACTION, argument, must, or_none
 from sparkdl.strategies.base import Needs, Run
 from sparkdl.strategies.worker_group import WorkerGroup
@@ -92,76 +91,44 @@ class AdaScale(GradientAllReduce):
                 "AdaScale to scale. Use SGD, or GradientAllReduce"
             )
 
-    def start(self, run: Run) -> Reducer:
-        """As in ``GradientAllReduce``, with steps that are worth more."""
-        state = super().start(run)
-        assert state.meter is not None
-        state.paced = _Scaled(state.meter, state.group.rows_a_step)
-        return state
-
     def _meter(self, run: Run, group: WorkerGroup) -> NoiseMeter:
         workers = group.collective.world_size
         decay = max(1 - workers / 1000, 0.0) if self.decay is None else self.decay
-        return _AgreedNoise(run, group, decay)
-
-    def saved_state(self, state: Reducer) -> Mapping[str, Any]:
-        """What the noise was, and what the steps were worth."""
-        assert isinstance(state.paced, _Scaled)
-        return {**super().saved_state(state), "steps": state.paced.steps}
-
-    def restore_state(self, state: Reducer, saved: Mapping[str, Any]) -> None:
-        """Resume from there."""
-        super().restore_state(state, saved)
-        assert isinstance(state.paced, _Scaled)
-        state.paced.steps = saved["steps"]
-
-    def _measured(self, state: Reducer, meter: NoiseMeter) -> dict[str, float]:
-        assert isinstance(state.paced, _Scaled)
-        return {**super()._measured(state, meter), STEPS: state.paced.steps}
+        return _Scaled(run, group, decay)
 
 
-class _AgreedNoise(NoiseMeter):
-    """Measures every step, and combines at once what the workers have measured."""
+class _Scaled(NoiseMeter):
+    """Measures every step, combines at once what the workers have measured, and sets the gain."""
 
     _due = True
+    _worth = 0.0
+    """How many of one worker's steps those until now were worth."""
 
-    def end_step(self, rows: Sequence[int]) -> bool:
-        """Note the step's gradients."""
+    def after_reduction(self, step: Step) -> None:
+        """Add all workers' minibatches; one worker's rows may remain at an epoch's end."""
         collective, size = self._group.collective, self._run.batch_size
-        mine, self._minibatches = self._minibatches, []
-        ours = torch.tensor([sum(each.square for each in mine)], dtype=torch.float64)
-        local = collective.all_reduce(ours.to(collective.device)).item()
-        minibatches = [min(size, n - start) for n in rows for start in range(0, n, size)]
-        count, inverse_rows = len(minibatches), sum(1 / n for n in minibatches)
-        mean = total_square(self._mean_norms())
-        self._add(local / count, inverse_rows / count, mean, sum(rows))
-        return math.isfinite(mean)
+        ours = torch.tensor([self._take(step)[0]], dtype=torch.float64)
+        squares = collective.all_reduce(ours.to(collective.device)).item()
+        sizes = [min(size, n - start) for n in step.rows for start in range(0, n, size)]
+        self._add(squares, sizes, step)
+        means, base = self.noise.means, self._group.rows_a_step
+        if means is not None and step.total > base:
+            step.gain = gain(*means, step.total, base)
 
-
-class _Scaled(Paced):
-    """Steps at one worker's learning rate times the gain.
-
-    Args:
-        meter: measures the noise.
-        base_rows: rows of one worker in a step.
-
-    Attributes:
-        steps: how many of one worker's steps those until now were worth.
-    """
-
-    def __init__(self, meter: NoiseMeter, base_rows: int) -> None:
-        self.steps = 0.0
-        self._noise = meter.noise
-        self._base_rows = base_rows
-
-    def gain(self, rows: int) -> float:
-        """The gain by the noise; 1 for one worker's rows, which may remain at an epoch's end."""
-        means = self._noise.means
-        if means is None or rows <= self._base_rows:
-            return 1.0
-        return gain(*means, rows, self._base_rows)
-
-    def taken(self, replica: Replica, worth: float) -> None:
+    def after_update(self, step: Step) -> None:
         """Advance the schedule."""
-        self.steps += worth
-        replica.schedule.lead_to(int(self.steps))
+        self._worth += step.gain
+        self._run.replica.schedule.lead_to(int(self._worth))
+
+    def saved(self) -> dict[str, Any]:
+        """What the noise was, and what the steps were worth."""
+        return {**super().saved(), "steps": self._worth}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Resume from there."""
+        super().restore(saved)
+        self._worth = saved["steps"]
+
+    def measured(self) -> dict[str, float]:
+        """As of the noise, and what the steps were worth."""
+        return {**super().measured(), STEPS: self._worth}

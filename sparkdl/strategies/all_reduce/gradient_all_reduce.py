@@ -7,12 +7,14 @@ driver takes copies of the result, to resume from should a worker be lost.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.averager.values.wire_format import FULL_PRECISION, WireFormat
 from sparkdl.collective import release_model
@@ -21,6 +23,7 @@ from sparkdl.protocols import Batch, OptimizerBuilder
 from sparkdl.replica import Replica
 from sparkdl.replica.optimizer_state import NamedParameters, takes_names
 from sparkdl.replica.shards import ShardedSegment
+from sparkdl.strategies.all_reduce.chain import Divided, Reducer
 from sparkdl.strategies.all_reduce.gradient_noise import DECAY, NoiseMeter
 from sparkdl.strategies.all_reduce.gradients import ROUNDED, FiniteGradients, reduce_by
 from sparkdl.strategies.all_reduce.hybrid import Hybrid
@@ -28,10 +31,8 @@ from sparkdl.strategies.all_reduce.model_and_loss import (
     ForwardPass,
     ModelAndLoss,
     batch_norm_layers,
-    distribute,
     synchronize,
 )
-from sparkdl.strategies.all_reduce.reducer import Reducer
 from sparkdl.strategies.all_reduce.sharded import ShardedModel, require_shardable
 from sparkdl.strategies.all_reduce.split_layers import SplitLayers
 from sparkdl.strategies.arguments import (
@@ -221,21 +222,19 @@ class GradientAllReduce(Strategy["Reducer"]):
 
     def require_fits(self, replica: Replica) -> None:
         """Check what compression, preconditioner, synchronized BatchNorm and hybrid need."""
-        if isinstance(self.compression, Compression):
-            if any(parameter.is_complex() for parameter in replica.trainable()):
-                raise ConfigError(
-                    f"compression={type(self.compression).__name__}(...) takes real gradients, "
-                    "but this model has complex parameters: drop it"
-                )
-            self.compression.require_fits(replica)
-        if self.preconditioner is not None:
-            self.preconditioner.require_fits(replica)
+        compressed = isinstance(self.compression, Compression)
+        if compressed and any(parameter.is_complex() for parameter in replica.trainable()):
+            raise ConfigError(
+                f"compression={type(self.compression).__name__}(...) takes real gradients, "
+                "but this model has complex parameters: drop it"
+            )
         if self.sync_batch_norm:
             batch_norm_layers(replica.module)
         if self.shard_parameters and replica.shards is None:
             require_shardable(replica)
-        if self.hybrid is not None:
-            self.hybrid.require_fits(replica)
+        for part in (self.compression, self.preconditioner, self.hybrid):
+            if part is not None and not isinstance(part, str):
+                part.require_fits(replica)
         require_no_gpu(self.reduction, replica)
 
     def require_workers(self, num_workers: int) -> None:
@@ -249,86 +248,68 @@ class GradientAllReduce(Strategy["Reducer"]):
         if self.shard_optimizer:
             run.replica.rebuild_optimizer(_sharded)
         group = WorkerGroup(run, run.batch_size * self.accumulate)
-        forward_pass = synchronize(run.replica.module) if self.sync_batch_norm else None
-        meter = self._meter(run, group) if self.measure_noise else None
-        if self.shard_parameters:
-            return self._start_sharded(run, group, forward_pass)
+        replica, collective = run.replica, group.collective
         split = None if self.hybrid is None else self._split(run, group, self.hybrid)
-        model = distribute(
-            run.replica,
-            forward_pass,
-            bucket_mb=self.bucket_mb,
-            find_unused_parameters=self.find_unused_parameters,
-            split=split,
-        )
-        run.cleanup.callback(release_model, model)  # before the group ends
-        compressor, rounding = None, None
+        model = self._distributed(run, group, split)
+        compressor, rounding, trees = None, None, None
         if isinstance(self.compression, Compression):
-            compressor = self.compression.compressor(group.collective, run.replica)
+            compressor = self.compression.compressor(collective, replica)
         else:
             rounding = self.compression
-        trees = None
         if self.reduction is not None:
-            trees = self.reduction.among(group.collective)
+            trees = self.reduction.among(collective)
             run.cleanup.callback(trees.close)
-        finite = reduce_by(rounding, compressor, model, run, split, trees)
-        preconditioning = None
-        if self.preconditioner is not None:
-            preconditioning = self.preconditioner.start(run)
-        return Reducer(
-            model, group, finite, compressor, run.batch_size, meter, preconditioning, split
-        )
+        if not isinstance(model, ShardedModel):
+            reduce_by(model, run, rounding, compressor, trees)
+        # What compressors leave out, they send later, when others count.
+        divides = replica.may_divide and compressor is None
+        chain = [
+            split,
+            FiniteGradients(run, model, ROUNDED.get(rounding or ""), split),
+            self._meter(run, group) if self.measure_noise else None,
+            compressor,
+            Divided(replica, collective) if divides else None,
+            self.preconditioner.start(run) if self.preconditioner is not None else None,
+        ]
+        runs_as_one = self.sync_batch_norm or self.shard_parameters or self.hybrid is not None
+        return Reducer(run, group, model, [each for each in chain if each], runs_as_one)
 
     def _split(self, run: Run, group: WorkerGroup, hybrid: Hybrid) -> SplitLayers | None:
         layers = hybrid.named(run.replica.module)
         grid = hybrid.grid(layers.values(), group.rows_a_step, run.world_size)
         return None if grid.width == 1 else SplitLayers(layers, grid, run, group.collective)
 
-    def _start_sharded(
-        self, run: Run, group: WorkerGroup, forward_pass: ForwardPass | None
-    ) -> Reducer:
-        forward_pass = forward_pass or ForwardPass(undone=True)
+    def _distributed(
+        self, run: Run, group: WorkerGroup, split: SplitLayers | None
+    ) -> DistributedDataParallel | ShardedModel:
+        """The replica's model with its loss, whose gradients are reduced among the workers."""
+        forward_pass = synchronize(run.replica.module) if self.sync_batch_norm else None
+        if not self.shard_parameters:
+            used = not self.find_unused_parameters
+            inner = ModelAndLoss(run.replica, forward_pass, all_used=used, split=split)
+            with warnings.catch_warnings():
+                # torch is renaming the argument; older versions do not know the new name.
+                warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
+                model = DistributedDataParallel(
+                    inner,
+                    bucket_cap_mb=self.bucket_mb,
+                    find_unused_parameters=self.find_unused_parameters,
+                    gradient_as_bucket_view=True,
+                    # All hold the initial center already, and buffers are averaged once per epoch.
+                    init_sync=False,
+                    broadcast_buffers=False,
+                )
+            run.cleanup.callback(release_model, model)  # before the group ends
+            return model
         if run.replica.device.type == "cuda":
             run.cleanup.enter_context(torch.cuda.device(run.replica.device))  # fully_shard asks it
-        finite = FiniteGradients(run)
-        model = ShardedModel(
-            ModelAndLoss(run.replica, forward_pass, all_used=True),
-            run.replica,
-            group.collective,
-            self.bucket_mb * 2**20,
-            finite.scan,
-        )
-        run.cleanup.callback(model.release)
-        return Reducer(model, group, finite, None, run.batch_size, None, None)
+        inner = ModelAndLoss(run.replica, forward_pass or ForwardPass(undone=True), all_used=True)
+        sharded = ShardedModel(inner, run.replica, group.collective, self.bucket_mb * 2**20)
+        run.cleanup.callback(sharded.release)
+        return sharded
 
     def _meter(self, run: Run, group: WorkerGroup) -> NoiseMeter:
         return NoiseMeter(run, group, DECAY)
-
-    def saved_state(self, state: Reducer) -> Mapping[str, Any]:
-        """What was left out of the gradients, and measured and collected from them, if anything."""
-        saved: dict[str, Any] = {}
-        if state.compressor is not None:
-            saved |= state.compressor.saved()
-        if state.meter is not None:
-            state.meter.settle()
-            saved["noise"] = state.meter.noise.saved
-        if state.preconditioning is not None:
-            saved |= state.preconditioning.saved()
-        return saved
-
-    def restore_state(self, state: Reducer, saved: Mapping[str, Any]) -> None:
-        """Resume from there."""
-        if state.compressor is not None:
-            state.compressor.restore(saved)
-        if state.meter is not None:
-            state.meter.noise.restore(saved["noise"])
-        if state.preconditioning is not None:
-            state.preconditioning.restore(saved)
-
-    @property
-    def _runs_as_one(self) -> bool:
-        """Whether each worker runs the model as often as the others."""
-        return self.sync_batch_norm or self.shard_parameters or self.hybrid is not None
 
     def train_epoch(self, run: Run, state: Reducer, batches: Iterable[Batch]) -> None:
         """Take as many optimizer steps as the worker with the most rows, then tell the driver."""
@@ -336,9 +317,7 @@ class GradientAllReduce(Strategy["Reducer"]):
         remaining = iter(batches)
         while not group.done:
             run.count_step()
-            mine = itertools.islice(remaining, self.accumulate)
-            for batch, loss in state.step(run.replica, mine, all_passes=self._runs_as_one):
-                run.count(batch, loss)
+            state.step(itertools.islice(remaining, self.accumulate))
             run.end_step()
             group.steps += 1
             group.heartbeat(run)
@@ -347,18 +326,13 @@ class GradientAllReduce(Strategy["Reducer"]):
 
     def end_epoch(self, run: Run, state: Reducer) -> None:
         """Commit the replica's state, which is the same on all workers."""
-        if state.meter is not None:
-            run.measured = self._measured(state, state.meter)
+        run.measured = {k: v for each in state.chain for k, v in each.measured().items()}
         state.group.commit(run, self._agreed(run, state), last=True)
-
-    def _measured(self, state: Reducer, meter: NoiseMeter) -> dict[str, float]:
-        return meter.measured()
 
     def _agreed(self, run: Run, state: Reducer) -> Sequence[Tensor | ShardedSegment]:
         """The replica's state, after averaging the buffers, which gradients do not keep equal."""
-        state.finite.settle()
-        if state.split is not None:
-            state.split.gather()
+        for each in state.chain:
+            each.gather()
         with_optimizer = not (self.shard_optimizer or self.shard_parameters)
         layout = run.replica.layout(with_optimizer=with_optimizer)
         segments = run.replica.segments(with_optimizer=with_optimizer)

@@ -22,13 +22,13 @@ where the gain is that of n rows over m: how many of one worker's steps a step o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparkdl.strategies.all_reduce.chain import Step, Transform
 from sparkdl.strategies.base import Run
 from sparkdl.strategies.worker_group import HALVES, WorkerGroup
 
@@ -38,8 +38,6 @@ EVERY = 10
 """Steps from one that is measured to the next, because measuring is costly."""
 NOISE_SCALE = "gradient_noise_scale"
 GAIN = "adascale_gain"
-_UNREAD = 16
-"""Steps after which numbers on a GPU are read, since each read waits for it."""
 
 
 class GradientNoise:
@@ -129,21 +127,7 @@ def total_square(norms: Tensor) -> float:
     return math.fsum(each * each for each in norms.tolist())
 
 
-@dataclass(frozen=True)
-class _Minibatch:
-    """The gradient norms by parameter, and the rows, of one minibatch of this worker."""
-
-    norms: Tensor
-    weight: float
-    rows: int
-
-    @property
-    def square(self) -> float:
-        """The square of the mean gradient."""
-        return total_square(self.norms) / (self.weight or 1.0) ** 2
-
-
-class NoiseMeter:
+class NoiseMeter(Transform):
     """Measures the noise of one worker's gradients in some steps; each worker has its own.
 
     Hooks on the parameters see the gradients of each minibatch before DistributedDataParallel adds
@@ -162,81 +146,70 @@ class NoiseMeter:
         self.noise = GradientNoise(decay)
         self._run = run
         self._group = group
+        self._hooks: list[Any] = []
         self._norms: list[Tensor] = []
-        self._minibatches: list[_Minibatch] = []
-        self._unread: list[tuple[list[_Minibatch], Tensor, int]] = []
-
-    @contextmanager
-    def backward(self, weight: float, rows: int) -> Iterator[None]:
-        """Look at the gradients that are computed in this context.
-
-        Args:
-            weight: the factor by which the mean loss of a minibatch was multiplied.
-            rows: of the minibatch; 0 if there is none.
-        """
-        if not rows or not self._due:
-            yield
-            return
-        parameters = self._run.replica.trainable()
-        hooks = [each.register_hook(self._look_at) for each in parameters]  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-        norms, self._norms = self._norms, []
-        self._minibatches.append(_Minibatch(torch.stack(norms), weight, rows))
-
-    def _look_at(self, gradient: Tensor) -> None:
-        self._norms.extend(norms_of([gradient]))
+        # Of each minibatch of this worker: the norms, the factor on its mean loss, and the rows.
+        self._minibatches: list[tuple[Tensor, float, int]] = []
 
     @property
     def _due(self) -> bool:
         return self._run.step % EVERY == 0
 
-    def end_step(self, rows: Sequence[int]) -> bool:
-        """Note a step whose gradients have been reduced.
+    def before_forward(self, step: Step) -> None:
+        """End the minibatch before."""
+        self._end_minibatch(step)
 
-        Args:
-            rows: of each worker in it.
+    def before_backward(self, step: Step) -> None:
+        """Look at the gradients that come now, unless there are no rows."""
+        if step.batch is not None and self._due:
+            parameters = self._run.replica.trainable()
+            self._hooks = [each.register_hook(self._look_at) for each in parameters]  # type: ignore[no-untyped-call]
 
-        Returns:
-            Whether all gradients are now known to be finite.
-        """
-        if not self._due:
-            return False
+    def _look_at(self, gradient: Tensor) -> None:
+        self._norms.extend(norms_of([gradient]))
+
+    def _end_minibatch(self, step: Step) -> None:
+        if not self._hooks:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        batch, weight = step.passes[-1]
+        assert batch is not None
+        self._minibatches.append((torch.stack(self._norms), weight, batch.examples))
+        self._hooks, self._norms = [], []
+
+    def after_reduction(self, step: Step) -> None:
+        """Add what this worker's minibatches say."""
+        squares, sizes = self._take(step)
+        if sizes:
+            self._add(squares, sizes, step)
+
+    def _take(self, step: Step) -> tuple[float, list[int]]:
+        """The sum of the squared norms of minibatches' mean gradients, and the rows of each."""
+        self._end_minibatch(step)
         minibatches, self._minibatches = self._minibatches, []
-        if not minibatches:
-            return False
-        mean = self._mean_norms()
-        self._unread.append((minibatches, mean, sum(rows)))
-        if mean.is_cpu:
-            return math.isfinite(self.settle())
-        if len(self._unread) == _UNREAD:
-            self.settle()
-        return False
+        squares = [total_square(norms) / (weight or 1.0) ** 2 for norms, weight, _ in minibatches]
+        return sum(squares), [rows for *_, rows in minibatches]
 
-    def _mean_norms(self) -> Tensor:
+    def _add(self, squares: float, sizes: Sequence[int], step: Step) -> None:
+        """Add a step, given the sum of the squares of minibatches, and their rows."""
         gradients = [each.grad for each in self._run.replica.trainable() if each.grad is not None]
-        return torch.stack(norms_of(gradients))
-
-    def settle(self) -> float:
-        """Read what is still on a GPU; returns the last mean gradient's squared norm, if any."""
-        unread, self._unread = self._unread, []
-        square = 0.0
-        for minibatches, mean, rows in unread:
-            square, count = total_square(mean), len(minibatches)
-            local = sum(each.square for each in minibatches) / count
-            self._add(local, sum(1 / each.rows for each in minibatches) / count, square, rows)
-        return square
-
-    def _add(self, local: float, inverse_rows: float, mean: float, rows: int) -> None:
+        mean = total_square(torch.stack(norms_of(gradients)))
+        count, rows = len(sizes), step.total
+        inverse_rows = sum(1 / size for size in sizes) / count
         if inverse_rows * rows > 1 + 1e-9:  # else the mean is of this minibatch alone
-            self.noise.add(local, inverse_rows, mean, rows)
+            self.noise.add(squares / count, inverse_rows, mean, rows)
+
+    def saved(self) -> dict[str, Any]:
+        """The estimates."""
+        return {"noise": self.noise.saved}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Resume with them."""
+        self.noise.restore(saved["noise"])
 
     def measured(self) -> dict[str, float]:
         """Noise scale and gain by name, where known; all workers must ask for it together."""
-        self.settle()
         collective, means = self._group.collective, self.noise.means
         ours = [0.0, 0.0, 0.0] if means is None else [1.0, *means]
         sums = torch.tensor(ours, dtype=torch.float64, device=collective.device)

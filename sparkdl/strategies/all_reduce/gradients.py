@@ -1,15 +1,14 @@
-"""Gradients that are not finite, reported with the worker that made them, not all they reach.
+"""How gradients travel, and that a sum which is not finite reaches no parameter.
 
-DistributedDataParallel passes on each bucket of gradients as soon as backward has filled it. A hook
-checks it before it leaves (``FiniteGradients``). A hook in Python takes a tenth of a millisecond
-per step, 3 % where steps are short: on CPUs, where nothing else needs one, the sum is checked
-instead (``FiniteSum``), and only then which worker caused it.
+The sum is the same on all workers, so all of them notice, and only then look for the worker that
+caused it: each computes its own gradients again, on parameters that have not changed yet. To look
+at them before they leave would take a hook in Python, a tenth of a millisecond per step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from sparkdl.averager.values.finite import ADVICE, count_non_finite
 from sparkdl.collective.tree_sum import TreeSum
 from sparkdl.errors import ConfigError, NonFiniteError
-from sparkdl.protocols import Batch
+from sparkdl.strategies.all_reduce.chain import Step, Transform
+from sparkdl.strategies.all_reduce.sharded import ShardedModel
 from sparkdl.strategies.all_reduce.split_layers import SplitLayers
 from sparkdl.strategies.base import Run
 from sparkdl.strategies.compression.base import Compressor
@@ -34,163 +34,90 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "bf16": default_hooks.bf16_compress_hook,
 }
 """torch's hooks that send them so."""
-
-_OVERFLOW = ". float16 overflows beyond 65504: compression='bf16' has a wider range"
-
-
-class FiniteGradients:
-    """Ensures that no NaN and no infinity leaves this worker.
-
-    On a GPU, which waiting for a number would stall, the answer is read one step later, still
-    before anything of that step has left.
-
-    Args:
-        run: this worker's.
-        rounded_to: the dtype in which gradients travel, if it is not their own.
-
-    Attributes:
-        loss: of the current minibatch, for the message.
-    """
-
-    def __init__(self, run: Run, rounded_to: torch.dtype | None = None) -> None:
-        self.loss: Tensor | None = None
-        self._run = run
-        self._rounded_to = rounded_to
-        self._answers: list[_Answer] = []
-        self._step = 0
-
-    def scan(self, values: Tensor) -> None:
-        """Check one bucket.
-
-        Args:
-            values: its gradients, shape (elements,).
-
-        Raises:
-            NonFiniteError: there are NaN or infinite values, on a GPU in the step before.
-        """
-        if self._rounded_to is not None:
-            values = values.to(self._rounded_to)
-        if values.device.type == "cpu":
-            bad = count_non_finite(values)
-            if bad:
-                raise self._error(f"{bad} NaN or infinite values", self._run.step, self.loss)
-            return
-        if self._step != self._run.step:
-            self.settle()
-            self._step = self._run.step
-        self._answers.append(_Answer(values))
-
-    def before_update(self, batches: Sequence[Batch | None], *, finite: bool = True) -> None:
-        """Nothing to do: they have been checked."""
-
-    def settle(self) -> None:
-        """Read the answers that are still pending.
-
-        Raises:
-            NonFiniteError: there were NaN or infinite values.
-        """
-        answers, self._answers = self._answers, []
-        if not all(answer.finite() for answer in answers):
-            raise self._error("NaN or infinite values", self._step, None)
-
-    def _error(self, found: str, step: int, loss: Tensor | None) -> NonFiniteError:
-        rank, epoch = self._run.rank, self._run.epoch
-        rounded = "" if self._rounded_to is None else f", rounded to {self._rounded_to},"
-        overflow = _OVERFLOW if self._rounded_to is torch.float16 else ""
-        of_loss = "" if loss is None else f" (loss of its minibatch: {float(loss):.6g})"
-        return NonFiniteError(
-            f"rank {rank} has {found} among its gradients{rounded} in epoch {epoch}, step "
-            f"{step}{of_loss}. {ADVICE}{overflow}",
-            rank=rank,
-            epoch=epoch,
-            step=step,
-        )
+OVERFLOW = ". float16 overflows beyond 65504: compression='bf16' has a wider range"
 
 
-class _Answer:
-    """Whether values on a GPU are finite, on its way to the CPU."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._largest = torch.empty((), dtype=values.dtype, pin_memory=True)
-        self._largest.copy_(torch.linalg.vector_norm(values, math.inf), non_blocking=True)
-        self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._arrived.record()
-
-    def finite(self) -> bool:
-        """Wait for the answer."""
-        self._arrived.synchronize()
-        return math.isfinite(float(self._largest))
-
-
-class FiniteSum:
+class FiniteGradients(Transform):
     """Ensures that no worker takes a step on a sum of gradients that is not finite.
 
-    The sum is the same on all workers, so all of them notice; they then compute their own gradients
-    again, on parameters that have not changed yet.
-
     Args:
         run: this worker's.
-        own_loss: from one of its minibatches, or none, to the loss whose gradients it sends.
+        model: its model, wrapped.
+        rounded_to: the dtype in which gradients travel, if it is not their own.
         split: the layers that groups of workers compute together; None for none.
-
-    Attributes:
-        loss: of the current minibatch; as in ``FiniteGradients``.
     """
 
     def __init__(
         self,
         run: Run,
-        own_loss: Callable[[Batch | None], Tensor],
-        split: SplitLayers | None = None,
+        model: DistributedDataParallel | ShardedModel,
+        rounded_to: torch.dtype | None,
+        split: SplitLayers | None,
     ) -> None:
-        self.loss: Tensor | None = None
         self._run = run
-        self._own_loss = own_loss
+        self._model = model
+        self._rounded_to = rounded_to
         self._split = split
-        self._parameters = run.replica.trainable()
-        self._buckets: dict[int, Tensor] = {}
+        # Those who together have the whole sum.
+        self._among = None if split is None else split.row
+        if isinstance(model, ShardedModel):
+            self._among = run.collective
 
-    def before_update(self, batches: Sequence[Batch | None], *, finite: bool = True) -> None:
+    def after_reduction(self, step: Step) -> None:
         """Check the gradients that all workers have now.
-
-        Args:
-            batches: the minibatches that this worker's were computed on.
-            finite: whether those are that are not summed over all workers.
 
         Raises:
             NonFiniteError: they are not finite; it names the workers whose own are not.
         """
-        if not finite or any(map(count_non_finite, self._sums())):
-            self._find(batches)
+        finite = self._is_finite()
+        if self._among is not None:
+            bad = torch.tensor(int(not finite), device=self._among.device)
+            finite = not self._among.all_reduce(bad)
+        if not finite:
+            self._find(step)
 
-    def settle(self) -> None:
-        """Nothing is pending."""
+    def _is_finite(self) -> bool:
+        """Whether all is finite that this worker has of the sum."""
+        gradients = [each.grad for each in self._run.replica.stepped() if each.grad is not None]
+        # Most are views into a few buckets, which are faster to look at than their parts.
+        dense = {
+            each.untyped_storage().data_ptr(): each for each in gradients if not each.is_sparse
+        }
+        values = [
+            *(each.new_empty(0).set_(each.untyped_storage()) for each in dense.values()),  # type: ignore[call-overload]
+            *(each._values() for each in gradients if each.is_sparse),
+        ]
+        if self._run.replica.device.type == "cpu":
+            return not any(map(count_non_finite, values))
+        # One wait for the GPU, not one for each.
+        largest = [torch.linalg.vector_norm(each, math.inf) for each in values if each.numel()]
+        return not largest or bool(
+            torch.stack([each.double() for each in largest]).isfinite().all()
+        )
 
-    def _sums(self) -> Iterable[Tensor]:
-        """DDP's buckets, into which the gradients are views, and the values of sparse ones."""
-        gradients = [each.grad for each in self._parameters if each.grad is not None]
-        dense = [each for each in gradients if not each.is_sparse]
-        if dense and dense[0].untyped_storage().data_ptr() not in self._buckets:
-            # DDP lays them out anew once, after the first step.
-            storages = [(each, each.untyped_storage()) for each in dense]
-            self._buckets = {
-                storage.data_ptr(): each.new_empty(0).set_(storage)  # type: ignore[call-overload]
-                for each, storage in storages
-            }
-        return *self._buckets.values(), *(each._values() for each in gradients if each.is_sparse)
+    def _count(self, loss: Tensor) -> int:
+        """How many of this worker's own gradients are not finite."""
+        if isinstance(self._model, ShardedModel):
+            return self._model.count_non_finite(loss)
+        parameters = self._run.replica.trainable()
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        return sum(
+            count_non_finite(each.to_dense().to(self._rounded_to or each.dtype))
+            for each in gradients
+            if each is not None
+        )
 
-    def _find(self, batches: Sequence[Batch | None]) -> None:
+    def _find(self, step: Step) -> None:
         bad, losses = 0, []
         if self._split is not None:
             self._split.gather()  # each computes all of the layers on its own rows
-        for batch in batches:
-            loss = self._own_loss(batch)
-            gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-            bad += sum(count_non_finite(each.to_dense()) for each in gradients if each is not None)
+        for batch, weight in step.passes:
+            loss = self._model.module(batch)
+            bad += self._count(loss * weight)
             losses.append(float(loss.detach()))
         mine = {"bad": bad, "loss": repr(sum(losses) / len(losses))}
         told = self._run.averager.gather(mine)
-        epoch, step = self._run.epoch, self._run.step
+        epoch, number = self._run.epoch, self._run.step
         culprits = [rank for rank, one in enumerate(told) if one["bad"]]
         peeks = (
             ""
@@ -200,17 +127,19 @@ class FiniteSum:
                 "without calling the layer, and the rows of other workers are NaN there"
             )
         )
+        rounded = "" if self._rounded_to is None else f", rounded to {self._rounded_to},"
         found = "; ".join(
-            f"rank {rank} has {told[rank]['bad']} NaN or infinite values among its gradients in "
-            f"epoch {epoch}, step {step} (loss of its minibatch: {float(told[rank]['loss']):.6g})"
+            f"rank {rank} has {told[rank]['bad']} NaN or infinite values among its gradients"
+            f"{rounded} in epoch {epoch}, step {number} (loss of its minibatch: "
+            f"{float(told[rank]['loss']):.6g})"
             for rank in culprits
         ) or (
-            f"the workers' gradients are not finite once combined in epoch {epoch}, step "
-            f"{step}, though each worker's own are when computed again" + peeks
+            f"the workers' gradients are not finite once combined{rounded} in epoch {epoch}, step "
+            f"{number}, though each worker's own are when computed again" + peeks
         )
-        raise NonFiniteError(
-            f"{found}. {ADVICE}", rank=culprits[0] if culprits else 0, epoch=epoch, step=step
-        )
+        overflow = OVERFLOW if self._rounded_to is torch.float16 else ""
+        first = culprits[0] if culprits else 0
+        raise NonFiniteError(f"{found}. {ADVICE}{overflow}", rank=first, epoch=epoch, step=number)
 
 
 def _add_up_in_trees(
@@ -235,44 +164,33 @@ def _add_up_in_trees(
 
 
 def reduce_by(
-    rounding: str | None,
-    compressor: Compressor | None,
     model: DistributedDataParallel,
     run: Run,
-    split: SplitLayers | None = None,
-    trees: TreeSum | None = None,
-) -> FiniteGradients | FiniteSum:
-    """Have a model's gradients reduced and checked.
+    rounding: str | None,
+    compressor: Compressor | None,
+    trees: TreeSum | None,
+) -> None:
+    """Have a model's gradients reduced in another way than DDP's own, if any is given.
 
     Args:
-        rounding: one of ``ROUNDED``; None for none.
-        compressor: this worker's, which takes them from its ``start_after`` on; None for none.
         model: before its first backward pass.
         run: of the worker whose model it is.
-        split: its layers that groups of workers compute together, whose gradients are of others'
-            rows too, so that only sums can be checked; None for none.
+        rounding: one of ``ROUNDED``; None for none.
+        compressor: this worker's, which takes them from its ``start_after`` on; None for none.
         trees: what adds them up, in a thread while the backward pass goes on; None for gloo's ring,
             or NCCL.
-
-    Returns:
-        What checks them.
     """
-    plain = rounding is None and compressor is None and trees is None
-    if split is not None or (plain and run.replica.device.type == "cpu"):
-        return FiniteSum(run, model.module, split)
-    dtype = None if rounding is None else ROUNDED[rounding]
-    finite = FiniteGradients(run, dtype)
-    reduce = default_hooks.allreduce_hook if rounding is None else HOOKS[rounding]
     places: dict[Tensor, int] = {p: place for place, p in enumerate(run.replica.trainable())}
 
-    def look_and_reduce(state, bucket):  # type: ignore[no-untyped-def] # DDP reads annotations
-        finite.scan(bucket.buffer())
+    def reduce(state, bucket):  # type: ignore[no-untyped-def] # DDP reads annotations
         if compressor is not None and run.step > compressor.start_after:
             return compressor.take_bucket(bucket, places)
         if trees is not None:
+            dtype = None if rounding is None else ROUNDED[rounding]
             return _add_up_in_trees(bucket, trees, run.world_size, dtype)
-        return reduce(state, bucket)
+        hook = default_hooks.allreduce_hook if rounding is None else HOOKS[rounding]
+        return hook(state, bucket)
 
-    # DDP refuses torch's bfloat16 hook by name on gloo, which has long supported it.
-    model.register_comm_hook(None, look_and_reduce)
-    return finite
+    if (rounding, compressor, trees) != (None, None, None):
+        # DDP refuses torch's bfloat16 hook by name on gloo, which has long supported it.
+        model.register_comm_hook(None, reduce)

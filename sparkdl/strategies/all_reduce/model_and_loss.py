@@ -15,7 +15,6 @@ backward.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.errors import ConfigError
 from sparkdl.process.randomness import random_state, set_random_state
@@ -272,40 +270,3 @@ class _NoRows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         """The zeros."""
         return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
-
-
-def distribute(
-    replica: Replica,
-    forward_pass: ForwardPass | None,
-    *,
-    bucket_mb: float,
-    find_unused_parameters: bool,
-    split: SplitLayers | None = None,
-) -> DistributedDataParallel:
-    """Have the gradients of a replica reduced among the workers.
-
-    Args:
-        replica: the worker's.
-        forward_pass: of its synchronized BatchNorm layers, if it has any.
-        bucket_mb: MB of gradients that are sent together.
-        find_unused_parameters: whether a parameter may take no part in the loss.
-        split: the layers that groups of workers compute together, which have exchanges of their
-            own; None for none.
-
-    Returns:
-        The module from a minibatch, or None, to its loss.
-    """
-    used = not find_unused_parameters
-    module = ModelAndLoss(replica, forward_pass, all_used=used, split=split)
-    with warnings.catch_warnings():
-        # torch is renaming the argument; older versions do not know the new name.
-        warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
-        return DistributedDataParallel(
-            module,
-            bucket_cap_mb=bucket_mb,
-            find_unused_parameters=find_unused_parameters,
-            gradient_as_bucket_view=True,
-            # All hold the initial center already, and buffers are averaged once per epoch.
-            init_sync=False,
-            broadcast_buffers=False,
-        )

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from sparkdl.averager.values.finite import count_non_finite
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
@@ -113,7 +114,6 @@ class ShardedModel(nn.Module):
         replica: the worker's, of which it has a part.
         collective: all workers of the run.
         unit_bytes: how much is gathered together.
-        scan: called with a unit's gradients, shape (elements,), before they leave this worker.
     """
 
     def __init__(
@@ -122,7 +122,6 @@ class ShardedModel(nn.Module):
         replica: Replica,
         collective: Collective,
         unit_bytes: float,
-        scan: Callable[[Tensor], None],
     ) -> None:
         super().__init__()
         # Takes half a second to import.
@@ -146,7 +145,6 @@ class ShardedModel(nn.Module):
             fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=frozen)
             assert isinstance(unit, FSDPModule)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
-            unit.set_custom_reduce_scatter(cast(Any, _Scanned(scan)))
         self._places = [(part, self._put(part, mesh)) for part in replica.trainable()]
         self._bound = False
 
@@ -220,6 +218,26 @@ class ShardedModel(nn.Module):
         """Each minibatch's gradients are summed at once: no worker has room for whole ones."""
         return nullcontext()
 
+    def count_non_finite(self, loss: Tensor) -> int:
+        """How many gradients of a loss of this worker alone are NaN or infinite."""
+        from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+        found: list[int] = []
+
+        class Counting(DefaultReduceScatter):
+            def __call__(self, **given: Any) -> Any:  # type: ignore[override]
+                found.append(count_non_finite(given["input_tensor"]))
+                return super().__call__(**given)
+
+        for unit in self._units:
+            cast(Any, unit).set_custom_reduce_scatter(Counting())
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self._collective.world_size == 1:  # nothing is scattered
+            found = [
+                count_non_finite(p.grad) for p in self._replica.trainable() if p.grad is not None
+            ]
+        return sum(found)
+
     def release(self) -> None:
         """Release the hold on the process group before the group ends; see ``release_model``."""
         self._sent.clear()
@@ -263,34 +281,3 @@ def _parameter_groups(unit: nn.Module) -> list[Any]:
         return list(state._fsdp_param_groups)
     # torch 2.11 and older have one, or None.
     return [state._fsdp_param_group] if state._fsdp_param_group else []
-
-
-class _Scanned:
-    """torch's reduce-scatter, behind a look at what this worker has.
-
-    Args:
-        scan: takes the gradients of a unit.
-    """
-
-    def __init__(self, scan: Callable[[Tensor], None]) -> None:
-        self._scan = scan
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Room for gradients."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Sum this worker's part of the gradients over all workers."""
-        self._scan(input_tensor)
-        # Its new name; torch 2.13 warns of the old one.
-        scatter: Callable[..., dist.Work | None] = getattr(
-            dist, "reduce_scatter_single", dist.reduce_scatter_tensor
-        )
-        return scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

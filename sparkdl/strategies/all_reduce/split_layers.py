@@ -18,8 +18,7 @@ other layers on some rows than on others ends in an error, not in wrong numbers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,10 +27,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from sparkdl.averager.values.finite import count_non_finite
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError
 from sparkdl.replica.strips import Rows, Strips
+from sparkdl.strategies.all_reduce.chain import Step, Transform
 from sparkdl.strategies.base import Run
 from sparkdl.strategies.worker_group import Grid
 
@@ -41,7 +40,7 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 IDLE, FORWARD, BACKWARD = "idle", "forward", "backward"
 
 
-class SplitLayers:
+class SplitLayers(Transform):
     """The layers on one worker; every worker has to make one at the same time.
 
     The layers' ``forward`` is replaced until the worker leaves. Outside of a training step they
@@ -92,32 +91,24 @@ class SplitLayers:
         """The parameters, all of them, that workers have strips of."""
         return set(self._cuts)
 
-    def begin_step(self) -> None:
-        """Forget the gradients of the last step."""
-        if self._whole:
-            self._strips.forget_others()
-            self._whole = False
-        for whole, strip in self._strips.of.items():
-            whole.grad = strip.grad = None
-        self._saw_rows = False
-        self._there, self._sums = set(), []
-
-    @contextmanager
-    def running(self, *, last: bool) -> Iterator[None]:
-        """The forward and backward pass of a minibatch, or of none.
-
-        Args:
-            last: whether it is the step's last, whose gradients are summed.
+    def before_forward(self, step: Step) -> None:
+        """Begin with a minibatch; with a step's first, forget the gradients of the last step.
 
         Raises:
-            ConfigError: a layer takes no part in the loss.
+            ConfigError: a layer took no part in the loss before.
         """
-        self._phase, self._last = FORWARD, last
-        self._awaited = []
-        try:
-            yield
-        finally:
-            self._phase = IDLE
+        if not step.passes:
+            if self._whole:
+                self._strips.forget_others()
+                self._whole = False
+            for whole, strip in self._strips.of.items():
+                whole.grad = strip.grad = None
+            self._saw_rows = False
+            self._there, self._sums = set(), []
+        self._require_none_awaited()
+        self._phase, self._last = FORWARD, step.last
+
+    def _require_none_awaited(self) -> None:
         if self._awaited:
             raise self._unused(self._awaited[0])
 
@@ -273,12 +264,14 @@ class SplitLayers:
                 gradient = self._order[place].grad = gradient.contiguous()
             self._sums.append(self._column.begin_all_reduce(gradient))
 
-    def reduce(self) -> bool:
-        """Finish the sums of the strips' gradients; returns whether all of the group are finite.
+    def after_reduction(self, step: Step) -> None:
+        """Finish the sums of the strips' gradients.
 
         Raises:
             ConfigError: the model reads a weight without calling its layer, or leaves one out.
         """
+        self._phase = IDLE
+        self._require_none_awaited()
         names = {
             parameter: name
             for name, layer in zip(self._names, self._layers, strict=True)
@@ -298,11 +291,9 @@ class SplitLayers:
         self._send()
         for arrive in self._sums:
             arrive()
-        gradients = [each.grad for each in self._order if each.grad is not None]
-        for gradient in gradients:
-            gradient.div_(self._workers)  # as DistributedDataParallel does
-        bad = torch.tensor(sum(map(count_non_finite, gradients)), device=self.row.device)
-        return not self.row.all_reduce(bad)
+        for each in self._order:
+            if each.grad is not None:
+                each.grad.div_(self._workers)  # as DistributedDataParallel does
 
     def _unused(self, name: str) -> ConfigError:
         return ConfigError(

@@ -31,6 +31,7 @@ from torch.futures import Future
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
+from sparkdl.strategies.all_reduce.chain import Step, Transform
 from sparkdl.strategies.arguments import CheckedFields
 from sparkdl.strategies.worker_group import HALVES
 
@@ -58,7 +59,7 @@ class Compression(CheckedFields, ABC):
         """
 
 
-class Compressor(ABC):
+class Compressor(Transform, ABC):
     """What one worker has left out, and how it exchanges the rest.
 
     Args:
@@ -70,20 +71,17 @@ class Compressor(ABC):
         collective: as given.
         start_after: as given.
         errors: what has been left out so far, by the parameter's place among the trained ones.
+        memories: all that depends on what was sent, likewise, by a name to save it under.
     """
 
     def __init__(self, collective: Collective, start_after: int) -> None:
         self.collective = collective
         self.start_after = start_after
         self.errors: dict[int, Tensor] = {}
+        self.memories: dict[str, dict[int, Any]] = {"error": self.errors}
         # For parameters that this worker has not used in this step: what to remember if no worker
         # has used them.
-        self._unused: list[tuple[Tensor, dict[int, Tensor], int, Tensor | None]] = []
-
-    @property
-    def memories(self) -> list[dict[int, Tensor]]:
-        """All that depends on what was sent, by the parameter's place."""
-        return [self.errors]
+        self._unused: list[tuple[Tensor, dict[int, Any], int, Any]] = []
 
     @abstractmethod
     def average(self, gradients: Mapping[int, Tensor]) -> None:
@@ -94,7 +92,7 @@ class Compressor(ABC):
                 all workers.
         """
 
-    def before_update(self) -> None:
+    def after_reduction(self, step: Step) -> None:
         """Called before each optimizer step, with the gradients that all workers have.
 
         What was sent for a parameter that no worker has used is taken back, as DDP drops it.
@@ -107,12 +105,19 @@ class Compressor(ABC):
         self._unused.clear()
 
     def saved(self) -> dict[str, Any]:
-        """For ``restore``."""
-        return {f"error.{place}": error for place, error in self.errors.items()}
+        """All memories."""
+        return {
+            f"{name}.{place}": value
+            for name, memory in self.memories.items()
+            for place, value in memory.items()
+        }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take over what was ``saved``."""
-        self.errors = by_place("error", saved)
+        """Resume with them."""
+        for key, value in saved.items():
+            name, _, place = key.rpartition(".")
+            if name in self.memories:
+                self.memories[name][int(place)] = value
 
     def take_bucket(self, bucket: GradBucket, places: dict[Tensor, int]) -> Future[Tensor]:
         """Exchange one of DDP's buckets.
@@ -140,7 +145,7 @@ class Compressor(ABC):
         self._unused += [
             (parameter, memory, places[parameter], memory.get(places[parameter]))
             for parameter in unused
-            for memory in self.memories
+            for memory in self.memories.values()
         ]
         self.average({places[parameter]: gradient for parameter, gradient in of_bucket})
         # torch must be told of devices other than the CPU.
@@ -164,9 +169,3 @@ class Compressor(ABC):
         self.collective.all_reduce(flat.div_(self.collective.world_size))
         parts = torch.split(flat, [each.numel() for each in tensors])
         return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
-
-
-def by_place(name: str, saved: Mapping[str, Any]) -> dict[int, Any]:
-    """What was saved as ``name.place``, by place."""
-    of_name = ((key.rpartition("."), value) for key, value in saved.items())
-    return {int(place): value for (before, _, place), value in of_name if before == name}

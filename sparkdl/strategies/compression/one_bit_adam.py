@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,12 +29,9 @@ from torch import Tensor
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.replica import Replica
+from sparkdl.strategies.all_reduce.chain import Step
 from sparkdl.strategies.arguments import whole
-from sparkdl.strategies.compression.base import (
-    Compression,
-    Compressor,
-    by_place,
-)
+from sparkdl.strategies.compression.base import Compression, Compressor
 
 SCALE_BYTES = 4
 
@@ -147,11 +144,7 @@ class _Momentum(Compressor):
         self._agreed: list[int] = []
         # The number of steps behind each parameter's variance: fewer if it was not used in all.
         self._warmed_up: dict[int, float] = {}
-
-    @property
-    def memories(self) -> list[dict[int, Tensor]]:
-        """Both errors."""
-        return [*super().memories, self._of_chunks]
+        self.memories |= {"chunk": self._of_chunks, "warmed_up": self._warmed_up}
 
     def average(self, gradients: Mapping[int, Tensor]) -> None:
         """Overwrite gradients with the momentum that all workers have after this step."""
@@ -189,7 +182,7 @@ class _Momentum(Compressor):
             self._agreed.append(place)
 
     @torch.no_grad()
-    def before_update(self) -> None:
+    def after_reduction(self, step: Step) -> None:
         """Take the step with the variance of the warm-up; the optimizer is left without gradients.
 
         It does so only if this step's gradients were averaged here.
@@ -197,7 +190,7 @@ class _Momentum(Compressor):
         Raises:
             TrainingError: Adam has no variance for a parameter.
         """
-        super().before_update()
+        super().after_reduction(step)
         for place in self._agreed:
             parameter = self._parameters[place]
             if parameter.grad is None:  # no worker has used it
@@ -224,20 +217,6 @@ class _Momentum(Compressor):
             parameter.sub_(step.clamp_(-limit, limit), alpha=rate / correction)
             parameter.grad = None
         self._agreed.clear()
-
-    def saved(self) -> dict[str, Any]:
-        """Both errors, and the steps behind the variances."""
-        return (
-            super().saved()
-            | {f"chunk.{place}": error for place, error in self._of_chunks.items()}
-            | {f"warmed_up.{place}": steps for place, steps in self._warmed_up.items()}
-        )
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Resume with them."""
-        super().restore(saved)
-        self._of_chunks = by_place("chunk", saved)
-        self._warmed_up = by_place("warmed_up", saved)
 
     def _own_momentum(self, place: int, gradient: Tensor) -> Tensor:
         """What the momentum would be if this worker's gradient were all workers'."""

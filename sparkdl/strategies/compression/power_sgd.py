@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +18,7 @@ from torch import Tensor
 from sparkdl.collective import Collective
 from sparkdl.replica import Replica
 from sparkdl.strategies.arguments import argument, number, whole
-from sparkdl.strategies.compression.base import (
-    Compression,
-    Compressor,
-    by_place,
-)
+from sparkdl.strategies.compression.base import Compression, Compressor
 
 
 @dataclass(frozen=True)
@@ -97,11 +92,7 @@ class _PowerIteration(Compressor):
         super().__init__(collective, settings.start_after)
         self._settings = settings
         self._right: dict[int, Tensor] = {}
-
-    @property
-    def memories(self) -> list[dict[int, Tensor]]:
-        """The errors, and Q."""
-        return [*super().memories, self._right]
+        self.memories["right"] = self._right
 
     def average(self, gradients: Mapping[int, Tensor]) -> None:
         """Overwrite matrices with P Q^T, and other gradients with their mean."""
@@ -126,15 +117,6 @@ class _PowerIteration(Compressor):
             self.errors[place] = matrix.sub_(agreed)
             # A view would keep the whole message alive.
             self._right[place] = right.clone()
-
-    def saved(self) -> dict[str, Any]:
-        """The errors, and Q."""
-        return super().saved() | {f"right.{place}": q for place, q in self._right.items()}
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Resume with both."""
-        super().restore(saved)
-        self._right = by_place("right", saved)
 
     def _basis(self, place: int, matrix: Tensor) -> Tensor:
         """The orthonormal columns to multiply M by, which leave P its magnitude."""

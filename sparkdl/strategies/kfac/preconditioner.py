@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError, ModelError
 from sparkdl.replica import Replica
+from sparkdl.strategies.all_reduce.chain import Step, Transform
 from sparkdl.strategies.arguments import (
     FRACTION,
     POSITIVE,
@@ -154,7 +155,7 @@ class _Decomposed:
         return self.q_g @ turned @ self.q_a.T
 
 
-class Preconditioning:
+class Preconditioning(Transform):
     """The preconditioner of one worker.
 
     Args:
@@ -164,10 +165,10 @@ class Preconditioning:
 
     Attributes:
         layers: by name.
-        counts: whether the current minibatch has rows of the step, or is only run for others.
     """
 
     def __init__(self, settings: KFACPreconditioner, run: Run, everyone: Collective) -> None:
+        self._replica = run.replica
         self.layers = _layers(run.replica)
         self._settings = settings
         self._everyone = everyone
@@ -188,7 +189,7 @@ class Preconditioning:
         self._seen: set[str] = set()
         """Layers that some worker has called; how the weights of others are used is unknown."""
         self._steps = 0
-        self.counts = True
+        self._counts = True
         for name, layer in self.layers.items():
             hook = partial(self._on_forward, name)
             removable = layer.module.register_forward_hook(hook, with_kwargs=True)
@@ -198,7 +199,7 @@ class Preconditioning:
         self, name: str, module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor
     ) -> None:
         """Count the layer's minibatch as soon as the gradient of its outputs is known."""
-        counts = self.counts and self._settings.updates_factors(self._steps)
+        counts = self._counts and self._settings.updates_factors(self._steps)
         if counts and output.requires_grad:
             inputs = given[0] if given else named["input"]
             count = partial(self._count, name, inputs.detach())
@@ -210,17 +211,15 @@ class Preconditioning:
         for total, moment in zip(sums, self.layers[name].moments(inputs, gradients), strict=True):
             total += moment
 
-    @torch.no_grad()
-    def precondition(self, replica: Replica, rows: int, gain: float = 1.0) -> None:
-        """Overwrite the gradients, which all workers have, with preconditioned ones.
+    def before_forward(self, step: Step) -> None:
+        """Learn whether the minibatch has rows of the step, or is only run for others."""
+        self._counts = step.batch is not None
 
-        Args:
-            replica: this worker's.
-            rows: of all workers in the step.
-            gain: the factor for the learning rates in this step.
-        """
+    @torch.no_grad()
+    def after_reduction(self, step: Step) -> None:
+        """Overwrite the gradients, which all workers have, with preconditioned ones."""
         if self._settings.updates_factors(self._steps):
-            self._update_factors(rows)
+            self._update_factors(step.total)
         if self._settings.decomposes(self._steps):
             self._decompose()
         self._steps += 1
@@ -239,7 +238,7 @@ class Preconditioning:
             for name, each in there.items()
         ]
         _share(found, self._column)
-        nu = self._scale(replica, there, found, gain)
+        nu = self._scale(there, found, step.gain)
         for name, values in zip(there, found, strict=True):
             self.layers[name].set_gradient(values * nu)
 
@@ -278,16 +277,13 @@ class Preconditioning:
         self._decomposed = {name: _Decomposed(*parts) for name, parts in found.items()}
 
     def _scale(
-        self,
-        replica: Replica,
-        gradients: Mapping[str, Tensor],
-        found: Sequence[Tensor],
-        gain: float,
+        self, gradients: Mapping[str, Tensor], found: Sequence[Tensor], gain: float
     ) -> float:
         clip = self._settings.kl_clip
         if clip is None:
             return 1.0
-        rates = {id(p): float(g["lr"]) for g in replica.optimizer.param_groups for p in g["params"]}
+        groups = self._replica.optimizer.param_groups
+        rates = {id(p): float(g["lr"]) for g in groups for p in g["params"]}
         products = [
             # 0 for those that the optimizer was not given.
             torch.sum(values * gradient) * rates.get(id(self.layers[name].module.weight), 0.0) ** 2

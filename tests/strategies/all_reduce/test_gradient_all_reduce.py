@@ -32,7 +32,7 @@ from sparkdl.strategies import (
     Run,
     Strategy,
 )
-from sparkdl.strategies.all_reduce.gradients import FiniteGradients
+from sparkdl.strategies.all_reduce.gradients import HOOKS
 from sparkdl.testing import run_world
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -88,22 +88,22 @@ def test_an_epoch_may_take_longer_than_the_deadline_for_its_workers_give_signs_o
 def events_of_a_step(bucket_mb: float, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happens in the last step: gradients sent off, and the first layer's computed."""
     events: list[str] = []
-    scan, update = FiniteGradients.scan, Replica.update
+    send, update = HOOKS["bf16"], Replica.update
 
     def updating(self: Replica, gain: float) -> None:
         events.append("update")
         update(self, gain)
 
-    def noting(self: FiniteGradients, values: Tensor) -> None:
+    def noting(*arguments: Any) -> Any:
         events.append("sent")
-        scan(self, values)
+        return send(*arguments)
 
     def build() -> nn.Module:
         model = mlp()
         next(model.parameters()).register_hook(lambda gradient: events.append("first-layer"))
         return model
 
-    monkeypatch.setattr(FiniteGradients, "scan", noting)
+    monkeypatch.setitem(HOOKS, "bf16", noting)
     monkeypatch.setattr(Replica, "update", updating)
     # With a compression there is a hook that can be watched.
     job = make_job(build, strategy=GradientAllReduce(bucket_mb=bucket_mb, compression="bf16"))

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from toys import classification, mlp, schema
 
 from sparkdl.strategies import GradientAllReduce, OneBitAdam
+from sparkdl.strategies.all_reduce.chain import Step
 from sparkdl.strategies.compression.one_bit_adam import chunk_sizes, chunks_of, decode, encode
 from sparkdl.testing import run_world
 
@@ -140,7 +141,7 @@ def test_it_is_the_papers_rule_in_numpy(kind: type[torch.optim.Adam], decay: flo
                 compressor.average(dict(enumerate(given)))
             for parameter, gradient in zip(parameters, given, strict=True):
                 parameter.grad = gradient
-            compressor.before_update()
+            compressor.after_reduction(Step(()))
             optimizer.step()
         return [p.detach() for p in parameters], [
             float(optimizer.state[p]["step"]) for p in parameters
@@ -176,7 +177,7 @@ def test_an_entry_with_hardly_any_variance_moves_by_no_more_than_adams_bound(
         for _ in range(steps):
             parameters[0].grad = torch.ones(16, dtype=torch.float64)
             compressor.average({0: parameters[0].grad})
-            compressor.before_update()
+            compressor.after_reduction(Step(()))
             been.append(parameters[0].detach().clone())
         return been
 
@@ -214,7 +215,7 @@ def test_a_net_of_relus_ends_near_adam() -> None:
             else:
                 for gradient in gradients.values():
                     member.all_reduce(gradient).div_(workers)
-            compressor.before_update()
+            compressor.after_reduction(Step(()))
             optimizer.step()
         seen = [minibatch(workers, warm_up + step) for step in range(20)]
         with torch.no_grad():

@@ -29,6 +29,7 @@ from toys import (
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Outcome
 from sparkdl.strategies import GradientAllReduce, KFACPreconditioner
+from sparkdl.strategies.all_reduce.chain import Step
 from sparkdl.strategies.kfac.layers import assign, factored_layers
 from sparkdl.strategies.worker_group import Grid
 from sparkdl.testing import run_world
@@ -240,7 +241,7 @@ def test_what_is_sent_is_what_the_papers_say(
     early[100:] = [factors, []]  # steps 100 and 101
     for messages in early + later:
         module(torch.randn(4, 6, dtype=torch.float64)).sum().backward()
-        found.precondition(run.replica, 16)
+        found.after_reduction(Step([16]))
         assert sent == messages + gradient
         sent.clear()
 
@@ -311,7 +312,7 @@ def test_a_layer_that_is_never_called_keeps_its_gradients() -> None:
     found = KFACPreconditioner().start(run)
     module(torch.randn(4, 6, dtype=torch.float64)).square().mean().backward()
     before = [p.grad.clone() for p in module.parameters() if p.grad is not None]
-    found.precondition(run.replica, 4)
+    found.after_reduction(Step([4]))
     kept = [torch.equal(p.grad, b) for p, b in zip(module.parameters(), before, strict=True)]
     assert kept == [False, False, True, True]
 
