@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from every_row import every
-from interruptions import same_bits
-from misbehaving import resume_after
 from toys import classification, make_job, mlp, relative_error, sgd_on_union
 
 from sparkdl.errors import ConfigError
 from sparkdl.large_batches import LAMB, LARS
-from sparkdl.strategies import GradientAllReduce, ParameterAveraging
+from sparkdl.strategies import GradientAllReduce
 from sparkdl.testing import run_world
 
 FAST = partial(LARS, lr=0.5, weight_decay=1e-2, trust=0.02)
@@ -115,11 +112,3 @@ def test_workers_together_take_the_steps_of_one_process(build: Any) -> None:
     given = make_job(mlp(), strategy=GradientAllReduce(), optimizer=build, epochs=2)
     outcome = run_world(given, data.shards(), ranks_as="processes")
     assert relative_error(outcome.module, sgd_on_union(mlp(), data, build, epochs=2)) < 1e-9
-
-
-def test_resumed_they_end_in_the_same_bits(tmp_path: Path) -> None:
-    data = classification([20, 17])
-    given = make_job(mlp(), strategy=ParameterAveraging(2), optimizer=ADAPTIVE, epochs=3)
-    whole = run_world(given, data.shards())
-    resumed = resume_after(8, given, data, tmp_path)
-    assert same_bits(resumed, whole)

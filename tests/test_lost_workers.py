@@ -60,14 +60,20 @@ def state_of(pid: int) -> str:
 
 @pytest.mark.nightly_variants(daily=2)
 @pytest.mark.parametrize(
-    ("optimizer", "wire_dtype"), [(torch.optim.SGD, "bfloat16"), (torch.optim.NAdam, "float32")]
+    ("optimizer", "wire_dtype", "within"),
+    [(torch.optim.SGD, "bfloat16", 5e-4), (torch.optim.NAdam, "float32", 1e-6)],
 )
 @pytest.mark.parametrize(
     "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, 4))]
 )
 @pytest.mark.parametrize("exchange_rows", [False, True])
 def test_connections_reset_at_any_byte_cost_no_row(
-    tmp_path: Path, seed: int, optimizer: Any, wire_dtype: Any, exchange_rows: bool
+    tmp_path: Path,
+    seed: int,
+    optimizer: Any,
+    wire_dtype: Any,
+    within: float,
+    exchange_rows: bool,
 ) -> None:
     """Ten connections break, somewhere between the first byte and the last of the run."""
     generator = random.Random(seed)
@@ -80,11 +86,12 @@ def test_connections_reset_at_any_byte_cost_no_row(
         max_failures=40,
         feed=FeedOptions(exchange_rows=exchange_rows),
     )
-    outcome, proxy = run_with_breaks(job, classification(SIZES).shards(), tmp_path, limits)
+    shards = classification(SIZES).shards()
+    with recorded_commits() as commits:
+        outcome, proxy = run_with_breaks(job, shards, tmp_path, limits)
     assert proxy.breaks >= 3
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 8
-    assert all(torch.isfinite(p).all() for p in outcome.module.parameters())
-    assert outcome.history[-1].loss < outcome.history[0].loss
+    assert relative_difference(outcome.module, replay(job, shards, commits)) < within
 
 
 @every(

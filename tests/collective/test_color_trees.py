@@ -23,13 +23,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from sparkdl.collective import Collective
-from sparkdl.collective.tree_sum import (
-    Place,
-    TreeSum,
-    height_of,
-    place_of,
-    usable_colors,
-)
+from sparkdl.collective.tree_sum import Place, TreeSum, height_of, place_of, usable_colors
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

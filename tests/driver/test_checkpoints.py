@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 from by_keyword import run
+from every_row import every
 from interruptions import OPTIMIZERS, AskedToStop, Interrupted, policy, same_bits
-from toys import classification, cnn, make_job, mlp, schema
+from toys import Data, classification, cnn, make_job, mlp, schema
 
 from sparkdl.averager import Averager
 from sparkdl.averager.coordination.run_state import Checkpointing
@@ -27,15 +28,15 @@ from sparkdl.callbacks import Callback, Training
 from sparkdl.checkpoint import storage
 from sparkdl.checkpoint.state_files import save_state
 from sparkdl.checkpoint.storage import CheckpointStore, Contents, _Hashed
-from sparkdl.driver import as_builder
 from sparkdl.driver.resuming import require_progress, require_same_rows
 from sparkdl.durable.local_files import LocalFiles
 from sparkdl.errors import CheckpointError, ConfigError, TrainingError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics
-from sparkdl.strategies import GradientAllReduce, ParameterAveraging
+from sparkdl.strategies import GradientAllReduce
 from sparkdl.testing import run_world
 from sparkdl.testing.world import _threads
+from sparkdl.worker import Job
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(
@@ -313,55 +314,42 @@ def test_a_second_training_on_the_same_path_is_refused_and_the_first_goes_on(
     assert same_bits(outcome, run_world(job, data.shards(), checkpoints=policy(tmp_path / "c")))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+JOB, TWELVE = make_job(mlp()), classification([6, 6])
+IMAGES = make_job(cnn(), schema=schema(36)), classification([12, 8], width=36)
+
+
+@every(
+    ("first", "other", "message"),
     [
         (
-            {"scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=2)},
-            "scheduler: was none, is now StepLR epoch .*'step_size': 2",
+            (JOB, TWELVE),
+            (make_job(mlp(classes=4)), TWELVE),
+            "state: was .*, 83.*, is now .*, 92",
         ),
         (
-            {"optimizer": partial(torch.optim.SGD, lr=0.2)},
+            (JOB, TWELVE),
+            (make_job(mlp(), optimizer=partial(torch.optim.SGD, lr=0.2)), TWELVE),
             "lr of parameter group 0: was 0.1, is now 0.2",
         ),
-        ({"strategy": ParameterAveraging(period=3)}, "strategy: was .*period=1.*now .*period=3"),
-        ({"model": mlp(classes=4)}, "state: was .*, 83.*, is now .*, 92"),
+        (
+            IMAGES,
+            (make_job(cnn().to(memory_format=torch.channels_last), schema=schema(36)), IMAGES[1]),
+            r"strides of 4.weight: was none, is now \[16, 1, 8, 4\]",
+        ),
+        ((JOB, TWELVE), (JOB, classification([4, 4, 4])), "number of workers: was 2, is now 3"),
+        (
+            (JOB, TWELVE),
+            (JOB, classification([6, 7])),
+            r"rows of each partition: was \[6, 6\], is now \[6, 7\]",
+        ),
     ],
-    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
 def test_another_training_is_refused_in_words(
-    tmp_path: Path, changes: dict[str, Any], message: str
+    first: tuple[Job, Data], other: tuple[Job, Data], message: str, tmp_path: Path
 ) -> None:
-    data = classification([12, 8])
-    run_world(make_job(mlp()), data.shards(), checkpoints=policy(tmp_path / "c"))
-    other = make_job(changes.pop("model", None) or mlp(), **changes)
+    run_world(first[0], first[1].shards(), checkpoints=policy(tmp_path / "c"))
     with pytest.raises(ConfigError, match=message):
-        run_world(other, data.shards(), checkpoints=policy(tmp_path / "c"))
-
-
-def test_another_order_of_values_in_memory_is_refused_in_words(tmp_path: Path) -> None:
-    data = classification([12, 8], width=36)
-    job = make_job(cnn(), schema=schema(36))
-    run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
-    other = replace(job, model=as_builder(cnn().to(memory_format=torch.channels_last)))
-    with pytest.raises(ConfigError, match=r"strides of 4.weight: was none, is now \[16, 1, 8, 4\]"):
-        run_world(other, data.shards(), checkpoints=policy(tmp_path / "c"))
-
-
-def test_another_number_of_workers_is_refused_in_words(tmp_path: Path) -> None:
-    run_world(make_job(mlp()), classification([6, 6]).shards(), checkpoints=policy(tmp_path / "c"))
-    with pytest.raises(ConfigError, match="number of workers: was 2, is now 3"):
-        run_world(
-            make_job(mlp()), classification([4, 4, 4]).shards(), checkpoints=policy(tmp_path / "c")
-        )
-
-
-def test_other_rows_are_refused_in_words(tmp_path: Path) -> None:
-    run_world(make_job(mlp()), classification([6, 6]).shards(), checkpoints=policy(tmp_path / "c"))
-    with pytest.raises(ConfigError, match=r"rows of each partition: was \[6, 6\], is now \[6, 7\]"):
-        run_world(
-            make_job(mlp()), classification([6, 7]).shards(), checkpoints=policy(tmp_path / "c")
-        )
+        run_world(other[0], other[1].shards(), checkpoints=policy(tmp_path / "c"))
 
 
 def test_an_unreadable_directory_ends_the_run_before_it_starts(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from by_keyword import run
+from every_row import every
 from torch import nn
 from toys import classification, make_job, mlp, schema, sparkdl_threads
 from waiting import eventually
@@ -153,29 +154,19 @@ def test_an_error_of_the_check_reaches_the_caller_and_nobody_trains(tmp_path: Pa
     assert_nothing_left([])
 
 
-def test_the_check_is_spared_rows_that_are_refused_anyway(tmp_path: Path) -> None:
-    checked: list[DataStatistics] = []
-    job = make_job(mlp())
-    with pytest.raises(DataError, match="empty"):
-        run(job, 2, threads_launch(job, [0, 0], tmp_path), check=checked.append)
-    assert checked == []
-
-
-@pytest.mark.parametrize(
+@every(
     ("sizes", "message"),
     [([0, 0], "the DataFrame is empty"), ([1, 0, 1], "2 rows, fewer than the 3 workers")],
-    ids=str,
 )
-def test_a_run_without_a_row_for_each_worker_is_refused(sizes: list[int], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        run_world(make_job(mlp()), classification(sizes).shards())
-    assert_nothing_left([])
-
-
-def test_a_refused_run_leaves_no_file_behind(tmp_path: Path) -> None:
+def test_a_run_without_a_row_for_each_worker_is_refused_and_leaves_nothing(
+    sizes: list[int], message: str, tmp_path: Path
+) -> None:
+    """Before a check, which is spared such rows."""
+    checked: list[DataStatistics] = []
     job = make_job(mlp())
-    with pytest.raises(DataError):
-        run(job, 3, threads_launch(job, [1, 0, 1], tmp_path))
+    with pytest.raises(DataError, match=message):
+        run(job, len(sizes), threads_launch(job, sizes, tmp_path), check=checked.append)
+    assert checked == []
     assert_nothing_left([])
     assert list(tmp_path.iterdir()) == []
 
@@ -249,24 +240,25 @@ def test_narrow_parameters_have_a_center_in_float32() -> None:
     assert [tensor.dtype for tensor in center] == [torch.float32]
 
 
-def test_an_optimizer_that_needs_a_closure_is_refused_with_others_to_take() -> None:
-    job = make_job(mlp(), optimizer=torch.optim.LBFGS)
-    with pytest.raises(ModelError, match=r"'closure'\. Use one that steps without a clos"):
-        run_world(job, classification([8]).shards())
+class Sparse(nn.Linear):
+    sparse = True  # as torch's embeddings say it
 
 
-def test_an_optimizer_of_sparse_gradients_is_refused_in_torchs_words_alone() -> None:
-    job = make_job(mlp(), optimizer=torch.optim.SparseAdam)
-    with pytest.raises(ModelError, match=r"please consider Adam instead$"):
-        run_world(job, classification([8]).shards())
-
-
-def test_an_optimizer_of_sparse_gradients_for_a_model_that_has_them_is_told_what_to_set() -> None:
-    class Sparse(nn.Linear):
-        sparse = True  # as torch's embeddings say it
-
-    job = make_job(nn.Sequential(Sparse(6, 3)).double(), optimizer=torch.optim.SparseAdam)
-    with pytest.raises(
-        ModelError, match=r"instead\. An optimizer for .*average_optimizer_state=False\)$"
-    ):
-        run_world(job, classification([8]).shards())
+@every(
+    ("model", "optimizer", "message"),
+    [
+        (mlp(), torch.optim.LBFGS, r"'closure'\. Use one that steps without a clos"),
+        # In torch's words alone, or told what to set where the model has sparse gradients.
+        (mlp(), torch.optim.SparseAdam, r"please consider Adam instead$"),
+        (
+            nn.Sequential(Sparse(6, 3)).double(),
+            torch.optim.SparseAdam,
+            r"instead\. An optimizer for .*average_optimizer_state=False\)$",
+        ),
+    ],
+)
+def test_an_optimizer_that_cannot_train_the_model_is_refused(
+    model: nn.Module, optimizer: Any, message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        run_world(make_job(model, optimizer=optimizer), classification([8]).shards())

@@ -10,20 +10,27 @@ from typing import Any
 
 import cloudpickle
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from interruptions import OPTIMIZERS, die_after, policy, same_bits, save_and_stop
 from misbehaving import resume_after
 from torch import Tensor, nn
-from toys import classification, make_job, mlp
+from toys import Data, classification, make_job, mlp, schema
 
 from sparkdl.averager import AveragerClient
 from sparkdl.averager.values import packing
 from sparkdl.checkpoint.storage import CheckpointStore
+from sparkdl.driver import Outcome
 from sparkdl.errors import DisconnectedError
-from sparkdl.strategies import ParameterAveraging
-from sparkdl.testing import run_world
+from sparkdl.events import EpochSummary
+from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.protocols import ColumnSpec
+from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
+from sparkdl.testing import batches_of, run_world
+from sparkdl.testing.world import _processes, _threads
+from sparkdl.worker import Job
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -168,3 +175,63 @@ def test_of_its_own_a_training_resumes_only_what_it_has_written(tmp_path: Path) 
     assert same_bits(anew, run_world(other, data.shards()))
     again = run_world(other, data.shards(), checkpoints=own)
     assert again.history == anew.history
+
+
+class Held(Data):
+    """Of which a third of each worker's rows is held out."""
+
+    def shards(self, rows_a_batch: int = 5) -> Any:
+        return [
+            batches_of(rows_a_batch, features=f, label=t, held=np.arange(len(t)) % 3 == 0)
+            for f, t in map(self.shard, range(len(self.sizes)))
+        ]
+
+
+HELD = Held(*vars(classification([20, 9, 6])).values())
+"""Of batches of 4: 4, 2 and 1 steps an epoch."""
+
+
+def validated_job(strategy: Strategy[Any]) -> Job:
+    plain, held = schema(), ColumnSpec("held", torch.bool)
+    columns = FeedSchema(plain.features, plain.label, validation=held)
+    return make_job(mlp(), schema=columns, epochs=3, strategy=strategy)
+
+
+def history_of(outcome: Outcome) -> list[EpochSummary]:
+    return [replace(epoch, seconds=0.0) for epoch in outcome.history]
+
+
+def losses_of(outcome: Outcome) -> list[float | None]:
+    return [loss for each in outcome.history for loss in (each.loss, each.validation_loss)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "windows", "every_rounds"),
+    [
+        (ParameterAveraging(2), 8, None),
+        (ParameterAveraging(1), 18, 1),
+        (GradientAllReduce(), 6, None),
+    ],
+    ids=["averaging", "in-the-middle", "all-reduce"],
+)
+def test_the_losses_on_held_out_rows_are_those_of_a_training_never_interrupted(
+    tmp_path: Path, strategy: Strategy[Any], windows: int, every_rounds: int | None
+) -> None:
+    job, path, among = validated_job(strategy), tmp_path / "c", strategy.needs.collective
+    ranks_as: Any = "processes" if among else "threads"
+    whole = run_world(job, HELD.shards(), ranks_as=ranks_as)
+    launch = _processes if among else _threads
+    assert die_after(job, HELD, path, windows, launch, every_rounds=every_rounds)
+    resumed = run_world(job, HELD.shards(), ranks_as=ranks_as, checkpoints=policy(path))
+    assert all(epoch.validation_examples == 12 for epoch in whole.history)
+    if among:  # gloo adds up three ranks' gradients in an order of its own
+        assert losses_of(resumed) == pytest.approx(losses_of(whole), rel=1e-12)
+    else:
+        assert history_of(resumed) == history_of(whole)
+
+
+def test_a_training_that_had_ended_tells_of_its_last_epoch_too(tmp_path: Path) -> None:
+    job, checkpoints = validated_job(ParameterAveraging(2)), policy(tmp_path)
+    whole = run_world(job, HELD.shards(), checkpoints=checkpoints)
+    again = run_world(job, HELD.shards(), checkpoints=checkpoints)
+    assert history_of(again) == history_of(whole)

@@ -27,6 +27,7 @@ from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.protocols import Batch, ColumnSpec
 from sparkdl.replica.losses import ModelLoss
+from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
 from sparkdl.worker import Job
 
@@ -162,6 +163,14 @@ OTHERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "scheduler": (
         {"scheduler": partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda epoch: 0.9)},
         ["scheduler: was none, is now LambdaLR.*"],
+    ),
+    "another scheduler": (
+        {"scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=2)},
+        ["scheduler: was none, is now StepLR epoch .*'step_size': 2.*"],
+    ),
+    "strategy": (
+        {"strategy": ParameterAveraging(period=3)},
+        ["strategy: was .*period=1.*now .*period=3.*"],
     ),
     "batch size": ({"batch_size": 2}, ["batch size: was 4, is now 2"]),
     "seed": ({"seed": 12}, ["seed: was 11, is now 12"]),

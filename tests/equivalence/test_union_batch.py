@@ -21,7 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from misbehaving import die_after
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR
 from toys import (
+    SGD,
     Data,
     classification,
     cnn,
@@ -37,8 +39,14 @@ from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Outcome
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import ColumnSpec
-from sparkdl.replica.losses import ModelLoss
-from sparkdl.strategies import ColorTrees, GradientAllReduce, Hybrid, ParameterAveraging, Strategy
+from sparkdl.strategies import (
+    ColorTrees,
+    ElasticAveraging,
+    GradientAllReduce,
+    Hybrid,
+    ParameterAveraging,
+    Strategy,
+)
 from sparkdl.testing import batches_of, run_world
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -48,6 +56,7 @@ OPTIMIZERS: dict[str, Any] = {
     "adam": partial(torch.optim.Adam, lr=0.02),
 }
 ADAM = OPTIMIZERS["adam"]
+ALL_OPTIMIZERS = {**OPTIMIZERS, "sgd": SGD}
 RAGGED = [5, 9, 3, 2]
 """Rows of four workers, in minibatches of 4: some are smaller, and some workers run out."""
 
@@ -117,31 +126,37 @@ def test_averages_in_every_step_equal_one_process_whatever_the_shards(
     assert [row.examples for row in outcome.history] == [sum(sizes)] * 2
 
 
-@every("strategy", [ALL_REDUCE, AVERAGING])
-def test_one_worker_is_ordinary_sgd(strategy: Any) -> None:
-    data = classification([23])
-    outcome = trained(data, mlp(), strategy, epochs=3)
-    assert relative_error(outcome.module, sgd_on_union(mlp(), data, epochs=3)) <= 1e-12
-
-
 @every(
-    ("strategy", "sizes"),
+    ("strategy", "sizes", "build", "name", "accumulate", "within"),
     [
-        (ALL_REDUCE, [12, 12]),
-        (ALL_REDUCE, [23, 5, 0]),
-        (SHARDED, [23, 5, 2]),
-        (hybrid(2), [23, 5, 2, 8]),
+        *((each, [23], mlp, "sgd", 1, 1e-12) for each in (ALL_REDUCE, AVERAGING)),
+        *(
+            (each, [9, 14], cnn, "sgd", 1, 1e-10)
+            for each in (AVERAGING, GradientAllReduce(bucket_mb=0.0001))
+        ),
+        *(
+            (each, sizes, mlp, "momentum", accumulate, within)
+            for each, sizes, within in (
+                (ALL_REDUCE, [12, 12], 1e-10),
+                (ALL_REDUCE, [23, 5, 0], 1e-10),
+                (SHARDED, [23, 5, 2], 1e-10),
+                (hybrid(2), [23, 5, 2, 8], 1e-9),
+            )
+            for accumulate in (2, 3)
+        ),
     ],
 )
-@every("accumulate", [2, 3])
-def test_accumulated_minibatches_equal_one_larger_batch(
-    strategy: Any, sizes: list[int], accumulate: int
+def test_one_worker_images_and_accumulated_minibatches_equal_one_process(
+    strategy: Any, sizes: list[int], build: Any, name: str, accumulate: int, within: float
 ) -> None:
-    data, momentum = classification(sizes), OPTIMIZERS["momentum"]
-    strategy = replace(strategy, accumulate=accumulate)
-    outcome = trained(data, mlp(), strategy, optimizer=momentum, epochs=2)
-    oracle = sgd_on_union(mlp(), data, momentum, epochs=2, accumulate=accumulate)
-    assert relative_error(outcome.module, oracle) <= (1e-9 if strategy.hybrid else 1e-10)
+    width = 36 if build is cnn else 6
+    data, optimizer = classification(sizes, width=width), ALL_OPTIMIZERS[name]
+    if accumulate > 1:
+        strategy = replace(strategy, accumulate=accumulate)
+    columns = schema(width)
+    outcome = trained(data, build(), strategy, optimizer=optimizer, schema=columns, epochs=3)
+    oracle = sgd_on_union(build(), data, optimizer, epochs=3, accumulate=accumulate)
+    assert relative_error(outcome.module, oracle) <= within
 
 
 @every(
@@ -162,13 +177,6 @@ def test_the_norm_that_is_clipped_is_that_of_the_union_batch(
     within = 1e-9 if strategy.hybrid else 1e-10
     assert relative_error(outcome.module, oracle(clip_norm=0.05)) <= within
     assert relative_error(outcome.module, oracle()) > 1e-3
-
-
-@every("strategy", [AVERAGING, GradientAllReduce(bucket_mb=0.0001)])
-def test_convolutions_equal_one_process(strategy: Any) -> None:
-    data = classification([9, 14], width=36)
-    outcome = trained(data, cnn(), strategy, schema=schema(36), epochs=2)
-    assert relative_error(outcome.module, sgd_on_union(cnn(), data, epochs=2)) <= 1e-10
 
 
 @every(
@@ -294,37 +302,6 @@ def test_a_loss_that_is_a_sum_equals_plain_all_reduce() -> None:
     assert relative_error(found, known) <= 1e-9
 
 
-class Own(nn.Module):
-    """Its logits, or with labels also the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(8)
-        self.layers = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-
-    def forward(self, features: Tensor, *, kind: Tensor | None = None) -> Any:
-        logits = self.layers(features)
-        if kind is None:
-            return logits
-        return {"logits": logits, "loss": functional.cross_entropy(logits, kind)}
-
-
-@every("strategy", [AVERAGING, ALL_REDUCE])
-@every("as_kwargs", [False, True])
-def test_the_loss_of_the_model_itself_equals_one_process(strategy: Any, as_kwargs: bool) -> None:
-    data = classification([12, 9])
-    outcome = trained(
-        data,
-        Own(),
-        strategy,
-        loss=ModelLoss(("kind",)),
-        schema=replace(schema(), by_name=as_kwargs),
-        features_as_kwargs=as_kwargs,
-        epochs=3,
-    )
-    assert relative_error(outcome.module, sgd_on_union(Own(), data, epochs=3)) <= 1e-10
-
-
 # Weights and held-out rows
 
 HELD = ColumnSpec("held", torch.bool)
@@ -374,13 +351,16 @@ def test_weighted_rows_train_as_in_one_process_whatever_the_weights_unit(
     assert relative_error(outcome.module, oracle) <= 1e-6
 
 
-def test_the_loss_of_held_out_rows_is_in_the_history_of_every_epoch() -> None:
-    data = classification([20, 9, 6])
+@every("strategy", [AVERAGING, hybrid(2), ElasticAveraging(2, 0.2)])
+def test_the_loss_of_held_out_rows_is_in_the_history_of_every_epoch(strategy: Any) -> None:
+    """It is the center's."""
+    data = classification([20, 9, 6, 0])
     generator = np.random.default_rng(4)
     weights = generator.integers(1, 5, 35).astype(np.float64)
     held = generator.random(35) < 0.4
-    job = make_job(mlp(), schema=weighted_schema(held=True), epochs=2)
-    outcome = run_world(job, shards(data, weight=weights, held=held))
+    job = make_job(mlp(), schema=weighted_schema(held=True), epochs=2, strategy=strategy)
+    ranks_as: Any = "processes" if strategy.needs.collective else "threads"
+    outcome = run_world(job, shards(data, weight=weights, held=held), ranks_as=ranks_as)
 
     assert [epoch.examples for epoch in outcome.history] == [int((~held).sum())] * 2
     assert [epoch.validation_examples for epoch in outcome.history] == [int(held.sum())] * 2
@@ -390,21 +370,6 @@ def test_the_loss_of_held_out_rows_is_in_the_history_of_every_epoch() -> None:
         rows = functional.cross_entropy(outputs, targets, reduction="none").numpy()
     expected = np.average(rows, weights=weights[held])
     assert outcome.history[-1].validation_loss == pytest.approx(expected, rel=1e-6)
-
-
-def test_held_out_rows_are_seen_by_whole_layers() -> None:
-    data = classification([24, 9, 15, 2])
-    held = np.arange(50) % 3 == 1
-    found, known = (
-        run_world(
-            make_job(mlp(), strategy=each, schema=weighted_schema(held=True), epochs=2),
-            shards(data, weight=np.ones(50), held=held),
-            ranks_as="processes",
-        ).history
-        for each in (hybrid(2), ALL_REDUCE)
-    )
-    losses = [[row.validation_loss for row in each] for each in (found, known)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 
 def test_rows_that_are_held_out_change_nothing_but_the_history() -> None:
@@ -454,3 +419,44 @@ def test_a_training_goes_on_from_a_checkpoint_of_another_way(
     outcome = run_world(then, data.shards(), ranks_as="processes", checkpoints=policy)
     oracle = sgd_on_union(mlp(), data, optimizer, epochs=3)
     assert relative_error(outcome.module, oracle) <= 1e-9
+
+
+BASE, WARM_UP = 0.02, 5
+"""One worker's learning rate, and epochs."""
+
+
+@every(
+    ("strategy", "sizes"),
+    [(GradientAllReduce(), (16, 9)), (ParameterAveraging(period=1), (16, 14, 13))],
+)
+def test_workers_with_the_recipes_warm_up_train_as_one_process_does(
+    strategy: Strategy[Any], sizes: tuple[int, ...]
+) -> None:
+    """From the rate of one worker to that times the workers, over five epochs of four steps."""
+    data, epochs, workers = classification(sizes), 7, len(sizes)
+    outcome = run_world(
+        make_job(
+            mlp(),
+            strategy=strategy,
+            optimizer=partial(torch.optim.SGD, lr=workers * BASE, momentum=0.9, nesterov=True),
+            scheduler=partial(LinearLR, start_factor=1 / workers, total_iters=WARM_UP * 4),
+            scheduler_every="step",
+            epochs=epochs,
+        ),
+        data.shards(),
+        ranks_as="processes" if strategy.needs.collective else "threads",
+    )
+    rates = []
+
+    def scheduled(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=workers * BASE, momentum=0.9, nesterov=True)
+        schedule = LinearLR(optimizer, 1 / workers, total_iters=WARM_UP * 4)
+        optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
+        optimizer.register_step_post_hook(lambda *_: schedule.step())
+        return optimizer
+
+    oracle = sgd_on_union(mlp(), data, scheduled, epochs=epochs)
+    assert relative_error(outcome.module, oracle) < 1e-9
+    # Goyal et al.'s ramp, which is the same at each step as at the ends of its epochs.
+    ramp = [BASE * (1 + (workers - 1) * min(step / 20, 1)) for step in range(4 * epochs)]
+    np.testing.assert_allclose(rates, ramp, rtol=1e-9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -40,13 +39,6 @@ def test_the_layout_is_one_segment_a_kind_and_dtype() -> None:
     segments = replica.segments(with_optimizer=True)
     whole = replica.layout(with_optimizer=True)
     assert [(s.dtype, s.numel) for s in whole] == [(t.dtype, t.numel()) for t in segments]
-
-
-def test_flattening_does_not_change_a_value() -> None:
-    module = batch_norm_net()
-    before = copy.deepcopy(module.state_dict())
-    after = replica_of(module).module.state_dict()
-    assert all(torch.equal(before[key], after[key]) for key in before)
 
 
 @every("name", OPTIMIZERS)

@@ -126,9 +126,7 @@ GLANCE, LOOK = FrozenParameters.glance, FrozenParameters.require_unchanged
     ],
 )
 def test_a_change_is_noticed_if_it_leaves_no_trace_by_a_look_at_all_values(
-    change: Callable[[nn.Parameter], None],
-    check: Callable[[FrozenParameters], None],
-    words: str,
+    change: Callable[[nn.Parameter], None], check: Callable[[FrozenParameters], None], words: str
 ) -> None:
     module = Backbone(numbers())
     frozen = FrozenParameters(module)

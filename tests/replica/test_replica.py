@@ -17,7 +17,7 @@ import pytest
 import torch
 from every_row import every
 from models import decayed
-from replicas import OPTIMIZERS, SGD, batch, batch_norm_net, replica_of, train_plainly
+from replicas import OPTIMIZERS, batch, batch_norm_net, replica_of, train_plainly
 from torch import Tensor, nn
 from toys import classification, make_job, mlp, relative_error, schema, sgd_on_union
 
@@ -67,30 +67,6 @@ def test_layers_kept_in_evaluation_mode_stay_in_it_and_others_train_on_after_eva
     with pytest.raises(ArithmeticError) if fails else nullcontext():
         replica.evaluate([batch()], watch)
     assert [each.training for each in replica.module.modules()] == before
-
-
-def test_a_loss_with_weights_of_its_own_works() -> None:
-    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
-    replica = Replica(mlp(), SGD, loss)
-    (features,) = batch().features
-    expected = loss(mlp()(features), batch().targets)
-    assert replica.step(batch()).item() == pytest.approx(expected.item())
-
-
-def test_gradients_are_clipped_by_their_norm_before_the_step() -> None:
-    module = nn.Linear(3, 2).double()
-    expected = copy.deepcopy(module)
-    replica = Replica(module, partial(torch.optim.SGD, lr=1.0), nn.MSELoss(), clip_norm=0.01)
-    features, targets = torch.ones(4, 3).double(), torch.full((4, 2), 9.0).double()
-
-    replica.step(Batch((features,), targets, last=True))
-
-    nn.functional.mse_loss(expected(features), targets).backward()
-    norm = torch.cat([p.grad.flatten() for p in expected.parameters()]).norm()
-    assert norm > 1
-    for mine, other in zip(module.parameters(), expected.parameters(), strict=True):
-        step = other.grad * (0.01 / norm)
-        assert torch.allclose(mine, other - step, rtol=0, atol=1e-8)
 
 
 def test_bf16_computes_under_autocast_and_keeps_the_parameters_dtype() -> None:

@@ -244,10 +244,7 @@ def test_all_workers_follow_the_loss_on_all_held_out_rows_through_lost_connectio
 ) -> None:
     rates: dict[str, list[float]] = {}
     job, shards = validating(
-        [24, 12],
-        optimizer=partial(Recording, rates=rates, lr=1.0),
-        epochs=6,
-        max_failures=5,
+        [24, 12], optimizer=partial(Recording, rates=rates, lr=1.0), epochs=6, max_failures=5
     )
     validate, lost = loop._validate, []
 

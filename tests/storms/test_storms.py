@@ -98,7 +98,6 @@ def test_workers_under_ten_random_faults_end_with_the_right_parameters(
     finally:
         show("processes", seed, strategy, chaos.storm)
     require_every_row(outcome.history, sum(SIZES), EPOCHS)
-    assert outcome.history[-1].loss < 0.8 * outcome.history[0].loss
     assert len(chaos.storm.injected) == FAULTS
     assert eventually(lambda: not multiprocessing.active_children(), 10)
     assert eventually(lambda: not list(tmp_path.glob("sparkdl-*")), 10)

@@ -1,4 +1,4 @@
-"""Rounds of fragments by hand, in plain torch, for the tests of them."""
+"""Outer optimizers by hand, of whole rounds and of fragments, in plain torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from decided import Told, do
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from toys import _train_by_hand, batches_by_hand, mlp
+from toys import _average_optimizers, _train_by_hand, batches_by_hand, mlp
 from trainings import DATA, SIZES
 
 from sparkdl.events import EpochSummary, WindowReport
@@ -34,25 +34,20 @@ STREAMS = [
 ROUNDED = OuterOptimizer(6, OUTER, "keep", "float4", fragments=3, overlap=1, merge=0.5)
 
 
-def described(strategy: OuterOptimizer) -> str:
-    values = strategy.period, strategy.fragments, strategy.overlap, strategy.merge
-    return "-".join(map(str, values))
-
-
 Part = slice
-Sent = tuple[int, Tensor]
-"""What a worker contributes to a round: rows, and all of its parameters."""
+Sent = tuple[list[int], Tensor]
+"""What a worker contributes to a round: rows by fragment, and all of its parameters."""
 
 
 def vector_of(module: nn.Module) -> Tensor:
     return parameters_to_vector(module.parameters()).detach().clone()
 
 
-class ByHand:
+class Outer:
     """Plain torch in one process: each worker is a generator of what it contributes."""
 
     def __init__(self, strategy: OuterOptimizer, inner: Any) -> None:
-        self.strategy = strategy
+        self.strategy, self.inner = strategy, inner
         start = mlp().train()
         self.center = vector_of(start)
         self.velocity = torch.zeros_like(self.center)
@@ -76,6 +71,12 @@ class ByHand:
         sent = {rank: next(worker) for rank, worker in workers.items()}
         while sent:
             answer = self.end_round(list(sent.values()))
+            if self.strategy.inner_state == "average":
+                _average_optimizers(
+                    self.optimizers, {rank: rows[0] for rank, (rows, _) in sent.items()}
+                )
+            if self.strategy.inner_state == "reset":
+                self.optimizers = [self.inner(each.parameters()) for each in self.replicas]
             going_on = {}
             for rank in sent:
                 with suppress(StopIteration):
@@ -90,19 +91,18 @@ class ByHand:
     def end_round(self, sent: list[Sent]) -> Tensor:
         part = self.parts[self.fragment]
         self.number += 1
-        weights = [self.due_rows(rows, part) for rows, _ in sent]
+        weights = [rows[self.parts.index(part)] for rows, _ in sent]
         if sum(weights):
             mean = np.average([values[part].numpy() for _, values in sent], 0, weights)
             change = torch.from_numpy(mean) - self.center[part]
             outer = self.strategy.outer
             assert isinstance(outer, OuterSGD)
             self.velocity[part] = outer.momentum * self.velocity[part] + change
-            moved = change + outer.momentum * self.velocity[part]
+            moved = self.velocity[part]
+            if outer.nesterov:
+                moved = change + outer.momentum * moved
             self.center[part] += outer.learning_rate * moved
         return self.center[part].clone()
-
-    def due_rows(self, rows: Any, part: Part) -> int:
-        return int(rows[self.parts.index(part)])
 
     def worker(self, rank: int, epoch: int, first: int = 0) -> Generator[Any, Tensor, None]:
         strategy, replica, count = self.strategy, self.replicas[rank], len(self.parts)
@@ -142,7 +142,7 @@ class ByHand:
             take(self.parts[fragment], answer, 0.0)
 
 
-class AsDecided(ByHand):
+class OuterAsDecided(Outer):
     """What a run has committed, and nothing else; who joins begins with the center."""
 
     def __init__(self, strategy: OuterOptimizer, inner: Any) -> None:

@@ -8,16 +8,15 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
-import misbehaving
 import pytest
 import torch
 from every_row import every
-from interruptions import same_bits
-from misbehaving import Misbehaves, kill, kill_once
 from torch import Tensor, nn
 from toys import Data, classification, make_job, relative_error, sgd_on_union
+from trainings import head, on_backbone
 
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.checkpoint.storage import CheckpointStore
@@ -26,30 +25,19 @@ from sparkdl.events import WindowReport
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import run_world
 
-for module in (sys.modules[__name__], misbehaving):
-    cloudpickle.register_pickle_by_value(module)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 TRAINED = (6 * 3 + 3) * 8
 """Bytes of a head in float64; its momentum has as many."""
 
 
-def head() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Linear(6, 3).double()
-
-
-def on_backbone() -> nn.Module:
-    """The same head on 200 times as many parameters that are not trained."""
-    torch.manual_seed(2)
-    backbone = [nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 6), nn.Tanh()]
-    return nn.Sequential(*(layer.double().requires_grad_(False) for layer in backbone), head())
-
-
 @every(
     ("strategy", "received", "sent"),
     [
         (ParameterAveraging(period=2), 8, 8),
+        # A quarter of float64, but for the center at the end.
+        (ParameterAveraging(period=2, wire_dtype="bfloat16"), 2, 1 + 4),
         (ParameterAveraging(period=2, aggregation="hierarchical"), 4, 4),
         (ParameterAveraging(period=2, aggregation="executors"), 1, 0),
         (GradientAllReduce(), 1, 0),
@@ -67,15 +55,6 @@ def test_rounds_and_copies_have_the_bytes_of_what_is_trained(
     # Parameters and momentum in a round; parameters alone for each worker that begins.
     assert traffic["in"] == TRAINED * 2 * received
     assert traffic["out"] == TRAINED * (4 + 2 * sent)
-
-
-def test_changes_rounded_to_bfloat16_have_a_quarter_of_the_bytes_of_float64(
-    traffic: Counter[str],
-) -> None:
-    strategy = ParameterAveraging(2, wire_dtype="bfloat16")
-    job = make_job(on_backbone(), strategy=strategy, optimizer=MOMENTUM)
-    run_world(job, classification([16, 16]).shards(), ranks_as="processes")
-    assert traffic["in"] == TRAINED // 4 * 2 * 4
 
 
 STRATEGIES: list[Strategy] = [
@@ -150,19 +129,25 @@ def elsewhere() -> bool:
     return multiprocessing.current_process().name == "rank 1"
 
 
-def test_a_worker_with_another_backbone_ends_the_run_before_it_trains() -> None:
+def with_another_value() -> nn.Module:
     """As when the function given as model reads a file that is another one on a host."""
+    module = on_backbone()
+    with torch.no_grad():
+        module[0].bias[7] += 1e-12 if elsewhere() else 0
+    return module
 
-    def build() -> nn.Module:
-        module = on_backbone()
-        with torch.no_grad():
-            module[0].bias[7] += 1e-12 if elsewhere() else 0
-        return module
 
+def with_another_layer() -> nn.Module:
+    module = on_backbone()
+    module[0].bias.requires_grad_(elsewhere())
+    return module
+
+
+@every("build", [with_another_value, with_another_layer])
+def test_a_worker_with_another_backbone_ends_the_run_before_it_trains(build: Any) -> None:
     windows: list[object] = []
-    with pytest.raises(
-        ModelError, match=r"rank 1 on \S+ built the model with different frozen param"
-    ):
+    words = r"rank 1 on \S+ built the model with different frozen param"
+    with pytest.raises(ModelError, match=words):
         run_world(
             make_job(build, max_failures=3),
             classification([8, 8]).shards(),
@@ -170,16 +155,6 @@ def test_a_worker_with_another_backbone_ends_the_run_before_it_trains() -> None:
             on_event=windows.append,
         )
     assert not any(isinstance(event, WindowReport) for event in windows)
-
-
-def test_a_worker_that_freezes_other_layers_ends_the_run_before_it_trains() -> None:
-    def build() -> nn.Module:
-        module = on_backbone()
-        module[0].bias.requires_grad_(elsewhere())
-        return module
-
-    with pytest.raises(ModelError, match="rank 1 on"):
-        run_world(make_job(build), classification([8, 8]).shards(), ranks_as="processes")
 
 
 class Thaws(nn.Module):
@@ -229,29 +204,6 @@ def test_a_backbone_that_begins_to_change_is_an_error_before_its_epoch_counts(
     assert not list(tmp_path.glob("c/checkpoint-*"))
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [ParameterAveraging(period=2), GradientAllReduce(commit_every=2)],
-    ids=["comes back alone", "all start again"],
-)
-def test_a_lost_worker_comes_back_with_the_same_backbone(
-    tmp_path: Path, strategy: Strategy
-) -> None:
-    job = make_job(
-        Misbehaves(tmp_path, kill, 5, net=on_backbone()),
-        strategy=strategy,
-        optimizer=MOMENTUM,
-        epochs=3,
-        max_failures=2,
-    )
-    data = classification([16, 16])
-    outcome = kill_once(job, data.shards())
-    assert_same_backbone(outcome.module.net)
-    if strategy.needs.collective:
-        whole = run_world(job, data.shards(), ranks_as="processes")
-        assert same_bits(outcome, whole)
-
-
 def sizes_below(path: Path) -> dict[str, int]:
     """Bytes of what the newest checkpoint holds, by name."""
     saved = CheckpointStore(str(path), keep_last=1).newest()
@@ -278,18 +230,6 @@ def test_a_checkpoint_has_the_size_of_one_of_the_head_alone(tmp_path: Path, aver
 def half_trained(path: Path, model: nn.Module, data: Data) -> None:
     policy = CheckpointPolicy(path=str(path))
     run_world(make_job(model, optimizer=MOMENTUM), data.shards(), checkpoints=policy)
-
-
-def test_a_resumed_training_takes_its_backbone_from_the_model_and_ends_in_the_same_bits(
-    tmp_path: Path,
-) -> None:
-    data, policy = classification([16, 9]), CheckpointPolicy(path=str(tmp_path / "c"))
-    job = make_job(on_backbone(), optimizer=MOMENTUM, epochs=3)
-    whole = run_world(job, data.shards())
-    half_trained(tmp_path / "c", on_backbone(), data)
-    resumed = run_world(job, data.shards(), checkpoints=policy)
-    assert_same_backbone(resumed.module)
-    assert same_bits(resumed, whole)
 
 
 def nudged(module: nn.Module) -> nn.Module:

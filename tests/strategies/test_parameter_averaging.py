@@ -1,42 +1,50 @@
-"""ParameterAveraging: arguments, when rounds happen, determinism, and the bfloat16 wire."""
+"""ParameterAveraging: rounds, the algorithm by hand, what is sent, and among executors."""
 
 from __future__ import annotations
 
 import copy
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from by_keyword import open_averager
 from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interruptions import same_bits
+from misbehaving import Kills, Overflows, marked
 from torch import Tensor, nn
 from toys import (
+    Data,
+    average_by_hand,
     classification,
-    drive,
     enough_rows,
     make_job,
     mlp,
     relative_error,
     schema,
-    sgd_on_union,
 )
 
-from sparkdl.averager import AveragerClient, ServiceAddress
+from sparkdl.averager import AveragerClient
 from sparkdl.averager.messages.run_events import RunEvent as Event
 from sparkdl.averager.messages.run_events import WorkerTimes
+from sparkdl.driver import Outcome
+from sparkdl.errors import NonFiniteError, TrainingError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
-from sparkdl.protocols import Segment
+from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
 
-MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-ADAM = partial(torch.optim.Adam, lr=0.02)
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "nesterov": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-2),
+    "adam": partial(torch.optim.Adam, lr=0.02),
+    "adamw": partial(torch.optim.AdamW, lr=0.02),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.05),
+}
 
 
 @settings(max_examples=12, deadline=None)
@@ -81,29 +89,6 @@ def test_events_are_statistics_then_windows_times_and_a_summary_an_epoch_as_in_h
     assert all(row.examples == 12 for row in outcome.history)
 
 
-def test_the_loss_of_an_epoch_is_the_mean_over_its_rows() -> None:
-    """Without learning, every row's loss is that of the initial model."""
-    data = classification([9, 5])
-    model = mlp()
-    job = make_job(model, optimizer=partial(torch.optim.SGD, lr=0.0))
-
-    outcome = run_world(job, data.shards())
-
-    loss = nn.functional.cross_entropy(
-        model(torch.from_numpy(data.features)), torch.from_numpy(data.targets)
-    )
-    assert outcome.history[0].loss == pytest.approx(loss.item(), rel=1e-12)
-
-
-def test_the_size_of_spark_record_batches_does_not_matter() -> None:
-    job = make_job(mlp(), epochs=2, batch_size=5)
-    data = classification([17, 11])
-    states = [run_world(job, data.shards(rows)).module.state_dict() for rows in (1, 4, 100)]
-    for key in states[0]:
-        assert torch.equal(states[0][key], states[1][key])
-        assert torch.equal(states[0][key], states[2][key])
-
-
 def final_replicas(monkeypatch: pytest.MonkeyPatch, job: Any, shards: Any) -> tuple[Any, Any]:
     """Run, and return the outcome with each rank's flat state as it was when it left."""
     states: dict[int, list[Tensor]] = {}
@@ -121,7 +106,7 @@ def final_replicas(monkeypatch: pytest.MonkeyPatch, job: Any, shards: Any) -> tu
 
 @every("wire_dtype", ["float32", "bfloat16"])
 @every("sizes", [[16, 16, 16], [28, 8, 17], [0, 12, 30]])
-@every("optimizer", [MOMENTUM, ADAM])
+@every("optimizer", [OPTIMIZERS["momentum"], OPTIMIZERS["adam"]])
 def test_every_replica_ends_with_the_bits_of_the_center(
     monkeypatch: pytest.MonkeyPatch, wire_dtype: Any, sizes: list[int], optimizer: Any
 ) -> None:
@@ -139,25 +124,6 @@ def test_every_replica_ends_with_the_bits_of_the_center(
         assert torch.equal(state[0], center)
         for mine, other in zip(state, states[0], strict=True):
             assert torch.equal(mine, other)
-
-
-@every("sizes", [[16, 16], [28, 9]])
-def test_bfloat16_ends_close_to_float32(sizes: list[int]) -> None:
-    data = classification(sizes)
-    job = partial(make_job, mlp(), epochs=4, batch_size=4)
-    outcome = run_world(
-        job(strategy=ParameterAveraging(period=1, wire_dtype="bfloat16")), data.shards()
-    )
-    oracle = sgd_on_union(mlp(), data, epochs=4)
-    start = mlp()
-    moved = max(
-        float((p - q).detach().abs().max())
-        for p, q in zip(oracle.parameters(), start.parameters(), strict=True)
-    )
-    for mine, other in zip(outcome.module.parameters(), oracle.parameters(), strict=True):
-        # each round rounds the change to 8 bits, and rounding errors do not add up
-        assert float((mine - other).detach().abs().max()) <= moved / 64
-    assert relative_error(outcome.module, oracle) > 0
 
 
 class Constant(nn.Module):
@@ -191,42 +157,225 @@ def test_bfloat16_does_not_lose_updates_that_are_tiny_beside_the_parameter() -> 
     assert value == pytest.approx(1 - 50e-4, abs=2e-5)
 
 
-@every("wire_dtype", ["float32", "bfloat16"])
-def test_rounds_without_any_rows_leave_every_replica_at_the_initial_model(wire_dtype: Any) -> None:
-    """Such a run is refused by the driver; the rounds themselves have to bear it."""
-    strategy = ParameterAveraging(wire_dtype=wire_dtype)
-    initial = torch.arange(5.0) / 7
-    layout = (Segment("parameters", torch.float32, 5),)
-    states = {rank: torch.full((5,), -1.0) for rank in range(2)}
+# Among the executors
 
-    def work(rank: int, address: ServiceAddress) -> None:
-        with AveragerClient(address, rank, strategy.wire_format, deadline_s=60) as client:
-            client.start(ShardStatistics(0, ()), [states[rank]], layout)
-            for epoch in (1, 2):
-                window = WindowReport(
-                    rank=rank, epoch=epoch, step=0, examples=0, loss_sum=0.0, last=True
-                )
-                client.exchange([states[rank]], window)
-            client.finish()
-
-    with (
-        open_averager(
-            layout, [initial.clone()], 2, strategy.wire_format, deadline_s=60
-        ) as averager,
-        ThreadPoolExecutor(2) as pool,
-    ):
-        workers = [pool.submit(work, rank, averager.address) for rank in states]
-        drive(averager)
-        for worker in workers:
-            worker.result(timeout=60)
-        assert torch.equal(averager.center.values[0], initial)
-    assert all(torch.equal(state, initial) for state in states.values())
+HOSTS = ["a", "b", "a"]
 
 
-def test_the_initial_center_is_the_given_model() -> None:
-    model = mlp()
-    before = copy.deepcopy(model.state_dict())
-    job = make_job(model, optimizer=partial(torch.optim.SGD, lr=0.0))
-    outcome = run_world(job, classification([4, 4]).shards())
-    for state in (outcome.module.state_dict(), model.state_dict()):
-        assert all(torch.equal(state[key], before[key]) for key in before)
+def averaged(aggregation: Any, data: Data, model: nn.Module, **changes: Any) -> Outcome:
+    """Two epochs; every other rank is on another host."""
+    settings = {"period": 3, **changes.pop("strategy", {})}
+    strategy = ParameterAveraging(aggregation=aggregation, **settings)
+    job = make_job(model, strategy=strategy, epochs=2, **changes)
+    hosts = HOSTS[: len(data.sizes)]
+    ranks_as: Any = "threads" if aggregation == "driver" else "processes"
+    return run_world(job, data.shards(), ranks_as=ranks_as, hosts=hosts)
+
+
+def require_one_center(data: Data, model: nn.Module, **changes: Any) -> list[Outcome]:
+    """What comes of each way to average, of which all give the center of the driver."""
+    driver, *others = (
+        averaged(where, data, model, **changes) for where in ("driver", "executors", "hierarchical")
+    )
+    for outcome in others:
+        assert relative_error(outcome.module, driver.module) <= 1e-12
+    return [driver, *others]
+
+
+@pytest.mark.nightly_variants(daily=3)
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+@pytest.mark.parametrize(
+    "sizes",
+    [[24, 24], [31, 18, 26], [0, 17], [13, 0, 2]],
+    ids=["equal", "unequal", "first-empty", "last-short"],
+)
+def test_every_aggregation_gives_the_center_of_the_driver(name: str, sizes: list[int]) -> None:
+    data = classification(sizes)
+    driver, *others = require_one_center(data, mlp(), optimizer=OPTIMIZERS[name])
+    for outcome in others:
+        for mine, other in zip(outcome.history, driver.history, strict=True):
+            assert mine.examples == other.examples == sum(sizes)
+            assert mine.loss == pytest.approx(other.loss, rel=1e-12)
+
+
+def test_two_workers_with_equal_windows_agree_to_the_bit() -> None:
+    """Two numbers have one order of addition."""
+    data = classification([24, 24])
+    driver, executors = (
+        averaged(where, data, mlp(), optimizer=OPTIMIZERS["adam"])
+        for where in ("driver", "executors")
+    )
+    assert same_bits(executors, driver)
+
+
+def test_optimizer_state_can_stay_with_its_worker() -> None:
+    data = classification([31, 18, 9])
+    strategy = {"average_optimizer_state": False}
+    require_one_center(data, mlp(), optimizer=OPTIMIZERS["momentum"], strategy=strategy)
+
+
+def test_batch_norm_statistics_and_its_counter_are_those_of_the_driver() -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+    data = classification([32, 20, 12])
+    outcomes = require_one_center(data, model)
+    counted = {int(each.module.get_buffer("1.num_batches_tracked")) for each in outcomes}
+    assert len(counted) == 1
+
+
+@every("aggregation", ["executors", "hierarchical"])
+def test_the_same_seed_and_data_give_the_same_bits(aggregation: str) -> None:
+    data = classification([31, 18, 26])
+    first, second = (averaged(aggregation, data, mlp()) for _ in range(2))
+    assert same_bits(first, second)
+
+
+def test_one_worker_takes_the_same_path_alone() -> None:
+    data = classification([23])
+    driver, *others = require_one_center(data, mlp())
+    assert all(same_bits(outcome, driver) for outcome in others)
+
+
+def test_one_worker_of_each_host_speaks_to_the_driver() -> None:
+    job = make_job(mlp(), strategy=ParameterAveraging(period=2, aggregation="hierarchical"))
+    windows: list[WindowReport] = []
+
+    def note(event: object) -> None:
+        if isinstance(event, WindowReport):
+            windows.append(event)
+
+    data = classification([16, 9, 16])
+    run_world(job, data.shards(), ranks_as="processes", hosts=HOSTS, on_event=note)
+
+    # Four minibatches a rank on host a, three on host b: two windows each.
+    weights = [(window.rank, window.weight) for window in windows]
+    assert sorted(weights) == [(0, 16), (0, 16), (1, 1), (1, 8), (2, 0), (2, 0)]
+    assert [sum(w.examples for w in windows if w.rank == rank) for rank in range(3)] == [16, 9, 16]
+
+
+def test_changes_rounded_to_bfloat16_travel_between_hosts_and_driver() -> None:
+    data = classification([24, 24, 24])
+    exact, rounded = (
+        averaged("hierarchical", data, mlp(), strategy={"wire_dtype": wire})
+        for wire in ("float32", "bfloat16")
+    )
+    assert 0 < relative_error(rounded.module, exact.module) <= 1e-2
+
+
+@every("aggregation", ["executors", "hierarchical"])
+@every("period", [1, 2, 3])
+def test_values_that_are_not_finite_are_reported_with_the_rank_that_made_them(
+    aggregation: str, period: int
+) -> None:
+    data = marked([12, 12, 12], 24 + 5)  # step 2 of rank 2, who is not the first of its host
+    with pytest.raises(NonFiniteError, match=r"rank 2 has .* NaN or infinite") as caught:
+        averaged(aggregation, data, Overflows(), strategy={"period": period})
+    window_ends = min(3, -(-2 // period) * period)
+    assert (caught.value.rank, caught.value.epoch, caught.value.step) == (2, 1, window_ends)
+
+
+@every("aggregation", ["executors", "hierarchical"])
+def test_who_has_no_rows_left_is_not_blamed_for_what_others_sent(aggregation: str) -> None:
+    data = marked([4, 12, 4], 4 + 5)  # of rank 1, behind the last window of the others
+    with pytest.raises(NonFiniteError) as caught:
+        averaged(aggregation, data, Overflows(), strategy={"period": 1})
+    assert caught.value.rank == 1
+
+
+def test_a_worker_that_dies_ends_the_run_by_name_where_no_loss_is_allowed() -> None:
+    with pytest.raises(TrainingError, match="rank 2"):
+        averaged("hierarchical", marked([12, 12, 12], 24 + 5), Kills(), max_failures=0)
+
+
+@every("averaged", [True, False])
+@every("name", OPTIMIZERS)
+def test_averaging_with_tails_equals_the_algorithm_by_hand(name: str, averaged: bool) -> None:
+    data = classification([31, 18, 26])  # 8, 5 and 7 batches of 4: tails of 2, 2 and 1 steps
+    optimizer = OPTIMIZERS[name]
+    strategy = ParameterAveraging(period=3, average_optimizer_state=averaged)
+
+    outcome = run_world(
+        make_job(mlp(), optimizer=optimizer, strategy=strategy, epochs=3), data.shards()
+    )
+
+    oracle = average_by_hand(
+        mlp(), optimizer, data, period=3, epochs=3, batch_size=4, average_optimizer_state=averaged
+    )
+    assert relative_error(outcome.module, oracle) <= 1e-9
+
+
+def test_averaging_optimizer_state_is_not_the_same_as_keeping_it() -> None:
+    """Guards the tests above: if the two oracles agreed, they would prove nothing."""
+    data = classification([31, 18, 26])
+    by_hand = partial(
+        average_by_hand, mlp(), OPTIMIZERS["momentum"], data, period=3, epochs=3, batch_size=4
+    )
+    averaged = by_hand(average_optimizer_state=True)
+    kept = by_hand(average_optimizer_state=False)
+    assert relative_error(averaged, kept) > 1e-4
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 30), min_size=1, max_size=4).filter(enough_rows),
+    period=st.integers(1, 5),
+    batch_size=st.integers(1, 8),
+    averaged=st.booleans(),
+)
+def test_any_shards_and_period_equal_the_algorithm_by_hand(
+    sizes: list[int], period: int, batch_size: int, averaged: bool
+) -> None:
+    data = classification(sizes)
+    optimizer = OPTIMIZERS["momentum"]
+    strategy = ParameterAveraging(period=period, average_optimizer_state=averaged)
+
+    outcome = run_world(
+        make_job(mlp(), optimizer=optimizer, strategy=strategy, epochs=2, batch_size=batch_size),
+        data.shards(),
+    )
+
+    oracle = average_by_hand(
+        mlp(),
+        optimizer,
+        data,
+        period=period,
+        epochs=2,
+        batch_size=batch_size,
+        average_optimizer_state=averaged,
+    )
+    assert relative_error(outcome.module, oracle) <= 1e-9
+
+
+def test_batch_norm_statistics_are_averaged_and_its_counter_is_carried() -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
+    data = classification([32, 16])
+
+    outcome = run_world(
+        make_job(model, strategy=ParameterAveraging(period=2), epochs=2), data.shards()
+    )
+
+    oracle = average_by_hand(
+        copy.deepcopy(model),
+        partial(torch.optim.SGD, lr=0.1),
+        data,
+        period=2,
+        epochs=2,
+        batch_size=4,
+        average_optimizer_state=True,
+    )
+    assert relative_error(outcome.module, oracle) <= 1e-10
+    counted = outcome.module.get_buffer("1.num_batches_tracked")
+    assert counted.dtype is torch.int64
+    assert counted == oracle.get_buffer("1.num_batches_tracked") == 16
+
+
+@pytest.mark.nightly
+def test_ranks_as_processes_give_the_same_bits_as_ranks_as_threads() -> None:
+    data = classification([13, 9])
+    job = make_job(mlp(), strategy=ParameterAveraging(period=2), epochs=2)
+
+    threads = run_world(job, data.shards()).module.state_dict()
+    processes = run_world(job, data.shards(), ranks_as="processes").module.state_dict()
+
+    assert all(torch.equal(threads[key], processes[key]) for key in threads)

@@ -80,7 +80,7 @@ def replay(
     replica.module.train()
     # A copy, because the center shares the replica's memory.
     center = [segment.clone() for segment in center]
-    steps = dict.fromkeys(range(len(shards)), 0)
+    steps, moved = dict.fromkeys(range(len(shards)), 0), False
     with _feeds(job, shards) as feeds:
         for windows in commits:
             contributions: dict[tuple[float, int], list[Tensor]] = {}
@@ -88,14 +88,16 @@ def replay(
                 first = steps[window.rank]
                 steps[window.rank] = 0 if window.last else window.step_of_epoch
                 if window.weight:
-                    _train(replica, center, feeds[window.rank], window, first)
+                    _put(replica, center)
+                    if not moved:  # not every optimizer's state begins with zeros
+                        replica.reset_optimizer_state()
+                    _train(replica, feeds[window.rank], window, first)
                     contributions[window.weight, window.rank] = [
                         values.clone() for values in replica.segments(with_optimizer=True)
                     ]
             if contributions:
-                center = move(center, _mean(contributions))
-    for values, segment in zip(replica.segments(with_optimizer=True), center, strict=True):
-        values.copy_(segment)
+                center, moved = move(center, _mean(contributions)), True
+    _put(replica, center)
     return replica.release()
 
 
@@ -153,11 +155,12 @@ def _exchange_rows(job: Job, feeds: Sequence[Feed], found: DataStatistics) -> No
             list(pool.map(exchange, range(len(feeds)), timeout=job.deadline_s))
 
 
-def _train(
-    replica: Replica, center: list[Tensor], feed: Feed, window: WindowReport, first_step: int
-) -> None:
+def _put(replica: Replica, center: list[Tensor]) -> None:
     for values, segment in zip(replica.segments(with_optimizer=True), center, strict=True):
         values.copy_(segment)
+
+
+def _train(replica: Replica, feed: Feed, window: WindowReport, first_step: int) -> None:
     batches = feed.epoch(window.epoch, first_step=first_step)
     for _ in range(window.step_of_epoch - first_step):
         replica.step(next(batches))

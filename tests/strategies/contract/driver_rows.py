@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-import springs
 import torch
-from replayed import ByHand, Delayed, HeavyBall
+from by_hand import Delayed, HeavyBall, MeanChange, Shared
 from strategy_row import (
     SCHEDULE,
     TWO,
@@ -20,12 +19,22 @@ from strategy_row import (
     with_momentum,
 )
 from streams import ROUNDED, STREAMS
-from thresholds import STRATEGY as SHARED
-from thresholds import ByHand as SharedByHand
 from toys import classification
-from trainings import ADAGRAD, ADAM, DATA, MOMENTUM, SGD, STRATEGY, normed
+from trainings import (
+    ADAGRAD,
+    ADAM,
+    DATA,
+    EVEN,
+    MOMENTUM,
+    SGD,
+    SHARED,
+    STRATEGY,
+    normed,
+    on_backbone,
+)
 
 from sparkdl.feed.feed import FeedOptions
+from sparkdl.large_batches import LAMB
 from sparkdl.strategies import (
     ASP,
     BSP,
@@ -34,13 +43,14 @@ from sparkdl.strategies import (
     AsynchronousOuterOptimizer,
     AsynchronousSGD,
     DelayedNesterov,
+    ElasticAveraging,
     OuterOptimizer,
     OuterSGD,
     ParameterAveraging,
 )
 
 NESTEROV = partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True)
-EASGD = springs.STRATEGY
+EASGD = ElasticAveraging(period=2, moving_rate=0.2)
 HOGWILD = replace(EASGD, mode="hogwild")
 OUTER = STRATEGY
 CUT_OFF = ParameterAveraging(2, average_optimizer_state=False, cutoff=1)
@@ -60,11 +70,11 @@ ROWS = [
         ParameterAveraging(2),
         {"optimizer": ADAM},
         normed,
-        springs.DATA,
+        EVEN,
         every_rounds=None,
         resumed=(14,),
         stopped=(14,),
-        killed=averaged(springs.DATA),
+        killed=averaged(EVEN),
         twice=True,
         nightly=("killed",),
     ),
@@ -73,7 +83,7 @@ ROWS = [
         ParameterAveraging(2, wire_dtype="bfloat16"),
         {"optimizer": MOMENTUM},
         normed,
-        springs.DATA,
+        EVEN,
         every_rounds=None,
         resumed=(14,),
         stopped=(14,),
@@ -82,7 +92,7 @@ ROWS = [
     Row(
         "averaging of kept states in bfloat16",
         ParameterAveraging(2, average_optimizer_state=False, wire_dtype="bfloat16"),
-        {"optimizer": ADAM},
+        {"optimizer": partial(LAMB, lr=0.02, weight_decay=1e-2)},
         data=FEW,
         every_rounds=None,
         resumed=(8,),
@@ -109,7 +119,8 @@ ROWS = [
             f"averaging of rows exchanged {name}",
             ParameterAveraging(1),
             {"feed": feed},
-            data=FEW,
+            on_backbone,
+            FEW,
             every_rounds=None,
             resumed=(14,),
             stopped=(14,),
@@ -143,7 +154,7 @@ ROWS = [
         EASGD,
         {"optimizer": NESTEROV},
         normed,
-        springs.DATA,
+        EVEN,
         resumed=(4, 13, 20),
         killed=on_springs(),
         restarted={"optimizer": SGD},
@@ -153,14 +164,14 @@ ROWS = [
         "elastic with momentum",
         replace(EASGD, momentum=0.8),
         {"optimizer": ADAM},
-        data=springs.DATA,
+        data=EVEN,
         resumed=(4, 13),
     ),
     Row(
         "elastic asynchronous",
         replace(EASGD, mode="asynchronous"),
         {"optimizer": NESTEROV},
-        data=springs.DATA,
+        data=EVEN,
         # Of seven windows an epoch the last is empty: it waits for what the others come to.
         alone=(3, 6, 7, 9),
         goes_on=(4, 14),
@@ -171,20 +182,12 @@ ROWS = [
         "elastic hogwild",
         HOGWILD,
         DELAYS,
-        data=springs.DATA,
+        data=EVEN,
         # What a worker saves of a commit is as of a window later.
         alone=(3, 5, 6, 9),
         goes_on=(4, 14),
         killed=on_springs(reads=True),
         restarted_counts=True,
-        **NOISY,
-    ),
-    Row(
-        "elastic hogwild each step",
-        replace(HOGWILD, period=1),
-        DELAYS,
-        alone=(3, 5, 6, 9),
-        nightly=("alone",),
         **NOISY,
     ),
     Row(
@@ -200,7 +203,7 @@ ROWS = [
         replace(EASGD, mode="round_robin"),
         {"optimizer": NESTEROV},
         normed,
-        springs.DATA,
+        EVEN,
         goes_on=(4, 14),
         killed=on_springs(),
     ),
@@ -209,7 +212,7 @@ ROWS = [
         replace(EASGD, mode="round_robin", period=3),
         {"optimizer": NESTEROV},
         normed,
-        springs.DATA,
+        EVEN,
         every_rounds=None,
         resumed=(20,),
         twice=True,
@@ -219,7 +222,7 @@ ROWS = [
         replace(EASGD, aggregation="executors"),
         {"optimizer": NESTEROV, "epochs": 4},
         normed,
-        springs.DATA,
+        EVEN,
         "processes",
         every_rounds=None,
         resumed=(10,),
@@ -235,8 +238,6 @@ ROWS = [
         twice=True,
         restarted={"optimizer": SGD},
     ),
-    Row("outer in bfloat16", replace(OUTER, wire_dtype="bfloat16"), twice=True),
-    Row("outer on Adam", OUTER, {"optimizer": ADAM}, resumed=(14,)),
     Row(
         "outer of averaged states",
         replace(OUTER, inner_state="average"),
@@ -254,14 +255,6 @@ ROWS = [
         nightly=("restarted",),
     ),
     Row(
-        "outer of two fragments",
-        STREAMS[0],
-        {"optimizer": MOMENTUM, **SCHEDULE},
-        resumed=(4, 16),
-        killed=in_fragments(STREAMS[0]),
-        nightly=("killed",),
-    ),
-    Row(
         "outer under way",
         STREAMS[2],
         {"optimizer": ADAM, **SCHEDULE},
@@ -270,7 +263,6 @@ ROWS = [
         restarted={"optimizer": SGD},
         nightly=("killed",),
     ),
-    Row("outer merged", STREAMS[4], {"optimizer": ADAM, **SCHEDULE}, resumed=(13,)),
     Row("outer of fragments under way", STREAMS[5], killed=in_fragments(STREAMS[5])),
     Row(
         "outer of fragments long under way",
@@ -295,21 +287,16 @@ ROWS = [
         "cut off",
         CUT_OFF,
         goes_on=(14,),
-        killed=followed(lambda: ByHand(DATA)),
+        killed=followed(lambda: MeanChange(DATA)),
         nightly=("killed",),
     ),
-    Row("cut off as predicted", PREDICTED, goes_on=(14,), killed=followed(lambda: ByHand(DATA))),
+    Row(
+        "cut off as predicted", PREDICTED, goes_on=(14,), killed=followed(lambda: MeanChange(DATA))
+    ),
     Row(
         "outer cut off",
         OUTER_CUT_OFF,
         goes_on=(4,),
-        killed=followed(lambda: HeavyBall(DATA, rate=0.7, momentum=0.5)),
-        nightly=("killed",),
-    ),
-    Row(
-        "outer cut off as predicted",
-        replace(OUTER_CUT_OFF, cutoff="predicted"),
-        goes_on=(20,),
         killed=followed(lambda: HeavyBall(DATA, rate=0.7, momentum=0.5)),
         nightly=("killed",),
     ),
@@ -318,7 +305,7 @@ ROWS = [
     Row(
         "asynchronous SSP 1",
         replace(ASYNCHRONOUS, barrier=SSP(1)),
-        killed=followed(lambda: ByHand(DATA, 0.8)),
+        killed=followed(lambda: MeanChange(DATA, 0.8)),
     ),
     Row("asynchronous PBSP", replace(ASYNCHRONOUS, barrier=PBSP(1)), goes_on=(14,)),
     Row("asynchronous BSP", replace(ASYNCHRONOUS, barrier=BSP()), resumed=(14,), twice=True),
@@ -333,7 +320,7 @@ ROWS = [
         "threshold",
         SHARED,
         resumed=(4, 14, 25),
-        killed=followed(lambda: SharedByHand(DATA)),
+        killed=followed(lambda: Shared(DATA, SHARED)),
         restarted={},
         twice=True,
         nightly=("restarted",),

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from strategy_row import SCHEDULE, TWO, Row, noisy
-from thresholds import AMONG as SHARED_AMONG
 from toys import classification
-from trainings import ADAM, MOMENTUM, normed
+from trainings import ADAM, MOMENTUM, SHARED, normed, on_backbone
 
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.strategies import (
@@ -28,6 +27,7 @@ from sparkdl.strategies import (
 
 PAIR = classification([40, 33])
 LOW_RANK = PowerSGD(1, start_after=3, min_compression_rate=0)
+SHARED_AMONG = replace(SHARED, aggregation="executors")
 RING = GossipAveraging(1, "symmetric", "ring")
 TOGETHER: dict[str, Any] = {"data": TWO, "ranks_as": "processes", "restarted": {}, "net": noisy}
 OF_TWO: dict[str, Any] = {
@@ -70,6 +70,7 @@ ROWS = [
         GradientAllReduce(),
         {"optimizer": MOMENTUM, **SCHEDULE, "scheduler_every": "epoch"},
         resumed=(3,),
+        twice=True,
         killed_after=10,
         repeats=5,
         nightly=("resumed",),
@@ -120,23 +121,16 @@ ROWS = [
         killed_after=0,
         repeats=1,
         nightly=("restarted",),
-        **TOGETHER,
+        **TOGETHER | {"net": on_backbone},
     ),
     Row(
         "threshold among executors",
-        SHARED_AMONG,
-        ranks_as="processes",
-        resumed=(7,),
-        restarted={},
-        twice=True,
-        nightly=("resumed", "restarted", "twice"),
-    ),
-    Row(
-        "threshold among executors with commits",
         replace(SHARED_AMONG, commit_every=3),
         ranks_as="processes",
         resumed=(7,),
         restarted={},
+        twice=True,
+        nightly=("twice",),
     ),
     Row(
         "1-bit Adam",

@@ -9,11 +9,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import springs
 import torch
+from by_hand import Springs
 from decided import Told
-from streams import AsDecided as AsDecidedInFragments
-from streams import ByHand as FragmentsByHand
+from streams import Outer, OuterAsDecided
 from support.replay import replay
 from torch import Tensor, nn
 from toys import Data, classification, make_job, mlp, relative_error
@@ -133,8 +132,7 @@ def averaged(data: Data) -> Killed:
 
 
 def on_springs(reads: bool = False) -> Killed:
-    by_hand = partial(springs.ByHand, 0.2, reads=reads)
-    return Killed(lambda decisions, _: springs.as_decided(decisions, by_hand()), 1e-11)
+    return Killed(lambda decisions, _: Springs(0.2, reads=reads).follow(decisions), 1e-11)
 
 
 class Momentum:
@@ -160,8 +158,8 @@ def with_momentum(strategy: Strategy[Any]) -> Killed:
 
 def in_fragments(strategy: OuterOptimizer) -> Killed:
     def follow(decisions: list[Told], _: Any) -> nn.Module:
-        oracle = AsDecidedInFragments(strategy, SGD).follow(decisions)
-        undisturbed = FragmentsByHand(strategy, SGD).train(3)
+        oracle = OuterAsDecided(strategy, SGD).follow(decisions)
+        undisturbed = Outer(strategy, SGD).train(3)
         assert relative_error(oracle, undisturbed) > 1e-6  # the killed one has cost something
         return oracle
 

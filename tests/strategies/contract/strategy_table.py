@@ -10,7 +10,7 @@ import own_asynchronous
 import own_drifting
 import own_outer_momentum
 import peer_rows
-from replayed import ByHand
+from by_hand import MeanChange
 from strategy_row import Row, followed, with_momentum
 from toys import classification
 from trainings import DATA
@@ -30,7 +30,7 @@ ROWS = [
         "asynchronous of one's own",
         OWN_ASYNCHRONOUS,
         alone=(7,),
-        killed=followed(lambda: ByHand(DATA, 0.8, scale_by_staleness=True)),
+        killed=followed(lambda: MeanChange(DATA, 0.8, scale_by_staleness=True)),
     ),
     Row(
         "state of one's own",

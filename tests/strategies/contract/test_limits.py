@@ -10,13 +10,14 @@ from typing import Any
 
 import cloudpickle
 import own_asynchronous
+import own_outer_momentum
 import pytest
 import torch
 from driver_rows import CUT_OFF, EASGD, HOGWILD
 from every_row import every
 from interruptions import same_bits
 from strategy_row import SCHEDULE
-from streams import OUTER
+from streams import OUTER, vector_of
 from torch import nn
 from toys import Data, classification, mlp, relative_error, sgd_on_union
 from trainings import DATA, MOMENTUM, STRATEGY, job
@@ -49,6 +50,9 @@ MEAN = ParameterAveraging(2, average_optimizer_state=False)
 ELASTIC = replace(EASGD, mode="asynchronous")
 
 
+UNDER_WAY = OuterOptimizer(4, OUTER, fragments=2, overlap=1, merge=0.5)
+
+
 def normalized() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.BatchNorm1d(6, dtype=torch.float64), mlp())
@@ -64,7 +68,7 @@ class Limit:
         data: the rows.
         within: the relative error; 0 is the same bits.
         settings: other changes of both jobs.
-        rate: of SGD.
+        sgd: options of SGD.
         ranks_as: what ranks are.
     """
 
@@ -73,15 +77,14 @@ class Limit:
     data: Data = ALONE
     within: float = 1e-12
     settings: Mapping[str, Any] = field(default_factory=dict)
-    rate: float = 0.1
+    sgd: Mapping[str, Any] = field(default_factory=lambda: {"lr": 0.1})
     ranks_as: Any = "threads"
 
     def holds(self) -> None:
         mine = self._run(self.strategy)
         if self.other is None:
-            oracle = sgd_on_union(
-                mlp(), self.data, partial(torch.optim.SGD, lr=self.rate), epochs=3
-            )
+            sgd = partial(torch.optim.SGD, **self.sgd)
+            oracle = sgd_on_union(mlp(), self.data, sgd, epochs=3)
         else:
             oracle = (other := self._run(self.other)).module
             assert self.within or same_bits(mine, other)
@@ -109,8 +112,17 @@ LIMITS = {
         )
         for count in (1, 3)
     },
-    "outer rate at period one": Limit(
-        OuterOptimizer(1, OuterSGD(0.5, 0)), data=DATA, within=1e-10, rate=0.05
+    **{
+        f"outer momentum {momentum} at period one, Nesterov's {nesterov}": Limit(
+            OuterOptimizer(1, OuterSGD(0.7, momentum, nesterov)),
+            data=DATA,
+            within=1e-10,
+            sgd={"lr": 0.07, "momentum": momentum, "nesterov": nesterov},
+        )
+        for momentum, nesterov in ((0, False), (0.9, False), (0.9, True))
+    },
+    "the documented example, SlowMo": Limit(
+        own_outer_momentum.OuterMomentum(period=2, momentum=0.6, rate=0.7), STRATEGY, DATA, 0.0
     ),
     # Of 41 rows the last minibatch has one, which BatchNorm would not take.
     **{
@@ -224,3 +236,31 @@ def test_in_this_limit_it_is_the_other(name: str, limit: Limit) -> None:
 @every(("name", "limit"), SLOW.items())
 def test_in_this_limit_workers_among_themselves_are_the_other(name: str, limit: Limit) -> None:
     limit.holds()
+
+
+@every(
+    ("rounded", "exact", "off"),
+    [
+        (ParameterAveraging(1, wire_dtype="bfloat16"), ParameterAveraging(1), 64),
+        # The velocity carries what a round has rounded no further than 1 / (1 - momentum) times.
+        (OuterOptimizer(2, OUTER, wire_dtype="bfloat16"), OuterOptimizer(2, OUTER), 32),
+        *(
+            (replace(UNDER_WAY, wire_dtype=wire), UNDER_WAY, off)
+            for wire, off in (("bfloat16", 64), ("float8", 8), ("float4", 2))
+        ),
+        *(
+            (GradientAllReduce(compression=each), GradientAllReduce(), off)
+            for each, off in (("fp16", 64), ("bf16", 32))
+        ),
+    ],
+)
+def test_what_is_rounded_on_its_way_ends_close_to_what_is_not(
+    rounded: Strategy[Any], exact: Strategy[Any], off: float
+) -> None:
+    ranks_as: Any = "processes" if exact.needs.collective else "threads"
+    found, known = (
+        vector_of(run_world(job(strategy=each), DATA.shards(), ranks_as=ranks_as).module)
+        for each in (rounded, exact)
+    )
+    moved = (known - vector_of(mlp())).norm()
+    assert 0 < float((found - known).norm()) < float(moved) / off

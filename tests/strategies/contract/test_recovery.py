@@ -19,13 +19,12 @@ import own_drifting
 import own_outer_momentum
 import peer_rows
 import pytest
-import springs
 import strategy_row
 import strategy_table
+from by_hand import recorded_decisions
 from decided import Told, do
 from interruptions import die_after, same_bits, save_and_stop
 from misbehaving import Misbehaves, kill, kill_once, passes_in, resume_after
-from replayed import recorded_decisions
 from strategy_row import Row
 from strategy_table import ROWS
 from support.replay import recorded_commits
@@ -42,7 +41,6 @@ for module in (
     own_asynchronous,
     own_drifting,
     own_outer_momentum,
-    springs,
     driver_rows,
     peer_rows,
     strategy_row,

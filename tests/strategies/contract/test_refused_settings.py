@@ -12,15 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from driver_rows import (
-    ASYNCHRONOUS,
-    CUT_OFF,
-    DELAYED,
-    EASGD,
-    OUTER,
-    OUTER_CUT_OFF,
-    PREDICTED,
-)
+from driver_rows import ASYNCHRONOUS, CUT_OFF, DELAYED, EASGD, OUTER, OUTER_CUT_OFF, PREDICTED
 from every_row import every
 from misbehaving import die_after
 from streams import STREAMS
@@ -63,7 +55,7 @@ from sparkdl.testing import run_world
 
 NAN, INF = math.nan, math.inf
 NO_STEPS = (0, -1, 2.5, "5", None, True)
-Refused = tuple[Callable[..., Any], str, tuple[Any, ...], str]
+Refused = tuple[str, tuple[Any, ...], str]
 PERIODS = (
     *((), (5,), [(1, 5)], ([1, 5],), ((1, 5, 6),)),
     *(((1, 0),), ((1, True),), ((1, 2.5),)),
@@ -96,252 +88,243 @@ class UsedLater(nn.Module):
 
 
 # What is called, with which argument, and the words of which each of its values is refused with.
-BY_ARGUMENT: list[Refused] = [
-    (ParameterAveraging, "period", NO_STEPS, "period must be a whole number of steps >= 1, got"),
-    (ParameterAveraging, "wire_dtype", ("int8",), "one of float32, bfloat16, got 'int8'"),
-    (ParameterAveraging, "average_optimizer_state", (1, "yes", None), "must be a bool"),
-    (ParameterAveraging, "aggregation", ("everywhere",), "aggregation must be"),
-    *(
-        (kind, "cutoff", (0, -1, 1.5, True, None, "all", "1"), "cutoff must be 'none', .*, got")
-        for kind in (ParameterAveraging, OuterOptimizer)
-    ),
-    (GradientAllReduce, "bucket_mb", (0, -1, True, "25", NAN), "bucket_mb"),
-    (GradientAllReduce, "accumulate", (0, -1, 1.5, True, "2"), "accumulate"),
-    (GradientAllReduce, "compression", ("fp8", "powersgd", True, ""), "compression"),
-    (GradientAllReduce, "commit_every", (0, -1, 1.5, True, "2"), "commit_every"),
-    (GradientAllReduce, "shard_optimizer", (1, None, "yes"), "shard_optimizer"),
-    (GradientAllReduce, "find_unused_parameters", (1, None, "yes"), "find_unused_parameters"),
-    (GradientAllReduce, "shard_parameters", (1, None, "yes"), "shard_parameters"),
-    (GradientAllReduce, "sync_batch_norm", (1, None, "yes"), "sync_batch_norm"),
-    (GradientAllReduce, "preconditioner", ("kfac",), "preconditioner must be"),
-    (GradientAllReduce, "hybrid", ("classifier.*", 2, True), "hybrid must be None or a Hybrid"),
-    (GradientAllReduce, "reduction", ("trees", 4, ColorTrees), "reduction must be None or a Color"),
-    (ParameterAveraging, "reduction", ("trees",), "reduction must be None or a ColorTrees, got"),
-    (ColorTrees, "colors", (0, 1.5, True, None), "colors must be a whole number of trees >= 1"),
-    (ColorTrees, "chunk_kb", (0, -1, True, "1", NAN, INF), "chunk_kb must be a number of KB > 0"),
-    (Hybrid, "layers", ("", 3, None), "layers must be a pattern of names .*, got"),
-    (AdaScale, "measure_noise", (False,), "measure_noise"),
-    (AdaScale, "decay", (1, -0.1, True, "0.9", NAN), "decay must be"),
-    (OneBitAdam, "start_after", (0, -1, 1.5, True, None), "start_after"),
-    (PowerSGD, "rank", (0, 1.5, True), "rank must"),
-    (PowerSGD, "start_after", (-1, None), "start_after"),
-    (PowerSGD, "min_compression_rate", (-0.5, NAN, INF, True), "min_compression_rate"),
-    (TopK, "fraction", (0, 1.01, NAN, True, "1 %"), "fraction must"),
-    (TopK, "start_after", (-1, 1.5), "start_after"),
-    (KFACPreconditioner, "damping", (0, -1, True, "1", NAN, INF), "damping"),
-    (KFACPreconditioner, "decay", (1, -0.1, None), "decay"),
-    (KFACPreconditioner, "factors_every", (0, 1.5, True), "factors_every"),
-    (KFACPreconditioner, "decompositions_every", (0, None), "decompositions_every"),
-    (KFACPreconditioner, "kl_clip", (0, -1, "1"), "kl_clip"),
-    (KFACPreconditioner, "fraction", (0, 1.1, NAN), "fraction"),
-    (DelayedNesterov, "buffer", (0, 2.5), "buffer must be a whole number of contributions >= 1"),
-    (AsynchronousOuterOptimizer, "outer", (OuterSGD(),), "outer must be a DelayedNesterov"),
-    (AsynchronousSGD, "period", (0, 2.5), "period must be a whole number of steps >= 1, got"),
-    (AsynchronousSGD, "rate", (0, NAN, INF, True), "rate must be a number > 0, got"),
-    (AsynchronousSGD, "scale_by_staleness", (1,), "scale_by_staleness must be a bool, got 1"),
-    (AsynchronousSGD, "barrier", ("ssp", SSP), r"barrier must be ASP\(\), .* got"),
-    (ElasticAveraging, "aggregation", ("host",), "aggregation must be one of driver, executors"),
-    (ElasticAveraging, "period", (0, True), "period must be a whole number of steps >= 1, got"),
-    (
-        ElasticAveraging,
-        "moving_rate",
-        (0.0, 1.1, NAN, True, "0.1"),
-        "or a number > 0 and <= 1, got",
-    ),
-    (
-        ElasticAveraging,
-        "momentum",
-        (1.0, -0.1, False, NAN),
-        "momentum must be a number >= 0 and < 1, got",
-    ),
-    (
-        ElasticAveraging,
-        "mode",
-        ("locked",),
-        "synchronous, asynchronous, hogwild, round_robin, got 'locked'",
-    ),
-    (GossipAveraging, "period", (0, True), "period"),
-    (GossipAveraging, "mode", ("shout",), "push, pull, push_pull"),
-    (GossipAveraging, "topology", ("star",), "random, ring, exponential"),
-    (
-        OuterOptimizer,
-        "period",
-        (*NO_STEPS, *PERIODS),
-        "period must be a whole number of steps >= 1, .*pairs.*got",
-    ),
-    (OuterOptimizer, "outer", (0.9, OuterSGD), r"outer must be a CenterUpdate such as OuterSGD"),
-    (OuterOptimizer, "inner_state", ("maintain",), "one of keep, average, reset, got 'maintain'"),
-    (OuterOptimizer, "wire_dtype", ("int8",), "wire_dtype must be one of float32, .*, float4, got"),
-    (OuterOptimizer, "fragments", (0, 2.5), "fragments must be a whole number >= 1, got"),
-    (OuterOptimizer, "overlap", (-1, True), "overlap must be a whole number of steps >= 0, got"),
-    (OuterOptimizer, "merge", (1, "0.5"), "merge must be a number >= 0 and < 1, got"),
-    (
-        OuterSGD,
-        "learning_rate",
-        (0, -1.0, INF, NAN, "1", True),
-        "learning_rate must be a number > 0, got",
-    ),
-    (OuterSGD, "momentum", (1, -0.1, NAN, False), "momentum must be a number >= 0 and < 1, got"),
-    (OuterSGD, "nesterov", (1,), "nesterov must be a bool, got"),
-    (ThresholdGradientSharing, "threshold", (-1.0, NAN, True), "threshold"),
-    (ThresholdGradientSharing, "sparsity", ((0.1, 0.01), (0, 0.1), 0.1), "sparsity"),
-    (ThresholdGradientSharing, "clip", (0.5,), "clip"),
-    (ThresholdGradientSharing, "shake_every", (0,), "shake_every"),
-    (ThresholdGradientSharing, "period", (0,), "period"),
-    (ThresholdGradientSharing, "aggregation", ("mesh",), "aggregation"),
-    (ThresholdGradientSharing, "commit_every", (5,), "commit_every"),
-]
-TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
-    (
-        ParameterAveraging,
-        {"aggregation": "executors", "wire_dtype": "bfloat16"},
-        "is for aggregation='driver'",
-    ),
-    *(
-        (ParameterAveraging, {"commit_every": 5, **changes}, "commit_every is for .*'executors'")
-        for changes in ({}, {"aggregation": "hierarchical"})
-    ),
-    (
-        ElasticAveraging,
-        {"mode": "asynchronous", "aggregation": "executors"},
-        "mode='asynchronous' is for aggregation='driver'",
-    ),
-    (
-        GradientAllReduce,
-        {"compression": TopK(), "preconditioner": KFACPreconditioner()},
-        r"TopK\(\.\.\.\) and a preconditioner",
-    ),
-    (
-        GradientAllReduce,
-        {"compression": OneBitAdam(5), "shard_optimizer": True},
-        r"OneBitAdam\(\.\.\.\).*shard_optimizer each has only a part",
-    ),
-    (
-        GradientAllReduce,
-        {"compression": PowerSGD(), "measure_noise": True},
-        r"PowerSGD\(\.\.\.\) leaves too little",
-    ),
-    *(
-        (Hybrid, {"layers": "*", "groups": each}, "^groups must be a whole number")
-        for each in (0, 1.5, True, None, "all")
-    ),
-    *(
+BY_ARGUMENT: dict[Callable[..., Any], list[Refused]] = {
+    ParameterAveraging: [
+        ("period", NO_STEPS, "period must be a whole number of steps >= 1, got"),
+        ("wire_dtype", ("int8",), "one of float32, bfloat16, got 'int8'"),
+        ("average_optimizer_state", (1, "yes", None), "must be a bool"),
+        ("aggregation", ("everywhere",), "aggregation must be"),
+        ("cutoff", (0, -1, 1.5, True, None, "all", "1"), "cutoff must be 'none', .*, got"),
+        ("reduction", ("trees",), "reduction must be None or a ColorTrees, got"),
+    ],
+    OuterOptimizer: [
+        ("cutoff", (0, -1, 1.5, True, None, "all", "1"), "cutoff must be 'none', .*, got"),
         (
-            GradientAllReduce,
-            {"hybrid": Hybrid("*"), **other},
-            f"^{next(iter(other))} {words}.*: drop it, or hybrid",
-        )
-        for other, words in (
-            ({"shard_optimizer": True}, "gives each worker whole parameters"),
-            ({"shard_parameters": True}, "gives each worker other rows"),
-            ({"compression": "bf16"}, "sends smaller gradients"),
-            ({"compression": PowerSGD()}, "sends smaller gradients"),
-            ({"preconditioner": KFACPreconditioner()}, "needs the whole gradients of a layer"),
-            ({"measure_noise": True}, "needs the whole gradients of each worker's own"),
-            ({"find_unused_parameters": True}, "lets some rows leave out layers"),
-        )
-    ),
-    *(
+            "period",
+            (*NO_STEPS, *PERIODS),
+            "period must be a whole number of steps >= 1, .*pairs.*got",
+        ),
+        ("outer", (0.9, OuterSGD), r"outer must be a CenterUpdate such as OuterSGD"),
+        ("inner_state", ("maintain",), "one of keep, average, reset, got 'maintain'"),
+        ("wire_dtype", ("int8",), "wire_dtype must be one of float32, .*, float4, got"),
+        ("fragments", (0, 2.5), "fragments must be a whole number >= 1, got"),
+        ("overlap", (-1, True), "overlap must be a whole number of steps >= 0, got"),
+        ("merge", (1, "0.5"), "merge must be a number >= 0 and < 1, got"),
+    ],
+    GradientAllReduce: [
+        ("bucket_mb", (0, -1, True, "25", NAN), "bucket_mb"),
+        ("accumulate", (0, -1, 1.5, True, "2"), "accumulate"),
+        ("compression", ("fp8", "powersgd", True, ""), "compression"),
+        ("commit_every", (0, -1, 1.5, True, "2"), "commit_every"),
+        ("shard_optimizer", (1, None, "yes"), "shard_optimizer"),
+        ("find_unused_parameters", (1, None, "yes"), "find_unused_parameters"),
+        ("shard_parameters", (1, None, "yes"), "shard_parameters"),
+        ("sync_batch_norm", (1, None, "yes"), "sync_batch_norm"),
+        ("preconditioner", ("kfac",), "preconditioner must be"),
+        ("hybrid", ("classifier.*", 2, True), "hybrid must be None or a Hybrid"),
+        ("reduction", ("trees", 4, ColorTrees), "reduction must be None or a Color"),
+    ],
+    ColorTrees: [
+        ("colors", (0, 1.5, True, None), "colors must be a whole number of trees >= 1"),
+        ("chunk_kb", (0, -1, True, "1", NAN, INF), "chunk_kb must be a number of KB > 0"),
+    ],
+    Hybrid: [("layers", ("", 3, None), "layers must be a pattern of names .*, got")],
+    AdaScale: [
+        ("measure_noise", (False,), "measure_noise"),
+        ("decay", (1, -0.1, True, "0.9", NAN), "decay must be"),
+    ],
+    OneBitAdam: [("start_after", (0, -1, 1.5, True, None), "start_after")],
+    PowerSGD: [
+        ("rank", (0, 1.5, True), "rank must"),
+        ("start_after", (-1, None), "start_after"),
+        ("min_compression_rate", (-0.5, NAN, INF, True), "min_compression_rate"),
+    ],
+    TopK: [
+        ("fraction", (0, 1.01, NAN, True, "1 %"), "fraction must"),
+        ("start_after", (-1, 1.5), "start_after"),
+    ],
+    KFACPreconditioner: [
+        ("damping", (0, -1, True, "1", NAN, INF), "damping"),
+        ("decay", (1, -0.1, None), "decay"),
+        ("factors_every", (0, 1.5, True), "factors_every"),
+        ("decompositions_every", (0, None), "decompositions_every"),
+        ("kl_clip", (0, -1, "1"), "kl_clip"),
+        ("fraction", (0, 1.1, NAN), "fraction"),
+    ],
+    DelayedNesterov: [("buffer", (0, 2.5), "buffer must be a whole number of contributions >= 1")],
+    AsynchronousOuterOptimizer: [("outer", (OuterSGD(),), "outer must be a DelayedNesterov")],
+    AsynchronousSGD: [
+        ("period", (0, 2.5), "period must be a whole number of steps >= 1, got"),
+        ("rate", (0, NAN, INF, True), "rate must be a number > 0, got"),
+        ("scale_by_staleness", (1,), "scale_by_staleness must be a bool, got 1"),
+        ("barrier", ("ssp", SSP), r"barrier must be ASP\(\), .* got"),
+    ],
+    ElasticAveraging: [
+        ("aggregation", ("host",), "aggregation must be one of driver, executors"),
+        ("period", (0, True), "period must be a whole number of steps >= 1, got"),
+        ("moving_rate", (0.0, 1.1, NAN, True, "0.1"), "or a number > 0 and <= 1, got"),
+        ("momentum", (1.0, -0.1, False, NAN), "momentum must be a number >= 0 and < 1, got"),
+        ("mode", ("locked",), "synchronous, asynchronous, hogwild, round_robin, got 'locked'"),
+    ],
+    GossipAveraging: [
+        ("period", (0, True), "period"),
+        ("mode", ("shout",), "push, pull, push_pull"),
+        ("topology", ("star",), "random, ring, exponential"),
+    ],
+    OuterSGD: [
         (
-            GradientAllReduce,
-            {"reduction": ColorTrees(), **other},
-            f"{words}.*: drop it, or reduction",
-        )
-        for other, words in (
-            ({"hybrid": Hybrid("*")}, "hybrid adds up the gradients of its layers among"),
-            ({"shard_parameters": True}, "shard_parameters gives each worker its share"),
-            ({"compression": PowerSGD()}, r"PowerSGD\(...\) has messages of its own"),
-        )
-    ),
-    *(
+            "learning_rate",
+            (0, -1.0, INF, NAN, "1", True),
+            "learning_rate must be a number > 0, got",
+        ),
+        ("momentum", (1, -0.1, NAN, False), "momentum must be a number >= 0 and < 1, got"),
+        ("nesterov", (1,), "nesterov must be a bool, got"),
+    ],
+    ThresholdGradientSharing: [
+        ("threshold", (-1.0, NAN, True), "threshold"),
+        ("sparsity", ((0.1, 0.01), (0, 0.1), 0.1), "sparsity"),
+        ("clip", (0.5,), "clip"),
+        ("shake_every", (0,), "shake_every"),
+        ("period", (0,), "period"),
+        ("aggregation", ("mesh",), "aggregation"),
+        ("commit_every", (5,), "commit_every"),
+    ],
+}
+TOGETHER: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
+    ParameterAveraging: [
+        ({"aggregation": "executors", "wire_dtype": "bfloat16"}, "is for aggregation='driver'"),
+        *(
+            ({"commit_every": 5, **changes}, "commit_every is for .*'executors'")
+            for changes in ({}, {"aggregation": "hierarchical"})
+        ),
+        *(
+            (
+                {"reduction": ColorTrees(), "aggregation": each},
+                f"reduction is for aggregation='executors', not '{each}': drop it",
+            )
+            for each in ("driver", "hierarchical")
+        ),
+        *(
+            ({"cutoff": 1, **changes}, f"^{named} needs every worker in every round")
+            for changes, named in (
+                ({"aggregation": "executors"}, "aggregation='executors'"),
+                ({"aggregation": "hierarchical"}, "aggregation='hierarchical'"),
+                ({"wire_dtype": "bfloat16"}, "wire_dtype='bfloat16'"),
+            )
+        ),
+    ],
+    ElasticAveraging: [
         (
-            ParameterAveraging,
-            {"reduction": ColorTrees(), "aggregation": each},
-            f"reduction is for aggregation='executors', not '{each}': drop it",
-        )
-        for each in ("driver", "hierarchical")
-    ),
-    (AdaScale, {"hybrid": Hybrid("*")}, "^measure_noise needs the whole"),
-    *(
+            {"mode": "asynchronous", "aggregation": "executors"},
+            "mode='asynchronous' is for aggregation='driver'",
+        ),
+        ({"moving_rate": 1.0, "mode": "asynchronous"}, "< 1 in asynchronous mode, got 1.0"),
+        ({"moving_rate": 1, "mode": "round_robin"}, "< 1 in round_robin mode, got 1"),
+        ({"moving_rate": 1.5, "mode": "hogwild"}, "> 0 and <= 1, got 1.5"),
+    ],
+    GradientAllReduce: [
         (
-            GradientAllReduce,
-            {"shard_parameters": True, **other},
-            f"^{words}.*: drop it, or shard_parameters",
-        )
-        for other, words in (
-            ({"shard_optimizer": True}, "shard_optimizer is part of"),
-            ({"compression": "bf16"}, "compression needs the whole gradients"),
-            ({"compression": PowerSGD()}, "compression needs the whole gradients"),
-            ({"preconditioner": KFACPreconditioner()}, "preconditioner needs the whole"),
-            ({"measure_noise": True}, "measure_noise needs the whole"),
-            ({"find_unused_parameters": True}, "find_unused_parameters lets workers use"),
-        )
-    ),
-    (AdaScale, {"shard_parameters": True}, "^measure_noise needs the whole"),
-    *(
+            {"compression": TopK(), "preconditioner": KFACPreconditioner()},
+            r"TopK\(\.\.\.\) and a preconditioner",
+        ),
         (
-            Needs,
-            {"exchanges_optimizer_state": True, "collective": True, **without},
-            "set gang_start=True and resumes_alone=False",
+            {"compression": OneBitAdam(5), "shard_optimizer": True},
+            r"OneBitAdam\(\.\.\.\).*shard_optimizer each has only a part",
+        ),
+        (
+            {"compression": PowerSGD(), "measure_noise": True},
+            r"PowerSGD\(\.\.\.\) leaves too little",
+        ),
+        *(
+            (
+                {"hybrid": Hybrid("*"), **other},
+                f"^{next(iter(other))} {words}.*: drop it, or hybrid",
+            )
+            for other, words in (
+                ({"shard_optimizer": True}, "gives each worker whole parameters"),
+                ({"shard_parameters": True}, "gives each worker other rows"),
+                ({"compression": "bf16"}, "sends smaller gradients"),
+                ({"compression": PowerSGD()}, "sends smaller gradients"),
+                ({"preconditioner": KFACPreconditioner()}, "needs the whole gradients of a layer"),
+                ({"measure_noise": True}, "needs the whole gradients of each worker's own"),
+                ({"find_unused_parameters": True}, "lets some rows leave out layers"),
+            )
+        ),
+        *(
+            ({"reduction": ColorTrees(), **other}, f"{words}.*: drop it, or reduction")
+            for other, words in (
+                ({"hybrid": Hybrid("*")}, "hybrid adds up the gradients of its layers among"),
+                ({"shard_parameters": True}, "shard_parameters gives each worker its share"),
+                ({"compression": PowerSGD()}, r"PowerSGD\(...\) has messages of its own"),
+            )
+        ),
+        *(
+            ({"shard_parameters": True, **other}, f"^{words}.*: drop it, or shard_parameters")
+            for other, words in (
+                ({"shard_optimizer": True}, "shard_optimizer is part of"),
+                ({"compression": "bf16"}, "compression needs the whole gradients"),
+                ({"compression": PowerSGD()}, "compression needs the whole gradients"),
+                ({"preconditioner": KFACPreconditioner()}, "preconditioner needs the whole"),
+                ({"measure_noise": True}, "measure_noise needs the whole"),
+                ({"find_unused_parameters": True}, "find_unused_parameters lets workers use"),
+            )
+        ),
+    ],
+    Hybrid: [
+        *(
+            ({"layers": "*", "groups": each}, "^groups must be a whole number")
+            for each in (0, 1.5, True, None, "all")
         )
-        for without in ({}, {"gang_start": True}, {"resumes_alone": False})
-    ),
-    *(
-        (kind, {"cutoff": 1, **changes}, f"^{named} needs every worker in every round")
-        for kind, changes, named in (
-            (ParameterAveraging, {"aggregation": "executors"}, "aggregation='executors'"),
-            (ParameterAveraging, {"aggregation": "hierarchical"}, "aggregation='hierarchical'"),
-            (ParameterAveraging, {"wire_dtype": "bfloat16"}, "wire_dtype='bfloat16'"),
-            (OuterOptimizer, {"wire_dtype": "float8"}, "wire_dtype='float8'"),
-            (OuterOptimizer, {"fragments": 2}, "fragments, overlap or merge"),
-            (OuterOptimizer, {"overlap": 2}, "fragments, overlap or merge"),
+    ],
+    AdaScale: [
+        ({"hybrid": Hybrid("*")}, "^measure_noise needs the whole"),
+        ({"shard_parameters": True}, "^measure_noise needs the whole"),
+    ],
+    Needs: [
+        *(
+            (
+                {"exchanges_optimizer_state": True, "collective": True, **without},
+                "set gang_start=True and resumes_alone=False",
+            )
+            for without in ({}, {"gang_start": True}, {"resumes_alone": False})
         )
-    ),
-    (DelayedNesterov, {"buffer": 2, "learning_rate": 0}, "learning_rate must be .* > 0, got 0"),
-    (DelayedNesterov, {"buffer": 2, "learning_rate": NAN}, "learning_rate must be .* > 0, got nan"),
-    (
-        DelayedNesterov,
-        {"buffer": 2, "learning_rate": 1, "momentum": 1},
-        "momentum must be a number >= 0 and < 1, got 1",
-    ),
-    (
-        AsynchronousOuterOptimizer,
-        {"outer": DelayedNesterov(2), "period": 0},
-        "period must be a whole number of steps >= 1, got 0",
-    ),
-    (
-        ElasticAveraging,
-        {"moving_rate": 1.0, "mode": "asynchronous"},
-        "< 1 in asynchronous mode, got 1.0",
-    ),
-    (ElasticAveraging, {"moving_rate": 1, "mode": "round_robin"}, "< 1 in round_robin mode, got 1"),
-    (ElasticAveraging, {"moving_rate": 1.5, "mode": "hogwild"}, "> 0 and <= 1, got 1.5"),
-    (
-        OuterOptimizer,
-        {"period": 4, "overlap": 4},
-        "there are 4 steps between two rounds; .* overlap=4",
-    ),
-    (
-        OuterOptimizer,
-        {"period": 4, "fragments": 3, "overlap": 1},
-        "there are 1 steps between two rounds; .* overlap=1",
-    ),
-    (
-        OuterOptimizer,
-        {"period": ((1, 9), (2, 3)), "fragments": 4},
-        "there are 0 steps between two rounds; .* overlap=0",
-    ),
-    (
-        OuterOptimizer,
-        {"fragments": 2, "inner_state": "reset"},
-        "inner_state='reset' needs blocking rounds",
-    ),
-    (
-        OuterOptimizer,
-        {"overlap": 2, "inner_state": "average"},
-        "inner_state='average' needs blocking rounds",
-    ),
-]
+    ],
+    OuterOptimizer: [
+        *(
+            ({"cutoff": 1, **changes}, f"^{named} needs every worker in every round")
+            for changes, named in (
+                ({"wire_dtype": "float8"}, "wire_dtype='float8'"),
+                ({"fragments": 2}, "fragments, overlap or merge"),
+                ({"overlap": 2}, "fragments, overlap or merge"),
+            )
+        ),
+        ({"period": 4, "overlap": 4}, "there are 4 steps between two rounds; .* overlap=4"),
+        (
+            {"period": 4, "fragments": 3, "overlap": 1},
+            "there are 1 steps between two rounds; .* overlap=1",
+        ),
+        (
+            {"period": ((1, 9), (2, 3)), "fragments": 4},
+            "there are 0 steps between two rounds; .* overlap=0",
+        ),
+        ({"fragments": 2, "inner_state": "reset"}, "inner_state='reset' needs blocking rounds"),
+        ({"overlap": 2, "inner_state": "average"}, "inner_state='average' needs blocking rounds"),
+    ],
+    DelayedNesterov: [
+        ({"buffer": 2, "learning_rate": 0}, "learning_rate must be .* > 0, got 0"),
+        ({"buffer": 2, "learning_rate": NAN}, "learning_rate must be .* > 0, got nan"),
+        (
+            {"buffer": 2, "learning_rate": 1, "momentum": 1},
+            "momentum must be a number >= 0 and < 1, got 1",
+        ),
+    ],
+    AsynchronousOuterOptimizer: [
+        (
+            {"outer": DelayedNesterov(2), "period": 0},
+            "period must be a whole number of steps >= 1, got 0",
+        )
+    ],
+}
 
 
 # A strategy, what else there is to a run, how many rows each worker has, and what ends it.
@@ -374,6 +357,13 @@ RUNS: list[Run] = [
         [8],
         WorkerError,
         "sparse=False, or drop compression",
+    ),
+    (
+        GradientAllReduce(reduction=ColorTrees(2)),
+        {"model": SparseTable()},
+        [8],
+        WorkerError,
+        r"reduction=ColorTrees\(...\) takes dense gradients",
     ),
     (
         GradientAllReduce(preconditioner=KFACPreconditioner()),
@@ -414,7 +404,8 @@ def accepted(make: Callable[..., Any], arguments: dict[str, Any], words: str) ->
 
 def test_arguments_out_of_range_are_refused_by_name_with_what_was_given() -> None:
     wrong = []
-    for make, name, values, words in BY_ARGUMENT:
+    rows = ((make, *row) for make, of_it in BY_ARGUMENT.items() for row in of_it)
+    for make, name, values, words in rows:
         for value in values:
             got = f".*{re.escape(repr(value))}" if words.endswith("got") else ""
             wrong += accepted(make, {name: value}, words + got)
@@ -422,7 +413,8 @@ def test_arguments_out_of_range_are_refused_by_name_with_what_was_given() -> Non
 
 
 def test_arguments_that_do_not_fit_together_are_refused() -> None:
-    wrong = [line for each in TOGETHER for line in accepted(*each)]
+    rows = ((make, *row) for make, of_it in TOGETHER.items() for row in of_it)
+    wrong = [line for row in rows for line in accepted(*row)]
     assert not wrong, "\n".join(wrong)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,26 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from by_keyword import center_of
-from decided import do
+from by_hand import Springs, in_step
 from every_row import every
-from hypothesis import given
-from hypothesis import strategies as st
-from replayed import recorded_decisions
-from springs import DATA, SIZES, ByHand, Watched, as_decided, in_step, job, replicas
-from torch import nn
-from toys import classification, relative_error, schema
-from trainings import normed
+from springs import Watched, job, replicas
+from torch import Tensor, nn
+from toys import classification, make_job, mlp, relative_error
+from trainings import EVEN, normed
 
 from sparkdl.errors import ConfigError
-from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.protocols import ColumnSpec, Segment
+from sparkdl.events import WindowReport
+from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
-from sparkdl.strategies import Contributions, ElasticAveraging
+from sparkdl.strategies import ElasticAveraging, Run
 from sparkdl.strategies.elastic.nesterov import NesterovMomentum
-from sparkdl.testing import batches_of, run_world
+from sparkdl.testing import run_world
 
-ASYNCHRONOUS = ElasticAveraging(period=2, moving_rate=0.2, mode="asynchronous")
 NESTEROV = partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True)
 AMONG = ElasticAveraging(period=2, moving_rate=0.2, aggregation="executors")
 
@@ -37,30 +33,30 @@ AMONG = ElasticAveraging(period=2, moving_rate=0.2, aggregation="executors")
 MOVING = ElasticAveraging(period=2, moving_rate=0.2, momentum=0.8)
 
 
-def eamsgd(*, reads: bool = False) -> ByHand:
+def eamsgd() -> Springs:
     """Zhang et al.'s algorithm 2."""
-    return ByHand(0.2, 0.8, looks_ahead=True, reads=reads)
+    return Springs(0.2, 0.8, looks_ahead=True)
 
 
 def of_torch(*, nesterov: bool) -> dict[str, Any]:
     return {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.8, nesterov=nesterov)}
 
 
-IN_STEP: dict[str, tuple[dict[str, Any], Callable[[], ByHand], float]] = {
-    "EASGD": ({}, lambda: ByHand(0.2), 1e-12),
+IN_STEP: dict[str, tuple[dict[str, Any], Callable[[], Springs], float]] = {
+    "EASGD": ({}, lambda: Springs(0.2), 1e-12),
     "the paper's rate, by default": (
         {"strategy": ElasticAveraging(2)},
-        lambda: ByHand(0.9 / 3),
+        lambda: Springs(0.9 / 3),
         1e-12,
     ),
-    "MEASGD": (of_torch(nesterov=False), lambda: ByHand(0.2, 0.8), 1e-11),
+    "MEASGD": (of_torch(nesterov=False), lambda: Springs(0.2, 0.8), 1e-11),
     "nearly EAMSGD": (
         of_torch(nesterov=True),
-        lambda: ByHand(0.2, 0.8, looks_ahead=True, ends_ahead=True),
+        lambda: Springs(0.2, 0.8, looks_ahead=True, ends_ahead=True),
         1e-11,
     ),
     "EAMSGD": ({"strategy": MOVING}, eamsgd, 1e-11),
-    "EASGD among executors": ({"strategy": AMONG}, lambda: ByHand(0.2), 1e-12),
+    "EASGD among executors": ({"strategy": AMONG}, lambda: Springs(0.2), 1e-12),
     "EAMSGD among executors": (
         {"strategy": replace(MOVING, aggregation="executors")},
         eamsgd,
@@ -73,33 +69,14 @@ IN_STEP: dict[str, tuple[dict[str, Any], Callable[[], ByHand], float]] = {
 def test_in_step_it_is_the_papers_algorithm(name: str, given: Any) -> None:
     changes, hand, within = given
     ranks_as: Any = "processes" if "among" in name else "threads"
-    outcome = run_world(job(**changes), DATA.shards(), ranks_as=ranks_as)
+    outcome = run_world(job(**changes), EVEN.shards(), ranks_as=ranks_as)
     assert relative_error(outcome.module, in_step(hand(), epochs=3)) < within
-    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+    assert [row.examples for row in outcome.history] == [sum(EVEN.sizes)] * 3
 
 
 def test_eamsgd_is_not_what_momentum_of_the_optimizer_comes_to() -> None:
-    outcome = run_world(job(**of_torch(nesterov=True)), DATA.shards())
+    outcome = run_world(job(**of_torch(nesterov=True)), EVEN.shards())
     assert relative_error(outcome.module, in_step(eamsgd(), epochs=3)) > 1e-4
-
-
-AS_DECIDED = [
-    *((ASYNCHRONOUS, False), (replace(ASYNCHRONOUS, mode="hogwild"), True)),
-    *((replace(MOVING, mode=mode), mode == "hogwild") for mode in ("asynchronous", "hogwild")),
-    (replace(MOVING, mode="round_robin"), False),
-]
-
-
-@every(("strategy", "reads"), AS_DECIDED)
-def test_one_by_one_it_is_the_papers_algorithm_too(strategy: Any, reads: bool) -> None:
-    hand = eamsgd(reads=reads) if strategy.momentum else ByHand(0.2, reads=reads)
-    with recorded_decisions() as decisions:
-        outcome = run_world(job(strategy=strategy), DATA.shards())
-    assert relative_error(outcome.module, as_decided(decisions, hand)) < 1e-11
-    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
-    commits = [each.contributions for each in decisions if isinstance(each, do.commit)]
-    assert reads or {len(each.weights) for each in commits} == {0, 1}
-    assert strategy.mode == "round_robin" or max(each.staleness for each in commits) > 0
 
 
 def test_two_momenta_are_refused() -> None:
@@ -113,23 +90,8 @@ def test_two_momenta_are_refused() -> None:
         MOVING.require_fits(replica(0.9))
 
 
-def test_the_center_is_what_is_validated() -> None:
-    plain, held = schema(), ColumnSpec("held", torch.bool)
-    columns = FeedSchema(plain.features, plain.label, validation=held)
-    shards = [
-        batches_of(5, features=features, label=targets, held=np.arange(len(targets)) % 3 == 0)
-        for features, targets in map(DATA.shard, range(3))
-    ]
-    outcome = run_world(job(normed(), schema=columns), shards)
-    mine = [(f[::3], t[::3]) for f, t in map(DATA.shard, range(3))]
-    features, targets = (torch.from_numpy(np.concatenate(each)) for each in zip(*mine, strict=True))
-    with torch.no_grad():
-        loss = nn.functional.cross_entropy(outcome.module(features), targets)
-    assert outcome.history[-1].validation_loss == pytest.approx(float(loss), rel=1e-12)
-
-
 def test_buffers_are_each_replica_s_own_and_the_center_has_their_mean() -> None:
-    outcome = run_world(job(normed(), strategy=Watched(2)), DATA.shards())
+    outcome = run_world(job(normed(), strategy=Watched(2)), EVEN.shards())
     norm = outcome.module[1]
     found = replicas()
     # Rank 2 had no part in the epoch's last round.
@@ -149,34 +111,10 @@ def test_asynchronously_a_worker_pulls_the_center_s_buffers() -> None:
     assert torch.allclose(torch.cat([norm.running_mean, norm.running_var]), expected, rtol=1e-12)
 
 
-@given(rate=st.floats(0.01, 1.0), world_size=st.integers(1, 6), data=st.data())
-def test_the_center_moves_by_the_sum_of_the_pulls_of_those_who_are_there(
-    rate: float, world_size: int, data: st.DataObject
-) -> None:
-    there = sorted(data.draw(st.sets(st.integers(0, world_size - 1), min_size=1)))
-    numbers = st.lists(st.floats(-1e3, 1e3), min_size=4, max_size=4)
-    start, *places = (np.array(data.draw(numbers)) for _ in range(1 + len(there)))
-    update = ElasticAveraging(1, rate).center_update
-    center = center_of(
-        (Segment("parameters", torch.float64, 4),),
-        [torch.from_numpy(start.copy())],
-        world_size,
-        ElasticAveraging().wire_format,
-        update,
-    )
-    total = center.open_sum(there)
-    for rank, place in zip(there, places, strict=True):
-        total.declare(rank, 1)
-        total.add(rank, 0, torch.from_numpy(place))
-    center.commit(Contributions((1,) * len(there), world_size))
-    expected = start + sum(rate * (place - start) for place in places)
-    assert np.allclose(center.values[0].numpy(), expected, rtol=1e-9, atol=1e-9)
-
-
 def test_among_executors_the_center_has_the_mean_of_buffers() -> None:
-    driver = run_world(job(normed(), optimizer=NESTEROV), DATA.shards())
+    driver = run_world(job(normed(), optimizer=NESTEROV), EVEN.shards())
     among = job(normed(), optimizer=NESTEROV, strategy=AMONG)
-    outcome = run_world(among, DATA.shards(), ranks_as="processes")
+    outcome = run_world(among, EVEN.shards(), ranks_as="processes")
     first, second = outcome.module.state_dict(), driver.module.state_dict()
     for name, values in second.items():
         assert torch.allclose(first[name], values, rtol=1e-11, atol=1e-13), name
@@ -230,3 +168,108 @@ def test_of_half_precision_small_velocities_add_up(dtype: torch.dtype) -> None:
     (velocity,) = momentum.saved().values()
     assert velocity.dtype is torch.float32
     assert float(velocity) == pytest.approx(unit * (1 - 0.9**8) / (1 - 0.9), rel=1e-5)
+
+
+class Unhurried:
+    """A group of one worker, whose sums are there when they are waited for."""
+
+    index, members, deadline_s, commit_wanted = 0, (0,), 30.0, False
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def begin_all_reduce(self, tensor: Tensor) -> Any:
+        self.seen.append("begun")
+        return lambda: self.seen.append("awaited")
+
+    def gather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
+        return [value]
+
+    def commit(self, segments: Sequence[Tensor], window: WindowReport) -> None:
+        self.seen.append("committed")
+
+
+def test_among_executors_a_sum_is_awaited_when_the_next_round_begins() -> None:
+    group: Any = Unhurried()
+    replica = Replica(mlp(), partial(torch.optim.SGD, lr=0.1), nn.CrossEntropyLoss())
+    run = Run(0, replica, group, rows=5, collective=group)
+    row = torch.ones(1, 6, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+    strategy = ElasticAveraging(2, aggregation="executors")
+    steps = (Batch((row[0],), row[1], last=step == 4) for step in range(5))
+    strategy.train_epoch(run, strategy.start(run), steps)
+    assert group.seen == ["begun", "awaited"] * 3 + ["committed"]
+
+
+def test_each_round_adds_up_the_parameters_once(sent: list[tuple[str, torch.dtype, int]]) -> None:
+    """Two steps each and one at the end of each epoch; buffers beside it."""
+    norm, net = nn.BatchNorm1d(6).double(), mlp()
+    strategy = ElasticAveraging(2, aggregation="executors")
+    given = make_job(nn.Sequential(norm, net), strategy=strategy, epochs=2)
+    run_world(given, classification([4 * 5]).shards())
+    parameters = 8 * (2 * 6 + sum(parameter.numel() for parameter in net.parameters()))
+    assert Counter(octets for *_, octets in sent) == {parameters: 3 * 2, 8 * 2 * 6: 3 * 2}
+
+
+RATE, APART = 0.01, 0.125
+
+
+def half_precision_run() -> Run:
+    module = nn.Linear(6, 3).bfloat16()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(1.0)
+    replica = Replica(module, partial(torch.optim.SGD, lr=0.0), nn.CrossEntropyLoss())
+    group: Any = Unhurried()
+    return Run(0, replica, group, rows=10, collective=group)
+
+
+def train(run: Run, state: Any) -> None:
+    """Ten rounds, in which the replica stays where it is: all else is less than it can move."""
+    row = torch.ones(1, 6, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
+    steps = (Batch((row[0],), row[1], last=step == 9) for step in range(10))
+    STRATEGY.train_epoch(run, state, steps)
+
+
+STRATEGY = ElasticAveraging(1, moving_rate=RATE, aggregation="executors")
+
+
+def pulled(run: Run) -> Any:
+    """A spring whose replica is away from its center."""
+    state = STRATEGY.start(run)
+    state.restore({**state.saved(), "own.0": state.saved()["own.0"] + APART})
+    return state
+
+
+def test_pulls_too_small_for_half_precision_move_the_center_among_executors() -> None:
+    run = half_precision_run()
+    state = pulled(run)
+    for _ in range(2):
+        train(run, state)
+    (center,) = run.replica.segments(with_optimizer=False)
+    moved = APART * (1 - (1 - RATE) ** 20)
+    torch.testing.assert_close(center.float(), torch.full((21,), 1 + moved), rtol=0, atol=0.004)
+
+
+def test_a_center_of_half_precision_goes_on_where_it_was() -> None:
+    run = half_precision_run()
+    state = pulled(run)
+    train(run, state)
+    center = [values.clone() for values in run.replica.segments(with_optimizer=False)]
+    state.swap()  # as while the replica trains, when states are saved
+    saved = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.saved().items()}
+    state.swap()
+    train(run, state)
+
+    again = half_precision_run()
+    for values, held in zip(again.replica.segments(with_optimizer=False), center, strict=True):
+        values.copy_(held)
+    resumed = STRATEGY.start(again)
+    resumed.restore(saved)
+    train(again, resumed)
+    for spring in (state, resumed):
+        spring.swap()
+    found, expected = resumed.saved(), state.saved()
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        if isinstance(values, Tensor):
+            assert torch.equal(found[name], values), name

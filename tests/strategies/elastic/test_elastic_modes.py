@@ -2,69 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from decided import do
+from by_hand import Springs
+from by_keyword import center_of
 from every_row import every
-from oracles import pulled
-from replayed import recorded_decisions
-from springs import DATA, SIZES, ByHand, job
-from test_elastic_stability import Point, parabola
+from springs import Watched, job, replicas
 from torch import Tensor, nn
-from toys import batches_by_hand, relative_error
+from toys import relative_error, windows_by_hand
+from trainings import EVEN, Point, equal_rows, parabola, slope
 
 from sparkdl.events import WindowReport
-from sparkdl.protocols import Batch
+from sparkdl.protocols import Batch, Segment
 from sparkdl.replica import Replica
-from sparkdl.strategies import ElasticAveraging, Run
+from sparkdl.strategies import Contributions, ElasticAveraging, Run
 from sparkdl.testing import run_world
-from sparkdl.testing.simulation import random_plan, simulate_strategy
 
 HOGWILD = ElasticAveraging(period=2, moving_rate=0.2, mode="hogwild")
 ROUND_ROBIN = replace(HOGWILD, mode="round_robin")
-ASYNCHRONOUS = replace(HOGWILD, mode="asynchronous")
-
-
-def laps(windows: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Whose turn it is, and in which lap, until all have had so many windows."""
-    for lap in range(max(windows, default=0)):
-        yield from ((rank, lap) for rank in range(len(windows)) if lap < windows[rank])
 
 
 def round_robin(epochs: int) -> nn.Module:
     """Windows of two minibatches, one worker after the other."""
-    hand = ByHand(0.2)
-    for epoch in range(1, epochs + 1):
-        plans = [batches_by_hand(DATA, rank, epoch, 4) for rank in range(3)]
-        for rank, lap in laps([-(-len(plan) // 2) for plan in plans]):
-            hand.train(rank, plans[rank][2 * lap : 2 * lap + 2])
+    hand = Springs(0.2)
+    for _, windows in windows_by_hand(EVEN, epochs, period=2):
+        for rank, window in windows.items():
+            hand.learn(rank, window)
             hand.meet([rank])
-    return hand.outcome()
+    return hand.follow([])
 
 
 def test_round_robin_workers_meet_the_center_in_the_order_of_ranks() -> None:
-    outcome = run_world(job(strategy=ROUND_ROBIN), DATA.shards())
+    outcome = run_world(job(strategy=ROUND_ROBIN), EVEN.shards())
     assert relative_error(outcome.module, round_robin(epochs=3)) < 1e-12
-    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
-
-
-def test_a_made_up_round_robin_run_without_faults_keeps_the_order() -> None:
-    """Whatever messages and windows take: 40 schedules of one to four workers."""
-    for seed in range(40):
-        plan = replace(random_plan(seed), faults=())
-        with recorded_decisions() as decisions:
-            simulate_strategy(replace(ROUND_ROBIN, period=1), plan, pulled(0.2))
-        told = [each.event for each in decisions if isinstance(each, do.report)]
-        windows = [event for event in told if isinstance(event, WindowReport)]
-        # One without rows has a last window all the same.
-        expected = [rank for rank, _ in laps([max(count, 1) for count in plan.windows])]
-        for epoch in range(1, plan.epochs + 1):
-            assert [each.rank for each in windows if each.epoch == epoch] == expected
+    assert [row.examples for row in outcome.history] == [sum(EVEN.sizes)] * 3
 
 
 class LateClones:
@@ -143,3 +120,69 @@ def test_hogwild_springs_break_where_their_linear_map_does(lr: float, workers: i
 def test_hogwild_springs_ring_without_any_learning_beyond_the_rate_that_is_refused() -> None:
     for workers in (1, 2, 5):
         assert edge(1e-7, workers) == pytest.approx(1 / workers, rel=1e-5)
+
+
+@every("momentum", [0.0, 0.7])
+@every("mode", ["synchronous", "asynchronous", "hogwild", "round_robin"])
+def test_what_leaves_the_replicas_arrives_in_the_center(mode: Any, momentum: float) -> None:
+    """On slopes of 1, -2, 5 each step takes that times the learning rate from the sum of all."""
+    data, strategy = equal_rows(1.0, -2.0, 5.0, steps=9), Watched(2, 0.3, momentum, mode)
+    sloping = job(Point(4.0), loss=slope, strategy=strategy, batch_size=1)
+    center = run_world(sloping, data.shards()).module.place.item()
+    found = replicas()
+    assert all(each["due"] for each in found)
+    kept = sum(each["own.0"] - each["pull.0"] for each in found)
+    if momentum:
+        kept -= momentum * sum(each["velocity.0"] for each in found)
+    # A step goes as far as all before, each momentum times as far as the one after it.
+    steps = sum((1 - momentum**step) / (1 - momentum) for step in range(1, 9 * 3 + 1))
+    moved = 0.1 * (1 - 2 + 5) * steps
+    assert center + float(kept) == pytest.approx(4 * 4.0 - moved, rel=1e-12)
+    assert len({float(each["own.0"]) for each in found}) == 3
+
+
+class Clones:
+    """A center and so many workers that do all alike, of which one trains.
+
+    Args:
+        strategy: theirs.
+        start: where all begin.
+        workers: how many they are.
+    """
+
+    def __init__(self, strategy: ElasticAveraging, start: float, workers: int) -> None:
+        layout = (Segment("parameters", torch.float64, 1),)
+        values = [torch.tensor([start], dtype=torch.float64)]
+        update = strategy.center_update
+        self.center = center_of(layout, values, workers, strategy.wire_format, update)
+        self._ranks = range(workers)
+
+    def exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
+        total = self.center.open_sum(self._ranks)
+        for rank in self._ranks:
+            total.declare(rank, window.weight)
+            total.add(rank, 0, segments[0])
+        self.center.commit(Contributions((window.weight,) * len(self._ranks), len(self._ranks)))
+        segments[0].copy_(self.center.values[0])
+
+
+def distance(rate: float, lr: float, workers: int = 1) -> float:
+    """How far from the bottom of a parabola the center is after 400 steps, from 1 at the start."""
+    strategy = ElasticAveraging(1, moving_rate=rate)
+    clones = Clones(strategy, 1.0, workers)
+    replica = Replica(Point(1.0), partial(torch.optim.SGD, lr=lr), parabola)
+    run = Run(0, replica, clones, world_size=workers)  # type: ignore[arg-type]
+    row = torch.ones(1, 6, dtype=torch.float64), torch.zeros(1)
+    steps = (Batch((row[0],), row[1], last=step == 399) for step in range(400))
+    strategy.train_epoch(run, strategy.start(run), steps)
+    return abs(float(clones.center.values[0]))
+
+
+def test_the_edge_of_stability_of_three_in_step() -> None:
+    """(4 - 2 eta) / (2 + 2 p - p eta), where an eigenvalue of what they do together passes -1.
+
+    With s the workers' common place, (s, c) <- ((1 - eta - a) s + a c, p a s + (1 - p a) c).
+    """
+    edge = (4 - 2 * 0.5) / (2 + 2 * 3 - 3 * 0.5)
+    assert distance(0.98 * edge, 0.5, workers=3) < 1e-2
+    assert distance(1.015 * edge, 0.5, workers=3) > 1e1

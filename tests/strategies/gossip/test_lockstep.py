@@ -63,14 +63,6 @@ def test_the_mixing_matrix_is_symmetric_doubly_stochastic_and_brings_all_togethe
     np.testing.assert_allclose(product, 1 / n, atol=0.02)
 
 
-@every("n", [3, 5, 8])
-def test_the_ring_has_a_third_for_each_and_the_known_eigenvalue(n: int) -> None:
-    mixing = metropolis("ring", n, 0)
-    assert set(np.round(mixing[0], 12)) <= {0, round(1 / 3, 12)}
-    second = sorted(np.abs(np.linalg.eigvalsh(mixing)))[-2]
-    assert second == pytest.approx(1 / 3 + 2 / 3 * np.cos(2 * np.pi / n), abs=1e-12)
-
-
 def by_hand(data: Data, topology: str, period: int, epochs: int) -> nn.Module:
     """In one process, with flat vectors."""
     n, module = len(data.sizes), mlp().train()
@@ -150,16 +142,6 @@ class Ranks:
 @pytest.fixture(autouse=True)
 def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shown, "STRETCH", 3)
-
-
-def test_the_distance_to_the_mean_is_bounded_by_the_second_eigenvalue() -> None:
-    start = np.random.default_rng(3).normal(size=(6, 7))
-    (*_, second, first) = np.sort(np.abs(np.linalg.eigvalsh(metropolis("ring", 6, 0))))
-    assert first == pytest.approx(1)
-    got = Ranks(start).mix([8] * 6)
-    np.testing.assert_allclose(got.mean(0), start.mean(0), rtol=1e-12)
-    apart = np.linalg.norm(got - got.mean(0)) / np.linalg.norm(start - start.mean(0))
-    assert second**8 / 100 < apart <= second**8
 
 
 def test_who_has_no_more_turns_is_mixed_with_at_its_last_and_by_nobody_after() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from every_row import every
-from interruptions import Interrupted, dying_after
 from torch import Tensor, nn
 from toys import (
     Data,
@@ -26,7 +24,6 @@ from toys import (
     windows_by_hand,
 )
 
-from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Outcome
 from sparkdl.strategies import GradientAllReduce, KFACPreconditioner
 from sparkdl.strategies.all_reduce.chain import Step
@@ -35,7 +32,6 @@ from sparkdl.strategies.worker_group import Grid
 from sparkdl.testing import run_world
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-OFTEN = KFACPreconditioner(damping=0.05, factors_every=2, decompositions_every=3, kl_clip=0.02)
 
 
 def lines_of(layer: nn.Module, inputs: np.ndarray) -> np.ndarray:
@@ -127,9 +123,7 @@ def by_hand(module: nn.Module, data: Data, epochs: int, settings: KFACPreconditi
     return module
 
 
-def trained(
-    build: Any, data: Data, settings: KFACPreconditioner, epochs: int = 2, **changes: Any
-) -> Outcome:
+def trained(build: Any, data: Data, settings: KFACPreconditioner, epochs: int = 2) -> Outcome:
     ranks = "threads" if len(data.sizes) == 1 else "processes"
     strategy = GradientAllReduce(preconditioner=settings, commit_every=2)
     width = data.features.shape[1]
@@ -141,7 +135,7 @@ def trained(
         epochs=epochs,
         max_failures=1,
     )
-    return run_world(job, data.shards(), ranks_as=ranks, **changes)  # type: ignore[arg-type]
+    return run_world(job, data.shards(), ranks_as=ranks)  # type: ignore[arg-type]
 
 
 @every(("build", "width", "kl_clip"), [(mlp, 6, None), (mlp, 6, 0.02), (cnn, 36, 0.02)])
@@ -184,18 +178,6 @@ def test_workers_together_take_the_steps_of_one(
     settings = KFACPreconditioner(0.05, 0.95, 2, 3, 0.02, fraction)
     whole = trained(build, data, settings)
     assert relative_error(whole.module, by_hand(build(), data, 2, settings)) < 1e-9
-
-
-@pytest.mark.nightly
-def test_four_workers_in_groups_of_two_resume(tmp_path: Path) -> None:
-    """The contract resumes two, to the bit; four add up in another order at their first step."""
-    data = classification((14, 9, 9, 5), width=6)
-    settings = KFACPreconditioner(0.05, 0.95, 2, 3, 0.02, 0.5)
-    policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
-    with pytest.raises(Interrupted), dying_after(8) as on_event:
-        trained(mlp, data, settings, checkpoints=policy, on_event=on_event)
-    resumed = trained(mlp, data, settings, checkpoints=policy)
-    assert relative_error(resumed.module, trained(mlp, data, settings).module) < 1e-12
 
 
 class Group:

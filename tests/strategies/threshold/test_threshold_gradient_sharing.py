@@ -1,9 +1,11 @@
-"""Gradient sharing against numpy, parameter averaging, a formula of bytes, and lost workers."""
+"""Gradient sharing and its encoding against numpy, averaging and formulas of bytes."""
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from dataclasses import replace
+from fractions import Fraction as Exact
 from functools import partial
 from typing import Any
 
@@ -11,71 +13,57 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+import trainings
+from by_hand import Encoder, Shared, recorded_decisions
+from decided import do
 from every_row import every
-from thresholds import STRATEGY, Encoder, job
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
-from toys import (
-    Data,
-    _train_by_hand,
-    classification,
-    make_job,
-    mlp,
-    relative_error,
-    rows_of,
-    windows_by_hand,
-)
-from trainings import DATA, SGD, SIZES
+from toys import classification, make_job, mlp, relative_error, schema
+from trainings import DATA, SHARED, SIZES
 
 from sparkdl.errors import NonFiniteError
 from sparkdl.events import WindowReport
 from sparkdl.replica import Replica
 from sparkdl.strategies import ParameterAveraging, Run, ThresholdGradientSharing
+from sparkdl.strategies.threshold.threshold_encoding import DECAY, Encoding, ThresholdEncoder
 from sparkdl.testing import run_world
 
-
-def shared_by_hand(
-    strategy: ThresholdGradientSharing, data: Data, model: nn.Module, epochs: int, optimizer: Any
-) -> nn.Module:
-    """In one process; workers' messages are averaged by rows, in the order of ranks."""
-    center = copy.deepcopy(model).train()
-    ranks = range(len(data.sizes))
-    modules = [copy.deepcopy(center) for _ in ranks]
-    optimizers = [optimizer(module.parameters()) for module in modules]
-    flat = nn.utils.parameters_to_vector
-    encoders = [Encoder(strategy, len(flat(center.parameters()))) for _ in ranks]
-    for _, windows in windows_by_hand(data, epochs, 4, strategy.period):
-        old = flat(center.parameters()).detach().numpy().copy()
-        total, weights = np.zeros_like(old), rows_of(windows)
-        for rank, window in windows.items():
-            begin = torch.from_numpy(old.copy())  # parameters become views of it
-            nn.utils.vector_to_parameters(begin, modules[rank].parameters())
-            _train_by_hand(modules[rank], optimizers[rank], window)
-            change = flat(modules[rank].parameters()).detach().numpy() - old
-            total += weights[rank] * encoders[rank].encode(change)
-        new = torch.from_numpy(old + total / sum(weights.values()))
-        nn.utils.vector_to_parameters(new, center.parameters())
-    return center
+job = partial(trainings.job, strategy=SHARED)
 
 
-@pytest.mark.parametrize(
+@every(
     "strategy",
     [
-        STRATEGY,
+        SHARED,
         ThresholdGradientSharing(0.02, sparsity=None, clip=None),
         ThresholdGradientSharing(0.005, sparsity=(0.01, 0.1), clip=1.0, period=3),
     ],
-    ids=["everything", "strom", "windows"],
 )
-@pytest.mark.parametrize(
-    "aggregation", ["driver", pytest.param("executors", marks=pytest.mark.nightly)]
-)
-def test_it_is_the_rule_in_numpy(strategy: Any, aggregation: Any) -> None:
-    given = replace(strategy, aggregation=aggregation)
-    ranks_as: Any = "threads" if aggregation == "driver" else "processes"
-    outcome = run_world(job(strategy=given), DATA.shards(), ranks_as=ranks_as)
-    oracle = shared_by_hand(strategy, DATA, mlp(), 3, SGD)
-    assert relative_error(outcome.module, oracle) < 1e-9
+def test_it_is_the_rule_in_numpy(strategy: ThresholdGradientSharing) -> None:
+    with recorded_decisions() as decisions:
+        outcome = run_world(job(strategy=strategy), DATA.shards())
+    assert relative_error(outcome.module, Shared(DATA, strategy).follow(decisions)) < 1e-9
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
+    commits = [each.contributions for each in decisions if isinstance(each, do.commit)]
+    # Of 10, 9 and 6 steps an epoch: nobody is left out of a round while it has rows.
+    steps = [-(-n // strategy.period) for n in (10, 9, 6)]
+    expected = [sum(number < count for count in steps) for number in range(max(steps))]
+    assert [len(each.weights) for each in commits if each.weights] == expected * 3
+
+
+@pytest.mark.nightly
+def test_among_executors_it_is_what_it_is_in_the_driver() -> None:
+    strategy = ThresholdGradientSharing(0.005, sparsity=(0.01, 0.1), clip=1.0, period=3)
+    driver, executors = (
+        run_world(job(strategy=each), DATA.shards(), ranks_as=ranks_as).module
+        for each, ranks_as in (
+            (strategy, "threads"),
+            (replace(strategy, aggregation="executors"), "processes"),
+        )
+    )
+    assert relative_error(executors, driver) < 1e-9
 
 
 class Normed(nn.Module):
@@ -197,3 +185,200 @@ class TurnsBad(nn.Module):
 def test_what_is_not_finite_does_not_hide_in_a_residual() -> None:
     with pytest.raises(NonFiniteError, match="step 6"):
         run_world(job(TurnsBad(), max_failures=0), DATA.shards())
+
+
+LENGTHS = (70_001, 3)
+"""More than one block, and less."""
+
+
+def encoding(threshold: float = 0.25, **changes: Any) -> Encoding:
+    return Encoding(
+        **{"threshold": threshold, "sparsity": None, "clip": None, "shake_every": None, **changes}
+    )
+
+
+def changes(
+    seed: int, dtype: torch.dtype = torch.float32, scale: float = 0.2
+) -> list[torch.Tensor]:
+    generator = np.random.default_rng(seed)
+    return [torch.from_numpy(generator.normal(scale=scale, size=n)).to(dtype) for n in LENGTHS]
+
+
+def shared(encoder: ThresholdEncoder, produced: list[torch.Tensor]) -> list[torch.Tensor]:
+    zero = [torch.zeros_like(values) for values in produced]
+    encoder.encode(produced, zero, zero)
+    return zero
+
+
+@every(
+    "given",
+    [
+        encoding(),
+        encoding(0.0),
+        encoding(shake_every=3),
+        encoding(clip=2.0),
+        encoding(0.1, sparsity=(0.01, 0.1), clip=5.0, shake_every=4),
+    ],
+)
+def test_a_message_is_the_rule_in_numpy(given: Encoding) -> None:
+    first, *_ = changes(0, torch.float64)
+    encoder, oracle = ThresholdEncoder(given, [first]), Encoder(given, len(first))
+    for seed in range(12):
+        change, _ = changes(seed, torch.float64)
+        expected = oracle.encode(change.numpy().copy())
+        (share,) = shared(encoder, [change])
+        np.testing.assert_array_equal(share.numpy(), expected)
+        np.testing.assert_array_equal(encoder.residuals[0].numpy(), oracle.residual)
+        assert encoder.threshold == oracle.threshold
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    threshold=st.floats(1e-6, 10),
+    numbers=st.lists(
+        st.lists(st.integers(-(2**12), 2**12), min_size=3, max_size=3), min_size=1, max_size=12
+    ),
+    grid=st.integers(-12, 0),
+    shake_every=st.sampled_from([None, 2]),
+)
+def test_sent_and_residual_are_what_was_produced_exactly(
+    threshold: float, numbers: list[list[int]], grid: int, shake_every: int | None
+) -> None:
+    """Exactly: changes on a grid, so that their sum has no rounding of its own."""
+    encoder = ThresholdEncoder(
+        encoding(threshold, shake_every=shake_every), [torch.zeros(3, dtype=torch.float64)]
+    )
+    total_sent = np.zeros(3, object)
+    total_produced = np.zeros(3, object)
+    for row in numbers:
+        produced = torch.tensor(row, dtype=torch.float64) * 2.0**grid
+        (share,) = shared(encoder, [produced])
+        total_sent += [Exact(value) for value in share.tolist()]
+        total_produced += [Exact(value) for value in produced.tolist()]
+    (residual,) = encoder.residuals
+    left = np.array([Exact(value) for value in residual.tolist()], object)
+    assert (total_sent + left == total_produced).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    threshold=st.floats(1e-8, 1e3),
+    times=st.lists(st.floats(-60_000, 60_000), min_size=1, max_size=20),
+)
+def test_taking_a_threshold_away_rounds_nothing_in_float32(
+    threshold: float, times: list[float]
+) -> None:
+    produced = torch.tensor([each * threshold for each in times], dtype=torch.float32)
+    encoder = ThresholdEncoder(encoding(threshold), [produced])
+    (share,) = shared(encoder, [produced])
+    (residual,) = encoder.residuals
+    assert torch.equal(share.double() + residual.double(), produced.double())
+
+
+def test_the_threshold_goes_to_where_the_sparsity_is_between_the_two() -> None:
+    """Of normal changes with deviation 1: the quantile says which threshold that is."""
+    for first in (1e-2, 30.0):
+        encoder = ThresholdEncoder(
+            encoding(first, sparsity=(0.001, 0.01), clip=5.0), [torch.zeros(50_000)]
+        )
+        generator = torch.Generator().manual_seed(0)
+        parts = []
+        for _ in range(400):
+            before = encoder.threshold
+            (share,) = shared(encoder, [torch.randn(50_000, generator=generator)])
+            parts.append(int(share.count_nonzero()) / 50_000)
+            factor = encoder.threshold / before
+            wanted = DECAY if parts[-1] < 0.001 else 1 / DECAY if parts[-1] > 0.01 else 1
+            assert factor == pytest.approx(wanted, rel=2**-8)
+        assert 0.001 <= np.mean(parts[-100:]) <= 0.01
+
+
+class Quadratic(nn.Module):
+    """x of 1,000 numbers, of which the rows' gradient moves the first ``moving`` by 1 each step."""
+
+    def __init__(self, moving: int) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(1000))
+        self.moving = moving
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        total = -self.x[: self.moving].sum().float() + 0 * self.x.sum()
+        return total.expand(len(features), 3)
+
+
+def total_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs[:, 0].mean()
+
+
+@every(
+    ("moving", "up", "down"),
+    [
+        (0, 8, 8),
+        (10, 8 + 4 * 10, 8 + 4 * 10),
+        (62, 8 + 4 * 62, 8 + 4 * 62),
+        (63, 8 + 2 * 125, 8 + 2 * 125),
+        (1000, 8 + 2 * 125, 8 + 2 * 125),
+    ],
+)
+def test_the_driver_receives_and_sends_what_the_formula_says(
+    moving: int, up: int, down: int, traffic: Counter[str]
+) -> None:
+    """Every entry that moves does so by the learning rate, which is the threshold."""
+    traffic.clear()
+    steps, workers = 4, 2
+    strategy = ThresholdGradientSharing(2**-5, sparsity=None)
+    given = make_job(
+        Quadratic(moving),
+        strategy=strategy,
+        loss=total_of,
+        optimizer=partial(torch.optim.SGD, lr=2**-5),
+        schema=schema(dtype=torch.float32),
+        epochs=2,
+    )
+    data = classification([4 * steps] * workers, dtype=np.float32)
+    outcome = run_world(given, data.shards(), ranks_as="processes")
+    expected = torch.zeros(1000)
+    expected[:moving] = 2 * steps * 2**-5
+    assert torch.equal(outcome.module.x.detach(), expected)
+    whole = 4 * 1000
+    assert traffic["in"] == 2 * steps * workers * up
+    # The center at the start, and at the end of each epoch in place of what has changed.
+    assert traffic["out"] == workers * (whole + 2 * ((steps - 1) * down + whole))
+
+
+def test_executors_send_each_other_the_same_messages(
+    sent: list[tuple[str, torch.dtype, int]],
+) -> None:
+    steps, moving = 4, 10
+    given = make_job(
+        Quadratic(moving),
+        strategy=ThresholdGradientSharing(2**-5, sparsity=None, aggregation="executors"),
+        loss=total_of,
+        optimizer=partial(torch.optim.SGD, lr=2**-5),
+        schema=schema(dtype=torch.float32),
+        epochs=2,
+    )
+    run_world(given, classification([4 * steps], dtype=np.float32).shards())
+    lengths, messages = 8, 8 + 4 * moving
+    assert Counter(octets for *_, octets in sent) == {lengths: 2 * 2 * steps, messages: 2 * steps}
+
+
+def test_it_learns_what_all_reduce_learns_with_a_fraction_of_the_bytes(
+    traffic: Counter[str],
+) -> None:
+    data = classification([200, 200], dtype=np.float32, width=64)
+    model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 3))
+    settings = {"schema": schema(64, torch.float32), "epochs": 5, "batch_size": 20}
+    losses, octets = [], []
+    for strategy in (ParameterAveraging(1), ThresholdGradientSharing(1e-3, sparsity=(1e-4, 2e-2))):
+        traffic.clear()
+        torch.manual_seed(0)
+        outcome = run_world(
+            make_job(copy.deepcopy(model), strategy=strategy, **settings),
+            data.shards(),
+            ranks_as="processes",
+        )
+        losses.append(outcome.history[-1].loss)
+        octets.append(traffic["in"])
+    assert losses[1] < 1.5 * losses[0] < 0.5
+    assert octets[1] < 0.1 * octets[0]

@@ -1,4 +1,4 @@
-"""PowerSGD against torch's hook, linear algebra, a formula of bytes, and lost workers."""
+"""PowerSGD and top-k against torch's hook, linear algebra, numpy and formulas of bytes."""
 
 from __future__ import annotations
 
@@ -17,22 +17,19 @@ from every_row import every
 from members import of_all, steps_of
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from toys import classification, cnn, mlp, relative_error, schema
+from toys import classification, cnn, make_job, mlp, relative_error, schema
 from trainings import MOMENTUM
 
-from sparkdl.strategies import GradientAllReduce, PowerSGD, Run
+from sparkdl.strategies import GradientAllReduce, OneBitAdam, PowerSGD, Run, TopK
+from sparkdl.strategies.compression import top_k
 from sparkdl.strategies.compression.power_sgd import first_right
+from sparkdl.strategies.compression.top_k import place_dtype
 from sparkdl.testing import run_world
 
 for module in (sys.modules[__name__], members):
     cloudpickle.register_pickle_by_value(module)
 
-STRATEGY = GradientAllReduce(
-    compression=PowerSGD(1, start_after=3, min_compression_rate=0), commit_every=4
-)
-
-
-job = partial(trainings.job, strategy=STRATEGY, optimizer=MOMENTUM)
+job = partial(trainings.job, optimizer=MOMENTUM)
 
 
 class OfTorch(GradientAllReduce):
@@ -106,13 +103,15 @@ def test_it_is_what_torchs_hook_computes(
     assert relative_error(ours.module, whole.module) > 1e-3
 
 
-SHAPES: dict[int, tuple[int, ...]] = {0: (12, 9), 1: (12,), 2: (6, 2, 3, 3), 5: (30, 4), 6: (2, 2)}
+SHAPES: dict[int, tuple[int, ...]] = dict(
+    enumerate([(12, 9), (12,), (6, 2, 3, 3), (30, 4), (2, 2), ()])
+)
 
 
 def gradients(rank: int, step: int, dtype: torch.dtype = torch.float64) -> dict[int, Tensor]:
     generator = np.random.default_rng([rank, step])
     return {
-        place: torch.from_numpy(generator.normal(size=shape)).to(dtype)
+        place: torch.as_tensor(generator.normal(size=shape)).to(dtype)
         for place, shape in SHAPES.items()
     }
 
@@ -123,7 +122,7 @@ def test_what_is_agreed_on_and_what_is_left_out_are_what_was_to_be_sent(world_si
     ranks = of_all(world_size, lambda member: steps_of(member, gradients, settings, 4))
     for step in zip(*ranks, strict=True):
         for asked, agreed, errors in step:
-            assert errors.keys() == {0, 2, 5, 6}
+            assert errors.keys() == {0, 2, 3, 4}
             for place, error in errors.items():
                 whole = asked[place].reshape(error.shape)
                 assert torch.equal(error, whole - agreed[place].reshape(error.shape))
@@ -131,18 +130,6 @@ def test_what_is_agreed_on_and_what_is_left_out_are_what_was_to_be_sent(world_si
                 sent = agreed[place].reshape(error.shape)
                 assert float((sent + error - whole).abs().max()) <= 4 * 2**-52
             assert all(torch.equal(agreed[place], step[0][1][place]) for place in SHAPES)
-
-
-def test_what_the_workers_leave_out_together_is_what_their_mean_lacks() -> None:
-    ranks = of_all(
-        3, lambda member: steps_of(member, gradients, PowerSGD(1, min_compression_rate=0), 3)
-    )
-    for step in zip(*ranks, strict=True):
-        for place in (0, 2, 5):
-            mean = sum(asked[place] for asked, _, _ in step) / 3
-            left_out = sum(errors[place] for _, _, errors in step) / 3
-            lacks = (mean - step[0][1][place]).reshape(left_out.shape)
-            torch.testing.assert_close(left_out, lacks, rtol=0, atol=1e-14)
 
 
 def test_the_mean_of_factors_are_the_factors_of_the_mean() -> None:
@@ -178,8 +165,8 @@ def test_a_vector_and_a_matrix_that_would_hardly_shrink_are_sent_as_they_are() -
     """(n + m) * rank * rate is 2 * 21 for 12 x 9, 48 for 6 x 18 and 68 for 30 x 4."""
     settings = PowerSGD(1, min_compression_rate=2)
     (_, agreed, errors), *_ = of_all(2, lambda member: steps_of(member, gradients, settings, 1))[0]
-    assert errors.keys() == {0, 2, 5}
-    for place in (1, 6):
+    assert errors.keys() == {0, 2, 3}
+    for place in (1, 4):
         mean = (gradients(0, 0)[place] + gradients(1, 0)[place]) / 2
         assert torch.equal(agreed[place], mean)
     exactly = PowerSGD(1, min_compression_rate=108 / 21)
@@ -203,18 +190,6 @@ def test_the_same_matrix_in_each_step_is_sent_as_its_best_approximation_in_the_e
     np.testing.assert_allclose(of_all(1, body)[0].numpy(), best, atol=1e-9)
 
 
-def test_a_matrix_of_the_rank_is_sent_without_loss_in_the_first_step() -> None:
-    generator = np.random.default_rng(0)
-    matrix = torch.from_numpy(generator.normal(size=(12, 2)) @ generator.normal(size=(2, 9)))
-
-    def body(member: Any) -> Tensor:
-        given = matrix.clone()
-        PowerSGD(2, min_compression_rate=0).compressor(member, None).average({0: given})
-        return given
-
-    torch.testing.assert_close(of_all(1, body)[0], matrix, rtol=0, atol=1e-13)
-
-
 def test_gradients_of_zero_are_sent_as_zero_and_what_follows_them_is_sent() -> None:
     def body(member: Any) -> list[Tensor]:
         compressor = PowerSGD(2, min_compression_rate=0).compressor(member, None)
@@ -231,35 +206,215 @@ def test_gradients_of_zero_are_sent_as_zero_and_what_follows_them_is_sent() -> N
     assert third.any()
 
 
-def test_half_precision_is_compressed_in_float32() -> None:
+@every(
+    ("settings", "within", "octets"),
+    [
+        # Factors of 12 x 9, 6 x 18, 30 x 4 and 2 x 2, and 13 values as they are.
+        (PowerSGD(2, min_compression_rate=0), 2**-7, 4 * 2 * (21 + 24 + 34 + 4) + 2 * 13),
+        # Of 108, 12, 108, 1, 120 and 4 entries.
+        (TopK(0.2), 0.0, (4 + 4) * (22 + 3 + 22 + 1 + 24 + 1)),
+    ],
+)
+def test_half_precision_is_compressed_in_float32_and_keeps_its_errors_so(
+    settings: Any, within: float, octets: int
+) -> None:
     def body(member: Any) -> tuple[dict[int, Tensor], dict[int, Tensor], int]:
-        compressor = PowerSGD(2, min_compression_rate=0).compressor(member, None)
+        compressor = settings.compressor(member, None)
         given = gradients(0, 0, torch.bfloat16)
         compressor.average(given)
         return given, compressor.errors, member.octets
 
-    given, errors, octets = of_all(2, body)[0]
+    given, errors, sent = of_all(2, body)[0]
     for place, error in errors.items():
         assert given[place].dtype is torch.bfloat16
         assert error.dtype is torch.float32
         whole = gradients(0, 0, torch.bfloat16)[place].float().reshape(error.shape)
-        sent = given[place].float().reshape(error.shape)
-        torch.testing.assert_close(sent + error, whole, rtol=0, atol=2**-7)
-    factors = sum((n + m) * 2 for n, m in [(12, 9), (6, 18), (30, 4), (2, 2)])
-    assert octets == 4 * factors + 2 * 12
+        found = given[place].float().reshape(error.shape) + error
+        torch.testing.assert_close(found, whole, rtol=0, atol=within)
+    assert sent == octets
 
 
-def test_each_step_sends_what_the_formula_says(sent: list[tuple[str, torch.dtype, int]]) -> None:
-    """(n + m) * rank values for each matrix that is compressed, and the others as they are."""
-    model = nn.Sequential(nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 3))
-    steps, compression = 9, PowerSGD(3, start_after=4)
+WHOLE, ENTRIES = 2400 + 40 + 120 + 3, 72 + 2 + 4 + 1
+"""Values of a model, and those of its parameters that top-k of 3 % sends."""
+SIGNS = sum(-(-values // 8) + 4 for values in (2400, 40, 120, 3))
+ADAM = partial(torch.optim.Adam, lr=0.01, betas=(0.8, 0.9))
+
+
+@every(
+    ("compression", "dtype", "expected"),
+    [
+        (
+            PowerSGD(3, start_after=4),
+            torch.float32,
+            # (n + m) * rank values of the matrix that is compressed, and the others as they are.
+            [("all_reduce", 4 * WHOLE)] * 4
+            + [("all_reduce", 4 * n) for n in (40 + 120 + 3, 3 * 40, 3 * 60)] * 3,
+        ),
+        *(
+            (
+                TopK(0.03, start_after=3),
+                dtype,
+                [("all_reduce", octets * WHOLE)] * 3
+                + [("all_gather", 4 * ENTRIES), ("all_gather", octets * ENTRIES)] * 4,
+            )
+            for dtype, octets in ((torch.float32, 4), (torch.float64, 8))
+        ),
+        (
+            OneBitAdam(3),
+            torch.float32,
+            [("all_reduce", 4 * WHOLE)] * 3
+            + [("all_to_all_single", SIGNS), ("all_gather", SIGNS)] * 4,
+        ),
+    ],
+)
+def test_each_step_sends_what_the_formula_says(
+    compression: Any,
+    dtype: torch.dtype,
+    expected: list[tuple[str, int]],
+    sent: list[tuple[str, torch.dtype, int]],
+) -> None:
+    sent.clear()
+    model = nn.Sequential(nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 3)).to(dtype)
     given = job(
         model,
         strategy=GradientAllReduce(compression=compression),
-        schema=schema(60, torch.float32),
+        optimizer=ADAM if isinstance(compression, OneBitAdam) else MOMENTUM,
+        schema=schema(60, dtype),
         epochs=1,
     )
-    run_world(given, classification([4 * steps], width=60, dtype=np.float32).shards())
-    whole = 4 * sum(parameter.numel() for parameter in model.parameters())
-    rest, lefts, rights = 4 * (40 + 40 * 3 + 3), 4 * 3 * 40, 4 * 3 * 60
-    assert [octets for *_, octets in sent] == [whole] * 4 + [rest, lefts, rights] * 5
+    run_world(given, classification([4 * 7], width=60).shards())
+    assert [(name, octets) for name, _, octets in sent] == expected
+
+
+# Top-k
+
+
+single = partial(gradients, dtype=torch.float32)
+
+
+def by_hand(fraction: float, workers: int, steps: int) -> list[dict[int, np.ndarray]]:
+    """What the workers agree on in each step, in numpy, by sorting."""
+    errors = [{place: np.zeros(shape, np.float32) for place, shape in SHAPES.items()}] * workers
+    agreed = []
+    for step in range(steps):
+        sums = {place: np.zeros(shape, np.float32) for place, shape in SHAPES.items()}
+        for rank in range(workers):
+            left = {}
+            for place, gradient in single(rank, step).items():
+                whole = gradient.numpy() + errors[rank][place]
+                count = -(-round(fraction * whole.size * 1000) // 1000)
+                least = np.sort(np.abs(whole), axis=None)[-count]
+                sent = np.where(np.abs(whole) >= least, whole, np.float32(0))
+                left[place] = whole - sent
+                sums[place] = sums[place] + sent
+            errors = [*errors[:rank], left, *errors[rank + 1 :]]
+        agreed.append({place: total / np.float32(workers) for place, total in sums.items()})
+    return agreed
+
+
+@every(
+    ("fraction", "places"),
+    [(0.001, None), (0.1, None), (0.1, torch.int64), (0.5, None), (1.0, None)],
+)
+def test_it_is_the_rule_in_numpy_to_the_bit(
+    fraction: float, places: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if places is not None:
+        monkeypatch.setattr(top_k, "place_dtype", lambda entries: places)
+    ranks = of_all(3, lambda member: steps_of(member, single, TopK(fraction), 4))
+    for number, expected in enumerate(by_hand(fraction, 3, 4)):
+        for steps in ranks:
+            for place, agreed in steps[number][1].items():
+                np.testing.assert_array_equal(agreed.numpy(), expected[place])
+
+
+@every("fraction", [0.01, 0.3])
+def test_what_was_sent_and_what_is_left_are_what_was_to_be_sent_to_the_bit(fraction: float) -> None:
+    """Of one worker, what all agree on is what it has sent."""
+    (steps,) = of_all(1, lambda one: steps_of(one, single, TopK(fraction), 5))
+    for asked, sent, errors in steps:
+        for place, error in errors.items():
+            left = error.view_as(sent[place])
+            assert torch.equal(sent[place] + left, asked[place])
+            assert not (sent[place] * left).any()
+            assert int((sent[place] != 0).sum()) == TopK(fraction).entries(left.numel())
+
+
+@every(
+    ("entries", "dtype"),
+    [
+        ([], torch.int32),
+        ([3, 2**31], torch.int32),
+        ([3, 2**31 + 1], torch.int64),
+        ([2**31 + 1, 3], torch.int64),
+    ],
+)
+def test_places_are_sent_in_numbers_that_reach_the_largest_parameters_end(
+    entries: list[int], dtype: torch.dtype
+) -> None:
+    assert place_dtype(entries) is dtype
+
+
+# Parameters that take part in some steps only
+
+
+ROWS = torch.tensor([[3.0, -2.0, 0.5], [2.0, 1.0, -4.0]], dtype=torch.float64)
+
+
+class UsedEvery(nn.Module):
+    """Uses ``now_and_then`` in one of every so many minibatches, with new gradients."""
+
+    def __init__(self, every: int, minibatches: int = 0) -> None:
+        super().__init__()
+        self.always = nn.Parameter(torch.zeros(1).double())
+        self.now_and_then = nn.Parameter(torch.zeros(2, 3).double())
+        self.every, self.minibatches = every, minibatches
+
+    def forward(self, features: Tensor) -> Tensor:
+        output = self.always + 0.0 * features.sum(1)
+        if self.minibatches % self.every == 0:
+            used = self.minibatches // self.every
+            output = output + (self.now_and_then * ROWS.roll(used, 1) * (1 + used)).sum()
+        self.minibatches += 1
+        return output
+
+
+def mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.mean()
+
+
+@every(
+    ("optimizer", "often", "seldom"),
+    [
+        (torch.optim.SGD, TopK(0.3), TopK(0.3)),
+        (torch.optim.SGD, PowerSGD(1, 0, 0), PowerSGD(1, 0, 0)),
+        # Of five steps of the warm-up three use the parameter.
+        (partial(torch.optim.Adam, betas=(0.7, 0.9)), OneBitAdam(3), OneBitAdam(5)),
+    ],
+)
+def test_steps_that_do_not_use_a_parameter_are_none_to_it(
+    optimizer: Any, often: Any, seldom: Any
+) -> None:
+    def trained(every: int, compression: Any) -> Tensor:
+        given = make_job(
+            UsedEvery(every),
+            loss=mean,
+            optimizer=partial(optimizer, lr=0.1),
+            strategy=GradientAllReduce(compression=compression, find_unused_parameters=True),
+        )
+        outcome = run_world(given, classification([4 * 8 * every]).shards())
+        return outcome.module.get_parameter("now_and_then").detach()
+
+    assert trained(1, often).any()
+    torch.testing.assert_close(trained(2, seldom), trained(1, often), rtol=1e-12, atol=1e-12)
+
+
+def test_a_parameter_that_is_never_used_is_no_error_of_one_bit_adam() -> None:
+    given = make_job(
+        UsedEvery(1000, minibatches=1),
+        loss=mean,
+        optimizer=partial(torch.optim.Adam, lr=0.1),
+        strategy=GradientAllReduce(compression=OneBitAdam(1), find_unused_parameters=True),
+    )
+    outcome = run_world(given, classification([4 * 5]).shards())
+    assert outcome.module.get_parameter("always").item() == pytest.approx(-0.5, rel=1e-6)
