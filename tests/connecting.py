@@ -81,10 +81,4 @@ def client(
     program = tmp_path / "client.py"
     tests = str(Path(__file__).parent)
     program.write_text(f"import sys; sys.path.insert(0, {tests!r})\n{_PROGRAM}")
-    return [
-        program,
-        address,
-        function.__code__.co_filename,
-        function.__name__,
-        tmp_path / "found",
-    ]
+    return [program, address, function.__code__.co_filename, function.__name__, tmp_path / "found"]

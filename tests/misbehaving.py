@@ -20,13 +20,7 @@ from by_keyword import run
 from interruptions import Interrupted, dying_after
 from support.faults import Proxy
 from torch import Tensor, nn
-from toys import (
-    SEED,
-    Data,
-    classification,
-    mlp,
-    permutation,
-)
+from toys import SEED, Data, classification, mlp, permutation
 
 from sparkdl.averager import Averager
 from sparkdl.checkpoint.policy import CheckpointPolicy

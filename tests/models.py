@@ -133,10 +133,6 @@ class Saboteur(nn.Module):
     def explode(self) -> None:
         raise ZeroDivisionError("the reactor is empty")
 
-    def poison(self) -> None:
-        with torch.no_grad():
-            self.layer.weight.mul_(float("nan"))
-
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -177,22 +173,6 @@ class Slow(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         if task_rank() >= 0:
             time.sleep(self.seconds)
-        return self.layer(features)
-
-
-class CountsLoads(nn.Module):
-    """Records the process each time it is unpickled or copied."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-        self.path = path
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        append_line(self.path, str(os.getpid()))
-
-    def forward(self, features: Tensor) -> Tensor:
         return self.layer(features)
 
 

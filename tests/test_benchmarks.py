@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,7 @@ from subprocesses import printed_by
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
-from accuracy_curves import crossing
-from run import compare, table_of, write
+from run import compare, write
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 IN_ONE_PROCESS = """
@@ -44,40 +41,6 @@ def test_every_script_starts_and_has_a_help() -> None:
     scripts = sorted(map(str, FOLDER.glob("*.py")))
     assert len(scripts) > 20
     assert printed_by("-c", IN_ONE_PROCESS, FOLDER, *scripts, timeout=170) == ""
-
-
-NOT_THERE = ("pyspark", "py4j", "pandas", "safetensors", "tqdm", "PIL", "cryptography")
-
-
-@pytest.mark.nightly
-def test_the_one_for_gpus_runs_without_one_and_without_spark_and_ends_with_its_claims(
-    tmp_path: Path,
-) -> None:
-    for name in NOT_THERE:
-        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('no {name} here')")
-    printed = printed_by(
-        FOLDER / "gpu.py",
-        "--quick",
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(FOLDER.parent)])},
-        timeout=150,
-    )
-    report = json.loads(printed.strip().splitlines()[-1])
-    assert (report["benchmark"], report["target"]) == ("gpu", 0.95)
-    images, rounds = report["detail"]["claims"]
-    for claim, bound in ((images, "at least"), (rounds, "at most")):
-        assert claim["ours"] > 0
-        assert claim["ratio"] == pytest.approx(claim["ours"] / claim["peer"], abs=1e-3)
-        low, high = claim["spread"]
-        assert low <= claim["ours"] <= high
-        assert claim["bound"] == bound
-    assert report["detail"]["resnet50"]["all_reduce_one_rank_images_per_second"] > 0
-    assert len(table_of([images, rounds]).splitlines()) == 4
-
-
-def test_the_first_snapshot_that_reaches_the_accuracy_counts_though_later_ones_fall_back() -> None:
-    """A training that never reaches it has none."""
-    assert crossing([(1.0, 0.94), (2.0, 0.95), (3.0, 0.93), (4.0, 0.97)], 0.95) == 2.0
-    assert crossing([(1.0, 0.9), (2.0, 0.949)], 0.95) is None
 
 
 def run(**ratios: float) -> dict[str, Any]:

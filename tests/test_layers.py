@@ -80,17 +80,8 @@ ROOMS: dict[str, list[tuple[str, ...]]] = {
         ("record_batches",),
         ("columns", "conversion"),
     ],
-    "parallel": [
-        ("model",),
-        ("layers",),
-        ("cube",),
-    ],
-    "averager": [
-        ("client", "service"),
-        ("coordination",),
-        ("policies",),
-        ("messages", "values"),
-    ],
+    "parallel": [("model",), ("layers",), ("cube",)],
+    "averager": [("client", "service"), ("coordination",), ("policies",), ("messages", "values")],
 }
 IN_SPARK = ROOT / "volumes" / "run.py"
 """The one module of its room that knows Spark."""

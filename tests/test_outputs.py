@@ -1,4 +1,4 @@
-"""What a model returns, by name or position."""
+"""What a model returns, and the minibatches that it is given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from models import ModelOutput
 from torch import Tensor
 
 from sparkdl.errors import ModelError
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.outputs import described, parts_of, pick, widths_of
+from sparkdl.protocols import UNKNOWN, Batch, ColumnSpec
 
 ROWS = 5
 LOGITS, HIDDEN, LOSS = torch.randn(ROWS, 3), torch.randn(ROWS, 2, 4), torch.tensor(1.0)
@@ -124,3 +126,32 @@ def test_outputs_that_are_not_dense_are_refused_with_what_makes_them_so() -> Non
         with pytest.raises(ModelError, match=told):
             pick(output, None, 5)
         assert widths_of((torch.ones(5), output), 5) == {0: None}, form
+
+
+DEVICE = torch.device("cpu")
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_minibatch_without_labels_has_as_many_examples_as_features(by_name: bool) -> None:
+    features = torch.zeros(3, 2)
+    batch = Batch({"x": features} if by_name else (features,), (), last=False)
+    assert batch.examples == 3
+    assert batch.to(DEVICE) is batch
+
+
+def test_a_minibatch_without_labels_moves_with_its_features() -> None:
+    batch = Batch((torch.zeros(3, 2),), (), last=True).to(torch.device("meta"))
+    (features,) = batch.features
+    assert (features.device.type, batch.targets, batch.last) == ("meta", (), True)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_labels_that_are_a_tuple_stay_one_when_lengths_are_known(count: int) -> None:
+    labels = tuple(ColumnSpec(f"y{n}", torch.float32, (UNKNOWN,)) for n in range(count))
+    schema = FeedSchema((ColumnSpec("x", torch.float32),), labels).of_lengths([None] + [4] * count)
+    assert schema.label == tuple(ColumnSpec(f"y{n}", torch.float32, (4,)) for n in range(count))
+
+
+def test_a_label_of_its_own_stays_one_when_lengths_are_known() -> None:
+    schema = FeedSchema((ColumnSpec("x", torch.float32),), ColumnSpec("y", torch.int64))
+    assert schema.of_lengths([None, None]) == schema

@@ -50,9 +50,7 @@ def test_each_second_is_counted_for_the_phase_in_which_it_went_by(hand: Hand) ->
 
 
 @given(st.lists(st.tuples(st.sampled_from(range(len(PHASES))), st.integers(0, 1000))))
-def test_what_is_counted_adds_up_to_the_time_that_went_by(
-    steps: list[tuple[int, int]],
-) -> None:
+def test_what_is_counted_adds_up_to_the_time_that_went_by(steps: list[tuple[int, int]]) -> None:
     hand = Hand()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(phases, "time", hand)

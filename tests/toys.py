@@ -235,11 +235,7 @@ def rows_of(windows: dict[int, list[Part]]) -> dict[int, int]:
     return {rank: sum(len(targets) for _, targets in parts) for rank, parts in windows.items()}
 
 
-def _train_by_hand(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    window: list[Part],
-) -> None:
+def _train_by_hand(module: nn.Module, optimizer: torch.optim.Optimizer, window: list[Part]) -> None:
     for features, targets in window:
         optimizer.zero_grad()
         outputs = module(torch.from_numpy(features))

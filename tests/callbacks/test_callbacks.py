@@ -111,9 +111,7 @@ def test_a_fit_that_is_stopped_returns_the_model_of_that_epoch(
     assert same(outcome.module, straight.module)
 
 
-def test_the_model_that_was_kept_is_returned_and_is_what_a_second_fit_finds(
-    tmp_path: Path,
-) -> None:
+def test_the_model_that_was_kept_is_returned_and_is_what_a_second_fit_finds(tmp_path: Path) -> None:
     job, shards = with_held_out_rows(epochs=4, optimizer=partial(torch.optim.SGD, lr=1.0))
     policy = CheckpointPolicy(path=str(tmp_path))
     kept = run_world(
@@ -153,9 +151,7 @@ def lose_rank_1_behind_epoch(last: int, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(loop, "_validate", lose_connection)
 
 
-def test_a_lost_worker_is_told_of_and_each_epoch_only_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_lost_worker_is_told_of_and_each_epoch_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     lose_rank_1_behind_epoch(2, monkeypatch)
     job, shards = with_held_out_rows(epochs=3, max_failures=1)
     diary = Diary()
@@ -358,9 +354,7 @@ def test_a_model_checkpoint_follows_a_loss_that_there_is() -> None:
         ModelCheckpoint().on_epoch(Training(1, [summary]), summary)
     with pytest.raises(ConfigError, match="ModelCheckpoint follows the loss on held-out rows"):
         run_world(
-            make_job(mlp(), epochs=2),
-            classification(SIZES).shards(),
-            callbacks=[ModelCheckpoint()],
+            make_job(mlp(), epochs=2), classification(SIZES).shards(), callbacks=[ModelCheckpoint()]
         )
 
 

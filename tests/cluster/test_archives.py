@@ -15,10 +15,7 @@ from environments import make_environment, pack
 from hosts import Cluster, Hosts, reason_not_to
 
 reason = reason_not_to()
-pytestmark = [
-    pytest.mark.skipif(reason is not None, reason=str(reason)),
-    pytest.mark.nightly,
-]
+pytestmark = [pytest.mark.skipif(reason is not None, reason=str(reason)), pytest.mark.nightly]
 
 SCRIPT = Path(__file__).parent / "train_from_archive.py"
 # Every host gets a copy of the archive, and unpacks it, before its first task begins.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from every_row import every
-from frames import configured, estimator, frame, frame_of_sizes, ids_by_partition, in_files
+from frames import estimator, frame, frame_of_sizes, ids_by_partition, in_files
 from missing_names import lacking
 from models import RowIds, row_ids
 from pyspark.sql import DataFrame, SparkSession
@@ -46,35 +46,6 @@ def test_the_frames_below_have_partitions_of_the_sizes_asked_for(spark: SparkSes
     """Guards the tests below, which would pass on any partitions."""
     parts = ids_by_partition(frame_of_sizes(spark, [3, 0, 5]))
     assert parts == [[0, 1, 2], [], [3, 4, 5, 6, 7]]
-
-
-@every(
-    ("rows", "made"),
-    [
-        (40, lambda spark: frame_of_sizes(spark, [40])),
-        (39, lambda spark: frame_of_sizes(spark, [5, 6, 7, 8, 9, 0, 4])),
-        (3, lambda spark: frame_of_sizes(spark, [1, 1, 1])),
-    ],
-)
-def test_each_row_is_trained_on_once_an_epoch(
-    spark: SparkSession, tmp_path: Path, rows: int, made: Callable[[SparkSession], DataFrame]
-) -> None:
-    assert_each_row_once_an_epoch(fit(made(spark), tmp_path / "ids"), rows)
-
-
-@pytest.mark.nightly
-def test_each_row_of_files_is_trained_on_once_an_epoch_in_random_orders(
-    spark: SparkSession, tmp_path: Path
-) -> None:
-    # Else Spark cuts files by the executors that it has, and one may have been lost.
-    with configured(spark, {"spark.sql.files.minPartitionNum": "3"}):
-        rows = in_files(frame(spark, rows=60, partitions=3), tmp_path / "table")
-        assert rows.rdd.getNumPartitions() == 3  # so that they come without a shuffle
-        ids = fit(rows, tmp_path / "ids")
-    assert_each_row_once_an_epoch(ids, 60)
-    for of_rank in ids.values():
-        assert sorted(of_rank[:20]) not in (of_rank[:20], of_rank[20:])
-        assert of_rank[:20] != of_rank[20:]
 
 
 def shards(ids: dict[int, list[int]]) -> dict[int, set[int]]:
@@ -131,19 +102,6 @@ def test_workers_have_random_shards_of_the_same_size_whatever_they_have_read(
         assert 25 <= sum(each < 150 for each in shard) <= 75
 
 
-@pytest.mark.nightly_variants
-@pytest.mark.parametrize("spreads", ["exchange", "none"])
-def test_gradients_are_reduced_over_each_row_once_an_epoch_however_rows_are_spread(
-    spark: SparkSession, tmp_path: Path, spreads: str
-) -> None:
-    rows = frame_of_sizes(spark, [50, 5, 5])
-    changes = {"strategy": GradientAllReduce(), "shuffleRows": spreads}
-    ids = fit(rows, tmp_path / "ids", **changes)
-    sizes = sorted(len(of_rank) // EPOCHS for of_rank in ids.values())
-    assert sizes == ([5, 5, 50] if spreads == "none" else [20, 20, 20])
-    assert_each_row_once_an_epoch(ids, 60)
-
-
 def test_rows_that_are_to_stay_where_they_are_do(
     spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -176,34 +134,6 @@ def test_each_row_is_trained_on_once_on_a_spark_that_cannot_put_partitions_toget
     with lacking("toRdd"):
         ids = fit(rows.repartition(7, "id") if adaptive else rows, tmp_path / "ids")
     assert_each_row_once_an_epoch(ids, 60)
-
-
-@pytest.mark.nightly
-def test_it_is_said_which_way_the_rows_go(
-    spark: SparkSession, caplog: pytest.LogCaptureFixture
-) -> None:
-    def said(rows: DataFrame, **changes: Any) -> str:
-        caplog.clear()
-        with caplog.at_level(logging.INFO, "sparkdl"):
-            estimator(**changes).fit(rows)
-        (line,) = [line for line in caplog.messages if line.startswith("rows: ")]
-        return line
-
-    five = frame(spark, partitions=5)
-    assert said(five) == (
-        "rows: 5 partitions are read by 2 tasks, and are exchanged among 2 workers"
-    )
-    two = frame(spark, partitions=2)
-    assert said(two, shuffleRows="none") == (
-        "rows: 2 partitions are read by as many tasks, and stay there"
-    )
-    assert said(five, shuffleRows="spark") == (
-        "rows: Spark's shuffle, because 2 tasks read 5 partitions"
-    )
-    assert said(five, strategy=GradientAllReduce()) == (
-        "rows: Spark's shuffle takes whole partitions to 2 tasks, and they are exchanged among 2 "
-        "workers, because Spark's barrier mode cannot have 2 tasks read 5 partitions"
-    )
 
 
 @every(("sizes", "stay"), [([19, 22, 19], True), ([18, 23, 19], False)])

@@ -18,7 +18,6 @@ from pyspark.sql import functions as F
 from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
 
-import sparkdl
 from sparkdl import TorchModel
 from sparkdl.errors import ConfigError, DataError
 
@@ -111,7 +110,7 @@ def found_in(predicted: DataFrame, *columns: str) -> dict[str, list[Any]]:
 def test_photographs_of_any_size_train_and_predict_as_plain_pillow_and_torch_do(
     spark: SparkSession, folder: Path, tmp_path: Path
 ) -> None:
-    """Cut; another test has them padded, and one has them stretched."""
+    """Cut; of others, padded and stretched, tests of the encoding say so."""
     rows = read(spark, folder)
     expected = {name: floats_of(octets, "crop") for name, octets in FILES.items()}
     digests = {name: digest(each[None]).item() for name, each in expected.items()}
@@ -156,91 +155,20 @@ def test_sparks_image_source_trains_and_predicts_alike(spark: SparkSession, tmp_
     assert {k: v[0] for k, v in found.items()} == pytest.approx(digests, rel=1e-6)
 
 
-@pytest.mark.nightly
-def test_broken_files_are_refused_by_row_or_left_out_with_their_number(
-    spark: SparkSession, folder: Path, caplog: pytest.LogCaptureFixture
+@every(
+    ("shape", "dtype", "changes", "message"),
+    [
+        ((1, 3, 4, 4), "float32", {}, "they must agree"),
+        ((1, 3, HEIGHT, WIDTH), "uint8", {"imageScale": "0..1"}, "imageScale makes floats"),
+    ],
+)
+def test_a_module_of_other_images_is_refused(
+    shape: tuple[int, ...], dtype: str, changes: dict[str, Any], message: str
 ) -> None:
-    digests = {k: digest(floats_of(v, "crop")[None]).item() for k, v in FILES.items()}
-    broken = {"a.jpg": FILES["0.jpg"][:300], "b.txt": b"no picture"}
-    for name, octets in broken.items():
-        (folder / name).write_bytes(octets)
-    rows, known = read(spark, folder), list(digests.values())
-    with pytest.raises(DataError, match=r"'content' has 2 rows of 10 .* row \d+ of partition \d+"):
-        image_estimator("crop", known).fit(rows)
-    model = image_estimator("crop", known, handleInvalid="skip").fit(rows)
-    assert [epoch.examples for epoch in model.history] == [len(FILES)] * 2
-    assert (
-        "handleInvalid='skip' left out 2 of 10 rows: 2 because of column 'content'" in caplog.text
-    )
-
-    found = found_in(model.transform(rows), "prediction", "colours")
-    assert {name: found.pop(name) for name in broken} == {name: [None, None] for name in broken}
-    assert {k: v[0] for k, v in found.items()} == pytest.approx(digests, rel=1e-6)
-    called = rows.select("name", model.udf()("content").alias("both"))
-    nulls = called.select("name", "both.prediction").where("prediction IS NULL")
-    assert {row["name"] for row in nulls.collect()} == set(broken)
-
-    caplog.clear()
-    measured = model.evaluate(rows, {"mse": MeanSquaredError})
-    errors = np.array(known) - 1
-    assert measured["mse"] == pytest.approx(float((errors**2).mean()), rel=1e-5)
-    assert "handleInvalid='skip' left out 2 of 10 rows" in caplog.text
-    nothing = rows.where(F.col("name").isin(list(broken)))
-    with pytest.raises(DataError, match=r"no rows to evaluate the model on.* left out 2 of 2"):
-        model.evaluate(nothing, {"mse": MeanSquaredError})
-    assert [row["prediction"] for row in model.transform(nothing).collect()] == [None, None]
-    assert model.setHandleInvalid("error").getHandleInvalid() == "error"
-    with pytest.raises(Exception, match="cannot be decoded"):
-        model.transform(rows).collect()
-
-
-@pytest.mark.nightly
-def test_a_function_of_ones_own_gets_the_same_floats(spark: SparkSession, folder: Path) -> None:
-    rows = read(spark, folder).select("content")
-
-    def digests() -> list[float]:
-        batches = sparkdl.current_worker().batches(3)
-        return [d for batch in batches for d in digest(batch["content"]).tolist()]
-
-    returned = sparkdl.run(
-        digests,
-        df=rows,
-        imageCols=["content"],
-        imageSize=(HEIGHT, WIDTH),
-        imageFit="pad",
-        imageScale=(MEAN, STD),
-    )
-    expected = sorted(digest(floats_of(each, "pad")[None]).item() for each in FILES.values())
-    assert sorted(d for worker in returned for d in worker) == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.nightly
-def test_a_module_trained_elsewhere_takes_photographs_of_any_size(
-    spark: SparkSession, folder: Path
-) -> None:
-    expected = {name: floats_of(octets, "stretch") for name, octets in FILES.items()}
-    digests = {name: digest(each[None]).item() for name, each in expected.items()}
     images: dict[str, Any] = {"imageCols": ["content"], "imageSize": (HEIGHT, WIDTH)}
-    model = TorchModel.from_module(
-        Recognizes(list(digests.values())),
-        torch.zeros(1, 3, HEIGHT, WIDTH),
-        featuresCol="content",
-        imageFit="stretch",
-        imageScale=(MEAN, STD),
-        outputCols={"prediction": 0},
-        **images,
-    )
-    found = found_in(model.transform(read(spark, folder)), "prediction")
-    assert {k: v[0] for k, v in found.items()} == pytest.approx(digests, rel=1e-6)
-    with pytest.raises(ConfigError, match="they must agree"):
-        TorchModel.from_module(
-            nn.Flatten(), torch.zeros(1, 3, 4, 4), featuresCol="content", **images
-        )
-    example = torch.zeros(1, 3, HEIGHT, WIDTH, dtype=torch.uint8)
-    with pytest.raises(ConfigError, match="imageScale makes floats"):
-        TorchModel.from_module(
-            nn.Flatten(), example, featuresCol="content", imageScale="0..1", **images
-        )
+    example = torch.zeros(shape, dtype=getattr(torch, dtype))
+    with pytest.raises(ConfigError, match=message):
+        TorchModel.from_module(nn.Flatten(), example, featuresCol="content", **images, **changes)
 
 
 @every(

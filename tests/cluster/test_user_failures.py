@@ -8,7 +8,6 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,7 @@ from pyspark.sql import functions as F
 from torch import Tensor, nn
 from waiting import eventually
 
-from sparkdl import (
-    ColorTrees,
-    GossipAveraging,
-    GradientAllReduce,
-    ParameterAveraging,
-    ThresholdGradientSharing,
-    TorchModel,
-)
+from sparkdl import GradientAllReduce, ParameterAveraging, TorchModel
 from sparkdl.callbacks import Callback, Training
 from sparkdl.errors import (
     ConfigError,
@@ -110,39 +102,23 @@ def nan_on_workers(outputs: Tensor, targets: Tensor) -> Tensor:
     return loss if task_rank() < 0 else loss * float("nan")
 
 
+NAN = {"loss": nan_on_workers, "strategy": ParameterAveraging(period=1)}
+
+
 @every(
-    ("message", "place", "changes"),
+    ("message", "at", "changes"),
     [
-        (
-            "rank 0, epoch 1, step 3: ZeroDivisionError",
-            (0, 1, 3),
-            lambda trace: {"model": Saboteur(trace, "explode", rank=0), "numWorkers": 1},
-        ),
-        (
-            "OSError: the file with the vocabulary",
-            (None, 0, 0),
-            lambda trace: {"model": build_on_the_driver_only},
-        ),
-        (
-            "mean loss of the window: nan",
-            (None, 1, 1),
-            lambda trace: {"loss": nan_on_workers, "strategy": ParameterAveraging(period=1)},
-        ),
+        ("OSError: the file with the vocabulary", (0, 0), {"model": build_on_the_driver_only}),
+        ("mean loss of the window: nan", (1, 1), NAN),
     ],
 )
-def test_what_fails_on_a_worker_is_reported_with_its_rank_epoch_and_step(
-    spark: SparkSession,
-    tmp_path: Path,
-    message: str,
-    place: tuple[int | None, int, int],
-    changes: Callable[[str], dict[str, Any]],
+def test_what_fails_on_a_worker_is_reported_with_its_epoch_and_step(
+    spark: SparkSession, message: str, at: tuple[int, int], changes: dict[str, Any]
 ) -> None:
-    given = changes(str(tmp_path / "passes"))
-    error = failure(WorkerError, message, frame(spark, rows=ROWS), **given)
+    error = failure(WorkerError, message, frame(spark, rows=ROWS), **changes)
     assert isinstance(error, WorkerError)
     assert isinstance(error, NonFiniteError) is ("nan" in message)
-    assert (error.epoch, error.step) == place[1:]
-    assert place[0] in (None, error.rank)
+    assert (error.epoch, error.step) == at
 
 
 def test_an_import_that_only_the_driver_has_is_reported_from_the_worker(
@@ -156,16 +132,6 @@ def test_an_import_that_only_the_driver_has_is_reported_from_the_worker(
 
     message = "ModuleNotFoundError: No module named 'only_here'"
     failure(WorkerError, message, frame(spark), model=only_here.build, shipModules=False)
-
-
-def test_parameters_that_become_nan_are_an_error_that_names_rank_epoch_and_step(
-    spark: SparkSession, tmp_path: Path
-) -> None:
-    model = Saboteur(str(tmp_path / "passes"), "poison", rank=2, step=3)
-    rows, strategy = frame(spark, rows=ROWS), ParameterAveraging(period=1)
-    error = failure(NonFiniteError, r"rank 2 has \d+ NaN", rows, model=model, strategy=strategy)
-    assert isinstance(error, NonFiniteError)
-    assert (error.rank, error.epoch, error.step) == (2, 1, 3)
 
 
 def test_nan_that_was_to_be_kept_is_an_error_before_a_model_comes_out(spark: SparkSession) -> None:
@@ -232,10 +198,6 @@ def test_a_gpu_that_is_not_there_is_reported_with_the_way_out(spark: SparkSessio
     failure(TrainingError, message, frame(spark), device="cuda")
 
 
-SHARING = ThresholdGradientSharing(0.01, sparsity=(0.05, 0.5))
-TREES = GradientAllReduce(commit_every=2, reduction=ColorTrees(2, 0.1))
-
-
 def fit_with_a_loss(
     spark: SparkSession, folder: Path, executor: bool, **changes: Any
 ) -> TorchModel:
@@ -260,10 +222,6 @@ def fit_with_a_loss(
             marks=pytest.mark.versions,
             id="all-reduce-executor",
         ),
-        pytest.param(ParameterAveraging(2, aggregation="executors"), True, id="executors-executor"),
-        pytest.param(TREES, False, id="trees-process"),
-        pytest.param(SHARING, False, id="sharing-process"),
-        pytest.param(GossipAveraging(), False, id="gossip-process"),
     ],
 )
 def test_a_worker_that_is_killed_is_started_again_and_no_row_is_lost(
@@ -278,15 +236,6 @@ def test_a_worker_that_is_killed_is_started_again_and_no_row_is_lost(
 
     fit_with_a_loss(spark, tmp_path, executor, strategy=strategy, callbacks=[Losses()])
     assert told == [1]
-
-
-@pytest.mark.nightly
-def test_a_worker_that_dies_again_and_again_ends_the_fit(
-    spark: SparkSession, tmp_path: Path
-) -> None:
-    model = Saboteur(str(tmp_path / "passes"), "die")
-    with pytest.raises(TrainingError, match=r"maxFailures allows \(2\): rank 1|failed 4 times"):
-        estimator(model=model, numWorkers=3, epochs=9, maxFailures=2).fit(frame(spark, rows=90))
 
 
 @pytest.mark.gate

@@ -7,56 +7,12 @@ import threading
 from functools import partial
 
 import cloudpickle
+import table_networks as networks
 import torch
 import torch.nn.functional as functional
 from frames import CLASSES
 from table_case import WIDTH, WORDS, Case, as_function, network
-from table_networks import (
-    Caches,
-    Clips,
-    Counts,
-    Dropped,
-    ExtraState,
-    FillsBuffer,
-    FillsCache,
-    GrowsLayers,
-    Margin,
-    Model,
-    Outputs,
-    Pair,
-    Quantizes,
-    Rotates,
-    Spreads,
-    attends,
-    auxiliary,
-    auxiliary_loss,
-    body,
-    both_heads,
-    bound,
-    embedding_bag,
-    ensemble,
-    exported,
-    first,
-    forces,
-    forces_loss,
-    frozen,
-    head,
-    hooked,
-    mlp,
-    named,
-    old_weight_norm,
-    on_no_device,
-    own_loss,
-    pruned,
-    quantized,
-    recurrent,
-    several,
-    tied,
-    traced,
-    transformer,
-    variational,
-    with_listed_parameters,
-)
+from table_networks import Model, body, head, mlp
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -69,7 +25,7 @@ SENTENCE = {"featuresCol": "tokens"}
 
 MODELS = [
     Case("`Linear`", lambda: nn.Linear(WIDTH, CLASSES)),
-    Case("a class", ExtraState, as_function=True),
+    Case("a class", networks.ExtraState, as_function=True),
     Case("an MLP with `Dropout`", lambda: mlp(nn.Dropout(0.5)), random=True),
     Case("`BatchNorm1d`", lambda: mlp(nn.BatchNorm1d(8))),
     Case("a model in evaluation mode", lambda: mlp(nn.BatchNorm1d(8)).eval()),
@@ -114,7 +70,7 @@ MODELS = [
         ),
         settings=SENTENCE,
     ),
-    Case("`EmbeddingBag`", embedding_bag, settings=SENTENCE),
+    Case("`EmbeddingBag`", networks.embedding_bag, settings=SENTENCE),
     Case(
         "`EmbeddingBag(max_norm=0.5)`",
         lambda: nn.Sequential(nn.EmbeddingBag(WORDS, 8, max_norm=0.5), head()),
@@ -122,12 +78,12 @@ MODELS = [
     ),
     Case(
         "`EmbeddingBag(sparse=True)` with SGD",
-        partial(embedding_bag, sparse=True, mode="sum"),
+        partial(networks.embedding_bag, sparse=True, mode="sum"),
         settings=SENTENCE,
     ),
     Case(
         "`EmbeddingBag(sparse=True)` with Adam",
-        partial(embedding_bag, sparse=True, mode="sum"),
+        partial(networks.embedding_bag, sparse=True, mode="sum"),
         settings={**SENTENCE, "optimizer": torch.optim.Adam},
     ),
     Case(
@@ -135,8 +91,8 @@ MODELS = [
         lambda: nn.Sequential(nn.EmbeddingBag(WORDS - 1, 8), head()),
         settings=SENTENCE,
     ),
-    Case("`GRU`", partial(recurrent, nn.GRU), settings=SERIES),
-    Case("`LSTM`", partial(recurrent, nn.LSTM), settings=SERIES),
+    Case("`GRU`", partial(networks.recurrent, nn.GRU), settings=SERIES),
+    Case("`LSTM`", partial(networks.recurrent, nn.LSTM), settings=SERIES),
     Case(
         "a bare `GRU`, which returns (outputs, state)",
         lambda: nn.GRU(4, CLASSES, batch_first=True),
@@ -162,14 +118,17 @@ MODELS = [
         lambda: nn.LSTM(4, CLASSES, batch_first=True),
         settings=SERIES,
     ),
-    Case("`TransformerEncoder`", partial(transformer, 0.0), settings=SERIES),
+    Case("`TransformerEncoder`", partial(networks.transformer, 0.0), settings=SERIES),
     Case(
-        "`TransformerEncoder` with dropout", partial(transformer, 0.1), settings=SERIES, random=True
+        "`TransformerEncoder` with dropout",
+        partial(networks.transformer, 0.1),
+        settings=SERIES,
+        random=True,
     ),
     Case(
         "`MultiheadAttention`",
         lambda: Model(
-            attends, attention=nn.MultiheadAttention(4, 2, batch_first=True), head=head(4)
+            networks.attends, attention=nn.MultiheadAttention(4, 2, batch_first=True), head=head(4)
         ),
         settings=SERIES,
     ),
@@ -180,8 +139,8 @@ MODELS = [
         "`weight_norm`, as an instance",
         lambda: nn.Sequential(parametrizations.weight_norm(body()), head()),
     ),
-    as_function("hook-based `torch.nn.utils.weight_norm`", old_weight_norm),
-    Case("hook-based `torch.nn.utils.weight_norm`, as an instance", old_weight_norm),
+    as_function("hook-based `torch.nn.utils.weight_norm`", networks.old_weight_norm),
+    Case("hook-based `torch.nn.utils.weight_norm`, as an instance", networks.old_weight_norm),
     as_function(
         "`spectral_norm`", lambda: nn.Sequential(parametrizations.spectral_norm(body()), head())
     ),
@@ -190,13 +149,13 @@ MODELS = [
         lambda: nn.Sequential(body(), nn.BatchNorm1d(8), parametrizations.spectral_norm(head())),
     ),
     as_function("`orthogonal`", lambda: nn.Sequential(parametrizations.orthogonal(body()), head())),
-    as_function("a pruned model (`torch.nn.utils.prune`)", pruned),
-    Case("a pruned model, as an instance", pruned),
+    as_function("a pruned model (`torch.nn.utils.prune`)", networks.pruned),
+    Case("a pruned model, as an instance", networks.pruned),
     as_function("`torch.jit.script`", lambda: torch.jit.script(network())),
     Case("`torch.jit.script`, as an instance", lambda: torch.jit.script(network())),
-    as_function("`torch.jit.trace`", traced),
+    as_function("`torch.jit.trace`", networks.traced),
     as_function("`torch.compile`", lambda: torch.compile(network(), backend="eager")),
-    Case("`torch.export`", exported, as_function=True),
+    Case("`torch.export`", networks.exported, as_function=True),
     Case("`torch.fx.symbolic_trace`", lambda: torch.fx.symbolic_trace(network())),
     Case("`DataParallel`", lambda: nn.DataParallel(network())),
     Case(
@@ -211,8 +170,8 @@ MODELS = [
         how="the first row gives the shapes",
         random=True,
     ),
-    Case("shared parameters (tied weights)", tied),
-    Case("a frozen backbone", frozen),
+    Case("shared parameters (tied weights)", networks.tied),
+    Case("a frozen backbone", networks.frozen),
     Case("a model frozen as a whole", lambda: network().requires_grad_(False)),
     Case("a model without parameters", lambda: nn.Softmax(dim=1)),
     Case(
@@ -223,16 +182,19 @@ MODELS = [
             unused=nn.Linear(WIDTH, CLASSES),
         ),
     ),
-    Case("weights that get other memory (`weight.data = ...`)", Clips),
-    Case("layers that the first forward pass makes", GrowsLayers),
-    Case("`ParameterList`, `ParameterDict`", with_listed_parameters),
-    Case("integer buffers, and buffers that are reassigned", Counts),
-    Case("a buffer that is None until the first forward pass", FillsBuffer),
-    Case("a cache (`persistent=False`) that is None until the first forward pass", FillsCache),
-    Case("a cache (`persistent=False`) that grows with the batches", Caches),
-    Case("complex and boolean buffers", Rotates),
-    Case("a buffer of 8-bit floats", Quantizes, as_function=True),
-    Case("a sparse buffer", Spreads),
+    Case("weights that get other memory (`weight.data = ...`)", networks.Clips),
+    Case("layers that the first forward pass makes", networks.GrowsLayers),
+    Case("`ParameterList`, `ParameterDict`", networks.with_listed_parameters),
+    Case("integer buffers, and buffers that are reassigned", networks.Counts),
+    Case("a buffer that is None until the first forward pass", networks.FillsBuffer),
+    Case(
+        "a cache (`persistent=False`) that is None until the first forward pass",
+        networks.FillsCache,
+    ),
+    Case("a cache (`persistent=False`) that grows with the batches", networks.Caches),
+    Case("complex and boolean buffers", networks.Rotates),
+    Case("a buffer of 8-bit floats", networks.Quantizes, as_function=True),
+    Case("a sparse buffer", networks.Spreads),
     Case(
         "complex parameters",
         lambda: Model(
@@ -270,16 +232,16 @@ MODELS = [
             head=head().double(),
         ),
     ),
-    Case("a quantized model (`quantize_dynamic`)", quantized, as_function=True),
-    Case("a model on the `meta` device", on_no_device),
+    Case("a quantized model (`quantize_dynamic`)", networks.quantized, as_function=True),
+    Case("a model on the `meta` device", networks.on_no_device),
     Case(
         "an ensemble by `torch.vmap`",
-        lambda: Model(ensemble, weights=nn.Parameter(torch.randn(3, WIDTH, CLASSES))),
+        lambda: Model(networks.ensemble, weights=nn.Parameter(torch.randn(3, WIDTH, CLASSES))),
     ),
     Case(
         "a model that differentiates itself, with `enable_grad`",
-        lambda: Model(forces, body=body(), head=head()),
-        settings={"loss": forces_loss, "outputCols": {"prediction": "logits"}},
+        lambda: Model(networks.forces, body=body(), head=head()),
+        settings={"loss": networks.forces_loss, "outputCols": {"prediction": "logits"}},
     ),
     Case(
         "gradient checkpointing",
@@ -294,53 +256,53 @@ MODELS = [
     Case(
         "an `autograd.Function` of its own",
         lambda: Model(
-            lambda self, features: self.head(Dropped.apply(self.body(features))),
+            lambda self, features: self.head(networks.Dropped.apply(self.body(features))),
             body=body(),
             head=head(),
         ),
     ),
-    Case("forward hooks", hooked),
+    Case("forward hooks", networks.hooked),
     Case(
         "a dict of outputs",
-        partial(several, lambda logits, hidden: {"logits": logits, "hidden": hidden}),
-        {"loss": named, "outputCols": {"prediction": "logits", "embedding": "hidden"}},
+        partial(networks.several, lambda logits, hidden: {"logits": logits, "hidden": hidden}),
+        {"loss": networks.named, "outputCols": {"prediction": "logits", "embedding": "hidden"}},
         "a loss that takes the dict; `outputCols={'prediction': 'logits'}`",
     ),
     Case(
         "a dataclass of outputs",
-        partial(several, Outputs),
-        {"loss": named, "outputCols": {"prediction": "logits"}},
+        partial(networks.several, networks.Outputs),
+        {"loss": networks.named, "outputCols": {"prediction": "logits"}},
         "the same",
     ),
     Case(
         "a named tuple of outputs",
-        partial(several, Pair),
-        {"loss": named, "outputCols": {"prediction": "logits"}},
+        partial(networks.several, networks.Pair),
+        {"loss": networks.named, "outputCols": {"prediction": "logits"}},
         "the same",
     ),
     Case(
         "a tuple of outputs",
-        partial(several, lambda *outputs: outputs),
-        {"loss": first, "outputCols": {"prediction": 0}},
+        partial(networks.several, lambda *outputs: outputs),
+        {"loss": networks.first, "outputCols": {"prediction": 0}},
         "the same, by position: `outputCols={'prediction': 0}`",
     ),
     Case(
         "a tuple of outputs without `outputCols`",
-        partial(several, lambda *outputs: outputs),
-        settings={"loss": first},
+        partial(networks.several, lambda *outputs: outputs),
+        settings={"loss": networks.first},
     ),
     Case(
         "more outputs in training than in evaluation",
-        lambda: Model(auxiliary, body=body(), head=head(), other=head()),
-        settings={"loss": auxiliary_loss},
+        lambda: Model(networks.auxiliary, body=body(), head=head(), other=head()),
+        settings={"loss": networks.auxiliary_loss},
     ),
     Case(
         "a model that computes its own loss",
-        lambda: Model(own_loss, head=head(WIDTH)),
+        lambda: Model(networks.own_loss, head=head(WIDTH)),
         {"loss": "model", "outputCols": {"prediction": "logits"}},
         "`loss='model'`",
     ),
-    Case("a loss with parameters of its own", settings={"loss": Margin()}),
+    Case("a loss with parameters of its own", settings={"loss": networks.Margin()}),
     Case(
         "several inputs (wide and deep)",
         lambda: Model(
@@ -375,13 +337,17 @@ MODELS = [
             kind=head(WIDTH),
             size=nn.Linear(WIDTH, 1),
         ),
-        {"loss": both_heads, "labelCols": ["label", "scale"], "outputCols": {"kind": 0, "size": 1}},
+        {
+            "loss": networks.both_heads,
+            "labelCols": ["label", "scale"],
+            "outputCols": {"kind": 0, "size": 1},
+        },
         "`labelCols`, and a loss of both tuples",
     ),
     Case(
         "a variational autoencoder",
-        lambda: Model(variational, encode=nn.Linear(WIDTH, 4), decode=nn.Linear(2, WIDTH)),
-        {"loss": bound, "labelCol": "features", "outputCols": {"code": "mean"}},
+        lambda: Model(networks.variational, encode=nn.Linear(WIDTH, 4), decode=nn.Linear(2, WIDTH)),
+        {"loss": networks.bound, "labelCol": "features", "outputCols": {"code": "mean"}},
         random=True,
         how="the label is the features column",
     ),
@@ -399,5 +365,5 @@ MODELS = [
             scale=torch.full((WIDTH,), 2.0),
         ),
     ),
-    Case("`get_extra_state`", ExtraState),
+    Case("`get_extra_state`", networks.ExtraState),
 ]

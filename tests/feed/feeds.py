@@ -1,4 +1,4 @@
-"""Feeds of rows whose every value follows from their id."""
+"""Feeds of made-up rows, and Spark's structs for vectors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import torch
 from hypothesis import strategies as st
@@ -68,3 +69,21 @@ def ids_of(batches: Sequence[Batch]) -> list[int]:
 
 
 record_batch_sizes = st.lists(st.integers(0, 12), max_size=8)
+
+
+VECTOR = pa.struct(
+    [
+        pa.field("type", pa.int8(), nullable=False),
+        pa.field("size", pa.int32()),
+        pa.field("indices", pa.list_(pa.int32())),
+        pa.field("values", pa.list_(pa.float64())),
+    ]
+)
+
+
+def as_vector(row: np.ndarray, *, sparse: bool) -> dict[str, Any]:
+    if not sparse:
+        return {"type": 1, "size": None, "indices": None, "values": row.tolist()}
+    (indices,) = row.nonzero()
+    values = row[indices].tolist()
+    return {"type": 0, "size": len(row), "indices": indices.tolist(), "values": values}

@@ -33,10 +33,7 @@ def events_of(row: int, length: int) -> np.ndarray:
 
 
 def record_batch(
-    lengths: Sequence[int],
-    first: int = 0,
-    keys: Sequence[int] | None = None,
-    **columns: pa.Array,
+    lengths: Sequence[int], first: int = 0, keys: Sequence[int] | None = None, **columns: pa.Array
 ) -> pa.RecordBatch:
     """Rows numbered from ``first``, as Spark delivers them."""
     numbered = list(enumerate(lengths, first))

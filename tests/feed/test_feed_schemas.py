@@ -1,22 +1,29 @@
-"""Drawn schemas and partitionings: every row comes once an epoch, with the values numpy has."""
+"""From columns to tensors: schemas, conversions, and rows that are handed over."""
 
 from __future__ import annotations
 
+import math
 import tempfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pyarrow as pa
+import pytest
 import torch
+from every_row import every
+from feeds import VECTOR, as_vector
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spark_structs import VECTOR, as_vector
+from ragged_rows import ragged
 from torch import Tensor
 
 from sparkdl import encodings
+from sparkdl.feed.columns.ragged import Ragged, picked
 from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.conversion import first_lost
 from sparkdl.feed.feed import Feed
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 
@@ -113,3 +120,109 @@ def epochs_of(
         statistics = feed.fill(source)
         assert all(column.sound for column in statistics.columns)
         return [(e, tuple(batch.features)) for e in (1, 2, 3) for batch in feed.epoch(e)]
+
+
+SOURCES = ("bool", "int8", "uint8", "int16", "uint16", "int64", "uint64", "float16", "float64")
+TARGETS = (*SOURCES, "bfloat16", "float32")
+
+
+def is_held(number: Any, dtype: str) -> bool:
+    """Whether plain Python finds a number in a dtype, rounded to what floats there are."""
+    if dtype == "bool":
+        return number in (0, 1)
+    if "int" in dtype:
+        info = torch.iinfo(getattr(torch, dtype))
+        return math.isfinite(number) and number == int(number) and info.min <= number <= info.max
+    rounded = torch.tensor(float(number), dtype=torch.float64).to(getattr(torch, dtype)).item()
+    return not math.isfinite(number) or math.isfinite(rounded)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@settings(deadline=None)
+@given(data=st.data())
+def test_the_first_number_that_is_lost_is_the_one_that_python_finds(
+    source: str, data: st.DataObject
+) -> None:
+    if source == "bool":
+        value: st.SearchStrategy[Any] = st.booleans()
+    elif "int" in source:
+        info = np.iinfo(source)
+        value = st.integers(info.min, info.max) | st.integers(max(info.min, -2), 2)
+    else:
+        fractions = st.floats(width=16 if source == "float16" else 64)
+        value = fractions | st.integers(-300, 300).map(float)
+    numbers = np.array(data.draw(st.lists(value, max_size=8)), source)
+    target = data.draw(st.sampled_from(TARGETS))
+    lost = [i for i, number in enumerate(numbers.tolist()) if not is_held(number, target)]
+    assert first_lost(numbers, getattr(torch, target)) == (lost[0] if lost else None)
+
+
+@every(
+    ("numbers", "dtype", "place"),
+    [
+        (np.array([[7, 82], [850, 900]], "uint16"), torch.uint8, 2),
+        (np.array([7, -24], ">i2"), torch.uint8, 1),
+        (np.array([2**63], "uint64"), torch.int64, 0),
+        (np.array([2**63], "uint64"), torch.float32, None),
+        (np.array([65519.0, 65520.0], "float32"), torch.float16, 1),
+        (np.array([np.nan, np.inf, 1e38], "float64"), torch.float32, None),
+        (np.array([np.nan, np.inf, 1e39], "float64"), torch.float32, 2),
+        (np.array([1.0, np.inf]), torch.int64, 1),
+        (np.array([[0.1, 1 / 3]]), torch.bfloat16, None),
+        (np.array([1.0, 1e38], ml_dtypes.bfloat16), torch.float16, 1),
+        (np.array([1.0, 1e38], ml_dtypes.bfloat16), torch.float32, None),
+        (np.array([1, -3], ml_dtypes.int4), torch.uint8, 1),
+        (np.array([]), torch.uint8, None),
+    ],
+)
+def test_arrays_of_any_layout_and_dtype_are_looked_at(
+    numbers: np.ndarray, dtype: torch.dtype, place: int | None
+) -> None:
+    assert first_lost(numbers, dtype) == place
+
+
+def test_the_label_is_the_last_column() -> None:
+    features = (ColumnSpec("a", torch.float32), ColumnSpec("b", torch.float32, (3,)))
+    label = ColumnSpec("y", torch.int64)
+    assert FeedSchema(features, label).columns == (*features, label)
+    assert [column.row_shape for column in features] == [(), (3,)]
+
+
+def test_lengths_found_in_the_data_complete_the_columns_that_had_none() -> None:
+    numbers, known = ColumnSpec("a", torch.float32), ColumnSpec("b", torch.float32, (3,))
+    unknown, label = ColumnSpec("c", torch.int64, (UNKNOWN,)), ColumnSpec("y", torch.int64)
+    schema = FeedSchema((numbers, known, unknown), label)
+    assert schema.of_lengths([None, 3, None, None]) == schema
+    assert schema.of_lengths([None, 3, 5, None]) == FeedSchema(
+        (numbers, known, ColumnSpec("c", torch.int64, (5,))), label
+    )
+
+
+def test_a_column_is_an_array_whether_its_length_is_known_or_not() -> None:
+    shapes: list[tuple[int, ...]] = [(), (3,), (0,), (UNKNOWN,)]
+    found = [ColumnSpec("c", torch.int64, shape).is_array for shape in shapes]
+    assert found == [False, True, True, True]
+
+
+def test_masks_are_what_torch_and_hugging_face_take() -> None:
+    column = ragged([[1, 2], [], [3]])
+    assert column.mask("padding_mask").tolist() == [[False, False], [True, True], [False, True]]
+    assert column.mask("attention_mask").tolist() == [[1, 1], [0, 0], [1, 0]]
+    assert column.mask("attention_mask").dtype is torch.int64
+    assert column.mask("lengths").tolist() == [2, 0, 1]
+    packed = torch.nn.utils.rnn.pack_padded_sequence(
+        ragged([[1, 2], [3]], torch.float32).padded(0.0)[..., None],
+        ragged([[1, 2], [3]]).mask("lengths"),
+        batch_first=True,
+    )
+    assert packed.data[:, 0].tolist() == [1, 3, 2]
+
+
+@every("ragged", [False, True])
+def test_rows_are_copied_though_a_model_differentiates_by_what_it_was_given(ragged: bool) -> None:
+    values = torch.arange(6.0).requires_grad_()
+    column = Ragged(values, torch.tensor([1, 2, 3])) if ragged else values
+    copy = picked(column, torch.tensor([2, 0]))
+    found = copy.values if isinstance(copy, Ragged) else copy
+    assert not found.requires_grad
+    assert found.tolist() == ([3.0, 4.0, 5.0, 0.0] if ragged else [2.0, 0.0])

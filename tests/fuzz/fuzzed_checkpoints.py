@@ -1,28 +1,22 @@
-"""Checkpoints: their descriptions, the tensors in them, and users' own state."""
+"""Checkpoints: what they describe."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import json
 import random
-import shutil
-import zipfile
-from abc import abstractmethod
 from functools import partial
 from typing import Any
 
 import torch
+from calling import as_text, mutated, number_of_changes
 from fuzzer import Fault, Target
-from mutation import as_text, mutated, mutated_bytes, mutated_file, number_of_changes
 from torch import nn
 
 from sparkdl.averager.messages.progress import Position, Progress
 from sparkdl.averager.service.saving import CENTER, ResumedCheckpoint, worker_state_name
-from sparkdl.checkpoint.container import Piece
 from sparkdl.checkpoint.policy import require_same
-from sparkdl.checkpoint.state_files import STATE, load_state, save_state
 from sparkdl.checkpoint.storage import CheckpointStore, SavedCheckpoint
 from sparkdl.checkpoint.tensor_file import pieces_of
 from sparkdl.driver import build_replica, initial_center
@@ -79,33 +73,24 @@ FACTS = DataStatistics(
 )
 
 
-class _Stored(Target):
-    """A directory with one checkpoint, rewritten for every input."""
+class CheckpointTarget(Target):
+    """A checkpoint whose checksum is right, and whose description is wrong.
 
+    Of the other bytes, tests with ``@given`` say so.
+    """
+
+    name = "checkpoint"
     deadline_s = 5.0
 
-    def __enter__(self) -> _Stored:
+    def __enter__(self) -> CheckpointTarget:
         self._path = self.folder() / "checkpoints"
         self._write(CheckpointStore(str(self._path), keep_last=2))
         (self._file,) = self._path.iterdir()
         self._octets = self._file.read_bytes()
         return self
 
-    @abstractmethod
     def _write(self, store: CheckpointStore) -> None:
         """Save a good one."""
-
-    def _put(self, octets: bytes) -> None:
-        """Put it there with its correct checksum."""
-        self._file.write_bytes(octets + hashlib.sha256(octets).digest())
-
-
-class CheckpointTarget(_Stored):
-    """A checkpoint whose checksums are right but whose contents are wrong."""
-
-    name = "checkpoint"
-
-    def _write(self, store: CheckpointStore) -> None:
         job = Job(
             model=partial(nn.Linear, 1, 1),
             loss=nn.MSELoss(),
@@ -128,18 +113,15 @@ class CheckpointTarget(_Stored):
 
     def attempt(self, draw: random.Random) -> bool:
         """One checkpoint."""
-        changes, octets = number_of_changes(draw), self._octets[:-32]
-        if draw.random() < 0.3:
-            octets = mutated_file(draw, octets, changes)
-        else:
-            body = 8 + int.from_bytes(octets[:8], "little")
-            header = json.loads(octets[8:body])
-            said = header["__metadata__"]
-            described = mutated(draw, json.loads(said["description"]), changes)
-            said["description"] = as_text(described)
-            text = json.dumps(header).encode()
-            octets = len(text).to_bytes(8, "little") + text + octets[body:]
-        self._put(octets)
+        octets = self._octets[:-32]
+        body = 8 + int.from_bytes(octets[:8], "little")
+        header = json.loads(octets[8:body])
+        said = header["__metadata__"]
+        described = mutated(draw, json.loads(said["description"]), number_of_changes(draw))
+        said["description"] = as_text(described)
+        text = json.dumps(header).encode()
+        octets = len(text).to_bytes(8, "little") + text + octets[body:]
+        self._file.write_bytes(octets + hashlib.sha256(octets).digest())
         saved = CheckpointStore(str(self._path), keep_last=2).newest()
         if saved is None:
             return False
@@ -166,44 +148,6 @@ class CheckpointTarget(_Stored):
         named += [each.measured for each in parts[len(told.positions) :]]
         if not all(map(_holds_numbers, named)):
             raise Fault("what was measured has come to something else than numbers")
-
-
-class StateTarget(_Stored):
-    """What ``save_checkpoint`` wrote for a user's own loop: a torch file."""
-
-    name = "state"
-
-    def _write(self, store: CheckpointStore) -> None:
-        model = nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        state = {"model": model, "optimizer": optimizer, "epoch": 3, "names": ["a", None]}
-        save_state(store, state)
-        saved = store.newest()
-        assert saved is not None
-        self._archive = b"".join(saved.contents[STATE].blocks(1 << 20))
-
-    def attempt(self, draw: random.Random) -> bool:
-        """One state."""
-        archive = _mutated_archive(draw, self._archive, number_of_changes(draw))
-        shutil.rmtree(self._path)
-        store = CheckpointStore(str(self._path), keep_last=2)
-        store.write({STATE: Piece("U8", [len(archive)], lambda _: iter([archive]))}, {})
-        return load_state(str(self._path)) is not None
-
-
-def _mutated_archive(draw: random.Random, octets: bytes, changes: int) -> bytes:
-    """A zip archive with a member's bytes changed and checksums right, or its own bytes changed."""
-    if draw.random() < 0.3:
-        return mutated_bytes(draw, octets, changes)
-    made = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(octets)) as before, zipfile.ZipFile(made, "w") as after:
-        wrong = draw.choice([n for n in before.namelist() if "data" in n or draw.random() < 0.2])
-        for name in before.namelist():
-            member = before.read(name)
-            if name == wrong:
-                member = mutated_bytes(draw, member, changes)
-            after.writestr(name, member)
-    return made.getvalue()
 
 
 def _holds_numbers(value: object) -> bool:

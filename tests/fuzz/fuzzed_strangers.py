@@ -13,9 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from calling import HELLO_BYTES, REFUSALS, Call, Place, any_way, framed
+from calling import HELLO_BYTES, REFUSALS, Call, Place, any_way, framed, mutated_bytes
 from fuzzer import Fault, Target, require_threads_gone
-from mutation import mutated_bytes
 from torch import nn
 
 from sparkdl.averager.service.server import Averager

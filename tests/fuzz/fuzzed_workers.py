@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from calling import Call, Message, Place, any_way, conversation
+from calling import Call, Message, Place, any_way, conversation, mutated
 from fuzzer import Fault, Target, require_threads_gone
-from mutation import mutated
 
 from sparkdl.errors import SparkDLError
 from sparkdl.feed.store.partition_store import PartitionStore

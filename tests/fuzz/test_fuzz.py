@@ -4,7 +4,7 @@ An input is a good message, conversation or file that was made wrong in its fiel
 order, nesting or bytes; ports are called over TCP, local sockets and TLS, with the token and
 without. It must be read as if nothing were wrong, or end in an error of the project's own, before
 its deadline; memory must not grow, no thread be left, and rejected input change nothing. Of images,
-tensors, saved models and headers, tests with ``@given`` say so.
+columns, tensors, saved models and headers, tests with ``@given`` say so.
 
 ``make test-nightly`` reads ``FUZZ_INPUTS`` of each target, from number ``FUZZ_FIRST`` of seed
 ``FUZZ_SEED`` on: with those of a failure, that input again.
@@ -20,13 +20,12 @@ from collections.abc import Callable
 import fuzzer
 import numpy as np
 import pytest
+from calling import as_text, mutated, mutated_bytes, mutated_order
 from fuzzed_averager import AveragerTarget
-from fuzzed_checkpoints import CheckpointTarget, StateTarget
-from fuzzed_columns import ColumnsTarget
+from fuzzed_checkpoints import CheckpointTarget
 from fuzzed_strangers import Handshake, Trainings
 from fuzzed_workers import ConsoleTarget, ReshuffleTarget, RunTarget, StacksTarget
 from fuzzer import Fault, Tally, Target, read_apart, run
-from mutation import as_text, mutated, mutated_bytes, mutated_order
 
 from sparkdl.errors import TrainingError
 
@@ -40,8 +39,6 @@ TARGETS = {
     StacksTarget: 50,
     ReshuffleTarget: 30,
     CheckpointTarget: 150,
-    StateTarget: 100,
-    ColumnsTarget: 200,
 }
 """How many inputs of each are read in the ordinary run."""
 MAX_GROWTH = 1.05

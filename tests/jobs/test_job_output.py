@@ -44,6 +44,7 @@ def without_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "GRACE_S", 0.05)
     monkeypatch.setattr(lease, "EXPIRES_S", 0.01)
     monkeypatch.setattr(lease, "RENEWED_EVERY_S", 0.05)
+    monkeypatch.setattr(lease, "RETRY_S", 0.01)
 
 
 def run_of(run_id: str | None, configuration: str = "c", job: str = "train") -> Run:

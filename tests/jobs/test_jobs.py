@@ -16,9 +16,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from every_row import every
-from job_case import ROWS, configuration, make_table, write_configuration
 from pyspark.ml import PipelineModel
 from pyspark.sql import SparkSession
+from tables import ROWS, configuration, make_table, write_configuration
 
 from sparkdl.callbacks import Training
 from sparkdl.durable import lease

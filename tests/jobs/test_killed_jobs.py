@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from job_case import configuration, make_table, write_configuration
 from safetensors.torch import load_file
+from tables import configuration, make_table, write_configuration
 
 JOBS = Path(__file__).parents[2] / "jobs"
 OWN_LOSS = """
@@ -91,8 +91,7 @@ KILLS = 5
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("name", "seed"),
-    [("train", 0), ("train", 1), ("predict", 2), ("predict", 3)],
+    ("name", "seed"), [("train", 0), ("train", 1), ("predict", 2), ("predict", 3)]
 )
 def test_killed_at_random_moments_and_started_again_it_leaves_one_right_output(
     folder: Path, name: str, seed: int

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyspark
 import pytest
-from job_case import configuration, make_table, write_configuration
+from tables import configuration, make_table, write_configuration
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,10 +38,7 @@ def test_spark_submit_runs_the_training_job(tmp_path: Path) -> None:
             "1",
         ],
         env=os.environ
-        | {
-            "PYSPARK_PYTHON": sys.executable,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-        },
+        | {"PYSPARK_PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
         text=True,
         timeout=300,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from every_row import every
-from job_case import configuration, make_table, write_configuration
+from tables import configuration, make_table, write_configuration
 
 from sparkdl.jobs import evaluate, train
 from sparkdl.jobs.evaluate import main as evaluate_main

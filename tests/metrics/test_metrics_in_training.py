@@ -25,7 +25,7 @@ from toys import classification, make_job, mlp, schema
 
 from sparkdl.callbacks import Callback, EarlyStopping, ModelCheckpoint, Training
 from sparkdl.checkpoint.policy import CheckpointPolicy
-from sparkdl.errors import ConfigError, DisconnectedError, ModelError, WorkerError
+from sparkdl.errors import ConfigError, DisconnectedError, WorkerError
 from sparkdl.events import EpochSummary
 from sparkdl.metrics import Metrics
 from sparkdl.protocols import ColumnSpec
@@ -280,19 +280,6 @@ def test_metrics_without_held_out_rows_are_refused_in_words() -> None:
     job, _ = measured_job()
     with pytest.raises(ConfigError, match="held-out rows, but there are none: set validationFrac"):
         run_world(replace(job, schema=schema()), classification(SIZES).shards())
-
-
-def test_errors_of_a_metric_name_it() -> None:
-    job, shards = measured_job({"five": MulticlassAccuracy(5)})
-    with pytest.raises(WorkerError, match="metric 'five' fails on float64"):
-        run_world(job, shards)
-
-    class Broken(Scripted):
-        def compute(self) -> Any:
-            raise ZeroDivisionError("made up")
-
-    with pytest.raises(ModelError, match=r"'b' cannot be computed .* ZeroDivisionError: made up"):
-        run_world(measured_job({"b": Broken})[0], shards)
 
 
 def test_more_than_the_driver_takes_is_refused_with_what_to_do(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -103,7 +103,3 @@ def busy_world(play: Play, world_size: int, windows: int, **setup: Any) -> Playe
             played.spend(rank, f"host-{rank}", decode=0.1, compute=0.4, wait=0.3, exchange=0.2)
             played.window(rank, loss=1.0 / (1 + number))
     return played
-
-
-def shares(values: Sequence[float]) -> list[float]:
-    return [value / sum(values) for value in values]

@@ -1,7 +1,8 @@
-"""A whole run: what it tells of itself is what it did."""
+"""The report of a training, and the comparison of several."""
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -11,16 +12,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from every_row import every
+from recordings import Play, busy_world
 from toys import classification, make_job, mlp
 from virtual_time import VirtualClock
 from waiting import eventually
 
+import sparkdl
 from sparkdl import phases
 from sparkdl.callbacks import Callback, TrainingReport, WorkerCallback
-from sparkdl.errors import CallbackError
+from sparkdl.errors import CallbackError, ConfigError
 from sparkdl.phases import COMPUTE, DECODE, PHASES, WAIT, PhaseClock
+from sparkdl.planner.profile import Profile
+from sparkdl.planner.simulation.exchanges import Exchange
+from sparkdl.planner.simulation.step_times import LogNormal, ShiftedGamma
+from sparkdl.planner.traffic import Traffic
 from sparkdl.report import TrainingSummary, recording
-from sparkdl.strategies import ParameterAveraging
+from sparkdl.strategies import ElasticAveraging, GradientAllReduce, ParameterAveraging, PowerSGD
 from sparkdl.testing import run_world
 
 pytestmark = pytest.mark.usefixtures("nobody_stays")
@@ -140,3 +148,208 @@ def test_a_report_that_cannot_be_written_is_told_before_anything_is_trained(tmp_
             callbacks=[Rounds(), TrainingReport(str(tmp_path / "file" / "report.html"))],
         )
     assert not rounds
+
+
+ROWS, BATCH, STEP_S, MODEL = 4 * 32 * 100, 32, 0.02, 1e6
+
+
+def profile(**changes: Any) -> Profile:
+    sent = Traffic(through="driver", up=3 * MODEL, down=3 * MODEL, period=5)
+    known: dict[str, Any] = {
+        "model": "Net",
+        "strategy": "ParameterAveraging(period=7)",
+        "machine": "workers on a; driver: b",
+        "workers": 2,
+        "hosts": 1,
+        "batch_size": BATCH,
+        "aggregation": "driver",
+        "traffic": sent,
+        "rows": ROWS,
+        "parameters": 250_000,
+        "trained": 250_000,
+        "model_bytes": 1_000_000,
+        "worker_step_s": (STEP_S, STEP_S),
+        "round_s": 0.01,
+        "rounds": 100,
+        "epoch_seconds": (1.0, 1.0, 1.0),
+        "warm": True,
+    }
+    return Profile(**{**known, **changes})
+
+
+def simulate(**given: Any) -> Any:
+    return sparkdl.simulate(profile(), **{"workers": 4, "link": "80 Mbit/s", **given})
+
+
+def test_an_epoch_is_computed_and_exchanged_as_often_as_the_rows_ask_for() -> None:
+    """100 steps of 20 ms; 20 rounds in which 4 workers send and are sent 3 MB at 10 MB/s."""
+    found = simulate(strategies=[ParameterAveraging()])
+    row = found.table.loc["ParameterAveraging(period=5)"]
+    assert row.seconds == pytest.approx(2.0 + 20 * 4 * 2 * 0.3)
+    assert row.computing == pytest.approx(2.0 / row.seconds)
+    assert row[["computing", "waiting", "exchanging"]].sum() == pytest.approx(1)
+    assert (row.rounds, row.part, row.mean_staleness) == (20, 1.0, 0.0)
+    assert (row.busiest_bytes, row.driver_bytes) == (20 * 12e6, 2 * 20 * 12e6)
+
+
+def test_the_optimizer_s_state_is_what_the_fit_sent_or_as_large_as_one_says() -> None:
+    strategies = [ParameterAveraging()]
+    sent = {
+        copies: simulate(strategies=strategies, optimizer_state=copies).table.busiest_bytes.iloc[0]
+        for copies in (None, 0, 1, 2)
+    }
+    assert sent[None] == sent[2] == 3 * sent[0]
+    assert sent[1] == 2 * sent[0]
+
+
+def test_the_fastest_comes_first_and_the_fit_s_own_strategy_is_among_them() -> None:
+    table = simulate().table
+    assert list(table.seconds) == sorted(table.seconds)
+    assert "as fitted: ParameterAveraging(period=7)" in table.index
+    assert "GradientAllReduce()" in table.index
+
+
+def test_a_strategy_of_one_s_own_is_described_by_what_it_sends() -> None:
+    own = Exchange(name="mine", way="group", up=4e6, period=50)
+    found = simulate(strategies=[own, GradientAllReduce()])
+    assert found.table.seconds["mine"] == pytest.approx(2.0 + 2 * 2 * 3 * 0.1)
+
+
+def test_slow_workers_are_waited_for_in_step_only() -> None:
+    strategies = [ParameterAveraging(20), ElasticAveraging(20, mode="asynchronous")]
+    found = simulate(slow={3: 4.0}, strategies=strategies, link="10 Gbit/s").table
+    assert found.waiting["ParameterAveraging(period=20)"] > 0.5
+    assert found.max_staleness["ElasticAveraging(period=20, mode='asynchronous')"] > 3
+
+
+@every(
+    "given, mean",
+    [(0.5, 0.5), ([0.5, 0.5, 0.5], 0.5), (LogNormal(0.3, 0.1), 0.3), (ShiftedGamma(1, 2), 3)],
+)
+def test_steps_take_what_one_says(given: Any, mean: float) -> None:
+    assert simulate(step_s=given).cluster.times.mean == pytest.approx(mean)
+
+
+def test_steps_vary_as_the_windows_of_the_fit_did(play: Play) -> None:
+    played = busy_world(play, 2, 0, traffic=Traffic(through="driver", up=4e3, down=4e3))
+    seconds = [0.5, 1.0, 2.0, 1.0]
+    for epoch in (1, 2):
+        for window in range(40):
+            for rank in (0, 1):
+                played.spend(rank, f"host-{rank}", compute=seconds[window % 4])
+                played.window(rank, examples=32)
+        played.epoch(epoch, rounds=40, seconds=40 * 1.2, examples=2 * 40 * 32)
+    summary = TrainingSummary(played.recording)
+    times = sparkdl.simulate(summary, workers=4, link="1 Gbit/s").cluster.times
+    assert times.mean == pytest.approx(1.125, rel=0.05)
+    assert isinstance(times, LogNormal)
+    assert times.sigma == pytest.approx(0.49, abs=0.05)  # the logarithms of 1/2, 1, 1 and 2
+
+
+def test_what_was_simulated_and_where_it_was_profiled_is_said() -> None:
+    found = simulate()
+    assert "4 workers at 80 Mbit/s" in repr(found)
+    assert "workers on a; driver: b" in repr(found)
+    assert "GradientAllReduce()" in repr(found)
+    assert "<table" in found._repr_html_()
+    assert "workers on a; driver: b" in found._repr_html_()
+
+
+def test_a_timeline_shows_each_worker_and_who_was_lost(tmp_path: Path) -> None:
+    strategy = ElasticAveraging(5, mode="asynchronous")
+    found = simulate(strategies=[strategy], losses={2: 1.0}, restart_s=0.5)
+    drawn = found.timeline()
+    drawn.save(tmp_path / "timeline.html")
+    page = (tmp_path / "timeline.html").read_text()
+    assert len(re.findall('<div class="lane">', page)) == 4
+    assert page.count('<path class="lost"') == 1
+    assert "80 Mbit/s" in page
+    for phase in ("compute", "wait", "exchange"):
+        assert f'<path class="{phase}"' in page
+    assert drawn._repr_html_().startswith("<iframe srcdoc=")
+    assert found.timeline("ElasticAveraging(period=5, mode='asynchronous')").page == page
+
+
+def test_the_lanes_of_a_timeline_hold_all_that_workers_did() -> None:
+    """Also where several share one."""
+    page = simulate(workers=100, strategies=[GradientAllReduce()]).timeline().page
+    assert len(re.findall('<div class="lane">', page)) == 25
+    assert "ranks 0 to 3" in page
+
+
+@every(
+    "given, words",
+    [
+        ({"workers": 0}, "workers must be a whole number >= 1"),
+        ({"workers": 2.5}, "workers must be a whole number >= 1"),
+        ({"link": 0}, "a link of 0 bytes a second"),
+        ({"link": "fast"}, "cannot be read"),
+        ({"slow": {4: 2.0}}, "4 workers have ranks 0 to 3"),
+        ({"slow": {1: 0}}, r"slow\[1\] must be a number > 0"),
+        ({"losses": 0}, "losses must be a number > 0"),
+        ({"losses": {1: -1.0}}, r"losses\[1\] must be a number > 0"),
+        ({"losses": {9: 1.0}}, "losses names rank 9"),
+        ({"restart_s": -1}, "restart_s must be a number >= 0"),
+        ({"rows": 0}, "rows must be a whole number >= 1"),
+        ({"optimizer_state": -1}, "optimizer_state must be a number >= 0"),
+        ({"strategies": []}, "strategies is empty"),
+        ({"strategies": ["averaging"]}, "is no strategy, such as"),
+        ({"strategies": [GradientAllReduce(compression=PowerSGD(2))]}, "is not known: it depends"),
+        ({"step_s": 0}, "step_s must be a number > 0"),
+        ({"step_s": []}, "must be a list of seconds"),
+        ({"step_s": [0.1, "b"]}, "a measured time must be a number > 0"),
+        ({"workers_per_host": 0}, "workers_per_host must be a whole number >= 1"),
+        ({"topology": "star"}, "topology must be 'ring' or 'tree'"),
+        ({"seed": -1}, "seed must be a whole number >= 0"),
+    ],
+)
+def test_what_cannot_be_simulated_is_an_error_in_words(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        simulate(**given)
+
+
+@every("strategy", ["all-reduce", 9, -1, None])
+def test_a_timeline_of_no_strategy_there_names_those_that_are(strategy: Any) -> None:
+    with pytest.raises(ConfigError, match="strategy must be one of"):
+        simulate(strategies=[ParameterAveraging()]).timeline(strategy)
+
+
+def test_steps_that_send_gradients_too_are_not_taken_for_computing() -> None:
+    sent = Traffic(through="workers", up=MODEL, hidden="backward")
+    several = {"strategy": "GradientAllReduce(bucket_mb=25)", "aggregation": None}
+    for traffic in (sent, None):  # as what TopK sends is not known
+        with pytest.raises(ConfigError, match="give step_s, or the summary of a fit with 1 worker"):
+            sparkdl.simulate(profile(traffic=traffic, **several), workers=4, link="1 Gbit/s")
+        alone = profile(traffic=traffic, workers=1, worker_step_s=(STEP_S,), **several)
+        for fit, step_s in ((profile(traffic=traffic, **several), STEP_S), (alone, None)):
+            found = sparkdl.simulate(fit, workers=4, link="1 Gbit/s", step_s=step_s)
+            assert found.cluster.times.mean == STEP_S
+
+
+def test_a_model_is_no_fit_to_start_from() -> None:
+    with pytest.raises(ConfigError, match=r"a dict is no fit: give model\.summary"):
+        sparkdl.simulate({}, workers=4, link="1 Gbit/s")  # type: ignore[arg-type]
+
+
+def test_numbers_may_be_numpy_s_or_floats_without_a_fraction() -> None:
+    usual, other = (
+        simulate(workers=workers, seed=seed, restart_s=restart_s, step_s=step_s).table
+        for workers, seed, restart_s, step_s in (
+            (4, 1, 2, 0.1),
+            (4.0, np.int64(1), 2.0, np.float32(0.1)),
+        )
+    )
+    np.testing.assert_allclose(usual.seconds, other.seconds, rtol=1e-6)
+
+
+def test_an_epoch_of_any_length_is_simulated_in_bounded_time() -> None:
+    found = simulate(rows=10**13, strategies=[ParameterAveraging()]).table.iloc[0]
+    assert found.rounds == 10**13 // (4 * BATCH) / 5
+    assert found.part < 1e-3
+    assert found.seconds == pytest.approx(found.rounds * (5 * STEP_S + 4 * 2 * 0.3), rel=1e-3)
+
+
+def test_a_fit_without_rounds_has_nothing_to_start_from(play: Play) -> None:
+    summary = TrainingSummary(busy_world(play, 2, 0).recording)
+    with pytest.raises(ConfigError, match="no round of an epoch that has ended was recorded"):
+        sparkdl.simulate(summary, workers=4, link="1 Gbit/s")

@@ -1,11 +1,10 @@
-"""The exchange of rows, and its memory."""
+"""Rows that change workers between epochs, padded ones too."""
 
 from __future__ import annotations
 
 import itertools
 import multiprocessing
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -15,18 +14,28 @@ import numpy as np
 import pytest
 import torch
 from every_row import every
-from hypothesis import given, settings
+from exchanges import by_rank, exchanged, part
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from toys import Data, classification, enough_rows, make_job, mlp, relative_error
+from toys import Data, classification, make_job, mlp, relative_error
 
 from sparkdl.driver import Outcome
+from sparkdl.errors import TrainingError
+from sparkdl.feed.columns.ragged import Ragged
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.protocols import UNKNOWN, ColumnSpec
+from sparkdl.feed.store.partition_store import PartitionStore
+from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
+from sparkdl.reshuffle import RowServer, server
+from sparkdl.reshuffle.exchange import Everyone
 from sparkdl.reshuffle.server import exchange_plan
-from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
+from sparkdl.strategies import GradientAllReduce, Strategy
 from sparkdl.testing import batches_of, run_world
+from sparkdl.transport.connection import Connection
+from sparkdl.transport.port import Port
+
+pytestmark = pytest.mark.usefixtures("nobody_stays")
 
 
 class Ids(nn.Module):
@@ -75,21 +84,6 @@ def train_on_ids(
     )
     outcome = run_world(job, shards)
     return [replica.seen for replica in replicas.values() if replica.seen], outcome
-
-
-@settings(max_examples=12, deadline=None)
-@given(
-    sizes=st.lists(st.integers(0, 20), min_size=1, max_size=4).filter(enough_rows),
-    every=st.integers(0, 3),
-    first=st.booleans(),
-)
-@pytest.mark.nightly
-def test_every_row_is_trained_on_once_an_epoch_with_and_without_exchange(
-    sizes: list[int], every: int, first: bool
-) -> None:
-    seen, outcome = train_on_ids(sizes, epochs=5, reshuffle_every=every, exchange_rows=first)
-    assert Counter(i for ids in seen for i in ids) == dict.fromkeys(range(sum(sizes)), 5)
-    assert [epoch.examples for epoch in outcome.history] == [sum(sizes)] * 5
 
 
 def test_workers_get_other_rows_and_as_many_of_them() -> None:
@@ -169,29 +163,6 @@ def among_themselves(folder: Path, strategy: Strategy, data: Data, **changes: An
     return run_world(job, data.shards(), ranks_as="processes")
 
 
-AMONG_THEMSELVES: dict[str, Strategy] = {
-    "all-reduce": GradientAllReduce(accumulate=2, commit_every=1),
-    "executors": ParameterAveraging(2, aggregation="executors", commit_every=2),
-    "hierarchical": ParameterAveraging(2, aggregation="hierarchical"),
-}
-
-
-@pytest.mark.nightly_variants
-@pytest.mark.parametrize("name", AMONG_THEMSELVES)
-def test_workers_that_exchange_among_themselves_train_on_every_row_once_an_epoch(
-    tmp_path: Path, name: str
-) -> None:
-    data = classification([23, 0, 4])
-    outcome = among_themselves(tmp_path, AMONG_THEMSELVES[name], data)
-    assert [epoch.examples for epoch in outcome.history] == [27] * 4
-    ranks = recorded(tmp_path, data)
-    seen = [[row for batch in batches for row in batch] for batches in ranks]
-    assert Counter(itertools.chain(*seen)) == dict.fromkeys(range(27), 4)
-    # 9 rows each in three epochs, and those that were read in the first
-    assert [len(rows) for rows in seen] == [23 + 27, 27, 4 + 27]
-    assert all(len(set(rows[-27:-18])) == 9 for rows in seen)
-
-
 def test_gradients_of_reshuffled_rows_are_those_of_one_process_on_the_same_minibatches(
     tmp_path: Path,
 ) -> None:
@@ -217,17 +188,6 @@ def test_gradients_of_reshuffled_rows_are_those_of_one_process_on_the_same_minib
             optimizer.step()
     trained = outcome.module.get_submodule("net")
     assert relative_error(trained, oracle) <= 1e-10
-
-
-def test_all_reduced_gradients_of_reshuffled_rows_end_in_the_same_bits_every_time(
-    tmp_path: Path,
-) -> None:
-    data = classification([22, 9])
-    first, second = (
-        among_themselves(tmp_path, GradientAllReduce(), data, epochs=3) for _ in range(2)
-    )
-    for key, values in first.module.state_dict().items():
-        assert torch.equal(values, second.module.state_dict()[key])
 
 
 @given(
@@ -261,3 +221,90 @@ def test_a_plan_assigns_more_rows_than_numpy_draws_from(rows: list[int]) -> None
     assert received.max() - received.min() <= 1
     expected = np.outer(rows, received / sum(rows))
     assert np.abs(plan - expected).max() < 1e-4 * max(rows)
+
+
+SPECS = (
+    ColumnSpec("tokens", torch.int32, (UNKNOWN,), padding=Padding(0)),
+    ColumnSpec("id", torch.int64),
+    ColumnSpec("events", torch.float32, (UNKNOWN, 2), padding=Padding(0)),
+)
+
+
+def counts_of(ids: np.ndarray) -> np.ndarray:
+    return ids * 7 % 11 % 6
+
+
+def sequences(ids: np.ndarray) -> list[list[int]]:
+    """The tokens of row i: i, i + 1, ..., of some rows none."""
+    return [[i + k for k in range(count)] for i, count in zip(ids, counts_of(ids), strict=True)]
+
+
+def columns_of(numbers: Tensor) -> list[Any]:
+    ids = numbers.numpy()
+    counts = torch.from_numpy(counts_of(ids))
+    tokens = torch.tensor([n for row in sequences(ids) for n in row], dtype=torch.int32)
+    events = torch.from_numpy(np.repeat(ids, counts_of(ids) + 1)[:, None] * [1.0, -1.0]).float()
+    return [Ragged(tokens, counts), torch.from_numpy(ids), Ragged(events, counts + 1)]
+
+
+def test_rows_of_unequal_length_travel_whole_in_many_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "CHUNK_BYTES", 999)
+    monkeypatch.setattr(server, "LENGTHS_AT_ONCE", 100)
+    monkeypatch.setattr("sparkdl.reshuffle.exchange.LENGTHS_AT_ONCE", 100)
+    ranks = exchanged(tmp_path, [1700, 0, 1], SPECS, columns_of)
+    ids = np.concatenate([each[1].numpy() for each in ranks])
+    assert sorted(ids) == list(range(1701))
+    for tokens, ids, events in ranks:
+        wanted = columns_of(ids)
+        for found, expected in ((tokens, wanted[0]), (events, wanted[2])):
+            assert torch.equal(found.values, expected.values)
+            assert torch.equal(found.lengths, expected.lengths)
+    again = exchanged(tmp_path, [1700, 0, 1], SPECS, columns_of)
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(ranks, again, strict=True))
+
+
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=30))
+def test_both_ends_cut_the_same_chunks_that_begin_within_the_size(lengths: list[int]) -> None:
+    spec = ColumnSpec("x", torch.float64, (UNKNOWN, 100), padding=Padding(0))
+    counts = torch.tensor(lengths)
+    sizes = server.chunk_sizes(len(lengths), [spec], [counts])
+    assert sum(sizes) == len(lengths)
+    assert min(sizes) > 0
+    for chunk in torch.split(counts, sizes):
+        assert int(chunk[:-1].sum()) * 800 <= server.CHUNK_BYTES
+
+
+@every(
+    ("lengths", "words"),
+    [
+        ([-1, 5], "rows with -1 to 5 items in column 'tokens'"),
+        ([0, 1 << 40], "rows with 0 to 1099511627776 items"),
+    ],
+)
+def test_lengths_that_no_row_has_are_refused(
+    tmp_path: Path, lengths: list[int], words: str
+) -> None:
+    """Rank 1 has four rows, and gives two of them to rank 0."""
+    shapes = [list(spec.row_shape) for spec in SPECS]
+    left = threading.Event()
+
+    def lie(connection: Connection) -> None:
+        connection.receive_header()
+        connection.send_header({"rows": 2, "shapes": shapes})
+        for _ in range(2):
+            connection.send_values(torch.tensor(lengths))
+        left.wait(20)
+
+    port = Port("127.0.0.1", "secret", lie, encrypted=False)
+    new = PartitionStore(tmp_path)
+    try:
+        with RowServer("127.0.0.1", "secret", 20.0) as own:
+            everyone = Everyone(by_rank([0, 4]), [own.address, ["127.0.0.1", port.number, None]])
+            with pytest.raises(TrainingError, match=words):
+                part(0, own, lambda: everyone, SPECS)(PartitionStore(tmp_path), None, new, 1)
+    finally:
+        left.set()
+        port.close()
+        new.close()

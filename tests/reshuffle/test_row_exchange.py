@@ -156,14 +156,13 @@ def refuse(
     **changes: Any,
 ) -> None:
     """Rank 0's part in an exchange with a rank 1 that is somebody else, listening there."""
-    new = PartitionStore(directory)
+    held, new = filled(directory, torch.arange(5)), PartitionStore(directory)
     settings = {"deadline_s": 30.0, **changes}
     with RowServer("127.0.0.1", "secret", 20.0, tls=settings.get("tls", False)) as server:
         everyone = Everyone(by_rank(rows), [server.address, address])
         with pytest.raises(error, match=match) as caught:
-            part(0, server, lambda: everyone, **settings)(
-                filled(directory, torch.arange(5)), None, new, 2
-            )
+            part(0, server, lambda: everyone, **settings)(held, None, new, 2)
+    held.close()
     new.close()
     assert len(str(caught.value)) < 400
     assert list(directory.iterdir()) == []

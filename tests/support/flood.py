@@ -24,11 +24,7 @@ class Flood:
     """
 
     def __init__(
-        self,
-        address: tuple[str, int] | bytes,
-        count: int,
-        *,
-        drip_s: float | None = None,
+        self, address: tuple[str, int] | bytes, count: int, *, drip_s: float | None = None
     ) -> None:
         self.closed = 0
         self._address = address

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(
     "seeds",
     [
-        range(800),
+        range(300),
         *(
             pytest.param(range(first, first + 20_000), marks=pytest.mark.nightly)
             for first in range(0, 100_000, 20_000)

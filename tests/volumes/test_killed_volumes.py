@@ -14,7 +14,7 @@ import pytest
 import torch
 from test_transform_volume import CHUNK, SIZES, image, model_of, read
 from test_volume_stores import stored
-from volume_models import Dies, Edges
+from volume_case import Dies, Edges
 from waiting import eventually
 
 from sparkdl import TorchModel
@@ -26,7 +26,7 @@ DRIVER = """
 import sys
 import torch
 import sparkdl
-from volume_models import Edges
+from volume_case import Edges
 
 spark = sparkdl.create_session(
     "driver",
@@ -80,9 +80,7 @@ def test_a_driver_that_is_killed_goes_on_and_changes_no_bit(
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(roots)}
     wanted = random.Random(seed).randrange(1, whole.chunks - 2)
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, source, str(target)],
-        env=environment,
-        start_new_session=True,
+        [sys.executable, "-c", DRIVER, source, str(target)], env=environment, start_new_session=True
     )
     try:
         marked = lambda: len(list(target.glob(".sparkdl/chunks/*[0-9]")))  # noqa: E731

@@ -19,8 +19,7 @@ from frames import no_jobs
 from pyspark.sql import SparkSession
 from test_volume_stores import stored
 from torch import Tensor, nn
-from volume_case import sliding_window
-from volume_models import Edges, Fails, Named, Shape
+from volume_case import Edges, Fails, Named, Shape, sliding_window
 
 from sparkdl import TorchModel
 from sparkdl.durable import lease

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from test_transform_volume import SIZES, image, model_of
 from test_volume_stores import stored
 from torch import Tensor, nn
-from volume_case import InMemory, middle, predict, sliding_window
-from volume_models import Edges
+from volume_case import Edges, InMemory, middle, predict, sliding_window
 
 from sparkdl.errors import ConfigError, ModelError
 from sparkdl.volumes import run

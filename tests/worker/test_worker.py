@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -16,8 +15,6 @@ import pytest
 import torch
 from by_keyword import open_averager, run
 from misbehaving import (
-    Kills,
-    Marked,
     Overflows,
     Raises,
     marked,
@@ -80,19 +77,6 @@ def test_a_strategy_that_closes_its_epoch_twice_is_told_so() -> None:
         run_world(job, classification([12, 12]).shards())
 
 
-def test_an_error_in_the_model_names_rank_epoch_and_step_and_shows_the_workers_traceback() -> None:
-    data = marked([12, 12], 12 + 9)  # rank 1's third minibatch of four
-    with pytest.raises(WorkerError) as caught:
-        run_world(make_job(Raises()), data.shards())
-
-    error = caught.value
-    assert (error.rank, error.epoch, error.step) == (1, 1, 3)
-    assert "rank 1, epoch 1, step 3" in str(error)
-    assert "ZeroDivisionError: the user's own mistake" in str(error)
-    assert "in at_mark" in error.worker_traceback
-    assert "misbehaving.py" in error.worker_traceback
-
-
 @pytest.mark.parametrize(
     "error",
     [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to ...")],
@@ -124,21 +108,6 @@ def test_a_module_that_is_not_there_comes_with_how_modules_travel() -> None:
 
     with pytest.raises(WorkerError, match=r"a_module_that_nobody_has'\n.*addPyFile"):
         run_world(make_job(Imports()), classification([8]).shards())
-
-
-def test_an_error_in_a_later_epoch_names_that_epoch() -> None:
-    class SecondTime(Marked):
-        seen = 0
-
-        def at_mark(self) -> None:
-            self.seen += 1
-            if self.seen == 2:
-                raise ZeroDivisionError
-
-    with pytest.raises(WorkerError) as caught:
-        run_world(make_job(SecondTime(), epochs=3), marked([8], 0).shards())
-    assert caught.value.epoch == 2
-    assert caught.value.step in (3, 4)
 
 
 def test_an_error_ends_the_run_without_a_deadline_having_passed() -> None:
@@ -185,19 +154,6 @@ def test_an_error_in_the_source_of_rows_is_the_workers_error() -> None:
         run_world(make_job(mlp()), [rows(), classification([4]).shards()[0]])  # type: ignore[list-item]
 
 
-def test_bad_rows_are_refused_with_their_number_over_all_workers() -> None:
-    shards = classification([4, 4, 4]).shards()
-    features = shards[0][0].column(0)
-
-    def labels(*values: int | None) -> list[pa.RecordBatch]:
-        label = pa.array(values, pa.int64())
-        return [pa.record_batch({"features": features, "label": label})]
-
-    bad = [labels(0, None, 1, 2), shards[1], labels(None, None, 1, 2)]
-    with pytest.raises(DataError, match=r"column 'label' has 3 null values in 12 rows"):
-        run_world(make_job(mlp()), bad)
-
-
 def test_rows_that_are_refused_reach_no_model() -> None:
     trained: list[int] = []
 
@@ -237,14 +193,6 @@ def test_a_diverged_loss_is_a_non_finite_error() -> None:
     job = make_job(nn.Linear(6, 3).double(), optimizer=partial(torch.optim.SGD, lr=1e302), epochs=5)
     with pytest.raises(NonFiniteError, match="learning rate"):
         run_world(job, data.shards())
-
-
-def test_a_process_killed_in_a_step_is_lost_by_name() -> None:
-    data = marked([12, 12], 12 + 5)
-    started = time.monotonic()
-    with pytest.raises(WorkerLostError, match="rank 1"):
-        run_world(make_job(Kills(), deadline_s=600), data.shards(), ranks_as="processes")
-    assert time.monotonic() - started < 150
 
 
 class EndsOnArrival:
@@ -287,27 +235,6 @@ def test_a_worker_that_could_not_start_says_why() -> None:
     with pytest.raises(WorkerError, match=r"rank 1.*ImportError: No module named 'timm'") as caught:
         run(job, 2, launch)
     assert (caught.value.rank, caught.value.epoch, caught.value.step) == (1, 0, 0)
-
-
-def test_an_error_raised_on_a_worker_survives_pickling_in_the_driver() -> None:
-    with pytest.raises(WorkerError) as caught:
-        run_world(make_job(Raises()), marked([4], 0).shards())
-    again = pickle.loads(pickle.dumps(caught.value))
-    assert (str(again), again.rank, again.step) == (str(caught.value), 0, 1)
-
-
-def test_a_failed_run_leaves_no_file_behind(tmp_path: Path) -> None:
-    job = make_job(Raises())
-    shards = marked([8], 6).shards()
-
-    def launch(averager: Averager) -> Any:
-        placement = Placement(rank=0, directory=tmp_path)
-        worker = threading.Thread(target=train, args=(job, placement, averager.address, shards[0]))
-        return started([worker], 10)
-
-    with pytest.raises(WorkerError):
-        run(job, 1, launch)
-    assert list(tmp_path.iterdir()) == []
 
 
 class NoAverager:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -96,6 +97,7 @@ class WorkerState:
         self.size = 0
         # Open as long as this object lives; the file has no name, so nothing is left behind.
         self._file = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY_BYTES)  # noqa: SIM115
+        weakref.finalize(self, self._file.close)
 
     def add(self, block: bytes | memoryview) -> None:
         """Keep more bytes.

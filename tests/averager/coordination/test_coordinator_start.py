@@ -1,8 +1,10 @@
-"""Joining, reading, starting: nobody trains before the driver has looked at all rows."""
+"""The start of a run, and where a worker may stand."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 from decided import Told, do
@@ -10,6 +12,7 @@ from decisions import Run, commit, expect_failure, only, report, shard, started
 from every_row import every
 
 from sparkdl.averager.coordination.membership import Member
+from sparkdl.averager.coordination.rank_states import BEFORE, Ranks, RankState, Window
 from sparkdl.errors import DeadlineError, ModelError, SparkDLError, StoppedError, TrainingError
 from sparkdl.events import ValidationReport
 from sparkdl.feed.statistics.column import ColumnStatistics
@@ -92,10 +95,7 @@ class TestActingBeforeBeingLetStart:
             ("window_closed", report(0)),
             ("gave", "a value"),
             ("finished",),
-            (
-                "validated",
-                ValidationReport(rank=0, epoch=1, examples=1, loss_sum=0.0, weight=1.0),
-            ),
+            ("validated", ValidationReport(rank=0, epoch=1, examples=1, loss_sum=0.0, weight=1.0)),
         ],
     )
     def test_it_is_refused(self, act: tuple[Any, ...], is_started: bool) -> None:
@@ -241,3 +241,84 @@ def test_a_stranger_cannot_speak_for_a_member() -> None:
     assert run.tell("finished", old) == []
     assert run.tell("rows_found", old, shard()) == []
     assert only(do.commit, run.round()) == [commit(run, 1, 1)]
+
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "architecture.md"
+WAYS = {
+    RankState.AWAY: [],
+    RankState.READING: [RankState.READING],
+    RankState.READY: [RankState.READING, RankState.READY],
+    RankState.RECEIVING: [RankState.READING, RankState.READY, RankState.RECEIVING],
+}
+for before, after in [
+    (RankState.RECEIVING, RankState.TRAINING),
+    (RankState.TRAINING, RankState.CLOSED),
+    (RankState.CLOSED, RankState.CONTRIBUTING),
+    (RankState.CONTRIBUTING, RankState.CONTRIBUTED),
+    (RankState.CONTRIBUTED, RankState.AT_BARRIER),
+    (RankState.CONTRIBUTED, RankState.THROUGH),
+    (RankState.TRAINING, RankState.FINISHED),
+]:
+    WAYS[after] = [*WAYS[before], after]
+
+
+def brought_to(state: RankState) -> Ranks:
+    """Rank 0 of two, the usual way."""
+    ranks = Ranks(range(2))
+    for after in WAYS[state]:
+        ranks.move(0, after)
+        if after is RankState.CLOSED:
+            ranks.windows[0] = Window(Member(0, "host"), report(0))
+    return ranks
+
+
+def drawing() -> str:
+    """The table as the page shows it."""
+    rows = ["| A worker is | and was before |", "|---|---|"]
+    for after, before in BEFORE.items():
+        names = ", ".join(state.value for state in RankState if state in before)
+        rows.append(f"| {after.value} | {names} |")
+    return "\n".join(rows)
+
+
+def test_the_page_shows_the_table() -> None:
+    page = PAGE.read_text()
+    begin, end = "<!-- begin: states of a rank -->\n", "\n<!-- end: states of a rank -->"
+    shown = page.partition(begin)[2].partition(end)[0]
+    assert shown == drawing(), f"it should be:\n{drawing()}"
+
+
+def test_what_the_table_has_happens_and_nothing_else() -> None:
+    wrong = []
+    for state, after in product(RankState, RankState):
+        ranks = brought_to(state)
+        expected = after if state in BEFORE[after] else None
+        try:
+            ranks.move(0, after)
+        except TrainingError as error:
+            words = f"rank 0 cannot be {after.value} now: it is {state.value}"
+            happened = expected is None and str(error) == words and ranks[0] is state
+        else:
+            happened = ranks[0] is expected
+        if not happened:
+            wrong.append((state, after))
+    assert not wrong
+
+
+def test_who_is_admitted_active_or_waits_follows_from_the_state() -> None:
+    wrong = []
+    outside = {RankState.AWAY, RankState.READING, RankState.READY}
+    for state in RankState:
+        ranks = brought_to(state)
+        admitted = set() if state in outside else {0}
+        active = set() if state is RankState.THROUGH else admitted
+        waits = state.value in ("closed", "contributing", "contributed", "at barrier", "through")
+        if (ranks.admitted, ranks.active) != (admitted, active):
+            wrong.append(state)
+        if (
+            bool(ranks.windows) is not waits
+            or 0 not in ranks.of(state)
+            or len([each for each in RankState if 0 in ranks.of(each)]) != 1
+        ):
+            wrong.append(state)
+    assert not wrong

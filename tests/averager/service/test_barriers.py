@@ -344,7 +344,7 @@ def calls_a_window(world_size: int, barrier: Barrier) -> float:
 
 @every("barrier", [ASP(), SSP(0), SSP(1), PBSP(4), PSSP(4, 1)])
 def test_what_a_contribution_costs_does_not_grow_with_the_workers(barrier: Barrier) -> None:
-    assert calls_a_window(1000, barrier) < 1.25 * calls_a_window(20, barrier)
+    assert calls_a_window(250, barrier) < 1.25 * calls_a_window(20, barrier)
 
 
 # In many schedules.
@@ -401,7 +401,7 @@ def test_limits_decide_the_same_in_every_schedule(barrier: Barrier, limit: Barri
 @pytest.mark.usefixtures("quiet")
 def test_softsync_of_everyone_decides_like_bsp_in_every_schedule_without_faults() -> None:
     """Its workers wait for leave to enter, so faults strike them at other times."""
-    for seed in range(80):
+    for seed in range(30):
         plan = replace(random_plan(seed, times=2), faults=())
         mine, other = (
             simulate(plan, deciding_by(lambda: barrier.policy(1)))  # noqa: B023

@@ -1,23 +1,41 @@
-"""How a run ends: with who leaves too early, in words, and with a mistake of the averager's own."""
+"""Who leaves, what pauses do, and whose turn it is, over connections."""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import os
+import signal
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from by_keyword import open_averager
-from crew import LAYOUT, WAIT_S, Crew, crew, eventually, window
-from decided import do
+from crew import LAYOUT, SILENCE_S, WAIT_S, Crew, crew, eventually, sent_values, window
+from decided import Told, do
+from decisions import Every, Run, only, report, started
 from every_row import every
+from toys import drive
 
-from sparkdl.averager import Averager
+from sparkdl.averager import Averager, AveragerClient
 from sparkdl.averager.coordination.coordinator import Coordinator
+from sparkdl.averager.coordination.membership import Tolerance
+from sparkdl.averager.messages.progress import Position, Progress
+from sparkdl.averager.policies.round_policy import RoundRobin
+from sparkdl.averager.service.saving import CheckpointPlan
 from sparkdl.averager.values.center import Center
-from sparkdl.averager.values.wire_format import FULL_PRECISION
+from sparkdl.averager.values.wire_format import CHANGES, FULL_PRECISION
+from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import DeadlineError, DisconnectedError, StoppedError, TrainingError
+from sparkdl.feed.statistics.shards import ShardStatistics
+from sparkdl.strategies import SSP
 
 
 def finish(workers: Crew, rank: int) -> None:
@@ -130,3 +148,278 @@ def test_workers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
             assert isinstance(error, StoppedError)
             assert not isinstance(error, DisconnectedError)
             assert "KeyError('a mistake')" in str(error)
+
+
+def exchange(workers: Crew, step: int, last: bool = False) -> None:
+    for done in [workers.exchange(window(rank, step, last=last)) for rank in range(2)]:
+        done.result(WAIT_S)
+
+
+def pause(workers: Crew, seconds: float) -> None:
+    workers.clock.step(workers.averager, seconds)
+
+
+@every("max_failures", [0, 5])
+def test_workers_survive_a_pause_of_the_driver(max_failures: int) -> None:
+    with crew(2, deadline_s=60.0, max_failures=max_failures) as workers:
+        exchange(workers, step=1)
+        early = workers.exchange(window(0, 2))
+        workers.wait_for("contributed", 0, 2)
+        pause(workers, 85.0)
+        workers.wait(2.0)  # longer than the driver takes to look at its clock
+        workers.exchange(window(1, 2)).result(WAIT_S)
+        early.result(WAIT_S)
+        exchange(workers, step=3, last=True)
+        for rank in range(2):
+            workers.client(rank).finish()
+        workers.outcome.result(WAIT_S)
+        assert workers.averager.losses == []
+
+
+def test_a_pause_is_no_long_window_by_which_patience_is_measured() -> None:
+    with crew(2, deadline_s=600.0) as workers:
+        workers.wait(1.0)
+        exchange(workers, step=1)
+        pause(workers, 40.0)
+        exchange(workers, step=2)
+        goes_on = workers.exchange(window(0, 3))
+        workers.wait_for("contributed", 0, 3)
+        workers.wait(14.0)
+        assert workers.averager.dropped == []
+        workers.wait(2.0)
+        goes_on.result(WAIT_S)
+        assert workers.averager.dropped == [1]
+
+
+def test_a_pause_is_not_the_storages_fault(tmp_path: Path) -> None:
+    def worker_state() -> bytes:
+        pause(workers, 100.0)
+        workers.wait(2.0)
+        return b"state"
+
+    store = CheckpointStore(str(tmp_path), keep_last=1)
+    plan = CheckpointPlan(store=store, every_epochs=1, every_rounds=None, last_epoch=1, config={})
+    with crew(1, plan=plan, options={"worker_state": worker_state}) as workers:
+        workers.exchange(window(0, last=True)).result(WAIT_S)
+        workers.client(0).finish()
+        workers.outcome.result(WAIT_S)
+    assert store.newest() is not None
+
+
+DEADLINE_S = 20.0
+
+
+def serve(told: Pipe) -> None:
+    """A driver of two workers; says at the end whom it took for lost."""
+    averager = open_averager(
+        LAYOUT, [torch.zeros(3)], 2, FULL_PRECISION, deadline_s=DEADLINE_S, tolerance=Tolerance(5)
+    )
+    with averager:
+        told.send(averager.address)
+        drive(averager)
+        told.send(averager.losses)
+
+
+@pytest.mark.nightly
+def test_a_driver_whose_process_was_stopped_takes_nobody_for_lost() -> None:
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs,))
+    process.start()
+    theirs.close()
+    with ExitStack() as stack:
+        stack.callback(ours.close)
+        stack.callback(process.join, WAIT_S)
+        stack.callback(process.kill)
+        assert ours.poll(WAIT_S)
+        address = ours.recv()
+        clients = [
+            stack.enter_context(AveragerClient(address, rank, FULL_PRECISION, deadline_s=SILENCE_S))
+            for rank in range(2)
+        ]
+        pool = stack.enter_context(ThreadPoolExecutor(2))
+        shard, state = ShardStatistics(2, ()), [torch.zeros(3)]
+        for started in [pool.submit(each.start, shard, state, LAYOUT) for each in clients]:
+            started.result(WAIT_S)
+        early = pool.submit(clients[0].exchange, [torch.ones(3)], window(0, last=True))
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(1.5 * DEADLINE_S)
+        os.kill(process.pid, signal.SIGCONT)
+        time.sleep(2.0)  # longer than the driver takes to look at its clock
+        clients[1].exchange([torch.ones(3)], window(1, last=True))
+        early.result(WAIT_S)
+        for client in clients:
+            client.finish()
+        assert ours.poll(WAIT_S)
+        assert ours.recv() == []
+
+
+AHEAD = 11
+PROGRESS = replace(
+    Progress.start(2), positions=(Position(step=AHEAD, step_of_epoch=AHEAD), Position())
+)
+
+
+def test_who_is_held_sends_nothing_and_is_not_lost_though_others_take_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Values that nobody reads would fill the connection, and their sender's deadline pass."""
+    sent = sent_values(monkeypatch)
+    settings = {"policy": SSP(0).policy(1), "progress": PROGRESS, "wire_format": CHANGES}
+    with crew(2, deadline_s=60.0, max_failures=1, **settings) as workers:
+        ahead = workers.exchange(window(0, AHEAD + 1))
+        workers.wait_for("window_closed", 0)
+        for step in range(1, AHEAD + 1):
+            workers.wait(25.0)
+            assert not ahead.done()
+            assert len(sent) == step - 1  # by the other
+            workers.exchange(window(1, step)).result(WAIT_S)
+        told = [each for each in workers.heard.decisions if isinstance(each, do.say_waiting)]
+        assert [[member.rank for member in each.members] for each in told] == [[0]] * 18
+        through = workers.exchange(window(1, AHEAD + 1, last=True))
+        ahead.result(WAIT_S)
+        workers.exchange(window(0, AHEAD + 2, last=True)).result(WAIT_S)
+        through.result(WAIT_S)
+        for rank in range(2):
+            workers.client(rank).finish()
+        workers.outcome.result(WAIT_S)
+        assert workers.averager.losses == []
+
+
+def run_of(world_size: int, **options: Any) -> Run:
+    return started(world_size, policy=RoundRobin(1), **options)
+
+
+def close(run: Run, rank: int, steps: int = 1, **fields: Any) -> list[int]:
+    """A rank has trained a window; returns who may contribute then."""
+    told = replace(report(rank, step=steps, **fields), step_of_epoch=steps)
+    return received(run.tell("window_closed", run.members[rank], told))
+
+
+def add(run: Run, rank: int) -> list[int]:
+    """A rank's contribution is whole, and it takes the reply; returns who may contribute then."""
+    return received(run.add(rank) + run.take(rank))
+
+
+def received(decisions: list[Told]) -> list[int]:
+    return [each.member.rank for each in only(do.receive, decisions)]
+
+
+def test_who_is_ready_first_waits_for_those_before() -> None:
+    run = run_of(3)
+    assert close(run, 2) == []
+    assert close(run, 0) == [0]
+    assert add(run, 0) == []
+    assert close(run, 0, 2) == []
+    assert close(run, 1) == [1]
+    assert [add(run, rank) for rank in (1, 2)] == [[2], [0]]
+
+
+def test_who_has_had_its_turn_goes_on_at_once() -> None:
+    run = run_of(3)
+    close(run, 0)
+    assert [each.member.rank for each in only(do.reply, run.add(0))] == [0]
+
+
+def test_a_turn_of_who_is_lost_is_skipped_and_it_has_one_when_it_is_back() -> None:
+    run = run_of(3, max_failures=1)
+    close(run, 1)
+    close(run, 2)
+    assert received(run.lose(0)) == [1]
+    assert [add(run, rank) for rank in (1, 2)] == [[2], []]
+    run.come_back(0)
+    run.take()
+    assert close(run, 1, 2) == []
+    assert close(run, 0) == [0]
+    assert add(run, 0) == [1]
+
+
+def test_a_turn_of_who_is_lost_in_it_passes_on() -> None:
+    run = run_of(3, max_failures=1)
+    close(run, 1)
+    assert close(run, 0) == [0]
+    decisions = run.lose(0)
+    assert only(do.start_over, decisions) == [do.start_over(())]
+    assert received(decisions) == [1]
+
+
+def test_who_has_ended_the_epoch_has_no_more_turns_and_the_next_epoch_begins_with_the_first() -> (
+    None
+):
+    run = run_of(3)
+    close(run, 0)
+    add(run, 0)
+    close(run, 1, last=True)
+    add(run, 1)
+    close(run, 2)
+    add(run, 2)
+    close(run, 0, 2, last=True)
+    add(run, 0)
+    assert close(run, 2, 2, last=True) == [2]
+    run.add(2)
+    run.take()
+    assert close(run, 1, epoch=2) == []
+    assert close(run, 0, epoch=2) == [0]
+
+
+def test_a_window_without_rows_takes_its_turn_too() -> None:
+    run = run_of(2)
+    assert close(run, 1) == []
+    assert close(run, 0, 0, examples=0, last=True) == [1]
+
+
+@every(
+    ("steps", "period", "first"),
+    [((0, 0, 0), 2, 0), ((4, 2, 2), 2, 1), ((4, 4, 2), 2, 2), ((5, 4, 4), 2, 1), ((5, 6, 6), 2, 0)],
+)
+def test_a_resumed_run_goes_on_with_who_has_had_the_fewest(
+    steps: tuple[int, ...], period: int, first: int
+) -> None:
+    policy = RoundRobin(period)
+    policy.begin([Position(step=n, step_of_epoch=n) for n in steps])
+    assert [rank for rank in range(3) if policy.may_contribute(rank, {0, 1, 2})] == [first]
+
+
+def test_who_waits_for_its_turn_is_told_that_the_run_goes_on_and_is_not_late() -> None:
+    run = run_of(2, max_failures=2)
+    run.wait(1)
+    close(run, 1)
+    decisions = run.wait(20)
+    assert only(do.say_waiting, decisions) == [do.say_waiting((run.members[1],))]
+    assert only(do.drop, decisions) == [do.drop(run.members[0])]
+    assert received(decisions) == [1]
+
+
+def test_a_turn_that_has_come_waits_for_a_checkpoint_and_comes_behind_it() -> None:
+    run = run_of(2, checkpoints=Every(1))
+    close(run, 0)
+    close(run, 1)
+    run.add(0)
+    assert received(run.take(0)) == []
+    run.tell("worker_state_written", run.members[0])
+    assert received(run.tell("checkpoint_ended", saved=True)) == [1]
+
+
+def test_others_may_train_longer_than_who_waits_could_go_on_sending(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In every window, not only in the first, for which late comers wait anyway.
+
+    So whoever waits for its turn sends no values, which nobody would read.
+    """
+    sent = sent_values(monkeypatch)
+    with crew(
+        2, policy=RoundRobin(1), wire_format=CHANGES, deadline_s=60.0, max_failures=1
+    ) as workers:
+        for step in (1, 2):
+            waits = workers.exchange(window(1, step))
+            workers.wait_for("window_closed", 1, step)
+            for _ in range(250 * (step - 1)):
+                workers.client(0).heartbeat()
+                workers.wait(1.0)
+            assert not waits.done()
+            assert len(sent) == 2 * (step - 1)
+            workers.exchange(window(0, step)).result(WAIT_S)
+            waits.result(WAIT_S)
+        assert workers.averager.losses == []

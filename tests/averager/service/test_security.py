@@ -23,8 +23,6 @@ from sparkdl.averager.values.wire_format import FULL_PRECISION
 from sparkdl.errors import DisconnectedError, SparkDLError, StoppedError, TrainingError
 from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
 from sparkdl.protocols import Segment
-from sparkdl.transport import acceptor
-from sparkdl.transport.acceptor import MAX_UNAUTHENTICATED
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.framing import header_message
 from sparkdl.transport.handshake import HELLO_BYTES, REFUSAL
@@ -123,13 +121,6 @@ def test_a_connection_without_the_jobs_token_is_refused(averager: Averager, toke
     connection.close()
 
 
-def test_a_token_that_is_right_but_for_its_end_is_refused(averager: Averager) -> None:
-    for token in (averager.address.token[:-1], averager.address.token + "x"):
-        connection = dial(averager)
-        assert not connection.introduce(token)
-        connection.close()
-
-
 @pytest.mark.parametrize(
     "octets",
     [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(63), bytes(64), b"\xff" * 5_000],
@@ -148,45 +139,6 @@ def test_a_stranger_is_sent_a_challenge_and_at_most_a_refusal(
                 answer.extend(piece)
     assert len(answer) in (0, HELLO_BYTES, HELLO_BYTES + len(REFUSAL))
     assert answer[HELLO_BYTES:] in (b"", REFUSAL)
-    assert train_alone(averager) == [1.0] * 5
-
-
-def test_strangers_who_say_nothing_do_not_keep_workers_out(averager: Averager) -> None:
-    strangers = [
-        socket.create_connection(averager.address.host_and_port, timeout=SILENCE_S)
-        for _ in range(MAX_UNAUTHENTICATED // 2)
-    ]
-    try:
-        assert train_alone(averager) == [1.0] * 5
-    finally:
-        for stranger in strangers:
-            stranger.close()
-
-
-def test_no_more_strangers_than_the_limit_are_listened_to(
-    averager: Averager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One more than may stay closes the connection that came first."""
-    monkeypatch.setattr(acceptor, "MAX_UNAUTHENTICATED", 20)
-    monkeypatch.setattr(acceptor, "HANDSHAKE_S", 1e6)
-    with contextlib.ExitStack() as stack:
-        strangers = [
-            stack.enter_context(socket.create_connection(averager.address.host_and_port, 30))
-            for _ in range(30)
-        ]
-        for stranger in strangers:  # each was let in, and greeted
-            assert len(stranger.recv(HELLO_BYTES, socket.MSG_WAITALL)) == HELLO_BYTES
-        assert [stranger.recv(1) for stranger in strangers[:10]] == [b""] * 10
-        for stranger in strangers[10:]:
-            stranger.setblocking(False)
-            with pytest.raises(BlockingIOError):
-                stranger.recv(1)
-
-
-def test_a_refused_connection_does_not_end_the_run(averager: Averager) -> None:
-    connection = dial(averager)
-    assert not connection.introduce("wrong")
-    connection.close()
     assert train_alone(averager) == [1.0] * 5
 
 

@@ -1,20 +1,44 @@
-"""The weighted sum: right to rounding, the same bits whatever the order of arrival."""
+"""Contributions add up in rank order, in memory of a budget, and what is not finite is found."""
 
 from __future__ import annotations
 
+import ast
+import math
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
+import pytest
 import torch
 from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from toys import DTYPES
 
+import sparkdl
 from sparkdl.averager.values.accumulator import Accumulator, RankOrder
-from sparkdl.averager.values.packing import AsDtype, plan_chunks
+from sparkdl.averager.values.finite import (
+    PLACES,
+    WHOLE,
+    count_non_finite,
+    looks_finite,
+    require_finite,
+)
+from sparkdl.averager.values.packing import (
+    HELD_BYTES,
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    AsDtype,
+    chunk_bytes,
+    plan_chunks,
+    plan_fragments,
+)
+from sparkdl.errors import NonFiniteError
+from sparkdl.events import WindowReport
 from sparkdl.protocols import Layout, Segment
 
 LAYOUT: Layout = (
@@ -244,3 +268,125 @@ class TestTurns:
         assert order.turn(0) == 1
         order.advance(0)
         assert order.turn(0) is None
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 50), st.sampled_from(DTYPES)), max_size=5),
+    size=st.integers(1, 100),
+)
+def test_chunks_cover_every_element_once_and_in_order(
+    sizes: list[tuple[int, torch.dtype]], size: int
+) -> None:
+    layout = tuple(Segment("parameters", dtype, numel) for numel, dtype in sizes)
+
+    chunks = plan_chunks(layout, size)
+
+    covered = [(c.segment, i) for c in chunks for i in range(c.start, c.stop)]
+    assert covered == [(s, i) for s, (numel, _) in enumerate(sizes) for i in range(numel)]
+    for chunk in chunks:
+        itemsize = layout[chunk.segment].center_dtype.itemsize
+        assert (chunk.stop - chunk.start) * itemsize <= max(size, itemsize)
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 50), st.sampled_from(DTYPES)), max_size=5),
+    size=st.integers(1, 100),
+    fragments=st.integers(1, 9),
+)
+def test_fragments_cover_every_element_once_and_are_of_the_same_size(
+    sizes: list[tuple[int, torch.dtype]], size: int, fragments: int
+) -> None:
+    layout = tuple(Segment("parameters", dtype, numel) for numel, dtype in sizes)
+    plan = plan_fragments(layout, size, fragments)
+    assert len(plan) == fragments
+    covered = [(c.segment, i) for part in plan for c in part for i in range(c.start, c.stop)]
+    everything = [(s, i) for s, (numel, _) in enumerate(sizes) for i in range(numel)]
+    assert sorted(covered) == everything
+    for segment, (numel, _) in enumerate(sizes):
+        parts = [sum(c.stop - c.start for c in part if c.segment == segment) for part in plan]
+        assert set(parts) <= {numel // fragments, -(-numel // fragments)}
+        for chunk in (c for part in plan for c in part if c.segment == segment):
+            itemsize = layout[segment].center_dtype.itemsize
+            assert (chunk.stop - chunk.start) * itemsize <= max(size, itemsize)
+
+
+@every("world_size", [1, 2, 8, 64, 256])
+def test_chunks_of_all_workers_together_stay_within_their_budget(world_size: int) -> None:
+    assert MIN_CHUNK_BYTES <= chunk_bytes(world_size) <= MAX_CHUNK_BYTES
+    assert world_size * chunk_bytes(world_size) <= HELD_BYTES
+
+
+@every("package", ["averager", "transport"])
+def test_nothing_that_reads_the_wire_can_unpickle(package: str) -> None:
+    """Reads the imports and calls: no pickle, no torch.load, no eval."""
+    paths = sorted((Path(sparkdl.__file__).parent / package).rglob("*.py"))
+    assert paths
+    for path in paths:
+        tree = ast.parse(path.read_text())
+        imported = {
+            name.name.split(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+            for name in node.names
+        } | {
+            (node.module or "").split(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+        }
+        called = {
+            getattr(node.func, "attr", getattr(node.func, "id", ""))
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call)
+        }
+        forbidden = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+        assert not imported & forbidden, path
+        assert not called & {"load", "eval", "exec", "allow_pickle", "__import__"}, path
+
+
+WINDOW = WindowReport(rank=3, epoch=2, step=7, examples=4, loss_sum=8.0, last=False)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    bad=st.lists(st.sampled_from([math.nan, math.inf, -math.inf]), max_size=5),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16]),
+)
+def test_every_value_that_is_not_finite_is_counted(bad: list[float], dtype: torch.dtype) -> None:
+    values = torch.full((1000,), 60_000.0).to(dtype)  # whose sum is more than float16 holds
+    for place, value in enumerate(bad):
+        values[place * 137] = value
+    assert count_non_finite(values) == len(bad)
+    assert looks_finite(values) == (not bad)
+
+
+@pytest.mark.filterwarnings("error")
+def test_nobody_is_warned_of_large_values() -> None:
+    assert count_non_finite(torch.full((5,), 3e30)) == 0
+
+
+def test_whole_numbers_are_finite() -> None:
+    assert count_non_finite(torch.arange(5)) == 0
+    assert looks_finite(torch.arange(5))
+
+
+def test_a_glance_at_a_large_tensor_sees_any_stretch_of_it() -> None:
+    numel = 3 * WHOLE + 5
+    stretch = numel // PLACES
+    for start in (0, 1, 777_777, numel - stretch):
+        values = torch.zeros(numel)
+        values[start : start + stretch] = math.nan
+        assert not looks_finite(values)
+    assert looks_finite(torch.zeros(numel))
+
+
+def test_what_one_has_is_told_from_what_all_have_agreed_on() -> None:
+    values = torch.tensor([1.0, math.nan])
+    with pytest.raises(NonFiniteError, match=r"^rank 3 has 1 NaN .* epoch 2, step 7 .*: 2\)"):
+        require_finite(values, WINDOW)
+    with pytest.raises(NonFiniteError, match=r"^rank 3 has 1 NaN"):
+        require_finite(values, replace(WINDOW, group_weight=1))
+    agreed = WindowReport(
+        rank=0, epoch=2, step=7, examples=4, loss_sum=8.0, last=True, group_weight=12
+    )
+    with pytest.raises(NonFiniteError, match=r"^rank 0, which reports for all workers averaged"):
+        require_finite(values, agreed)

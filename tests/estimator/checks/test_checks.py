@@ -1,4 +1,4 @@
-"""Checks before a fit: trial steps and values."""
+"""What a fit is checked for before its workers start, and probes that make a plan."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import math
 import weakref
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from torch import Tensor, nn
 
+import sparkdl
+from sparkdl import ParameterAveraging
+from sparkdl.callbacks import TrainingReport
 from sparkdl.errors import ConfigError, DataError, ModelError
 from sparkdl.estimator.checks.building import build
 from sparkdl.estimator.checks.preflight import plan_fit
@@ -226,3 +230,40 @@ def test_weights_without_a_mean_in_float64_are_refused() -> None:
 @every("unit", [1e-300, 1e-46, 1e-44, 1.0, 1e300])
 def test_weights_of_any_unit_are_taken(unit: float) -> None:
     check_weight("w", weights(unit, 3 * unit), 6 * unit, 4)
+
+
+@pytest.mark.nightly
+def test_probes_with_one_and_two_workers_make_a_plan_of_all_rows(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    given = estimator(
+        strategy=ParameterAveraging(2),
+        batchSize=4,
+        validationFraction=0.25,
+        checkpointPath=str(tmp_path / "checkpoints"),
+        callbacks=[TrainingReport(str(tmp_path / "report.html"))],
+        epochs=7,
+    )
+    rows = frame(spark)
+    plan = sparkdl.plan(given, rows, workers=[1, 2, 8], seconds=0.5)
+    assert [(each.workers, each.batch_size, each.aggregation) for each in plan.profiles] == [
+        (1, 4, "driver"),
+        (1, 16, "driver"),
+        (2, 4, "driver"),
+        (2, 4, "executors"),
+    ]
+    assert plan.rows == round(0.75 * rows.count())
+    assert not any(tmp_path.iterdir())
+    best = plan.best(0.5)
+    trained = given.copy(best.params)
+    assert trained.getNumWorkers() == best.num_workers
+    assert trained.getEpochs() == 7
+    first = given.copy({"checkpointPath": None, "callbacks": None, "epochs": 2}).fit(rows)
+    assert first.summary.plan(link="1 Gbit/s").predict(8).seconds > 0
+
+
+def test_what_there_is_nothing_to_plan_with_is_refused(spark: SparkSession) -> None:
+    with pytest.raises(ConfigError, match="there are no rows to plan with"):
+        sparkdl.plan(estimator(), frame(spark).limit(0))
+    with pytest.raises(ConfigError, match="seconds must be a number > 0"):
+        sparkdl.plan(estimator(), frame(spark), seconds=0)

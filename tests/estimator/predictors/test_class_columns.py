@@ -179,7 +179,7 @@ def test_a_label_that_is_not_among_the_labels_is_named(
     spark: SparkSession, sql: str, labels: list[Any], shown: str, in_spark: str
 ) -> None:
     column = "the.label"
-    rows = spark.range(3).selectExpr(f"{sql} as `{column}`", "id")
+    rows = spark.range(0, 3, 1, 1).selectExpr(f"{sql} as `{column}`", "id")
     told = f", which is not among labels={labels!r}"
     with_indices, index = indexed(rows, column, labels)
     with pytest.raises(DataError) as raised:
@@ -205,7 +205,7 @@ def test_a_label_that_is_not_among_the_labels_is_named(
 def test_labels_that_are_known_have_their_index(
     spark: SparkSession, values: list[Any], labels: list[Any]
 ) -> None:
-    rows = spark.createDataFrame([(value,) for value in values], ["x.y"])
+    rows = spark.createDataFrame([(value,) for value in values], ["x.y"]).coalesce(1)
     assert labels_of(rows, "x.y") == (labels if isinstance(labels[0], str) else None)
     for strict in (False, True):
         found, index = indexed(rows, "x.y", labels, strict=strict)

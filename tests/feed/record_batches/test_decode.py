@@ -11,9 +11,9 @@ import pyarrow as pa
 import pytest
 import torch
 from every_row import every
+from feeds import VECTOR, as_vector
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spark_structs import VECTOR, as_vector
 from torch import Tensor
 
 from sparkdl import encodings

@@ -20,14 +20,7 @@ from sparkdl.feed.record_batches.packed import (
     unpacked,
 )
 
-CODES = {
-    "tinyint": "b",
-    "smallint": "h",
-    "int": "i",
-    "bigint": "q",
-    "float": "f",
-    "double": "d",
-}
+CODES = {"tinyint": "b", "smallint": "h", "int": "i", "bigint": "q", "float": "f", "double": "d"}
 
 
 def unsafe_array(row: list[Any] | None, element: str) -> bytes | None:

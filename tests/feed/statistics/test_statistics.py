@@ -15,19 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdl.errors import DataError, TrainingError
-from sparkdl.feed.statistics.column import (
-    ColumnStatistics,
-    places_from,
-    scan,
-)
+from sparkdl.feed.statistics.column import ColumnStatistics, places_from, scan
 from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics, check_statistics
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 
 WHOLE = ColumnSpec("x", torch.int64)
 REAL = ColumnSpec("x", torch.float32)
-SMALL = ColumnSpec("x", torch.float16)
 ARRAY = ColumnSpec("x", torch.float32, (UNKNOWN,))
-SMALL_ARRAY = ColumnSpec("x", torch.uint8, (UNKNOWN,))
 
 floats = st.sampled_from([math.nan, math.inf, -math.inf, -0.5, 3.0]) | st.floats(width=32)
 integers = st.integers(-(2**63), 2**63 - 1)

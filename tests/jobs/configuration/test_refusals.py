@@ -201,10 +201,7 @@ WRONG: list[tuple[str, str]] = [
     (job({"labelCol": "[S3CR3T]"}), "estimator.labelCol must be str, got list"),
     (job({"labelCol": "null"}), "labelCol must be str, got null; leave a key out for its default"),
     (job({"epoch": "S3CR3T"}), "no key 'estimator.epoch'; did you mean 'epochs'?"),
-    (
-        job({"callbacks": CALLBACK}),
-        "takes no argument 'tracking_ur'; did you mean 'tracking_uri'?",
-    ),
+    (job({"callbacks": CALLBACK}), "takes no argument 'tracking_ur'; did you mean 'tracking_uri'?"),
     (
         job({"model": LINEAR.replace("in_features: 2", "in_featurs: S3CR3T")}),
         "'torch.nn.Linear' takes no argument 'in_featurs'; did you mean 'in_features'?",

@@ -97,13 +97,6 @@ def test_with_fast_links_nobody_waits_for_a_slow_worker_but_at_the_end() -> None
     assert found.did[1] == pytest.approx(3 * 100.0, rel=1e-3)
 
 
-def test_equal_workers_are_as_stale_as_there_are_others() -> None:
-    """Gupta et al. 2015: in n equal workers' asynchronous SGD, n - 1 others update meanwhile."""
-    times = LogNormal(0.1, 0.1)
-    found = epoch(AsynchronousSGD(1, barrier=ASP()), 200, 4.0, workers=16, times=times)
-    assert found.staleness / found.windows == pytest.approx(15, rel=0.05)
-
-
 def test_hogwild_hides_its_exchanges_but_for_the_last() -> None:
     """Two workers, windows of 2 s, four passages of 0.32 s in each."""
     hidden = epoch(ElasticAveraging(20, mode="hogwild"), 200, workers=2).lasted
@@ -152,7 +145,7 @@ LOSSES: list[Strategy[Any]] = [
 def test_lost_workers_come_back_and_every_window_counts_once(strategy: Strategy[Any]) -> None:
     """A loss costs the time away and a window of the slowest worker at most, and nobody hangs."""
     for octets in (1e5, LARGE):
-        for seed in range(4):
+        for seed in range(2):
             given: dict[str, Any] = {"workers": 16, "link": Link(1.25e8), "restart_s": 2.0}
             given |= {"times": LogNormal(0.1, 0.3), "slow": {1: 3.0}, "seed": seed}
             whole = epoch(strategy, 103, octets, **given)

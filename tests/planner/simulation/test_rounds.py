@@ -315,16 +315,6 @@ def test_one_worker_sums_by_itself() -> None:
         assert summed_bytes(topology, 8e6, 1) == 0  # type: ignore[arg-type]
 
 
-def test_rings_overtake_trees_where_bytes_outweigh_messages() -> None:
-    """By the alpha-beta model at S = a B (2 (N - 1) - 2 log N) / (2 log N - 2 (N - 1) / N)."""
-    for workers, log in ((4, 2), (16, 4), (64, 6)):
-        link = Link(1e8, 1e-3)
-        least = link.latency * link.bandwidth * (workers - 1 - log) / (log - 1 + 1 / workers)
-        for part, faster in ((0.99, "tree"), (1.01, "ring")):
-            seconds = {each: sum_s(each, part * least, link, workers) for each in ("ring", "tree")}  # type: ignore[arg-type]
-            assert min(seconds, key=seconds.__getitem__) == faster
-
-
 def test_a_name_has_what_differs_from_the_defaults() -> None:
     assert short_name(ParameterAveraging()) == "ParameterAveraging(period=5)"
     strategy = AsynchronousSGD(barrier=SSP(2))

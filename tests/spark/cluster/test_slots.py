@@ -33,20 +33,10 @@ FEWEST = "spark.dynamicAllocation.minExecutors"
 INSTANCES = "spark.executor.instances"
 
 
-def test_no_wish_means_every_slot(spark: SparkSession) -> None:
-    assert choose_num_workers(spark, None) == 3
-
-
-def test_slots_are_the_cores_of_all_executors(spark: SparkSession) -> None:
+def test_a_wish_within_the_slots_is_granted_and_none_means_every_slot(spark: SparkSession) -> None:
     assert choose_num_workers(spark, 3) == 3  # waits for executors that are still starting
-    assert count_slots(spark) == 3
-
-
-def test_a_wish_within_the_slots_is_granted(spark: SparkSession) -> None:
-    assert [choose_num_workers(spark, wanted) for wanted in (1, 2, 3)] == [1, 2, 3]
-
-
-def test_a_wish_beyond_the_slots_is_refused_at_once_with_both_numbers(spark: SparkSession) -> None:
+    assert count_slots(spark) == 3  # the cores of all executors
+    assert [choose_num_workers(spark, wanted) for wanted in (None, 1, 2, 3)] == [3, 1, 2, 3]
     with pytest.raises(ConfigError, match=r"numWorkers is 9, but the cluster has 3 slots"):
         choose_num_workers(spark, 9)
 

@@ -292,10 +292,7 @@ def test_lines_go_to_whoever_shows_them_and_leaving_waits_for_the_last() -> None
     def on_lines(rank: int, lines: object, left_out: int) -> None:
         seen.extend((rank, line) for line in lines)  # type: ignore[attr-defined]
 
-    with (
-        console_of(on_lines) as console,
-        forwarded(console.address, 1, echo=False),
-    ):
+    with console_of(on_lines) as console, forwarded(console.address, 1, echo=False):
         for number in range(50):
             print(number)
     assert seen == [(1, str(number)) for number in range(50)]

@@ -73,8 +73,6 @@ def test_a_process_that_is_interrupted_is_lost_and_has_raised_nothing(spark: Spa
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-KEPT: list[object] = []
-
 
 @pytest.mark.parametrize("early", [0, 1])
 @pytest.mark.nightly_variants

@@ -340,12 +340,3 @@ def test_torch_distributors_errors_name_its_arguments(spark: SparkSession, tmp_p
     script.write_text("")
     with pytest.raises(ConfigError, match="no keyword arguments, but was given lr"):
         two.run(str(script), lr=0.1)
-
-
-def test_torch_distributor_raises_what_a_script_raised(spark: SparkSession, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(TORCHRUN_SCRIPT)
-    distributor = TorchDistributor(num_processes=2, local_mode=False, use_gpu=False)
-    assert distributor.run(str(script), "--steps", "2") is None
-    with pytest.raises(WorkerError, match="no such thing"):
-        distributor.run(str(script), "--steps", "2", "--fail-on", "0")

@@ -116,10 +116,7 @@ def test_vectors_come_as_structs(spark: SparkSession) -> None:
     rows = [(Vectors.dense([1.0, 2.0]), 0), (Vectors.sparse(3, [2], [5.0]), 1), (None, 2)]
     frame = spark.createDataFrame(rows, schema=VECTORS)
     assert at_the_workers(frame) == [
-        {
-            "c0": {"type": 1, "size": None, "indices": [], "values": [1.0, 2.0]},
-            ORDER_COLUMN: 0,
-        },
+        {"c0": {"type": 1, "size": None, "indices": [], "values": [1.0, 2.0]}, ORDER_COLUMN: 0},
         {"c0": {"type": 0, "size": 3, "indices": [2], "values": [5.0]}, ORDER_COLUMN: 1},
         {"c0": None, ORDER_COLUMN: 2},
     ]

@@ -244,38 +244,27 @@ def test_a_local_path_is_taken_as_spark_takes_it(
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-@pytest.fixture
-def view(spark: SparkSession, tmp_path: Path) -> str:
-    """A URI below which Hadoop sees ``tmp_path / "real"``."""
-    real = tmp_path / "real"
-    real.mkdir()
-    name = tmp_path.name.replace("_", "-")
-    configuration = spark.sparkContext._jsc.hadoopConfiguration()
-    configuration.set(f"fs.viewfs.mounttable.{name}.link./data", real.as_uri())
-    return f"viewfs://{name}/data"
-
-
 def save(store: CheckpointStore, content: bytes) -> None:
     piece = Piece("U8", [len(content)], lambda _: iter([content]))
     store.write({"before": piece, "center": piece}, {"length": len(content)})
 
 
-def test_checkpoints_are_published_found_verified_and_deleted(view: str, tmp_path: Path) -> None:
-    store = CheckpointStore(f"{view}/job", keep_last=2, open_elsewhere=open_hadoop)
+def test_checkpoints_are_published_found_verified_and_deleted(remote: str, tmp_path: Path) -> None:
+    store = CheckpointStore(f"{remote}/job", keep_last=2, open_elsewhere=open_hadoop)
     contents = [bytes([number]) * 9_000_000 for number in range(4)]
     for content in contents:
         save(store, content)
     store.prune()
-    there = sorted(path.name for path in (tmp_path / "real" / "job").iterdir())
+    there = sorted(path.name for path in (tmp_path / "remote" / "job").iterdir())
     assert there == ["checkpoint-000003.safetensors", "checkpoint-000004.safetensors"]
-    saved = CheckpointStore(f"{view}/job", keep_last=2, open_elsewhere=open_hadoop).newest()
+    saved = CheckpointStore(f"{remote}/job", keep_last=2, open_elsewhere=open_hadoop).newest()
     assert saved is not None
     for size in (1_000_000, 6_000_000):
         assert b"".join(saved.contents["center"].blocks(size)) == contents[-1]
 
 
-def test_what_is_not_there_is_said_to_be_missing(view: str) -> None:
-    files, root = open_hadoop(view)
+def test_what_is_not_there_is_said_to_be_missing(remote: str) -> None:
+    files, root = open_hadoop(remote)
     assert files.get_file_info(f"{root}/nothing").type == fs.FileType.NotFound
     with pytest.raises(OSError, match="FileNotFound"):
         files.open_input_stream(f"{root}/nothing")
@@ -284,9 +273,9 @@ def test_what_is_not_there_is_said_to_be_missing(view: str) -> None:
 
 
 @pytest.mark.gate
-def test_a_fit_goes_on_from_there(spark: SparkSession, view: str) -> None:
+def test_a_fit_goes_on_from_there(spark: SparkSession, remote: str) -> None:
     rows = frame(spark)
-    settings = {"checkpointPath": f"{view}/fit", "seed": 5}
+    settings = {"checkpointPath": f"{remote}/fit", "seed": 5}
     estimator(**settings, epochs=1).fit(rows)
     resumed = estimator(**settings, epochs=2).fit(rows)
     assert same_bits(resumed, estimator(seed=5, epochs=2).fit(rows))
@@ -299,9 +288,9 @@ def test_a_scheme_that_nobody_knows_is_refused_in_words(spark: SparkSession) -> 
 
 
 @pytest.mark.gate
-def test_a_function_cannot_save_there_and_is_told_why(view: str) -> None:
+def test_a_function_cannot_save_there_and_is_told_why(remote: str) -> None:
     def save() -> None:
-        sparkdl.current_worker().save_checkpoint(f"{view}/run", {"epoch": 1})
+        sparkdl.current_worker().save_checkpoint(f"{remote}/run", {"epoch": 1})
 
     with pytest.raises(WorkerError, match=r"no Java .* that all executors have mounted"):
         sparkdl.run(save, num_workers=1)
