@@ -6,7 +6,7 @@
 # make test-versions  the same with each Spark, clients of each, and what can be tried of each Python; writes docs/versions.md
 # make test-times   seconds and lines of tests by folder, by the report of a run of CI (or TIMES=)
 # make test-guests  programs written for Lightning, accelerate and Transformers, which it installs
-# make models-table write the tables of docs/models.md anew, by fitting every row
+# make models-table write the tables of tests/estimator/what_happens.md anew, by fitting every row
 # make notebooks    run the notebooks of examples/, and store what they show
 # make bench-before BEFORE=<commit>   rounds, throughput, feed and start-up, beside those of a commit
 # make storms       trainings under a hundred random faults; as root, also of whole hosts

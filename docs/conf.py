@@ -71,9 +71,7 @@ napoleon_custom_sections = [
 
 PAGES = {
     "README.md": "index.md",
-    "benchmarks/README.md": "benchmarks.md",
-    "CHANGELOG.md": "changelog.md",
-    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "reference/changelog.md",
 }
 """Files outside this folder that are pages of the site, and as which."""
 

@@ -187,7 +187,7 @@ def test_it_runs_and_its_text_is_true(name: str, tmp_path: Path) -> None:
 
 def test_each_is_listed_and_has_claims() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.ipynb")}
-    page = (ROOT / "docs/examples.md").read_text()
+    page = (ROOT / "docs/guides.md").read_text()
     assert names == set(CLAIMS)
     assert names == set(re.findall(r"\(\.\./examples/(\w+)\.ipynb\)", page))
     assert names == set(re.findall(r"^examples/(\w+)$", page, re.MULTILINE))

@@ -1,4 +1,4 @@
-"""The programs of the README, the quick start, of functions and of search run as they stand."""
+"""The programs of the README, the quick start, of functions and of the search run as they stand."""
 
 from __future__ import annotations
 
@@ -68,10 +68,11 @@ def test_the_quick_start_works_from_top_to_bottom(
 
 @pytest.mark.usefixtures("spark")
 @pytest.mark.nightly
-def test_the_page_about_search_finds_saves_and_loads_the_better_learning_rate(
+def test_the_search_of_the_page_about_metrics_finds_saves_and_loads_the_better_learning_rate(
     tmp_path: Path,
 ) -> None:
-    blocks = [each.replace('"output/', f'"{tmp_path}/') for each in programs("docs/search.md")]
+    shown = programs("docs/metrics.md", "Hyperparameter search")
+    blocks = [each.replace('"output/', f'"{tmp_path}/') for each in shown]
     space = run(blocks, "search")
     found, again = space["found"], space["again"]
     rates = [setting[space["estimator"].learningRate] for setting in space["grid"]]

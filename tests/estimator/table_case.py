@@ -1,4 +1,4 @@
-"""A row of docs/models.md: what is fitted, on which rows, and what torch alone makes of it.
+"""A row of what_happens.md: what is fitted, on which rows, and what torch alone makes of it.
 
 Both workers have the same rows, all of them in one minibatch. So they take the same steps, whatever
 the optimizer, and end where a loop of torch's own ends on those rows.

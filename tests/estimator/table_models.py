@@ -1,4 +1,4 @@
-"""Models as people have them, for docs/models.md."""
+"""Models as people have them, for what_happens.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Networks and losses as people write them, for the table of models in docs/models.md."""
+"""Networks and losses as people write them, for the table of models in what_happens.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers and schedules of the learning rate, for docs/models.md."""
+"""Optimizers and schedules of the learning rate, for what_happens.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run as a program, writes what is made from the Params: their types, and a page of the docs."""
+"""Run as a program, writes the types of the Params."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 
 import sparkdl
@@ -18,7 +17,6 @@ from sparkdl.estimator.params.declaration import Default, described, field_of
 from sparkdl.estimator.params.estimators import EstimatorParams
 
 FOLDER = Path(sparkdl.__file__).parent / "estimator" / "params"
-PAGE = FOLDER.parents[2] / "docs" / "parameters.md"
 MODULES = ("columns", "training", "estimators")
 KINDS = {"flag": "bool", "number": "int", "choice": "str"}
 """Functions that declare a Param, and the type of what each takes."""
@@ -145,21 +143,6 @@ def _only_used(line: str, body: str, own: set[str]) -> str:
     return f"{module} import {', '.join(kept)}" if kept else ""
 
 
-def page(text: str) -> str:
-    """The page of the Params, with its table as the declarations have it now."""
-    params = importlib.import_module("sparkdl.estimator.params.estimators").TorchEstimatorParams
-    rows = ["| Param | default | meaning |", "|---|---|---|"]
-    for group, members in groupby(params.declarations.items(), lambda item: item[1].group):
-        rows.append(f"| **{group}** | | |")
-        for name, each in members:
-            default = each.argument(name).default
-            shown = "" if default in (None, inspect.Parameter.empty) else f"`{default!r}`"
-            rows.append(f"| `{name}` | {shown} | {each.doc.removesuffix('.').replace('``', '`')} |")
-    before, _, rest = text.partition("| Param |")
-    return f"{before}{chr(10).join(rows)}\n\n{rest.partition(chr(10) * 2)[2]}"
-
-
 if __name__ == "__main__":
     for each in MODULES:
         (FOLDER / f"{each}.pyi").write_text(written(each))
-    PAGE.write_text(page(PAGE.read_text()))

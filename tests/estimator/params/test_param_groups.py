@@ -1,4 +1,4 @@
-"""One declaration a Param: constructors, stubs and documents say what the tables say."""
+"""One declaration a Param: constructors and stubs say what the tables say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from stubs import FOLDER, MODULES, PAGE, page, written
+from stubs import FOLDER, MODULES, written
 
 from sparkdl import TorchClassifier, TorchEstimator, TorchRegressor
 from sparkdl.estimator.params.declaration import GROUPS
@@ -47,11 +47,10 @@ def test_a_users_strict_mypy_takes_what_is_right_and_refuses_what_is_wrong(tmp_p
     assert refused == set(range(first, first + len(WRONG))), done.stdout + done.stderr
 
 
-def test_stubs_and_page_are_what_the_declarations_say() -> None:
+def test_stubs_are_what_the_declarations_say() -> None:
     """``PYTHONPATH=. python tests/estimator/params/stubs.py`` writes them anew."""
     old = [each for each in MODULES if (FOLDER / f"{each}.pyi").read_text() != written(each)]
     assert old == []
-    assert PAGE.read_text() == page(PAGE.read_text())
 
 
 def test_the_docstring_lists_the_constructors_arguments_in_its_order_by_group() -> None:

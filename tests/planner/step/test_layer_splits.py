@@ -19,7 +19,7 @@ from sparkdl.strategies import Hybrid
 from sparkdl.strategies.all_reduce.hybrid import sent_bytes
 from sparkdl.strategies.worker_group import Grid
 
-PAGE = Path(__file__).parents[3] / "docs" / "parallel.md"
+PAGE = Path(__file__).parents[3] / "docs" / "notes" / "strategies.md"
 FLOP_S = 5e12
 """Of the workers of the page's table."""
 
