@@ -75,14 +75,13 @@ def fit_in_stage(plan: FitPlan, params: SharedParams, module: nn.Module) -> tupl
     remote = replace(plan, job=job, workers=replace(workers, frame=None))  # type: ignore[arg-type]
     while True:
         serve, names = partial(_serve, remote, params, checkpoints), set[str]()
-        payload = pickled((job, workers.network, in_memory, serve), names)
+        payload = pickled((job, workers.network, in_memory, workers.device, True, serve), names)
         try:
             result, _ = read_stage(
                 spark,
                 "sparkdl.spark.launch.task:run_worker_task",
                 payload,
                 partial(_received, plan, module),
-                further=(workers.device, True),
                 begin_s=job.deadline_s,
                 tasks=workers.num_tasks,
                 ranks_a_task=workers.ranks_a_task,

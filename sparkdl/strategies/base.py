@@ -181,8 +181,6 @@ class Needs:
     peers: bool = False
     """Whether a worker visits others, one at a time, while all train, and no one waits for a lost
     one."""
-    gang_start: bool = False
-    """Whether the workers need a gang-scheduled start: Spark's barrier mode."""
     equal_steps: bool = False
     """Whether the workers agree on the number of steps before an epoch's first, so that all rows
     must be read before that."""
@@ -205,10 +203,10 @@ class Needs:
     most the number of workers."""
 
     def __post_init__(self) -> None:
-        if self.collective and (self.resumes_alone or not self.gang_start):
+        if self.collective and self.resumes_alone:
             raise ConfigError(
-                "a strategy that needs a collective needs a gang-scheduled start, and a restart "
-                "of all workers if one is lost: set gang_start=True and resumes_alone=False"
+                "a strategy that needs a collective needs a restart of all workers if one is "
+                "lost: set resumes_alone=False"
             )
 
 

@@ -2,7 +2,7 @@
 
 Deeplearning4j's ParameterAveragingTrainingMaster, known as local SGD (Stich 2019, "Local SGD
 Converges Fast and Communicates Little"). The mean is formed in the driver, or among the workers
-(``aggregation="executors"``), which costs the driver nothing but needs a gang-scheduled start, or
+(``aggregation="executors"``), which costs the driver nothing but needs all workers at once, or
 on each host first (``"hierarchical"``). With a cut-off (``cutoff``), a round has the workers that
 are fast enough, and those that were too slow for the round before.
 """
@@ -84,11 +84,10 @@ class ParameterAveraging(PeriodicStrategy[WorkerGroup | None]):
             where rounds wait for the driver's link.
         aggregation: ``driver`` averages in the driver; a lost worker affects no other.
             ``executors`` averages among the workers over NCCL (gloo on CPUs), and the driver
-            receives one copy at the end of each epoch: for many workers or large models. The
-            workers then need a gang-scheduled start, in Spark's barrier mode; if one is lost, all
-            are restarted from the driver's last copy. ``hierarchical`` averages among the workers
-            of each host first, and each host contributes once to the driver's round: for many
-            workers on few hosts. It needs a gang-scheduled start too.
+            receives one copy at the end of each epoch: for many workers or large models. If one
+            is lost, all are restarted from the driver's last copy. ``hierarchical`` averages among
+            the workers of each host first, and each host contributes once to the driver's round:
+            for many workers on few hosts. A loss restarts all here too.
         commit_every: with ``executors``, steps after which the driver takes an extra copy, rounded
             up to whole periods, and so the most that are repeated after the loss of a worker. None
             for copies at the ends of epochs only, which is enough if an epoch takes minutes.
@@ -157,7 +156,6 @@ class ParameterAveraging(PeriodicStrategy[WorkerGroup | None]):
         return Needs(
             exchanges_optimizer_state=self.average_optimizer_state,
             collective=among_workers,
-            gang_start=among_workers,
             equal_steps=among_workers,
             resumes_alone=not among_workers,
         )

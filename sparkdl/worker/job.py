@@ -67,7 +67,7 @@ class Job:
     def survivable_losses(self) -> int:
         """How often workers may be lost and come back.
 
-        Never if they need a gang-scheduled start, nor if what a lost worker had came from others
+        Never if they exchange among themselves, nor if what a lost worker had came from others
         that no longer have it.
         """
         feed = self.feed

@@ -178,8 +178,8 @@ def what_is_missing(run: RunState, ranks: set[int]) -> str:
     members, joined = run.members, run.members.ever_joined
     if not ranks <= joined:
         return (
-            f"did not start ({len(joined)} of {members.world_size} workers did, and they need "
-            "a gang-scheduled start: are other jobs using the cluster? An executor that "
+            f"did not start ({len(joined)} of {members.world_size} workers did, and all have "
+            "to start: are other jobs using the cluster? An executor that "
             "cannot reach the driver says so in its log)"
         )
     if not ranks & members.there:

@@ -133,7 +133,11 @@ class Membership:
                 "Spark started more tasks than the run has workers"
             )
         before = self._members.get(rank)
-        if before is not None and not self.tolerance.max_failures:
+        if (
+            before is not None
+            and member.attempt <= before.attempt
+            and not self.tolerance.max_failures
+        ):
             raise TrainingError(
                 f"rank {rank} joined from {host}, but it had already joined from {before.host}: "
                 "Spark started the task twice"

@@ -163,8 +163,6 @@ def _workers(
     """Where the workers run, and how they get which rows."""
     spark, strategy = frame.sparkSession, settings.strategy
     if is_of_connect(spark):
-        require_static_allocation(spark, "Spark Connect")
-    elif strategy.needs.gang_start:
         require_static_allocation(spark)
     if strategy.needs.collective:
         require_trusted_network(spark, settings.tls, type(strategy).__name__)

@@ -35,7 +35,7 @@ def on_tasks(
         frame: the rows.
         task: what ``mapInArrow`` is to run.
         output: the schema of what it yields, as DDL.
-        barrier: whether the tasks have to start at once.
+        barrier: whether the tasks have to meet, as in Spark's barrier mode.
         profile: what each task needs; what the session's settings say by default.
     """
     if profile is None:

@@ -40,7 +40,7 @@ _ON_DEMAND = "spark.dynamicAllocation.enabled"
 _FEWEST_EXECUTORS = "spark.dynamicAllocation.minExecutors"
 _MOST_EXECUTORS = "spark.dynamicAllocation.maxExecutors"
 OTHERS_END_S = 10.0
-"""Seconds to wait for other jobs to give slots back, where workers need a gang-scheduled start."""
+"""Seconds to wait for other jobs to give slots back, where workers have to start together."""
 
 
 def most_slots(
@@ -174,23 +174,17 @@ def _master(spark: SparkSession) -> str:
     return own or setting(spark, "spark.master") or ""
 
 
-def require_static_allocation(spark: SparkSession, gang_start_for: str | None = None) -> None:
-    """Check that Spark can gang-schedule the workers, which it does in barrier mode only.
-
-    Args:
-        spark: the session.
-        gang_start_for: what needs that; None for a strategy, instead of which there are others.
+def require_static_allocation(spark: SparkSession) -> None:
+    """Check that a client's tasks can meet, as they do in Spark's barrier mode.
 
     Raises:
         ConfigError: dynamic allocation is on, which barrier mode does not support.
     """
     if is_true(spark, _ON_DEMAND):
         raise ConfigError(
-            f"{_ON_DEMAND} is true, and "
-            f"{gang_start_for or 'this strategy'} needs Spark's barrier mode, which does not "
-            "support it. Set it to false with a fixed number of executors "
+            f"{_ON_DEMAND} is true, and training over Spark Connect needs barrier mode, which does "
+            "not support it. Set it to false with a fixed number of executors "
             "(spark.executor.instances)"
-            + ("" if gang_start_for else ", or use ParameterAveraging(), which does not need it")
         )
 
 
@@ -202,7 +196,8 @@ def require_free_slots(
 ) -> None:
     """Wait for slots that other jobs still hold, or that a lost executor had.
 
-    Spark would wait for a year, silently.
+    Workers that have started would wait for the others, and hold their slots meanwhile. Under
+    dynamic allocation Spark starts executors for the tasks that wait.
 
     Args:
         spark: the session.
@@ -213,9 +208,11 @@ def require_free_slots(
     Raises:
         ConfigError: other jobs hold too many slots, or lost executors were not replaced.
     """
+    if is_true(spark, _ON_DEMAND):
+        return
     executors_due = time.monotonic() + EXECUTORS_START_S
     others_due = math.inf
-    who = f"{needed * ranks_a_task} workers need a gang-scheduled start"
+    who = f"{needed * ranks_a_task} workers have to start together"
     if ranks_a_task > 1:
         who += f", {ranks_a_task} in each of {needed} tasks"
     while True:

@@ -105,9 +105,7 @@ def run(
         groupByLength: like the estimator's Param: whether rows of about equal length share a
             minibatch.
         shuffleRows: like the estimator's Param: how the rows are spread over the workers,
-            ``exchange``, ``spark`` or ``none``. Workers need a gang-scheduled start, for which
-            Spark gives each task one partition: if there are more or fewer, its shuffle makes that
-            many.
+            ``exchange``, ``spark`` or ``none``.
         shuffleSeed: for the order of the rows of ``df``; ``seed`` is left to the function.
         storeIn: like the estimator's Param: where each worker keeps its rows, ``disk`` or
             ``memory``.
@@ -189,7 +187,8 @@ def run_call(
     Returns:
         See ``run``.
     """
-    require_static_allocation(spark)
+    if is_of_connect(spark):
+        require_static_allocation(spark)
     profile, ranks = gpu_profile(spark, placement.device), ranks_a_task(spark, placement.device)
     choose_num_workers(spark, num_workers, profile, ranks, name)
     require_trusted_network(spark, False, "what sparkdl.run calls")
@@ -239,7 +238,6 @@ def run_call(
             device=placement.device,
             tasks=tasks,
             ranks_a_task=ranks,
-            barrier=True,
             rows=input_rows,
             ended_early="the Spark job ended before its workers did: one exited without reporting "
             "why",

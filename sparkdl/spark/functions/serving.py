@@ -107,7 +107,7 @@ def watch(service: RunService, jobs: RunJobs | None) -> None:
             service.fail(
                 DeadlineError(
                     f"rank {', '.join(map(str, service.missing))} of {service.world_size} workers "
-                    f"did not start within {JOIN_S:g} s, and they need a gang-scheduled start: are "
+                    f"did not start within {JOIN_S:g} s, and all have to start: are "
                     "other jobs using the cluster? An executor that cannot reach the driver says "
                     "so in its log"
                 )

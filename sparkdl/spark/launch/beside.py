@@ -18,7 +18,6 @@ whose every field is checked, so nothing in it runs code.
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import struct
@@ -28,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from pyspark.sql import DataFrame, Row, SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from typing_extensions import Self
 
 from sparkdl import errors
@@ -86,7 +85,6 @@ def read_stage(
     payload: bytes,
     take: Callable[[dict[str, Any], Iterator[bytes]], T],
     *,
-    further: tuple[Any, ...] = (),
     begin_s: float,
     patience_s: float = LEAVE_S,
     tasks: int,
@@ -105,7 +103,6 @@ def read_stage(
         payload: its first argument, a pickled tuple whose last value is a ``stage_task.Serve``. The
             second is the address of whatever that serves.
         take: is given what ``Serve`` has returned, even if the run has failed.
-        further: its further arguments.
         begin_s: seconds for the first task to begin to serve, which may have to build a model.
         patience_s: seconds that the other tasks have once the first has answered.
         tasks: how many there are.
@@ -131,7 +128,6 @@ def read_stage(
     arguments = (
         entry,
         send(spark, payload),
-        further,
         tasks,
         ranks_a_task,
         apart,
@@ -139,20 +135,13 @@ def read_stage(
         shipment and tuple(shipment),
         torch_version(),
     )
-
-    entry = f"{stage_task.__name__}:run_stage_task"
-    task = bootstrap.make_task(entry, arguments, sparkdl_version())
-
-    def begin(frame: DataFrame) -> Iterator[Row]:
-        found = frame.toLocalIterator()
-        first = list(itertools.islice(found, 1))  # raises if barrier mode refuses the rows
-        return itertools.chain(first, found)
+    name = f"{stage_task.__name__}:run_stage_task"
+    task = bootstrap.make_task(name, arguments, sparkdl_version())
 
     def answer() -> Iterator[bytes]:
         try:
-            for row in run_tasks(
-                spark, task, begin, tasks=tasks, device=device, barrier=True, rows=rows
-            ):
+            read = DataFrame.toLocalIterator
+            for row in run_tasks(spark, task, read, tasks=tasks, device=device, rows=rows):
                 if row.rank != SERVICE_ROW:
                     results[row.rank] = None if row.result is None else bytes(row.result)
                 elif row.result != END_OF_ANSWER:

@@ -64,14 +64,13 @@ _UNREACHABLE = re.compile(
 def launch(workers: Workers, job: Job) -> Launch:
     """Prepare to start ``job`` on ``workers``; see ``driver.Launch``."""
     spark = workers.frame.sparkSession
-    barrier = job.strategy.needs.gang_start
-    names: set[str] = set()
-    payload = pickled((job, workers.network, keeps_rows_in_memory(spark, workers.store_in)), names)
+    names, in_memory = set[str](), keeps_rows_in_memory(spark, workers.store_in)
+    payload = pickled((job, workers.network, in_memory, workers.device, echoes(spark)), names)
     shipment = ship(names, spark) if workers.ship_modules else None
 
     @contextmanager
     def start(averager: Averager) -> Iterator[None]:
-        arguments = (astuple(averager.address), workers.device, echoes(spark))
+        arguments = (astuple(averager.address),)
         entry = "sparkdl.spark.launch.task:run_worker_task"
         running = WorkerJob(
             spark,
@@ -82,13 +81,12 @@ def launch(workers: Workers, job: Job) -> Launch:
             device=workers.device,
             tasks=workers.num_tasks,
             ranks_a_task=workers.ranks_a_task,
-            barrier=barrier,
             rows=workers,
             ended_early="the Spark job ended before training did: a worker exited without "
             "reporting why, perhaps because it could not reach the driver at "
             f"{averager.address.uri}",
         )
-        if barrier:
+        if job.strategy.needs.collective:
             profile = gpu_profile(spark, workers.device)
             require_free_slots(spark, workers.num_tasks, profile, workers.ranks_a_task)
         with (
@@ -116,7 +114,6 @@ class WorkerJob:
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         tasks: how many there are.
         ranks_a_task: ranks per task.
-        barrier: whether they need a gang-scheduled start.
         rows: those that the workers read; None for none.
         ended_early: why the run fails if its job ends while workers are still there.
         unexplained: what is said of a lost worker of which Spark knows nothing.
@@ -136,17 +133,14 @@ class WorkerJob:
         device: str,
         tasks: int,
         ranks_a_task: int,
-        barrier: bool,
         rows: Workers | None,
         ended_early: str,
         unexplained: str = "",
     ) -> None:
         self.jobs = RunJobs(spark.sparkContext, description)
         self._spark, self._payload, self._make_task, self._fail = spark, payload, task, fail
-        self._run_tasks = partial(
-            run_tasks, spark, tasks=tasks, device=device, barrier=barrier, rows=rows
-        )
-        self._ranks_a_task, self._barrier = ranks_a_task, barrier
+        self._run_tasks = partial(run_tasks, spark, tasks=tasks, device=device, rows=rows)
+        self._ranks_a_task = ranks_a_task
         self._ended_early, self._unexplained = ended_early, unexplained
         self._yielded: list[Row] = []
         self._error: SparkDLError | None = None
@@ -202,7 +196,7 @@ class WorkerJob:
         """The error with what Spark knows about lost workers."""
         if not isinstance(error, WorkerLostError) or error is self._error:
             return error
-        if self._barrier or self._sparks_reason(error) is not None:
+        if self._sparks_reason(error) is not None:
             self.jobs.wait(REASON_S)  # a task has failed, so the job is about to
         if self._error is not None and is_its_own(self._error):
             return self._error

@@ -69,7 +69,6 @@ T = TypeVar("T")
 def run_stage_task(
     entry: str,
     payload: SentBytes,
-    further: tuple[Any, ...],
     tasks: int,
     ranks: int,
     apart: bool,
@@ -83,7 +82,6 @@ def run_stage_task(
     Args:
         entry: as in ``read_stage``.
         payload: as in ``read_stage``.
-        further: as in ``read_stage``.
         tasks: how many there should be.
         ranks: ranks per task.
         apart: as in ``read_stage``.
@@ -120,7 +118,7 @@ def run_stage_task(
         arrived = arrive(None if shipment is None else Shipment(*shipment))
 
         def ranks_here(address: tuple[Any, ...]) -> list[pa.RecordBatch]:
-            arguments, mine = (payload.value, address, *further), assignments(context, ranks)
+            arguments, mine = (payload.value, address), assignments(context, ranks)
             rows = given_rows(batches)
             return list(hosted(entry, arguments, mine, arrived, versions, rows))
 
@@ -135,9 +133,8 @@ def run_stage_task(
         except TimeoutError:
             raise late("") from None
         if (address := json.loads("".join(told))) is not None:
-            arguments = (tuple(address), *further)
             yield from run_ranks(
-                entry, payload, arguments, ranks, apart, shipment, versions, batches
+                entry, payload, (tuple(address),), ranks, apart, shipment, versions, batches
             )
     for _ in batches:  # or Spark does not use this process again
         pass

@@ -22,19 +22,16 @@ from sparkdl.worker import Job, Placement, report_failure, train
 def run_worker_task(
     payload: bytes,
     address: tuple[str, str, str | None],
-    device: str,
-    echo: bool,
     assigned: Assignment,
     batches: Iterator[pa.RecordBatch],
 ) -> bytes | None:
     """Train one replica on one rank's rows.
 
     Args:
-        payload: the pickled ``Job``, ``Network``, and what demands that rows stay in memory, if
-            anything does; what follows is for others.
+        payload: pickled: the ``Job``, the ``Network``, what demands that rows stay in memory, if
+            anything does, the device (``auto``, ``cpu``, ``cuda`` or ``cuda:N``), and whether what
+            is printed is also written to this process's own streams; what follows is for others.
         address: the fields of the ``ServiceAddress`` of the averager and the console.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        echo: whether what is printed is also written to this process's own streams.
         assigned: the rank, its cores and its GPU.
         batches: the rank's rows.
 
@@ -47,7 +44,7 @@ def run_worker_task(
         job: Job
         network: Network
         in_memory: str | None
-        job, network, in_memory, *_ = cloudpickle.loads(payload)
+        job, network, in_memory, device, echo, *_ = cloudpickle.loads(payload)
         placement = Placement(
             rank=rank,
             device=choose_device(device, assigned.gpu, rank),

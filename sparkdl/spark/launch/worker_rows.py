@@ -22,6 +22,7 @@ from pyspark.sql import functions as F
 from sparkdl.collective import Network
 from sparkdl.errors import ConfigError
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN, PLACE_COLUMN
+from sparkdl.spark.catalyst.jvm import is_of_connect
 from sparkdl.spark.catalyst.plans import has_stable_order, in_partitions, moved, planned
 from sparkdl.spark.catalyst.versions import on_tasks
 from sparkdl.spark.cluster.gpus import gpu_profile
@@ -33,10 +34,6 @@ logger = logging.getLogger(__name__)
 
 SHUFFLES = ("exchange", "spark", "none")
 """The values that ``shuffleRows`` may have."""
-
-_FORBIDDEN_LINEAGE = "Barrier execution mode does not allow the following pattern of RDD chain"
-"""Spark's wording of this error, in every version that has barrier stages."""
-
 
 R = TypeVar("R")
 Task = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
@@ -94,7 +91,7 @@ class Workers:
         return planned(self.frame.select(*columns, place))
 
 
-def worker_frame(workers: Workers, *, barrier: bool = False, refused: str = "") -> DataFrame:
+def worker_frame(workers: Workers) -> DataFrame:
     """The rows as workers receive them: only what is needed, packed, one partition per task.
 
     A shuffle delivers the same set of rows to a partition in every run, but in varying order.
@@ -104,49 +101,44 @@ def worker_frame(workers: Workers, *, barrier: bool = False, refused: str = "") 
 
     Args:
         workers: whose rows.
-        barrier: whether the tasks need a gang-scheduled start, which Spark's barrier mode allows
-            for few lineages.
-        refused: why they cannot be read as they are, if so.
 
     Raises:
         ConfigError: they are to stay in their partitions, but cannot.
     """
     stable = has_stable_order(workers.frame)
-    rows = packed(_on_tasks(workers, stable=stable, barrier=barrier, refused=refused))
+    rows = packed(_on_tasks(workers, stable=stable))
     if workers.ranks_a_task == 1:
         return rows if stable else rows.select("*", F.lit(None).alias(ORDER_COLUMN))
     identity = [PLACE_COLUMN] if stable else [n for n in rows.columns if n != PLACE_COLUMN]
     return rows.select("*", F.xxhash64(*map(quoted, identity)).alias(ORDER_COLUMN))
 
 
-def _on_tasks(workers: Workers, *, stable: bool, barrier: bool, refused: str) -> DataFrame:
+def _on_tasks(workers: Workers, *, stable: bool) -> DataFrame:
     """The rows in one partition per task; ``stable`` are those whose places are in every run."""
     tasks, (rows, found) = workers.num_tasks, workers.planned
     after = "stay there"
     if workers.exchanged:
         after = f"are exchanged among {workers.num_workers} workers"
-    if found == tasks and not (refused or workers.spread):
+    if found == tasks and not workers.spread:
         logger.info("rows: %d partitions are read by as many tasks, and %s", tasks, after)
         return rows
+    reason = f"{tasks} tasks read {found} partitions"
     if found is None:
-        refused = refused or "Spark Connect does not say how many partitions there are"
-    elif barrier and found != tasks:
-        refused = f"Spark's barrier mode cannot have {tasks} tasks read {found} partitions"
+        reason = "Spark Connect does not say how many partitions there are"
     if workers.shuffle == "none":
-        why, instead = f"those cannot be read as they are: {refused}", "Drop shuffleRows"
-        if found not in (None, tasks):
+        why, instead = f"those cannot be read as they are: {reason}", "Drop shuffleRows"
+        if found is not None:
             why = f"the DataFrame has {found} for {tasks} tasks"
             instead += f", or make as many partitions as tasks: df.repartition({tasks})"
         kept = "shuffleRows='none' leaves rows in their partitions"
         raise ConfigError(f"{kept}, but {why}. {instead}")
     if workers.spread or workers.shuffle == "spark":
-        reason = refused or f"{tasks} tasks read {found} partitions"
         logger.info("rows: Spark's shuffle, because %s", reason)
         # By places that vary from run to run, Spark would send rows to other tasks.
         return (rows if stable else rows.drop(PLACE_COLUMN)).repartition(tasks)
-    if refused:
+    if found is None:
         what = f"takes whole partitions to {tasks} tasks, and they {after}"
-        logger.info("rows: Spark's shuffle %s, because %s", what, refused)
+        logger.info("rows: Spark's shuffle %s, because %s", what, reason)
         return moved(rows, tasks)
     logger.info("rows: %d partitions are read by %d tasks, and %s", found, tasks, after)
     return in_partitions(rows, tasks)
@@ -159,18 +151,16 @@ def run_tasks(
     *,
     tasks: int,
     device: str,
-    barrier: bool,
     rows: Workers | None,
 ) -> R:
-    """Run the tasks of workers, after a shuffle if barrier mode refuses what is upstream of them.
+    """Run the tasks of workers; those of a Connect client have to meet.
 
     Args:
         spark: the session.
         task: what to run on each partition.
-        read: reads what the tasks yield, ``OUTPUT_DDL``, or raises why Spark refuses.
+        read: reads what the tasks yield, ``OUTPUT_DDL``.
         tasks: how many there are.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        barrier: whether they need a gang-scheduled start.
         rows: those that the workers read; None for none.
 
     Returns:
@@ -178,15 +168,8 @@ def run_tasks(
     """
 
     def run_on(frame: DataFrame) -> R:
-        profile = gpu_profile(spark, device)
+        profile, barrier = gpu_profile(spark, device), is_of_connect(spark)
         with small_record_batches(spark):
             return read(on_tasks(frame, task, OUTPUT_DDL, barrier=barrier, profile=profile))
 
-    if rows is None:
-        return run_on(spark.range(0, tasks, 1, tasks))
-    try:
-        return run_on(worker_frame(rows, barrier=barrier))
-    except Exception as error:
-        if _FORBIDDEN_LINEAGE not in str(error):
-            raise
-    return run_on(worker_frame(rows, barrier=barrier, refused=_FORBIDDEN_LINEAGE))
+    return run_on(spark.range(0, tasks, 1, tasks) if rows is None else worker_frame(rows))

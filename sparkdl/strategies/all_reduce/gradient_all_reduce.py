@@ -117,8 +117,8 @@ class GradientAllReduce(Strategy["Reducer"]):
         and compression send less); for small models on CPUs, whose steps are shorter than a
         message's trip; nor where workers come and go, as losing one stops all.
 
-    Workers need a gang-scheduled start, in Spark's barrier mode. If one is lost, all leave and are
-    restarted from the last copy that the driver took.
+    All workers are needed at the same time. If one is lost, all leave and are restarted from the
+    last copy that the driver took.
 
     Args:
         bucket_mb: MB of gradients that are sent together, > 0; smaller buckets start earlier,
@@ -204,7 +204,6 @@ class GradientAllReduce(Strategy["Reducer"]):
         return Needs(
             exchanges_optimizer_state=not self.shard_optimizer,
             collective=True,
-            gang_start=True,
             equal_steps=True,
             joint_batch_norm=self.sync_batch_norm,
             resumes_alone=False,

@@ -108,8 +108,8 @@ class ElasticAveraging(PeriodicStrategy[Spring]):
             ``executors`` each worker keeps the center, and they sum among themselves, over NCCL
             (gloo on CPUs), while they train on to the next round; the driver receives one copy at
             the end of each epoch. It is for many workers or large models, in the synchronous mode,
-            with the same results except for rounding. It needs a gang-scheduled start, in Spark's
-            barrier mode; if one is lost, all are restarted from the end of the last epoch.
+            with the same results except for rounding. If one is lost, all are restarted from the
+            end of the last epoch.
 
     Raises:
         ConfigError: an argument is out of range, or some do not go together.
@@ -164,7 +164,6 @@ class ElasticAveraging(PeriodicStrategy[Spring]):
         return Needs(
             exchanges_optimizer_state=False,
             collective=self._among_workers,
-            gang_start=self._among_workers,
             equal_steps=self._among_workers,
             resumes_alone=not self._among_workers,
             steps_ahead=self.period if self._overlaps else 0,

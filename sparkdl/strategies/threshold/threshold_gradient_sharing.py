@@ -91,8 +91,8 @@ class ThresholdGradientSharing(PeriodicStrategy["_Sharing"]):
         period: local steps between two exchanges, >= 1; 1 in the paper.
         aggregation: ``driver`` forms the center in the driver; a lost worker affects no other.
             ``executors`` has each worker send to all others over NCCL (gloo on CPUs): for few
-            workers with a fast network between them. It needs a gang-scheduled start, in Spark's
-            barrier mode; if one is lost, all are restarted from the driver's last copy.
+            workers with a fast network between them. If one is lost, all are restarted from the
+            driver's last copy.
         commit_every: with ``executors``, steps after which the driver takes an extra copy, rounded
             up to whole periods, and so the most that are repeated after the loss of a worker.
 
@@ -131,7 +131,6 @@ class ThresholdGradientSharing(PeriodicStrategy["_Sharing"]):
         return Needs(
             exchanges_optimizer_state=False,
             collective=among_workers,
-            gang_start=among_workers,
             equal_steps=among_workers,
             resumes_alone=not among_workers,
         )

@@ -195,7 +195,6 @@ def job_that(
         device="cpu",
         tasks=2,
         ranks_a_task=1,
-        barrier=True,
         rows=reads,
         ended_early="",
     )

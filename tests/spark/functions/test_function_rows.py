@@ -164,8 +164,7 @@ def test_it_is_said_which_way_the_rows_go(
             sparkdl.run(lambda: None, num_workers=2, df=rows)
     assert [line for line in caplog.messages if line.startswith("rows: ")] == [
         "rows: 2 partitions are read by as many tasks, and are exchanged among 2 workers",
-        "rows: Spark's shuffle takes whole partitions to 2 tasks, and they are exchanged among 2 "
-        "workers, because Spark's barrier mode cannot have 2 tasks read 5 partitions",
+        "rows: 5 partitions are read by 2 tasks, and are exchanged among 2 workers",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Barrier stages."""
+"""Workers that exchange among themselves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from sparkdl import GradientAllReduce
 from sparkdl.errors import ConfigError, DataError, TrainingError, WorkerError
 from sparkdl.spark.cluster import slots
 from sparkdl.spark.cluster.network import network_of
-from sparkdl.spark.cluster.slots import require_free_slots, require_static_allocation
+from sparkdl.spark.cluster.slots import require_free_slots
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ALL_REDUCE = GradientAllReduce()
@@ -137,17 +137,6 @@ def test_a_rank_that_hangs_ends_the_fit_after_the_timeout_and_is_named(
 def assert_next_fit_works(spark: SparkSession) -> None:
     model = estimator(strategy=ALL_REDUCE, numWorkers=3).fit(frame(spark))
     assert model.history[0].examples == 60
-
-
-def test_dynamic_allocation_is_refused_before_anything_starts(
-    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    conf = spark.sparkContext.getConf().set("spark.dynamicAllocation.enabled", "true")
-    monkeypatch.setattr(spark.sparkContext, "getConf", lambda: conf)
-    with pytest.raises(ConfigError, match=r"dynamicAllocation.*ParameterAveraging"):
-        require_static_allocation(spark)
-    with pytest.raises(ConfigError, match=r"dynamicAllocation.*ParameterAveraging"):
-        estimator(strategy=ALL_REDUCE, numWorkers=3).fit(frame(spark))
 
 
 @pytest.mark.gate
@@ -259,19 +248,13 @@ def files(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Data
 def test_a_fit_of_sixteen_files_trains_on_every_row_once_with_the_same_bits(
     files: DataFrame, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whole partitions go through Spark's shuffle, unless there are as many as tasks."""
     tuned = estimator(strategy=ALL_REDUCE, numWorkers=WORKERS, epochs=2)
     with caplog.at_level(logging.INFO, "sparkdl"):
         first = tuned.fit(files)
     again = tuned.fit(files)
-    assert "rows: Spark's shuffle takes whole partitions to 2 tasks, and they are ex" in caplog.text
+    assert "rows: 16 partitions are read by 2 tasks, and are exchanged" in caplog.text
     assert [row.examples for row in first.history] == [ROWS] * 2
     assert same_bits(first, again)
-    caplog.clear()
-    with caplog.at_level(logging.INFO, "sparkdl"):
-        tuned.fit(frame(files.sparkSession, ROWS, WORKERS))
-    assert "rows: 2 partitions are read by as many tasks" in caplog.text
-    assert "Spark's shuffle" not in caplog.text
 
 
 def labels_and_ids() -> list[tuple[int, int]]:

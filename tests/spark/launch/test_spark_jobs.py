@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -129,8 +128,8 @@ def test_a_balanced_frame_is_trained_on_without_a_shuffle(spark: SparkSession) -
 
 def test_no_frame_is_shuffled_whose_rows_are_exchanged(spark: SparkSession) -> None:
     skewed, many = frame_of_sizes(spark, [55, 3, 2]), frame(spark, partitions=5)
-    for rows in (skewed, many):
-        (job,) = training_jobs(jobs_during_fit(rows, numWorkers=3))
+    for rows, strategy in ((skewed, ParameterAveraging(4)), (many, GradientAllReduce())):
+        (job,) = training_jobs(jobs_during_fit(rows, numWorkers=3, strategy=strategy))
         assert job.stages == 1
 
 
@@ -148,16 +147,10 @@ def test_a_skewed_frame_is_trained_on_after_a_shuffle_if_that_is_wanted(
     assert len({job.group for job in trained}) == 1
 
 
-@pytest.mark.nightly_variants
-@pytest.mark.parametrize(
-    "changes",
-    [{"shuffleRows": "spark"}, {"strategy": GradientAllReduce()}],
-    ids=["wanted", "barrier mode"],
-)
-def test_a_frame_of_another_number_of_partitions_is_shuffled_at_once(
-    spark: SparkSession, changes: dict[str, Any]
+def test_a_frame_of_another_number_of_partitions_is_shuffled_at_once_if_that_is_wanted(
+    spark: SparkSession,
 ) -> None:
-    jobs = jobs_during_fit(frame(spark, partitions=5), numWorkers=3, **changes)
+    jobs = jobs_during_fit(frame(spark, partitions=5), numWorkers=3, shuffleRows="spark")
     assert sum(job.stages for job in jobs) >= 2
     assert len({job.group for job in jobs}) == 1
 

@@ -60,7 +60,7 @@ def test_a_first_task_that_never_comes_to_the_first_meeting_is_named(
     )
     monkeypatch.setattr(BarrierTaskContext, "get", lambda: context)
     monkeypatch.setattr(stage_task, "MEET_S", 0.0)
-    arguments: dict[str, Any] = {"payload": None, "further": (), "tasks": 2, "ranks": 1}
+    arguments: dict[str, Any] = {"payload": None, "tasks": 2, "ranks": 1}
     arguments |= {"apart": False, "begin_s": 0.0, "shipment": None}
     task = run_stage_task("os:path", **arguments, versions={}, batches=iter(()))
     with pytest.raises(DeadlineError, match=r"the first task, on host-0:1, has not begun to serve"):

@@ -280,15 +280,7 @@ TOGETHER: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ({"hybrid": Hybrid("*")}, "^measure_noise needs the whole"),
         ({"shard_parameters": True}, "^measure_noise needs the whole"),
     ],
-    Needs: [
-        *(
-            (
-                {"exchanges_optimizer_state": True, "collective": True, **without},
-                "set gang_start=True and resumes_alone=False",
-            )
-            for without in ({}, {"gang_start": True}, {"resumes_alone": False})
-        )
-    ],
+    Needs: [({"exchanges_optimizer_state": True, "collective": True}, "set resumes_alone=False")],
     OuterOptimizer: [
         *(
             ({"cutoff": 1, **changes}, f"^{named} needs every worker in every round")
