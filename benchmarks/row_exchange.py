@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from sparkdl.feed.store.partition_store import PartitionStore
-from sparkdl.process.allocator import keep_freed_memory
+from sparkdl.process.torch_settings import keep_freed_memory
 from sparkdl.protocols import ColumnSpec
 from sparkdl.reshuffle import RowExchange, RowServer
 from sparkdl.reshuffle.exchange import Everyone

@@ -11,8 +11,8 @@ from sparkdl.estimator.predictors.classifier import (
     TorchClassificationModel as TorchClassificationModel,
 )
 from sparkdl.estimator.predictors.classifier import TorchClassifier as TorchClassifier
-from sparkdl.estimator.predictors.regressor import TorchRegressionModel as TorchRegressionModel
-from sparkdl.estimator.predictors.regressor import TorchRegressor as TorchRegressor
+from sparkdl.estimator.predictors.classifier import TorchRegressionModel as TorchRegressionModel
+from sparkdl.estimator.predictors.classifier import TorchRegressor as TorchRegressor
 from sparkdl.estimator.probing import plan as plan
 from sparkdl.events import EpochSummary as EpochSummary
 from sparkdl.large_batches import LAMB as LAMB
@@ -21,8 +21,8 @@ from sparkdl.parallel.model import parallelize_3d as parallelize_3d
 from sparkdl.planner.step.layers import layer_balance as layer_balance
 from sparkdl.protocols import Batch as Batch
 from sparkdl.report.simulation import simulate as simulate
+from sparkdl.spark.functions.run import TorchDistributor as TorchDistributor
 from sparkdl.spark.functions.run import run as run
-from sparkdl.spark.functions.torch_distributor import TorchDistributor as TorchDistributor
 from sparkdl.spark.functions.worker import FunctionWorker as FunctionWorker
 from sparkdl.spark.functions.worker import current_worker as current_worker
 from sparkdl.spark.functions.worker import load_checkpoint as load_checkpoint

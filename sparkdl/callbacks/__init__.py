@@ -4,11 +4,9 @@
 """
 
 from sparkdl.callbacks.base import Callback, Training
-from sparkdl.callbacks.best_epoch import ModelCheckpoint
 from sparkdl.callbacks.mlflow_run import MLflow
-from sparkdl.callbacks.stopping import EarlyStopping, TimeBudget
-from sparkdl.callbacks.tensorboard import TensorBoard
-from sparkdl.callbacks.training_report import TrainingReport
+from sparkdl.callbacks.stopping import EarlyStopping, ModelCheckpoint, TimeBudget
+from sparkdl.callbacks.tensorboard import TensorBoard, TrainingReport
 from sparkdl.worker_callback import Hooks, WorkerCallback, WorkerStep
 
 __all__ = [

@@ -14,10 +14,9 @@ from pyspark.sql import functions as F
 from typing_extensions import Self
 
 from sparkdl.arguments import counted
-from sparkdl.dedup.bands import Keys
 from sparkdl.dedup.columns import DISTANCE, DUPLICATE_OF, require_columns
 from sparkdl.dedup.hashing import hashes, persisted
-from sparkdl.dedup.pairs import near
+from sparkdl.dedup.pairs import Keys, near
 from sparkdl.dedup.params import DedupParams
 from sparkdl.dedup.persistence import COLUMNS, ModelReader, ModelWriter
 from sparkdl.dedup.report import SHOWN, DuplicateReport, collected, examples, readable, values_of

@@ -14,12 +14,10 @@ from pyspark.sql import functions as F
 from typing_extensions import Self
 
 from sparkdl.arguments import counted
-from sparkdl.dedup.bands import Keys, keys_for
 from sparkdl.dedup.columns import require_columns
-from sparkdl.dedup.hashing import hashes, persisted
-from sparkdl.dedup.image_hashes import imagehash
+from sparkdl.dedup.hashing import hashes, imagehash, persisted
 from sparkdl.dedup.model import Found, NearDuplicatesModel
-from sparkdl.dedup.pairs import decided
+from sparkdl.dedup.pairs import Keys, decided, keys_for
 from sparkdl.dedup.params import DedupParams
 from sparkdl.dedup.persistence import PlainReader, PlainWriter
 from sparkdl.encodings.images import pillow

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from pyspark.ml.util import MLReader
 
 from sparkdl.checkpoint.module_files import read_json_object
-from sparkdl.dedup.bands import Keys
+from sparkdl.dedup.pairs import Keys
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.persistence import DirectoryWriter, read_metadata, restore_params
 from sparkdl.spark.catalyst.versions import table_of

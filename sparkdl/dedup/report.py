@@ -15,7 +15,7 @@ from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from sparkdl.dedup.image_hashes import IMAGE_HASHES, grey_images
+from sparkdl.dedup.hashing import IMAGE_HASHES, grey_images
 from sparkdl.durable.local_files import LocalFiles
 from sparkdl.durable.publishing import put_file
 from sparkdl.report.html import text

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sparkdl.averager.messages.progress import WorkerState
-from sparkdl.averager.messages.run_events import EpochCounted
+from sparkdl.averager.messages.run_events import EpochCounted, WorkerState
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.events import MetricValue
 from sparkdl.metrics import Metrics

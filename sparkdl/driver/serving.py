@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from sparkdl.averager.messages.progress import Progress
 from sparkdl.averager.messages.run_events import (
     EpochCounted,
     EpochValidated,
+    Progress,
     RoundCommitted,
     TimePassed,
 )

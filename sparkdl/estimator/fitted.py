@@ -19,8 +19,7 @@ from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.head import Head
 from sparkdl.estimator.labels import label_tensors
-from sparkdl.estimator.metric_inputs import MetricInputs
-from sparkdl.estimator.outputs import SharedParams
+from sparkdl.estimator.outputs import MetricInputs, SharedParams
 from sparkdl.estimator.params.columns import InferenceParams
 from sparkdl.estimator.persistence import ModelReader, ModelWriter
 from sparkdl.estimator.schema import scalar_column

@@ -22,7 +22,7 @@ from sparkdl.feed.order import (
 from sparkdl.feed.reading import OnRows, Reading
 from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.feed.store.partition_store import PartitionStore
-from sparkdl.process.allocator import keep_freed_memory
+from sparkdl.process.torch_settings import keep_freed_memory
 from sparkdl.protocols import Batch
 
 RowExchange = Callable[[PartitionStore, Tensor | None, PartitionStore, int], Tensor | None]

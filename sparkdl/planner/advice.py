@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.figures import new_figure
-from sparkdl.planner.lemmas import least_period, least_period_for, most_workers
-from sparkdl.planner.links import Link
+from sparkdl.planner.links import Link, least_period, least_period_for, most_workers
 
 if TYPE_CHECKING:
     from sparkdl.planner.plan import Plan, Prediction

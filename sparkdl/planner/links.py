@@ -1,4 +1,20 @@
-"""A link: how fast a host sends and receives, as users write it."""
+"""A link: how fast a host sends and receives, as users write it.
+
+How many workers are worth adding, and which period a link asks for: closed forms.
+
+Zou et al. 2017, "Distributed Training Large-Scale Deep Architectures" (arXiv 1709.06622), has both
+lemmas. Its full text could not be read, only its abstract: the algebra is derived anew from what
+the abstract and others say of it.
+
+With T_C what more workers divide and T_O what they do not, in the time of one worker::
+
+    speed-up(G) = (T_C + T_O) / (T_C / G + T_O)           R = T_O / T_C
+    efficiency  = speed-up / G = (1 + R) / (1 + G R)      speed-up < (1 + R) / R
+
+An epoch of averaging in the driver has that form: for one worker it is C seconds of computing and
+r rounds, each of a seconds and c more for every worker's bytes. With G workers there are r / G of
+them, so that it takes (C + r a) / G + r c: T_C = C + r a, and T_O = r c.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +22,102 @@ import math
 import re
 from dataclasses import dataclass
 
+from sparkdl.arguments import as_number
 from sparkdl.errors import ConfigError
+
+ROUNDING = 1e-9
+"""What floating point may be short of a whole number of workers."""
+
+
+def most_workers(overhead: float, least_efficiency: float) -> float:
+    """The most workers that are at least so efficient (lemma 1, solved for G).
+
+    Args:
+        overhead: R = T_O / T_C, >= 0.
+        least_efficiency: alpha, in (0, 1].
+
+    Returns:
+        floor(((1 + R) / alpha - 1) / R), a whole number; infinity where nothing limits them.
+
+    Raises:
+        ConfigError: no efficiency, or a negative overhead.
+    """
+    alpha = require_efficiency(least_efficiency)
+    if not overhead >= 0:
+        raise ConfigError(f"an overhead cannot be {overhead:g}")
+    if overhead == 0:
+        return math.inf
+    return math.floor(((1 + overhead) / alpha - 1) / overhead + ROUNDING)
+
+
+def least_period(
+    sent: float, workers: int, bandwidth: float, step_s: float, *, both_ways: bool = True
+) -> int:
+    """The shortest period at which one server's link carries a round while the workers compute.
+
+    Lemma 2 says how many servers carry a round of N workers, who all send and receive S bytes, in
+    the time T in which they compute: 2 S N / (B T). There is one here, the driver, and T is as many
+    steps as the period has. From this period on the driver keeps up with workers that do not wait
+    for it, and those that do wait for at most as long as they compute.
+
+    Args:
+        sent: bytes of the parameters, S.
+        workers: N.
+        bandwidth: of the driver's link, bytes a second.
+        step_s: seconds of a step.
+        both_ways: whether what is sent and what is received pass one after the other; without, at
+            the same time, on links that carry both.
+
+    Raises:
+        ConfigError: no bandwidth, or no time.
+    """
+    if not (bandwidth > 0 and step_s > 0):
+        raise ConfigError(f"nothing fits into {step_s:g} s at {bandwidth:g} bytes a second")
+    directions = 2 if both_ways else 1
+    return max(1, math.ceil(directions * sent * workers / (bandwidth * step_s) - ROUNDING))
+
+
+def least_period_for(
+    least_efficiency: float,
+    step_s: float,
+    round_s: float,
+    round_alone_s: float,
+    slowest: float = 1.0,
+) -> float:
+    """The shortest period at which waiting for rounds leaves the workers so efficient.
+
+    A step takes slowest step_s + round_s / p, one worker's step_s + round_alone_s / p; their ratio
+    is at least alpha from p = (alpha round_s - round_alone_s) / ((1 - alpha slowest) step_s) on.
+
+    Args:
+        least_efficiency: alpha, in (0, 1].
+        step_s: seconds of a step.
+        round_s: seconds of a round of all workers.
+        round_alone_s: seconds of a round of one worker.
+        slowest: how many times as long as the mean the slowest worker takes.
+
+    Returns:
+        A whole number of steps >= 1; infinity if there is none.
+    """
+    alpha = require_efficiency(least_efficiency)
+    missing = alpha * round_s - round_alone_s
+    if missing <= 0:
+        return 1
+    computed = (1 - alpha * slowest) * step_s
+    return max(1, math.ceil(missing / computed - ROUNDING)) if computed > 0 else math.inf
+
+
+def require_efficiency(alpha: float) -> float:
+    """Check that it is one.
+
+    Raises:
+        ConfigError: it is not in (0, 1].
+    """
+    number = as_number(alpha)
+    if number is None or not 0 < number <= 1:
+        raise ConfigError(f"efficiency must be a number > 0 and <= 1, such as 0.8, got {alpha!r}")
+    return number
+
 
 FORM = "write a link as '1 Gbit/s', '125 MB/s' or '100 Mbit/s, 1 ms', or as bytes a second"
 _PREFIX = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}

@@ -13,8 +13,7 @@ from sparkdl.arguments import require_whole
 from sparkdl.errors import ConfigError
 from sparkdl.planner import costs
 from sparkdl.planner.advice import Suggestion, draw, explained, suggested
-from sparkdl.planner.lemmas import require_efficiency
-from sparkdl.planner.links import Link
+from sparkdl.planner.links import Link, require_efficiency
 from sparkdl.planner.profile import Profile, require_same
 from sparkdl.planner.traffic import Traffic, along
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sparkdl.errors import TrainingError
-from sparkdl.process.allocator import give_back_freed_memory
+from sparkdl.process.torch_settings import give_back_freed_memory
 from sparkdl.protocols import OptimizerBuilder
 from sparkdl.replica.flat import FlatGroup
 

@@ -11,7 +11,6 @@ from sparkdl.averager.policies.round_policy import RoundRobin as RoundRobin
 from sparkdl.averager.values.center_update import CenterUpdate as CenterUpdate
 from sparkdl.averager.values.center_update import Contributions as Contributions
 from sparkdl.averager.values.center_update import ReplaceByMean as ReplaceByMean
-from sparkdl.averager.values.packing import Packing as Packing
 from sparkdl.averager.values.wire_format import BFLOAT16_CHANGES as BFLOAT16_CHANGES
 from sparkdl.averager.values.wire_format import CHANGES as CHANGES
 from sparkdl.averager.values.wire_format import FLOAT4_CHANGES as FLOAT4_CHANGES
@@ -19,17 +18,18 @@ from sparkdl.averager.values.wire_format import FLOAT8_CHANGES as FLOAT8_CHANGES
 from sparkdl.averager.values.wire_format import FULL_PRECISION as FULL_PRECISION
 from sparkdl.averager.values.wire_format import PARAMETER_CHANGES as PARAMETER_CHANGES
 from sparkdl.averager.values.wire_format import SPARSE_CHANGES as SPARSE_CHANGES
+from sparkdl.averager.values.wire_format import Packing as Packing
 from sparkdl.averager.values.wire_format import WireFormat as WireFormat
 from sparkdl.strategies.all_reduce.adascale import AdaScale as AdaScale
 from sparkdl.strategies.all_reduce.gradient_all_reduce import GradientAllReduce as GradientAllReduce
 from sparkdl.strategies.all_reduce.hybrid import Hybrid as Hybrid
-from sparkdl.strategies.asynchronous.asynchronous_outer_optimizer import (
+from sparkdl.strategies.asynchronous.asynchronous_sgd import (
     AsynchronousOuterOptimizer as AsynchronousOuterOptimizer,
 )
-from sparkdl.strategies.asynchronous.asynchronous_outer_optimizer import (
+from sparkdl.strategies.asynchronous.asynchronous_sgd import AsynchronousSGD as AsynchronousSGD
+from sparkdl.strategies.asynchronous.asynchronous_sgd import (
     DelayedNesterov as DelayedNesterov,
 )
-from sparkdl.strategies.asynchronous.asynchronous_sgd import AsynchronousSGD as AsynchronousSGD
 from sparkdl.strategies.asynchronous.barriers import ASP as ASP
 from sparkdl.strategies.asynchronous.barriers import BSP as BSP
 from sparkdl.strategies.asynchronous.barriers import PBSP as PBSP
@@ -45,7 +45,7 @@ from sparkdl.strategies.compression.base import Compression as Compression
 from sparkdl.strategies.compression.base import Compressor as Compressor
 from sparkdl.strategies.compression.one_bit_adam import OneBitAdam as OneBitAdam
 from sparkdl.strategies.compression.power_sgd import PowerSGD as PowerSGD
-from sparkdl.strategies.compression.top_k import TopK as TopK
+from sparkdl.strategies.compression.power_sgd import TopK as TopK
 from sparkdl.strategies.elastic.elastic_averaging import ElasticAveraging as ElasticAveraging
 from sparkdl.strategies.gossip.gossip_averaging import GossipAveraging as GossipAveraging
 from sparkdl.strategies.kfac import KFACPreconditioner as KFACPreconditioner

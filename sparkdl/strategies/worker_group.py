@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparkdl.averager.values.finite import looks_finite, require_finite
+from sparkdl.averager.values.replica_codec import looks_finite, require_finite
 from sparkdl.collective import Collective
 from sparkdl.errors import TrainingError
 from sparkdl.events import WindowReport

@@ -32,12 +32,11 @@ from sparkdl.volumes.grid import (
     default_blocks,
     require_chunk,
 )
-from sparkdl.volumes.leases import alone
 from sparkdl.volumes.network import PatchModel, identity_of
 from sparkdl.volumes.numbers import Reading
 from sparkdl.volumes.options import VolumeOptions
 from sparkdl.volumes.places import Place
-from sparkdl.volumes.records import Marker, Records, digest_of
+from sparkdl.volumes.records import Marker, Records, alone, digest_of
 from sparkdl.volumes.store import Volume, created, require_apart
 from sparkdl.volumes.task import ChunkTask
 

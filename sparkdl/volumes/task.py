@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from sparkdl.process.allocator import share_freed_memory
+from sparkdl.process.torch_settings import share_freed_memory
 from sparkdl.volumes.chunk import Recipe, predict_chunk, read_chunk
 from sparkdl.volumes.grid import Chunks, Sizes
 from sparkdl.volumes.network import Network, PatchModel

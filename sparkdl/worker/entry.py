@@ -28,9 +28,9 @@ from sparkdl.errors import (
     WorkerError,
 )
 from sparkdl.phases import PhaseClock
-from sparkdl.process.allocator import large_blocks_given_back
 from sparkdl.process.interrupts import Interrupted
 from sparkdl.process.randomness import borrowed_random_numbers
+from sparkdl.process.torch_settings import large_blocks_given_back
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Run
 from sparkdl.strategies.on_worker import OnWorker

@@ -22,7 +22,7 @@ import pyarrow as pa
 from torch import Tensor
 
 from sparkdl.averager.client.client import AveragerClient
-from sparkdl.averager.messages.progress import Position
+from sparkdl.averager.messages.run_events import Position
 from sparkdl.errors import DisconnectedError, TrainingError
 from sparkdl.events import ValidationReport
 from sparkdl.feed.feed import Feed

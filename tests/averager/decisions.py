@@ -11,7 +11,7 @@ from decided import Kind, Told, do, told
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import Member, Tolerance
 from sparkdl.averager.coordination.run_state import Restart, RunSpec, Schedule
-from sparkdl.averager.messages.progress import Progress
+from sparkdl.averager.messages.run_events import Progress
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.errors import SparkDLError

@@ -18,10 +18,8 @@ from near_rows import IMAGEHASH, bits_apart, digits, encoded, png, word
 from PIL import Image, ImageDraw, ImageOps
 
 from sparkdl import NearDuplicates
-from sparkdl.dedup.bands import MOST_KEYS, Keys, dealt, keys_for, signed
-from sparkdl.dedup.hashing import hash_rows
-from sparkdl.dedup.image_hashes import grey_images, imagehash
-from sparkdl.dedup.texts import simhash
+from sparkdl.dedup.hashing import grey_images, hash_rows, imagehash, simhash
+from sparkdl.dedup.pairs import MOST_KEYS, Keys, dealt, keys_for, signed
 from sparkdl.encodings import any_size
 from sparkdl.errors import SetupError
 

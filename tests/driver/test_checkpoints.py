@@ -22,7 +22,7 @@ from toys import Data, classification, cnn, make_job, mlp, schema
 
 from sparkdl.averager import Averager
 from sparkdl.averager.coordination.run_state import Checkpointing
-from sparkdl.averager.messages.progress import Progress
+from sparkdl.averager.messages.run_events import Progress
 from sparkdl.averager.service.saving import ResumedCheckpoint
 from sparkdl.callbacks import Callback, Training
 from sparkdl.checkpoint import storage

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from toys import Data, classification, make_job, mlp, schema
 
 from sparkdl.averager import AveragerClient
-from sparkdl.averager.values import packing
+from sparkdl.averager.values import wire_format
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.driver import Outcome
 from sparkdl.errors import DisconnectedError
@@ -107,7 +107,7 @@ def test_a_training_goes_on_behind_a_checkpoint_during_which_a_worker_was_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it had sent of its state until then is no state to go on from."""
-    monkeypatch.setattr(packing, "MAX_CHUNK_BYTES", 1 << 10)  # a state of several blocks
+    monkeypatch.setattr(wire_format, "MAX_CHUNK_BYTES", 1 << 10)  # a state of several blocks
     send, lost = AveragerClient._send_worker_state, list[int]()
 
     def send_or_die(self: AveragerClient) -> None:

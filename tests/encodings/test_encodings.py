@@ -33,8 +33,8 @@ from sparkdl.feed.feed import Feed
 from sparkdl.feed.statistics.shards import DataStatistics, check_statistics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.inference.columns import _as_it_comes
-from sparkdl.spark.rows import column_types
-from sparkdl.spark.rows.column_types import RowType, recognized, register_column_type
+from sparkdl.spark.rows import columns
+from sparkdl.spark.rows.columns import RowType, recognized, register_column_type
 
 NAMES = ["numbers", "vector", "bytes", "image", "pixels"]
 NAMES += ["image cropped", "image padded", "image stretched"]
@@ -95,7 +95,7 @@ def test_a_cell_that_is_run_again_replaces_what_it_has_defined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(known, "_known", dict(known._known))
-    monkeypatch.setattr(column_types, "_types", dict(column_types._types))
+    monkeypatch.setattr(columns, "_types", dict(columns._types))
     for _ in range(2):
         days = cell_of_a_notebook()
         register_column_type(
@@ -140,7 +140,7 @@ NUMBERS = (np.array(DATES, "datetime64[D]") - np.datetime64("1970-01-01")).astyp
 def days(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dates are known for the length of a test."""
     monkeypatch.setattr(known, "_known", dict(known._known))
-    monkeypatch.setattr(column_types, "_types", dict(column_types._types))
+    monkeypatch.setattr(columns, "_types", dict(columns._types))
     register_column_type(DAYS, days_in)
 
 

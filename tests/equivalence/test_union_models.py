@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from toys import classification, make_job, relative_error, sgd_on_union
 
-from sparkdl.averager.values.finite import count_non_finite
+from sparkdl.averager.values.replica_codec import count_non_finite
 from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
 from sparkdl.strategies import (

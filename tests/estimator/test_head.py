@@ -18,7 +18,7 @@ from torch.nn import functional
 from sparkdl import TorchModel
 from sparkdl.errors import ConfigError, ModelError
 from sparkdl.estimator.head import Head, head_of, output_function
-from sparkdl.estimator.metric_inputs import MetricInputs
+from sparkdl.estimator.outputs import MetricInputs
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.inference.scores import Labels, Score
 

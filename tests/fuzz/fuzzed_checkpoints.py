@@ -14,7 +14,7 @@ from calling import as_text, mutated, number_of_changes
 from fuzzer import Fault, Target
 from torch import nn
 
-from sparkdl.averager.messages.progress import Position, Progress
+from sparkdl.averager.messages.run_events import Position, Progress
 from sparkdl.averager.service.saving import CENTER, ResumedCheckpoint, worker_state_name
 from sparkdl.checkpoint.policy import require_same
 from sparkdl.checkpoint.storage import CheckpointStore, SavedCheckpoint

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from profiles import A_BYTE, BATCH, BYTES, FIXED_S, PERIOD, STEP_S, STEPS, profile, traffic
 
 from sparkdl.errors import ConfigError
-from sparkdl.planner.lemmas import most_workers
-from sparkdl.planner.links import Link
+from sparkdl.planner.links import Link, most_workers
 from sparkdl.planner.plan import Plan
 from sparkdl.planner.profile import Profile
 from sparkdl.planner.traffic import Traffic

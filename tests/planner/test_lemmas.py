@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkdl.errors import ConfigError
-from sparkdl.planner.lemmas import least_period, least_period_for, most_workers
-from sparkdl.planner.links import Link
+from sparkdl.planner.links import Link, least_period, least_period_for, most_workers
 
 OVERHEADS = st.floats(1e-4, 10)
 EFFICIENCIES = st.floats(0.05, 1)

@@ -37,7 +37,7 @@ def resident():
     return int(text.partition("VmRSS:")[2].split()[0]) >> 10
 
 if sys.argv[1] == "shared":
-    from sparkdl.process.allocator import share_freed_memory
+    from sparkdl.process.torch_settings import share_freed_memory
     share_freed_memory()
 turn, done, over = threading.Lock(), threading.Semaphore(0), threading.Event()
 

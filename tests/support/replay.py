@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from sparkdl.averager.coordination.committed import CommittedProgress
-from sparkdl.averager.messages.progress import WorkerState
+from sparkdl.averager.messages.run_events import WorkerState
 from sparkdl.driver import build_replica, initial_center
 from sparkdl.events import WindowReport
 from sparkdl.feed.feed import Feed

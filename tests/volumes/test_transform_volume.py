@@ -33,7 +33,7 @@ from sparkdl.errors import (
 )
 from sparkdl.volumes import run
 from sparkdl.volumes.grid import Patches
-from sparkdl.volumes.leases import alone
+from sparkdl.volumes.records import alone
 
 SHAPE = (20, 24, 28)
 SIZES = {"patch": (6, 8, 8), "overlap": (2, 4, 4)}

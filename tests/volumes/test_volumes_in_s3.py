@@ -19,7 +19,7 @@ from volume_case import Edges
 
 from sparkdl.durable import lease
 from sparkdl.errors import ConfigError, DataError, InUseError
-from sparkdl.volumes.leases import alone
+from sparkdl.volumes.records import alone
 
 _BUCKET = "/bucket/"
 

@@ -27,7 +27,7 @@ from virtual_time import VirtualClock
 from waiting import WAIT_S, eventually
 
 from sparkdl.averager import Averager, ServiceAddress
-from sparkdl.averager.messages.progress import Position
+from sparkdl.averager.messages.run_events import Position
 from sparkdl.errors import (
     DataError,
     DisconnectedError,

@@ -22,10 +22,9 @@ from sparkdl.averager.messages.headers import (
     shard_header,
     window_header,
 )
-from sparkdl.averager.messages.progress import Position
-from sparkdl.averager.values.packing import Packing
+from sparkdl.averager.messages.run_events import Position
 from sparkdl.averager.values.replica_codec import ReplicaChunk, ReplicaCodec
-from sparkdl.averager.values.wire_format import WireFormat
+from sparkdl.averager.values.wire_format import Packing, WireFormat
 from sparkdl.errors import CollectiveError, StoppedError, TrainingError, WorkerError
 from sparkdl.events import ValidationReport, WindowReport
 from sparkdl.feed.statistics.shards import ShardStatistics

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sparkdl.averager.coordination.membership import Member
-from sparkdl.averager.messages.progress import Progress
-from sparkdl.averager.messages.run_events import RunEvent
+from sparkdl.averager.messages.run_events import Progress, RunEvent
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.errors import SparkDLError
 from sparkdl.feed.statistics.shards import DataStatistics

@@ -13,9 +13,14 @@ from typing import Any
 
 from sparkdl.averager.coordination.actions import Actions
 from sparkdl.averager.coordination.membership import Member
-from sparkdl.averager.coordination.reports import Shards
-from sparkdl.averager.messages.progress import Position, Progress, WorkerState
-from sparkdl.averager.messages.run_events import EpochCounted, EpochValidated
+from sparkdl.averager.coordination.rank_states import Shards
+from sparkdl.averager.messages.run_events import (
+    EpochCounted,
+    EpochValidated,
+    Position,
+    Progress,
+    WorkerState,
+)
 from sparkdl.errors import TrainingError
 from sparkdl.events import (
     EpochSummary,

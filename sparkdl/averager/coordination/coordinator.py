@@ -35,8 +35,12 @@ from sparkdl.averager.coordination.full_round import FullRound
 from sparkdl.averager.coordination.membership import FencedError, Member
 from sparkdl.averager.coordination.rank_states import RankState, Window
 from sparkdl.averager.coordination.run_state import Restart, RunSpec, RunState
-from sparkdl.averager.messages.progress import WorkerState
-from sparkdl.averager.messages.run_events import CheckpointSaved, RoundCommitted, WorkerLost
+from sparkdl.averager.messages.run_events import (
+    CheckpointSaved,
+    RoundCommitted,
+    WorkerLost,
+    WorkerState,
+)
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.events import MetricValue, ValidationReport, WindowReport

@@ -13,10 +13,9 @@ from typing import Protocol
 from sparkdl.averager.coordination.actions import Recorder
 from sparkdl.averager.coordination.committed import CommittedProgress, EpochLosses
 from sparkdl.averager.coordination.membership import Membership, Tolerance
-from sparkdl.averager.coordination.rank_states import RankState, Window
-from sparkdl.averager.coordination.reports import Gathers, Shards
+from sparkdl.averager.coordination.rank_states import Gathers, RankState, Shards, Window
 from sparkdl.averager.coordination.round import Round
-from sparkdl.averager.messages.progress import Progress, WorkerState
+from sparkdl.averager.messages.run_events import Progress, WorkerState
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.errors import DeadlineError, SparkDLError
 

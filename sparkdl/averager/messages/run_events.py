@@ -1,13 +1,133 @@
-"""What the driver is told about a run as it goes on."""
+"""What the driver is told about a run as it goes on.
+
+How far a training has come, and what the driver keeps of each worker at that point.
+
+Progress is counted at commits, as checkpoints say it and workers are told it: a row counts as
+trained on once the round that it contributed to is committed, not before.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import tempfile
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from sparkdl.averager.messages.progress import WorkerState
-from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.errors import TrainingError
+from sparkdl.events import EpochSummary, WindowReport, WindowSums
 from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.phases import PhaseTimes
+from sparkdl.untrusted import read
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a worker continues: the first minibatch that no committed round contains."""
+
+    epoch: int = 1
+    """Epoch counted from 1."""
+    step: int = 0
+    """Optimizer steps since the start of training."""
+    step_of_epoch: int = 0
+    """Optimizer steps since the start of the epoch."""
+
+    @classmethod
+    def after(cls, report: WindowReport) -> Position:
+        """The position after a committed window."""
+        return cls(epoch=report.epoch, step=report.step, step_of_epoch=report.step_of_epoch)
+
+    def next_epoch(self) -> Position:
+        """The start of the following epoch."""
+        return Position(epoch=self.epoch + 1, step=self.step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far all workers have come together."""
+
+    epoch: int
+    """The epoch under way, counted from 1."""
+    rounds: int
+    """Rounds committed in that epoch."""
+    positions: tuple[Position, ...]
+    """The workers' positions, by rank."""
+    sums: tuple[WindowSums, ...] = ()
+    """What the windows committed in that epoch add up to, of the ranks that have any."""
+    history: tuple[EpochSummary, ...] = ()
+    """The previous epochs."""
+
+    @classmethod
+    def start(cls, world_size: int) -> Progress:
+        """The progress at the start: none."""
+        return cls(epoch=1, rounds=0, positions=(Position(),) * world_size)
+
+    @property
+    def all_rounds(self) -> int:
+        """Rounds committed in the training."""
+        return self.rounds + sum(summary.rounds for summary in self.history)
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields as JSON, for ``from_json``."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Progress:
+        """Restore what ``as_json`` returned, possibly read from a file.
+
+        Raises:
+            TypeError: it is something else.
+        """
+        progress: Progress = read(cls, fields)
+        if any(each.rank >= len(progress.positions) for each in progress.sums):
+            raise TypeError(f"sums is {progress.sums!r}")
+        return progress
+
+
+IN_MEMORY_BYTES = 1 << 20
+"""Anything larger goes to a file, because the driver's memory must not grow with the workers: the
+state of an 8-bit optimizer does, random numbers and counters do not."""
+
+
+class WorkerState:
+    """Some bytes from a worker; used by one thread at a time.
+
+    Attributes:
+        size: how many bytes.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+        # Open as long as this object lives; the file has no name, so nothing is left behind.
+        self._file = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY_BYTES)  # noqa: SIM115
+        weakref.finalize(self, self._file.close)
+
+    def add(self, block: bytes | memoryview) -> None:
+        """Keep more bytes.
+
+        Raises:
+            TrainingError: they fit neither into the driver's memory nor on its disk.
+        """
+        try:
+            self._file.write(block)
+        except OSError as error:
+            raise TrainingError(
+                f"the driver could not store the state for restarting a worker ({self.size} bytes "
+                f"or more) in {tempfile.gettempdir()}: {error}. Set TMPDIR to a folder with more "
+                "space"
+            ) from error
+        self.size += len(block)
+
+    def blocks(self, size: int) -> Iterator[bytes]:
+        """The bytes, from first to last.
+
+        Args:
+            size: how many at a time.
+        """
+        self._file.seek(0)
+        while block := self._file.read(size):
+            yield block
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Sequence, Set
 
 import numpy as np
 
-from sparkdl.averager.messages.progress import Position
+from sparkdl.averager.messages.run_events import Position
 from sparkdl.averager.policies.round_policy import All
 from sparkdl.events import WindowReport
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence, Set
 
-from sparkdl.averager.messages.progress import Position
+from sparkdl.averager.messages.run_events import Position
 from sparkdl.events import WindowReport
 
 

@@ -108,11 +108,10 @@ from sparkdl.averager.messages.headers import (
     read_worker_state,
     stopped_header,
 )
-from sparkdl.averager.messages.progress import WorkerState
-from sparkdl.averager.messages.run_events import WorkerTimes
+from sparkdl.averager.messages.run_events import WorkerState, WorkerTimes
 from sparkdl.averager.values.accumulator import Accumulator
-from sparkdl.averager.values.finite import require_finite
-from sparkdl.averager.values.packing import Chunk
+from sparkdl.averager.values.replica_codec import require_finite
+from sparkdl.averager.values.wire_format import Chunk
 from sparkdl.checkpoint.container import Piece
 from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.transport.channel import HEADER, PAUSE, Channel, Conversation, LeftError, Need, UpTo

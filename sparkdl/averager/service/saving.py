@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdl.averager.messages.progress import Progress, WorkerState
+from sparkdl.averager.messages.run_events import Progress, WorkerState
 from sparkdl.averager.values.center import named
 from sparkdl.averager.values.center_update import CenterUpdate, Memory, ReplaceByMean, new_memory
 from sparkdl.checkpoint.container import Piece

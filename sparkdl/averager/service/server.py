@@ -25,8 +25,7 @@ from sparkdl.averager.coordination.coordinator import Coordinator, Event, P
 from sparkdl.averager.coordination.membership import Member
 from sparkdl.averager.coordination.run_state import Restart, RunSpec
 from sparkdl.averager.messages.headers import stopped_header
-from sparkdl.averager.messages.progress import Progress
-from sparkdl.averager.messages.run_events import RunEvent, TimePassed, WorkerLost
+from sparkdl.averager.messages.run_events import Progress, RunEvent, TimePassed, WorkerLost
 from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.averager.service.conversation import Worker
 from sparkdl.averager.service.saving import CheckpointPlan, KeptModel, ResumedCheckpoint, Saving

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from sparkdl.averager.values.packing import AsDtype, Chunk, Packing
+from sparkdl.averager.values.wire_format import AsDtype, Chunk, Packing
 from sparkdl.protocols import Layout
 
 

@@ -20,15 +20,15 @@ from sparkdl.averager.values.center_update import (
     ReplaceByMean,
     new_memory,
 )
-from sparkdl.averager.values.packing import (
+from sparkdl.averager.values.wire_format import (
     AsDtype,
     Chunk,
     Packing,
+    WireFormat,
     chunk_bytes,
     plan_chunks,
     plan_fragments,
 )
-from sparkdl.averager.values.wire_format import WireFormat
 from sparkdl.protocols import Layout
 from sparkdl.transport.channel import Frames
 from sparkdl.transport.framing import octets_of, values_prefix

@@ -22,8 +22,7 @@ from sparkdl.estimator.checks.rehearsal import (
 )
 from sparkdl.estimator.fit_settings import FitSettings
 from sparkdl.estimator.head import Head, head_of
-from sparkdl.estimator.metric_inputs import MetricInputs
-from sparkdl.estimator.outputs import SharedParams
+from sparkdl.estimator.outputs import MetricInputs, SharedParams
 from sparkdl.estimator.schema import fed_columns
 from sparkdl.metrics import Metrics
 from sparkdl.metrics.metrics import WEIGHTS

@@ -1,4 +1,7 @@
-"""``TorchClassifier``: a PyTorch model in place of one of pyspark.ml's classifiers."""
+"""``TorchClassifier``: a PyTorch model in place of one of pyspark.ml's classifiers.
+
+``TorchRegressor``: a PyTorch model in place of one of pyspark.ml's regressors.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,13 @@ from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.estimator import BaseEstimator
 from sparkdl.estimator.fitted import FittedModel
 from sparkdl.estimator.labels import indexed, labelled_by, labels_of, require_known, with_names
-from sparkdl.estimator.outputs import ClassOutputs
+from sparkdl.estimator.outputs import ClassOutputs, NumberOutput
 from sparkdl.estimator.params.declaration import constructor
-from sparkdl.estimator.params.estimators import TorchClassifierParams, TorchEstimatorParams
+from sparkdl.estimator.params.estimators import (
+    TorchClassifierParams,
+    TorchEstimatorParams,
+    TorchRegressorParams,
+)
 from sparkdl.events import MetricValue
 from sparkdl.spark.session.required import require_frame
 
@@ -108,3 +115,29 @@ class TorchClassifier(TorchClassifierParams, ClassOutputs, BaseEstimator[TorchCl
         self, dataset: DataFrame, warm_start: FittedModel | None
     ) -> TorchClassificationModel:
         return super()._fit(dataset, warm_start)
+
+
+class TorchRegressionModel(FittedModel, NumberOutput):
+    """A trained regressor; adds ``prediction``, a double.
+
+    Made by ``TorchRegressor.fit`` or ``TorchRegressionModel.load``.
+
+    Attributes:
+        module: the plain nn.Module, on the CPU and in evaluation mode.
+        history: one ``EpochSummary`` per epoch of training.
+    """
+
+
+@constructor(TorchEstimatorParams)
+class TorchRegressor(TorchRegressorParams, NumberOutput, BaseEstimator[TorchRegressionModel]):
+    """Trains a PyTorch model to predict a number, like pyspark.ml's regressors.
+
+    It has the arguments of ``TorchEstimator`` except ``outputCols`` and ``outputType``; ``model``
+    and ``optimizer`` are required. One has another default:
+
+    Raises:
+        ConfigError: an argument is unknown or out of range.
+    """
+
+    def _model(self, *args: Any, **kwargs: Any) -> TorchRegressionModel:
+        return TorchRegressionModel(*args, **kwargs)

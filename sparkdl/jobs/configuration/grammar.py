@@ -25,8 +25,7 @@ from pyspark.ml.wrapper import JavaParams
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.estimator import TorchEstimator
 from sparkdl.jobs.configuration import values
-from sparkdl.jobs.configuration.values import Text
-from sparkdl.jobs.configuration.yaml_text import YamlError, parse
+from sparkdl.jobs.configuration.values import Text, YamlError, parse
 from sparkdl.jobs.result import Exit
 from sparkdl.jobs.sources import Rows, Source, TableFormat
 from sparkdl.redaction import without_credentials, without_secrets

@@ -1,4 +1,7 @@
-"""``sparkdl.run``: the user's own training function on every worker, without torchrun."""
+"""``sparkdl.run``: the user's own training function on every worker, without torchrun.
+
+A drop-in for ``pyspark.ml.torch.distributor.TorchDistributor``, executed by our launcher.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+from pyspark.ml.torch import distributor as pyspark_distributor
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.arguments import require_seed, require_whole
@@ -32,8 +36,7 @@ from sparkdl.spark.diagnostics.run_client import JOIN_S
 from sparkdl.spark.diagnostics.run_service import OnReport, RunService
 from sparkdl.spark.diagnostics.watchdog import watched
 from sparkdl.spark.functions.program import Directory, Script, function_of
-from sparkdl.spark.functions.rows import Rows, rows_of
-from sparkdl.spark.functions.serving import RESULTS_S, results_of, serve_call, watch
+from sparkdl.spark.functions.serving import RESULTS_S, Rows, results_of, rows_of, serve_call, watch
 from sparkdl.spark.functions.task import Call, CallPlacement
 from sparkdl.spark.launch.beside import read_stage
 from sparkdl.spark.launch.launcher import WorkerJob, rank_task
@@ -270,3 +273,45 @@ def _pickled(call: Call, name: str, names: set[str]) -> bytes:
     parts |= {f"the argument {index}": each for index, each in enumerate(call.args, 1)}
     parts |= {f"the argument '{each}'": value for each, value in call.kwargs.items()}
     return pickled_or_refused(call, parts, names, ConfigError)
+
+
+class TorchDistributor(pyspark_distributor.TorchDistributor):
+    """pyspark's class with the same constructor and methods, whose ``run`` starts in a second.
+
+    On the cluster (``local_mode=False``) ``run`` calls the function in a process forked for it,
+    shows what the ranks print, and raises what they raise: where pyspark's returns None after a
+    script has failed, this raises ``WorkerError``. Each Spark task is a node, as with pyspark's:
+    ``LOCAL_RANK`` counts the ranks of a task, which see the task's GPUs, or none with
+    ``use_gpu=False``. ``local_mode=True`` is left to pyspark.
+    """
+
+    def run(self, train_object: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Any:
+        """Run a function or a script on ``num_processes`` workers.
+
+        Args:
+            train_object: the function, or the path of the script.
+            *args: its arguments.
+            **kwargs: the function's arguments by name.
+
+        Returns:
+            What the function returned on rank 0; None for a script.
+
+        Raises:
+            WorkerError: it raised on a worker.
+            WorkerLostError: a worker's process ended.
+            ConfigError: too few slots.
+        """
+        if self.local_mode:
+            return super().run(train_object, *args, **kwargs)
+        require_session(self.spark, connect=True)
+        self._check_encryption()
+        call = Call(function_of(train_object, kwargs, "train_object"), args, kwargs)
+        placement = CallPlacement(
+            network=network_of(self.spark),
+            directory=Directory.of_driver(None),
+            device="cuda" if self.use_gpu else "cpu",
+            echo=echoes(self.spark),
+            tasks_are_nodes=True,
+        )
+        processes = require_whole("num_processes", self.num_processes, 1)
+        return run_call(self.spark, call, placement, processes, name="num_processes")[0]

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from sparkdl.averager.values.finite import ADVICE, count_non_finite
+from sparkdl.averager.values.replica_codec import ADVICE, count_non_finite
 from sparkdl.collective.tree_sum import TreeSum
 from sparkdl.errors import ConfigError, NonFiniteError
 from sparkdl.strategies.all_reduce.chain import Step, Transform

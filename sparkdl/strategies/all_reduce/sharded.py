@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from sparkdl.averager.values.finite import count_non_finite
+from sparkdl.averager.values.replica_codec import count_non_finite
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch

@@ -28,7 +28,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
-from sparkdl.averager.messages.progress import Position
+from sparkdl.averager.messages.run_events import Position
 from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy
 from sparkdl.events import WindowReport
 from sparkdl.strategies.arguments import CheckedFields, whole

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdl.averager.values.finite import looks_finite, require_finite
+from sparkdl.averager.values.replica_codec import looks_finite, require_finite
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Run

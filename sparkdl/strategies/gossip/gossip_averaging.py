@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from sparkdl.averager.values.finite import require_finite
+from sparkdl.averager.values.replica_codec import require_finite
 from sparkdl.averager.values.wire_format import FULL_PRECISION, WireFormat
 from sparkdl.collective.peers import AWAY_TIMES, PATIENCE_S
 from sparkdl.protocols import Batch

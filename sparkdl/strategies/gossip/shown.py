@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdl.averager.values.finite import count_non_finite
+from sparkdl.averager.values.replica_codec import count_non_finite
 from sparkdl.errors import TrainingError
 from sparkdl.transport.connection import Connection
 

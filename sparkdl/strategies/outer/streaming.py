@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from sparkdl.averager.client.client import merge
-from sparkdl.averager.values.packing import plan_fragments
+from sparkdl.averager.values.wire_format import plan_fragments
 from sparkdl.protocols import Batch, Segment
 from sparkdl.strategies.base import Run
 from sparkdl.strategies.on_worker import StepsAhead

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from sparkdl.arguments import as_number
-from sparkdl.averager.values.finite import require_finite
+from sparkdl.averager.values.replica_codec import require_finite
 from sparkdl.averager.values.sparse import Sparse
 from sparkdl.averager.values.wire_format import FULL_PRECISION, SPARSE_CHANGES, WireFormat, as_held
 from sparkdl.collective import Collective

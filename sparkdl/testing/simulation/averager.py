@@ -13,8 +13,7 @@ from sparkdl.averager.coordination.actions import Decision
 from sparkdl.averager.coordination.coordinator import Coordinator, Event, P
 from sparkdl.averager.coordination.membership import Member
 from sparkdl.averager.coordination.run_state import Restart, RunSpec
-from sparkdl.averager.messages.progress import Position, Progress
-from sparkdl.averager.messages.run_events import RunEvent
+from sparkdl.averager.messages.run_events import Position, Progress, RunEvent
 from sparkdl.averager.service.saving import Saving
 from sparkdl.averager.service.server import Averager as RealAverager
 from sparkdl.averager.service.server import EdgeOptions, Snapshot

@@ -22,7 +22,7 @@ from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import Tolerance
 from sparkdl.averager.coordination.rank_states import RankState
 from sparkdl.averager.coordination.run_state import Restart, RunSpec
-from sparkdl.averager.messages.progress import Position, Progress
+from sparkdl.averager.messages.run_events import Position, Progress
 from sparkdl.errors import PreemptedError, SparkDLError, WorkerLostError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from sparkdl.averager.client.client import AveragerClient
-from sparkdl.averager.messages.progress import Position
+from sparkdl.averager.messages.run_events import Position
 from sparkdl.errors import DisconnectedError, StoppedError
 from sparkdl.events import ValidationReport, WindowReport
 from sparkdl.feed.statistics.shards import ShardStatistics

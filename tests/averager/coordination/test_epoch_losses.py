@@ -17,8 +17,13 @@ from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.full_round import FullRound
 from sparkdl.averager.coordination.membership import Tolerance
 from sparkdl.averager.coordination.run_state import RunSpec
-from sparkdl.averager.messages.progress import Position, Progress, WorkerState
-from sparkdl.averager.messages.run_events import EpochCounted, EpochValidated
+from sparkdl.averager.messages.run_events import (
+    EpochCounted,
+    EpochValidated,
+    Position,
+    Progress,
+    WorkerState,
+)
 from sparkdl.errors import DeadlineError, TrainingError
 from sparkdl.events import EpochSummary, ValidationReport, WindowReport
 

@@ -13,7 +13,7 @@ from decisions import Every, Run, commit, expect_failure, only, report, started
 from every_row import every
 from stragglers import Calls, deciding_by, outcomes
 
-from sparkdl.averager.messages.progress import Position, Progress
+from sparkdl.averager.messages.run_events import Position, Progress
 from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.events import EpochSummary, WindowReport

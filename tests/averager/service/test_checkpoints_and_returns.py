@@ -22,9 +22,9 @@ from sparkdl.averager import AveragerClient
 from sparkdl.averager.client.client import _Again
 from sparkdl.averager.messages import headers
 from sparkdl.averager.messages.headers import shard_header, window_header
-from sparkdl.averager.messages.progress import Progress
+from sparkdl.averager.messages.run_events import Progress
 from sparkdl.averager.service.saving import CheckpointPlan, ResumedCheckpoint
-from sparkdl.averager.values import packing, replica_codec
+from sparkdl.averager.values import replica_codec, wire_format
 from sparkdl.averager.values.wire_format import BFLOAT16_CHANGES, FULL_PRECISION, WireFormat
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.checkpoint.tensor_file import pieces_of
@@ -111,7 +111,7 @@ def test_what_is_on_its_way_into_a_sum_that_is_forgotten_goes_nowhere() -> None:
 def test_a_state_that_ends_early_is_not_in_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int
 ) -> None:
-    monkeypatch.setattr(packing, "MAX_CHUNK_BYTES", 16)
+    monkeypatch.setattr(wire_format, "MAX_CHUNK_BYTES", 16)
     state = bytes(range(40))
     store = CheckpointStore(str(tmp_path), keep_last=9)
     plan = CheckpointPlan(store=store, every_epochs=1, every_rounds=1, last_epoch=1, config={})
@@ -144,7 +144,7 @@ def test_a_state_that_ends_early_is_not_in_the_checkpoint(
 def test_it_is_the_same_bytes_in_the_next_attempt(
     size: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "MAX_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(wire_format, "MAX_CHUNK_BYTES", chunk)
     octets = random.Random(size).randbytes(size)
     with crew(1, options={"restart_state": lambda: octets}) as workers:
         workers.exchange(window(0)).result(WAIT_S)
@@ -159,7 +159,7 @@ def test_it_is_the_same_bytes_in_the_next_attempt(
 def test_who_is_lost_as_it_reads_leaves_all_for_the_next_attempt(
     blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "MAX_CHUNK_BYTES", 64 << 10)
+    monkeypatch.setattr(wire_format, "MAX_CHUNK_BYTES", 64 << 10)
     octets = random.Random(0).randbytes((3 * 64 << 10) + 5)
     with crew(2, options={"restart_state": lambda: octets}) as workers:
         for one in [workers.exchange(window(rank)) for rank in (0, 1)]:

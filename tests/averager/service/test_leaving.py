@@ -27,7 +27,7 @@ from toys import drive
 from sparkdl.averager import Averager, AveragerClient
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import Tolerance
-from sparkdl.averager.messages.progress import Position, Progress
+from sparkdl.averager.messages.run_events import Position, Progress
 from sparkdl.averager.policies.round_policy import RoundRobin
 from sparkdl.averager.service.saving import CheckpointPlan
 from sparkdl.averager.values.center import Center

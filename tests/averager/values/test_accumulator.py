@@ -21,14 +21,14 @@ from toys import DTYPES
 
 import sparkdl
 from sparkdl.averager.values.accumulator import Accumulator, RankOrder
-from sparkdl.averager.values.finite import (
+from sparkdl.averager.values.replica_codec import (
     PLACES,
     WHOLE,
     count_non_finite,
     looks_finite,
     require_finite,
 )
-from sparkdl.averager.values.packing import (
+from sparkdl.averager.values.wire_format import (
     HELD_BYTES,
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,

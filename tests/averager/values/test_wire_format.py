@@ -15,15 +15,19 @@ from torch import Tensor
 
 from sparkdl.averager.values.center import Center
 from sparkdl.averager.values.center_update import Contributions
-from sparkdl.averager.values.packing import BLOCK, AsDtype, Float4, Float8, Packing
 from sparkdl.averager.values.replica_codec import ReplicaCodec
 from sparkdl.averager.values.sparse import Sparse
 from sparkdl.averager.values.wire_format import (
     BFLOAT16_CHANGES,
+    BLOCK,
     CHANGES,
     FLOAT8_CHANGES,
     FULL_PRECISION,
     WIRE_FORMATS,
+    AsDtype,
+    Float4,
+    Float8,
+    Packing,
     WireFormat,
 )
 from sparkdl.errors import TrainingError

@@ -13,8 +13,8 @@ from torch import nn
 
 from sparkdl.planner.links import Link
 from sparkdl.planner.step.balance import Layer, by_data, step
+from sparkdl.planner.step.layer_report import fastest_split, split_exchange
 from sparkdl.planner.step.layers import layer_balance
-from sparkdl.planner.step.split import fastest_split, split_exchange
 from sparkdl.strategies import Hybrid
 from sparkdl.strategies.all_reduce.hybrid import sent_bytes
 from sparkdl.strategies.worker_group import Grid

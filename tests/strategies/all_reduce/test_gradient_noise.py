@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from toys import Data, batches_by_hand, classification, make_job, mlp, relative_error
 
 from sparkdl.averager.messages.headers import read_window, window_header
-from sparkdl.averager.messages.progress import Position, Progress
+from sparkdl.averager.messages.run_events import Position, Progress
 from sparkdl.driver import Outcome
 from sparkdl.errors import TrainingError
 from sparkdl.events import WindowReport, summarize_epoch

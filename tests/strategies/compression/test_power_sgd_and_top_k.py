@@ -21,9 +21,8 @@ from toys import classification, cnn, make_job, mlp, relative_error, schema
 from trainings import MOMENTUM
 
 from sparkdl.strategies import GradientAllReduce, OneBitAdam, PowerSGD, Run, TopK
-from sparkdl.strategies.compression import top_k
-from sparkdl.strategies.compression.power_sgd import first_right
-from sparkdl.strategies.compression.top_k import place_dtype
+from sparkdl.strategies.compression import power_sgd
+from sparkdl.strategies.compression.power_sgd import first_right, place_dtype
 from sparkdl.testing import run_world
 
 for module in (sys.modules[__name__], members):
@@ -320,7 +319,7 @@ def test_it_is_the_rule_in_numpy_to_the_bit(
     fraction: float, places: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if places is not None:
-        monkeypatch.setattr(top_k, "place_dtype", lambda entries: places)
+        monkeypatch.setattr(power_sgd, "place_dtype", lambda entries: places)
     ranks = of_all(3, lambda member: steps_of(member, single, TopK(fraction), 4))
     for number, expected in enumerate(by_hand(fraction, 3, 4)):
         for steps in ranks:
