@@ -27,7 +27,8 @@ from sparkdl.estimator.in_stage import fit_in_stage, require_in_stage
 from sparkdl.estimator.model import TorchModel
 from sparkdl.estimator.outputs import ChosenOutputs, SharedParams
 from sparkdl.estimator.params.declaration import constructor
-from sparkdl.estimator.params.estimators import TorchEstimatorParams, settings_of
+from sparkdl.estimator.params.estimators import TorchEstimatorParams
+from sparkdl.estimator.params.settings import settings_of
 from sparkdl.estimator.persistence import EstimatorReader, EstimatorWriter, require_savable_grid
 from sparkdl.estimator.progress import ProgressBar
 from sparkdl.process.lazy_compiler import compiler_deferred

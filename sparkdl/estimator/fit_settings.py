@@ -11,7 +11,8 @@ from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.outputs import SharedParams
 from sparkdl.estimator.params.converters import optimizer_builder
-from sparkdl.estimator.params.estimators import ParamValues, described
+from sparkdl.estimator.params.estimators import ParamValues
+from sparkdl.estimator.params.settings import described
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.protocols import LossFunction, OptimizerBuilder
 from sparkdl.replica.losses import ModelLoss

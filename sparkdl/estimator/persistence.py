@@ -24,7 +24,7 @@ from sparkdl.checkpoint.module_files import SavedModule, read_json_object, read_
 from sparkdl.checkpoint.object_spec import LOSS, MODEL, Expected, load_object, save_object
 from sparkdl.checkpoint.trust import TrustArgument, classes_of
 from sparkdl.errors import ConfigError, SparkDLError
-from sparkdl.estimator.params.estimators import described
+from sparkdl.estimator.params.settings import described
 from sparkdl.spark.catalyst.tuning import searched_grid
 from sparkdl.spark.storage.files import fetch, publish
 

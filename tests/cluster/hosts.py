@@ -62,6 +62,7 @@ class Host:
         self.folder = folder
         self.namespace = namespace
         self.link = outer
+        self._programs: list[subprocess.Popen[str]] = []
 
     def run(self, command: Sequence[str | Path], **options: object) -> subprocess.Popen[str]:
         """Start a program on the host.
@@ -73,7 +74,17 @@ class Host:
         enter = f"hostname {self.name} && mount --bind {self.folder.parent}/hosts /etc/hosts"
         wrapped = ["ip", "netns", "exec", self.namespace, "unshare", "--uts"]
         wrapped += ["sh", "-c", f'{enter} && exec "$@"', "sh", *map(str, command)]
-        return subprocess.Popen(wrapped, text=True, **options)  # type: ignore[call-overload, no-any-return]
+        program = subprocess.Popen(wrapped, text=True, **options)  # type: ignore[call-overload]
+        self._programs.append(program)
+        return program  # type: ignore[no-any-return]
+
+    def end(self) -> None:
+        """Wait for the programs, which have been killed."""
+        for program in self._programs:
+            program.wait(END_S)
+            for stream in (program.stdin, program.stdout, program.stderr):
+                if stream is not None:
+                    stream.close()
 
     def pids(self) -> list[int]:
         """The processes that run on the host."""
@@ -173,6 +184,8 @@ class Hosts:
     def close(self) -> None:
         """Kill everything on the hosts and remove them."""
         sweep(os.getpid())
+        for host in self.hosts:
+            host.end()
 
     def _add(self, number: int, mark: str, address: str, folder: Path) -> Host:
         name, namespace, outer = f"worker-{number}", f"{mark}n{number}", f"{mark}v{number}"

@@ -15,7 +15,6 @@ from missing_names import lacking
 from models import RowIds, row_ids
 from pyspark.sql import DataFrame, SparkSession
 
-from sparkdl import GradientAllReduce
 from sparkdl.errors import ConfigError
 
 EPOCHS = 2
@@ -120,10 +119,6 @@ def test_rows_that_are_to_stay_where_they_cannot_are_refused(spark: SparkSession
         ready.fit(frame(spark, partitions=5))
     with pytest.raises(ConfigError, match=r"has 2 for 3 tasks"):
         ready.fit(frame(spark, partitions=3).repartition(2))
-    rows = frame(spark, rows=30, partitions=2)
-    together = ready.copy({ready.strategy: GradientAllReduce()})
-    with pytest.raises(ConfigError, match="cannot be read as they are: Barrier execution mode"):
-        together.fit(rows.union(rows.limit(10)))
 
 
 @pytest.mark.parametrize("adaptive", [False, True])

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from sparkdl import ParameterAveraging, TorchEstimator, TorchModel
 from sparkdl.errors import ConfigError, DataError, ModelError
-from sparkdl.estimator.checks.preflight import plan_fit
 from sparkdl.estimator.head import Head
 
 IDS = range(60)
@@ -288,7 +287,7 @@ def test_what_does_not_go_with_padding_is_refused_in_words(
     sequences: DataFrame, changes: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error) as caught:
-        plan_fit(estimator(**{**SETTINGS, **changes}), sequences)
+        estimator(**{**SETTINGS, **changes}).fit(sequences)
     assert words in str(caught.value)
 
 

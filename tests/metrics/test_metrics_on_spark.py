@@ -190,7 +190,7 @@ def test_what_cannot_be_measured_is_refused_before_training(
     spark: SparkSession, changes: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        plan_fit(estimator(**changes), frame(spark))
+        estimator(**changes).fit(frame(spark))
 
 
 def test_metrics_are_saved_by_name_where_they_are_made_by_a_class_or_function(

@@ -137,7 +137,8 @@ class Saving:
         model = () if kept is None else kept.values
         tensors = {f"{CENTER}{name}": tensor for name, tensor in self.center.items()}
         tensors |= {f"{KEPT_MODEL}{index}": tensor for index, tensor in enumerate(model)}
-        states = {worker_state_name(rank): state for rank, state in self.worker_states.items()}
+        given = self.worker_states
+        states = {worker_state_name(rank): given[rank] for rank in sorted(given)}
         description = {
             "config": dict(self.plan.config),
             "training": self.plan.training,

@@ -11,7 +11,7 @@ from torch import nn
 
 from sparkdl.errors import ConfigError, ModelError, TrainingError
 from sparkdl.estimator.fit_settings import FitSettings
-from sparkdl.estimator.params.estimators import described
+from sparkdl.estimator.params.settings import described
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import OptimizerBuilder, SchedulerBuilder
 from sparkdl.replica import Replica

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import SparkSession
 from typing_extensions import Self
 
 from sparkdl import errors
@@ -140,8 +140,14 @@ def read_stage(
 
     def answer() -> Iterator[bytes]:
         try:
-            read = DataFrame.toLocalIterator
-            for row in run_tasks(spark, task, read, tasks=tasks, device=device, rows=rows):
+            for row in run_tasks(
+                spark,
+                task,
+                lambda frame: frame.toLocalIterator(),
+                tasks=tasks,
+                device=device,
+                rows=rows,
+            ):
                 if row.rank != SERVICE_ROW:
                     results[row.rank] = None if row.result is None else bytes(row.result)
                 elif row.result != END_OF_ANSWER:
@@ -224,8 +230,9 @@ def replay_logs(header: dict[str, Any], on_report: OnReport | None = None) -> No
         display(rank, lines, left_out)
     for name, level, text in logs["logged"]:
         logging.getLogger(name).log(level, "%s", text)
-    for rank, metrics in logs["reports"] if on_report is not None else ():
-        on_report(rank, metrics)
+    if on_report is not None:
+        for rank, metrics in logs["reports"]:
+            on_report(rank, metrics)
 
 
 def pieces(header: dict[str, Any], values: Iterable[memoryview] = ()) -> Iterator[bytes]:

@@ -16,12 +16,13 @@ from functools import cached_property
 from typing import TypeVar
 
 import pyarrow as pa
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl.collective import Network
 from sparkdl.errors import ConfigError
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN, PLACE_COLUMN
+from sparkdl.spark.catalyst.core import RDD
 from sparkdl.spark.catalyst.jvm import is_of_connect
 from sparkdl.spark.catalyst.plans import has_stable_order, in_partitions, moved, planned
 from sparkdl.spark.catalyst.versions import on_tasks
@@ -147,7 +148,7 @@ def _on_tasks(workers: Workers, *, stable: bool) -> DataFrame:
 def run_tasks(
     spark: SparkSession,
     task: Task,
-    read: Callable[[DataFrame], R],
+    read: Callable[[DataFrame | RDD[Row]], R],
     *,
     tasks: int,
     device: str,

@@ -146,9 +146,9 @@ def collect(names: Iterable[str], first: Sequence[str] = (), sent: Sequence[str]
         ConfigError: a module's text has changed since it was imported.
     """
     bundle = Bundle()
-    waiting = [name.partition(".")[0] for name in names]
-    known: set[str] = set()
-    for name in waiting:
+    waiting, known = list(names), set[str]()
+    for dotted in waiting:
+        name = dotted.partition(".")[0]
         if name in known:
             continue
         known.add(name)
@@ -168,8 +168,8 @@ def _places_of(name: str, first: Sequence[str], sent: Sequence[str]) -> list[Pat
     spec = None if name in _NEVER else _spec_of(name, first)
     if spec is None:
         return []
-    found = spec.submodule_search_locations or [spec.origin]
-    places = [Path(os.path.abspath(each)) for each in found if each and os.sep in each]
+    found = spec.submodule_search_locations or [spec.origin or ""]
+    places = [Path(os.path.abspath(each)) for each in found if os.sep in each]
     if any(_is_installed(str(each)) or _is_sent(each, sent) for each in places):
         return []
     for place in places:

@@ -29,9 +29,9 @@ from torch import Tensor
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.replica import Replica
-from sparkdl.strategies.all_reduce.chain import Step
 from sparkdl.strategies.arguments import whole
 from sparkdl.strategies.compression.base import Compression, Compressor
+from sparkdl.strategies.transform import Step
 
 SCALE_BYTES = 4
 
@@ -209,12 +209,12 @@ class _Momentum(Compressor):
             variance = state["exp_avg_sq"] / (1 - beta2**warmed_up)
             if group["decoupled_weight_decay"]:
                 parameter.mul_(1 - rate * group["weight_decay"])
-            step = momentum / variance.sqrt().add_(group["eps"])
+            change = momentum / variance.sqrt().add_(group["eps"])
             # Where the whole warm-up had no gradient, a sign would be a huge step.
-            step.masked_fill_(variance == 0, 0.0)
+            change.masked_fill_(variance == 0, 0.0)
             correction = 1 - beta1 ** float(state["step"])
             limit = correction * longest_step(beta1, beta2)
-            parameter.sub_(step.clamp_(-limit, limit), alpha=rate / correction)
+            parameter.sub_(change.clamp_(-limit, limit), alpha=rate / correction)
             parameter.grad = None
         self._agreed.clear()
 

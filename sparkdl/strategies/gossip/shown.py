@@ -43,7 +43,7 @@ STRETCH = 1 << 18
 
 def stretches_of(values: Sequence[Tensor]) -> list[Tensor]:
     """Views of values, of as many as are sent at a time."""
-    return [part for each in values for part in each.split(STRETCH) if len(part)]
+    return [part for each in values for part in torch.split(each, STRETCH) if len(part)]
 
 
 def ask(

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from sparkdl import GradientAllReduce, TorchEstimator
 from sparkdl.callbacks import Callback, EarlyStopping, WorkerCallback, WorkerStep
 from sparkdl.errors import ConfigError, ModelError, SparkDLError
-from sparkdl.estimator.checks.preflight import plan_fit
 from sparkdl.estimator.fit_settings import FitSettings
 from sparkdl.estimator.params.training import TrainingParams
 from sparkdl.protocols import Batch
@@ -141,7 +140,7 @@ def test_an_output_type_that_the_loss_cannot_give_is_refused_before_training(
 ) -> None:
     settings = {"model": nn.Linear(4, 1), "loss": nn.MSELoss(), "outputType": "probability"}
     with pytest.raises(ConfigError, match=r"(?s)outputType='probability' needs.*outputType='raw'"):
-        plan_fit(estimator(**settings), frame(spark))
+        estimator(**settings).fit(frame(spark))
 
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

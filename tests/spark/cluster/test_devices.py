@@ -102,7 +102,7 @@ def own_process_of(
     monkeypatch.setattr(surroundings.SparkFiles, "getRootDirectory", lambda: "/files")
     list(
         run_ranks(
-            f"{__name__}:tell_gpu", InPieces((), b"argument"), (), 1, apart, None, {}, {}, iter([])
+            f"{__name__}:tell_gpu", InPieces((), b"argument"), (), 1, apart, None, {}, iter([])
         )
     )
     return called

@@ -370,7 +370,9 @@ def test_what_the_driver_cannot_encode_is_shown_in_another_way(
 def test_a_standard_output_that_cannot_be_written_to_leads_to_one_warning(
     broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stream = {"full disk": open("/dev/full", "w"), "closed": io.StringIO(), "none": None}[broken]  # noqa: SIM115
+    stream = None
+    if broken != "none":
+        stream = open("/dev/full", "w") if broken == "full disk" else io.StringIO()  # noqa: SIM115
     if broken == "closed":
         assert stream is not None
         stream.close()
@@ -379,6 +381,10 @@ def test_a_standard_output_that_cannot_be_written_to_leads_to_one_warning(
     for _ in range(3):
         display(0, ["line"], 0)
     monkeypatch.undo()
+    if broken == "full disk":
+        assert stream is not None
+        with pytest.raises(OSError, match="No space"):
+            stream.close()
     (warning,) = [each.getMessage() for each in caplog.records]
     assert "cannot be shown" in warning
     assert "the executor's log has it" in warning

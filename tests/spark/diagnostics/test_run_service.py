@@ -201,6 +201,7 @@ def test_a_connection_that_breaks_is_a_lost_worker(run: RunService) -> None:
     client._connection.interrupt()
     assert isinstance(failure_of(run), WorkerLostError)
     assert "rank 1" in str(failure_of(run))
+    client._connection.close()
 
 
 def test_later_failures_are_dropped_and_none_comes_after_the_end(run: RunService) -> None:

@@ -182,7 +182,13 @@ def job_that(
 ) -> WorkerJob:
     """Spark's job of two tasks, of which ``rows`` gives what they have yielded."""
     frame = SimpleNamespace(mapInArrow=lambda *_, **__: SimpleNamespace(collect=rows))
-    names = ("getLocalProperty", "setJobGroup", "addJobTag", "cancelJobsWithTag")
+    names = (
+        "getLocalProperty",
+        "setLocalProperty",
+        "setJobGroup",
+        "addJobTag",
+        "cancelJobsWithTag",
+    )
     context = SimpleNamespace(**{name: lambda *_, **__: None for name in names})
     context.getConf = dict[str, str]
     spark: Any = SimpleNamespace(range=lambda *_: frame, sparkContext=context)

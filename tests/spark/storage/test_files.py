@@ -255,7 +255,7 @@ def test_checkpoints_are_published_found_verified_and_deleted(remote: str, tmp_p
     for content in contents:
         save(store, content)
     store.prune()
-    there = sorted(path.name for path in (tmp_path / "remote" / "job").iterdir())
+    there = sorted(path.name for path in (tmp_path / "remote" / "job").glob("[!.]*"))
     assert there == ["checkpoint-000003.safetensors", "checkpoint-000004.safetensors"]
     saved = CheckpointStore(f"{remote}/job", keep_last=2, open_elsewhere=open_hadoop).newest()
     assert saved is not None

@@ -315,9 +315,8 @@ def total_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     [
         (0, 8, 8),
         (10, 8 + 4 * 10, 8 + 4 * 10),
-        (62, 8 + 4 * 62, 8 + 4 * 62),
-        (63, 8 + 2 * 125, 8 + 2 * 125),
-        (1000, 8 + 2 * 125, 8 + 2 * 125),
+        (63, 8 + 4 * 63, 8 + 4 * 63),
+        (1000, 8 + 4 * 1000, 8 + 4 * 1000),
     ],
 )
 def test_the_driver_receives_and_sends_what_the_formula_says(
@@ -360,7 +359,7 @@ def test_executors_send_each_other_the_same_messages(
     )
     run_world(given, classification([4 * steps], dtype=np.float32).shards())
     lengths, messages = 8, 8 + 4 * moving
-    assert Counter(octets for *_, octets in sent) == {lengths: 2 * 2 * steps, messages: 2 * steps}
+    assert Counter(octets for *_, octets in sent) == {lengths: 2 * steps, messages: 2 * steps}
 
 
 def test_it_learns_what_all_reduce_learns_with_a_fraction_of_the_bytes(
