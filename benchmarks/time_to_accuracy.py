@@ -20,7 +20,9 @@ the same seeds. Where ``create_session`` starts it, a first fit counts from the 
 measures with these; they are printed to be put down in ``SETTINGS``. It judges by validation rows,
 which share no image with the test rows, and uses seeds that no turn uses. Each contender tries as
 many settings as the others: the neighbours of the best so far, learning rates by steps of half as
-much again, until every contender's best has been compared with all of its neighbours.
+much again, until every contender's best has been compared with all of its neighbours. A learning
+rate does not change what an epoch takes: a snapshot's seconds are the least that any fit of the
+contender with the same other settings took until then, so other work on the machine counts little.
 
 ``--plot`` draws the curves with matplotlib, which comes with ``sparkdl-torch[examples]``, on a
 transparent background and in colours of medium brightness, so that the picture can be read on a
@@ -77,12 +79,13 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "sparkdl": {"learning_rate": 0.1, "period": 63},
     "sparkdl_all_reduce": {"learning_rate": 0.1},
-    "torch_distributor": {"learning_rate": 0.1},
+    "torch_distributor": {"learning_rate": 0.067},
     "elephas": {"learning_rate": 0.1},
-    "averaging_loop": {"learning_rate": 0.03, "period": 63},
-    "averaging_frame": {"learning_rate": 0.06},
-    "one_process": {"learning_rate": 0.1, "threads": 1},
+    "averaging_loop": {"learning_rate": 0.1, "period": 63},
+    "averaging_frame": {"learning_rate": 0.1},
+    "one_process": {"learning_rate": 0.044, "threads": 2},
 }
+"""Found by ``--search`` on 29 November 2026: the best of four each, of 12 for one process."""
 
 Fits = list[dict[str, Any]]
 """``seconds`` and ``curve`` of the fits of one session; see accuracy_curves.py."""
@@ -288,6 +291,7 @@ class Trials:
 
     options: Mapping[str, list[Any]]
     start: Point
+    fits: dict[Point, Fits] = field(default_factory=dict)
     scores: dict[Point, tuple[float, float]] = field(default_factory=dict)
     """Less is better: the median of the seconds, then of the accuracy that lacks in the end."""
 
@@ -295,6 +299,29 @@ class Trials:
     def best(self) -> Point:
         """The best so far."""
         return min(self.scores, key=self.scores.__getitem__)
+
+    def judge(self) -> None:
+        """Score all that was tried."""
+        least: dict[tuple[Point, int], float] = {}
+        for point, fits in self.fits.items():
+            for fit in fits:
+                for epoch, (seconds, _) in enumerate(fit["curve"]):
+                    at = point[1:], epoch
+                    least[at] = min(seconds, least.get(at, math.inf))
+        for point, fits in self.fits.items():
+            seconds_to_it = [
+                next(
+                    (
+                        least[point[1:], epoch]
+                        for epoch, (_, accuracy) in enumerate(fit["curve"])
+                        if accuracy >= WANTED
+                    ),
+                    math.inf,
+                )
+                for fit in fits
+            ]
+            missing = 1 - statistics.median(last_accuracy(fit) for fit in fits)
+            self.scores[point] = statistics.median(seconds_to_it), missing
 
     def neighbours(self, point: Point) -> list[Point]:
         """Settings one step away in one of them."""
@@ -368,11 +395,13 @@ def try_next(name: str, trials: Trials, session: Session, repeats: int) -> None:
     ]
     done = session(plan)[1:]
     for point in points:
-        fits = [fit for (tried, _), fit in zip(order, done, strict=True) if tried == point]
-        label = f"  {name} {trials.settings(point)}"
-        seconds = harness.show(label, [seconds_to(fit) for fit in fits], digits=2)
-        missing = 1 - statistics.median(last_accuracy(fit) for fit in fits)
-        trials.scores[point] = seconds, missing
+        trials.fits[point] = [
+            f for (tried, _), f in zip(order, done, strict=True) if tried == point
+        ]
+    trials.judge()
+    for point, (seconds, missing) in trials.scores.items():
+        print(f"  {name} {trials.settings(point)}: {seconds:.2f} s, at last {1 - missing:.3f}")
+    print(f"  best of {name}: {trials.settings(trials.best)}", flush=True)
 
 
 def last_accuracy(fit: Mapping[str, Any]) -> float:
