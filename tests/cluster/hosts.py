@@ -265,7 +265,12 @@ class Cluster:
         _wait_for(self._start(host), "Successfully registered with master")
 
     def driver(
-        self, script: Path, *arguments: str, conf: dict[str, str | None], **options: object
+        self,
+        script: Path,
+        *arguments: str,
+        conf: dict[str, str | None],
+        log: Path | None = None,
+        **options: object,
     ) -> subprocess.Popen[str]:
         """Start a driver on this machine, in a session and process group of its own.
 
@@ -273,6 +278,7 @@ class Cluster:
             script: a Python file; it gets its session with ``create_session()``.
             *arguments: handed to the script.
             conf: further Spark settings; None leaves one out.
+            log: where its standard error goes; None for that of the tests.
             **options: for ``subprocess.Popen``.
         """
         settings: dict[str, str | None] = {
@@ -293,13 +299,17 @@ class Cluster:
             for part in ("--conf", f"{key}={value}")
         ]
         command = [self._home / "bin" / "spark-submit", *flags, script, *arguments]
-        return subprocess.Popen(
-            [str(part) for part in command],
-            env=self._environment(),
-            text=True,
-            start_new_session=True,
-            **options,  # type: ignore[call-overload]
-        )
+        with contextlib.ExitStack() as until_started:
+            if log is not None:
+                file = until_started.enter_context(log.open("w"))
+                options = {"stdout": subprocess.DEVNULL, "stderr": file, **options}
+            return subprocess.Popen(
+                [str(part) for part in command],
+                env=self._environment(),
+                text=True,
+                start_new_session=True,
+                **options,  # type: ignore[call-overload]
+            )
 
     def _start(self, host: Host) -> Path:
         log = host.folder / f"spark-{time.monotonic_ns()}.log"

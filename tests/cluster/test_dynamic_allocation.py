@@ -59,8 +59,7 @@ def test_executors_that_come_later_join_the_fit_and_no_row_is_lost(tmp_path: Pat
             "timeout=120.0",
             f"checkpointPath={json.dumps(str(checkpoints))}",
             conf=CONF,
-            stdout=subprocess.DEVNULL,
-            stderr=(tmp_path / "driver.log").open("w"),
+            log=tmp_path / "driver.log",
         )
         try:
             wait_until(lambda: runs_a_task(first), driver)

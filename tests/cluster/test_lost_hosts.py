@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,8 +51,7 @@ def fit_while(
             "spark.network.timeout": "60s",
             "spark.executor.heartbeatInterval": "5s",
         },
-        stdout=subprocess.DEVNULL,
-        stderr=(folder / "driver.log").open("w"),
+        log=folder / "driver.log",
     )
     try:
         deadline = time.monotonic() + 120
