@@ -110,6 +110,15 @@ def field_of(param: str) -> str:
     return re.sub("[A-Z]", lambda found: f"_{found[0].lower()}", param)
 
 
+_REPLACED = {
+    "averagerHost": "the Spark setting spark.sparkdl.driver.port, which fixes the driver's port",
+    "featuresAsDict": "featuresAs='dict'",
+    "featuresAsKwargs": "featuresAs='kwargs'",
+    "scoreCol": "lossCol",
+}
+"""What came in the place of Params that are gone."""
+
+
 class DeclaredParams(Params):
     """A class that has a Param, a getter and a setter for each declaration in its body."""
 
@@ -148,6 +157,8 @@ class DeclaredParams(Params):
             if name not in self.declarations:
                 close = difflib.get_close_matches(name, self.declarations, n=1)
                 hint = f" Did you mean '{close[0]}'?" if close else ""
+                if name in _REPLACED:
+                    hint = f" In its place there is {_REPLACED[name]}."
                 raise ConfigError(
                     f"{type(self).__name__} has no parameter '{name}'.{hint} It has: "
                     f"{', '.join(self.declarations)}"

@@ -114,6 +114,7 @@ def test_a_dict_for_the_strategy_has_what_differs_in_it() -> None:
     ("params", "message"),
     [
         ({"batchsize": 3}, "TorchEstimator has no parameter 'batchsize'"),
+        ({"scoreCol": "loss"}, "has no parameter 'scoreCol'. In its place there is lossCol"),
         ({"batchSize": 0}, "batchSize"),
         ({"strategy": {"periods": 3}}, "does not take"),
         ({"strategy": {"period": 0}}, "period"),
