@@ -62,7 +62,8 @@ def write_pieces(file: BinaryIO, pieces: Mapping[str, Piece], metadata: Mapping[
         metadata: strings by name, kept in the header.
 
     Raises:
-        CheckpointError: the header is larger than any reader takes.
+        CheckpointError: the header is larger than any reader takes, or a tensor has other bytes
+            than its shape says.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -77,9 +78,13 @@ def write_pieces(file: BinaryIO, pieces: Mapping[str, Piece], metadata: Mapping[
             "holds the values of all metrics in every epoch. Let metrics return fewer numbers"
         )
     file.write(struct.pack("<Q", len(text)) + text)
-    for piece in pieces.values():
+    for name, piece in pieces.items():
+        left = piece.size
         for block in piece.blocks(BLOCK_BYTES):
             file.write(block)
+            left -= len(block)
+        if left:
+            raise CheckpointError(f"tensor '{name}' has {piece.size - left} of {piece.size} bytes")
 
 
 def read_header(
@@ -110,14 +115,16 @@ def read_header(
             raise ValueError(reprlib.repr(metadata))
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             (start, end), shape = entry["data_offsets"], entry["shape"]
-            if not all(type(n) is int and n >= 0 for n in (start, end, *shape)):
+            sizes = start, end, *shape
+            # No tensor of torch's is larger or has more dimensions, and products take time.
+            if len(sizes) > 66 or not all(type(n) is int and 0 <= n < 1 << 63 for n in sizes):
                 raise ValueError(reprlib.repr({name: entry}))
             piece = Piece(entry["dtype"], shape, blocks_at(8 + size + start, end - start))
             if start != offset or end - start != piece.size:
-                raise DamagedError(f"tensor '{name}' has a size that does not match its shape")
+                raise DamagedError(f"tensor '{name:.200}' has a size that does not match its shape")
             pieces[name], offset = piece, end
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"the header is damaged: {error!r}") from error
+        raise DamagedError(f"the header is damaged: {error!r:.400}") from error
     return pieces, metadata
 
 

@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 2
 """Version of the files' format; a reader refuses a newer one."""
+SHA256 = "sha256"
+"""The last tensor: the hash of all bytes before it."""
 _SHA256_BYTES = 32
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 _NAME = re.compile(r"(\.)?checkpoint-([0-9]{6,12})\.safetensors(?(1)\.partial-[0-9a-f]{32})")
@@ -135,7 +137,7 @@ class CheckpointStore:
         def write(stream: BinaryIO) -> None:
             file = _Hashed(stream)
             digest = Piece("U8", [_SHA256_BYTES], lambda _: iter([file.sha256.digest()]))
-            write_pieces(cast(BinaryIO, file), {**contents, "sha256": digest}, metadata)
+            write_pieces(cast(BinaryIO, file), {**contents, SHA256: digest}, metadata)
             _check(lease)
 
         with _told(f"{path} could not be written"):
@@ -237,6 +239,9 @@ class SavedCheckpoint:
         with files.open_input_stream(path) as stream:
             file = cast(BinaryIO, hashed := _Hashed(stream))
             self.contents, metadata = read_header(file, lambda *place: partial(self._read, *place))
+            last = list(self.contents)[-1:]
+            if last != [SHA256] or self.contents[SHA256].size != _SHA256_BYTES:
+                raise DamagedError("it does not end with its checksum")
             size = sum(piece.size for piece in self.contents.values())
             for _ in blocks_of(file, size - _SHA256_BYTES):
                 pass

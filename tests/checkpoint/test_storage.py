@@ -266,6 +266,31 @@ def test_a_header_that_says_anything_is_used_or_skipped_and_never_an_error_of_py
     assert names(tmp_path) == ["checkpoint-000003.safetensors"]
 
 
+@every(
+    "change",
+    [
+        lambda header: header | {"center": header["center"] | {"shape": [1] * 65}},
+        lambda header: header | {"center": header["center"] | {"shape": [1 << 63, 0]}},
+        lambda header: {"__metadata__": header["__metadata__"]},
+    ],
+)
+def test_a_header_of_what_no_tensor_is_or_without_a_checksum_is_damaged(
+    tmp_path: Path, change: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Many dimensions or large numbers would take hours to multiply."""
+    store = CheckpointStore(str(tmp_path), keep_last=2)
+    forge(save(store, 1), change)
+    assert CheckpointStore(str(tmp_path), keep_last=2).newest() is None
+    assert "is damaged" in caplog.text
+
+
+def test_a_tensor_of_other_bytes_than_it_announces_is_not_published(tmp_path: Path) -> None:
+    store = CheckpointStore(str(tmp_path), keep_last=1)
+    with pytest.raises(CheckpointError, match="tensor 'short' has 4 of 8 bytes"):
+        store.write({"short": Piece("U8", [8], lambda _: iter([b"abcd"]))}, {})
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
 @every("name", ["checkpoint-000009", "checkpoint-٠٠٠٠٠٩.safetensors", "checkpoint-9.safetensors"])
 def test_a_file_named_like_a_checkpoint_is_neither_read_nor_in_the_way(
     tmp_path: Path, name: Any
