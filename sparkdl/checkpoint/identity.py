@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparkdl.user_code.needed_modules import plain
+from sparkdl.user_code.needed_modules import INSTALLED, plain
 
 Parts = dict[str, bytes]
 """The digest of each part, by name."""
@@ -41,7 +41,6 @@ BY_NAME = sys.stdlib_module_names | {
     "sparkdl",
     "torch",
 }
-INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 DEEPEST = 50
 """How deeply nested objects are examined."""
 

@@ -11,6 +11,7 @@ import dis
 import io
 import os
 import pickle
+import re
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from typing import Any
 import cloudpickle
 
 _IMPORT = dis.opmap["IMPORT_NAME"]
+INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 
 
 @dataclass(frozen=True)

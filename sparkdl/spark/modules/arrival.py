@@ -27,7 +27,7 @@ from typing import NamedTuple
 from sparkdl.errors import SetupError
 from sparkdl.spark.closures.sending import SentBytes
 from sparkdl.spark.rows.scratch import row_directory
-from sparkdl.user_code.needed_modules import left_behind
+from sparkdl.user_code.needed_modules import INSTALLED, left_behind
 
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EPERM, errno.EACCES)
 """How the system says that something is already in the place of a new folder."""
@@ -75,8 +75,12 @@ class Arrived(NamedTuple):
             return None
         spec = PathFinder.find_spec(name, [self.folder])
         if spec is not None and spec.submodule_search_locations is not None:
-            # Not what else has this name on sys.path, which would join a folder without __init__.
-            spec.submodule_search_locations = list(spec.submodule_search_locations)
+            # A folder without __init__ is joined by what is installed below the same name, and not
+            # by what else has it on sys.path.
+            installed = [each for each in sys.path if INSTALLED.search(f"{each}/")]
+            other = PathFinder.find_spec(name, installed) if spec.origin is None else None
+            beside = None if other is None else other.submodule_search_locations
+            spec.submodule_search_locations = [*spec.submodule_search_locations, *(beside or ())]
         return spec
 
 

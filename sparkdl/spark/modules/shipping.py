@@ -26,13 +26,13 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from sparkdl.checkpoint.identity import BY_NAME, INSTALLED
+from sparkdl.checkpoint.identity import BY_NAME
 from sparkdl.errors import ConfigError
 from sparkdl.spark.catalyst.core import SparkFiles
 from sparkdl.spark.catalyst.jvm import is_of_connect, setting
 from sparkdl.spark.closures.sending import SentBytes, broadcast_scope, send
 from sparkdl.spark.modules.arrival import Shipment
-from sparkdl.user_code.needed_modules import HOW_OTHERS_TRAVEL, imported_names
+from sparkdl.user_code.needed_modules import HOW_OTHERS_TRAVEL, INSTALLED, imported_names
 
 logger = logging.getLogger(__name__)
 
@@ -170,8 +170,8 @@ def _places_of(name: str, first: Sequence[str], sent: Sequence[str]) -> list[Pat
         return []
     found = spec.submodule_search_locations or [spec.origin or ""]
     places = [Path(os.path.abspath(each)) for each in found if os.sep in each]
-    if any(_is_installed(str(each)) or _is_sent(each, sent) for each in places):
-        return []
+    # Of a folder without __init__ that installed packages share, executors have the others' part.
+    places = [p for p in places if not (_is_installed(str(p)) or _is_sent(p, sent))]
     for place in places:
         if not place.exists() or place.name not in (name, f"{name}.py"):
             raise CannotTravelError(

@@ -94,6 +94,17 @@ def test_what_has_the_same_name_here_waits_until_the_block_ends(project: Path) -
     assert (importlib.import_module("own_pack.x"), sys.modules["own_pack"]) == here
 
 
+def test_what_is_installed_below_the_same_name_is_there_too(tmp_path: Path) -> None:
+    write(tmp_path / "site-packages", {"own_shared/theirs.py": "WHOSE = 'installed'"})
+    arrived = arrive(shipment("own_shared", **{"own_shared/ours.py": "WHOSE = 'sent'"}))
+    with on_path(tmp_path / "site-packages"):
+        before = state()
+        with importable(arrived):
+            assert importlib.import_module("own_shared.ours").WHOSE == "sent"
+            assert importlib.import_module("own_shared.theirs").WHOSE == "installed"
+        assert state() == before
+
+
 def test_a_folder_without_init_has_what_was_sent_and_nothing_of_what_is_here(project: Path) -> None:
     write(project, {"own_folder/here.py": "WHOSE = 'here'", "own_folder/both.py": "WHOSE = 'here'"})
     arrived = arrive(
