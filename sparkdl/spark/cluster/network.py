@@ -22,7 +22,14 @@ DRIVER_PORT = "spark.sparkdl.driver.port"
 def driver_ports(spark: SparkSession) -> tuple[int, int] | None:
     """First and last port on which the driver may serve workers; None for any free one."""
     text = (setting(spark, DRIVER_PORT) or "").strip()
-    return parse_ports(DRIVER_PORT, f"{text}-{text}" if text.isdigit() else text) if text else None
+    if not text:
+        return None
+    try:
+        return parse_ports(DRIVER_PORT, f"{text}-{text}" if text.isdigit() else text)
+    except ConfigError:
+        raise ConfigError(
+            f"{DRIVER_PORT} must be a port such as 40000, or two such as 40000-40100, got {text!r}"
+        ) from None
 
 
 def network_of(

@@ -249,7 +249,7 @@ def run_call(
         )
         with job, watched(service, service.stacks, job.jobs, spark.sparkContext, tasks):
             watch(service, job.jobs)
-        return [cloudpickle.loads(row.result) for row in job.yielded()]
+        return results_of({row.rank: row.result for row in job.yielded()}, num_workers)
 
 
 def _shipment(spark: SparkSession, call: Call, names: set[str]) -> Shipment | None:

@@ -184,7 +184,8 @@ def watch(service: RunService, jobs: RunJobs | None) -> None:
                 DeadlineError(
                     f"rank {', '.join(map(str, service.missing))} of {service.world_size} workers "
                     f"did not start within {JOIN_S:g} s, and all have to start: are "
-                    "other jobs using the cluster? An executor that cannot reach the driver says "
+                    "other jobs using the cluster, or executors still being started (set "
+                    "spark.dynamicAllocation.minExecutors)? One that cannot reach the driver says "
                     "so in its log"
                 )
             )
