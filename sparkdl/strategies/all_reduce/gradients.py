@@ -71,13 +71,13 @@ class FiniteGradients(Transform):
         """
         finite = self._is_finite()
         if self._among is not None:
-            bad = torch.tensor(int(not finite), device=self._among.device)
+            bad = torch.as_tensor(finite, device=self._among.device).logical_not().int()
             finite = not self._among.all_reduce(bad)
         if not finite:
             self._find(step)
 
-    def _is_finite(self) -> bool:
-        """Whether all is finite that this worker has of the sum."""
+    def _is_finite(self) -> bool | Tensor:
+        """Whether all is finite that this worker has of the sum; on a GPU, it is not yet read."""
         gradients = [each.grad for each in self._run.replica.stepped() if each.grad is not None]
         # Most are views into a few buckets, which are faster to look at than their parts.
         dense = {
@@ -89,11 +89,8 @@ class FiniteGradients(Transform):
         ]
         if self._run.replica.device.type == "cpu":
             return not any(map(count_non_finite, values))
-        # One wait for the GPU, not one for each.
         largest = [torch.linalg.vector_norm(each, math.inf) for each in values if each.numel()]
-        return not largest or bool(
-            torch.stack([each.double() for each in largest]).isfinite().all()
-        )
+        return not largest or torch.stack([each.double() for each in largest]).isfinite().all()
 
     def _count(self, loss: Tensor) -> int:
         """How many of this worker's own gradients are not finite."""

@@ -231,6 +231,7 @@ class ShardedModel(nn.Module):
 
         for unit in self._units:
             cast(Any, unit).set_custom_reduce_scatter(Counting())
+        self._replica.optimizer.zero_grad()  # the sum that is not finite
         loss.backward()  # type: ignore[no-untyped-call]
         if self._collective.world_size == 1:  # nothing is scattered
             found = [
