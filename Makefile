@@ -81,9 +81,10 @@ lint: $(VENV)/installed-test
 docs: $(VENV)/installed-docs
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q -b html docs build/site
 
-dist: $(VENV)/installed-test
+dist: $(VENV)/installed-release
 	rm -rf dist
 	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
 
 wheel-test: java $(VENV)/installed-test
 	$(BIN)/python -m pytest tests/docs/test_wheel.py $(ARGS)
@@ -102,14 +103,15 @@ $(BIN)/python:
 	  echo "$(PYTHON) is not on PATH. Install Python 3.11, or name yours: make PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/installed-%: setup.cfg conf/constraints.txt | $(BIN)/python
+$(VENV)/installed-%: pyproject.toml setup.cfg conf/constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -c conf/constraints.txt -e ".[$(extras-$*)]"
 	@touch $@
 
-extras-jobs := jobs
-extras-test := jobs,test,examples
-extras-docs := docs
-extras-guests := jobs,test,guests
+extras-jobs := spark,jobs,flights
+extras-test := spark,jobs,test,examples
+extras-docs := spark,docs
+extras-release := release
+extras-guests := spark,jobs,test,guests
 
 clean:
 	rm -rf $(VENV) output build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -25,7 +25,17 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module 'sparkdl' has no attribute '{name}'")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "pyspark":
+            raise
+        raise ModuleNotFoundError(
+            f"sparkdl.{name} needs pyspark, which is not installed: on a cluster, start Python by "
+            "its spark-submit or pyspark, which bring their own; elsewhere, pip install "
+            "'sparkdl-torch[spark]'",
+            name="pyspark",
+        ) from error
     globals()[name] = value
     return value
 

@@ -49,7 +49,7 @@ def pack(environment: Path, archive: Path) -> None:
         environment: its folder.
         archive: the file to make; its ending says of which kind.
     """
-    what = ["--prefix", environment, "--output", archive, "--exclude", "*/pyspark/jars/*"]
+    what = ["--prefix", environment, "--output", archive]
     _run(sys.executable, "-m", "venv_pack", "--quiet", *what, timeout=PACK_S)
 
 
