@@ -22,8 +22,8 @@ from sparkdl.transport.connecting import ServiceAddress, reach
 
 logger = logging.getLogger(__name__)
 
-JOIN_S = 120.0
-"""Seconds for all workers to start, once there are slots for them."""
+JOIN_S = 600.0
+"""Seconds for all workers to start once Spark does nothing more for them, as by default in a fit."""
 CLOSE_S = 5.0
 """Seconds to wait for the driver to read what was last sent."""
 
