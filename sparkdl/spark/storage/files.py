@@ -200,64 +200,49 @@ def open_hadoop(uri: str) -> tuple[fs.FileSystem, str]:
     return fs.PyFileSystem(_HadoopFiles(files, paths)), str(qualified)
 
 
-class _ByteStream(io.RawIOBase):
-    """A file somewhere else, by what reads from it or writes to it, and what closes it."""
-
-    def __init__(
-        self,
-        close: Callable[[], object],
-        *,
-        read: Callable[[], bytes] | None = None,
-        seek: Callable[[int], object] | None = None,
-        write: Callable[[memoryview], object] | None = None,
-    ) -> None:
-        super().__init__()
-        self._close, self._read, self._seek, self._write = close, read, seek, write
-        self._left, self._next = b"", 0
+class _JavaStream(io.RawIOBase):
+    """A stream of Hadoop's."""
 
     def readable(self) -> bool:
-        return self._read is not None
+        return True  # whatever it was opened for
 
-    def writable(self) -> bool:
-        return self._write is not None
+    writable = seekable = readable
 
-    def seekable(self) -> bool:
-        return self._seek is not None
+    def __init__(self, stream: Any) -> None:
+        super().__init__()
+        self._stream = stream
+        self._left, self._next = b"", 0
 
+    @java_errors()
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        assert self._seek is not None
         if whence == io.SEEK_SET:
-            self._seek(offset)
+            self._stream.seek(offset)
             self._left, self._next = b"", offset
         return self._next  # from elsewhere nobody asks for more than this
 
+    @java_errors()
     def readinto(self, buffer: Any) -> int:
-        assert self._read is not None
-        self._left = self._left or self._read()
+        # py4j passes copies of arrays.
+        self._left = self._left or bytes(self._stream.readNBytes(PIECE_BYTES))
         taken, self._left = self._left[: len(buffer)], self._left[len(buffer) :]
         buffer[: len(taken)] = taken
         self._next += len(taken)
         return len(taken)
 
+    @java_errors()
     def write(self, octets: Any) -> int:
-        assert self._write is not None
         view = memoryview(octets).cast("B")
         for start in range(0, len(view), PIECE_BYTES):
-            self._write(view[start : start + PIECE_BYTES])
+            self._stream.write(bytearray(view[start : start + PIECE_BYTES]))
         return len(view)
 
+    @java_errors()
     def close(self) -> None:
         if not self.closed:
             super().close()
-            self._close()
-
-    def to_read(self) -> pa.NativeFile:
-        """The same for pyarrow."""
-        return pa.PythonFile(io.BufferedReader(self, PIECE_BYTES), mode="r")
-
-    def to_write(self) -> pa.NativeFile:
-        """The same for pyarrow."""
-        return pa.PythonFile(self, mode="w")
+            if self._stream.hasCapability("hsync"):  # otherwise it is safe once closed
+                self._stream.hsync()
+            self._stream.close()
 
 
 class _HadoopFiles(fs.FileSystemHandler):  # type: ignore[misc]
@@ -285,23 +270,19 @@ class _HadoopFiles(fs.FileSystemHandler):  # type: ignore[misc]
 
     copy_file = open_append_stream = delete_dir_contents = delete_root_dir_contents = _refuse
 
+    @java_errors()
     def get_file_info(self, paths: list[str]) -> list[fs.FileInfo]:
-        with java_errors():
-            found = []
-            for path in paths:
-                there = self._files.exists(self._path(path))
-                status = self._files.getFileStatus(self._path(path)) if there else None
-                found.append(_info(path, status))
-            return found
+        places = [self._path(path) for path in paths]
+        there = [self._files.getFileStatus(p) if self._files.exists(p) else None for p in places]
+        return list(map(_info, paths, there))
 
+    @java_errors()
     def get_file_info_selector(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
-        with java_errors():
-            if not self._files.exists(self._path(selector.base_dir)):
-                if selector.allow_not_found:
-                    return []
-                raise FileNotFoundError(selector.base_dir)
-            found = self._files.listStatus(self._path(selector.base_dir))
-            return [_info(status.getPath().toString(), status) for status in found]
+        folder = self._path(selector.base_dir)
+        if selector.allow_not_found and not self._files.exists(folder):
+            return []
+        found = self._files.listStatus(folder)
+        return [_info(status.getPath().toString(), status) for status in found]
 
     def create_dir(self, path: str, recursive: bool) -> None:
         self._require(path, lambda: self._files.mkdirs(self._path(path)))
@@ -312,38 +293,20 @@ class _HadoopFiles(fs.FileSystemHandler):  # type: ignore[misc]
     def delete_file(self, path: str) -> None:
         self._require(path, lambda: self._files.delete(self._path(path), False))
 
+    @java_errors()
     def move(self, src: str, dest: str) -> None:
-        with java_errors():
-            _rename(self._files, self._path, src, dest)
+        _rename(self._files, self._path, src, dest)
 
+    @java_errors()
     def open_input_file(self, path: str) -> pa.NativeFile:
-        with java_errors():
-            stream = self._files.open(self._path(path))
-
-        @java_errors()
-        def read() -> bytes:
-            return bytes(stream.readNBytes(PIECE_BYTES))  # py4j passes copies of arrays
-
-        close, seek = java_errors()(stream.close), java_errors()(stream.seek)
-        return _ByteStream(close, read=read, seek=seek).to_read()
+        stream = _JavaStream(self._files.open(self._path(path)))
+        return pa.PythonFile(io.BufferedReader(stream, PIECE_BYTES), mode="r")
 
     open_input_stream = open_input_file
 
+    @java_errors()
     def open_output_stream(self, path: str, metadata: Any) -> pa.NativeFile:
-        with java_errors():
-            stream = self._files.create(self._path(path), True)
-
-        @java_errors()
-        def write(octets: memoryview) -> None:
-            stream.write(bytearray(octets))
-
-        @java_errors()
-        def close() -> None:
-            if stream.hasCapability("hsync"):  # otherwise it is safe once closed
-                stream.hsync()
-            stream.close()
-
-        return _ByteStream(close, write=write).to_write()
+        return pa.PythonFile(_JavaStream(self._files.create(self._path(path), True)), mode="w")
 
     @staticmethod
     @java_errors()
