@@ -1,4 +1,4 @@
-"""The Spark jobs of one run: started in threads of their own, looked up, and ended."""
+"""The Spark jobs of one run: started in a thread of their own, looked up, and ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from pyspark import InheritableThread
 
@@ -21,19 +20,6 @@ JOB_END_S = 30.0
 """Seconds to wait for a Spark job to end once every worker has finished or was cancelled."""
 
 _GROUP = "spark.jobGroup.id"
-
-
-@dataclass
-class _Started:
-    """A function in a thread of its own.
-
-    Attributes:
-        begun: whether it has been called.
-        ended: set once it has returned, or will never be called.
-    """
-
-    begun: bool = False
-    ended: threading.Event = field(default_factory=threading.Event)
 
 
 class RunJobs:
@@ -56,25 +42,24 @@ class RunJobs:
         self._context = context
         self._description = description
         self._lock = threading.Lock()
-        self._started: list[_Started] = []
+        self._begun, self._ended = False, threading.Event()
+        self._ended.set()
         self.group = context.getLocalProperty(_GROUP) or self.tag
 
     def start(self, body: Callable[[], None], failed: Callable[[Exception], None]) -> None:
-        """Run a function in a thread of its own; its Spark jobs belong to the run.
+        """Run a function in a thread of its own, once; its Spark jobs belong to the run.
 
         Args:
             body: the function.
             failed: called in that thread with what the function raises.
         """
-        # Noted first: an interrupt may come as soon as the thread is there.
-        started = _Started()
-        self._started.append(started)
+        self._ended.clear()  # first: an interrupt may come as soon as the thread is there
 
         def run() -> None:
             with self._lock:
-                if started.ended.is_set():
+                if self.ended:
                     return
-                started.begun = True
+                self._begun = True
             try:
                 self._context.setJobGroup(self.group, self._description, interruptOnCancel=True)
                 self._context.addJobTag(self.tag)
@@ -82,23 +67,18 @@ class RunJobs:
             except Exception as error:  # whatever ends a Spark job
                 failed(error)
             finally:
-                started.ended.set()
+                self._ended.set()
 
         InheritableThread(target=run, name=f"{self.tag}-job", daemon=True).start()
 
     @property
     def ended(self) -> bool:
-        """Whether everything that was started has ended."""
-        return all(each.ended.is_set() for each in self._started)
+        """Whether what was started has ended, if anything was."""
+        return self._ended.is_set()
 
     def wait(self, patience_s: float) -> bool:
-        """Wait until everything that was started has ended; returns whether it has.
-
-        Args:
-            patience_s: the longest wait for each, in seconds.
-        """
-        waited = [each.ended.wait(patience_s) for each in self._started]
-        return all(waited)
+        """Wait up to ``patience_s`` until what was started has ended; returns whether it has."""
+        return self._ended.wait(patience_s)
 
     def cancel(self) -> None:
         """Have Spark cancel the run's jobs, those too that it does not know yet.
@@ -107,13 +87,10 @@ class RunJobs:
         have ended, in a thread that no second interrupt of the caller reaches.
         """
         with self._lock:
-            for each in self._started:
-                if not each.begun:
-                    each.ended.set()
-            running = [each.ended for each in self._started if not each.ended.is_set()]
-        if running:
-            name = f"{self.tag}-cancel"
-            threading.Thread(target=self._cancel, args=(running,), name=name, daemon=True).start()
+            if not self._begun:
+                self._ended.set()
+        if not self.ended:
+            threading.Thread(target=self._cancel, name=f"{self.tag}-cancel", daemon=True).start()
 
     def end(self, patience_s: float = 0.0) -> None:
         """Let the jobs end by themselves, then cancel what is left of them, and wait again.
@@ -140,13 +117,12 @@ class RunJobs:
         stages = [tracker.getStageInfo(number) for number in numbers]
         return [stage for stage in stages if stage is not None]
 
-    def _cancel(self, running: list[threading.Event]) -> None:
-        while not all(each.is_set() for each in running):
+    def _cancel(self) -> None:
+        while not self.ended:
             try:
                 self._context.cancelJobsWithTag(self.tag)
             except (Py4JError, OSError, AttributeError) as error:
                 # The session was stopped or its JVM has ended, and the jobs with it.
                 logger.debug("Spark no longer cancels jobs: %s", error)
                 return
-            for each in running:
-                each.wait(CANCEL_S)
+            self._ended.wait(CANCEL_S)
