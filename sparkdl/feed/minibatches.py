@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -167,11 +167,8 @@ AHEAD = 2
 """Items that may be ready before anybody wants them."""
 
 
-class _End:
-    """Follows the last item; holds what ended the source, if that was an error."""
-
-    def __init__(self, error: BaseException | None) -> None:
-        self.error = error
+_END = object()
+"""Follows the last item."""
 
 
 def prefetched(source: Iterable[T]) -> Generator[T, None, None]:
@@ -183,38 +180,13 @@ def prefetched(source: Iterable[T]) -> Generator[T, None, None]:
     Args:
         source: used by that thread only.
     """
-    ready: queue.Queue[T | _End] = queue.Queue(AHEAD)
-    closed = threading.Event()
-
-    def put(item: T | _End) -> None:
-        while not closed.is_set():
-            try:
-                ready.put(item, timeout=0.1)
-                return
-            except queue.Full:
-                continue
-
-    def make() -> None:
+    items = iter(source)
+    with ThreadPoolExecutor(1, thread_name_prefix="sparkdl-prefetch") as pool:
+        ready = deque(pool.submit(next, items, _END) for _ in range(AHEAD))
         try:
-            for item in source:
-                put(item)
-                if closed.is_set():
-                    return
-        except BaseException as error:  # raised where the items are used
-            put(_End(error))
-        else:
-            put(_End(None))
-
-    thread = threading.Thread(target=make, name="sparkdl-prefetch", daemon=True)
-    thread.start()
-    try:
-        while not isinstance(item := ready.get(), _End):
-            yield item
-        if item.error is not None:
-            raise item.error
-    finally:
-        closed.set()
-        while thread.is_alive():
-            if not ready.empty():
-                ready.get_nowait()  # the thread may be waiting for room
-            thread.join(0.01)
+            while (item := ready.popleft().result()) is not _END:
+                ready.append(pool.submit(next, items, _END))
+                yield cast(T, item)
+        finally:
+            for each in ready:
+                each.cancel()

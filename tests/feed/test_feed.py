@@ -116,7 +116,7 @@ def test_batches_of_cuts_arrays_into_record_batches(kind: type) -> None:
     assert [i for batch in shard for i in batch.column(1).to_pylist()] == list(range(8))
 
 
-PREFETCHER = "sparkdl-prefetch"
+PREFETCHER = "sparkdl-prefetch_0"
 NO_EVENT: Any = None
 
 
@@ -238,4 +238,4 @@ def test_closing_early_ends_the_thread_and_the_source() -> None:
     items = prefetched(iter(range(10**9)))
     next(items)
     items.close()
-    assert not [t for t in threading.enumerate() if t.name == "sparkdl-prefetch"]
+    assert not [t for t in threading.enumerate() if t.name == PREFETCHER]

@@ -3,7 +3,7 @@
 Rows are appended as tensors while Spark delivers them and mapped afterwards, so data larger than
 memory works and random rows are one gather from the page cache. A column is one contiguous tensor
 in its final dtype, and numbers of the same dtype lie side by side in one. Rows of unequal length
-are two files (``sequences.py``).
+are two files.
 
 The files have no name: they are unlinked when created, so a crash leaves nothing behind.
 """
@@ -12,18 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparkdl.feed.columns.ragged import Column
-from sparkdl.feed.store.rows import (
-    StoredColumn,
-    StoredRows,
-    StoredSequences,
-    specs_of_files,
-)
+from sparkdl.feed.store.rows import StoredRows, StoredSequences
 from sparkdl.protocols import ColumnSpec
 
 
@@ -37,13 +32,14 @@ class PartitionStore:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._specs: tuple[ColumnSpec, ...] = ()
-        self._groups: list[_Stored] = []
+        # Which columns lie together, and the StoredRows or StoredSequences that they lie in.
+        self._groups: list[tuple[list[int], Any]] = []
         self.rows = 0
 
     @property
     def row_bytes(self) -> int:
         """Bytes that a row takes, on average if rows are of unequal length."""
-        return sum(group.row_bytes(self.rows) for group in self._groups)
+        return sum(stored.row_bytes(self.rows) for _, stored in self._groups)
 
     @property
     def specs(self) -> tuple[ColumnSpec, ...]:
@@ -67,9 +63,9 @@ class PartitionStore:
         if not self._groups:
             self.create(specs, 0)
         packed = []
-        for group in self._groups:
-            packed.append(group.pack([batch[column.index] for column in group.columns]))
-            group.append(packed[-1])
+        for columns, stored in self._groups:
+            packed.append(stored.pack([batch[index] for index in columns]))
+            stored.append(packed[-1])
         self.rows += len(batch[0])
         return packed
 
@@ -79,8 +75,8 @@ class PartitionStore:
         Raises:
             TrainingError: there is no room for them.
         """
-        for group in self._groups:
-            group.flush()
+        for _, stored in self._groups:
+            stored.flush()
 
     def create(self, specs: Sequence[ColumnSpec], rows: int) -> None:
         """Make room for rows that are written in any order.
@@ -90,7 +86,15 @@ class PartitionStore:
             rows: how many there will be.
         """
         self._specs = tuple(specs)
-        self._groups = [_stored(columns, self._directory) for columns in _grouped(specs)]
+        self._groups, groups = [], dict[object, list[int]]()
+        for index, spec in enumerate(specs):  # numbers by their dtype, every other column alone
+            groups.setdefault(index if spec.row_shape else spec.dtype, []).append(index)
+        for columns in groups.values():
+            first = specs[columns[0]]
+            if first.padding is None:
+                self._groups.append((columns, StoredRows(self._directory, first, len(columns))))
+            else:
+                self._groups.append((columns, StoredSequences(self._directory, first)))
         self.rows = rows
 
     def write(self, packed: Sequence[Column], first: int) -> None:
@@ -100,8 +104,8 @@ class PartitionStore:
             packed: as ``take_packed`` gives them, n rows.
             first: the position of the first of them.
         """
-        for group, values in zip(self._groups, packed, strict=True):
-            group.write(values, first)
+        for (_, stored), values in zip(self._groups, packed, strict=True):
+            stored.write(values, first)
 
     def empty_packed(self, rows: int, lengths: Sequence[Tensor] = ()) -> list[Column]:
         """Room to receive rows in, as ``take_packed`` gives them.
@@ -111,10 +115,7 @@ class PartitionStore:
             lengths: of the rows of each column of unequal lengths, shape (rows,), int64.
         """
         known = iter(lengths)
-        return [
-            group.empty(rows, next(known, None) if isinstance(group, StoredSequences) else None)
-            for group in self._groups
-        ]
+        return [stored.empty(rows, known) for _, stored in self._groups]
 
     def lengths(self, rows: Tensor | None = None) -> list[Tensor]:
         """How many items rows have.
@@ -125,8 +126,8 @@ class PartitionStore:
         Returns:
             For each column of unequal lengths, in the order of ``take_packed``, shape (n,), int64.
         """
-        sequences = (group for group in self._groups if isinstance(group, StoredSequences))
-        return [group.lengths(rows, self.rows) for group in sequences]
+        sequences = (stored for _, stored in self._groups if isinstance(stored, StoredSequences))
+        return [stored.lengths(rows, self.rows) for stored in sequences]
 
     def take(self, rows: Tensor, *, pinned: bool = False) -> list[Column]:
         """Copy rows in any order.
@@ -141,10 +142,9 @@ class PartitionStore:
         """
         taken: list[Column] = [torch.empty(0)] * len(self._specs)
         packed = self.take_packed(rows, pinned=pinned)
-        for group, gathered in zip(self._groups, packed, strict=True):
-            apart = group.unpack(gathered, pinned=pinned)
-            for column, values in zip(group.columns, apart, strict=True):
-                taken[column.index] = values
+        for (columns, stored), gathered in zip(self._groups, packed, strict=True):
+            for index, values in zip(columns, stored.unpack(gathered, pinned=pinned), strict=True):
+                taken[index] = values
         return taken
 
     def take_packed(self, rows: Tensor, *, pinned: bool = False) -> list[Column]:
@@ -157,44 +157,10 @@ class PartitionStore:
         Returns:
             One tensor per file, shape (n, ...); of a column of unequal lengths its ragged rows.
         """
-        return [group.take(rows, pinned=pinned) for group in self._groups]
+        return [stored.take(rows, pinned=pinned) for _, stored in self._groups]
 
     def close(self) -> None:
         """Give the disk space back."""
-        for group in self._groups:
-            group.close()
+        for _, stored in self._groups:
+            stored.close()
         self._groups = []
-
-
-class _Stored(Protocol):
-    """Columns as they lie in files; rows are tensors, or ragged, as ``pack`` gives them."""
-
-    columns: tuple[StoredColumn, ...]
-
-    def row_bytes(self, rows: int) -> int: ...
-    def empty(self, rows: int, lengths: Any) -> Any: ...
-    def pack(self, columns: Any) -> Any: ...
-    def unpack(self, packed: Any, *, pinned: bool) -> Any: ...
-    def append(self, values: Any) -> None: ...
-    def write(self, values: Any, first: int) -> None: ...
-    def take(self, rows: Tensor, *, pinned: bool) -> Any: ...
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
-
-
-def _stored(columns: Sequence[StoredColumn], directory: Path) -> _Stored:
-    column = columns[0]
-    if column.spec.padding is None:
-        return StoredRows(columns, directory)
-    files = (StoredColumn(0, spec) for spec in specs_of_files(column.spec))
-    values, places = (StoredRows([each], directory) for each in files)
-    return StoredSequences(column, values, places)
-
-
-def _grouped(specs: Sequence[ColumnSpec]) -> list[list[StoredColumn]]:
-    """Numbers by their dtype, every other column alone."""
-    groups: dict[object, list[StoredColumn]] = {}
-    for index, spec in enumerate(specs):
-        key = index if spec.row_shape else spec.dtype
-        groups.setdefault(key, []).append(StoredColumn(index, spec))
-    return list(groups.values())

@@ -12,7 +12,7 @@ import os
 import socket
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -28,35 +28,26 @@ PAGE_BYTES = 2 << 20
 """The kernel's huge pages."""
 
 
-class StoredColumn:
-    """One column's place among the store's columns."""
-
-    def __init__(self, index: int, spec: ColumnSpec) -> None:
-        self.index = index
-        self.spec = spec
-
-
 class StoredRows:
     """Columns that lie side by side in one file: one of any shape, or several of numbers.
 
     Args:
-        columns: all of them.
         directory: where to put the file.
+        spec: the first column.
+        width: how many columns like it lie side by side.
     """
 
-    def __init__(self, columns: Sequence[StoredColumn], directory: Path) -> None:
-        self.columns = tuple(columns)
-        first = columns[0].spec
-        self.dtype = first.dtype
-        self.row_shape = first.row_shape if len(columns) == 1 else (len(columns),)
-        self._row_bytes = self.dtype.itemsize * len(columns) * (first.elements or 0)
+    def __init__(self, directory: Path, spec: ColumnSpec, width: int = 1) -> None:
+        self.dtype = spec.dtype
+        self.row_shape = spec.row_shape if width == 1 else (width,)
+        self._row_bytes = self.dtype.itemsize * width * (spec.elements or 0)
+        self._width = width
         self._directory = directory
         self._file: IO[bytes] = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - closed in close()
         self._written = 0
         self._tail = bytearray()
         """What was appended and is not in the file yet."""
         self._row_kind = np.dtype((np.void, self._row_bytes))
-        self._mapped: mmap.mmap | None = None
         self._stored_rows: np.ndarray | None = None
         self._mapping = threading.Lock()
 
@@ -64,7 +55,7 @@ class StoredRows:
         """Bytes that a row takes, whatever their number."""
         return self._row_bytes
 
-    def empty(self, rows: int, lengths: None) -> Tensor:
+    def empty(self, rows: int, lengths: object = None) -> Tensor:
         """Room for rows."""
         return torch.empty((rows, *self.row_shape), dtype=self.dtype)
 
@@ -75,9 +66,9 @@ class StoredRows:
 
     def unpack(self, packed: Tensor, *, pinned: bool) -> list[Tensor]:
         """Take them apart."""
-        if len(self.columns) == 1:
+        if self._width == 1:
             return [packed]
-        shape = (len(self.columns), len(packed))
+        shape = (self._width, len(packed))
         apart = torch.empty(shape, dtype=self.dtype, pin_memory=pinned)
         return list(apart.copy_(packed.t()).unbind(0))
 
@@ -153,7 +144,7 @@ class StoredRows:
 
     def close(self) -> None:
         """Give the disk space back."""
-        self._stored_rows = self._mapped = None
+        self._stored_rows = None
         self._file.close()
 
     def _map(self) -> np.ndarray:
@@ -163,8 +154,8 @@ class StoredRows:
             with self._mapping:
                 if self._stored_rows is None:
                     self.flush()
-                    self._mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
-                    self._stored_rows = np.frombuffer(self._mapped, self._row_kind)
+                    mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+                    self._stored_rows = np.frombuffer(mapped, self._row_kind)
         return self._stored_rows
 
 
@@ -172,23 +163,18 @@ def _bytes_of(values: Tensor) -> memoryview:
     return values.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-PLACE = 2
-"""Numbers that say where a row is: its first item, and how many it has."""
-
-
 class StoredSequences:
     """One column of rows of unequal length, as ``StoredRows`` has rows of equal shape.
 
     Args:
-        column: which.
-        values: an empty file of items.
-        places: an empty file of pairs of int64.
+        directory: where to put the files.
+        spec: the column.
     """
 
-    def __init__(self, column: StoredColumn, values: StoredRows, places: StoredRows) -> None:
-        self.columns: tuple[StoredColumn, ...] = (column,)
-        self._values = values
-        self._places = places
+    def __init__(self, directory: Path, spec: ColumnSpec) -> None:
+        self._values = StoredRows(directory, ColumnSpec(spec.name, spec.dtype, spec.item_shape))
+        # Of each row its first item, and how many it has.
+        self._places = StoredRows(directory, ColumnSpec(spec.name, torch.int64, (2,)))
         self._items = 0
         self._room = threading.Lock()
 
@@ -216,12 +202,10 @@ class StoredSequences:
         self._values.write(values.values, first_item)
         self._places.write(self._places_of(values, first_item), first)
 
-    def empty(self, rows: int, lengths: Tensor | None) -> Ragged:
-        """Room for rows of these lengths."""
-        if lengths is None:
-            lengths = torch.zeros(rows, dtype=torch.int64)
-        values = self._values.empty(int(lengths.sum()), None)
-        return Ragged(values, lengths)
+    def empty(self, rows: int, lengths: Iterator[Tensor]) -> Ragged:
+        """Room for rows of the next lengths."""
+        known = next(lengths, torch.zeros(rows, dtype=torch.int64))
+        return Ragged(self._values.empty(int(known.sum())), known)
 
     def lengths(self, rows: Tensor | None, stored: int) -> Tensor:
         """Items of rows, of all where none are named; shape (n,), int64."""
@@ -261,11 +245,3 @@ class StoredSequences:
 def _copied(numbers: Tensor) -> Tensor:
     """The same in memory of their own: one number of a pair counts as contiguous, but is not."""
     return torch.empty(len(numbers), dtype=numbers.dtype).copy_(numbers)
-
-
-def specs_of_files(spec: ColumnSpec) -> tuple[ColumnSpec, ColumnSpec]:
-    """What the two files of a column hold: its items, and the places of its rows."""
-    return (
-        ColumnSpec(spec.name, spec.dtype, spec.item_shape),
-        ColumnSpec(f"{spec.name}: first item and number of items", torch.int64, (PLACE,)),
-    )
