@@ -38,9 +38,9 @@ from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.reshuffle.server import (
     LENGTHS_AT_ONCE,
     Offer,
-    Peer,
     RowServer,
     chunk_sizes,
+    connect_to,
     exchange_plan,
 )
 from sparkdl.transport.connecting import reach
@@ -209,8 +209,8 @@ class RowExchange:
     def _fetch_once(
         self, peer: int, epoch: int, arrivals: _Arrivals, row_servers: Sequence[Any]
     ) -> None:
-        address = Peer.of(peer, row_servers, encrypted=self.tls)
-        connect = partial(address.connect, self.rank, self.token, self.deadline_s)
+        found = (peer, row_servers, self.rank, self.token, self.deadline_s)
+        connect = partial(connect_to, *found, encrypted=self.tls)
         try:
             connection = reach(connect, min(REACH_S, self.deadline_s))
         except DisconnectedError:

@@ -139,7 +139,7 @@ class RowServer:
             connection and the request; without it, such requests are refused.
 
     Attributes:
-        address: where it listens, as ``Peer.of`` reads it: JSON for the other workers.
+        address: where it listens, as ``connect_to`` reads it: JSON for the other workers.
     """
 
     def __init__(
@@ -257,46 +257,37 @@ def chunk_sizes(rows: int, specs: Sequence[ColumnSpec], lengths: Sequence[Tensor
     return [stop - start for start, stop in itertools.pairwise(stops)]
 
 
-@dataclass(frozen=True)
-class Peer:
-    """Where another worker serves its rows."""
+def connect_to(
+    rank: int, addresses: Sequence[Any], me: int, token: str, silence_s: float, *, encrypted: bool
+) -> Connection:
+    """Connect to where another worker serves its rows, as ``introduced`` does.
 
-    rank: int
-    host: str
-    port: int
-    fingerprint: str | None
+    Args:
+        rank: whose rows are wanted.
+        addresses: what all workers reported, by rank.
+        me: the rank that wants them.
+        token: the job's secret.
+        silence_s: the longest that one message may make no progress, in seconds.
+        encrypted: whether the rows have to be encrypted.
 
-    @classmethod
-    def of(cls, rank: int, addresses: Sequence[Any], *, encrypted: bool) -> Peer:
-        """Read the address that a worker reported.
-
-        Args:
-            rank: whose address is wanted.
-            addresses: what all workers reported, by rank.
-            encrypted: whether the rows have to be encrypted.
-
-        Raises:
-            TrainingError: no worker of this job reports such an address.
-        """
-        told = addresses[rank] if rank < len(addresses) else None
-        kinds = (str, int, str if encrypted else type(None))
-        if (
-            not isinstance(told, list)
-            or tuple(map(type, told)) != kinds
-            or told[1] not in range(1, 1 << 16)
-            or not _is_address(told[0])
-            or (encrypted and not told[2].isascii())
-        ):
-            raise TrainingError(
-                f"rank {rank} gave {reprlib.repr(told)} as the address of its rows, which "
-                "is not an address"
-            )
-        return cls(rank, *told)
-
-    def connect(self, rank: int, token: str, silence_s: float) -> Connection:
-        """Connect to it from another rank, as ``transport.connecting.introduced`` does."""
-        address, name = (self.host, self.port), f"rank {self.rank}"
-        return introduced(rank, name, address, token, self.fingerprint, silence_s)
+    Raises:
+        TrainingError: no worker of this job reports such an address.
+    """
+    told = addresses[rank] if rank < len(addresses) else None
+    kinds = (str, int, str if encrypted else type(None))
+    if (
+        not isinstance(told, list)
+        or tuple(map(type, told)) != kinds
+        or told[1] not in range(1, 1 << 16)
+        or not _is_address(told[0])
+        or (encrypted and not told[2].isascii())
+    ):
+        raise TrainingError(
+            f"rank {rank} gave {reprlib.repr(told)} as the address of its rows, which "
+            "is not an address"
+        )
+    host, port, fingerprint = told
+    return introduced(me, f"rank {rank}", (host, port), token, fingerprint, silence_s)
 
 
 def _is_address(host: str) -> bool:

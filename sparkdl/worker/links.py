@@ -16,7 +16,7 @@ from sparkdl.errors import DisconnectedError, StoppedError
 from sparkdl.phases import PhaseClock
 from sparkdl.reshuffle import RowExchange, RowServer
 from sparkdl.reshuffle.exchange import Everyone
-from sparkdl.reshuffle.server import Peer
+from sparkdl.reshuffle.server import connect_to
 from sparkdl.transport.connection import Connection
 from sparkdl.worker.job import Job, Placement
 
@@ -107,8 +107,8 @@ class WorkerLinks:
     def _reach(self, rank: int, silence_s: float) -> Connection:
         """Connect to another worker at its current address."""
         self.averager.ask_for_rows()
-        peer = Peer.of(rank, self.averager.row_servers, encrypted=self.job.tls)
+        found = (rank, self.averager.row_servers, self.placement.rank, self.token, silence_s)
         try:
-            return peer.connect(self.placement.rank, self.token, silence_s)
+            return connect_to(*found, encrypted=self.job.tls)
         except StoppedError as error:  # another job may listen there by now
             raise DisconnectedError(str(error)) from error

@@ -23,7 +23,7 @@ from sparkdl.transport.connecting import ServiceAddress, reach
 logger = logging.getLogger(__name__)
 
 JOIN_S = 600.0
-"""Seconds for all workers to start once Spark does nothing more for them, as by default in a fit."""
+"""Seconds for all workers to start once Spark does no more for them; a fit's default too."""
 CLOSE_S = 5.0
 """Seconds to wait for the driver to read what was last sent."""
 
