@@ -5,28 +5,16 @@ from __future__ import annotations
 import contextlib
 import threading
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from sparkdl.spark.catalyst.core import (
-    Broadcast,
-    Py4JError,
-    SparkContext,
-)
+from sparkdl.spark.catalyst.core import Broadcast, Py4JError, SparkContext
 
 # PySpark's class can only be pickled in the driver, so a model that holds one could not be copied.
 Broadcast.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
 
 
-class _Kept(NamedTuple):
-    """A file of the driver's that PySpark deletes only if its broadcast variable is destroyed."""
-
-    context: SparkContext
-    reference: Any
-    """Java's weak reference to the variable."""
-    path: Path
-
-
-_kept: list[_Kept] = []
+_kept: list[tuple[SparkContext, Any, Path]] = []
+"""Java's weak references to variables, and their files, which PySpark deletes only with them."""
 _lock = threading.Lock()
 
 
@@ -37,21 +25,14 @@ def broadcast(context: SparkContext, content: bytes) -> Broadcast[bytes]:
     """
     sent = context.broadcast(content)
     assert context._jvm is not None
-    weak = context._jvm.java.lang.ref.WeakReference(sent._jbroadcast)
     with _lock:
-        unused = [each for each in _kept if not _is_used(each)]
-        _kept[:] = [
-            *(each for each in _kept if each not in unused),
-            _Kept(context, weak, Path(sent._path)),
-        ]
-    for each in unused:
-        each.path.unlink(missing_ok=True)
+        for kept in _kept.copy():
+            if kept[0] is not context or kept[1].get() is None:
+                _kept.remove(kept)
+                kept[2].unlink(missing_ok=True)
+        weak = context._jvm.java.lang.ref.WeakReference(sent._jbroadcast)
+        _kept.append((context, weak, Path(sent._path)))
     return sent
-
-
-def _is_used(kept: _Kept) -> bool:
-    running = kept.context is SparkContext._active_spark_context
-    return running and kept.reference.get() is not None
 
 
 def destroy(sent: Broadcast[Any]) -> None:

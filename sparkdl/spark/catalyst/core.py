@@ -25,43 +25,17 @@ else:
         class Py4JError(Exception):
             """Never raised."""
 
-        class Py4JJavaError(Py4JError):
-            """Never raised."""
+        class SparkContext:
+            """Has no instances, as what goes by its name has none."""
 
-        class Py4JNetworkError(Py4JError):
-            """Never raised."""
-
-        class RDD:
-            """Has no instances."""
-
-        class Broadcast:
-            """Has no instances."""
+            _active_spark_context = _gateway = _jvm = None
 
             def __class_getitem__(cls, kind: Any) -> Any:
                 return cls
 
-        class SparkStageInfo:
-            """Has no instances."""
-
-        class SparkFiles:
-            """Has no instances."""
-
-        class SparkContext:
-            """Has no instances."""
-
-            _active_spark_context: Any = None
-            _gateway: Any = None
-            _jvm: Any = None
+        Py4JJavaError = Py4JNetworkError = Py4JError
+        RDD = Broadcast = SparkStageInfo = SparkFiles = SparkContext
 
 
-__all__ = [
-    "CAN_START_SPARK",
-    "RDD",
-    "Broadcast",
-    "Py4JError",
-    "Py4JJavaError",
-    "Py4JNetworkError",
-    "SparkContext",
-    "SparkFiles",
-    "SparkStageInfo",
-]
+__all__ = ["CAN_START_SPARK", "RDD", "Broadcast", "Py4JError", "Py4JJavaError", "Py4JNetworkError"]
+__all__ += ["SparkContext", "SparkFiles", "SparkStageInfo"]

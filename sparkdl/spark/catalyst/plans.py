@@ -11,16 +11,7 @@ from pyspark.sql import functions as F
 from sparkdl.feed.record_batches.packed import PLACE_COLUMN, POSITION_BITS
 from sparkdl.spark.catalyst.jvm import is_of_connect, with_fallback
 
-_ORDERED_SOURCE = "FileSourceScan"
-"""The leaf of a physical plan that reads files, always in the same order."""
-_ORDER_KEEPING = {
-    "WholeStageCodegen",
-    "InputAdapter",
-    "ColumnarToRow",
-    "Project",
-    "Filter",
-    "Coalesce",
-}
+_ORDER_KEEPING = {"ColumnarToRow", "Project", "Filter", "Coalesce"}
 """Inner nodes that work row by row, or concatenate whole partitions."""
 _NODE = re.compile(r"^[\s:+-]*(?:\*\(\d+\) |\* )?(\w+)", re.MULTILINE)
 """The name that each line of an explained plan begins with."""
@@ -99,27 +90,21 @@ def _frame_of(rows: Any, like: DataFrame) -> DataFrame:
     return DataFrame(spark._jsparkSession.internalCreateDataFrame(rows, schema, False), spark)
 
 
-def _is_ordered_as_explained(frame: DataFrame) -> bool:
-    """The same from text: a line that is not known, such as one in a literal, says no."""
+def _explained(frame: DataFrame) -> str:
     (row,) = frame.sparkSession.sql("EXPLAIN SELECT * FROM {rows}", rows=frame).collect()
-    explained = str(row[0]).partition("\n")[2].rstrip()
-    (*inner, leaf) = _NODE.findall(explained) or [""]
-    return leaf == "FileScan" and set(inner) <= _ORDER_KEEPING
+    return str(row[0]).partition("\n")[2]
 
 
-@with_fallback(_is_ordered_as_explained)
+@with_fallback(_explained)
+def _plan_of(frame: DataFrame) -> str:
+    return str(frame._jdf.queryExecution().executedPlan().toString())
+
+
 def has_stable_order(frame: DataFrame) -> bool:
     """Whether the rows are sure to come in the same order in every run: read row by row from files.
 
     A plan with a shuffle or a cached frame in it has nodes of other kinds.
     """
-    return _is_ordered(frame._jdf.queryExecution().executedPlan())
-
-
-def _is_ordered(plan: Any) -> bool:
-    name = plan.getClass().getSimpleName().removesuffix("Exec")
-    children = plan.children()
-    if children.isEmpty():
-        return bool(name == _ORDERED_SOURCE)
-    inner = [children.apply(index) for index in range(children.size())]
-    return name in _ORDER_KEEPING and all(map(_is_ordered, inner))
+    # A line that is not known, such as one in a literal, says no.
+    (*inner, leaf) = _NODE.findall(_plan_of(frame).rstrip()) or [""]
+    return leaf == "FileScan" and set(inner) <= _ORDER_KEEPING

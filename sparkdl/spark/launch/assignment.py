@@ -20,7 +20,8 @@ from sparkdl.errors import RowsLostError
 from sparkdl.feed.record_batches.packed import unpacked
 from sparkdl.process.interrupts import interrupted_by_signals_alone
 from sparkdl.spark.catalyst.accumulators import added_here, counted
-from sparkdl.spark.catalyst.surroundings import Surroundings
+from sparkdl.spark.catalyst.core import SparkFiles
+from sparkdl.spark.catalyst.surroundings import restore
 from sparkdl.spark.closures.sending import SentBytes
 from sparkdl.spark.cluster.gpus import VISIBLE
 from sparkdl.spark.diagnostics.stacks import write_threads_on_signal
@@ -159,7 +160,7 @@ def hosted(
     """
     context = TaskContext.get()
     assert context is not None
-    surroundings = Surroundings.of(context)
+    surroundings = SparkFiles.getRootDirectory(), context
     return host_ranks(
         [
             RankCall(
@@ -194,7 +195,7 @@ def _delivered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 def run_rank(
     versions: dict[str, str],
-    surroundings: Surroundings,
+    surroundings: tuple[str, TaskContext],
     arrived: Arrived,
     entry: str,
     arguments: tuple[Any, ...],
@@ -216,7 +217,7 @@ def run_rank(
         What the function yields, then what it has added to accumulators.
     """
     require(versions)
-    surroundings.restore()
+    restore(*surroundings)
     with importable(arrived):
         yield (worked := _worked(entry, arguments, assigned, batches))
         if not worked["result"].null_count:  # it has done what it should
