@@ -3,11 +3,11 @@
     task's process                      process of a rank (``serve``)
     its environment, pickled    ------>
     what to call, pickled       ------>
-    b"R" and an Arrow stream    ------> its rows, if the task has any
-    b"E"                        ------> there are no more
+    schema and record batches   ------> its rows, if the task has any
+    b""                         ------> there are no more
                                 <------ the answer, pickled: record batches, or a traceback
 
-Each rank has a socket pair of its own. The processes are forked from a clean one (``forked.py``). A
+Each rank has a pipe of its own. The processes are forked from a clean one (``forked.py``). A
 rank's process ends with the task's, however that ends: the kernel sees to it. Nothing here knows
 about Spark.
 """
@@ -15,7 +15,6 @@ about Spark.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import multiprocessing.connection
 import os
@@ -24,10 +23,11 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, NoReturn
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -38,8 +38,6 @@ from sparkdl.process.interrupts import Interrupted
 from sparkdl.spark.launch.forked import become_rank, first_environment, fork, set_environment
 from sparkdl.user_code.tracebacks import traceback_of
 
-ROWS = b"R"
-END = b"E"
 EXIT_S = 5.0
 """Seconds within which a process must end once it was told to, or has nothing left to do."""
 
@@ -109,11 +107,10 @@ class _Rank:
     def __init__(self, call: RankCall) -> None:
         self.answer: list[pa.RecordBatch] | None = None
         self._call = call
-        self.channel, theirs = socket.socketpair()
+        self.channel, theirs = multiprocessing.Pipe()
         with theirs:
             self.process = fork(serve, theirs)
-        self._input, self._output = self.channel.makefile("wb"), self.channel.makefile("rb")
-        self._rows: pa.RecordBatchStreamWriter | None = None
+        self._knows_schema = False
 
     def __enter__(self) -> _Rank:
         return self
@@ -125,31 +122,25 @@ class _Rank:
         self.process.join(EXIT_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid or 0, signal.SIGKILL)  # what it has left running
-        for each in (self._output, self.channel):
-            each.close()
-        with contextlib.suppress(OSError):  # there is output that it never read
-            self._input.close()
+        self.channel.close()
 
     def call(self) -> None:
         """Tell the process what to do."""
         environment = first_environment() | dict(self._call.environment)
         for part in (environment, (self._call.entry, self._call.arguments)):
-            self._tell(functools.partial(pickle.dump, part, self._input, protocol=5))
+            self._tell(pickle.dumps(part, protocol=5))
 
     def put(self, batch: pa.RecordBatch) -> None:
         """Pass rows on to the rank."""
+        if batch.num_rows and not self._knows_schema:
+            self._tell(batch.schema.serialize())
+            self._knows_schema = True
         if batch.num_rows:
-            self._tell(lambda: self._rows_like(batch).write_batch(batch))
+            self._tell(batch.serialize())
 
     def end(self) -> None:
         """Tell the process that there are no more rows."""
-
-        def write() -> None:
-            if self._rows is not None:
-                self._rows.close()
-            self._input.write(END)
-
-        self._tell(write)
+        self._tell(b"")
 
     def receive(self) -> None:
         """Wait for its answer.
@@ -159,7 +150,7 @@ class _Rank:
             TrainingError: its function raised.
         """
         try:
-            answer = pickle.load(self._output)  # from a process of our own
+            answer = pickle.loads(self.channel.recv_bytes())  # from a process of our own
         except (EOFError, OSError, pickle.UnpicklingError):
             raise self.lost() from None
         if isinstance(answer, str):
@@ -181,19 +172,12 @@ class _Rank:
             f"{socket.gethostname()} {how}"
         )
 
-    def _rows_like(self, batch: pa.RecordBatch) -> pa.RecordBatchStreamWriter:
-        if self._rows is None:
-            self._input.write(ROWS)
-            self._rows = pa.ipc.new_stream(self._input, batch.schema)
-        return self._rows
-
-    def _tell(self, write: Callable[[], object]) -> None:
-        """Write, unless the rank has answered; if it no longer listens, find out why."""
+    def _tell(self, message: Any) -> None:
+        """Send bytes, unless the rank has answered; if it no longer listens, find out why."""
         if self.answer is not None:
             return
         try:
-            write()
-            self._input.flush()
+            self.channel.send_bytes(message)
         except (BrokenPipeError, ConnectionResetError):
             self.receive()
 
@@ -225,7 +209,7 @@ def _collect(ranks: Sequence[_Rank]) -> None:
             raise sentinels[sentinel].lost()
 
 
-def serve(channel: socket.socket) -> NoReturn:
+def serve(channel: Connection) -> NoReturn:
     """In a rank's process: call one function, answer with what it yields, and exit.
 
     Args:
@@ -235,8 +219,8 @@ def serve(channel: socket.socket) -> NoReturn:
     # The fork left every process with the same state.
     np.random.seed()
     random.seed()
-    with channel, channel.makefile("rb") as source, channel.makefile("wb") as sink:
-        pickle.dump(_answer(source), sink, protocol=5)
+    with channel:
+        channel.send_bytes(pickle.dumps(_answer(channel), protocol=5))
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -244,11 +228,11 @@ def serve(channel: socket.socket) -> NoReturn:
     os._exit(0)
 
 
-def _answer(source: BinaryIO) -> list[pa.RecordBatch] | str:
+def _answer(source: Connection) -> list[pa.RecordBatch] | str:
     try:
-        set_environment(pickle.load(source))  # from the process that started this one
+        set_environment(pickle.loads(source.recv_bytes()))  # from the process that started this one
         importlib.invalidate_caches()
-        entry, arguments = pickle.load(source)
+        entry, arguments = pickle.loads(source.recv_bytes())
         module, name = entry.split(":")
         function = getattr(importlib.import_module(module), name)
         return list(function(*arguments, _rows(source)))
@@ -258,10 +242,13 @@ def _answer(source: BinaryIO) -> list[pa.RecordBatch] | str:
         return traceback_of(error)
 
 
-def _rows(source: BinaryIO) -> Iterator[pa.RecordBatch]:
-    sign = source.read(1)
-    if sign == ROWS:
-        yield from pa.ipc.open_stream(source)
-        sign = source.read(1)
-    if sign != END:
+def _rows(source: Connection) -> Iterator[pa.RecordBatch]:
+    schema: pa.Schema | None = None
+    try:
+        while message := source.recv_bytes():
+            if schema is None:
+                schema = pa.ipc.read_schema(pa.py_buffer(message))
+            else:
+                yield pa.ipc.read_record_batch(pa.py_buffer(message), schema)
+    except (EOFError, OSError):
         os._exit(1)  # the host died while sending rows: those received are not all of them
