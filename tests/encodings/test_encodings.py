@@ -21,7 +21,6 @@ from pyspark import cloudpickle as pyspark_cloudpickle
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
-from pyspark.sql.types import DateType
 from torch import Tensor, nn
 
 from sparkdl.checkpoint.module_files import SavedModule, read_module, write_module
@@ -34,7 +33,6 @@ from sparkdl.feed.statistics.shards import DataStatistics, check_statistics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.inference.columns import _as_it_comes
 from sparkdl.spark.rows import columns
-from sparkdl.spark.rows.columns import RowType, recognized, register_column_type
 
 NAMES = ["numbers", "vector", "bytes", "image", "pixels"]
 NAMES += ["image cropped", "image padded", "image stretched"]
@@ -95,16 +93,10 @@ def test_a_cell_that_is_run_again_replaces_what_it_has_defined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(known, "_known", dict(known._known))
-    monkeypatch.setattr(columns, "_types", dict(columns._types))
     for _ in range(2):
         days = cell_of_a_notebook()
-        register_column_type(
-            days, lambda kind: RowType(True) if isinstance(kind, DateType) else None
-        )
+        register(days)
         assert named("days") is days
-        found = recognized(DateType())
-        assert found is not None
-        assert found[0] is days
 
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -125,10 +117,6 @@ class Days(Encoding):
         return values.cast(pa.int32()), None
 
 
-def days_in(kind: T.DataType) -> RowType | None:
-    return RowType(integral=True) if isinstance(kind, T.DateType) else None
-
-
 DAYS = Days()
 DAY = ColumnSpec("day", torch.float32, (), DAYS)
 SCHEMA = FeedSchema((DAY,), ColumnSpec("y", torch.int64))
@@ -140,8 +128,13 @@ NUMBERS = (np.array(DATES, "datetime64[D]") - np.datetime64("1970-01-01")).astyp
 def days(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dates are known for the length of a test."""
     monkeypatch.setattr(known, "_known", dict(known._known))
-    monkeypatch.setattr(columns, "_types", dict(columns._types))
-    register_column_type(DAYS, days_in)
+    others = columns.recognized
+
+    def recognized(kind: T.DataType) -> tuple[Encoding, bool, int | None] | None:
+        return (DAYS, True, 0) if isinstance(kind, T.DateType) else others(kind)
+
+    monkeypatch.setattr(columns, "recognized", recognized)
+    register(DAYS)
 
 
 def open_feed(directory: Path) -> Feed:

@@ -14,7 +14,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from sparkdl.encodings import BYTES, NUMBERS, PIXELS, VECTOR, Encoding, pixels, register
+from sparkdl.encodings import BYTES, NUMBERS, PIXELS, VECTOR, Encoding, pixels
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.feed.conversion import limits
 from sparkdl.feed.record_batches.decode import in_sql
@@ -24,43 +24,25 @@ _INTEGRAL = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.BooleanType)
 _FRACTIONAL = (T.FloatType, T.DoubleType, T.DecimalType)
 
 
-@dataclass(frozen=True, slots=True)
-class RowType:
-    """What a column's type says about its rows.
+def recognized(kind: T.DataType) -> tuple[Encoding, bool, int | None] | None:
+    """How the rows of a type arrive; None if they cannot feed a model.
 
-    Attributes:
-        integral: whether their numbers are integers or booleans.
-        dimensions: those of one row's value: 0 for a number, 1 for an array or vector;
-            None for bytes, which do not say.
+    Returns:
+        The encoding, whether the numbers are integers or booleans, and the dimensions of one row's
+        value: 0 for a number, 1 for an array or vector; None for bytes, which do not say.
     """
-
-    integral: bool
-    dimensions: int | None = 0
-
-
-Recognize = Callable[[T.DataType], RowType | None]
-"""Tells what the rows of a type are; None if they arrive in another encoding."""
-
-
-def register_column_type(encoding: Encoding, recognize: Recognize) -> None:
-    """Let columns of a type feed models.
-
-    Args:
-        encoding: how they arrive; it is registered too.
-        recognize: tells whether a type arrives in this encoding.
-
-    Raises:
-        ValueError: another encoding already has this name.
-    """
-    register(encoding)
-    _types.pop(encoding, None)  # an earlier definition equals this one, and would stay as the key
-    _types[encoding] = recognize
-
-
-def recognized(kind: T.DataType) -> tuple[Encoding, RowType] | None:
-    """How a column of a type arrives, and what its rows are; None if it cannot feed a model."""
-    found = ((encoding, recognize(kind)) for encoding, recognize in _types.items())
-    return next(((encoding, rows) for encoding, rows in found if rows is not None), None)
+    if isinstance(kind, VectorUDT):
+        return VECTOR, False, 1
+    if isinstance(kind, T.BinaryType):
+        return BYTES, True, None
+    if isinstance(kind, T.StructType) and kind.names == pixels.FIELDS:
+        return PIXELS, True, 3
+    dimensions = 0
+    while isinstance(kind, T.ArrayType):
+        kind = kind.elementType
+        dimensions += 1
+    integral = isinstance(kind, _INTEGRAL)
+    return (NUMBERS, integral, dimensions) if integral or isinstance(kind, _FRACTIONAL) else None
 
 
 def without_decimals(kind: T.DataType) -> T.DataType:
@@ -68,36 +50,6 @@ def without_decimals(kind: T.DataType) -> T.DataType:
     if isinstance(kind, T.ArrayType):
         return T.ArrayType(without_decimals(kind.elementType), kind.containsNull)
     return T.DoubleType() if isinstance(kind, T.DecimalType) else kind
-
-
-def _numbers(kind: T.DataType) -> RowType | None:
-    dimensions = 0
-    while isinstance(kind, T.ArrayType):
-        kind = kind.elementType
-        dimensions += 1
-    integral = isinstance(kind, _INTEGRAL)
-    return RowType(integral, dimensions) if integral or isinstance(kind, _FRACTIONAL) else None
-
-
-def _vector(kind: T.DataType) -> RowType | None:
-    return RowType(False, 1) if isinstance(kind, VectorUDT) else None
-
-
-def _bytes(kind: T.DataType) -> RowType | None:
-    return RowType(True, None) if isinstance(kind, T.BinaryType) else None
-
-
-def _pixels(kind: T.DataType) -> RowType | None:
-    image = isinstance(kind, T.StructType) and kind.names == pixels.FIELDS
-    return RowType(True, 3) if image else None
-
-
-_types: dict[Encoding, Recognize] = {
-    NUMBERS: _numbers,
-    VECTOR: _vector,
-    BYTES: _bytes,
-    PIXELS: _pixels,
-}
 
 
 _FIXES: tuple[tuple[type[T.DataType], str], ...] = (
@@ -122,6 +74,7 @@ class InputColumn:
         dimensions: those of one row's value: 0 for a number, 1 for an array or vector;
             None for bytes, which do not say.
         cast: the type that Spark casts it to on the way; None to leave it as it is.
+        computed: what it is computed by, if the DataFrame does not have it.
     """
 
     name: str
@@ -130,6 +83,7 @@ class InputColumn:
     encoding: Encoding = NUMBERS
     dimensions: int | None = 0
     cast: T.DataType | None = None
+    computed: Callable[[], Column] | None = None
 
     def tensor_dtype(self, fractions: torch.dtype) -> torch.dtype:
         """int64 for integers and booleans, as embeddings take them; else ``fractions``."""
@@ -235,7 +189,7 @@ class InputColumn:
 
     def expression(self) -> Column:
         """The column as workers receive it."""
-        column = quoted(self.name)
+        column = quoted(self.name) if self.computed is None else self.computed()
         return column if self.cast is None else column.cast(self.cast)
 
     def arriving(self, schema: T.StructType) -> T.DataType:
@@ -291,16 +245,10 @@ def _input_column(
     kind = found[0].dataType
     column = recognized(kind)
     if column is not None:
-        encoding, rows = column
+        encoding, integral, dimensions = column
         arriving = without_decimals(kind)
-        return InputColumn(
-            name,
-            kind.simpleString(),
-            rows.integral,
-            encoding,
-            rows.dimensions,
-            None if arriving == kind else arriving,
-        )
+        cast = None if arriving == kind else arriving
+        return InputColumn(name, kind.simpleString(), integral, encoding, dimensions, cast)
     fix = next(
         (fix for refused, fix in _FIXES if isinstance(kind, refused)),
         "convert it to a number or an array of numbers",
@@ -312,48 +260,24 @@ def _input_column(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class HeldOutFraction(InputColumn):
+def held_out_fraction(content: tuple[InputColumn, ...], fraction: float, seed: int) -> InputColumn:
     """A column of booleans that no DataFrame has: true for a fraction of its rows.
 
     A row's side depends on its content and a seed, and on nothing else: it is the same whatever
     the rows' partitions and order, for every number of workers and in every later fit. Rows of the
     same content are on the same side.
 
-    Attributes:
-        content: the columns that tell one row from another.
-        fraction: the fraction of rows held out, 0 < fraction < 1.
-        seed: determines the choice.
-    """
-
-    content: tuple[InputColumn, ...] = ()
-    fraction: float = 0.0
-    seed: int = 0
-
-    def expression(self) -> Column:
-        """Whether the row's hash, one of 2^64 numbers, is among the lowest."""
-        # Differs from the hash by which rows are ordered, where the seed comes first.
-        hashed = F.xxhash64(
-            F.lit("held out"), F.lit(self.seed), *[column.expression() for column in self.content]
-        )
-        return hashed < F.lit(round((self.fraction - 0.5) * (1 << 64)))
-
-
-def held_out_fraction(
-    content: tuple[InputColumn, ...], fraction: float, seed: int
-) -> HeldOutFraction:
-    """The column that holds a fraction of the rows out.
-
     Args:
         content: the columns that tell one row from another.
         fraction: the fraction of rows to hold out, 0 < fraction < 1.
         seed: determines the choice.
     """
-    return HeldOutFraction(
-        name=f"validationFraction={fraction:g}",
-        type_name="boolean",
-        integral=True,
-        content=content,
-        fraction=fraction,
-        seed=seed,
-    )
+
+    def is_held_out() -> Column:
+        """Whether the row's hash, one of 2^64 numbers, is among the lowest."""
+        # Differs from the hash by which rows are ordered, where the seed comes first.
+        known = (F.lit("held out"), F.lit(seed), *[column.expression() for column in content])
+        return F.xxhash64(*known) < F.lit(round((fraction - 0.5) * (1 << 64)))
+
+    name = f"validationFraction={fraction:g}"
+    return InputColumn(name, "boolean", integral=True, computed=is_held_out)
