@@ -35,12 +35,12 @@ from sparkdl.spark.diagnostics.console import display, driver_hosts, echoes
 from sparkdl.spark.diagnostics.run_client import JOIN_S
 from sparkdl.spark.diagnostics.run_service import OnReport, RunService
 from sparkdl.spark.diagnostics.watchdog import watched
-from sparkdl.spark.functions.program import Directory, Script, function_of
-from sparkdl.spark.functions.serving import RESULTS_S, Rows, results_of, rows_of, serve_call, watch
-from sparkdl.spark.functions.task import Call, CallPlacement
+from sparkdl.spark.functions.program import Script, function_of
+from sparkdl.spark.functions.serving import RESULTS_S, results_of, rows_of, serve_call, watch
+from sparkdl.spark.functions.task import Call, CallPlacement, Feeding
 from sparkdl.spark.launch.beside import read_stage
 from sparkdl.spark.launch.launcher import WorkerJob, rank_task
-from sparkdl.spark.launch.worker_rows import SHUFFLES
+from sparkdl.spark.launch.worker_rows import SHUFFLES, Workers
 from sparkdl.spark.modules.arrival import Shipment
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.spark.rows.column_overrides import GROUPS_WITHOUT_PADDING, ColumnOverrides
@@ -146,53 +146,44 @@ def run(
         "store_in": one_of("storeIn", STORE_PLACES)(storeIn),
         "group_by_length": switch("groupByLength")(groupByLength),
     }
-    rows = None if df is None else rows_of(df, overrides, num_workers, device, **keeping)
-    placement = CallPlacement(
-        network=network_of(spark),
-        directory=Directory.of_driver(cwd),
-        device=device,
-        echo=echoes(spark),
-    )
-    return run_call(
-        spark,
-        call,
-        placement,
-        num_workers,
-        rows=rows,
-        on_report=on_report,
-        ship_modules=shipModules,
-    )
+    rows: tuple[Workers | None, Feeding | None] = (None, None)
+    if df is not None:
+        rows = rows_of(df, overrides, num_workers, device, **keeping)
+    return run_call(spark, call, num_workers, device, rows, cwd, on_report, shipModules)
 
 
 def run_call(
     spark: SparkSession,
     call: Call,
-    placement: CallPlacement,
     num_workers: int,
-    *,
-    rows: Rows | None = None,
+    device: str,
+    rows: tuple[Workers | None, Feeding | None] = (None, None),
+    cwd: str | os.PathLike[str] | None = None,
     on_report: OnReport | None = None,
     ship_modules: bool = True,
-    name: str = "num_workers",
+    *,
+    tasks_are_nodes: bool = False,
 ) -> list[Any]:
     """Do what ``run`` does, with arguments that have been checked.
 
     Args:
         spark: the session.
         call: what every worker runs.
-        placement: where every worker runs it.
         num_workers: how many.
-        rows: for the workers.
+        device: see ``run``.
+        rows: those for the workers, and how they feed them.
+        cwd: see ``run``.
         on_report: see ``run``.
         ship_modules: whether the user's own modules are sent to the workers.
-        name: of the argument with which the user said how many.
+        tasks_are_nodes: see ``CallPlacement``.
 
     Returns:
         See ``run``.
     """
     if is_of_connect(spark):
         require_static_allocation(spark)
-    profile, ranks = gpu_profile(spark, placement.device), ranks_a_task(spark, placement.device)
+    profile, ranks = gpu_profile(spark, device), ranks_a_task(spark, device)
+    name = "num_processes" if tasks_are_nodes else "num_workers"
     choose_num_workers(spark, num_workers, profile, ranks, name)
     require_trusted_network(spark, False, "what sparkdl.run calls")
     tls, tasks = encrypts_connections(spark, False), num_workers // ranks
@@ -200,10 +191,17 @@ def run_call(
     # The call is pickled separately: a worker may lack what it imports, which the user must be
     # told.
     names: set[str] = set()
-    parts = (placement, None if rows is None else rows.feeding, _pickled(call, called, names))
+    placement = CallPlacement(
+        network=network_of(spark),
+        directory=_directory(cwd),
+        named=cwd is not None,
+        device=device,
+        echo=echoes(spark),
+        tasks_are_nodes=tasks_are_nodes,
+    )
+    parts = (placement, rows[1], _pickled(call, called, names))
     entry = "sparkdl.spark.functions.task:run_function_task"
     shipment = _shipment(spark, call, names) if ship_modules else None
-    input_rows = None if rows is None else rows.workers
     if is_of_connect(spark):
         serve = partial(serve_call, num_workers, tls, on_report is not None)
         with queued(spark, tasks, profile):
@@ -216,10 +214,10 @@ def run_call(
                 patience_s=RESULTS_S,
                 tasks=tasks,
                 ranks_a_task=ranks,
-                device=placement.device,
+                device=device,
                 shipment=shipment,
                 apart=True,
-                rows=input_rows,
+                rows=rows[0],
                 on_report=on_report,
             )
         return results_of(delivered, num_workers)
@@ -238,10 +236,10 @@ def run_call(
             partial(rank_task, entry, (astuple(service.address),), ranks, shipment, apart=True),
             service.fail,
             description=f"sparkdl: run {called} on {num_workers} workers",
-            device=placement.device,
+            device=device,
             tasks=tasks,
             ranks_a_task=ranks,
-            rows=input_rows,
+            rows=rows[0],
             ended_early="the Spark job ended before its workers did: one exited without reporting "
             "why",
             unexplained=". The executor's log says why; a process killed for memory needs more "
@@ -250,6 +248,16 @@ def run_call(
         with job, watched(service, service.stacks, job.jobs, spark.sparkContext, tasks):
             watch(service, job.jobs)
         return results_of({row.rank: row.result for row in job.yielded()}, num_workers)
+
+
+def _directory(wanted: str | os.PathLike[str] | None) -> str | None:
+    """The directory that the user named, or the driver's own; None if that was deleted."""
+    if wanted is not None:
+        return os.path.abspath(wanted)
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
 
 
 def _shipment(spark: SparkSession, call: Call, names: set[str]) -> Shipment | None:
@@ -306,12 +314,6 @@ class TorchDistributor(pyspark_distributor.TorchDistributor):
         require_session(self.spark, connect=True)
         self._check_encryption()
         call = Call(function_of(train_object, kwargs, "train_object"), args, kwargs)
-        placement = CallPlacement(
-            network=network_of(self.spark),
-            directory=Directory.of_driver(None),
-            device="cuda" if self.use_gpu else "cpu",
-            echo=echoes(self.spark),
-            tasks_are_nodes=True,
-        )
         processes = require_whole("num_processes", self.num_processes, 1)
-        return run_call(self.spark, call, placement, processes, name="num_processes")[0]
+        device = "cuda" if self.use_gpu else "cpu"
+        return run_call(self.spark, call, processes, device, tasks_are_nodes=True)[0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -35,19 +34,6 @@ from sparkdl.transport.service import Service
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """A DataFrame for the workers, and what they do with it.
-
-    Attributes:
-        workers: says where its rows are read.
-        feeding: says how the workers feed them.
-    """
-
-    workers: Workers
-    feeding: Feeding
-
-
 def rows_of(
     df: DataFrame,
     overrides: ColumnOverrides,
@@ -58,7 +44,7 @@ def rows_of(
     seed: int,
     store_in: str,
     group_by_length: bool,
-) -> Rows:
+) -> tuple[Workers, Feeding]:
     """Inspect the DataFrame that ``sparkdl.run`` was given; see there for the arguments.
 
     Raises:
@@ -92,7 +78,7 @@ def rows_of(
         ),
         in_memory=keeps_rows_in_memory(df.sparkSession, store_in),
     )
-    return Rows(workers, feeding)
+    return workers, feeding
 
 
 RESULTS_S = 120.0

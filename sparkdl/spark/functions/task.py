@@ -35,7 +35,7 @@ from sparkdl.spark.cluster.devices import choose_device
 from sparkdl.spark.cluster.gpus import VISIBLE
 from sparkdl.spark.diagnostics.output import Output
 from sparkdl.spark.diagnostics.run_client import JOIN_S, RunClient
-from sparkdl.spark.functions.program import Directory, Script, enter, leaving_with_zero, run_script
+from sparkdl.spark.functions.program import Script, enter, leaving_with_zero, run_script
 from sparkdl.spark.functions.worker import FedRows, FunctionWorker, working_as
 from sparkdl.spark.launch.assignment import Assignment
 from sparkdl.spark.rows.scratch import row_directory
@@ -64,7 +64,8 @@ class CallPlacement:
 
     Attributes:
         network: how the workers reach each other.
-        directory: the working directory.
+        directory: the working directory; None for the executor's.
+        named: whether the user named it.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         echo: whether what is printed is also written to the process's own streams.
         tasks_are_nodes: whether a rank sees only its task of its host, and the task's GPUs, as with
@@ -72,10 +73,11 @@ class CallPlacement:
     """
 
     network: Network
-    directory: Directory
+    directory: str | None
+    named: bool
     device: str
     echo: bool
-    tasks_are_nodes: bool = False
+    tasks_are_nodes: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +150,7 @@ def _serve(
         Output(driver.send_lines) as output,
         output.capture(echo=placement.echo),
     ):
-        enter(placement.directory, assigned.rank, driver.gather)
+        enter(placement.directory, placement.named, assigned.rank, driver.gather)
         call: Call = cloudpickle.loads(pickled_call)
         _hold_groups()
         result = cloudpickle.dumps(_call(call))
@@ -190,7 +192,7 @@ def _rows(
         check_statistics(statistics, schema.columns, len(schema.features))
         feed.settle([column.longest for column in statistics.columns])
         if not feeding.options.exchange_rows:
-            yield FedRows(feed, statistics.shard_rows)
+            yield feed, statistics.shard_rows
             return
         token, tls = driver.address.token, driver.address.fingerprint is not None
         with RowServer(local_address(network), token, JOIN_S, tls=tls) as row_server:
@@ -209,7 +211,7 @@ def _rows(
             feed.reshuffle(1, exchange)
             # No worker may close its server before all have fetched their rows.
             now = driver.gather({"rows": feed.rows})
-        yield FedRows(feed, tuple(each["rows"] for each in now))
+        yield feed, tuple(each["rows"] for each in now)
 
 
 def _report_errors(driver: RunClient, rank: int, body: Callable[[], bytes]) -> bytes | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
@@ -34,17 +33,8 @@ from sparkdl.spark.storage.files import open_hadoop
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - an optimizer
 
 
-@dataclass(frozen=True)
-class FedRows:
-    """A worker's rows of the DataFrame.
-
-    Attributes:
-        feed: the feed that has them in its store.
-        shard_rows: how many each worker has, by rank.
-    """
-
-    feed: Feed
-    shard_rows: tuple[int, ...]
+FedRows = tuple[Feed, tuple[int, ...]]
+"""The feed that has a worker's rows in its store, and how many each worker has, by rank."""
 
 
 class FunctionWorker:
@@ -233,9 +223,9 @@ class Batches:
         epochs: Iterator[int],
         shares: dict[object, float],
     ) -> None:
-        self._feed = rows.feed
-        self._shard_rows = np.array(rows.shard_rows, dtype=np.int64)
-        self._steps = -(-max(rows.shard_rows) // batch_size)
+        self._feed, shard_rows = rows
+        self._shard_rows = np.array(shard_rows, dtype=np.int64)
+        self._steps = -(-max(shard_rows) // batch_size)
         self._rank = rank
         self._epochs = epochs
         self._shares = shares
