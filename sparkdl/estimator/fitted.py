@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from sparkdl.spark.inference.columns import (
     readable,
     require_end,
 )
-from sparkdl.spark.inference.evaluation import Evaluation, evaluate
+from sparkdl.spark.inference.evaluation import count_rows, evaluate
 from sparkdl.spark.inference.predictor import OutputColumn, PredictionSettings, Predictor
 from sparkdl.spark.inference.scores import Labels, Score, not_of_one_output
 from sparkdl.spark.inference.shared_model import ModelSharing
@@ -262,9 +263,9 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
         used: set[str] = set()
         octets, given = pickled(measured, used), [each.name for each in specs]
         predictor = self._predictor((), given, dataset.sparkSession, used=used)
-        evaluation = Evaluation(predictor, octets, specs, labels, weight)
-        weighted = [] if weights is None else [weights]
-        return evaluate(evaluation, measured, rows, [*columns, *label_columns, *weighted])
+        all_columns = [*columns, *label_columns, *([] if weights is None else [weights])]
+        counts = partial(count_rows, predictor, octets, specs, labels, weight)
+        return evaluate(counts, measured, rows, all_columns)
 
     def _inputs(self, dataset: DataFrame) -> tuple[list[InputColumn], list[ColumnSpec]]:
         """The feature columns of a DataFrame, and the tensors that they become."""

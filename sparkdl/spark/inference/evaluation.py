@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import cloudpickle
 import pyarrow as pa
@@ -24,7 +23,7 @@ from sparkdl.spark.inference.predictor import Predictor, only
 from sparkdl.spark.inference.scores import Labels
 from sparkdl.spark.launch.environments import checked
 from sparkdl.spark.rows.columns import InputColumn
-from sparkdl.spark.rows.packing import Source, packed_columns
+from sparkdl.spark.rows.packing import packed
 
 logger = logging.getLogger(__name__)
 
@@ -40,49 +39,50 @@ _COUNTED = pa.schema(
 )
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Counts the rows of one partition; sent to the executors.
+def count_rows(
+    predictor: Predictor,
+    pickled: bytes,
+    specs: Sequence[ColumnSpec],
+    labels: Labels,
+    weight: ColumnSpec | None,
+    batches: Iterator[pa.RecordBatch],
+) -> Iterator[pa.RecordBatch]:
+    """Count the rows of one partition in a Spark task.
 
-    Attributes:
+    Args:
         predictor: the model; its output columns are ignored.
-        metrics: a pickled ``Metrics``.
-        features: the tensors that the model takes.
+        pickled: a ``Metrics``.
+        specs: the tensors that the model takes.
         labels: those that the metrics take.
         weight: what the column that says how much each row counts becomes; None without one.
+        batches: the rows, packed.
+
+    Yields:
+        One row, unless the partition is empty.
     """
-
-    predictor: Predictor
-    metrics: bytes
-    features: Sequence[ColumnSpec]
-    labels: Labels
-    weight: ColumnSpec | None = None
-
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Count in a Spark task; yields one row unless the partition is empty."""
-        rows, skipped, count = 0, 0, len(self.features)
-        with self.predictor.running() as run:
-            metrics: Metrics = cloudpickle.loads(self.metrics)
-            counted = metrics.begin(run.device)
-            parts = (unpacked(batch).columns for batch in filter(len, batches))
-            for columns in (part for whole in parts for part in small_parts(whole, self.features)):
-                features, valid = self.predictor.features(columns[:count], self.features)
-                rows += len(features[0])
-                skipped += len(columns[0]) - len(features[0])
-                if valid is not None:
-                    columns = [*columns[:count], *only(columns[count:], valid)]
-                weights = None if self.weight is None else _weights(columns.pop(), self.weight)
-                labels = self.labels.tensors(columns[count:])
-                most = self.predictor.prediction.batch_rows
-                for start, outputs in run.outputs(features, self.features):
-                    targets = self.labels.targets(labels, start, most, run.device)
-                    cut = None if weights is None else weights[start : start + most].to(run.device)
-                    counted.update(outputs, targets, cut)
-            states = counted.states()
-        if rows or skipped:
-            context = TaskContext.get()
-            assert context is not None
-            yield _row(context.partitionId(), states if rows else None, rows, skipped)
+    rows, skipped, count = 0, 0, len(specs)
+    with predictor.running() as run:
+        metrics: Metrics = cloudpickle.loads(pickled)
+        counted = metrics.begin(run.device)
+        parts = (unpacked(batch).columns for batch in filter(len, batches))
+        for columns in (part for whole in parts for part in small_parts(whole, specs)):
+            features, valid = predictor.features(columns[:count], specs)
+            rows += len(features[0])
+            skipped += len(columns[0]) - len(features[0])
+            if valid is not None:
+                columns = [*columns[:count], *only(columns[count:], valid)]
+            weights = None if weight is None else _weights(columns.pop(), weight)
+            decoded = labels.tensors(columns[count:])
+            most = predictor.prediction.batch_rows
+            for start, outputs in run.outputs(features, specs):
+                targets = labels.targets(decoded, start, most, run.device)
+                cut = None if weights is None else weights[start : start + most].to(run.device)
+                counted.update(outputs, targets, cut)
+        states = counted.states()
+    if rows or skipped:
+        context = TaskContext.get()
+        assert context is not None
+        yield _row(context.partitionId(), states if rows else None, rows, skipped)
 
 
 def _weights(column: pa.Array, spec: ColumnSpec) -> Tensor:
@@ -118,12 +118,15 @@ def _row(partition: int, states: bytes | None, rows: int, skipped: int) -> pa.Re
 
 
 def evaluate(
-    evaluation: Evaluation, metrics: Metrics, dataset: DataFrame, columns: Sequence[InputColumn]
+    counts: partial[Iterator[pa.RecordBatch]],
+    metrics: Metrics,
+    dataset: DataFrame,
+    columns: Sequence[InputColumn],
 ) -> dict[str, MetricValue]:
     """Measure a model by one Spark job; no row leaves its executor.
 
     Args:
-        evaluation: what to count.
+        counts: ``count_rows`` with all but the rows.
         metrics: the same metrics, to be computed here.
         dataset: the rows.
         columns: the features' columns, then the labels', then the weights' if there is one.
@@ -132,16 +135,12 @@ def evaluate(
         DataError: there is no row, or one cannot become part of a tensor.
         ModelError: the model fails, or a metric cannot be computed.
     """
-    sources = [
-        Source(f"c{index}", column.expression(), column.arriving(dataset.schema))
-        for index, column in enumerate(columns)
-    ]
-    packed = packed_columns(sources, dataset.sparkSession)
-    # The stubs expect classic columns, which these are.
-    selected: Any = dataset.select(*(column.alias(name) for name, column in packed.items()))
+    selected = packed(
+        dataset.select(*(each.expression().alias(f"c{i}") for i, each in enumerate(columns)))
+    )
     with told_in_driver():
         schema = "partition int, states binary, rows bigint, skipped bigint"
-        counted = selected.mapInArrow(checked(evaluation), schema).collect()
+        counted = selected.mapInArrow(checked(counts), schema).collect()
     skipped, rows = (sum(row[name] for row in counted) for name in ("skipped", "rows"))
     told = f"handleInvalid='skip' left out {skipped} of {skipped + rows} rows"
     if not rows:

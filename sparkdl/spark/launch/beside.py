@@ -37,8 +37,8 @@ from sparkdl.feed.statistics.shards import NO_ROWS
 from sparkdl.spark.closures.sending import send
 from sparkdl.spark.diagnostics.console import Display
 from sparkdl.spark.diagnostics.run_service import OnReport
-from sparkdl.spark.launch import bootstrap, stage_task
-from sparkdl.spark.launch.environments import sparkdl_version, torch_version
+from sparkdl.spark.launch import stage_task
+from sparkdl.spark.launch.environments import task_of
 from sparkdl.spark.launch.launcher import LEAVE_S, as_training_error
 from sparkdl.spark.launch.stage_task import END_OF_ANSWER, SERVICE_ROW
 from sparkdl.spark.launch.worker_rows import Workers, run_tasks
@@ -125,28 +125,14 @@ def read_stage(
     tag, results = f"sparkdl-{uuid.uuid4().hex}", dict[int, bytes | None]()
     # The others leave by themselves, which keeps their processes for the session's next job.
     stuck = threading.Timer(patience_s, spark.interruptTag, (tag,))
-    arguments = (
-        entry,
-        send(spark, payload),
-        tasks,
-        ranks_a_task,
-        apart,
-        begin_s,
-        shipment and tuple(shipment),
-        torch_version(),
-    )
-    name = f"{stage_task.__name__}:run_stage_task"
-    task = bootstrap.make_task(name, arguments, sparkdl_version())
+    name, sent = f"{stage_task.__name__}:run_stage_task", send(spark, payload)
+    modules = shipment and tuple(shipment)
+    task = task_of(name, entry, sent, tasks, ranks_a_task, apart, begin_s, modules)
 
     def answer() -> Iterator[bytes]:
         try:
             for row in run_tasks(
-                spark,
-                task,
-                lambda frame: frame.toLocalIterator(),
-                tasks=tasks,
-                device=device,
-                rows=rows,
+                spark, task, lambda f: f.toLocalIterator(), tasks=tasks, device=device, rows=rows
             ):
                 if row.rank != SERVICE_ROW:
                     results[row.rank] = None if row.result is None else bytes(row.result)

@@ -51,6 +51,11 @@ def torch_version() -> dict[str, str]:
     return {"torch": str(torch.__version__)}
 
 
+def task_of(entry: str, *arguments: Any) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """What a task runs; see ``bootstrap.make_task``. torch's version follows the arguments."""
+    return bootstrap.make_task(entry, (*arguments, torch_version()), sparkdl_version())
+
+
 def checked(function: Callable[[Iterator[Any]], Iterator[Any]]) -> Any:
     """The same function of batches, for a task; it compares the versions before it is unpickled.
 

@@ -38,8 +38,7 @@ from sparkdl.spark.diagnostics.task_failures import (
     with_sparks_reason,
 )
 from sparkdl.spark.diagnostics.watchdog import watched
-from sparkdl.spark.launch import bootstrap
-from sparkdl.spark.launch.environments import setup_error, sparkdl_version, torch_version
+from sparkdl.spark.launch.environments import setup_error, task_of
 from sparkdl.spark.launch.worker_rows import Task, Workers, run_tasks
 from sparkdl.spark.modules.arrival import Shipment
 from sparkdl.spark.modules.shipping import ship
@@ -229,19 +228,9 @@ def rank_task(
         payload: the function's first argument.
         apart: whether the only rank of a task gets a process of its own too.
     """
-    return bootstrap.make_task(
-        "sparkdl.spark.launch.assignment:run_ranks",
-        (
-            entry,
-            payload,
-            arguments,
-            ranks_a_task,
-            apart,
-            shipment and tuple(shipment),
-            torch_version(),
-        ),
-        sparkdl_version(),
-    )
+    sent = shipment and tuple(shipment)
+    name = "sparkdl.spark.launch.assignment:run_ranks"
+    return task_of(name, entry, payload, arguments, ranks_a_task, apart, sent)
 
 
 def as_training_error(
