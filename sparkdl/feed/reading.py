@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -66,10 +65,6 @@ class Reading:
         self._skipped = 0
         self.statistics = tuple(ColumnStatistics() for _ in schema.columns)
         self._places: dict[PartitionStore, list[np.ndarray]] = {training: [], held_out: []}
-        self._by_number: dict[PartitionStore, Counter[int]] = {
-            training: Counter(),
-            held_out: Counter(),
-        }
         self._keys: dict[PartitionStore, list[np.ndarray]] = {training: [], held_out: []}
         self._schema = schema
         self._rank = rank
@@ -158,7 +153,7 @@ class Reading:
 
     def _parts(self) -> tuple[Part, ...]:
         """The rows by partition."""
-        trained, held_out = self._by_number[self._training], self._by_number[self._held_out]
+        trained, held_out = self._by_number(self._training), self._by_number(self._held_out)
         weights: dict[int, float] = {}
         if self._weights:
             owners = np.concatenate(self._places[self._training]) >> POSITION_BITS
@@ -168,9 +163,14 @@ class Reading:
             cut = np.split(found[order], starts[1:])
             weights = {int(n): float(each.sum()) for n, each in zip(numbers, cut, strict=True)}
         return tuple(
-            (number, trained[number], held_out[number], weights.get(number, 0.0))
+            (number, trained.get(number, 0), held_out.get(number, 0), weights.get(number, 0.0))
             for number in sorted({*trained, *held_out})
         )
+
+    def _by_number(self, store: PartitionStore) -> dict[int, int]:
+        places = np.concatenate([np.empty(0, np.int64), *self._places[store]])
+        numbers, rows = np.unique(places >> POSITION_BITS, return_counts=True)
+        return dict(zip(numbers.tolist(), rows.tolist(), strict=True))
 
     def _valid(self, decoded: list[Decoded], places: np.ndarray) -> np.ndarray | None:
         """Which rows have features that can be used, None for all; the others are counted."""
@@ -231,8 +231,6 @@ class Reading:
         )
         places, *keys = known
         self._places[store].append(places.copy())  # not to keep the record batch
-        numbers, rows = np.unique(places >> POSITION_BITS, return_counts=True)
-        self._by_number[store].update(dict(zip(numbers.tolist(), rows.tolist(), strict=True)))
         self._keys[store] += (
             [hashes.view(np.int64)] if by_content else [each.copy() for each in keys]
         )

@@ -31,12 +31,6 @@ class Ragged:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, rows: slice) -> Ragged:
-        """Consecutive rows, a view."""
-        chosen = self.lengths[rows]
-        first = int(self.lengths[: rows.start or 0].sum())
-        return Ragged(self.values[first : first + int(chosen.sum())], chosen)
-
     def split(self, sizes: Sequence[int]) -> list[Ragged]:
         """Cut into pieces of these numbers of rows, views."""
         lengths = torch.split(self.lengths, list(sizes))
@@ -118,19 +112,6 @@ def items_of(starts: Tensor, lengths: Tensor) -> Tensor:
     total = int(ends[-1]) if len(ends) else 0
     shift = starts - (ends - lengths)
     return torch.repeat_interleave(shift, lengths, output_size=total) + torch.arange(total)
-
-
-def joined(pieces: Sequence[Column]) -> Column:
-    """Columns of the same kind, one after another."""
-    if len(pieces) == 1:
-        return pieces[0]
-    if isinstance(pieces[0], Tensor):
-        return torch.cat([piece for piece in pieces if isinstance(piece, Tensor)])
-    ragged = [piece for piece in pieces if isinstance(piece, Ragged)]
-    return Ragged(
-        torch.cat([piece.values for piece in ragged]),
-        torch.cat([piece.lengths for piece in ragged]),
-    )
 
 
 def picked(column: Column, rows: Tensor, *, pinned: bool = False) -> Column:

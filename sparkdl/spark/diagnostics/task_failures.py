@@ -96,15 +96,7 @@ def with_sparks_reason(
     Returns:
         An error that says more; None if Spark knows nothing.
     """
-    try:
-        failed = _failed_tasks(spark, group)
-    except (
-        Py4JError,
-        OSError,
-        AttributeError,
-    ) as unanswered:  # it was stopped, or its JVM has ended
-        logger.debug("Spark no longer answers: %s", unanswered)
-        return None
+    failed = _failed_tasks(spark, group)
     if not failed:
         return None
     told = "; ".join(
@@ -119,16 +111,11 @@ def with_sparks_reason(
 def host_of_last_failure(spark: SparkSession, group: str) -> str | None:
     """Where the last failed task of a job group ran; None if Spark does not say so within 2 s."""
     due = time.monotonic() + REPORTED_S
-    try:
-        while True:
-            if failed := _failed_tasks(spark, group):
-                return failed[-1].host
-            if time.monotonic() > due:
-                return None
-            time.sleep(0.05)
-    except (Py4JError, OSError, AttributeError) as unanswered:
-        logger.debug("Spark no longer answers: %s", unanswered)
-        return None
+    while not (failed := _failed_tasks(spark, group)):
+        if time.monotonic() > due:
+            return None
+        time.sleep(0.05)
+    return failed[-1].host
 
 
 def _ranks(task: int, ranks_a_task: int) -> str:
@@ -145,10 +132,14 @@ def _reason(message: str) -> str:
 
 def _failed_tasks(spark: SparkSession, group: str) -> list[FailedTask]:
     """The failed tasks of the group's last job, in the order of their IDs."""
-    context = spark.sparkContext
-    tracker = context.statusTracker()
-    jobs = sorted(tracker.getJobIdsForGroup(group))
-    info = tracker.getJobInfo(jobs[-1]) if jobs else None
-    stages = info.stageIds if info is not None else ()
-    failed = [task for stage in stages for task in failed_tasks(context, stage)]
+    try:
+        context = spark.sparkContext
+        tracker = context.statusTracker()
+        jobs = sorted(tracker.getJobIdsForGroup(group))
+        info = tracker.getJobInfo(jobs[-1]) if jobs else None
+        stages = info.stageIds if info is not None else ()
+        failed = [task for stage in stages for task in failed_tasks(context, stage)]
+    except (Py4JError, OSError, AttributeError) as unanswered:  # it was stopped, or its JVM ended
+        logger.debug("Spark no longer answers: %s", unanswered)
+        return []
     return sorted(failed, key=lambda task: task.number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -46,8 +45,6 @@ from sparkdl.spark.session.encryption import keeps_rows_in_memory
 from sparkdl.user_code.needed_modules import pickled
 from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, shortened
 from sparkdl.worker import Job
-
-logger = logging.getLogger(__name__)
 
 LEAVE_S = 2.0
 """Seconds that workers have to leave on their own after a failure, before they are killed."""

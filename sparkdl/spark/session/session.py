@@ -7,8 +7,8 @@ import logging
 import os
 import shutil
 import sys
-import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -164,15 +164,10 @@ def _compiler_imported_meanwhile() -> Iterator[None]:
 
     An optimizer's first step imports it, which takes about a second, and ``fit`` tries one here.
     """
-    wanted = "torch" in sys.modules and running_context() is None
-    thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",), daemon=True)
-    if wanted:
-        thread.start()
-    try:
+    with ThreadPoolExecutor(1) as pool:
+        if "torch" in sys.modules and running_context() is None:
+            pool.submit(importlib.import_module, "torch._dynamo")
         yield
-    finally:
-        if wanted:
-            thread.join()
 
 
 def _unreadable_file(message: str, settings: Mapping[str, str]) -> str | None:
