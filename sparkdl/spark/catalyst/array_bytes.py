@@ -11,7 +11,7 @@ from pyspark.sql import types as T
 
 from sparkdl.spark.catalyst.core import Py4JError
 from sparkdl.spark.catalyst.jvm import is_of_connect
-from sparkdl.spark.catalyst.versions import ColumnBridge
+from sparkdl.spark.catalyst.versions import column_bridge
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class ArrayBytes:
             jvm.org.apache.spark.sql.catalyst.expressions,
             jvm.org.apache.spark.sql.types,
         )
-        self._bridge = ColumnBridge(jvm)
+        self._expression, self._column = column_bridge(jvm)
         self._invoke, self._invoke_static = catalyst.objects.Invoke, catalyst.objects.StaticInvoke
         self._static_arguments = (
             jvm.java.lang.Class.forName(_STATIC_INVOKE).getConstructors()[0].getParameterCount()
@@ -91,7 +91,7 @@ class ArrayBytes:
         return Column(self._of(column._jc, kind))
 
     def _of(self, column: Any, kind: T.DataType) -> Any:
-        array = self._bridge.expression(column)
+        array = self._expression(column)
         itself = self._sequence([array])
         copy = self._call(array, "copy", self._sql_type(kind.simpleString()))
         memory = self._if(
@@ -118,7 +118,7 @@ class ArrayBytes:
             True,  # deterministic
             self._none,  # from Spark 4.0 on
         )
-        return self._bridge.column(self._invoke_static(*arguments[: self._static_arguments]))
+        return self._column(self._invoke_static(*arguments[: self._static_arguments]))
 
     def of_sample(self, spark: SparkSession) -> bytes:
         """The bytes of a sample, which the driver's JVM computes on its own, without a job."""
@@ -131,8 +131,8 @@ class ArrayBytes:
         array = expressions.UnsafeArrayData.fromPrimitiveArray(numbers)
         kind = T.ArrayType(T.DoubleType())
         literal = expressions.Literal(array, self._sql_type(kind.simpleString()))
-        made = self._of(self._bridge.column(literal), kind)
-        return bytes(self._bridge.expression(made).eval(None).getBytes())
+        made = self._of(self._column(literal), kind)
+        return bytes(self._expression(made).eval(None).getBytes())
 
     def _call(self, target: Any, method: str, result: Any, arguments: Any = None) -> Any:
         return self._invoke(

@@ -79,18 +79,9 @@ def of_spark_3() -> bool:
     return pyspark.__version__.startswith("3.")
 
 
-class ColumnBridge:
-    """From a column of the JVM's to its expression, and back."""
-
-    def __init__(self, jvm: Any) -> None:
-        sql = jvm.org.apache.spark.sql
-        self._of_spark_3 = of_spark_3()
-        self._class = sql.Column if self._of_spark_3 else sql.classic.ExpressionUtils
-
-    def expression(self, column: Any) -> Any:
-        """The expression of a column."""
-        return column.expr() if self._of_spark_3 else self._class.expression(column)
-
-    def column(self, expression: Any) -> Any:
-        """The column of an expression."""
-        return self._class(expression) if self._of_spark_3 else self._class.column(expression)
+def column_bridge(jvm: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """Functions from a column of the JVM's to its expression, and back."""
+    sql = jvm.org.apache.spark.sql
+    if of_spark_3():
+        return (lambda column: column.expr()), sql.Column
+    return sql.classic.ExpressionUtils.expression, sql.classic.ExpressionUtils.column
