@@ -78,16 +78,12 @@ def fit_in_stage(plan: FitPlan, params: SharedParams, module: nn.Module) -> tupl
         payload = pickled((job, workers.network, in_memory, workers.device, True, serve), names)
         try:
             result, _ = read_stage(
-                spark,
+                workers,
                 "sparkdl.spark.launch.task:run_worker_task",
                 payload,
                 partial(_received, plan, module),
                 begin_s=job.deadline_s,
-                tasks=workers.num_tasks,
-                ranks_a_task=workers.ranks_a_task,
-                device=workers.device,
                 shipment=ship(names, spark) if workers.ship_modules else None,
-                rows=workers,
             )
             assert result is not None
             return result

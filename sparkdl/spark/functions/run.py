@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import astuple
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -23,8 +23,8 @@ from sparkdl.errors import ConfigError
 from sparkdl.protocols import SequenceInput
 from sparkdl.spark.catalyst.jvm import is_of_connect
 from sparkdl.spark.closures.pickling import pickled_or_refused
-from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
-from sparkdl.spark.cluster.network import driver_ports, network_of
+from sparkdl.spark.cluster.gpus import gpu_profile
+from sparkdl.spark.cluster.network import driver_ports
 from sparkdl.spark.cluster.slots import (
     choose_num_workers,
     queued,
@@ -36,10 +36,17 @@ from sparkdl.spark.diagnostics.run_client import JOIN_S
 from sparkdl.spark.diagnostics.run_service import OnReport, RunService
 from sparkdl.spark.diagnostics.watchdog import watched
 from sparkdl.spark.functions.program import Script, function_of
-from sparkdl.spark.functions.serving import RESULTS_S, results_of, rows_of, serve_call, watch
+from sparkdl.spark.functions.serving import (
+    RESULTS_S,
+    results_of,
+    serve_call,
+    watch,
+    with_rows,
+    workers_of,
+)
 from sparkdl.spark.functions.task import Call, CallPlacement, Feeding
 from sparkdl.spark.launch.beside import read_stage
-from sparkdl.spark.launch.launcher import WorkerJob, rank_task
+from sparkdl.spark.launch.launcher import WorkerJob
 from sparkdl.spark.launch.worker_rows import SHUFFLES, Workers
 from sparkdl.spark.modules.arrival import Shipment
 from sparkdl.spark.modules.shipping import ship
@@ -146,78 +153,70 @@ def run(
         "store_in": one_of("storeIn", STORE_PLACES)(storeIn),
         "group_by_length": switch("groupByLength")(groupByLength),
     }
-    rows: tuple[Workers | None, Feeding | None] = (None, None)
+    workers, feeding = workers_of(spark, num_workers, device, shipModules), None
     if df is not None:
-        rows = rows_of(df, overrides, num_workers, device, **keeping)
-    return run_call(spark, call, num_workers, device, rows, cwd, on_report, shipModules)
+        workers, feeding = with_rows(workers, df, overrides, **keeping)
+    return run_call(call, workers, feeding, cwd, on_report)
 
 
 def run_call(
-    spark: SparkSession,
     call: Call,
-    num_workers: int,
-    device: str,
-    rows: tuple[Workers | None, Feeding | None] = (None, None),
+    workers: Workers,
+    feeding: Feeding | None = None,
     cwd: str | os.PathLike[str] | None = None,
     on_report: OnReport | None = None,
-    ship_modules: bool = True,
     *,
     tasks_are_nodes: bool = False,
 ) -> list[Any]:
     """Do what ``run`` does, with arguments that have been checked.
 
     Args:
-        spark: the session.
         call: what every worker runs.
-        num_workers: how many.
-        device: see ``run``.
-        rows: those for the workers, and how they feed them.
+        workers: the Spark side of the run.
+        feeding: how the workers feed their rows, if they have any.
         cwd: see ``run``.
         on_report: see ``run``.
-        ship_modules: whether the user's own modules are sent to the workers.
         tasks_are_nodes: see ``CallPlacement``.
 
     Returns:
         See ``run``.
     """
+    spark, num_workers = workers.frame.sparkSession, workers.num_workers
+    ranks = workers.ranks_a_task
     if is_of_connect(spark):
         require_static_allocation(spark)
-    profile, ranks = gpu_profile(spark, device), ranks_a_task(spark, device)
+    profile = gpu_profile(spark, workers.device)
     name = "num_processes" if tasks_are_nodes else "num_workers"
     choose_num_workers(spark, num_workers, profile, ranks, name)
     require_trusted_network(spark, False, "what sparkdl.run calls")
-    tls, tasks = encrypts_connections(spark, False), num_workers // ranks
+    tls, tasks = encrypts_connections(spark, False), workers.num_tasks
     called = getattr(call.function, "__name__", getattr(call.function, "path", "a function"))
     # The call is pickled separately: a worker may lack what it imports, which the user must be
     # told.
     names: set[str] = set()
     placement = CallPlacement(
-        network=network_of(spark),
+        network=workers.network,
         directory=_directory(cwd),
         named=cwd is not None,
-        device=device,
+        device=workers.device,
         echo=echoes(spark),
         tasks_are_nodes=tasks_are_nodes,
     )
-    parts = (placement, rows[1], _pickled(call, called, names))
+    parts = (placement, feeding, _pickled(call, called, names))
     entry = "sparkdl.spark.functions.task:run_function_task"
-    shipment = _shipment(spark, call, names) if ship_modules else None
+    shipment = _shipment(spark, call, names) if workers.ship_modules else None
     if is_of_connect(spark):
         serve = partial(serve_call, num_workers, tls, on_report is not None)
         with queued(spark, tasks, profile):
             _, delivered = read_stage(
-                spark,
+                workers,
                 entry,
                 cloudpickle.dumps((*parts, serve)),
                 lambda header, pieces: None,
                 begin_s=JOIN_S,
                 patience_s=RESULTS_S,
-                tasks=tasks,
-                ranks_a_task=ranks,
-                device=device,
                 shipment=shipment,
                 apart=True,
-                rows=rows[0],
                 on_report=on_report,
             )
         return results_of(delivered, num_workers)
@@ -231,15 +230,13 @@ def run_call(
     ):
         require_free_slots(spark, tasks, profile, ranks)
         job = WorkerJob(
-            spark,
+            replace(workers, description=f"sparkdl: run {called} on {num_workers} workers"),
             cloudpickle.dumps(parts),
-            partial(rank_task, entry, (astuple(service.address),), ranks, shipment, apart=True),
+            entry,
+            service.address,
+            shipment,
             service.fail,
-            description=f"sparkdl: run {called} on {num_workers} workers",
-            device=device,
-            tasks=tasks,
-            ranks_a_task=ranks,
-            rows=rows[0],
+            apart=True,
             ended_early="the Spark job ended before its workers did: one exited without reporting "
             "why",
             unexplained=". The executor's log says why; a process killed for memory needs more "
@@ -316,4 +313,5 @@ class TorchDistributor(pyspark_distributor.TorchDistributor):
         call = Call(function_of(train_object, kwargs, "train_object"), args, kwargs)
         processes = require_whole("num_processes", self.num_processes, 1)
         device = "cuda" if self.use_gpu else "cpu"
-        return run_call(self.spark, call, processes, device, tasks_are_nodes=True)[0]
+        workers = workers_of(self.spark, processes, device, ship_modules=True)
+        return run_call(call, workers, tasks_are_nodes=True)[0]

@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
 import torch
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.errors import DataError, DeadlineError
 from sparkdl.feed.columns.schema import FeedSchema
@@ -34,11 +35,27 @@ from sparkdl.transport.service import Service
 logger = logging.getLogger(__name__)
 
 
-def rows_of(
+def workers_of(spark: SparkSession, num_workers: int, device: str, ship_modules: bool) -> Workers:
+    """The Spark side of a run without rows; see ``run`` for the arguments."""
+    ranks = ranks_a_task(spark, device)
+    tasks = max(1, num_workers // ranks)
+    return Workers(
+        frame=spark.range(0, tasks, 1, tasks),
+        columns=(),
+        num_workers=num_workers,
+        shuffle="none",
+        device=device,
+        description="",
+        network=network_of(spark),
+        ranks_a_task=ranks,
+        ship_modules=ship_modules,
+    )
+
+
+def with_rows(
+    workers: Workers,
     df: DataFrame,
     overrides: ColumnOverrides,
-    num_workers: int,
-    device: str,
     *,
     shuffle: str,
     seed: int,
@@ -48,7 +65,8 @@ def rows_of(
     """Inspect the DataFrame that ``sparkdl.run`` was given; see there for the arguments.
 
     Raises:
-        DataError: it has no columns, or one cannot become a tensor.
+        ConfigError: an override does not fit.
+        DataError: a column cannot become a tensor.
     """
     columns = tuple(input_columns(df, df.columns, "df"))
     if not columns:
@@ -58,17 +76,7 @@ def rows_of(
     require_distinct(specs)
     for column, spec in zip(columns, specs, strict=True):
         logger.info("column '%s' (%s) becomes %s", column.name, column.type_name, spec.dtype)
-    workers = Workers(
-        frame=df,
-        columns=columns,
-        num_workers=num_workers,
-        shuffle=shuffle,
-        device=device,
-        description="",
-        network=network_of(df.sparkSession),
-        store_in=store_in,
-        ranks_a_task=ranks_a_task(df.sparkSession, device),
-    )
+    workers = replace(workers, frame=df, columns=columns, shuffle=shuffle, store_in=store_in)
     feeding = Feeding(
         schema=FeedSchema(specs, label=(), by_name=True),
         seed=seed,

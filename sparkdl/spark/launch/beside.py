@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from pyspark.sql import SparkSession
 from typing_extensions import Self
 
 from sparkdl import errors
@@ -80,38 +79,30 @@ T = TypeVar("T")
 
 
 def read_stage(
-    spark: SparkSession,
+    workers: Workers,
     entry: str,
     payload: bytes,
     take: Callable[[dict[str, Any], Iterator[bytes]], T],
     *,
     begin_s: float,
     patience_s: float = LEAVE_S,
-    tasks: int,
-    ranks_a_task: int,
-    device: str,
     shipment: Shipment | None,
     apart: bool = False,
-    rows: Workers | None,
     on_report: OnReport | None = None,
 ) -> tuple[T, dict[int, bytes | None]]:
     """Run a stage that serves its own run, and read what comes back.
 
     Args:
-        spark: the client's session.
+        workers: the Spark side of the run.
         entry: what each rank runs; see ``assignment.run_ranks``.
         payload: its first argument, a pickled tuple whose last value is a ``stage_task.Serve``. The
             second is the address of whatever that serves.
         take: is given what ``Serve`` has returned, even if the run has failed.
         begin_s: seconds for the first task to begin to serve, which may have to build a model.
         patience_s: seconds that the other tasks have once the first has answered.
-        tasks: how many there are.
-        ranks_a_task: ranks per task.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         shipment: the user's own modules.
         apart: whether the only rank of a task gets a process of its own too; in the first task it
             does.
-        rows: those that the workers read; None for none.
         on_report: called with what the workers have reported.
 
     Returns:
@@ -122,18 +113,17 @@ def read_stage(
         SetupError: the executors' Python lacks something.
         SparkDLError: the run has failed; the ``model`` of a CallbackError is what ``take`` returns.
     """
-    tag, results = f"sparkdl-{uuid.uuid4().hex}", dict[int, bytes | None]()
+    spark, tag = workers.frame.sparkSession, f"sparkdl-{uuid.uuid4().hex}"
+    results = dict[int, bytes | None]()
     # The others leave by themselves, which keeps their processes for the session's next job.
     stuck = threading.Timer(patience_s, spark.interruptTag, (tag,))
     name, sent = f"{stage_task.__name__}:run_stage_task", send(spark, payload)
-    modules = shipment and tuple(shipment)
-    task = task_of(name, entry, sent, tasks, ranks_a_task, apart, begin_s, modules)
+    counts, modules = (workers.num_tasks, workers.ranks_a_task), shipment and tuple(shipment)
+    task = task_of(name, entry, sent, *counts, apart, begin_s, modules)
 
     def answer() -> Iterator[bytes]:
         try:
-            for row in run_tasks(
-                spark, task, lambda f: f.toLocalIterator(), tasks=tasks, device=device, rows=rows
-            ):
+            for row in run_tasks(workers, task, lambda frame: frame.toLocalIterator()):
                 if row.rank != SERVICE_ROW:
                     results[row.rank] = None if row.result is None else bytes(row.result)
                 elif row.result != END_OF_ANSWER:

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
 from functools import partial
-from typing import Any
 
-from pyspark.sql import Row, SparkSession
+from pyspark.sql import Row
 from typing_extensions import Self
 
 from sparkdl.averager.service.server import Averager
@@ -23,7 +22,7 @@ from sparkdl.errors import (
 )
 from sparkdl.feed.statistics.shards import NO_ROWS
 from sparkdl.spark.catalyst.jvm import end_of_jvm
-from sparkdl.spark.closures.sending import SentBytes, lent
+from sparkdl.spark.closures.sending import lent
 from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import JOB_END_S, RunJobs
 from sparkdl.spark.cluster.slots import require_free_slots
@@ -42,6 +41,7 @@ from sparkdl.spark.launch.worker_rows import Task, Workers, run_tasks
 from sparkdl.spark.modules.arrival import Shipment
 from sparkdl.spark.modules.shipping import ship
 from sparkdl.spark.session.encryption import keeps_rows_in_memory
+from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.user_code.needed_modules import pickled
 from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, shortened
 from sparkdl.worker import Job
@@ -66,18 +66,13 @@ def launch(workers: Workers, job: Job) -> Launch:
 
     @contextmanager
     def start(averager: Averager) -> Iterator[None]:
-        arguments = (astuple(averager.address),)
-        entry = "sparkdl.spark.launch.task:run_worker_task"
         running = WorkerJob(
-            spark,
+            workers,
             payload,
-            partial(rank_task, entry, arguments, workers.ranks_a_task, shipment),
+            "sparkdl.spark.launch.task:run_worker_task",
+            averager.address,
+            shipment,
             averager.fail,
-            description=workers.description,
-            device=workers.device,
-            tasks=workers.num_tasks,
-            ranks_a_task=workers.ranks_a_task,
-            rows=workers,
             ended_early="the Spark job ended before training did: a worker exited without "
             "reporting why, perhaps because it could not reach the driver at "
             f"{averager.address.uri}",
@@ -101,16 +96,14 @@ class WorkerJob:
     An error that leaves the context says what Spark knows of lost workers.
 
     Args:
-        spark: the session.
+        workers: the Spark side of the run.
         payload: for the tasks.
-        task: makes of it what each task runs; see ``rank_task``.
+        entry: ``module:function``; see ``assignment.run_ranks``.
+        address: what serves the workers: the function's argument after the payload.
+        shipment: the user's own modules.
         fail: ends the run. It is told of whatever ends the job; what comes after the run's own end
             is dropped there.
-        description: shown in the Spark UI.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        tasks: how many there are.
-        ranks_a_task: ranks per task.
-        rows: those that the workers read; None for none.
+        apart: whether the only rank of a task gets a process of its own too.
         ended_early: why the run fails if its job ends while workers are still there.
         unexplained: what is said of a lost worker of which Spark knows nothing.
 
@@ -120,30 +113,31 @@ class WorkerJob:
 
     def __init__(
         self,
-        spark: SparkSession,
+        workers: Workers,
         payload: bytes,
-        task: Callable[[SentBytes], Task],
+        entry: str,
+        address: ServiceAddress,
+        shipment: Shipment | None,
         fail: Callable[[SparkDLError], None],
         *,
-        description: str,
-        device: str,
-        tasks: int,
-        ranks_a_task: int,
-        rows: Workers | None,
+        apart: bool = False,
         ended_early: str,
         unexplained: str = "",
     ) -> None:
-        self.jobs = RunJobs(spark.sparkContext, description)
-        self._spark, self._payload, self._make_task, self._fail = spark, payload, task, fail
-        self._run_tasks = partial(run_tasks, spark, tasks=tasks, device=device, rows=rows)
-        self._ranks_a_task = ranks_a_task
+        self._workers, self._spark = workers, workers.frame.sparkSession
+        self.jobs = RunJobs(self._spark.sparkContext, workers.description)
+        self._payload, self._entry, self._fail = payload, entry, fail
+        modules = shipment and tuple(shipment)
+        self._told = ((astuple(address),), workers.ranks_a_task, apart, modules)
         self._ended_early, self._unexplained = ended_early, unexplained
         self._yielded: list[Row] = []
         self._error: SparkDLError | None = None
 
     def __enter__(self) -> Self:
         with ExitStack() as held:
-            task = self._make_task(held.enter_context(lent(self._spark, self._payload)))
+            payload = held.enter_context(lent(self._spark, self._payload))
+            name = "sparkdl.spark.launch.assignment:run_ranks"
+            task = task_of(name, self._entry, payload, *self._told)
             held.callback(self.jobs.end)
             self.jobs.start(partial(self._run, task), self._failed)
             self._held = held.pop_all()  # unless there was an interrupt, for example
@@ -176,7 +170,7 @@ class WorkerJob:
         return sorted(self._yielded, key=lambda row: row.rank)
 
     def _run(self, task: Task) -> None:
-        self._yielded = self._run_tasks(task, lambda frame: frame.collect())
+        self._yielded = run_tasks(self._workers, task, lambda frame: frame.collect())
         if not self._yielded:
             # Spark starts no task for what turns out empty while it plans or shuffles.
             self._fail(DataError(NO_ROWS))
@@ -203,31 +197,7 @@ class WorkerJob:
         return WorkerLostError(f"{error}{self._unexplained}", ranks=error.ranks)
 
     def _sparks_reason(self, error: WorkerLostError) -> WorkerLostError | None:
-        return with_sparks_reason(error, self._spark, self.jobs.group, self._ranks_a_task)
-
-
-def rank_task(
-    entry: str,
-    arguments: tuple[Any, ...],
-    ranks_a_task: int,
-    shipment: Shipment | None,
-    payload: SentBytes,
-    *,
-    apart: bool = False,
-) -> Task:
-    """The task that runs a worker's function for each of its ranks.
-
-    Args:
-        entry: ``module:function``; see ``assignment.run_ranks``.
-        arguments: plain values.
-        ranks_a_task: ranks per task.
-        shipment: the user's own modules that the function needs.
-        payload: the function's first argument.
-        apart: whether the only rank of a task gets a process of its own too.
-    """
-    sent = shipment and tuple(shipment)
-    name = "sparkdl.spark.launch.assignment:run_ranks"
-    return task_of(name, entry, payload, arguments, ranks_a_task, apart, sent)
+        return with_sparks_reason(error, self._spark, self.jobs.group, self._workers.ranks_a_task)
 
 
 def as_training_error(

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TypeVar
 
 import pyarrow as pa
-from pyspark.sql import DataFrame, Row, SparkSession
+from pyspark.sql import DataFrame, Row
 from pyspark.sql import functions as F
 
 from sparkdl.collective import Network
@@ -43,11 +43,11 @@ Task = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """The Spark side of one fit.
+    """The Spark side of one fit or run.
 
     Attributes:
-        frame: the user's DataFrame.
-        columns: the columns to feed, in the order of the job's schema.
+        frame: the user's DataFrame; with a partition for each task if no rows are fed.
+        columns: the columns to feed, in the order of the job's schema; none for no rows.
         num_workers: ranks to run at the same time.
         shuffle: how the rows get to them, one of ``SHUFFLES``.
         spread: whether Spark's shuffle spreads them, however many partitions there are.
@@ -145,32 +145,19 @@ def _on_tasks(workers: Workers, *, stable: bool) -> DataFrame:
     return in_partitions(rows, tasks)
 
 
-def run_tasks(
-    spark: SparkSession,
-    task: Task,
-    read: Callable[[DataFrame | RDD[Row]], R],
-    *,
-    tasks: int,
-    device: str,
-    rows: Workers | None,
-) -> R:
+def run_tasks(workers: Workers, task: Task, read: Callable[[DataFrame | RDD[Row]], R]) -> R:
     """Run the tasks of workers; those of a Connect client have to meet.
 
     Args:
-        spark: the session.
+        workers: the Spark side of the run.
         task: what to run on each partition.
         read: reads what the tasks yield, ``OUTPUT_DDL``.
-        tasks: how many there are.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        rows: those that the workers read; None for none.
 
     Returns:
         What ``read`` returns.
     """
-
-    def run_on(frame: DataFrame) -> R:
-        profile, barrier = gpu_profile(spark, device), is_of_connect(spark)
-        with small_record_batches(spark):
-            return read(on_tasks(frame, task, OUTPUT_DDL, barrier=barrier, profile=profile))
-
-    return run_on(spark.range(0, tasks, 1, tasks) if rows is None else worker_frame(rows))
+    spark = workers.frame.sparkSession
+    profile, barrier = gpu_profile(spark, workers.device), is_of_connect(spark)
+    frame = worker_frame(workers) if workers.columns else workers.frame
+    with small_record_batches(spark):
+        return read(on_tasks(frame, task, OUTPUT_DDL, barrier=barrier, profile=profile))

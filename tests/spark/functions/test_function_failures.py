@@ -22,6 +22,7 @@ from pyspark.sql import SparkSession
 from waiting import eventually
 
 import sparkdl
+from sparkdl.collective import Network
 from sparkdl.errors import DeadlineError, TrainingError, WorkerError, WorkerLostError
 from sparkdl.spark.diagnostics import run_service, watchdog
 from sparkdl.spark.diagnostics.run_service import RunService
@@ -29,6 +30,7 @@ from sparkdl.spark.diagnostics.watchdog import watched
 from sparkdl.spark.functions import serving
 from sparkdl.spark.functions.serving import watch
 from sparkdl.spark.launch.launcher import WorkerJob
+from sparkdl.spark.launch.worker_rows import Workers
 from sparkdl.transport.service import Service
 
 
@@ -177,9 +179,7 @@ def service() -> Iterator[RunService]:
         yield opened
 
 
-def job_that(
-    rows: Callable[[], Any], service: RunService, reads: tuple[Any, int] | None = None
-) -> WorkerJob:
+def job_that(rows: Callable[[], Any], service: RunService, *, starts: bool = True) -> WorkerJob:
     """Spark's job of two tasks, of which ``rows`` gives what they have yielded."""
     frame = SimpleNamespace(mapInArrow=lambda *_, **__: SimpleNamespace(collect=rows))
     names = (
@@ -191,20 +191,19 @@ def job_that(
     )
     context = SimpleNamespace(**{name: lambda *_, **__: None for name in names})
     context.getConf = dict[str, str]
-    spark: Any = SimpleNamespace(range=lambda *_: frame, sparkContext=context)
-    job = WorkerJob(
-        spark,
-        b"",
-        lambda payload: lambda batches: batches,
-        service.fail,
-        description="a test",
+    frame.sparkSession = SimpleNamespace(sparkContext=context)
+    workers = Workers(
+        frame=frame,  # type: ignore[arg-type]
+        columns=(),
+        num_workers=2,
+        shuffle="none",
         device="cpu",
-        tasks=2,
-        ranks_a_task=1,
-        rows=reads,
-        ended_early="",
+        description="a test",
+        network=Network(driver="127.0.0.1"),
     )
-    return job if reads else job.__enter__()
+    told = "os:path", service.address, None, service.fail
+    job = WorkerJob(workers, b"", *told, ended_early="")
+    return job.__enter__() if starts else job
 
 
 def test_a_spark_job_that_outlives_its_ranks_ends_the_run(
@@ -254,7 +253,7 @@ def test_rows_are_waited_for_but_not_the_tasks_in_which_ranks_hang_before_they_j
     joining: RunService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, postponed = list[int](), list[int]()
-    job = job_that(lambda: None, joining, reads=(None, 0))
+    job = job_that(lambda: None, joining, starts=False)
 
     def stages() -> list[SparkStageInfo]:
         """First of five tasks, then of two whose rows are shuffled, then the workers' own."""

@@ -35,16 +35,17 @@ def test_a_worker_that_stays_after_the_run_is_ended_and_fails_nobody(
     session: Any = SimpleNamespace(
         addTag=lambda tag: None, removeTag=lambda tag: None, interruptTag=lambda tag: ended.set()
     )
-    where: dict[str, Any] = {"tasks": 2, "ranks_a_task": 1, "device": "cpu", "shipment": None}
+    workers: Any = SimpleNamespace(
+        frame=SimpleNamespace(sparkSession=session), num_tasks=2, ranks_a_task=1
+    )
     found = read_stage(
-        session,
+        workers,
         "os:path",
         b"",
         lambda _, values: b"".join(values),
         begin_s=1.0,
         patience_s=0.2,
-        rows=None,
-        **where,
+        shipment=None,
     )
     assert found == (b"the model", {0: b"its result"})
 
