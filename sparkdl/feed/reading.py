@@ -23,7 +23,6 @@ from sparkdl.feed.statistics.column import (
     ColumnStatistics,
     places_from,
     scan,
-    scan_least,
 )
 from sparkdl.feed.statistics.fingerprint import MODULUS, row_hashes
 from sparkdl.feed.statistics.shards import Part, ShardStatistics, unusable
@@ -102,7 +101,10 @@ class Reading:
                 if valid is not None:
                     decoded = [kept(column, valid) for column in decoded]
                     keys = None if keys is None else keys.filter(pa.array(valid))
-                self._scan(decoded, places)
+                self.statistics = tuple(
+                    known + scan(column, spec, places, is_weight=spec is self._schema.weight)
+                    for known, column, spec in zip(self.statistics, decoded, specs, strict=True)
+                )
                 self.rows += len(places)
                 places = places if valid is None else places[valid]
                 if self.sound and len(places):
@@ -180,17 +182,6 @@ class Reading:
         self.statistics = (*features, *self.statistics[count:])
         self._skipped += rows - int(valid.sum())
         return None if valid.all() else valid
-
-    def _scan(self, decoded: list[Decoded], places: np.ndarray) -> None:
-        columns = zip(self.statistics, decoded, self._schema.columns, strict=True)
-        self.statistics = tuple(
-            known + scan(column, spec, places) for known, column, spec in columns
-        )
-        if self._schema.weight is not None:
-            index = len(self._schema.stored) - 1
-            found = list(self.statistics)
-            found[index] += scan_least(decoded[index], places)
-            self.statistics = tuple(found)
 
     def _store(self, decoded: list[Decoded], places: np.ndarray, keys: pa.Array | None) -> None:
         """Append a part's rows."""

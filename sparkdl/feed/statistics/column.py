@@ -148,7 +148,11 @@ def in_words(place: RowLocation) -> str:
 
 
 def scan(
-    column: pa.Array | Decoded, spec: ColumnSpec, places: np.ndarray | None = None
+    column: pa.Array | Decoded,
+    spec: ColumnSpec,
+    places: np.ndarray | None = None,
+    *,
+    is_weight: bool = False,
 ) -> ColumnStatistics:
     """Look at one column of one record batch.
 
@@ -157,6 +161,7 @@ def scan(
         spec: what it becomes.
         places: of all rows of the record batch, as in ``PLACE_COLUMN``; None if they are the first
             of partition 0.
+        is_weight: whether to look for the smallest number above 0.
     """
     decoded = column if isinstance(column, Decoded) else Decoded(column)
     values, rows = decoded.values, decoded.rows
@@ -168,24 +173,16 @@ def scan(
         found.count("nulls", np.flatnonzero(missing))
         found.rows = np.flatnonzero(~missing) if rows is None else rows[~missing]
         values = values.drop_null()  # a null may have elements of its own
-    if len(values):
-        _scan_arrays(values, spec, found) if spec.is_array else _scan_numbers(
-            numpy_of(values), spec, found
-        )
+    if len(values) and spec.is_array:
+        _scan_arrays(values, spec, found)
+    elif len(values):
+        _scan_numbers(numbers := numpy_of(values), spec, found)
+        above = np.flatnonzero(numbers > 0) if is_weight else np.empty(0, np.int64)
+        if len(above):
+            row = int(above[numbers[above].argmin()])
+            found.extreme("least", numbers[row].item(), row)
     reason = decoded.broken.reason if decoded.broken is not None else found.reason
     return ColumnStatistics(**found.statistics, reason=reason, places=found.places)
-
-
-def scan_least(column: Decoded, places: np.ndarray) -> ColumnStatistics:
-    """Look for the smallest number above 0 in a column of numbers; see ``scan``."""
-    numbers = numpy_of(column.values.fill_null(0))
-    above = np.flatnonzero(numbers > 0)
-    if not len(above):
-        return ColumnStatistics()
-    found = _Finder(places, column.rows)
-    row = int(above[numbers[above].argmin()])
-    found.extreme("least", numbers[row].item(), row)
-    return ColumnStatistics(**found.statistics, places=found.places)
 
 
 def _all_fit(numbers: np.ndarray, dtype: torch.dtype) -> bool:
@@ -223,20 +220,29 @@ class _Finder:
         return (0, row) if self._places is None else located(int(self._places[row]))
 
 
-def _scan_numbers(numbers: np.ndarray, spec: ColumnSpec, found: _Finder) -> None:
-    # numpy's argmin and argmax take NaN for the smallest and for the largest.
-    for name, row in (("smallest", numbers.argmin()), ("largest", numbers.argmax())):
-        found.extreme(name, numbers[row].item(), int(row))
-    if not all_within(found.statistics["smallest"], found.statistics["largest"], spec.dtype):
-        found.count("out_of_range", np.flatnonzero(beyond(numbers, spec.dtype)))
-    if numbers.dtype.kind != "f":
-        return
-    if not np.isfinite(found.statistics["smallest"]) or not np.isfinite(
-        found.statistics["largest"]
-    ):
-        found.count("not_finite", np.flatnonzero(~np.isfinite(numbers)))
-    if not spec.dtype.is_floating_point:
-        found.count("fractions", np.flatnonzero(fractions(numbers)))
+def _scan_numbers(
+    numbers: np.ndarray, spec: ColumnSpec, found: _Finder, parents: _Parents | None = None
+) -> None:
+    """Look at a column's numbers, or at those in its arrays; of floats there not the extremes."""
+    if parents is None or numbers.dtype.kind in "iub":
+        # numpy's argmin and argmax take NaN for the smallest and for the largest.
+        places = {"smallest": int(numbers.argmin()), "largest": int(numbers.argmax())}
+        for name, place in places.items():
+            row = place if parents is None else parents.row(place)
+            found.extreme(name, numbers[place].item(), row)
+        low, high = (found.statistics[name] for name in places)
+        sound = all_within(low, high, spec.dtype) and bool(np.isfinite([low, high]).all())
+    else:
+        sound = spec.dtype.is_floating_point and _all_fit(numbers, spec.dtype)
+    wrongs = {} if sound else {"not_finite": ~np.isfinite(numbers)}
+    if not sound:
+        wrongs["out_of_range"] = beyond(numbers, spec.dtype)
+    if numbers.dtype.kind == "f" and not spec.dtype.is_floating_point:
+        wrongs["fractions"] = fractions(numbers)
+    for name, wrong in wrongs.items():
+        if wrong.any():
+            rows = np.flatnonzero(wrong) if parents is None else np.unique(parents.rows()[wrong])
+            found.count(name, rows)
 
 
 def _scan_arrays(values: pa.Array, spec: ColumnSpec, found: _Finder) -> None:
@@ -256,30 +262,7 @@ def _scan_arrays(values: pa.Array, spec: ColumnSpec, found: _Finder) -> None:
         parents = numpy_of(pc.list_parent_indices(values).filter(elements.is_null()))
         found.count("null_elements", np.unique(parents))
     if len(elements) > elements.null_count and spec.encoding.numeric:
-        _scan_elements(numpy_of(elements), _Parents(values, elements), spec, found)
-
-
-def _scan_elements(
-    numbers: np.ndarray, parents_of: _Parents, spec: ColumnSpec, found: _Finder
-) -> None:
-    if numbers.dtype.kind in "iub":
-        for name, place in (("smallest", numbers.argmin()), ("largest", numbers.argmax())):
-            found.extreme(name, numbers[place].item(), parents_of.row(int(place)))
-        suspicious = not all_within(
-            found.statistics["smallest"], found.statistics["largest"], spec.dtype
-        )
-    else:
-        suspicious = not spec.dtype.is_floating_point or not _all_fit(numbers, spec.dtype)
-    if suspicious:
-        wrongs = {
-            "not_finite": ~np.isfinite(numbers),
-            "out_of_range": beyond(numbers, spec.dtype),
-        }
-        if not spec.dtype.is_floating_point:
-            wrongs["fractions"] = fractions(numbers)
-        for name, wrong in wrongs.items():
-            if wrong.any():
-                found.count(name, np.unique(parents_of.rows()[wrong]))
+        _scan_numbers(numpy_of(elements), spec, found, _Parents(values, elements))
 
 
 class _Parents:
