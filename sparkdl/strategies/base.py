@@ -16,7 +16,6 @@ from sparkdl.averager.values.center_update import CenterUpdate, ReplaceByMean
 from sparkdl.averager.values.wire_format import WireFormat
 from sparkdl.collective import Collective
 from sparkdl.collective.peers import Peers
-from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
 from sparkdl.phases import PhaseClock
 from sparkdl.protocols import Batch, CenterExchange
@@ -168,26 +167,18 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What a strategy needs from the run around it; all other differences follow from this.
-
-    Raises:
-        ConfigError: workers that exchange among themselves are declared independent.
-    """
+    """What a strategy needs from the run around it; all other differences follow from this."""
 
     exchanges_optimizer_state: bool
     """Whether the optimizer's state is part of what replicas agree on, and so of the center."""
     collective: bool = False
-    """Whether the workers exchange among themselves, over NCCL or gloo."""
+    """Whether the workers exchange among themselves, over NCCL or gloo. If one is lost, all are
+    restarted; otherwise it may come back by itself."""
     peers: bool = False
     """Whether a worker visits others, one at a time, while all train, and no one waits for a lost
     one."""
-    equal_steps: bool = False
-    """Whether the workers agree on the number of steps before an epoch's first, so that all rows
-    must be read before that."""
     joint_batch_norm: bool = False
     """Whether BatchNorm layers normalize over all workers' minibatches together."""
-    resumes_alone: bool = True
-    """Whether a lost worker may come back by itself; otherwise all are restarted."""
     checkpointable: bool = True
     """Whether a training can be resumed from the center, the optimizers, random numbers and
     ``saved_state`` alone."""
@@ -201,13 +192,6 @@ class Needs:
     leads_schedule: bool = False
     """Whether it advances schedules by step further than the optimizer's steps, by a factor of at
     most the number of workers."""
-
-    def __post_init__(self) -> None:
-        if self.collective and self.resumes_alone:
-            raise ConfigError(
-                "a strategy that needs a collective needs a restart of all workers if one is "
-                "lost: set resumes_alone=False"
-            )
 
 
 State = TypeVar("State")

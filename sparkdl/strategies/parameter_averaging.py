@@ -152,12 +152,9 @@ class ParameterAveraging(PeriodicStrategy[WorkerGroup | None]):
     @property
     def needs(self) -> Needs:
         """Only the driver, if the mean is formed there."""
-        among_workers = self.aggregation != "driver"
         return Needs(
             exchanges_optimizer_state=self.average_optimizer_state,
-            collective=among_workers,
-            equal_steps=among_workers,
-            resumes_alone=not among_workers,
+            collective=self.aggregation != "driver",
         )
 
     @property

@@ -72,8 +72,8 @@ class Job:
         """
         feed = self.feed
         given_away = feed.reshuffle_every or (feed.exchange_rows and not feed.keep_exchanged)
-        alone = self.strategy.needs.resumes_alone and not given_away
-        return self.max_failures if alone else 0
+        together = self.strategy.needs.collective or given_away
+        return 0 if together else self.max_failures
 
     @property
     def resubmissions(self) -> int:

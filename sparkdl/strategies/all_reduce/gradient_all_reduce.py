@@ -204,9 +204,7 @@ class GradientAllReduce(Strategy["Reducer"]):
         return Needs(
             exchanges_optimizer_state=not self.shard_optimizer,
             collective=True,
-            equal_steps=True,
             joint_batch_norm=self.sync_batch_norm,
-            resumes_alone=False,
             checkpointable=not self.shard_optimizer,
             shards_replica=self.shard_parameters,
             minibatches_a_step=self.accumulate,

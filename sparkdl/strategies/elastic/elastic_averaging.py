@@ -164,8 +164,6 @@ class ElasticAveraging(PeriodicStrategy[Spring]):
         return Needs(
             exchanges_optimizer_state=False,
             collective=self._among_workers,
-            equal_steps=self._among_workers,
-            resumes_alone=not self._among_workers,
             steps_ahead=self.period if self._overlaps else 0,
         )
 

@@ -127,13 +127,7 @@ class ThresholdGradientSharing(PeriodicStrategy["_Sharing"]):
     @property
     def needs(self) -> Needs:
         """Only the driver, if the center is formed there."""
-        among_workers = self.aggregation == "executors"
-        return Needs(
-            exchanges_optimizer_state=False,
-            collective=among_workers,
-            equal_steps=among_workers,
-            resumes_alone=not among_workers,
-        )
+        return Needs(exchanges_optimizer_state=False, collective=self.aggregation == "executors")
 
     def start(self, run: Run) -> _Sharing:
         """Begin at the center, with nothing left over."""

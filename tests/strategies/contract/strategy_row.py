@@ -116,7 +116,7 @@ class Row:
 
     def starts_all_again(self) -> dict[str, Any]:
         """Changes of the job by which workers cannot be replaced one by one."""
-        alone = self.strategy.needs.resumes_alone and "feed" not in self.settings
+        alone = not self.strategy.needs.collective and "feed" not in self.settings
         return {"feed": FeedOptions(reshuffle_every=1)} if alone else {}
 
 

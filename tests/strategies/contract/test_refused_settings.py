@@ -40,7 +40,6 @@ from sparkdl.strategies import (
     GradientAllReduce,
     Hybrid,
     KFACPreconditioner,
-    Needs,
     OneBitAdam,
     OuterOptimizer,
     OuterSGD,
@@ -280,7 +279,6 @@ TOGETHER: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ({"hybrid": Hybrid("*")}, "^measure_noise needs the whole"),
         ({"shard_parameters": True}, "^measure_noise needs the whole"),
     ],
-    Needs: [({"exchanges_optimizer_state": True, "collective": True}, "set resumes_alone=False")],
     OuterOptimizer: [
         *(
             ({"cutoff": 1, **changes}, f"^{named} needs every worker in every round")
