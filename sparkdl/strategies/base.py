@@ -61,6 +61,8 @@ class Run:
     """Of ``examples`` and ``counted``, what ``take_weight`` has seen."""
     measured: Mapping[str, float] = field(default_factory=dict)
     """What the strategy has measured, by name, for the history; sent with the next window."""
+    state: Any = None
+    """The strategy's, as ``start`` returned it; None while it has none."""
     calls: StepCalls | None = None
     """Calls the callbacks on this worker, if there are any."""
     clock: PhaseClock = field(default_factory=PhaseClock)

@@ -33,7 +33,6 @@ from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.process.torch_settings import large_blocks_given_back
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Run
-from sparkdl.strategies.on_worker import OnWorker
 from sparkdl.transport.connecting import ServiceAddress, reach
 from sparkdl.user_code.needed_modules import advice
 from sparkdl.user_code.tracebacks import (
@@ -110,7 +109,6 @@ def _join_and_train(
     batches: Iterable[pa.RecordBatch],
 ) -> bool:
     clock, rank = PhaseClock(), placement.rank
-    strategy = OnWorker(job.strategy)
     joined = False
     try:
         with AveragerClient(
@@ -118,14 +116,12 @@ def _join_and_train(
             rank,
             job.strategy.wire_format,
             deadline_s=job.deadline_s,
-            worker_state=lambda: checkpointed_state(replica, job.strategy, strategy.saved_state()),
+            worker_state=lambda: checkpointed_state(run, job.strategy),
             fragments=job.strategy.fragments,
             attempt=placement.attempt,
             task=placement.task,
             restart_state=(
-                (lambda: restart_state(replica, job.strategy, strategy.saved_state()))
-                if job.resubmissions
-                else None
+                (lambda: restart_state(run, job.strategy)) if job.resubmissions else None
             ),
             frozen=replica.frozen.fingerprint,
             clock=clock,
@@ -136,7 +132,7 @@ def _join_and_train(
                 run.calls = StepCalls(job.callbacks, rank, replica)
             try:
                 links = WorkerLinks(job, placement, averager, address.token)
-                TrainingLoop(job, placement, run, strategy, averager, links).train(batches)
+                TrainingLoop(job, placement, run, averager, links).train(batches)
                 return True
             except (StoppedError, DeadlineError, Interrupted):
                 raise

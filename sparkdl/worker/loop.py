@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,7 +33,6 @@ from sparkdl.process.randomness import seed_worker
 from sparkdl.protocols import Batch, Targets
 from sparkdl.replica.losses import LossUse
 from sparkdl.strategies.base import Run
-from sparkdl.strategies.on_worker import OnWorker
 from sparkdl.worker.job import Job, Placement
 from sparkdl.worker.links import WorkerLinks
 from sparkdl.worker.state import unpack_worker_state
@@ -48,7 +48,6 @@ class TrainingLoop:
         job: what to train.
         placement: where this worker runs.
         run: this worker's replica and its progress.
-        strategy: the job's, on this worker.
         averager: one that this worker has joined.
         links: the other workers.
     """
@@ -56,7 +55,6 @@ class TrainingLoop:
     job: Job
     placement: Placement
     run: Run
-    strategy: OnWorker[Any]
     averager: AveragerClient
     links: WorkerLinks
 
@@ -116,7 +114,12 @@ class TrainingLoop:
                 self._exchange_rows_before(earlier)
         run.rows = feed.used_rows
         run.world_size = len(self.averager.shard_rows)
-        with self.strategy.started(run) as state:
+        with ExitStack() as run.cleanup:  # also if the strategy cannot start
+            state = job.strategy.start(run)
+            if self._restored:
+                job.strategy.restore_state(state, self._restored)
+            run.state = state
+            run.cleanup.callback(setattr, run, "state", None)
             if self.averager.epoch_ended:
                 # All may have been interrupted before reporting it.
                 self._report_validation(position.epoch - 1)
@@ -175,7 +178,7 @@ class TrainingLoop:
         )
         octets = self._take_optimizer()
         self._take_schedule(position)
-        self._restore(octets)
+        self._restored = self._unpacked(octets) if octets else {}
         return position
 
     def _take_optimizer(self) -> bytes:
@@ -199,15 +202,13 @@ class TrainingLoop:
         not_known = self.run.replica.schedule.follows_epoch_losses and self.averager.epoch_ended
         self._start_schedule(position.epoch - not_known, position.step_of_epoch)
 
-    def _restore(self, octets: bytes) -> None:
-        """Put back what this worker alone knew, if it was saved."""
-        replica, needs, restored = self.run.replica, self.job.strategy.needs, {}
-        if octets:
-            pace = len(self.averager.shard_rows) if needs.leads_schedule else 1
-            # If an epoch has ended, the schedule goes on from there when the next one starts.
-            stand_at = partial(replica.schedule.stand_at, ahead=needs.steps_ahead, pace=pace)
-            restored = unpack_worker_state(octets, replica.optimizer, replica.device, stand_at)
-        self.strategy.restored = restored
+    def _unpacked(self, octets: bytes) -> dict[str, Any]:
+        """Put back what this worker alone knew; returns what the strategy saved of its state."""
+        replica, needs = self.run.replica, self.job.strategy.needs
+        pace = len(self.averager.shard_rows) if needs.leads_schedule else 1
+        # If an epoch has ended, the schedule goes on from there when the next one starts.
+        stand_at = partial(replica.schedule.stand_at, ahead=needs.steps_ahead, pace=pace)
+        return unpack_worker_state(octets, replica.optimizer, replica.device, stand_at)
 
     def _start_schedule(self, epoch: int, step_of_epoch: int) -> None:
         schedule, averager = self.run.replica.schedule, self.averager

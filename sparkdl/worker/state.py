@@ -12,7 +12,6 @@ import io
 import json
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +20,7 @@ from torch import Tensor
 from sparkdl.checkpoint.tensor_file import read_tensors, write_tensors
 from sparkdl.errors import CheckpointError
 from sparkdl.process.randomness import random_state, set_random_state
-from sparkdl.replica import Replica
-from sparkdl.strategies.base import Strategy
+from sparkdl.strategies.base import Run, Strategy
 
 _MISFITS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 """What torch, numpy and Python raise for a state that is not their own."""
@@ -155,26 +153,17 @@ def _put(optimizer: torch.optim.Optimizer, name: str, value: Any) -> None:
         optimizer.state[parameters[int(match[1])]][match[2]] = value
 
 
-def checkpointed_state(
-    replica: Replica, strategy: Strategy[Any], saved: Mapping[str, Any]
-) -> bytes:
+def checkpointed_state(run: Run, strategy: Strategy[Any]) -> bytes:
     """The part of a worker's state outside the center, for a checkpoint.
 
     Args:
-        replica: the worker's.
+        run: the worker's.
         strategy: the one by which it trains.
-        saved: what the strategy saves of its state there.
     """
-    return pack_worker_state(
-        replica.optimizer,
-        replica.device,
-        center_has_optimizer=strategy.needs.exchanges_optimizer_state,
-        schedule_steps=replica.schedule.steps,
-        of_strategy=saved,
-    )
+    return _packed(run, strategy, run.replica.optimizer, strategy.needs.exchanges_optimizer_state)
 
 
-def restart_state(replica: Replica, strategy: Strategy[Any], saved: Mapping[str, Any]) -> bytes:
+def restart_state(run: Run, strategy: Strategy[Any]) -> bytes:
     """What the driver keeps of a worker, to restart all of them from a commit.
 
     That is the random numbers, the strategy's state, and the part of the optimizer that the center
@@ -182,19 +171,26 @@ def restart_state(replica: Replica, strategy: Strategy[Any], saved: Mapping[str,
     grow with the number of workers.
 
     Args:
-        replica: the worker's.
+        run: the worker's.
         strategy: the one by which it trains.
-        saved: what the strategy saves of its state there.
     """
-    pack = partial(
-        pack_worker_state,
-        device=replica.device,
-        center_has_optimizer=True,
-        schedule_steps=replica.schedule.steps,
-        of_strategy=saved,
-    )
-    optimizer = replica.optimizer if strategy.needs.exchanges_optimizer_state else None
+    optimizer = run.replica.optimizer if strategy.needs.exchanges_optimizer_state else None
     try:
-        return pack(optimizer)
+        return _packed(run, strategy, optimizer, True)
     except CheckpointError:  # the state of a user's optimizer, which nobody asked to save
-        return pack(None)
+        return _packed(run, strategy, None, True)
+
+
+def _packed(
+    run: Run,
+    strategy: Strategy[Any],
+    optimizer: torch.optim.Optimizer | None,
+    center_has_optimizer: bool,
+) -> bytes:
+    return pack_worker_state(
+        optimizer,
+        run.replica.device,
+        center_has_optimizer=center_has_optimizer,
+        schedule_steps=run.replica.schedule.steps,
+        of_strategy={} if run.state is None else strategy.saved_state(run.state),
+    )
