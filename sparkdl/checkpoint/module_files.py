@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sparkdl.arguments import as_number
 from sparkdl.checkpoint.object_spec import LOSS, MODEL, load_object, save_object
 from sparkdl.checkpoint.portable import other_buffers, put_state
+from sparkdl.checkpoint.tensor_file import read_tensors, write_tensors
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.durable.publishing import whole_directory
 from sparkdl.encodings import named
 from sparkdl.encodings.scale import LARGEST, Scale
-from sparkdl.errors import ConfigError
+from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.events import EpochSummary
 from sparkdl.outputs import OutputKey, Widths, names_output
 from sparkdl.process.randomness import borrowed_random_numbers
@@ -71,9 +71,9 @@ class SavedModule:
 
 def write_module(saved: SavedModule, directory: Path) -> None:
     """Write the files into an existing directory."""
-    _save_tensors(saved.module.state_dict(), directory / WEIGHTS)
+    _write(saved.module.state_dict(), directory / WEIGHTS)
     if others := other_buffers(saved.module):
-        _save_tensors(others, directory / OTHER_BUFFERS)
+        _write(others, directory / OTHER_BUFFERS)
     description = {
         "format": FORMAT,
         "model": save_object(saved.builder, directory, "model"),
@@ -142,12 +142,12 @@ def _put_weights(module: nn.Module, directory: Path) -> None:
     path, others = directory / WEIGHTS, directory / OTHER_BUFFERS
     if not path.is_file():
         raise ConfigError(f"the weights in {path} are missing, or it is not a plain file")
-    state = _load_tensors(path)
-    cached = _load_tensors(others) if others.is_file() else {}
+    state = _read(path)
+    cached = _read(others) if others.is_file() else {}
     try:
-        put_state(module, _as_built(state, module.state_dict()))
+        put_state(module, state)
         built = other_buffers(module)
-        for name, values in _as_built(cached, built).items():
+        for name, values in cached.items():
             # What the module would only make later, it makes again.
             if name in built and values.shape == built[name].shape:
                 built[name].data = values
@@ -158,32 +158,17 @@ def _put_weights(module: nn.Module, directory: Path) -> None:
         ) from error
 
 
-def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    # Tied parameters share memory, which safetensors refuses; each name gets its own copy.
-    copies = {name: each.detach().clone().contiguous() for name, each in tensors.items()}
-    # complex128, unknown to safetensors, as its real and imaginary parts.
-    wide = {n: torch.view_as_real(t) for n, t in copies.items() if t.dtype == torch.complex128}
-    save_file({**copies, **wide}, path)
+def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
+    with path.open("wb") as file:
+        write_tensors(file, tensors)
 
 
-def _load_tensors(path: Path) -> dict[str, Tensor]:
+def _read(path: Path) -> dict[str, Tensor]:
     try:
-        return dict(load_file(path))
-    except Exception as error:  # safetensors, torch and the file system raise errors of any kind
-        raise ConfigError(f"the weights in {path} are damaged: {text_of(error)}") from error
-
-
-def _as_built(saved: Mapping[str, Tensor], built: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a file; complex ones from their real and imaginary parts."""
-
-    def of_parts(name: str, values: Tensor) -> bool:
-        return name in built and built[name].is_complex() and not values.is_complex()
-
-    # A copy, because torch crashes on complex128 not aligned to 16 bytes.
-    return {
-        name: torch.view_as_complex(each.clone()) if of_parts(name, each) else each
-        for name, each in saved.items()
-    }
+        with path.open("rb") as file:
+            return read_tensors(file)[0]
+    except (CheckpointError, OSError) as error:
+        raise ConfigError(f"the weights in {path} are damaged: {error}") from error
 
 
 def _read_description(path: Path) -> dict[str, Any]:
