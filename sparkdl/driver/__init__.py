@@ -8,8 +8,6 @@ from sparkdl.driver.lifecycle import (
     Outcome,
     RunOptions,
     as_builder,
-    build_replica,
-    first_replica,
     initial_center,
     run,
 )
@@ -21,8 +19,6 @@ __all__ = [
     "Outcome",
     "RunOptions",
     "as_builder",
-    "build_replica",
-    "first_replica",
     "initial_center",
     "run",
 ]

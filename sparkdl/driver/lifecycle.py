@@ -36,14 +36,7 @@ from sparkdl.errors import (
     WorkerLostError,
 )
 from sparkdl.events import EpochSummary
-from sparkdl.process.randomness import borrowed_random_numbers
-from sparkdl.protocols import (
-    Layout,
-    LossFunction,
-    ModelBuilder,
-    OptimizerBuilder,
-    SchedulerBuilder,
-)
+from sparkdl.protocols import Layout, ModelBuilder
 from sparkdl.replica import Replica
 from sparkdl.replica.initial import WarmStart
 from sparkdl.report import Recording
@@ -100,34 +93,6 @@ def as_builder(model: nn.Module | ModelBuilder) -> ModelBuilder:
     return model
 
 
-def build_replica(
-    model: ModelBuilder,
-    optimizer: OptimizerBuilder,
-    loss: LossFunction,
-    seed: int,
-    scheduler: SchedulerBuilder | None = None,
-    *,
-    clip_norm: float | None = None,
-    features_as_kwargs: bool = False,
-) -> Replica:
-    """Build a replica as every worker does, leaving the caller's random state unchanged."""
-    with borrowed_random_numbers(seed):
-        return Replica(
-            model(),
-            optimizer,
-            loss,
-            clip_norm=clip_norm,
-            scheduler=scheduler,
-            features_as_kwargs=features_as_kwargs,
-        )
-
-
-def first_replica(job: Job) -> Replica:
-    """Build the replica whose values a training starts from: the same for the same seed."""
-    # With the schedule, which may turn on momentum, for which the optimizer keeps state.
-    return build_replica(job.model, job.optimizer, job.loss, job.seed, job.scheduler)
-
-
 def initial_center(replica: Replica, *, with_optimizer: bool) -> tuple[Layout, list[Tensor]]:
     """Take a replica's state as the first center, sharing its memory where dtypes allow.
 
@@ -170,14 +135,14 @@ def run(
             there are no held-out rows for the metrics.
         CheckpointError: the checkpoints cannot be read.
         ModelError: the optimizer cannot take a step, a worker built different frozen parameters
-            than the driver, or as in ``first_replica``.
+            than the driver, or as in ``Job.replica``.
         DataError: the rows cannot be trained on.
         CallbackError: a callback failed; if that was at the end, ``model`` is the outcome.
         TrainingError: the run could not be finished; see ``errors``.
         SystemExit: the process received SIGTERM, and a checkpoint has been written.
     """
     checkpoints, warm_start = options.checkpoints, options.warm_start
-    replica = first_replica(job)
+    replica = job.replica()
     if warm_start is not None:
         warm_start.apply(replica.module)
     measuring = Measuring.of(job, replica.schedule.mode)

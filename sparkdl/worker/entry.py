@@ -29,7 +29,6 @@ from sparkdl.errors import (
 )
 from sparkdl.phases import PhaseClock
 from sparkdl.process.interrupts import Interrupted
-from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.process.torch_settings import large_blocks_given_back
 from sparkdl.replica import Replica
 from sparkdl.strategies.base import Run
@@ -76,29 +75,13 @@ def train(
     sparing = large_blocks_given_back() if job.strategy.needs.shards_replica else nullcontext()
     with job.settings.hold(placement.threads), sparing:
         try:
-            replica = _build_replica(job, placement)
+            replica = job.replica(placement.device)
         except Interrupted:
             raise
         except BaseException as error:  # whatever the user's code raises must reach the driver
             report_failure(address, placement.rank, error)
             return False
         return _join_and_train(job, placement, replica, address, batches)
-
-
-def _build_replica(job: Job, placement: Placement) -> Replica:
-    # Seeded like the driver: parameters that are never trained come only from here.
-    with borrowed_random_numbers(job.seed):
-        return Replica(
-            job.model(),
-            job.optimizer,
-            job.loss,
-            placement.device,
-            clip_norm=job.clip_norm,
-            precision=job.precision,
-            scheduler=job.scheduler,
-            scheduler_every=job.scheduler_every,
-            features_as_kwargs=job.features_as_kwargs,
-        )
 
 
 def _join_and_train(

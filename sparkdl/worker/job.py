@@ -12,9 +12,10 @@ from sparkdl.collective import Network
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.metrics import Metrics
+from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder, SchedulerBuilder
-from sparkdl.replica import Precision
+from sparkdl.replica import Precision, Replica
 from sparkdl.replica.schedule import Unit
 from sparkdl.strategies.base import Strategy
 from sparkdl.worker_callback import WorkerCallback
@@ -62,6 +63,24 @@ class Job:
     """Whether the connections of workers to the driver and to each other are encrypted."""
     settings: TorchSettings = field(default_factory=TorchSettings.here)
     """torch's settings on every worker: those of the process that makes the job."""
+
+    def replica(self, device: str = "cpu") -> Replica:
+        """Build the replica, with the same initial parameters on each worker and in the driver.
+
+        Parameters that are never trained come only from here.
+        """
+        with borrowed_random_numbers(self.seed):
+            return Replica(
+                self.model(),
+                self.optimizer,
+                self.loss,
+                device,
+                clip_norm=self.clip_norm,
+                precision=self.precision,
+                scheduler=self.scheduler,
+                scheduler_every=self.scheduler_every,
+                features_as_kwargs=self.features_as_kwargs,
+            )
 
     @property
     def survivable_losses(self) -> int:

@@ -21,11 +21,10 @@ from waiting import eventually
 
 import sparkdl.testing.world
 from sparkdl.averager import Averager
-from sparkdl.driver import as_builder, build_replica, initial_center
+from sparkdl.driver import as_builder, initial_center
 from sparkdl.errors import DataError, ModelError, TrainingError, WorkerError
 from sparkdl.events import WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics
-from sparkdl.replica import Replica
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
 from sparkdl.worker import Job
@@ -48,10 +47,6 @@ def addresses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
     monkeypatch.setattr(sparkdl.testing.world, "_threads", spying)
     return seen
-
-
-def replica_of(job: Job) -> Replica:
-    return build_replica(job.model, job.optimizer, job.loss, job.seed)
 
 
 def assert_nothing_left(addresses: list[tuple[str, int]]) -> None:
@@ -209,9 +204,9 @@ def test_an_instance_is_built_as_a_copy_and_stays_untouched() -> None:
 def test_a_builder_is_called_under_the_jobs_seed_and_leaves_the_callers_random_state() -> None:
     job = make_job(partial(nn.Linear, 6, 3))
     torch.manual_seed(123)
-    first = replica_of(job)
+    first = job.replica()
     drawn = torch.rand(2)
-    second = replica_of(job)
+    second = job.replica()
     torch.manual_seed(123)
     assert torch.equal(torch.rand(2), drawn)
     for mine, other in zip(first.module.parameters(), second.module.parameters(), strict=True):
@@ -220,7 +215,7 @@ def test_a_builder_is_called_under_the_jobs_seed_and_leaves_the_callers_random_s
 
 def test_the_first_center_has_no_optimizer_state_and_shares_the_parameters_memory() -> None:
     job = make_job(mlp(), optimizer=partial(torch.optim.Adam, lr=0.1))
-    replica = replica_of(job)
+    replica = job.replica()
     layout, center = initial_center(replica, with_optimizer=True)
     assert [segment.kind for segment in layout] == ["parameters", "optimizer", "optimizer"][
         : len(layout)
@@ -235,7 +230,7 @@ def test_the_first_center_has_no_optimizer_state_and_shares_the_parameters_memor
 
 
 def test_narrow_parameters_have_a_center_in_float32() -> None:
-    replica = replica_of(make_job(mlp().to(torch.bfloat16)))
+    replica = make_job(mlp().to(torch.bfloat16)).replica()
     _, center = initial_center(replica, with_optimizer=False)
     assert [tensor.dtype for tensor in center] == [torch.float32]
 

@@ -19,7 +19,7 @@ from sparkdl.averager.service.saving import CENTER, ResumedCheckpoint, worker_st
 from sparkdl.checkpoint.policy import require_same
 from sparkdl.checkpoint.storage import CheckpointStore, SavedCheckpoint
 from sparkdl.checkpoint.tensor_file import pieces_of
-from sparkdl.driver import build_replica, initial_center
+from sparkdl.driver import initial_center
 from sparkdl.driver.resuming import identity, require_progress, require_same_rows
 from sparkdl.events import EpochSummary, WindowSums
 from sparkdl.feed.columns.schema import FeedSchema
@@ -102,7 +102,7 @@ class CheckpointTarget(Target):
             seed=1,
             deadline_s=1.0,
         )
-        replica = build_replica(job.model, job.optimizer, job.loss, job.seed)
+        replica = job.replica()
         self._layout, center = initial_center(replica, with_optimizer=False)
         self._config = identity(job, WORKERS, replica, self._layout)
         names = [f"{at}.{segment.kind}" for at, segment in enumerate(self._layout)]

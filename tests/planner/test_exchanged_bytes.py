@@ -19,7 +19,7 @@ from profiles import profile
 from torch import nn
 from toys import classification, make_job, mlp
 
-from sparkdl.driver import first_replica, initial_center
+from sparkdl.driver import initial_center
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.planner.profile import Profile
@@ -212,7 +212,7 @@ def test_a_strategy_of_ones_own_has_the_bytes_of_its_wire_format() -> None:
 
     assert of(Own(7)).up == P
     job = make_job(nn.Linear(6, 3), strategy=Own(2))
-    replica = first_replica(job)
+    replica = job.replica()
     layout, _ = initial_center(replica, with_optimizer=True)
     found = traffic_of(job.strategy, layout, replica.trainable())
     assert found is not None

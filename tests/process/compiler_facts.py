@@ -102,14 +102,15 @@ def a_thread_of_the_user_may_compile_while_a_fit_has_something_stand_in() -> Non
 
 @fact
 def nothing_stands_in_for_it_in_the_driver_outside_of_a_fit() -> None:
-    from sparkdl.driver import build_replica, initial_center
+    from sparkdl.driver import initial_center
     from sparkdl.estimator.checks.rehearsal import require_steady_state
+    from sparkdl.replica import Replica
 
     assert COMPILER not in sys.modules
 
     kind = torch.optim.Adam
     require_steady_state(kind, None)
-    replica = build_replica(lambda: torch.nn.Linear(2, 1), kind, torch.nn.MSELoss(), seed=0)
+    replica = Replica(torch.nn.Linear(2, 1), kind, torch.nn.MSELoss())
     initial_center(replica, with_optimizer=True)
     assert COMPILER not in sys.modules or sys.modules[COMPILER].__file__
 

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from toys import classification, make_job, mlp, relative_error, schema, sgd_on_union
 
 from sparkdl.checkpoint.policy import CheckpointPolicy
-from sparkdl.driver import first_replica
 from sparkdl.errors import ConfigError, ModelError
 from sparkdl.process.randomness import random_state
 from sparkdl.protocols import Batch
@@ -126,7 +125,7 @@ def drawn() -> nn.Module:
 
 
 def state_of(**changes: object) -> list[Tensor]:
-    replica = first_replica(make_job(drawn, **changes))
+    replica = make_job(drawn, **changes).replica()
     return [values.clone() for values in replica.segments(with_optimizer=False)]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sparkdl.averager.coordination.committed import CommittedProgress
 from sparkdl.averager.messages.run_events import WorkerState
-from sparkdl.driver import build_replica, initial_center
+from sparkdl.driver import initial_center
 from sparkdl.events import WindowReport
 from sparkdl.feed.feed import Feed
 from sparkdl.feed.statistics.shards import DataStatistics
@@ -69,13 +69,7 @@ def replay(
     Returns:
         The module with the last center's parameters and buffers.
     """
-    replica = build_replica(
-        job.model,
-        job.optimizer,
-        job.loss,
-        job.seed,
-        features_as_kwargs=job.features_as_kwargs,
-    )
+    replica = job.replica()
     _, center = initial_center(replica, with_optimizer=True)
     replica.module.train()
     # A copy, because the center shares the replica's memory.

@@ -12,11 +12,11 @@ import torch
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.driver import build_replica
 from sparkdl.errors import ModelError
 from sparkdl.estimator.fit_settings import FitSettings
 from sparkdl.estimator.params.converters import SEVERAL_OPTIMIZERS
 from sparkdl.estimator.schema import fed_columns
+from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import UNKNOWN, LossFunction, ModelBuilder, OptimizerBuilder
 from sparkdl.replica import Replica
 from sparkdl.replica.initial import Initialized, has_lazy_parameters
@@ -67,7 +67,7 @@ def build(
         optimizer: builds its optimizer.
         loss: its loss.
         seed: for its initial parameters.
-        options: see ``driver.build_replica``.
+        options: see ``Replica``.
 
     Raises:
         LazyModelError: the model has to see a batch first.
@@ -93,7 +93,8 @@ def build(
 
     _require_nothing_to_train(loss)
     with reported("the model or its optimizer cannot be built"):
-        replica = build_replica(checked_model, checked_optimizer, loss, seed, **options)
+        with borrowed_random_numbers(seed):
+            replica = Replica(checked_model(), checked_optimizer, loss, **options)
         replica.module.train()
     return replica
 
