@@ -154,28 +154,23 @@ def drops(run: RunState, now: float) -> dict[int, float]:
     if not silent:
         return {}
     if not (present and run.spec.tolerance.max_failures and run.started):
-        late = (silent - members.ever_joined) or silent
+        late = (silent - members.joined) or silent
         raise DeadlineError(
             f"{members.name(late)} {what_is_missing(run, late)} within "
             f"{deadline_s:g} s. If it takes longer here, raise the estimator's 'timeout'"
         )
-    if hold_up(run, silent):
+    waiting = run.ranks.windows.keys() | run.round.entered.keys()
+    waiting |= run.epoch_losses.wanted.keys() | (run.gathers.present or set())
+    if waiting - silent:  # who is not silent has to wait for those who are
         return {rank: members.patience_s(rank) for rank in present}
     # All may be busy, or have trained their last epoch: dropping them would help nobody.
     longest = (rank for rank in present if members.silent_s(rank, now) >= deadline_s)
     return dict.fromkeys(longest, deadline_s)
 
 
-def hold_up(run: RunState, silent: set[int]) -> bool:
-    """Whether anyone who is not silent has to wait for those who are."""
-    waiting = run.ranks.windows.keys() | run.round.entered.keys()
-    waiting |= run.epoch_losses.wanted.keys() | (run.gathers.present or set())
-    return bool(waiting - silent)
-
-
 def what_is_missing(run: RunState, ranks: set[int]) -> str:
     """What the ranks have failed to do; follows their names."""
-    members, joined = run.members, run.members.ever_joined
+    members, joined = run.members, run.members.joined
     if not ranks <= joined:
         return (
             f"did not start ({len(joined)} of {members.world_size} workers did, and all have "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparkdl.averager.coordination.actions import Actions
 from sparkdl.averager.coordination.membership import Member
@@ -31,6 +31,9 @@ from sparkdl.events import (
     summarize_epoch,
     with_validation,
 )
+
+if TYPE_CHECKING:
+    from sparkdl.averager.coordination.run_state import RunSpec
 
 
 class CommittedProgress:
@@ -205,10 +208,8 @@ class EpochLosses:
         do: tells them.
         committed: how far the training has come.
         shards: what the workers found in their rows.
-        followed: whether callbacks follow the run: they are told of each epoch first, and workers
-            only once the driver has approved it.
-        measures: whether the driver computes metrics from what the workers count on held-out rows.
-        metric: the metric that workers follow instead of the loss; None for the loss.
+        spec: how the run was planned. If callbacks follow it, they are told of each epoch first,
+            and workers only once the driver has approved it.
 
     Attributes:
         wanted: who waits, by rank: the worker, for how many epochs it knows the loss, and for how
@@ -216,22 +217,13 @@ class EpochLosses:
     """
 
     def __init__(
-        self,
-        do: Actions,
-        committed: CommittedProgress,
-        shards: Shards,
-        *,
-        followed: bool,
-        measures: bool,
-        metric: str | None = None,
+        self, do: Actions, committed: CommittedProgress, shards: Shards, spec: RunSpec
     ) -> None:
         self.wanted: dict[int, tuple[Member, int, int]] = {}
         self._do = do
         self._committed = committed
         self._shards = shards
-        self._followed = followed
-        self._measures = measures
-        self._metric = metric
+        self._spec = spec
         self._known = self._approved = committed.epochs_with_known_loss(validates=True)
 
     @property
@@ -243,7 +235,7 @@ class EpochLosses:
 
     def validated(self, report: ValidationReport, states: WorkerState | None) -> bool:
         """Take what a worker found on its held-out rows; returns what ``news`` does."""
-        self._committed.validated(report, states if self._measures else None)
+        self._committed.validated(report, states if self._spec.measures else None)
         return self.news()
 
     def news(self) -> bool:
@@ -257,7 +249,7 @@ class EpochLosses:
         known = self._committed.epochs_with_known_loss(validates=validates)
         self._known = max(before, known)
         for summary in self._committed.history[before:known]:
-            if self._measures:
+            if self._spec.measures:
                 self._do.report(EpochCounted(summary.epoch, self._committed.take_states()))
             else:
                 self._for_callbacks(summary)
@@ -290,15 +282,15 @@ class EpochLosses:
         return self._answer()
 
     def _for_callbacks(self, summary: EpochSummary) -> None:
-        if self._followed:
+        if self._spec.followed:
             self._do.report(EpochValidated(summary))
 
     def _answer(self) -> bool:
         """Answer the workers that need not wait any more."""
-        ended = min(self._known, self._approved) if self._followed else self._known
+        ended = min(self._known, self._approved) if self._spec.followed else self._known
         answered = [each for each in self.wanted.values() if each[2] <= ended]
         for member, known, epochs in answered:
             del self.wanted[member.rank]
-            losses = self._committed.epoch_losses(known + 1, epochs, self._metric)
+            losses = self._committed.epoch_losses(known + 1, epochs, self._spec.metric)
             self._do.send_epoch_losses(member, losses)
         return bool(answered)

@@ -198,7 +198,7 @@ class Coordinator(RunState):
     @event
     def expect_workers(self) -> None:
         """What workers wait for before they can start is making progress."""
-        if self.members.joined < self.members.world_size:
+        if len(self.members.joined) < self.members.world_size:
             for rank in self.members.everyone - self.members.there:
                 self.members.note_heartbeat(rank, self._now)
 

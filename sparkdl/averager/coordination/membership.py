@@ -103,9 +103,7 @@ class Membership:
         self.losses: list[str] = []
         self.dropped: list[int] = []
         self._members: dict[int, Member] = {}
-        self._there: set[int] = set()
         self._lost: Counter[tuple[int, int, int]] = Counter()
-        self._failures: dict[tuple[int, int], int] = {}
         self._last_message: dict[int, float] = {}
         # Nobody was expected to send anything before this time.
         self._silence_began = now
@@ -148,52 +146,40 @@ class Membership:
                 f"{before.attempt} runs on {before.host}"
             )
         self._members[rank] = member
-        self._there.add(rank)
         self.note_heartbeat(rank, now)
         return None if before is None or before.gone else before
 
     def lose(self, member: Member, why: str, now: float) -> WorkerLostError | None:
         """Take note that a worker is lost; returns the error if that is one too many."""
         member.gone = True
-        if self._members[member.rank] is member:
-            self._there.discard(member.rank)
         self._window_began.pop(member.rank, None)
         self.note_heartbeat(member.rank, now)
         self.losses.append(f"{member} {why}")
-        self._count_loss(member)
+        self._lost[member.task, member.attempt, member.rank] += 1
+        # Workers of one task that are lost once each count as one.
+        failures = Counter[tuple[int, int]]()
+        for (task, attempt, _), times in self._lost.items():
+            failures[task, attempt] = max(times, failures[task, attempt])
         allowed = self.tolerance.max_failures
-        if sum(self._failures.values()) <= allowed:
+        if sum(failures.values()) <= allowed:
             return None
         if allowed:
             return too_many_losses(self.losses, allowed)
         return WorkerLostError(self.losses[-1], ranks=(member.rank,))
-
-    def _count_loss(self, member: Member) -> None:
-        """Count a loss; workers of one task that are lost once each count as one."""
-        attempt = member.task, member.attempt
-        rank = (*attempt, member.rank)
-        self._lost[rank] += 1
-        times = self._lost[rank]
-        self._failures[attempt] = max(times, self._failures.get(attempt, 0))
 
     def of(self, rank: int) -> Member:
         """The worker that joined last for a rank."""
         return self._members[rank]
 
     @property
-    def joined(self) -> int:
-        """How many ranks have joined at least once."""
-        return len(self._members)
-
-    @property
-    def ever_joined(self) -> set[int]:
+    def joined(self) -> set[int]:
         """Ranks that have joined at least once."""
         return set(self._members)
 
     @property
     def there(self) -> set[int]:
-        """Ranks that have joined and are not lost; callers must not modify it."""
-        return self._there
+        """Ranks that have joined and are not lost."""
+        return {rank for rank, member in self._members.items() if not member.gone}
 
     def note_heartbeat(self, rank: int, now: float) -> None:
         """Take note that a worker is alive."""
@@ -220,8 +206,8 @@ class Membership:
 
     def patience_s(self, rank: int) -> float:
         """Seconds for which a rank may be silent while it is waited for."""
-        can_be_dropped = self.tolerance.max_failures and rank in self._there
-        if not can_be_dropped or not self._longest_window:
+        is_there = rank in self._members and not self._members[rank].gone
+        if not (is_there and self.tolerance.max_failures and self._longest_window):
             return self.deadline_s
         granted = max(STRAGGLER_S, STRAGGLER_WINDOWS * self._longest_window)
         return min(granted * self._patience, self.deadline_s)

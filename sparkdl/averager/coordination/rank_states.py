@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, KeysView, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from sparkdl.averager.coordination.actions import Actions
@@ -166,8 +167,6 @@ class Shards:
         self.row_servers: list[object] = [None] * world_size
         self.loss_use: Mapping[str, Any] = {}
         self._found: dict[int, ShardStatistics] = {}
-        self._columns: int | None = None
-        self._statistics: DataStatistics | None = None
 
     def __contains__(self, rank: int) -> bool:
         """Whether a rank has reported its rows."""
@@ -178,14 +177,10 @@ class Shards:
         """Whether every rank has reported its rows."""
         return len(self._found) == self._world_size
 
-    @property
+    @cached_property
     def statistics(self) -> DataStatistics:
         """What all found together; available once every rank has reported something."""
-        if self._statistics is None:
-            self._statistics = DataStatistics.of(
-                [self._found[rank] for rank in range(self._world_size)]
-            )
-        return self._statistics
+        return DataStatistics.of([self._found[rank] for rank in range(self._world_size)])
 
     def note(self, rank: int, shard: ShardStatistics) -> DataStatistics | None:
         """Take note of what a rank found.
@@ -201,16 +196,15 @@ class Shards:
             DataError: the rank has come back, and its rows differ.
             TrainingError: the rank has other columns than the rest.
         """
-        if self._columns is None:
-            self._columns = len(shard.columns)
-        if self._columns != len(shard.columns):
+        others = next(iter(self._found.values()), shard)
+        if len(others.columns) != len(shard.columns):
             raise TrainingError(f"rank {rank} has {len(shard.columns)} columns, unlike the others")
         before = self._found.get(rank)
         if before is not None:  # it has come back
             _require_same(rank, before, shard)
             return None
         self._found[rank] = shard
-        return self.statistics if len(self._found) == self._world_size else None
+        return self.statistics if self.known else None
 
 
 def _require_same(rank: int, before: ShardStatistics, now: ShardStatistics) -> None:
@@ -224,16 +218,11 @@ def _require_same(rank: int, before: ShardStatistics, now: ShardStatistics) -> N
 
 
 class Gathers:
-    """The values given in the gather under way; one gather after another.
-
-    Attributes:
-        waiting: the workers that have given and wait for the others, by rank.
-    """
+    """The values given in the gather under way; one gather after another."""
 
     def __init__(self, world_size: int) -> None:
-        self.waiting: dict[int, Member] = {}
         self._world_size = world_size
-        self._given: dict[int, object] = {}
+        self._given: dict[int, tuple[Member, object]] = {}
 
     def give(self, do: Actions, member: Member, value: object, *, commit: bool) -> bool:
         """Take what a worker gives; after the last one, tell all; returns whether it was the last.
@@ -247,24 +236,27 @@ class Gathers:
         Raises:
             TrainingError: it gave twice before all others had given once.
         """
-        if member.rank in self.waiting:
+        if member.rank in self._given:
             raise TrainingError(
                 f"{member} contributed twice to a gather before all others had contributed once"
             )
-        self.waiting[member.rank] = member
-        self._given[member.rank] = value
+        self._given[member.rank] = member, value
         if len(self._given) < self._world_size:
             return False
-        members, self.waiting = tuple(self.waiting.values()), {}
         given, self._given = self._given, {}
-        gathered = tuple(given[rank] for rank in range(self._world_size))
+        members = tuple(each for each, _ in given.values())
+        gathered = tuple(given[rank][1] for rank in range(self._world_size))
         do.send_gathered(members, gathered, commit=commit)
         return True
 
     def withdraw(self, rank: int) -> None:
         """Forget what a lost rank gave without getting the others' values: it will give again."""
-        self.waiting.pop(rank, None)
         self._given.pop(rank, None)
+
+    @property
+    def waiting(self) -> dict[int, Member]:
+        """The workers that have given and wait for the others, by rank."""
+        return {rank: member for rank, (member, _) in self._given.items()}
 
     @property
     def present(self) -> frozenset[int] | None:

@@ -40,8 +40,6 @@ class Round:
         self.late: set[int] = set()
         self.newcomers: set[int] = set()
         self.is_open = False
-        # Those of the group who are late, counted after every contribution; and who was left out.
-        self._late_begun: set[int] = set()
         self._left_out: list[int] = []
         self.queue: deque[Window] = deque()
         # The waiting ranks that the policy has to be asked about.
@@ -67,7 +65,7 @@ class Round:
         state = self.ranks[rank]
         is_missing = rank in self.group and state is not RankState.CONTRIBUTED
         self.ranks.move(rank, RankState.AWAY)
-        for ranks in (self.group, self.newcomers, self.late, self._late_begun):
+        for ranks in (self.group, self.newcomers, self.late):
             ranks.discard(rank)
         self._ask_about_all = True
         return state if is_missing else None
@@ -110,13 +108,12 @@ class Round:
             self.policy.opened(self.group, self.late)
         self.ranks.move(rank, RankState.CONTRIBUTING)
         self.entered[rank] = window
-        if rank in self.late:
-            self._late_begun.add(rank)
         return is_first
 
     def leave_out(self) -> list[int]:
         """Go on without those that have not begun, if enough have; returns those left out."""
-        if not self.policy.is_enough(self._begun, len(self._late_begun), len(self.group)):
+        late = len(self.late & self.entered.keys())
+        if not self.policy.is_enough(self._begun, late, len(self.group)):
             return []
         left = sorted(self.group - self.entered.keys())
         self.group.difference_update(left)
@@ -134,24 +131,15 @@ class Round:
         return len(of(RankState.CONTRIBUTING)) + len(of(RankState.CONTRIBUTED))
 
     @property
-    def kept_out(self) -> dict[int, Window]:
-        """The closed windows that the policy may keep from contributing."""
-        closed = self.ranks.of(RankState.CLOSED)
-        kept = closed if self.policy.holds_windows else closed & self.newcomers
-        return {rank: self.ranks.windows[rank] for rank in kept}
-
-    @property
-    def behind_others(self) -> dict[int, Window]:
-        """The windows that have begun to contribute, but wait for others to do so."""
-        first = min(self.group - self.ranks.of(RankState.CONTRIBUTED), default=None)
-        return {rank: window for rank, window in self.entered.items() if rank != first}
-
-    @property
     def waiting(self) -> dict[int, Member]:
         """Workers that have closed a window and wait for others, perhaps for long; by rank."""
-        windows = [*self.behind_others.values(), *self.committed_windows]
-        if not self.policy.in_step:
-            windows += self.kept_out.values()
+        first = min(self.group - self.ranks.of(RankState.CONTRIBUTED), default=None)
+        windows = [window for rank, window in self.entered.items() if rank != first]
+        windows += self.committed_windows
+        if not self.policy.in_step:  # those that the policy may keep from contributing
+            closed = self.ranks.of(RankState.CLOSED)
+            kept = closed if self.policy.holds_windows else closed & self.newcomers
+            windows += [self.ranks.windows[rank] for rank in kept]
         return {each.member.rank: each.member for each in windows if not each.member.gone}
 
     @property
@@ -229,5 +217,5 @@ class Round:
 
     def _begin_next(self) -> None:
         self.entered, self.group = {}, set()
-        self._late_begun, self._left_out = set(), []
+        self._left_out = []
         self.is_open = False

@@ -218,14 +218,7 @@ class RunState:
         self.round = Round(self.members.everyone, spec.policy)
         self.ranks = self.round.ranks
         self.checkpoints = Checkpointing(spec.checkpoints, self.committed, saved=restart.saved)
-        self.epoch_losses = EpochLosses(
-            self.do,
-            self.committed,
-            self.shards,
-            followed=spec.followed,
-            measures=spec.measures,
-            metric=spec.metric,
-        )
+        self.epoch_losses = EpochLosses(self.do, self.committed, self.shards, spec)
         self.started = False
 
     @property

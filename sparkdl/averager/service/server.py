@@ -199,7 +199,7 @@ class Averager(Service, Actions):
     @property
     def anyone_joined(self) -> bool:
         """Whether a worker has ever joined."""
-        return self.coordinator.members.joined > 0
+        return bool(self.coordinator.members.joined)
 
     @cached_property
     def parts(self) -> memoryview:
