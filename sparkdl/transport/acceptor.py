@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from sparkdl.transport import local
 from sparkdl.transport.handshake import ANSWER_BYTES, REFUSAL, TLS, Challenge, channel_of
@@ -45,6 +45,15 @@ _EXHAUSTED = {errno.EMFILE, errno.ENFILE}
 _IPV6_NETWORK_BYTES = 8
 
 Admit = Callable[[socket.socket | Encrypted, bytes], None]
+
+
+class Listening(TypedDict, total=False):
+    """Settings of a port, by keyword; see ``Acceptor``."""
+
+    advertised_host: str | None
+    encrypted: bool
+    ports: tuple[int, int] | None
+    now: Callable[[], float]
 
 
 class Acceptor:

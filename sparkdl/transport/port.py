@@ -12,8 +12,10 @@ import threading
 import time
 from collections.abc import Callable
 
+from typing_extensions import Unpack
+
 from sparkdl.errors import DeadlineError, DisconnectedError
-from sparkdl.transport.acceptor import Acceptor
+from sparkdl.transport.acceptor import Acceptor, Listening
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.sockets import Encrypted
 
@@ -30,9 +32,7 @@ class Port:
         host: the interface to bind to, as an address or name of this machine.
         token: the job's secret.
         serve: called with each connection that has authenticated; it is closed afterwards.
-        advertised_host: the name under which others know it; ``host`` by default.
-        encrypted: whether connections are encrypted, with the port's own certificate.
-        now: see ``Acceptor``.
+        listening: see ``Acceptor``.
 
     Raises:
         ConfigError: encryption was asked for, and the package that it needs is missing.
@@ -47,22 +47,12 @@ class Port:
         host: str,
         token: str,
         serve: Callable[[Connection], None],
-        *,
-        advertised_host: str | None = None,
-        encrypted: bool = False,
-        now: Callable[[], float] = time.monotonic,
+        **listening: Unpack[Listening],
     ) -> None:
         self._serve = serve
         self._lock = threading.Lock()
         self._open: dict[threading.Thread, Connection] = {}
-        self._acceptor = Acceptor(
-            host,
-            token,
-            self._admit,
-            advertised_host=advertised_host,
-            encrypted=encrypted,
-            now=now,
-        )
+        self._acceptor = Acceptor(host, token, self._admit, **listening)
         self.number = self._acceptor.number
         self.fingerprint = self._acceptor.fingerprint
 

@@ -22,8 +22,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+from typing_extensions import Unpack
+
 from sparkdl.errors import SparkDLError, TrainingError
-from sparkdl.transport.acceptor import Acceptor
+from sparkdl.transport.acceptor import Acceptor, Listening
 from sparkdl.transport.channel import HEADER, Channel, Conversation, LeftError
 from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.transport.connection import set_up
@@ -80,11 +82,8 @@ class Service:
         host: the interface to bind to, as an address or name of this machine.
         handlers: what serves a connection, by a field of the header with which it begins. The first
             handler also serves connections that begin in any other way. More may be added later.
-        advertised_host: the name under which others reach it; ``host`` by default.
-        encrypted: whether connections are encrypted, with the port's own certificate.
-        ports: first and last port to try; None for any free one.
         name: the thread's name.
-        now: reads the time, in seconds, by which others are late; tests let it pass.
+        listening: see ``Acceptor``.
 
     Raises:
         ConfigError: encryption was asked for, and the package that it needs is missing; or all
@@ -93,7 +92,7 @@ class Service:
     Attributes:
         address: where to connect.
         handlers: as given.
-        now: as given.
+        now: reads the time, in seconds, by which others are late; tests let it pass.
         failure: the error with which a bug of ours ended the thread; None if none did.
     """
 
@@ -102,13 +101,10 @@ class Service:
         host: str,
         handlers: Mapping[str, Handler] | None = None,
         *,
-        advertised_host: str | None = None,
-        encrypted: bool = False,
-        ports: tuple[int, int] | None = None,
         name: str = "sparkdl-service",
-        now: Callable[[], float] = time.monotonic,
+        **listening: Unpack[Listening],
     ) -> None:
-        self.now = now
+        self.now = listening.get("now", time.monotonic)
         self.handlers: dict[str, Handler] = dict(handlers or {})
         self.failure: TrainingError | None = None
         self._on_break: list[Callable[[TrainingError], None]] = []
@@ -123,18 +119,10 @@ class Service:
         self._waking = threading.RLock()
         self._closing = self._closed = False
         self._files = DaemonPool(FILE_THREADS, "sparkdl-files")
-        self._tick_at = now()
+        self._tick_at = self.now()
         # Nobody can get in before this has returned: nobody else knows the token.
-        token, known_as = secrets.token_urlsafe(32), advertised_host or host
-        self._acceptor = Acceptor(
-            host,
-            token,
-            self._admit,
-            advertised_host=known_as,
-            encrypted=encrypted,
-            ports=ports,
-            now=now,
-        )
+        token, known_as = secrets.token_urlsafe(32), listening.get("advertised_host") or host
+        self._acceptor = Acceptor(host, token, self._admit, **listening)
         known_as = f"[{known_as}]" if ":" in known_as else known_as
         uri = f"tcp://{known_as}:{self._acceptor.number}"
         self.address = ServiceAddress(uri, token, self._acceptor.fingerprint)
@@ -213,10 +201,6 @@ class Service:
             call()
 
     # For sessions, in the service's thread.
-
-    def unintroduced(self) -> list[Channel]:
-        """The channels whose other end has yet to say who it is."""
-        return [channel for channel, session in self._sessions.items() if session is None]
 
     def part(self, channel: Channel, farewell: dict[str, Any] | None = None) -> None:
         """Send a last header, if any, and close once the other end has read it.

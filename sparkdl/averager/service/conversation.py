@@ -240,7 +240,6 @@ class Worker:
         if averager.coordinator.ended:  # nothing it could say would change that
             averager.part(self.channel, stopped_header(averager.coordinator.farewell))
             return
-        averager.workers.add(self)
         self.channel.check = raise_reported_failure
         raise_reported_failure(said)
         self.member = member = Member(*read_join(said))
@@ -305,13 +304,11 @@ class Worker:
         if averager.coordinator.ended:
             farewell = stopped_header(str(averager.coordinator.failure or error))
             averager.part(self.channel, farewell)
-        averager.workers.add(self)  # it is told why, even if this was its first message
         averager.tell(averager.coordinator.fail, error)
 
     def closed(self) -> None:
         """Take note that nothing can be sent to it any more."""
         averager, member = self._averager, self.member
-        averager.workers.discard(self)
         if member is not None:
             averager.by_member.pop(member, None)
             if averager.await_turn.get(member.rank, (None,))[0] is self:

@@ -99,7 +99,6 @@ class Averager(Service, Actions):
         kept_model: what ``keep_model`` kept last, possibly before a checkpoint; part of each
             checkpoint begun from then on.
         saving: the checkpoint being put together.
-        workers: those that have said something, and are told when the run ends.
         by_member: the worker that decisions about a member concern.
         await_turn: by rank, the worker that is woken once it is its turn to add a chunk, and which.
         lock: held while the coordinator decides; to be taken by whoever reads its state.
@@ -134,7 +133,6 @@ class Averager(Service, Actions):
         # What the driver is told, some events at a time; None once the run has ended.
         self._reports: queue.SimpleQueue[tuple[RunEvent, ...] | None] = queue.SimpleQueue()
         self._unreported: list[RunEvent] = []
-        self.workers: set[Worker] = set()
         self.by_member: dict[Member, Worker] = {}
         self.await_turn: dict[int, tuple[Worker, int]] = {}
         self._events: deque[tuple[Callable[..., list[Decision]], Any, Any]] = deque()
@@ -387,7 +385,7 @@ class Averager(Service, Actions):
         """Have the coordinator check the time."""
         self.tell(self.coordinator.tick)
         if self.coordinator.ended:  # whoever is still silent then would otherwise not hear of it
-            for channel in self.unintroduced():
+            for channel in [each for each, session in self._sessions.items() if session is None]:
                 self.part(channel, stopped_header(self.coordinator.farewell))
         return self.coordinator.members.tick_s
 
@@ -542,8 +540,9 @@ class Averager(Service, Actions):
         if failure is not None or stopped is not None:
             self.await_turn.clear()
             farewell = stopped_header(self.coordinator.farewell)
-            for worker in list(self.workers):
-                self.part(worker.channel, farewell)
+            for session in list(self._sessions.values()):
+                if isinstance(session, Worker):
+                    self.part(session.channel, farewell)
         self._report_end()
 
 
