@@ -117,15 +117,6 @@ def read_join(header: dict[str, Any]) -> tuple[int, str, int, int, str]:
     return rank, host, attempt, task, frozen
 
 
-def read_shard(header: dict[str, Any], rank: int | None) -> ShardStatistics:
-    """What a worker found in its rows.
-
-    Raises:
-        TrainingError: the header does not say.
-    """
-    return received(ShardStatistics, header.get("shard"), rank)
-
-
 def read_row_server(header: dict[str, Any], rank: int) -> object:
     """Where others fetch a worker's rows, for them to interpret; None if they do not.
 
@@ -155,15 +146,6 @@ def read_gather(header: dict[str, Any], rank: int, world_size: int) -> Any:
             "or fewer columns: put those that belong together into one array column"
         )
     return header["gather"]
-
-
-def read_window(header: dict[str, Any], rank: int) -> WindowReport:
-    """The report of a contribution.
-
-    Raises:
-        TrainingError: the header is not one, or belongs to another rank.
-    """
-    return received(WindowReport, header.get("window"), rank)
 
 
 def read_phases(header: dict[str, Any], rank: int) -> PhaseTimes | None:
@@ -220,15 +202,6 @@ def _read_size(header: dict[str, Any], field: str, what: str, rank: int, limit: 
     if type(size) is not int or not 0 <= size <= limit:
         raise TrainingError(f"rank {rank} sent {quoted(header)} instead of its {what}")
     return size
-
-
-def read_validation(header: dict[str, Any], rank: int) -> ValidationReport:
-    """The report of an epoch's held-out rows.
-
-    Raises:
-        TrainingError: the header is not one, or belongs to another rank.
-    """
-    return received(ValidationReport, header.get("validation"), rank)
 
 
 def read_epoch_losses(header: dict[str, Any], rank: int) -> tuple[int, int]:

@@ -101,11 +101,9 @@ from sparkdl.averager.messages.headers import (
     read_join,
     read_phases,
     read_row_server,
-    read_shard,
     read_states_size,
-    read_validation,
-    read_window,
     read_worker_state,
+    received,
     stopped_header,
 )
 from sparkdl.averager.messages.run_events import WorkerState, WorkerTimes
@@ -114,6 +112,8 @@ from sparkdl.averager.values.replica_codec import require_finite
 from sparkdl.averager.values.wire_format import Chunk
 from sparkdl.checkpoint.container import Piece
 from sparkdl.errors import SparkDLError, TrainingError
+from sparkdl.events import ValidationReport, WindowReport
+from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.transport.channel import HEADER, PAUSE, Channel, Conversation, LeftError, Need, UpTo
 from sparkdl.transport.framing import octets_of, values_prefix
 
@@ -258,7 +258,7 @@ class Worker:
                 value = read_gather(header, member.rank, averager.coordinator.members.world_size)
                 averager.tell(averager.coordinator.gave, member, value)
             elif "shard" in header:
-                shard = read_shard(header, member.rank)
+                shard = received(ShardStatistics, header["shard"], member.rank)
                 averager.tell(
                     averager.coordinator.rows_found,
                     member,
@@ -317,7 +317,7 @@ class Worker:
     def _validate(self, header: dict[str, Any]) -> Conversation:
         """Take a validation report, and receive what the metrics counted."""
         member = self._member()
-        report = read_validation(header, member.rank)
+        report = received(ValidationReport, header["validation"], member.rank)
         world_size = self._averager.coordinator.members.world_size
         states = yield from self._kept(read_states_size(header, member.rank, world_size))
         self._averager.tell(self._averager.coordinator.validated, member, report, states)
@@ -326,7 +326,7 @@ class Worker:
         """Receive a contribution, adding each chunk to the sum as soon as it is its turn."""
         averager, member = self._averager, self._member()
         rank = member.rank
-        report = read_window(header, rank)
+        report = received(WindowReport, header["window"], rank)
         size = read_worker_state({"worker_state": 0, **header}, rank, MAX_WORKER_STATE_BYTES)
         kept = yield from self._kept(size)
         takes_reply = header.get("takes_reply") is not False

@@ -39,7 +39,6 @@ from typing_extensions import Self
 
 from sparkdl.averager.messages.headers import (
     read_gather,
-    read_shard,
     received,
     statistics_header,
 )
@@ -301,7 +300,7 @@ class RunService:
         if "gather" in header:
             value = read_gather(header, rank, self.world_size or 1)
         elif "shard" in header:
-            value = read_shard(header, rank)
+            value = received(ShardStatistics, header["shard"], rank)
         if rank in self._waiting:
             raise TrainingError(f"rank {rank} sent a second object while the first was pending")
         self._waiting[rank] = _Waiting(worker, value, "returned" in header, time.monotonic())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sparkdl.averager.values.wire_format import FULL_PRECISION, WireFormat
+from sparkdl.averager.values.wire_format import FULL_PRECISION
 from sparkdl.collective import release_model
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, OptimizerBuilder
@@ -193,10 +193,7 @@ class GradientAllReduce(Strategy["Reducer"]):
                 if getattr(self, name) and reads:
                     raise ConfigError(f"{compression} {why}: drop it, or {name}")
 
-    @property
-    def wire_format(self) -> WireFormat:
-        """The driver's copy is exact."""
-        return FULL_PRECISION
+    wire_format = FULL_PRECISION
 
     @property
     def needs(self) -> Needs:

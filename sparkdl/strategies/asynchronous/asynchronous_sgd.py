@@ -28,7 +28,7 @@ from torch import Tensor
 
 from sparkdl.averager.policies.round_policy import Nobody, RoundPolicy
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions
-from sparkdl.averager.values.wire_format import CHANGES, WireFormat
+from sparkdl.averager.values.wire_format import CHANGES
 from sparkdl.protocols import Segment
 from sparkdl.replica import Replica
 from sparkdl.strategies.arguments import (
@@ -52,15 +52,8 @@ class ContributesChanges(PeriodicStrategy[None]):
     The base of asynchronous strategies: the changes of windows meet the center one by one.
     """
 
-    @property
-    def needs(self) -> Needs:
-        """Each worker keeps its own optimizer's state."""
-        return Needs(exchanges_optimizer_state=False)
-
-    @property
-    def wire_format(self) -> WireFormat:
-        """Changes, since values would undo what others have added meanwhile."""
-        return CHANGES
+    needs = Needs(exchanges_optimizer_state=False)
+    wire_format = CHANGES  # since values would undo what others have added meanwhile
 
     def exchange(self, run: Run, state: None, *, last: bool) -> None:
         """Contribute the window; after the ``last``, wait for the epoch to end."""
@@ -275,7 +268,4 @@ class AsynchronousOuterOptimizer(ContributesChanges):
         """The outer optimizer."""
         return self.outer
 
-    @property
-    def round_policy(self) -> RoundPolicy:
-        """Each worker alone with the center."""
-        return Nobody()
+    round_policy = Nobody()

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from sparkdl.averager.values.replica_codec import require_finite
-from sparkdl.averager.values.wire_format import FULL_PRECISION, WireFormat
+from sparkdl.averager.values.wire_format import FULL_PRECISION
 from sparkdl.collective.peers import AWAY_TIMES, PATIENCE_S
 from sparkdl.protocols import Batch
 from sparkdl.strategies.arguments import STEPS, argument, one_of
@@ -101,15 +101,8 @@ class GossipAveraging(Strategy["_Either"]):
     )
     topology: Literal["random", "ring", "exponential"] = argument("random", one_of(*TOPOLOGIES))
 
-    @property
-    def needs(self) -> Needs:
-        """The other workers, one by one; each keeps its own optimizer's state."""
-        return Needs(exchanges_optimizer_state=False, peers=True)
-
-    @property
-    def wire_format(self) -> WireFormat:
-        """Values, unchanged."""
-        return FULL_PRECISION
+    needs = Needs(exchanges_optimizer_state=False, peers=True)
+    wire_format = FULL_PRECISION
 
     def start(self, run: Run) -> _Either:
         """Begin at the center, and accept visits."""

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -146,25 +145,17 @@ def _is_known(module: Any) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class Shares:
-    """Who does what.
-
-    Attributes:
-        row_of: by layer.
-        decomposers: the rank that decomposes A, and the one that decomposes G, by layer.
-    """
-
-    row_of: dict[str, int]
-    decomposers: dict[str, tuple[int, int]]
-
-
-def assign(grid: Grid, sizes: Mapping[str, tuple[int, int]]) -> Shares:
+def assign(
+    grid: Grid, sizes: Mapping[str, tuple[int, int]]
+) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
     """Assign layers to rows and their decompositions to workers, the longest first.
 
     Args:
         grid: the workers.
         sizes: of A and G, by layer; a decomposition's cost is cubic in the size.
+
+    Returns:
+        By layer, its row; and the rank that decomposes A, and the one that decomposes G.
     """
     work = {name: a**3 + g**3 for name, (a, g) in sizes.items()}
     of_row = [0] * len(grid.rows)
@@ -180,4 +171,4 @@ def assign(grid: Grid, sizes: Mapping[str, tuple[int, int]]) -> Shares:
         rank = min(grid.rows[row_of[name]], key=lambda rank: of_rank[rank])
         of_rank[rank] += cost
         ranks[name, factor] = rank
-    return Shares(row_of, {name: (ranks[name, 0], ranks[name, 1]) for name in sizes})
+    return row_of, {name: (ranks[name, 0], ranks[name, 1]) for name in sizes}

@@ -140,21 +140,6 @@ class KFACPreconditioner(CheckedFields):
         return Preconditioning(self, run, run.collective)
 
 
-@dataclass
-class _Decomposed:
-    """What a worker holds for a layer: eigenvectors in columns, and eigenvalues."""
-
-    q_a: Tensor
-    d_a: Tensor
-    q_g: Tensor
-    d_g: Tensor
-
-    def precondition(self, gradient: Tensor, damping: float) -> Tensor:
-        turned = self.q_g.T @ gradient @ self.q_a
-        turned /= torch.outer(self.d_g, self.d_a) + damping
-        return self.q_g @ turned @ self.q_a.T
-
-
 class Preconditioning(Transform):
     """The preconditioner of one worker.
 
@@ -175,17 +160,17 @@ class Preconditioning(Transform):
         grid = Grid.of(everyone.world_size, settings.fraction)
         self._row, self._column = everyone.within(grid.rows), everyone.within(grid.columns)
         sizes = {name: (each.input_size, each.output_size) for name, each in self.layers.items()}
-        shares = assign(grid, sizes)
-        self._decomposers = shares.decomposers
+        row_of, self._decomposers = assign(grid, sizes)
         own_row = everyone.index // grid.width
-        self._held = [name for name in self.layers if shares.row_of[name] == own_row]
+        self._held = [name for name in self.layers if row_of[name] == own_row]
         device = run.replica.device
         self._factors = {
             name: [torch.eye(size, dtype=self.layers[name].dtype, device=device) for size in pair]
             for name, pair in sizes.items()
         }
         self._sums = {n: [torch.zeros_like(f) for f in fs] for n, fs in self._factors.items()}
-        self._decomposed: dict[str, _Decomposed] = {}
+        # By layer: eigenvectors in columns and eigenvalues, of A and then of G.
+        self._decomposed: Mapping[str, Sequence[Tensor]] = {}
         self._seen: set[str] = set()
         """Layers that some worker has called; how the weights of others are used is unknown."""
         self._steps = 0
@@ -232,7 +217,7 @@ class Preconditioning(Transform):
         if not there:
             return
         found = [
-            self._decomposed[name].precondition(each, self._settings.damping)
+            _precondition(each, self._settings.damping, *self._decomposed[name])
             if name in self._decomposed
             else torch.zeros_like(each)
             for name, each in there.items()
@@ -274,7 +259,7 @@ class Preconditioning(Transform):
     def _hold(self, found: Mapping[str, Sequence[Tensor]]) -> None:
         """Share what each worker of the row has decomposed, with zeros in the others' places."""
         _share([each for parts in found.values() for each in parts], self._row)
-        self._decomposed = {name: _Decomposed(*parts) for name, parts in found.items()}
+        self._decomposed = found
 
     def _scale(
         self, gradients: Mapping[str, Tensor], found: Sequence[Tensor], gain: float
@@ -292,13 +277,10 @@ class Preconditioning(Transform):
         length = abs(float(torch.stack(products).sum())) * gain**2
         return min(1.0, math.sqrt(clip / length)) if length else 1.0
 
-    @property
-    def _counted(self) -> dict[str, Any]:
-        return {"kfac.steps": self._steps, "kfac.seen": sorted(self._seen)}
-
     def saved(self) -> dict[str, Any]:
         """For ``restore``: what the worker that decomposes a factor has of it."""
-        own, state = self._everyone.rank, self._counted
+        own = self._everyone.rank
+        state: dict[str, Any] = {"kfac.steps": self._steps, "kfac.seen": sorted(self._seen)}
         for name, ranks in self._decomposers.items():
             held = self._decomposed.get(name)
             for k, letter in enumerate("ag"):
@@ -306,8 +288,8 @@ class Preconditioning(Transform):
                     continue
                 state[f"kfac.{letter}.{name}"] = self._factors[name][k]
                 if held is not None:
-                    parts = (held.q_a, held.d_a, held.q_g, held.d_g)[2 * k : 2 * k + 2]
-                    state[f"kfac.q_{letter}.{name}"], state[f"kfac.d_{letter}.{name}"] = parts
+                    q, d = f"kfac.q_{letter}.{name}", f"kfac.d_{letter}.{name}"
+                    state[q], state[d] = held[2 * k : 2 * k + 2]
         return state
 
     @torch.no_grad()
@@ -330,6 +312,14 @@ class Preconditioning(Transform):
                     empty = torch.zeros_like(like)
                     found[name].append(empty if mine is None else empty.copy_(mine))
         self._hold(found)
+
+
+def _precondition(
+    gradient: Tensor, damping: float, q_a: Tensor, d_a: Tensor, q_g: Tensor, d_g: Tensor
+) -> Tensor:
+    turned = q_g.T @ gradient @ q_a
+    turned /= torch.outer(d_g, d_a) + damping
+    return q_g @ turned @ q_a.T
 
 
 def _layers(replica: Replica) -> dict[str, FactoredLayer]:

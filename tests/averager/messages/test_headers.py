@@ -20,10 +20,7 @@ from sparkdl.averager.messages.headers import (
     read_epoch_losses,
     read_join,
     read_phases,
-    read_shard,
     read_states_size,
-    read_validation,
-    read_window,
     received,
     shard_header,
     statistics_header,
@@ -48,6 +45,10 @@ def statistics_of(header: dict[str, Any]) -> DataStatistics:
     return received(DataStatistics, header["statistics"], None)
 
 
+def of_rank_3(kind: type, field: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda header: received(kind, header[field], 3)
+
+
 def at(where: str, *names: str, wrong: list[Any]) -> dict[str, list[Any]]:
     """The same values that are wrong, in several places of a header."""
     return {where + name: wrong for name in names}
@@ -63,31 +64,31 @@ SAYS_SO = "rank 3 sent"
     ("read", "header", "words", "wrong"),
     [
         (
-            partial(read_window, rank=3),
+            of_rank_3(WindowReport, "window"),
             MEASURED,
             SAYS_SO,
             at("window.", "examples", "loss_sum", "epoch", "step", "group_weight", wrong=TOO_LARGE),
         ),
         (
-            partial(read_window, rank=3),
+            of_rank_3(WindowReport, "window"),
             MEASURED,
             SAYS_SO,
             {"window.measured.noise": [HUGE, -HUGE, math.inf, math.nan, True, None]},
         ),
         (
-            partial(read_window, rank=3),
+            of_rank_3(WindowReport, "window"),
             MEASURED,
             SAYS_SO,
             {"window.rank": [2], "window.staleness": [1], "window.counted": [-1.0, math.nan]},
         ),
         (
-            partial(read_validation, rank=3),
+            of_rank_3(ValidationReport, "validation"),
             {"validation": asdict(VALIDATION)},
             SAYS_SO,
             at("validation.", "examples", "loss_sum", "weight", wrong=TOO_LARGE),
         ),
         (
-            partial(read_shard, rank=3),
+            of_rank_3(ShardStatistics, "shard"),
             shard_header(SHARD),
             SAYS_SO,
             at("shard.", "rows", "held_out", "weight", wrong=TOO_LARGE)
@@ -175,14 +176,14 @@ def test_what_joins_is_read_back() -> None:
 def test_the_largest_of_64_bits_is_taken() -> None:
     header = window_header(WINDOW)
     header["window"]["examples"] = (1 << 63) - 1
-    assert read_window(header, 3).examples == (1 << 63) - 1
+    assert received(WindowReport, header["window"], 3).examples == (1 << 63) - 1
 
 
 def test_what_is_refused_is_quoted_in_part_only() -> None:
     """The message goes to every worker, whose headers are limited, and into the log."""
     report: dict[str, Any] = asdict(WINDOW) | {"epoch": "x" * 1_000_000}
     with pytest.raises(TrainingError) as caught:
-        read_window({"window": report}, 0)
+        received(WindowReport, report, 0)
     assert len(str(caught.value)) < 1_000
     with pytest.raises(TrainingError) as caught:
         read_join({"host": ["x" * 1_000_000] * 3})

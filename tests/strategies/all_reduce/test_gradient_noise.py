@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from toys import Data, batches_by_hand, classification, make_job, mlp, relative_error
 
-from sparkdl.averager.messages.headers import read_window, window_header
+from sparkdl.averager.messages.headers import received, window_header
 from sparkdl.averager.messages.run_events import Position, Progress
 from sparkdl.driver import Outcome
 from sparkdl.errors import TrainingError
@@ -190,7 +190,7 @@ def test_what_no_strategy_measures_is_refused(measured: Any) -> None:
     header = window_header(WINDOW)
     header["window"]["measured"] = measured
     with pytest.raises(TrainingError, match="rank 0 sent"):
-        read_window(header, 0)
+        received(WindowReport, header["window"], 0)
     progress = copy.deepcopy(Progress.start(1).as_json())
     progress["sums"] = [{"rank": 0, "measured": measured}]
     with pytest.raises(TypeError, match="measured is"):
@@ -199,7 +199,8 @@ def test_what_no_strategy_measures_is_refused(measured: Any) -> None:
 
 def test_what_was_measured_travels_and_is_saved() -> None:
     report = WindowReport(**{**header_fields(), "measured": {"noise": 1.5}})
-    assert read_window(json.loads(json.dumps(window_header(report))), 0) == report
+    header = json.loads(json.dumps(window_header(report)))
+    assert received(WindowReport, header["window"], 0) == report
     progress = Progress(epoch=1, rounds=0, positions=(Position(),), sums=tuple(sums_of([report])))
     assert Progress.from_json(json.loads(json.dumps(progress.as_json()))) == progress
 
