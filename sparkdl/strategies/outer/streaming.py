@@ -19,13 +19,13 @@ layers. All are of the same size, and so are the rounds.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from sparkdl.averager.client.client import merge
-from sparkdl.averager.values.wire_format import plan_fragments
+from sparkdl.averager.values.wire_format import Chunk, plan_fragments
 from sparkdl.protocols import Batch, Segment
 from sparkdl.strategies.base import Run
 from sparkdl.strategies.on_worker import StepsAhead
@@ -54,7 +54,8 @@ class Stream:
         # For what was sent but not yet merged when saved: steps until then, merge factor.
         self._due: tuple[int, float] | None = None
         self._ends_epoch = False
-        self._answer: _Answer | None = None
+        # The answer of a round that was under way when all were restarted, and its merge factor.
+        self._answer: tuple[list[tuple[Chunk, Tensor]], float] | None = None
 
     def skipped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The minibatches of an epoch except those trained on before this was saved."""
@@ -72,8 +73,9 @@ class Stream:
     def merge(self) -> None:
         """Merge the answer of the round under way, if there is one, waiting if need be."""
         if self._answer is not None:
-            self._answer.merge(self._segments())
-            self._answer = None
+            (parts, local), segments, self._answer = self._answer, self._segments(), None
+            for part, answer in parts:
+                merge(part.of(segments), answer, local)
         if self._under_way:
             self._under_way, self._due = False, None
             self._run.averager.end_exchange(self._segments(), self._merge)
@@ -114,7 +116,9 @@ class Stream:
         if saved["due"] is not None:
             steps, local = saved["due"]
             fragment = (run.averager.next_fragment - 1) % self._fragments
-            self._answer = _Answer(segments, self._fragments, fragment, local)
+            layout = tuple(Segment("state", each.dtype, len(each)) for each in segments)
+            parts = plan_fragments(layout, sys.maxsize, self._fragments)[fragment]
+            self._answer = [(part, part.of(segments).clone()) for part in parts], local
         for index, values in enumerate(segments):
             values.copy_(saved[f"own.{index}"])
         self._rows = list(saved["rows"])
@@ -140,29 +144,3 @@ class Stream:
 
     def _segments(self) -> list[Tensor]:
         return self._run.replica.segments(with_optimizer=False)
-
-
-class _Answer:
-    """The answer of a round that was under way when all were restarted.
-
-    Args:
-        center: the center's segments.
-        fragments: how many there are.
-        fragment: the round's.
-        local: the merge factor.
-    """
-
-    def __init__(
-        self, center: Sequence[Tensor], fragments: int, fragment: int, local: float
-    ) -> None:
-        layout = tuple(Segment("state", values.dtype, len(values)) for values in center)
-        self._local = local
-        self._parts = [
-            (part, part.of(list(center)).clone())
-            for part in plan_fragments(layout, sys.maxsize, fragments)[fragment]
-        ]
-
-    def merge(self, segments: list[Tensor]) -> None:
-        """Merge it with the replica's."""
-        for part, answer in self._parts:
-            merge(part.of(segments), answer, self._local)

@@ -16,12 +16,14 @@ What goes beyond Strom is Deeplearning4j's (``AdaptiveThresholdAlgorithm``,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from sparkdl.strategies.threshold.threshold_gradient_sharing import ThresholdGradientSharing
 
 DECAY = 0.5 ** (1 / 20)
 """The factor by which a threshold changes from one message to the next: it doubles in 20."""
@@ -35,29 +37,11 @@ _MANY = 1 / 32
 """If more of a block is sent, whole blocks are faster than positions in them."""
 
 
-@dataclass(frozen=True)
-class Encoding:
-    """How changes are encoded; the same on all workers.
-
-    Attributes:
-        threshold: t, in the first message; 0 sends everything.
-        sparsity: the least and the largest part of the entries to send: below it the threshold
-            falls, above it the threshold rises. None for a constant threshold.
-        clip: the limit on an entry of the residual, in thresholds; None for no limit.
-        shake_every: after this many messages, one has a third of the threshold; None for none.
-    """
-
-    threshold: float
-    sparsity: tuple[float, float] | None
-    clip: float | None
-    shake_every: int | None
-
-
 class ThresholdEncoder:
     """One worker's residual, and the threshold of its next message.
 
     Args:
-        encoding: how changes are encoded.
+        encoding: says how changes are encoded.
         center: what the first change is measured from; a float32 or float64 tensor for each that is
             encoded, 1-D, on the CPU.
 
@@ -67,7 +51,7 @@ class ThresholdEncoder:
         residuals: what was not sent, in tensors like the center's.
     """
 
-    def __init__(self, encoding: Encoding, center: Sequence[Tensor]) -> None:
+    def __init__(self, encoding: ThresholdGradientSharing, center: Sequence[Tensor]) -> None:
         self.threshold = short(encoding.threshold)
         self.messages = 0
         self.residuals = [torch.zeros_like(values) for values in center]

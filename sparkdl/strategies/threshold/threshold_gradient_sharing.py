@@ -32,7 +32,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
 from sparkdl.strategies.arguments import STEPS, argument, must, number, one_of, or_none
 from sparkdl.strategies.base import Needs, PeriodicStrategy, Run
-from sparkdl.strategies.threshold.threshold_encoding import Encoding, ThresholdEncoder
+from sparkdl.strategies.threshold.threshold_encoding import ThresholdEncoder
 from sparkdl.strategies.worker_group import WorkerGroup
 
 _SPARSITY = must(
@@ -156,10 +156,7 @@ class _Sharing:
             values.detach().to("cpu", segment.center_dtype, copy=True)
             for segment, values in zip(layout, self._mine(run), strict=True)
         ]
-        encoding = Encoding(
-            strategy.threshold, strategy.sparsity, strategy.clip, strategy.shake_every
-        )
-        self.encoder = ThresholdEncoder(encoding, self._encoded(self._center))
+        self.encoder = ThresholdEncoder(strategy, self._encoded(self._center))
 
         self._strategy = strategy
         among_workers = strategy.aggregation == "executors"

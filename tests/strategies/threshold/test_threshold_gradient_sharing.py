@@ -27,7 +27,7 @@ from sparkdl.errors import NonFiniteError
 from sparkdl.events import WindowReport
 from sparkdl.replica import Replica
 from sparkdl.strategies import ParameterAveraging, Run, ThresholdGradientSharing
-from sparkdl.strategies.threshold.threshold_encoding import DECAY, Encoding, ThresholdEncoder
+from sparkdl.strategies.threshold.threshold_encoding import DECAY, ThresholdEncoder
 from sparkdl.testing import run_world
 
 job = partial(trainings.job, strategy=SHARED)
@@ -191,8 +191,8 @@ LENGTHS = (70_001, 3)
 """More than one block, and less."""
 
 
-def encoding(threshold: float = 0.25, **changes: Any) -> Encoding:
-    return Encoding(
+def encoding(threshold: float = 0.25, **changes: Any) -> ThresholdGradientSharing:
+    return ThresholdGradientSharing(
         **{"threshold": threshold, "sparsity": None, "clip": None, "shake_every": None, **changes}
     )
 
@@ -220,7 +220,7 @@ def shared(encoder: ThresholdEncoder, produced: list[torch.Tensor]) -> list[torc
         encoding(0.1, sparsity=(0.01, 0.1), clip=5.0, shake_every=4),
     ],
 )
-def test_a_message_is_the_rule_in_numpy(given: Encoding) -> None:
+def test_a_message_is_the_rule_in_numpy(given: ThresholdGradientSharing) -> None:
     first, *_ = changes(0, torch.float64)
     encoder, oracle = ThresholdEncoder(given, [first]), Encoder(given, len(first))
     for seed in range(12):
