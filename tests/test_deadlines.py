@@ -195,7 +195,7 @@ def test_a_worker_that_reads_slowly_is_not_overdue_while_rows_arrive(
     clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its 10 record batches take more than twice the deadline."""
-    monkeypatch.setattr(client, "READING_S", 0.0)
+    monkeypatch.setattr(client, "HEARTBEAT_S", 0.0)
     averagers: list[Averager] = []
 
     def slowly(shard: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -142,7 +142,7 @@ class TrainingLoop:
     def _read(self, batches: Iterable[pa.RecordBatch]) -> ShardStatistics:
         clock = self.run.clock
         with clock.phase(DECODE):
-            return self._feed.fill(clock.each(READ, batches), self.averager.report_reading)
+            return self._feed.fill(clock.each(READ, batches), lambda _: self.averager.heartbeat())
 
     def _exchange_rows_before(self, epoch: int) -> bool:
         """Exchange rows with the other workers if that is due; returns whether it was."""

@@ -165,7 +165,7 @@ def _steps(draw: random.Random) -> dict[str, Any]:
 def _messages(steps: dict[str, Any], rank: int, wire_format: str, *, saves: bool) -> list[Said]:
     """Everything that a worker sends, if nothing is wrong with it."""
     said = [Said({"join": rank, "host": "h", "attempt": 0, "task": rank, "frozen": ""})]
-    said += [Said({"reading": 5})] * steps["reads"]
+    said += [Said({"alive": True})] * steps["reads"]
     # The header with everything else, and the center's parameters and buffers.
     said += [Said({"shard": asdict(SHARD)}, answers=3)]
     worker_state = [Said({"worker_state": STATE_BYTES}), Said(bytes(STATE_BYTES))] if saves else []

@@ -249,7 +249,7 @@ class NoAverager:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def report_reading(self, rows: int) -> None:
+    def heartbeat(self) -> None:
         pass
 
     resumes = False

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 RECONNECT_S = 5.0
 """Seconds for which a worker tries to reach the averager again after losing it."""
-READING_S = 0.5
+HEARTBEAT_S = 0.5
 """Seconds between heartbeats of a worker that is reading its rows, or training for long."""
 
 
@@ -106,7 +106,7 @@ class AveragerClient:
         self._worker_state_bytes: int | None = None
         self._checkpoint_due = False
         self._now = now
-        self._reported_reading = now()
+        self._heartbeat = now()
         self._epoch_losses: list[float] = []
         self._address = address
         self._deadline_s = deadline_s
@@ -165,23 +165,12 @@ class AveragerClient:
             self._note_checkpoint(header)
         return False
 
-    def report_reading(self, rows: int) -> None:
-        """Report, but not too often, that this worker is still reading its rows.
-
-        Args:
-            rows: how many it has read so far.
-        """
-        self._say_now_and_then({"reading": rows})
-
     def heartbeat(self) -> None:
         """Tell the averager that this worker is alive; see ``protocols.CenterExchange``."""
-        self._say_now_and_then({"alive": True})
-
-    def _say_now_and_then(self, header: dict[str, Any]) -> None:
         now = self._now()
-        if now - self._reported_reading >= READING_S:
-            self._reported_reading = now
-            self._connection.send_header(header)
+        if now - self._heartbeat >= HEARTBEAT_S:
+            self._heartbeat = now
+            self._connection.send_header({"alive": True})
 
     def start(
         self,

@@ -7,7 +7,8 @@ Each worker has one connection (``framing.py`` describes its format):
      "attempt": of its task,
      "task": ..., "frozen":
      fingerprint}                ------>
-    {"reading": rows so far}     ------> now and then, while its rows arrive
+    {"alive": true}              ------> now and then, while its rows arrive, and during long
+                                         training between two windows
     {"clock": true}              ------> a few times, to compare the clocks
                                  <------ {"clock": seconds}
     {"shard": what they are,
@@ -46,7 +47,6 @@ Each worker has one connection (``framing.py`` describes its format):
                                          all have validated, and for the driver to check that
                                  <------ {"waiting": true}, now and then
                                  <------ {"epoch_losses": of the others}
-    {"alive": true}              ------> now and then, during long training between two windows
     {"window": report,
      "takes_reply": whether,
      "worker_state": bytes}, bytes,
@@ -282,7 +282,7 @@ class Worker:
                 return
             elif "clock" in header:
                 self.channel.send_header({"clock": time.monotonic()})
-            elif "reading" not in header and "alive" not in header:
+            elif "alive" not in header:
                 raise TrainingError(f"{member} sent a header that no worker sends: {header}")
 
     def note_heartbeat(self) -> None:

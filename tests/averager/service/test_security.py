@@ -262,7 +262,7 @@ WRONG_SHARDS: dict[str, tuple[Message, ...]] = {
     "unknown-header": (Raw(b'{"hello": 1}'),),
     "window-first": (header(), torch.ones(5)),
     "finish-first": (Raw(b'{"finish": true}'),),
-    "wrong-after-reading": (Raw(b'{"reading": 5}'), Raw(b'{"reading": 9}'), Raw(b'{"hello": 1}')),
+    "wrong-after-reading": (Raw(b'{"alive": true}'), Raw(b'{"alive": true}'), Raw(b'{"hello": 1}')),
     "shard-no-object": (Raw(b'{"shard": 7}'),),
     "shard-is-null": (Raw(b'{"shard": null}'),),
     "shard-without-fields": (Raw(b'{"shard": {}}'),),
@@ -281,7 +281,7 @@ WRONG_SHARDS: dict[str, tuple[Message, ...]] = {
     "failure-without-fields": (Raw(b'{"failure": {}}'),),
     "values-instead-of-header": (torch.ones(5),),
     "stream-ends-early": (None,),
-    "stream-ends-while-reading": (Raw(b'{"reading": 5}'), None),
+    "stream-ends-while-reading": (Raw(b'{"alive": true}'), None),
 }
 
 

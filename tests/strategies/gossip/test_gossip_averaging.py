@@ -178,7 +178,7 @@ def test_who_is_lost_in_the_middle_of_a_visit_is_called_again_when_it_is_back() 
 
 def test_an_epoch_may_be_longer_than_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver hears of who trains, though no values come."""
-    monkeypatch.setattr(client, "READING_S", 0.0)
+    monkeypatch.setattr(client, "HEARTBEAT_S", 0.0)
     clock, averagers = VirtualClock(), list[Averager]()
 
     class Slow(nn.Module):
