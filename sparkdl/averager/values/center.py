@@ -5,7 +5,6 @@ There are no sockets here: values arrive in tensors, and leave as buffers ready 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +20,6 @@ from sparkdl.averager.values.center_update import (
     new_memory,
 )
 from sparkdl.averager.values.wire_format import (
-    AsDtype,
     Chunk,
     Packing,
     WireFormat,
@@ -128,15 +126,8 @@ class Center:
         )
         self._spare = [torch.empty_like(segment) for segment in center]
         self._copy: dict[str, Tensor] = {}
-        # The result of the last round as it travels, chunk by chunk; and room for segments that
-        # travel packed.
+        # The result of the last round as it travels, chunk by chunk.
         self._reply: dict[Chunk, Tensor] = {}
-        self._room: dict[int, Tensor] = {}
-        self._places = {
-            chunk: place
-            for fragment in self._fragments
-            for chunk, place in _places(fragment, self._replies).items()
-        }
         self._frames: dict[frozenset[str] | None, Frames] = {}
 
     @property
@@ -173,7 +164,7 @@ class Center:
         fragment = self.next_fragment
         self.rounds_of_epoch += 1
         self._rounds += 1
-        self._reply = {}
+        self._reply, self._frames = {}, {}
         contributions = replace(contributions, round=self._rounds)
         if contributions.weights:
             self.sum.finish()
@@ -181,7 +172,6 @@ class Center:
         else:
             self._go_on(fragment, contributions)
         self.sum = None
-        self._frames = {}
         for chunk in fragment:
             if chunk not in self._reply:
                 self._pack(chunk)
@@ -284,35 +274,8 @@ class Center:
         packing = self._replies[chunk.segment]
         changes = self._wire_format.replies_changes and self.layout[chunk.segment].averaged
         outcome = chunk.of(self._spare if changes else self.values)
-        if packing == AsDtype(outcome.dtype):
-            place = outcome
-        elif packing.varies:
-            place = packing.pack(outcome)
-        else:
-            place = self._room_of(chunk.segment)[self._places[chunk]]
-            place.copy_(packing.pack(outcome))
-        self._reply[chunk] = place
-        return place
-
-    def _room_of(self, segment: int) -> Tensor:
-        """Room for the packed result of any fragment's part of a segment."""
-        if segment not in self._room:
-            size = max(
-                place.stop for chunk, place in self._places.items() if chunk.segment == segment
-            )
-            self._room[segment] = torch.empty(size, dtype=self._replies[segment].dtype)
-        return self._room[segment]
-
-
-def _places(fragment: Sequence[Chunk], packings: Sequence[Packing]) -> dict[Chunk, slice]:
-    """Where a fragment's packed chunks lie in their segments' rooms, one after another."""
-    stops: Counter[int] = Counter()
-    places = {}
-    for chunk in fragment:
-        start = stops[chunk.segment]
-        stops[chunk.segment] += packings[chunk.segment].numel(chunk.stop - chunk.start)
-        places[chunk] = slice(start, stops[chunk.segment])
-    return places
+        self._reply[chunk] = packed = packing.pack(outcome)
+        return packed
 
 
 def _framed(chunks: Iterable[Tensor]) -> Frames:

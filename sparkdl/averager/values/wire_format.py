@@ -108,7 +108,7 @@ class AsDtype:
 
     def pack(self, values: Tensor) -> Tensor:
         """Rounded, if they have another dtype."""
-        return values.to(self.dtype)
+        return values if values.dtype is self.dtype else values.to(self.dtype)
 
     def unpack(self, packed: Tensor, values: int) -> Tensor:
         """Unchanged."""
