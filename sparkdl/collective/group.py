@@ -251,7 +251,11 @@ def join_collective(
     network = network or Network()
     device = torch.device(device)
     timeout = timedelta(seconds=PATIENCE * deadline_s)
-    _leave_group_of_others()
+    if dist.is_initialized():
+        logger.warning(
+            "an earlier task left a process group behind in this process; shutting it down"
+        )
+        leave_group()
     met = meet(rank, gather, device=device, network=network, timeout=timeout)
     try:
         with environment(interface_settings(device, met.address)):
@@ -321,14 +325,6 @@ def environment(settings: Mapping[str, str]) -> Iterator[None]:
 def leave_group() -> None:
     """End this process's group, if it has one."""
     if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _leave_group_of_others() -> None:
-    if dist.is_initialized():
-        logger.warning(
-            "an earlier task left a process group behind in this process; shutting it down"
-        )
         dist.destroy_process_group()
 
 

@@ -29,15 +29,25 @@ Host = Callable[[Connection, dict[str, Any]], None]
 """Serves one visit, given the connection and the header with which it began."""
 
 
-class Visitors:
-    """Those who call on this worker.
+class Peers:
+    """The other workers, as this one calls on them and they call on it.
+
+    Args:
+        rank: this worker's rank.
+        reach: connects to a rank at its current address, with a limit on its silence in seconds;
+            raises ``DisconnectedError`` if it is not there.
 
     Attributes:
-        host: serves their visits; None while this worker is not to be visited.
+        rank: as given.
+        host: serves the others' visits; None while this worker is not to be visited.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, reach: Callable[[int, float], Connection]) -> None:
+        self.rank = rank
         self.host: Host | None = None
+        self._reach = reach
+        self._open: dict[int, Connection] = {}
+        self._away_until: dict[int, float] = {}
 
     def serve(self, connection: Connection, asked: dict[str, Any]) -> None:
         """Serve a connection until it ends; called in a thread of its own.
@@ -57,26 +67,6 @@ class Visitors:
             else:
                 host(connection, asked)
             asked = connection.receive_header()
-
-
-class Peers:
-    """The other workers, as this one calls on them.
-
-    Args:
-        rank: this worker's rank.
-        reach: connects to a rank at its current address, with a limit on its silence in seconds;
-            raises ``DisconnectedError`` if it is not there.
-        visitors: those who call on this worker.
-    """
-
-    def __init__(
-        self, rank: int, reach: Callable[[int, float], Connection], visitors: Visitors
-    ) -> None:
-        self.rank = rank
-        self.visitors = visitors
-        self._reach = reach
-        self._open: dict[int, Connection] = {}
-        self._away_until: dict[int, float] = {}
 
     def visit(self, rank: int, talk: Callable[[Connection], T]) -> T | None:
         """Talk to another worker.
@@ -111,6 +101,6 @@ class Peers:
 
     def close(self) -> None:
         """Hang up on the others, and accept no more visits."""
-        self.visitors.host = None
+        self.host = None
         while self._open:
             self._open.popitem()[1].close()

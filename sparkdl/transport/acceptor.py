@@ -112,7 +112,7 @@ class Acceptor:
                 listener.setblocking(False)
                 rate = RateLimit(MAX_UNAUTHENTICATED, UNAUTHENTICATED_PER_S, now)
                 channel = TLS if encrypted else channel_of(listener)
-                key = _Listener(listener, rate, listener.family, channel)
+                key = _Listener(listener, rate, channel)
                 self._selector.register(listener, selectors.EVENT_READ, key)
             self._thread = threading.Thread(target=self._run, name="sparkdl-port", daemon=True)
             self._thread.start()
@@ -184,7 +184,7 @@ class Acceptor:
         return False
 
     def _challenge(self, connected: socket.socket, address: Any, listener: _Listener) -> None:
-        if listener.family == socket.AF_UNIX and not local.is_trusted(connected):
+        if listener.socket.family == socket.AF_UNIX and not local.is_trusted(connected):
             connected.close()
             return
         connected.setblocking(False)
@@ -197,7 +197,7 @@ class Acceptor:
             self._evict(self._unauthenticated.to_evict)
         connection = Unauthenticated(
             end,
-            source_of(listener.family, address),
+            source_of(listener.socket.family, address),
             Challenge(self._token, listener.channel),
             self._now() + HANDSHAKE_S,
             listener.rate,
@@ -246,7 +246,6 @@ class _Listener:
 
     socket: socket.socket
     rate: RateLimit
-    family: int
     channel: bytes
 
 

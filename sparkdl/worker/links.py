@@ -11,7 +11,7 @@ from typing import Any
 from sparkdl.averager.client.client import AveragerClient
 from sparkdl.collective import Collective, join_collective
 from sparkdl.collective.network import local_address
-from sparkdl.collective.peers import Peers, Visitors
+from sparkdl.collective.peers import Peers
 from sparkdl.errors import DisconnectedError, StoppedError
 from sparkdl.phases import PhaseClock
 from sparkdl.reshuffle import RowExchange, RowServer
@@ -49,14 +49,14 @@ class WorkerLinks:
     @contextmanager
     def met(self) -> Iterator[None]:
         """Let the others fetch rows from this worker and visit it for a while, if they ever do."""
-        job, visitors = self.job, Visitors()
+        job = self.job
         exchanges_rows = job.feed.exchange_rows or bool(job.feed.reshuffle_every)
         if job.strategy.needs.peers:
-            self.peers = Peers(self.placement.rank, self._reach, visitors)
+            self.peers = Peers(self.placement.rank, self._reach)
         elif not exchanges_rows:
             yield
             return
-        visit = visitors.serve if job.strategy.needs.peers else None
+        visit = None if self.peers is None else self.peers.serve
         address = local_address(self.placement.network)
         with RowServer(address, self.token, job.deadline_s, tls=job.tls, visit=visit) as server:
             self.address = server.address

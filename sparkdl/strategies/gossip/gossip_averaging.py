@@ -171,7 +171,7 @@ class _Gossip:
             ]
         )
         run.cleanup.callback(self._peers.close)
-        self._peers.visitors.host = self._shown.host
+        self._peers.host = self._shown.host
 
     def _finite(self, run: Run) -> list[Tensor]:
         """The worker's values, checked to be finite before others see them."""

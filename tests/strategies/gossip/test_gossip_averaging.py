@@ -27,7 +27,7 @@ from visits import connected
 from sparkdl.averager import Averager
 from sparkdl.averager.client import client
 from sparkdl.collective import peers as peers_module
-from sparkdl.collective.peers import Peers, Visitors
+from sparkdl.collective.peers import Peers
 from sparkdl.errors import DisconnectedError, TrainingError
 from sparkdl.strategies import GossipAveraging, ParameterAveraging
 from sparkdl.strategies.gossip import shown
@@ -143,7 +143,7 @@ def test_who_is_not_there_is_skipped_at_once_and_tried_again_later(
         tried.append(rank)
         raise DisconnectedError("no route")
 
-    others = Peers(0, reach, Visitors())
+    others = Peers(0, reach)
     for seconds in (0.0, 0.5, 0.9):
         now = 100.0 + seconds
         assert others.visit(1, lambda there: True) is None
@@ -163,7 +163,7 @@ def test_who_is_lost_in_the_middle_of_a_visit_is_called_again_when_it_is_back() 
 
     connections = [Closable(), Closable()]
     waiting = list(connections)
-    others = Peers(0, lambda rank, silence_s: waiting.pop(0), Visitors())  # type: ignore[arg-type, return-value]
+    others = Peers(0, lambda rank, silence_s: waiting.pop(0))  # type: ignore[arg-type, return-value]
 
     def break_off(connection: object) -> bool:
         raise DisconnectedError("gone")
