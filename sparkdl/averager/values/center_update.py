@@ -17,6 +17,8 @@ from torch import Tensor
 
 from sparkdl.protocols import Layout, Segment
 
+Kept = Mapping[str, Tensor]
+"""What an update remembers of a segment, by name."""
 Memory = list[dict[str, Tensor]]
 """What an update keeps: for each segment of the layout, tensors of its size by name."""
 
@@ -90,11 +92,7 @@ class CenterUpdate(ABC):
 
     @abstractmethod
     def step(
-        self,
-        center: Tensor,
-        change: Tensor,
-        memory: Mapping[str, Tensor],
-        contributions: Contributions,
+        self, center: Tensor, change: Tensor, memory: Kept, contributions: Contributions
     ) -> None:
         """Turn the workers' mean change into the center's.
 
@@ -116,11 +114,7 @@ class ReplaceByMean(CenterUpdate):
         return False
 
     def step(
-        self,
-        center: Tensor,
-        change: Tensor,
-        memory: Mapping[str, Tensor],
-        contributions: Contributions,
+        self, center: Tensor, change: Tensor, memory: Kept, contributions: Contributions
     ) -> None:
         """The center moves like the workers."""
 

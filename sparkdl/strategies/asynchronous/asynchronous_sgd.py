@@ -21,13 +21,12 @@ half is left out: dynamic local updates (DyLU), which give slow workers shorter 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from sparkdl.averager.policies.round_policy import Nobody, RoundPolicy
-from sparkdl.averager.values.center_update import CenterUpdate, Contributions
+from sparkdl.averager.values.center_update import CenterUpdate, Contributions, Kept
 from sparkdl.averager.values.wire_format import CHANGES
 from sparkdl.protocols import Segment
 from sparkdl.replica import Replica
@@ -88,11 +87,7 @@ class ScaledChange(CenterUpdate):
         return 1 / (1 + staleness) if self.by_staleness else 1.0
 
     def step(
-        self,
-        center: Tensor,
-        change: Tensor,
-        memory: Mapping[str, Tensor],
-        contributions: Contributions,
+        self, center: Tensor, change: Tensor, memory: Kept, contributions: Contributions
     ) -> None:
         """Apply part of the change."""
         change.mul_(self.rate)
@@ -202,11 +197,7 @@ class DelayedNesterov(CheckedFields, CenterUpdate):
         return round % self.buffer == 0
 
     def step(
-        self,
-        center: Tensor,
-        change: Tensor,
-        memory: Mapping[str, Tensor],
-        contributions: Contributions,
+        self, center: Tensor, change: Tensor, memory: Kept, contributions: Contributions
     ) -> None:
         """Apply part of the change and, if momentum is due, of all changes since its last."""
         velocity, gathered = memory["velocity"], memory["gathered"]

@@ -28,14 +28,14 @@ optimizers' state stays with the workers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
 
 from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy, RoundRobin
-from sparkdl.averager.values.center_update import CenterUpdate, Contributions, ReplaceByMean
+from sparkdl.averager.values.center_update import CenterUpdate, Contributions, Kept, ReplaceByMean
 from sparkdl.averager.values.wire_format import CHANGES, FULL_PRECISION, WireFormat
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, Segment
@@ -266,11 +266,7 @@ class ElasticPull(CenterUpdate):
         return self.buffers or segment.kind == "parameters"
 
     def step(
-        self,
-        center: Tensor,
-        change: Tensor,
-        memory: Mapping[str, Tensor],
-        contributions: Contributions,
+        self, center: Tensor, change: Tensor, memory: Kept, contributions: Contributions
     ) -> None:
         """Turn the mean distance into the sum of the pulls of all replicas that contribute."""
         rate = rate_of(self.moving_rate, contributions.world_size)

@@ -25,7 +25,7 @@ those that still train.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -33,7 +33,7 @@ from typing import Literal
 from torch import Tensor
 
 from sparkdl.averager.policies.round_policy import RoundPolicy
-from sparkdl.averager.values.center_update import CenterUpdate, Contributions
+from sparkdl.averager.values.center_update import CenterUpdate, Contributions, Kept
 from sparkdl.averager.values.wire_format import NARROW_FORMATS, PARAMETER_CHANGES, WireFormat
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch, Segment
@@ -106,11 +106,7 @@ class OuterSGD(CheckedFields, CenterUpdate):
         return super().updates(segment) and not becomes_mean
 
     def step(
-        self,
-        center: Tensor,
-        change: Tensor,
-        memory: Mapping[str, Tensor],
-        contributions: Contributions,
+        self, center: Tensor, change: Tensor, memory: Kept, contributions: Contributions
     ) -> None:
         """One step of SGD."""
         if self.momentum:
