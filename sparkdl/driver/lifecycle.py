@@ -220,12 +220,13 @@ def run(
                 values.copy_(tensor)
             training.model = replica.release()
         except BaseException as error:
-            training.recording.end("failed", averager.history, message_of(error))
+            history = averager.progress.history
+            training.recording.end("failed", history, message_of(error))
             serve.calls.end(error)
             raise
-        stopped = training.stopped
-        training.recording.end(f"stopped: {stopped}" if stopped else "finished", averager.history)
-        outcome = Outcome(training.model, averager.history, training.recording, stopped)
+        stopped, history = training.stopped, averager.progress.history
+        training.recording.end(f"stopped: {stopped}" if stopped else "finished", history)
+        outcome = Outcome(training.model, list(history), training.recording, stopped)
         try:
             serve.calls.end(None)
         except CallbackError as error:

@@ -139,7 +139,7 @@ def _drive(averager: Averager) -> SparkDLError | None:
                 check_statistics(event, COLUMNS)
                 averager.start()
             else:
-                f"{event} {averager.history} {averager.progress.as_json()}"
+                f"{event} {averager.progress.as_json()}"
     except SparkDLError as error:
         averager.fail(error)
         return error

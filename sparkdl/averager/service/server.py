@@ -159,12 +159,6 @@ class Averager(Service, Actions):
     # For the driver's threads.
 
     @property
-    def history(self) -> list[EpochSummary]:
-        """The epochs that have ended, including those before a checkpoint."""
-        with self.lock:
-            return list(self.coordinator.committed.history)
-
-    @property
     def progress(self) -> Progress:
         """How far the training of ``center`` has come."""
         with self.lock:
