@@ -17,41 +17,10 @@ from sparkdl.averager.values.wire_format import AsDtype, Chunk, Packing
 from sparkdl.protocols import Layout
 
 
-class RankOrder:
-    """Whose turn it is to add each chunk of a sum.
-
-    A rank's turn at a chunk comes when every lower rank has added its own.
-
-    Args:
-        ranks: who takes part, in ascending order.
-        chunks: how many chunks there are.
-    """
-
-    def __init__(self, ranks: Sequence[int], chunks: int) -> None:
-        self._ranks = ranks
-        self._skipped: set[int] = set()
-        # For each chunk, the position in ``ranks`` of the rank whose turn it is.
-        self._at = [0] * chunks
-
-    def skip(self, rank: int) -> None:
-        """Take note that a rank has nothing to add."""
-        self._skipped.add(rank)
-
-    def turn(self, index: int) -> int | None:
-        """Whose turn it is to add chunk ``index``; None once all have."""
-        at, ranks = self._at[index], self._ranks
-        while at < len(ranks) and ranks[at] in self._skipped:
-            at += 1
-        self._at[index] = at
-        return ranks[at] if at < len(ranks) else None
-
-    def advance(self, index: int) -> None:
-        """Take note that the rank whose turn it was has added its chunk."""
-        self._at[index] += 1
-
-
 class Accumulator:
     """One round's weighted mean.
+
+    A rank's turn at a chunk comes when every lower rank has added its own.
 
     Args:
         layout: kinds and sizes of the segments.
@@ -76,10 +45,12 @@ class Accumulator:
         self._packings = packings
         self.chunks = chunks
         self._total = total
-        self._order = RankOrder(ranks, len(chunks))
-        self._last = ranks[-1]
+        self._ranks = ranks
+        # For each chunk, the position in ``ranks`` of the rank whose turn it is.
+        self._at = [0] * len(chunks)
+        self._skipped: set[int] = set()
         self._examples: dict[int, float] = {}
-        self._scales: dict[int, float] = {}
+        self._scaled: dict[int, float] = {}
         self._first: int | None = None
         self._weights: float | None = None
 
@@ -93,13 +64,17 @@ class Accumulator:
         """
         if examples:
             self._examples[rank] = examples
-            self._scales[rank] = scale
+            self._scaled[rank] = scale * examples
         else:
-            self._order.skip(rank)
+            self._skipped.add(rank)
 
     def turn(self, index: int) -> int | None:
         """Whose turn it is to add chunk ``index``; None once all have."""
-        return self._order.turn(index)
+        at, ranks = self._at[index], self._ranks
+        while at < len(ranks) and ranks[at] in self._skipped:
+            at += 1
+        self._at[index] = at
+        return ranks[at] if at < len(ranks) else None
 
     def in_place(self, rank: int, index: int) -> Tensor | None:
         """Where the first rank may put its chunk right away; None if it has to be added."""
@@ -126,14 +101,14 @@ class Accumulator:
             if values is not None:
                 total.copy_(values)
         elif averaged and values is not None:
-            _add(total, values, self._weight(rank))
-        if averaged and rank == self._last:
+            _add(total, values, self._scaled[rank] / self._unit)
+        if averaged and rank == self._ranks[-1]:
             self._normalize(total)
-        self._order.advance(index)
+        self._at[index] += 1
 
     def finish(self) -> None:
         """Complete the mean; somebody must have contributed."""
-        if self._last not in self._examples:
+        if self._ranks[-1] not in self._examples:
             # The last rank divides each chunk while it is cached, unless it has nothing to add.
             for chunk in self.chunks:
                 if self._layout[chunk.segment].averaged:
@@ -145,14 +120,11 @@ class Accumulator:
             return rank == self._first
         return self.turn(index) == rank
 
-    def _weight(self, rank: int) -> float:
-        return self._scales[rank] * self._examples[rank] / self._unit
-
     @property
     def _unit(self) -> float:
-        """The weight of the first contribution, which is added as it is."""
+        """The weight of the first contribution, relative to which others are added."""
         assert self._first is not None
-        return self._scales[self._first] * self._examples[self._first]
+        return self._scaled[self._first]
 
     def _normalize(self, total: Tensor) -> None:
         if self._weights is None:

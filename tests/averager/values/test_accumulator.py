@@ -20,7 +20,7 @@ from torch import Tensor
 from toys import DTYPES
 
 import sparkdl
-from sparkdl.averager.values.accumulator import Accumulator, RankOrder
+from sparkdl.averager.values.accumulator import Accumulator
 from sparkdl.averager.values.replica_codec import (
     PLACES,
     WHOLE,
@@ -253,20 +253,27 @@ class TestInPlace:
 class TestTurns:
     """Each chunk is added by one rank after another."""
 
+    def of(self, ranks: Sequence[int], chunks: int) -> Accumulator:
+        layout = (Segment("parameters", torch.float32, chunks),)
+        packings, total = [AsDtype(torch.float32)], [torch.empty(chunks)]
+        return Accumulator(layout, packings, plan_chunks(layout, size=4), total, ranks)
+
     def test_every_chunk_has_its_own_turn(self) -> None:
-        order = RankOrder([1, 4], 2)
+        order = self.of([1, 4], 2)
+        for rank in (1, 4):
+            order.declare(rank, 1)
         assert [order.turn(0), order.turn(1)] == [1, 1]
-        order.advance(0)
+        order.add(1, 0, torch.ones(1))
         assert [order.turn(0), order.turn(1)] == [4, 1]
-        order.advance(0)
+        order.add(4, 0, torch.ones(1))
         assert [order.turn(0), order.turn(1)] == [None, 1]
 
     def test_whoever_skips_has_no_turn(self) -> None:
-        order = RankOrder([0, 1, 2], 1)
-        order.skip(0)
-        order.skip(2)
+        order = self.of([0, 1, 2], 1)
+        for rank in range(3):
+            order.declare(rank, rank % 2)
         assert order.turn(0) == 1
-        order.advance(0)
+        order.add(1, 0, torch.ones(1))
         assert order.turn(0) is None
 
 
