@@ -88,7 +88,7 @@ class Serving:
         self._check, self._on_event = observers.check, observers.on_event
         self._look_s = LOOK_S if observers.callbacks else math.inf
         self._first: DataStatistics | None = None
-        self._loss_use = LossUse()
+        self._loss_use: LossUse = None
         self.calls = Calls(observers.callbacks, training)
 
     def __call__(self, averager: Averager) -> None:
@@ -139,7 +139,7 @@ class Serving:
         awaits_commit = training.stopped is not None
         is_news = not isinstance(event, DataStatistics) or self._examine(event)
         if is_news and isinstance(event, DataStatistics):
-            training.recording.note_loss_use(self._loss_use.told())
+            training.recording.note_loss_use({"loss divides by": self._loss_use or "not known"})
         if is_news:
             self.tell(event)
         if isinstance(event, EpochValidated) and training.kept_epoch == event.summary.epoch:
@@ -150,7 +150,7 @@ class Serving:
         if training.stopped is not None and (is_commit or not awaits_commit):
             averager.stop(training.stopped)
         elif isinstance(event, DataStatistics):
-            averager.start(self._loss_use.as_json())
+            averager.start(self._loss_use or "")
         elif isinstance(event, EpochValidated):
             averager.approve_epoch(event.summary.epoch)
 
@@ -162,8 +162,8 @@ class Serving:
             check_statistics(statistics, columns, len(job.schema.features))
             # What the check has said of the loss, or what is known of torch's own.
             transforms = job.feed.transform is not None
-            self._loss_use = self._check(statistics) or LossUse(
-                divides_by=divides_by(job.loss, job.schema, statistics, transforms=transforms)
+            self._loss_use = self._check(statistics) or divides_by(
+                job.loss, job.schema, statistics, transforms=transforms
             )
             if resumed is not None:
                 require_same_rows(resumed, statistics.lasting(), columns)

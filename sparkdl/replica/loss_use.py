@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ def require_own_targets(
         ModelError: it compares rows with each other, by broadcasting or where a value per row is
             wanted.
     """
-    tried, watch = MinibatchLoss(loss, LossUse()), _Watch()
+    tried, watch = MinibatchLoss(loss), _Watch()
     values: Any = ()
     try:
         with warnings.catch_warnings(), watch:
@@ -163,7 +163,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def divides_by(
     loss: LossFunction, schema: FeedSchema, statistics: DataStatistics, *, transforms: bool
-) -> Literal["rows", "counts"] | None:
+) -> LossUse:
     """What a loss divides the sum of a minibatch by, as far as it is known without trying it.
 
     Args:

@@ -23,6 +23,8 @@ from sparkdl.outputs import described, parts_of
 from sparkdl.protocols import Batch, LossFunction, Targets
 
 HALVES = (torch.float16, torch.bfloat16)
+LossUse = Literal["rows", "counts"] | None
+"""What a loss divides the sum of a minibatch by; None where nobody has looked."""
 
 
 @dataclass(frozen=True)
@@ -55,38 +57,6 @@ class ModelLoss:
             "loss='model' needs a scalar tensor as the model's output 'loss' or first in its "
             f"tuple of outputs; called with {given} the model returns {described(outputs)}"
         )
-
-
-@dataclass(frozen=True)
-class LossUse:
-    """How a loss is used, as the driver has found out before the first step.
-
-    Attributes:
-        divides_by: ``rows`` where every row's label counts, and equally; ``counts`` where each
-            minibatch has a divisor of its own; None where nobody has looked.
-    """
-
-    divides_by: Literal["rows", "counts"] | None = None
-
-    def told(self) -> dict[str, str]:
-        """What a report shows of it."""
-        return {"loss divides by": self.divides_by or "not known"}
-
-    def as_json(self) -> dict[str, Any]:
-        """For ``from_json``."""
-        return {"divides_by": self.divides_by}
-
-    @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> LossUse:
-        """Restore what ``as_json`` returned; nothing is known where there is nothing.
-
-        Raises:
-            AttributeError, TypeError, ValueError: it is something else.
-        """
-        by = told.get("divides_by")
-        if by not in ("rows", "counts", None):
-            raise ValueError(f"a loss cannot be used as {told!r:.100} says")
-        return cls(by)
 
 
 @dataclass(frozen=True)
@@ -218,23 +188,24 @@ class MinibatchLoss:
 
     Args:
         loss: the user's, or the model's own.
-        use: how it is used.
+        use: as the driver has found out before the first step: ``rows`` where every row's label
+            counts, and equally; ``counts`` where each minibatch has a divisor of its own.
 
     Attributes:
         is_sum: whether it is a sum, so that the gradients of parts of a minibatch are added.
         may_divide: whether minibatches may have divisors of their own.
     """
 
-    def __init__(self, loss: LossFunction, use: LossUse) -> None:
+    def __init__(self, loss: LossFunction, use: LossUse = None) -> None:
         self._loss = loss
         self._is_known = is_known(loss)
         self._reduction = reduction_of(loss)
         self.is_sum = self._reduction == "sum"
-        self._indices = None if use.divides_by == "rows" else ClassIndexLoss.of(loss)
-        self.may_divide = use.divides_by != "rows"
+        self._indices = None if use == "rows" else ClassIndexLoss.of(loss)
+        self.may_divide = use != "rows"
         # The mean weight of all rows is 1, but not that of the labels that count.
         certain = self._indices is not None and self._indices.weight is not None
-        self._counts_weighted = use.divides_by == "counts" or certain
+        self._counts_weighted = use == "counts" or certain
         self._sum = with_reduction(loss, "sum")
         self._of_rows = with_reduction(loss, "none")
 

@@ -92,7 +92,7 @@ class Replica:
         self.device = torch.device(device)
         self.module = module.to(self.device)
         self.loss = loss.to(self.device) if isinstance(loss, nn.Module) else loss
-        self.use_loss(LossUse())
+        self.use_loss(None)
         self.divisor: Tensor | None = None
         self.shards: Shards | None = None
         self.strips: Strips | None = None

@@ -31,7 +31,6 @@ from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.phases import COMPUTE, DECODE, READ
 from sparkdl.process.randomness import seed_worker
 from sparkdl.protocols import Batch, Targets
-from sparkdl.replica.losses import LossUse
 from sparkdl.strategies.base import Run
 from sparkdl.worker.job import Job, Placement
 from sparkdl.worker.links import WorkerLinks
@@ -88,7 +87,7 @@ class TrainingLoop:
                 try:
                     position = self._take_center(shard)
                     self._feed.scale_weights(averager.mean_weight)
-                    self.run.replica.use_loss(LossUse.from_json(averager.loss_use))
+                    self.run.replica.use_loss(averager.loss_use or None)
                     with self.links.collective(run.clock) as run.collective:
                         self._train_from(position)
                     exchanges_held_out = self.links.held_out_exchange is not None

@@ -123,7 +123,7 @@ class Run:
 
     def start(self) -> list[Told]:
         """What the driver does once it has looked at the rows."""
-        return self.tell("start", {})
+        return self.tell("start")
 
     def take(self, *ranks: int) -> list[Told]:
         """Workers have taken the center or a reply; without any, all of them have."""

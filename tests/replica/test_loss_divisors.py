@@ -17,7 +17,6 @@ from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
 from sparkdl.replica.losses import (
     ClassIndexLoss,
-    LossUse,
     MinibatchLoss,
     reduction_of,
     with_reduction,
@@ -121,7 +120,7 @@ def added_up(name: str, loss: Any, weights: Tensor | None) -> tuple[float, list[
     """From minibatches, whose gradients are weighted by what each was divided by."""
     build, _, targets, _ = CASES[name]
     replica = Replica(build(), partial(torch.optim.SGD, lr=0.1), loss)
-    replica.use_loss(LossUse(divides_by="counts"))
+    replica.use_loss("counts")
     total, grads = 0.0, [torch.zeros_like(each) for each in replica.trainable()]
     for batch in batches(targets, weights):
         replica.forward_backward(batch)
@@ -187,7 +186,7 @@ def test_a_row_of_weight_two_counts_like_two_rows(name: str) -> None:
     build, loss, targets, _ = CASES[name]
     weights = torch.tensor([2.0, 0.0, 1.0, 1.0] * 3)
     repeated = torch.repeat_interleave(torch.arange(ROWS), weights.long())
-    found, _ = MinibatchLoss(loss, LossUse(divides_by="counts"))(
+    found, _ = MinibatchLoss(loss, "counts")(
         build()(FEATURES), Batch((FEATURES,), targets, True, weights)
     )
     expected = loss(build()(FEATURES[repeated]), targets[repeated])
@@ -207,7 +206,7 @@ def test_where_nothing_counts_the_loss_and_its_gradients_are_zero(
     loss: nn.Module, labels: list[int], weights: Tensor | None
 ) -> None:
     replica = Replica(net(), partial(torch.optim.SGD, lr=0.1), copy.deepcopy(loss))
-    replica.use_loss(LossUse(divides_by="counts"))
+    replica.use_loss("counts")
     batch = Batch((FEATURES[:2],), torch.tensor(labels), True, weights)
     assert replica.step(batch).item() == 0
     assert replica.divisor == 0
@@ -218,7 +217,7 @@ def test_where_nothing_counts_the_loss_and_its_gradients_are_zero(
 def test_a_sum_is_the_same_with_weights_of_one(loss: nn.Module) -> None:
     outputs, batch = net()(FEATURES).log_softmax(1), Batch((FEATURES,), SHARES, True)
     weighted = Batch((FEATURES,), SHARES, True, torch.ones(ROWS))
-    mine = MinibatchLoss(loss, LossUse())
+    mine = MinibatchLoss(loss)
     torch.testing.assert_close(mine(outputs, weighted)[0], mine(outputs, batch)[0])
     assert mine.is_sum
 
@@ -235,9 +234,7 @@ def test_a_class_of_ones_own_that_only_inherits_is_a_mean_over_rows() -> None:
         def forward(self, input: Tensor, target: Tensor) -> Tensor:
             return super().forward(input, target).square()
 
-    found, divisor = MinibatchLoss(Focal(), LossUse())(
-        net()(FEATURES), Batch((FEATURES,), LABELS, True)
-    )
+    found, divisor = MinibatchLoss(Focal())(net()(FEATURES), Batch((FEATURES,), LABELS, True))
     assert divisor is None
     assert found.item() == pytest.approx(oracle("ignored")[0] ** 2)
 
@@ -245,7 +242,7 @@ def test_a_class_of_ones_own_that_only_inherits_is_a_mean_over_rows() -> None:
 @every("pair", [(torch.ones(2), 1), (torch.tensor(1.0),), (1.0, 2.0)])
 def test_what_is_no_pair_of_scalars_is_refused(pair: Any) -> None:
     with pytest.raises(ModelError, match=r"must return scalar tensors \(sum, weight\)"):
-        MinibatchLoss(lambda o, t: pair, LossUse())(net()(FEATURES), Batch((), LABELS, True))
+        MinibatchLoss(lambda o, t: pair)(net()(FEATURES), Batch((), LABELS, True))
 
 
 @every("name", ["batchmean", "tokens", "ignored"])
@@ -254,6 +251,6 @@ def test_a_row_is_scored_with_its_own_loss(name: str) -> None:
     if name == "tokens":
         loss = nn.CrossEntropyLoss()
     outputs = build()(FEATURES)
-    found = MinibatchLoss(loss, LossUse()).scores(outputs, targets, ROWS)
+    found = MinibatchLoss(loss).scores(outputs, targets, ROWS)
     alone = torch.stack([loss(outputs[i : i + 1], targets[i : i + 1]) for i in range(ROWS)])
     torch.testing.assert_close(found, alone.nan_to_num(0.0))

@@ -20,7 +20,7 @@ from sparkdl.errors import ModelError
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
 from sparkdl.replica.loss_use import require_own_scores, require_own_targets, require_own_targets_in
-from sparkdl.replica.losses import LossUse, MinibatchLoss, ModelLoss, with_reduction
+from sparkdl.replica.losses import MinibatchLoss, ModelLoss, with_reduction
 
 LOGITS = torch.tensor([[1.0, 2.0, 0.5], [0.0, -1.0, 1.0], [3.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
 CLASSES = torch.tensor([1, 0, 2, 2])
@@ -51,7 +51,7 @@ def test_a_loss_of_the_users_is_taken_as_it_is() -> None:
 
 
 def weighted(values: Tensor) -> Tensor:
-    loss = MinibatchLoss(lambda outputs, targets: outputs, LossUse())
+    loss = MinibatchLoss(lambda outputs, targets: outputs)
     return loss(values, Batch((), CLASSES, True, WEIGHTS))[0]
 
 
@@ -162,7 +162,7 @@ def refused(loss: Any, outputs: Tensor, targets: Any) -> None:
     ],
 )
 def test_elementwise_losses_get_targets_like_the_outputs(loss: Any) -> None:
-    mine, expected = MinibatchLoss(loss, LossUse()), loss(FLAT, NUMBERS)
+    mine, expected = MinibatchLoss(loss), loss(FLAT, NUMBERS)
     for outputs in (FLAT, COLUMN):
         for targets in (NUMBERS, NUMBERS[:, None]):
             torch.testing.assert_close(mine(outputs, Batch((), targets, True))[0], expected)
@@ -188,7 +188,7 @@ def test_a_loss_of_ones_own_that_broadcasts_rows_with_rows_is_refused(loss: Any)
 
 @every("targets", [NUMBERS, WHOLE])
 def test_the_choice_does_not_depend_on_the_dtype(targets: Tensor) -> None:
-    found, _ = MinibatchLoss(nn.L1Loss(), LossUse())(COLUMN, Batch((), targets, True))
+    found, _ = MinibatchLoss(nn.L1Loss())(COLUMN, Batch((), targets, True))
     torch.testing.assert_close(found, (FLAT - targets).abs().mean())
     refused(own, COLUMN, targets)
     refused(squeezed, COLUMN, targets[:, None])
@@ -265,7 +265,7 @@ def test_a_rows_loss_that_depends_on_other_rows_is_refused() -> None:
 
 def scores(loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
     require_own_scores(loss, outputs, targets, len(outputs))
-    return MinibatchLoss(loss, LossUse()).scores(outputs, targets, len(outputs))
+    return MinibatchLoss(loss).scores(outputs, targets, len(outputs))
 
 
 def test_rows_as_wide_as_there_are_rows_are_scored() -> None:

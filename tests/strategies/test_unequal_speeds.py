@@ -93,7 +93,7 @@ class Speeds(Actions):
         for member in self._members:
             self._tell(self._coordinator.joined, member)
             self._tell(self._coordinator.rows_found, member, ShardStatistics(1, ()))
-        self._tell(self._coordinator.start, {})
+        self._tell(self._coordinator.start)
         while len(self.theta) < epochs:
             self._now, rank = heapq.heappop(self._due)
             self._close(rank)

@@ -226,7 +226,7 @@ class AveragerClient:
     def _note_rows(self, header: dict[str, Any]) -> None:
         self.mean_weight = float(header["mean_weight"])
         self.shard_rows = [int(rows) for rows in header["shard_rows"]]
-        self.loss_use: dict[str, Any] = header["loss_use"]
+        self.loss_use = header["loss_use"]
         self.row_servers: list[Any] = header["row_servers"]
 
     @property

@@ -203,7 +203,7 @@ class Coordinator(RunState):
                 self.members.note_heartbeat(rank, self._now)
 
     @event
-    def start(self, loss_use: Mapping[str, Any]) -> None:
+    def start(self, loss_use: str = "") -> None:
         """The driver has approved the rows' statistics: the workers may train.
 
         Args:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, KeysView, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Any
 
 from sparkdl.averager.coordination.actions import Actions
 from sparkdl.averager.coordination.membership import Member
@@ -165,7 +164,7 @@ class Shards:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self.row_servers: list[object] = [None] * world_size
-        self.loss_use: Mapping[str, Any] = {}
+        self.loss_use = ""
         self._found: dict[int, ShardStatistics] = {}
 
     def __contains__(self, rank: int) -> bool:

@@ -390,7 +390,7 @@ class Worker:
         return {
             "mean_weight": shards.statistics.mean_weight,
             "shard_rows": list(shards.statistics.shard_rows),
-            "loss_use": dict(shards.loss_use),
+            "loss_use": shards.loss_use,
             "row_servers": shards.row_servers,
         }
 

@@ -208,13 +208,13 @@ class Averager(Service, Actions):
         """
         self.post_event(self.coordinator.expect_workers)
 
-    def start(self, loss_use: Mapping[str, Any] | None = None) -> None:
+    def start(self, loss_use: str = "") -> None:
         """Let the workers train, if they do not already: their rows' statistics are good.
 
         Args:
             loss_use: how they use the loss, for them to interpret.
         """
-        self.post_event(self.coordinator.start, loss_use or {})
+        self.post_event(self.coordinator.start, loss_use)
 
     def approve_epoch(self, epoch: int) -> None:
         """Let workers that ask for leave begin the epoch after this one."""

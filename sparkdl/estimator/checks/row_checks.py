@@ -123,10 +123,9 @@ class RowChecks:
         trial, scores = Trial(replica, schema, columns), plan.settings.loss_col is not None
         outputs = trial.step(plan.head, metrics=plan.job.metrics, scores=scores)
         transforms = plan.job.feed.transform is not None
-        by = divides_by(plan.job.loss, schema, statistics, transforms=transforms)
-        if by is None:
-            by = "rows" if replica.divisor is None else "counts"
-        loss_use = LossUse(by)
+        loss_use = divides_by(plan.job.loss, schema, statistics, transforms=transforms)
+        if loss_use is None:
+            loss_use = "rows" if replica.divisor is None else "counts"
         replica.use_loss(loss_use)
         shorter = trial.widths_of_shorter_rows()
         if told := left_out(statistics, schema.columns):

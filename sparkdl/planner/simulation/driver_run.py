@@ -205,7 +205,7 @@ class DriverRun(Actions):
         """Let the workers train until the epoch is over, or it is so late."""
         for member in self._members:
             self._join(member)
-        self._tell(self._coordinator.start, {})
+        self._tell(self._coordinator.start)
         while (window := self._next_window(until)) is not None:
             self.now, rank = window
             self.steps[rank] += 1

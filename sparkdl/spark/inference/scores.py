@@ -16,7 +16,7 @@ from sparkdl.feed.record_batches.decode import tensors_of
 from sparkdl.outputs import described
 from sparkdl.protocols import ColumnSpec, LossFunction, Targets
 from sparkdl.replica.loss_use import require_own_scores
-from sparkdl.replica.losses import LossUse, MinibatchLoss
+from sparkdl.replica.losses import MinibatchLoss
 from sparkdl.spark.inference.failures import as_model_error
 
 
@@ -75,7 +75,7 @@ class Score:
         loss = self.loss.to(device) if isinstance(self.loss, torch.nn.Module) else self.loss
         try:
             require_own_scores(loss, outputs, targets, rows)
-            return MinibatchLoss(loss, LossUse()).scores(outputs, targets, rows)
+            return MinibatchLoss(loss).scores(outputs, targets, rows)
         except ModelError:
             raise
         except BaseException as error:  # the user's loss may raise anything
