@@ -3,22 +3,10 @@
 Knows nothing of Spark: whoever starts the workers is passed in as ``launch``.
 """
 
-from sparkdl.driver.lifecycle import (
-    Launch,
-    Outcome,
-    RunOptions,
-    as_builder,
-    initial_center,
-    run,
-)
-from sparkdl.driver.serving import Observers
-
-__all__ = [
-    "Launch",
-    "Observers",
-    "Outcome",
-    "RunOptions",
-    "as_builder",
-    "initial_center",
-    "run",
-]
+from sparkdl.driver.lifecycle import Launch as Launch
+from sparkdl.driver.lifecycle import Outcome as Outcome
+from sparkdl.driver.lifecycle import RunOptions as RunOptions
+from sparkdl.driver.lifecycle import as_builder as as_builder
+from sparkdl.driver.lifecycle import initial_center as initial_center
+from sparkdl.driver.lifecycle import run as run
+from sparkdl.driver.serving import Observers as Observers

@@ -56,7 +56,7 @@ class Observers:
         settings: other settings of the training, by name, to be shown to callbacks and in reports.
     """
 
-    check: Callable[[DataStatistics], LossUse | None] = lambda statistics: None
+    check: Callable[[DataStatistics], LossUse] = lambda statistics: None
     on_event: Callable[[Event], None] = lambda event: None
     callbacks: Sequence[Callback] = ()
     settings: Mapping[str, object] = field(default_factory=dict)

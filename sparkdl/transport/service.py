@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.transport.acceptor import Acceptor, Listening
@@ -134,7 +134,7 @@ class Service:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Service:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -149,9 +149,6 @@ class Averager(Service, Actions):
             now=edge.now,
         )
 
-    def __enter__(self) -> Averager:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.fail(TrainingError("the driver closed the averager"))
         self.close()
