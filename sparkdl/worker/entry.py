@@ -120,10 +120,10 @@ def _join_and_train(
             except (StoppedError, DeadlineError, Interrupted):
                 raise
             except CollectiveError as error:
-                told = f"{where_of(rank, run)}: {error}"
+                told = f"{where_of(rank, run.epoch, run.step)}: {error}"
                 averager.report_failure(CollectiveError(told, ranks=error.ranks))
             except BaseException as error:  # as above
-                averager.report_failure(as_worker_error(error, rank, run))
+                averager.report_failure(as_worker_error(error, rank, run.epoch, run.step))
     except (StoppedError, DeadlineError) as error:
         if isinstance(error, RowsLostError):
             raise
@@ -145,7 +145,7 @@ def report_failure(address: ServiceAddress, rank: int, error: BaseException) -> 
     Raises:
         DisconnectedError: the averager cannot be reached; ``error`` is its cause.
     """
-    failure = failure_header(as_worker_error(error, rank, None))
+    failure = failure_header(as_worker_error(error, rank))
     try:
         name = f"the averager at {address.uri}"
         connect = partial(address.connect, rank, name, START_FAILURE_S)
@@ -156,14 +156,12 @@ def report_failure(address: ServiceAddress, rank: int, error: BaseException) -> 
         logger.info("rank %d leaves: %s", rank, answer)
 
 
-def as_worker_error(error: BaseException, rank: int, run: Run | None) -> WorkerError:
+def as_worker_error(error: BaseException, rank: int, epoch: int = 0, step: int = 0) -> WorkerError:
     """An error that says where it happened, with the worker's own traceback."""
     if isinstance(error, NonFiniteError):
         return error
-    epoch, step = _when(run)
-    where = where_of(rank, run)
-    own = isinstance(error, TrainingError)
-    if own:
+    where = where_of(rank, epoch, step)
+    if isinstance(error, TrainingError):
         text, message = "", f"{where}: {text_of(error, TRACEBACK_CHARACTERS)}"
     else:
         text = traceback_of(error)
@@ -171,14 +169,9 @@ def as_worker_error(error: BaseException, rank: int, run: Run | None) -> WorkerE
     return WorkerError(message, rank=rank, epoch=epoch, step=step, worker_traceback=text)
 
 
-def where_of(rank: int, run: Run | None) -> str:
+def where_of(rank: int, epoch: int, step: int) -> str:
     """A worker and its progress, in words."""
-    epoch, step = _when(run)
     return f"rank {rank}, epoch {epoch}, step {step}"
-
-
-def _when(run: Run | None) -> tuple[int, int]:
-    return (run.epoch, run.step) if run is not None else (0, 0)
 
 
 def _advice(error: BaseException) -> str:
