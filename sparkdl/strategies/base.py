@@ -73,11 +73,7 @@ class Run:
         """Begin, or begin again, after the last committed window."""
         self.step = position.step
         self.step_of_epoch = position.step_of_epoch
-        self.examples = 0
-        self.loss_sum = 0.0
-        self.counted = None
-        self.weighed = (0, 0.0)
-        self.measured = {}
+        self._begin_window()
         if self.calls is not None:
             self.calls.restart()
 
@@ -136,12 +132,12 @@ class Run:
         report = replace(
             self.window(), last=last, group_weight=group_weight, measured=self.measured
         )
-        self.examples = 0
-        self.loss_sum = 0.0
-        self.counted = None
-        self.weighed = (0, 0.0)
-        self.measured = {}
+        self._begin_window()
         return report
+
+    def _begin_window(self) -> None:
+        self.examples, self.loss_sum, self.counted = 0, 0.0, None
+        self.weighed, self.measured = (0, 0.0), {}
 
     def take_weight(self) -> float:
         """How much what was trained on since the last round, or the last call, counts."""

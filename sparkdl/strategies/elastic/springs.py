@@ -184,10 +184,10 @@ class SpringAmongWorkers(Spring):
         self._group = WorkerGroup(run, run.batch_size)
         self._period = period
         centers = self._parameters(self._other)
-        self._sums = [_wide(values) for values in centers]
         # The center in float32, like the driver's, where rounding to half precision in each round
         # would lose small pulls; else the center itself.
         self._exact = [values.float() if values.dtype in HALVES else values for values in centers]
+        self._sums = [torch.empty_like(values) for values in self._exact]
         # Waits for the pending sums, and moves the center.
         self._arrive: Callable[[], None] | None = None
 
@@ -261,11 +261,6 @@ class SpringAmongWorkers(Spring):
             exact.copy_(total.mul_(self._rate).add_(exact, alpha=1 - replicas * self._rate))
             if exact is not center:
                 center.copy_(exact)
-
-
-def _wide(values: Tensor) -> Tensor:
-    """Room for sums of values; half precision is summed in float32."""
-    return torch.empty_like(values, dtype=torch.float32 if values.dtype in HALVES else None)
 
 
 class HogwildSpring(Spring):
