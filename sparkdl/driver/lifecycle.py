@@ -168,7 +168,8 @@ def run(
             held.enter_context(plan.store.held(checkpoints.application))
             resumed = newest_checkpoint(checkpoints, plan, job.epochs, world_size)
             if resumed is not None:
-                plan = replace(plan, training=resumed.saved.description.get("training"))
+                same = resumed.saved.description.get("training", checkpoints.training)
+                plan = replace(plan, policy=replace(checkpoints, training=same))
         update, memory, kept_model = job.strategy.center_update, None, None
         progress = None if resumed is None else resumed.progress
         if resumed is not None:

@@ -248,16 +248,10 @@ SIGTERM_S = 4.0
 
 def plan_of(policy: CheckpointPolicy, epochs: int, config: Mapping[str, Any]) -> CheckpointPlan:
     """When and where checkpoints are written, and which training they belong to."""
-    return CheckpointPlan(
-        store=CheckpointStore(
-            policy.path, keep_last=policy.keep_last, open_elsewhere=policy.open_elsewhere
-        ),
-        every_epochs=policy.every_epochs,
-        every_rounds=policy.every_rounds,
-        last_epoch=epochs,
-        config=config,
-        training=policy.training,
+    store = CheckpointStore(
+        policy.path, keep_last=policy.keep_last, open_elsewhere=policy.open_elsewhere
     )
+    return CheckpointPlan(store=store, policy=policy, last_epoch=epochs, config=config)
 
 
 def newest_checkpoint(

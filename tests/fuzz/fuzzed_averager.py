@@ -20,6 +20,7 @@ from sparkdl.averager.service.saving import CheckpointPlan
 from sparkdl.averager.service.server import Averager, EdgeOptions, Snapshot
 from sparkdl.averager.values.center import CenterSpec
 from sparkdl.averager.values.wire_format import BFLOAT16_CHANGES, FULL_PRECISION, WireFormat
+from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.events import ValidationReport, WindowReport
@@ -111,7 +112,8 @@ class AveragerTarget(Target):
 
     def _plan(self) -> CheckpointPlan:
         store = CheckpointStore(str(self._folder / "checkpoints"), keep_last=1)
-        return CheckpointPlan(store=store, every_epochs=1, every_rounds=1, last_epoch=2, config={})
+        policy = CheckpointPolicy(path="", every_rounds=1)
+        return CheckpointPlan(store=store, policy=policy, last_epoch=2, config={})
 
     @staticmethod
     def _outcome(averager: Averager, driver: Future[SparkDLError | None]) -> SparkDLError | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -20,6 +21,7 @@ from sparkdl.averager.messages.run_events import Progress, WorkerState
 from sparkdl.averager.values.center import named
 from sparkdl.averager.values.center_update import CenterUpdate, Memory, ReplaceByMean, new_memory
 from sparkdl.checkpoint.container import Piece
+from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.checkpoint.storage import CheckpointStore, SavedCheckpoint
 from sparkdl.checkpoint.tensor_file import pieces_of, tensor_of
 from sparkdl.errors import CheckpointError, TrainingError
@@ -38,28 +40,24 @@ class CheckpointPlan:
 
     Attributes:
         store: where.
-        every_epochs: epochs between two checkpoints.
-        every_rounds: rounds between two checkpoints; None for only the ends of epochs.
+        policy: what the user asks of them. Its ``training`` identifies this one, with those that it
+            resumes: another of the same definition may have left checkpoints there.
         last_epoch: the epoch after which there is one in any case.
         config: what defines the training, for whoever resumes it; JSON.
-        training: identifies it, with those that it resumes: another of the same definition may have
-            left checkpoints there.
     """
 
     store: CheckpointStore
-    every_epochs: int
-    every_rounds: int | None
+    policy: CheckpointPolicy
     last_epoch: int
     config: Mapping[str, Any]
-    training: str | None = None
 
     def due(self, epoch: int) -> bool:
         """Whether the end of an epoch is a checkpoint."""
-        return epoch % self.every_epochs == 0 or epoch == self.last_epoch
+        return epoch % self.policy.every_epochs == 0 or epoch == self.last_epoch
 
     def due_within(self, rounds: int) -> bool:
         """Whether it is time for a checkpoint, this many rounds after the last."""
-        return self.every_rounds is not None and rounds >= self.every_rounds
+        return rounds >= (self.policy.every_rounds or math.inf)
 
 
 @dataclass
@@ -121,7 +119,7 @@ class Saving:
         """Take the workers' states from the newest checkpoint, if it belongs to the same commit."""
         with self._giving_up():
             newest = self.plan.store.newest()
-            if newest is None or newest.description.get("training") != self.plan.training:
+            if newest is None or newest.description.get("training") != self.plan.policy.training:
                 return
             before = ResumedCheckpoint.of(newest)
             found, present = before.progress, self.progress
@@ -141,7 +139,7 @@ class Saving:
         states = {worker_state_name(rank): given[rank] for rank in sorted(given)}
         description = {
             "config": dict(self.plan.config),
-            "training": self.plan.training,
+            "training": self.plan.policy.training,
             "data": self.data,
             "progress": self.progress.as_json(),
             "kept_model_epoch": None if kept is None else kept.epoch,

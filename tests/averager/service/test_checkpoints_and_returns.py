@@ -26,6 +26,7 @@ from sparkdl.averager.messages.run_events import Progress
 from sparkdl.averager.service.saving import CheckpointPlan, ResumedCheckpoint
 from sparkdl.averager.values import replica_codec, wire_format
 from sparkdl.averager.values.wire_format import BFLOAT16_CHANGES, FULL_PRECISION, WireFormat
+from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.checkpoint.tensor_file import pieces_of
 from sparkdl.errors import CheckpointError, DataError, NonFiniteError
@@ -114,7 +115,8 @@ def test_a_state_that_ends_early_is_not_in_the_checkpoint(
     monkeypatch.setattr(wire_format, "MAX_CHUNK_BYTES", 16)
     state = bytes(range(40))
     store = CheckpointStore(str(tmp_path), keep_last=9)
-    plan = CheckpointPlan(store=store, every_epochs=1, every_rounds=1, last_epoch=1, config={})
+    policy = CheckpointPolicy(path="", every_rounds=1)
+    plan = CheckpointPlan(store=store, policy=policy, last_epoch=1, config={})
     with crew(2, plan=plan, options={"worker_state": lambda: state}) as workers:
         connection = workers.client(1)._own_connection
 

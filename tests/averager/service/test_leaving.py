@@ -32,6 +32,7 @@ from sparkdl.averager.policies.round_policy import RoundRobin
 from sparkdl.averager.service.saving import CheckpointPlan
 from sparkdl.averager.values.center import Center
 from sparkdl.averager.values.wire_format import CHANGES, FULL_PRECISION
+from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import DeadlineError, DisconnectedError, StoppedError, TrainingError
 from sparkdl.feed.statistics.shards import ShardStatistics
@@ -198,7 +199,8 @@ def test_a_pause_is_not_the_storages_fault(tmp_path: Path) -> None:
         return b"state"
 
     store = CheckpointStore(str(tmp_path), keep_last=1)
-    plan = CheckpointPlan(store=store, every_epochs=1, every_rounds=None, last_epoch=1, config={})
+    policy = CheckpointPolicy(path="")
+    plan = CheckpointPlan(store=store, policy=policy, last_epoch=1, config={})
     with crew(1, plan=plan, options={"worker_state": worker_state}) as workers:
         workers.exchange(window(0, last=True)).result(WAIT_S)
         workers.client(0).finish()
