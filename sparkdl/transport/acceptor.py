@@ -19,7 +19,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from sparkdl.transport import local
@@ -280,35 +280,28 @@ class RateLimit:
         self._left = -seconds * self._per_s
 
 
+@dataclass(eq=False)
 class Unauthenticated:
     """A connection that has not authenticated yet; nothing here waits.
 
-    Args:
-        connected: a non-blocking socket, owned from here on.
+    Attributes:
+        socket: a non-blocking one, owned from here on.
         source: where it comes from, as returned by ``source_of``.
         challenge: what it has to answer.
         until: when it must have authenticated, on the port's clock.
         rate: the limit that it was counted against.
-
-    Attributes:
         answer: the bytes received so far, of ``ANSWER_BYTES``.
     """
 
-    def __init__(
-        self,
-        connected: socket.socket | ssl.SSLSocket,
-        source: bytes,
-        challenge: Challenge,
-        until: float,
-        rate: RateLimit,
-    ) -> None:
-        self.socket = connected
-        self.source = source
-        self.until = until
-        self.rate = rate
-        self.challenge = challenge
-        self.answer = b""
-        self._unsent = challenge.hello
+    socket: socket.socket | ssl.SSLSocket
+    source: bytes
+    challenge: Challenge
+    until: float
+    rate: RateLimit
+    answer: bytes = field(default=b"", init=False)
+
+    def __post_init__(self) -> None:
+        self._unsent = self.challenge.hello
 
     def advance(self) -> int:
         """Send and receive what is possible now.

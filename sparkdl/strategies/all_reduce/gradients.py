@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,31 +38,27 @@ HOOKS: dict[str, Callable[..., Any]] = {
 OVERFLOW = ". float16 overflows beyond 65504: compression='bf16' has a wider range"
 
 
+@dataclass(eq=False)
 class FiniteGradients(Transform):
     """Ensures that no worker takes a step on a sum of gradients that is not finite.
 
-    Args:
+    Attributes:
         run: this worker's.
         model: its model, wrapped.
         rounded_to: the dtype in which gradients travel, if it is not their own.
         split: the layers that groups of workers compute together; None for none.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        model: DistributedDataParallel | ShardedModel,
-        rounded_to: torch.dtype | None,
-        split: SplitLayers | None,
-    ) -> None:
-        self._run = run
-        self._model = model
-        self._rounded_to = rounded_to
-        self._split = split
+    run: Run
+    model: DistributedDataParallel | ShardedModel
+    rounded_to: torch.dtype | None
+    split: SplitLayers | None
+
+    def __post_init__(self) -> None:
         # Those who together have the whole sum.
-        self._among = None if split is None else split.row
-        if isinstance(model, ShardedModel):
-            self._among = run.collective
+        self._among = None if self.split is None else self.split.row
+        if isinstance(self.model, ShardedModel):
+            self._among = self.run.collective
 
     def after_reduction(self, step: Step) -> None:
         """Check the gradients that all workers have now.
@@ -78,7 +75,7 @@ class FiniteGradients(Transform):
 
     def _is_finite(self) -> bool | Tensor:
         """Whether all is finite that this worker has of the sum; on a GPU, it is not yet read."""
-        gradients = [each.grad for each in self._run.replica.stepped() if each.grad is not None]
+        gradients = [each.grad for each in self.run.replica.stepped() if each.grad is not None]
         # Most are views into a few buckets, which are faster to look at than their parts.
         dense = {
             each.untyped_storage().data_ptr(): each for each in gradients if not each.is_sparse
@@ -87,44 +84,44 @@ class FiniteGradients(Transform):
             *(each.new_empty(0).set_(each.untyped_storage()) for each in dense.values()),  # type: ignore[call-overload]
             *(each._values() for each in gradients if each.is_sparse),
         ]
-        if self._run.replica.device.type == "cpu":
+        if self.run.replica.device.type == "cpu":
             return not any(map(count_non_finite, values))
         largest = [torch.linalg.vector_norm(each, math.inf) for each in values if each.numel()]
         return not largest or torch.stack([each.double() for each in largest]).isfinite().all()
 
     def _count(self, loss: Tensor) -> int:
         """How many of this worker's own gradients are not finite."""
-        if isinstance(self._model, ShardedModel):
-            return self._model.count_non_finite(loss)
-        parameters = self._run.replica.trainable()
+        if isinstance(self.model, ShardedModel):
+            return self.model.count_non_finite(loss)
+        parameters = self.run.replica.trainable()
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         return sum(
-            count_non_finite(each.to_dense().to(self._rounded_to or each.dtype))
+            count_non_finite(each.to_dense().to(self.rounded_to or each.dtype))
             for each in gradients
             if each is not None
         )
 
     def _find(self, step: Step) -> None:
         bad, losses = 0, []
-        if self._split is not None:
-            self._split.gather()  # each computes all of the layers on its own rows
+        if self.split is not None:
+            self.split.gather()  # each computes all of the layers on its own rows
         for batch, weight in step.passes:
-            loss = self._model.module(batch)
+            loss = self.model.module(batch)
             bad += self._count(loss * weight)
             losses.append(float(loss.detach()))
         mine = {"bad": bad, "loss": repr(sum(losses) / len(losses))}
-        told = self._run.averager.gather(mine)
-        epoch, number = self._run.epoch, self._run.step
+        told = self.run.averager.gather(mine)
+        epoch, number = self.run.epoch, self.run.step
         culprits = [rank for rank, one in enumerate(told) if one["bad"]]
         peeks = (
             ""
-            if self._split is None
+            if self.split is None
             else (
                 ", with whole layers: the model may read the weight of a layer that hybrid splits "
                 "without calling the layer, and the rows of other workers are NaN there"
             )
         )
-        rounded = "" if self._rounded_to is None else f", rounded to {self._rounded_to},"
+        rounded = "" if self.rounded_to is None else f", rounded to {self.rounded_to},"
         found = "; ".join(
             f"rank {rank} has {told[rank]['bad']} NaN or infinite values among its gradients"
             f"{rounded} in epoch {epoch}, step {number} (loss of its minibatch: "
@@ -134,7 +131,7 @@ class FiniteGradients(Transform):
             f"the workers' gradients are not finite once combined{rounded} in epoch {epoch}, step "
             f"{number}, though each worker's own are when computed again" + peeks
         )
-        overflow = OVERFLOW if self._rounded_to is torch.float16 else ""
+        overflow = OVERFLOW if self.rounded_to is torch.float16 else ""
         first = culprits[0] if culprits else 0
         raise NonFiniteError(f"{found}. {ADVICE}{overflow}", rank=first, epoch=epoch, step=number)
 
